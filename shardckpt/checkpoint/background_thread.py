@@ -1,4 +1,4 @@
-"""Thread whose end can be waited for again after a signal interrupted a wait."""
+"""Thread that callers can wait for again after a signal interrupted a wait."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class BackgroundThread:
-    """Thread with an end of its own.
+    """Thread that says itself whether it has ended.
 
     If a signal handler raises an exception while a thread waits in `threading.Thread.join`, Python 3.12 and earlier
     take the other thread, which still runs, for ended (the `except` clause of `Thread._wait_for_tstate_lock`). Nobody

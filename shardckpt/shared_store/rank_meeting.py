@@ -2,7 +2,7 @@
 
 The store may be that of a training: all keys have a prefix of this package's own, and no other key is read. Ranks meet
 once for each call, and a store may hold what is left of calls that died. Therefore rank 0 begins each meeting under a
-new random name, and a rank takes part in the one whose list has the random word that the rank wrote.
+new random name, and a rank takes part in the one whose list has the random token that the rank wrote.
 """
 
 from __future__ import annotations
@@ -24,21 +24,18 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from shardckpt.errors import RankError, UsageError
 from shardckpt.events.warn_user import warn_user
 from shardckpt.groups import Group, LocalGroup, current_group
-from shardckpt.shared_store.store_group import LIST_OF_WORDS, SILENCE_S, RankStore, StoreGroup
+from shardckpt.shared_store.store_group import SILENCE_S, TOKENS, RankStore, StoreGroup
 from shardckpt.shared_store.time_limit import run_within
 
 MEETING_S = 300.0
 """Seconds that ranks wait for each other to come."""
 
-FIRST_WORD_S = 10.0
+NOTICE_S = 10.0
 """Seconds after which a rank that waits for others says for which."""
 
 _POLL_S = 0.05
 _ASK_S = 10.0
 """Maximum seconds of a call to the store before the ranks have met; then another connection is tried."""
-
-_LEAVE_S = 1.0
-"""Maximum seconds of the last call of a rank that leaves."""
 
 _PREFIX = "shardckpt/ranks"
 _CURRENT, _NO_MEETING = "current", "-"
@@ -111,7 +108,7 @@ def join_ranks(
         call: Text that is the same on the ranks that are to meet, and another for another call.
         place: Where they meet; None for the place that the environment describes.
         meeting_s: Seconds that ranks wait for each other to come; `MEETING_S` if None.
-        silence_s: Seconds without a sign of life after which a rank that has come counts as dead.
+        silence_s: Seconds without a heartbeat after which a rank that has come counts as dead.
 
     Raises:
         RankError: The ranks did not come in time.
@@ -142,10 +139,10 @@ class _Meeting:
         self._place, self._limit_s = place, limit_s
         self._prefix = f"{_PREFIX}/{place.size}/{hashlib.blake2b(call.encode(), digest_size=8).hexdigest()}"
         self._begin = time.monotonic()
-        self._word = uuid.uuid4().hex
+        self._token = uuid.uuid4().hex
         self._name = _NO_MEETING
         self._missing = list(range(1, place.size)) if place.rank == 0 else [0]
-        self._has_spoken = False
+        self._has_warned = False
         self._trouble = ""
 
     def hold(self, silence_s: float) -> StoreGroup:
@@ -177,15 +174,15 @@ class _Meeting:
 
     def _look_for_others(self, store: RankStore) -> bool:
         if self._name == _NO_MEETING:
-            self._name = self._word
+            self._name = self._token
         if store.find([_CURRENT]) != [self._name.encode()]:
             store.set(_CURRENT, self._name)
         others = range(1, self._place.size)
-        words = store.find(self._here(each) for each in others)
-        self._missing = [rank for rank, word in zip(others, words, strict=True) if word is None]
+        tokens = store.find(self._here(each) for each in others)
+        self._missing = [rank for rank, token in zip(others, tokens, strict=True) if token is None]
         if self._missing:
             return False
-        store.set(self._list_of_words, b" ".join(word for word in words if word is not None))
+        store.set(self._tokens_key, b" ".join(token for token in tokens if token is not None))
         store.set(_CURRENT, _NO_MEETING)
         store.remove(self._here(each) for each in others)
         return True
@@ -194,23 +191,23 @@ class _Meeting:
         current = (store.find([_CURRENT])[0] or _NO_MEETING.encode()).decode()
         if current not in (_NO_MEETING, self._name):
             self._name = current
-            store.set(self._here(self._place.rank), self._word)
+            store.set(self._here(self._place.rank), self._token)
         if self._name == _NO_MEETING:
             return False
-        words = store.find([self._list_of_words])[0]
-        if words is not None and self._word in words.decode().split():
+        tokens = store.find([self._tokens_key])[0]
+        if tokens is not None and self._token in tokens.decode().split():
             return True
         others = [each for each in range(1, self._place.size) if each != self._place.rank]
         here = store.find(self._here(each) for each in others) if current == self._name else []
-        self._missing = [each for each, word in zip(others, here, strict=False) if word is None] or [0]
+        self._missing = [each for each, token in zip(others, here, strict=False) if token is None] or [0]
         return False
 
     def _here(self, rank: int) -> str:
         return f"{self._name}/here/{rank}"
 
     @property
-    def _list_of_words(self) -> str:
-        return f"{self._name}/{LIST_OF_WORDS}"
+    def _tokens_key(self) -> str:
+        return f"{self._name}/{TOKENS}"
 
     def _wait(self) -> None:
         """Wait a moment; say for whom; raise RankError at the limit."""
@@ -218,8 +215,8 @@ class _Meeting:
         if waited_s > self._limit_s:
             what = f"{self._describe()} did not come within {self._limit_s:g} s"
             raise RankError(what, rank=self._missing[0], fix=_FIX)
-        if waited_s > FIRST_WORD_S and not self._has_spoken:
-            self._has_spoken = True
+        if waited_s > NOTICE_S and not self._has_warned:
+            self._has_warned = True
             warn_user(f"rank {self._place.rank} waits for {self._describe()}, for {self._limit_s:g} s at most. {_FIX}")
         time.sleep(_POLL_S)
 
@@ -236,7 +233,7 @@ class _Meeting:
             return
         rank = self._place.rank
         own = _CURRENT if rank == 0 else self._here(rank)
-        RankStore(PrefixStore(self._prefix, store), _LEAVE_S).remove([own])
+        RankStore(PrefixStore(self._prefix, store)).with_short_limit().remove([own])
 
 
 def _connect(place: Place) -> Any:

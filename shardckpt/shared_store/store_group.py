@@ -2,7 +2,7 @@
 
 A collective of a process group ignores signals until it ends, has one time limit however long the others work, and
 exchanges addresses under keys of torch's own.
-Here each wait ends when the other rank has left or gives no sign of life.
+Here each wait ends when the other rank has left or sends no heartbeat.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from shardckpt.shared_store.time_limit import run_within
 
 T = TypeVar("T")
 
-LIST_OF_WORDS = "words"
+TOKENS = "tokens"
 """Key under which a meeting lists its ranks; removed with the last message."""
 
 SILENCE_S = 60.0
-"""Seconds without a sign of life after which a rank counts as dead, and a store as lost."""
+"""Seconds without a heartbeat after which a rank counts as dead, and a store as lost."""
 
-_SIGN_S = 2.0
-"""Seconds between two signs of life of a rank."""
+_HEARTBEAT_S = 2.0
+"""Seconds between two heartbeats of a rank."""
 
-_GOODBYE_S = 10.0
+_END_S = 10.0
 """Maximum seconds that rank 0, which may host the store, stays for ranks that have not read the last message."""
 
-_LAST_WORDS_S = 1.0
+_LEAVE_S = 1.0
 """Maximum seconds of a call to the store by a rank that leaves with an error."""
 
 _FIRST_POLL_S, _LAST_POLL_S = 0.002, 0.1
@@ -74,9 +74,9 @@ class RankStore:
         with suppress(RuntimeError, TimeoutError, NotImplementedError):
             self._call(lambda: [self._store.delete_key(key) for key in keys])
 
-    def hurry(self) -> RankStore:
-        """Return the same store with a limit for last words."""
-        return RankStore(self._store, min(self._limit_s, _LAST_WORDS_S))
+    def with_short_limit(self) -> RankStore:
+        """Return the same store with the limit of a rank that leaves."""
+        return RankStore(self._store, min(self._limit_s, _LEAVE_S))
 
     def _call(self, work: Callable[[], T]) -> T:
         return run_within(self._limit_s, work)
@@ -89,7 +89,7 @@ class StoreGroup(Group):
         store: Store for the keys of this group alone.
         rank: This process's rank.
         size: Number of ranks.
-        silence_s: Seconds without a sign of life after which a rank counts as dead.
+        silence_s: Seconds without a heartbeat after which a rank counts as dead.
     """
 
     def __init__(self, store: RankStore, rank: int, size: int, silence_s: float = SILENCE_S) -> None:
@@ -97,7 +97,7 @@ class StoreGroup(Group):
         self._number = 0
         self._is_over = threading.Event()
         others = range(1, size) if rank == 0 else [0]
-        self._signs: dict[int, tuple[bytes | None, float]] = {each: (None, time.monotonic()) for each in others}
+        self._heartbeats: dict[int, tuple[bytes | None, float]] = {each: (None, time.monotonic()) for each in others}
         self._next_look = 0.0
 
     @property
@@ -131,27 +131,27 @@ class StoreGroup(Group):
 
     @contextmanager
     def live(self) -> Iterator[None]:
-        """Give signs of life during a block, and show the others if this rank leaves it by an exception."""
-        threading.Thread(target=self._give_signs, name="signs of life", daemon=True).start()
+        """Send heartbeats during a block, and show the others if this rank leaves it by an exception."""
+        threading.Thread(target=self._send_heartbeats, name="heartbeats", daemon=True).start()
         try:
             yield
-            self._say_goodbye(self._store)
+            self._confirm_end(self._store)
         except BaseException as error:
-            store = self._store.hurry()
+            store = self._store.with_short_limit()
             self._leave(store, error)
             if self._rank != 0 or isinstance(error, Exception):  # an interrupted rank waits for nobody
-                self._say_goodbye(store)
+                self._confirm_end(store)
             raise
         finally:
             self._is_over.set()
 
-    def _give_signs(self) -> None:
+    def _send_heartbeats(self) -> None:
         number = 0
         while not self._is_over.is_set():
             number += 1
             with suppress(RuntimeError, TimeoutError):
-                self._store.set(_sign_of_life(self._rank), str(number))
-            self._is_over.wait(min(_SIGN_S, self._silence_s / 4))
+                self._store.set(_heartbeat_key(self._rank), str(number))
+            self._is_over.wait(min(_HEARTBEAT_S, self._silence_s / 4))
 
     def _leave(self, store: RankStore, error: BaseException) -> None:
         text = str(error) if isinstance(error, ShardckptError) else f"{type(error).__name__} {error}".rstrip()
@@ -159,20 +159,20 @@ class StoreGroup(Group):
             if not store.has([_LEFT]):  # the rank that left before has the reason
                 store.set(_LEFT, f"{self._rank} {text[:500]}")
 
-    def _say_goodbye(self, store: RankStore) -> None:
+    def _confirm_end(self, store: RankStore) -> None:
         """Show rank 0 that this rank needs nothing more; rank 0 waits for that, and removes what is left."""
-        keys = [f"goodbye/{each}" for each in range(1, self._size)]
+        keys = [f"done/{each}" for each in range(1, self._size)]
         with suppress(RuntimeError, TimeoutError):
             if self._rank != 0:
                 store.set(keys[self._rank - 1], "1")
                 return
-            end = time.monotonic() + _GOODBYE_S
+            end = time.monotonic() + _END_S
             while not store.has(keys):
                 if time.monotonic() > end:
                     return
                 time.sleep(_FIRST_POLL_S)
             self._remove(self._key(0))
-            store.remove([*keys, *map(_sign_of_life, range(self._size)), LIST_OF_WORDS])
+            store.remove([*keys, *map(_heartbeat_key, range(self._size)), TOKENS])
 
     def _key(self, rank: int, number: int | None = None) -> str:
         return f"{self._number if number is None else number}/{rank}"
@@ -200,21 +200,21 @@ class StoreGroup(Group):
                 self._store.remove([key, *(f"{key}/{at}" for at in range(1, count))])
 
     def _require_others(self) -> None:
-        """Raise RankError if a rank has left, or one that this rank waits for shows no sign of life."""
+        """Raise RankError if a rank has left, or one that this rank waits for sends no heartbeat."""
         if self._store.has([_LEFT]):
             left, _, text = self._store.get(_LEFT).decode("utf-8", "replace").partition(" ")
             raise RankError(f"rank {left} left: {text}", rank=int(left), fix=_RANK_FIX)
         now = time.monotonic()
         if now < self._next_look:
             return
-        self._next_look = now + min(_SIGN_S, self._silence_s / 4)
-        for rank, sign in zip(self._signs, self._store.find(map(_sign_of_life, self._signs)), strict=True):
-            if sign != self._signs[rank][0]:
-                self._signs[rank] = sign, now
-        silent = [rank for rank, (_, since) in self._signs.items() if now - since > self._silence_s]
+        self._next_look = now + min(_HEARTBEAT_S, self._silence_s / 4)
+        for rank, sign in zip(self._heartbeats, self._store.find(map(_heartbeat_key, self._heartbeats)), strict=True):
+            if sign != self._heartbeats[rank][0]:
+                self._heartbeats[rank] = sign, now
+        silent = [rank for rank, (_, since) in self._heartbeats.items() if now - since > self._silence_s]
         if silent:
             named = ", ".join(f"rank {rank}" for rank in silent)
-            what = f"{named} of {self._size} gave no sign of life for {self._silence_s:g} s"
+            what = f"{named} of {self._size} sent no heartbeat for {self._silence_s:g} s"
             raise RankError(what, rank=silent[0], fix=_RANK_FIX)
 
     @contextmanager
@@ -230,9 +230,9 @@ class StoreGroup(Group):
             raise RankError(what, rank=0, fix=fix) from error
 
 
-def _sign_of_life(rank: int) -> str:
+def _heartbeat_key(rank: int) -> str:
     """Return the key of a rank whose value changes while the rank lives."""
-    return f"alive/{rank}"
+    return f"heartbeat/{rank}"
 
 
 def _split(data: bytes) -> list[bytes]:

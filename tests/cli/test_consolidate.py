@@ -132,7 +132,7 @@ def start_alone(setting: str, rank: int, *arguments: object) -> subprocess.Popen
 def test_a_rank_that_waits_says_for_whom_and_ends_on_a_signal(
     rank: int, number: signal.Signals, word: str, src: Path, tmp_path: Path
 ) -> None:
-    process = start_alone("FIRST_WORD_S = 0.2", rank, "consolidate", src, tmp_path / "out")
+    process = start_alone("NOTICE_S = 0.2", rank, "consolidate", src, tmp_path / "out")
     assert process.stderr is not None
     assert f"rank {rank} waits for rank {1 - rank} of 2" in process.stderr.readline()
     process.send_signal(number)

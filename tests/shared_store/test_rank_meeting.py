@@ -94,7 +94,7 @@ def test_a_meeting_whose_first_rank_died_does_not_mislead_the_next(training: Any
     prefix = rank_meeting._Meeting(place(1, 2, port), "a", 1.0)._prefix
     ours = dist.PrefixStore(prefix, training)
     ours.set("current", "dead")
-    ours.set("dead/words", "another")
+    ours.set("dead/tokens", "another")
 
     def come_first() -> None:
         with join_ranks("a", place=place(1, 2, port), meeting_s=30.0) as group:
@@ -134,7 +134,7 @@ def test_the_error_of_a_rank_whose_first_rank_did_not_come_says_where_it_waited(
 
 
 def test_a_rank_that_waits_says_so_once_before_the_limit(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_meeting, "FIRST_WORD_S", 0.1)
+    monkeypatch.setattr(rank_meeting, "NOTICE_S", 0.1)
     with (
         pytest.warns(UserWarning, match="rank 0 waits for rank 1 of 2") as told,
         pytest.raises(RankError),

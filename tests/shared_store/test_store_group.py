@@ -86,11 +86,11 @@ def test_a_rank_that_leaves_is_named_to_those_that_wait_for_it(gone: int, error:
 
 
 def _leave_silently(group: StoreGroup) -> None:
-    group._is_over.set()  # no more signs of life, as of a process that was killed
+    group._is_over.set()  # no more heartbeats, as of a process that was killed
 
 
 @pytest.mark.parametrize("dead", [0, 1])
-def test_a_rank_without_a_sign_of_life_is_named_instead_of_waited_for(dead: int) -> None:
+def test_a_rank_without_a_heartbeat_is_named_instead_of_waited_for(dead: int) -> None:
     def work(group: StoreGroup) -> None:
         if group.rank == dead:
             _leave_silently(group)
@@ -101,7 +101,7 @@ def test_a_rank_without_a_sign_of_life_is_named_instead_of_waited_for(dead: int)
     told = outcomes[1 - dead]
     assert isinstance(told, RankError)
     assert told.rank == dead
-    assert f"rank {dead} of 2 gave no sign of life for 0.5 s" in str(told)
+    assert f"rank {dead} of 2 sent no heartbeat for 0.5 s" in str(told)
 
 
 def test_a_rank_that_works_longer_than_the_limit_of_silence_is_waited_for() -> None:
@@ -111,11 +111,11 @@ def test_a_rank_that_works_longer_than_the_limit_of_silence_is_waited_for() -> N
     store = dist.HashStore()
 
     class Watched(RankStore):
-        """Lets the slow rank go on once it has given more signs of life than fit into the limit."""
+        """Lets the slow rank go on once it has sent more heartbeats than fit into the limit."""
 
         def set(self, key: str, value: bytes | str) -> None:
             super().set(key, value)
-            if key == "alive/1":
+            if key == "heartbeat/1":
                 signs.append(1)
                 if len(signs) > 8:
                     go.set()

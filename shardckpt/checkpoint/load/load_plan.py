@@ -234,17 +234,17 @@ class LoadPlanBuilder:
             self.plan.problems += _find_mismatches(path, entry, array, can_cast=self.options.cast)
         self.plan.arrays.append(LoadItem(path, entry, array))
 
-    def require_equal_values_of_shared_memory(self) -> None:
+    def check_shared_memory(self) -> None:
         """Add a problem for each two targets that are the same memory, and have different saved values."""
         first_of: dict[int, tuple[LoadItem, LocalShard]] = {}
         for item in self.plan.arrays:
             for shard in item.array.shards:
                 if not shard.tensor.numel() or not (address := shard.tensor.data_ptr()):
                     continue
-                first, first_shard = first_of.setdefault(address, (item, shard))
-                if first is item or is_same_source(first.entry, item.entry) or not _is_view(first_shard, shard):
+                first, other = first_of.setdefault(address, (item, shard))
+                if first is item or is_same_source(first.entry, item.entry) or not _has_same_elements(other, shard):
                     continue
-                if not _are_alike(self._read_shard(first, first_shard), self._read_shard(item, shard)):
+                if not _are_alike(self._read_shard(first, other), self._read_shard(item, shard)):
                     self.plan.problems.append(
                         f"{dotted(item.path)} is the memory of {dotted(first.path)} in this state, and the saved values"
                         " of the two differ (give one of them memory of its own: `tensor.clone()`)"
@@ -284,7 +284,7 @@ def is_same_source(one: TensorEntry, other: TensorEntry) -> bool:
     return one is other or one[1:] == other[1:]
 
 
-def _is_view(one: LocalShard, other: LocalShard) -> bool:
+def _has_same_elements(one: LocalShard, other: LocalShard) -> bool:
     """Return True if two shards with the same first element have all elements in common, in the same places."""
     first, second = one.tensor, other.tensor
     return (first.shape, first.stride(), first.dtype) == (second.shape, second.stride(), second.dtype)

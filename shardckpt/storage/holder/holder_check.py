@@ -27,8 +27,9 @@ class HolderCheck:
         self._is_over = False
         threading.Thread(target=self._run, name="shardckpt-holder-check", daemon=True).start()
 
+    @property
     def is_running(self) -> bool:
-        """Return True while it is not known if the holder hangs."""
+        """Whether it is not known yet if the holder hangs."""
         return not self._is_over
 
     def _run(self) -> None:

@@ -123,7 +123,8 @@ def start_holder(run: str, max_bytes: int, *, last: str, idle_s: float = IDLE_S)
             connection.close()
         except HolderGoneError as error:
             if isinstance(error.__cause__, TimeoutError):  # it is there, and slow, stopped or hanging
-                raise _begin_check(run) from error
+                _begin_check(run)
+                raise _busy_error(run) from error
         _start_process([run, str(max_bytes), str(idle_s), last])
         if not attempt:
             stop_holders(idle_s=SUPERSEDED_S)
@@ -141,7 +142,7 @@ def _take_replaced(run: str) -> int:
     check = connection.check
     if check is None:
         return 0
-    if check.is_running():
+    if check.is_running:
         raise _busy_error(run)
     connection.check = None
     if check.error is not None:
@@ -151,18 +152,18 @@ def _take_replaced(run: str) -> int:
     return check.ended
 
 
-def _begin_check(run: str) -> HolderBusyError:
-    """Begin to find out if a holder hangs, and to end it then; return the error for the capture that needs it now."""
+def _begin_check(run: str) -> None:
+    """Begin to find out if a holder hangs, and to end it then."""
 
     def end_hung() -> int:
         is_hung = any(answer is None for *_, answer in ask_holders(run))
         return _end_hung_holder(run) if is_hung else 0
 
     get_holder_connection(run).check = HolderCheck(end_hung)
-    return _busy_error(run)
 
 
 def _busy_error(run: str) -> HolderBusyError:
+    """Return the error of a capture that needs a holder that has not answered yet."""
     return HolderBusyError(
         f"the holder did not answer within {STALL_S:.0f} s",
         where=run,

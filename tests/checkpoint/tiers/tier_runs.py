@@ -73,7 +73,7 @@ def holders(node: str) -> tuple:
 def wait_for_checks() -> None:
     """Wait until it is known if the holders that did not answer hang."""
     checks = [each.check for each in holder_connection._CONNECTIONS.values() if each.check is not None]
-    wait_for(lambda: not any(check.is_running() for check in checks))
+    wait_for(lambda: not any(check.is_running for check in checks))
 
 
 def kill_holder(node: str) -> None:
