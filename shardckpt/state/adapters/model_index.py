@@ -28,6 +28,7 @@ from shardckpt.state.adapters.dtensor import DTensorAdapter
 from shardckpt.state.adapters.engine_dtensor import EngineDTensorAdapter
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
 from shardckpt.state.adapters.flat_shard_check import FlatShards
+from shardckpt.state.adapters.name_collision import build_collision
 from shardckpt.state.adapters.replicated import ReplicatedAdapter
 from shardckpt.state.redistribute.rank_grid import Ranks
 
@@ -162,8 +163,25 @@ def locate_in_buckets(module: nn.Module) -> tuple[list[nn.Parameter], list[int]]
     return parameters, offsets
 
 
+def has_mixed_wrapper(model: nn.Module) -> bool:
+    """Return True if a module has a wrapper's attribute and may have others, so that two names may become equal.
+
+    Modules of other classes than those of wrappers may have parameters that are not registered while they are flat.
+    """
+    return any(
+        len(module._modules) + len(module._parameters) + len(module._buffers) > 1
+        or not type(module).__module__.startswith(("torch.", "shardckpt.core."))
+        for module in model.modules()
+        if below(module)
+    )
+
+
 def index_model(model: nn.Module) -> ModelIndex:
-    """Index a model that is sharded by the engine or torch, replicated or plain."""
+    """Index a model that is sharded by the engine or torch, replicated or plain.
+
+    Raises:
+        NameCollisionError: Two of its tensors have one name without the segments of wrappers.
+    """
     return _Walk(model).build()
 
 
@@ -172,6 +190,7 @@ def index_complete_model(model: nn.Module) -> ModelIndex:
 
     Raises:
         FlatShardError: A parameter is a shard of a flat parameter whose wrapper is around the model.
+        NameCollisionError: Two of its tensors have one name without the segments of wrappers.
     """
     index = index_model(model)
     plain = [adapter for adapter in index.adapters if isinstance(adapter, ReplicatedAdapter)]
@@ -207,6 +226,7 @@ class _Walk:
         self._homes: list[tuple[nn.Module, str]] = []
         self._places: dict[str, tuple[nn.Module, str]] = {}
         self._names: list[str] = []
+        self._owners: dict[str, tuple[Any, nn.Module, str]] = {}
         self._known: dict[Any, list[str]] = {}
         self._plain: dict[int, nn.Parameter] = {}
         self._buffers: dict[str, Buffer] = {}
@@ -242,23 +262,29 @@ class _Walk:
                 self._plain[id(parameter)] = parameter
                 self._groups += _mesh_groups(parameter)
                 key = id(parameter)
-            self._named(key, prefix + attribute)
+            self._claim(prefix + attribute, key, module, attribute)
+            self._known.setdefault(key, []).append(prefix + attribute)
             self._places[prefix + attribute] = (module, attribute)
         for attribute, buffer in module._buffers.items():
             if buffer is not None:
                 self._buffer(prefix + attribute, module, attribute, buffer)
         if type(module).get_extra_state is not nn.Module.get_extra_state:
+            self._claim(prefix + EXTRA, id(module), module, EXTRA)
             self._extra[prefix + EXTRA] = module
-            self._names.append(prefix + EXTRA)
 
-    def _named(self, key: Any, name: str) -> None:
+    def _claim(self, name: str, key: Any, module: nn.Module, attribute: str) -> None:
+        """Add a name of a state dict; the key is equal for the same tensor."""
         self._names.append(name)
-        self._known.setdefault(key, []).append(name)
+        owner = self._owners.setdefault(name, (key, module, attribute))
+        if owner[0] != key:
+            raise build_collision(self._root, name, owner[1:], (module, attribute))
 
     def _buffer(self, name: str, module: nn.Module, attribute: str, buffer: torch.Tensor) -> None:
         persistent = attribute not in module._non_persistent_buffers_set
         if persistent:
-            self._names.append(name)
+            self._claim(name, id(buffer), module, attribute)
+        elif name in self._owners:
+            return
         dtypes = (unit.buffers.get_original_dtype(module, attribute) for unit in self._units)
         dtype = next((dtype for dtype in dtypes if dtype is not None), buffer.dtype)
         self._buffers[name] = Buffer(name, module, attribute, persistent, dtype)

@@ -19,6 +19,8 @@ from shardckpt.errors import ShardckptError
 from shardckpt.plan.optim.optim_keys import get_key_type, nest, to_names
 from shardckpt.plan.optim.param_groups import match_settings
 from shardckpt.state.adapters.flat_shard_check import FlatShards
+from shardckpt.state.adapters.model_index import has_mixed_wrapper
+from shardckpt.state.adapters.name_collision import clean_keys, require_distinct
 from shardckpt.state.adapters.sharded_tensor import as_dtensor
 from shardckpt.state.keys.kinds import StateKind, is_sharded_tensor
 from shardckpt.state.keys.slots import copy_value
@@ -95,6 +97,8 @@ def _set_state_dict_type(
     fsdp = sys.modules["torch.distributed.fsdp.api"]  # defines the settings of torch's wrapper
     wrapper = find_torch_wrapper(type(_find_wrappers(model)[0]))
     _require_wrappers(model, wrapper)
+    if has_mixed_wrapper(model):
+        _require_distinct_names(model, wrapper)
     is_there = all(parameter.device.type == "cpu" for parameter in model.parameters())
     config: dict[str, bool] = {"offload_to_cpu": offload and not is_there}  # otherwise torch frees the returned tensors
     if kind is StateKind.FULL:
@@ -120,6 +124,23 @@ def _require_wrappers(model: nn.Module, wrapper: Any) -> None:
     FlatShards().require_none((name, p) for name, p in model.named_parameters() if id(p) not in inside)
 
 
+def _require_distinct_names(model: nn.Module, wrapper: Any) -> None:
+    """Refuse names that become equal without the segments of wrappers. Collective.
+
+    Every rank has the names of a sharded state only.
+
+    Raises:
+        NameCollisionError: Two become equal.
+    """
+    fsdp = sys.modules["torch.distributed.fsdp.api"]
+    sharded = fsdp.StateDictType.SHARDED_STATE_DICT, fsdp.ShardedStateDictConfig(), fsdp.ShardedOptimStateDictConfig()
+    before = _set(wrapper, model, sharded)
+    try:
+        require_distinct(model.state_dict())
+    finally:
+        _set(wrapper, model, (before.state_dict_type, before.state_dict_config, before.optim_state_dict_config))
+
+
 def _set(wrapper: Any, model: nn.Module, settings: tuple[Any, Any, Any]) -> Any:
     """Set the type of torch's state dicts without warnings; return the old settings."""
     with warnings.catch_warnings():
@@ -130,13 +151,13 @@ def _set(wrapper: Any, model: nn.Module, settings: tuple[Any, Any, Any]) -> Any:
 def full_state(model: nn.Module, *, offload: bool, first_only: bool) -> dict[str, Any]:
     """Return the full state of a model by FQN. Collective."""
     with _set_state_dict_type(model, StateKind.FULL, offload=offload, first_only=first_only):
-        return {clean(name): value for name, value in model.state_dict().items()}
+        return clean_keys(model.state_dict())
 
 
 def sharded_state(model: nn.Module, *, offload: bool) -> dict[str, Any]:
     """Return the state of a model by FQN, with DTensors for sharded ones. Collective."""
     with _set_state_dict_type(model, StateKind.SHARDED, offload=offload):
-        return {clean(name): _to_dtensor(name, value) for name, value in model.state_dict().items()}
+        return {name: _to_dtensor(name, value) for name, value in clean_keys(model.state_dict()).items()}
 
 
 def _to_dtensor(name: str, value: Any) -> Any:

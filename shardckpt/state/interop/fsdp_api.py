@@ -46,12 +46,14 @@ def before_load(module: FullyShardedDataParallel, state: MutableMapping[str, Any
     """Register a unit's tensors on the wrapped module for torch's load. Collective.
 
     Raises:
+        NameCollisionError: Two tensors of the module have one name without the segments of wrappers.
         StateMismatchError: The state is a LOCAL state of another rank or of other units.
         ShardedTensorError: The sharding of a ShardedTensor is not possible for a DTensor.
     """
     stale = _LOADING.pop(module, None)
     if stale is not None:  # an exception ended the load of an outer module
         stale.abandon()
+    nn_module_hooks.require_distinct_names(module)
     kind = nn_module_hooks.KINDS[module.state_dict_settings.state_dict_type]
     if not prefix and kind is StateKind.LOCAL:
         refuse_other_layout(get_metadata(state), module)

@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardckpt.core.modules.dtensors import gather_full_tensor
-from shardckpt.core.modules.fqn_and_params import clean
 from shardckpt.core.params.full_params import Staging
 from shardckpt.errors import ShardckptError
 from shardckpt.groups import Group
@@ -27,6 +26,7 @@ from shardckpt.state.adapters.model_index import (
     reshard_all,
     unwrap,
 )
+from shardckpt.state.adapters.name_collision import clean_keys
 from shardckpt.state.keys.kinds import StateKind, detect_kind, get_metadata
 from shardckpt.state.keys.validation import StateMismatchError, digest, validate_input
 from shardckpt.state.model import module_hooks
@@ -66,6 +66,7 @@ def load_model_state_dict(
         Missing and unexpected names.
 
     Raises:
+        NameCollisionError: Two names of the model, or of the state, become equal without the segments of wrappers.
         StateMismatchError: The state does not fit; the message lists every name with its problem.
         RankError: The state does not fit on another rank.
     """
@@ -106,7 +107,7 @@ def _load_foreign(model: nn.Module, state: Mapping[str, Any], kind: StateKind | 
     ranks = torch_fsdp1.get_ranks(model)
     with validate_input(ranks, "fit a state to the model", given=bool(state)) as agreed:
         torch_fsdp1.refuse_local(detect_kind(state) if kind is None else StateKind.parse(kind))
-        values = {clean(name): value for name, value in state.items()}
+        values = clean_keys(state)
         described = [(name, list(getattr(v, "shape", ())), str(getattr(v, "dtype", ""))) for name, v in values.items()]
         agreed.digest = digest(sorted(described))
         agreed.broadcast_error = StateMismatchError(torch_fsdp1.NEEDS_EVERY_RANK, found="one on rank 0 alone")
@@ -274,7 +275,7 @@ def refuse_other_layout(note: Mapping[str, Any], model: nn.Module) -> None:
 
 def _clean_names(state: Mapping[str, Any], index: ModelIndex) -> dict[str, Any]:
     """Return a state with FQNs of the unsharded model, without wrapper segments."""
-    cleaned = {clean(name): value for name, value in state.items()}
+    cleaned = clean_keys(state)
     if index.names and not any(name in cleaned for name in index.names):
         stripped = {name.removeprefix("module."): value for name, value in cleaned.items()}
         if any(name in stripped for name in index.names):

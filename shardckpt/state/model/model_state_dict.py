@@ -98,6 +98,7 @@ def model_state_dict(
     Raises:
         UsageError: The kind is unknown, or `rank0_only` with another kind than FULL; or a parameter is a shard of a
             flat parameter whose wrapper is around the model.
+        NameCollisionError: Two tensors have one name without the segments of wrappers.
     """
     kind = parse_kind_to_take(kind, rank0_only=rank0_only)
     model = unwrap(model)

@@ -22,7 +22,12 @@ from shardckpt.core.registration.flat_param import FlatParamRegistration
 from shardckpt.core.registration.orig_params import OrigParamsRegistration
 from shardckpt.core.runtime.fsdp_unit import FSDPUnit
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
-from shardckpt.state.adapters.model_index import get_bucket_mesh, get_process_groups
+from shardckpt.state.adapters.model_index import (
+    get_bucket_mesh,
+    get_process_groups,
+    has_mixed_wrapper,
+    index_model,
+)
 from shardckpt.state.keys.kinds import KEY, StateKind
 from shardckpt.state.model import module_hooks
 from shardckpt.state.model.model_state_dict import local_metadata, unit_metadata
@@ -89,6 +94,19 @@ class _ShownTensors:
                 adapter.hide()
 
 
+def require_distinct_names(module: nn.Module) -> None:
+    """Require that no two names become equal without the segments of wrappers.
+
+    Args:
+        module: Wrapped module.
+
+    Raises:
+        NameCollisionError: Two become equal.
+    """
+    if has_mixed_wrapper(module):
+        index_model(module)
+
+
 def module_state_dict(
     module: StateStatics,
     unit: FSDPUnit,
@@ -108,6 +126,9 @@ def module_state_dict(
         destination: Dict to extend; None for a new one.
         prefix: Prefix of every name.
         keep_vars: Return tensors that are not detached.
+
+    Raises:
+        NameCollisionError: Two tensors have one name without the segments of wrappers.
     """
     given: dict[str, Any] = {"destination": destination, "prefix": prefix, "keep_vars": keep_vars}
     given.update(zip(given, args, strict=False))
@@ -120,6 +141,7 @@ def module_state_dict(
         nn.Module.state_dict(module, **given)
         bare: MutableMapping[str, Any] = given["destination"]
         return bare
+    require_distinct_names(module)
     settings = module.state_dict_settings
     kind, config = KINDS[settings.state_dict_type], settings.state_dict_config
     first_only = isinstance(config, FullStateDictConfig) and config.rank0_only
