@@ -234,6 +234,35 @@ class LoadPlanBuilder:
             self.plan.problems += _find_mismatches(path, entry, array, can_cast=self.options.cast)
         self.plan.arrays.append(LoadItem(path, entry, array))
 
+    def add_shared_array(self, spellings: Mapping[Path, Path | None], array: TensorShards) -> None:
+        """Add a parameter with several names; add a problem if the checkpoint has different values of them.
+
+        Args:
+            spellings: Path in the checkpoint by path in the state, the first name first; None where it has none.
+            array: Shards of this rank to fill.
+        """
+        wanted = [path for path in spellings if self.wants(path)] or list(spellings)
+        found = [(path, source) for path in wanted if (source := spellings[path]) is not None]
+        self.add_array(wanted[0], found[0][1] if found else wanted[0], array)
+        entries = [(path, self.source.arrays[source]) for path, source in found if self.wants(path)]
+        if self.options.is_own_only:
+            entries = [(path, entry) for path, entry in entries if not self.source.is_elsewhere(entry)]
+        for path, entry in entries[1:]:
+            if not self._is_saved_alike(entries[0][1], entry, array):
+                self.plan.problems.append(
+                    f"{dotted(entries[0][0])} and {dotted(path)} are one parameter in this model, and the saved values of"
+                    " the two differ (untie them before the load, or leave one out by `rules`: drop = { name = '...' })"
+                )
+
+    def _is_saved_alike(self, one: TensorEntry, other: TensorEntry, array: TensorShards) -> bool:
+        """Return True if two saved arrays have equal elements in this rank's shards."""
+        if is_same_source(one, other) or one.shape != array.shape:  # another shape is a problem by itself
+            return True
+        return one.shape == other.shape and all(
+            _are_alike(*(self._read_shard(LoadItem(each.path, each, array), shard) for each in (one, other)))
+            for shard in array.shards
+        )
+
     def check_shared_memory(self) -> None:
         """Add a problem for each two targets that are the same memory, and have different saved values."""
         first_of: dict[int, tuple[LoadItem, LocalShard]] = {}

@@ -235,10 +235,15 @@ class _LoadPlanner:
     def _module(self, module: nn.Module, path: Path) -> None:
         model = self._models.get(module, path)
         names = model_names(self._builder.source, path, model.arrays)
+        others: dict[str, list[str]] = {}
+        for alias, first in model.aliases.items():
+            others.setdefault(first, []).append(alias)
         for name, array in model.arrays.items():
-            others = (alias for alias, first in model.aliases.items() if first == name)
-            key = next((spelling for spelling in (name, *others) if spelling in names), name)
-            self._builder.add_array((*path, name), names.get(key, (*path, key)), array)
+            if name in others:
+                spellings = {(*path, each): names.get(each) for each in (name, *others[name])}
+                self._builder.add_shared_array(spellings, array)
+            else:
+                self._builder.add_array((*path, name), names.get(name, (*path, name)), array)
         self._builder.plan.taken |= {names[alias] for alias in model.aliases if alias in names}
         for name, owner in model.extra.items():
             self._builder.add_value((*path, name), owner.set_extra_state)

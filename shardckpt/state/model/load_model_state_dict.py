@@ -16,7 +16,7 @@ from shardckpt.core.params.full_params import Staging
 from shardckpt.errors import ShardckptError
 from shardckpt.groups import Group
 from shardckpt.state.adapters import sharded_tensor, torch_fsdp1
-from shardckpt.state.adapters.base import ShardingAdapter, are_sharded_as, broadcast_from_rank0
+from shardckpt.state.adapters.base import ShardingAdapter, are_sharded_as, broadcast_from_rank0, local
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
 from shardckpt.state.adapters.model_index import (
     Buffer,
@@ -241,10 +241,20 @@ class _IncomingModelState:
             value = self.value(entry.name, entry.aliases)
             if value is not None:
                 problems += _misfit(entry.name, value, entry.shape, entry.dtype)
+            problems += self._find_unequal((entry.name, *entry.aliases))
         for buffer in self._index.buffers:
             if buffer.name in self.values:
                 problems += _misfit(buffer.name, self.values[buffer.name], tuple(buffer.value.shape), buffer.dtype)
         return problems
+
+    def _find_unequal(self, names: Sequence[str]) -> list[str]:
+        """Return the further names of a parameter under which the state has other values than under the first."""
+        first, *others = [name for name in names if isinstance(self.values.get(name), torch.Tensor)] or [""]
+        return [
+            f"{first} and {name} are one parameter in this model, and their values differ (leave one of them out)"
+            for name in others
+            if not _are_alike(self.values[first], self.values[name])
+        ]
 
     def _local_problems(self) -> list[str]:
         """Return differences between layouts, which define the elements of a shard."""
@@ -281,6 +291,18 @@ def _clean_names(state: Mapping[str, Any], index: ModelIndex) -> dict[str, Any]:
         if any(name in stripped for name in index.names):
             return stripped
     return cleaned
+
+
+def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return True unless two tensors differ on this rank; tensors of different placements are not compared."""
+    if isinstance(one, DTensor) or isinstance(other, DTensor):
+        is_same = isinstance(one, DTensor) and isinstance(other, DTensor) and one.placements == other.placements
+        return one.shape == other.shape and (not is_same or _are_alike(local(one), local(other)))
+    if one is other or (one.is_meta or other.is_meta):
+        return True
+    return one.shape == other.shape and torch.allclose(
+        one.detach().cpu(), other.detach().to("cpu", one.dtype), rtol=0, atol=0, equal_nan=True
+    )
 
 
 def _misfit(name: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:

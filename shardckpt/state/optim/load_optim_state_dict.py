@@ -310,7 +310,7 @@ class _IncomingOptimState:
         return cls(
             state_kind,
             get_metadata(given),
-            optim_state_to_dtensors({_first(names.get(key, key), index): value for key, value in state.items()}, index),
+            optim_state_to_dtensors(_by_first_name({names.get(key, key): state[key] for key in state}, index), index),
             [
                 {**group, "params": _members([names.get(key, key) for key in group["params"]], index)}
                 for group in groups
@@ -456,6 +456,23 @@ def _first(name: Any, index: ModelIndex) -> Any:
         return name
     plain = clean(name)
     return index.aliases.get(plain, plain)
+
+
+def _by_first_name(state: Mapping[Any, Any], index: ModelIndex) -> dict[Any, Any]:
+    """Return the state of each parameter by its first FQN.
+
+    Raises:
+        StateMismatchError: Two states are those of one parameter.
+    """
+    named: dict[Any, Any] = {}
+    for name, slots in state.items():
+        if named.setdefault(_first(name, index), slots) is not slots:
+            same = " and ".join(str(each) for each in state if _first(each, index) == _first(name, index))
+            raise StateMismatchError(
+                f"the state does not fit the optimizer: {same} are one parameter in this model, and each has a state",
+                fix="Nothing was changed. Leave one of them out.",
+            )
+    return named
 
 
 def _find_unequal(entries: Sequence[Entry], rows: Survey) -> list[str]:
