@@ -9,7 +9,20 @@ from pathlib import Path
 import numpy as np
 import torch
 from harness import run
-from states import FRONT_ENDS, Net, differing, flat, kept_differs, over, refused, step, theirs, whole, wrapper
+from states import (
+    FRONT_ENDS,
+    Net,
+    differing,
+    flat,
+    kept_differs,
+    looked_at,
+    over,
+    refused,
+    step,
+    theirs,
+    whole,
+    wrapper,
+)
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
@@ -286,3 +299,70 @@ def test_a_state_is_saved_and_loaded_in_inference_mode_and_trains_on(tmp_path: P
         return wrong
 
     assert run(2, body) == [[], []]
+
+
+MADE_AT_ONCE = {
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "adagrad, begun high": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.5),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.1, t0=1.0),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+}
+
+
+def train_net(face: str, optimizer: str, steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(steps)
+    model = FRONT_ENDS[face](Net((1,)))
+    optim = MADE_AT_ONCE[optimizer](model.parameters())
+    for number in range(steps):
+        step(model, optim, number)
+    return model, optim
+
+
+def count_steps(optim: torch.optim.Optimizer) -> set[float]:
+    """Return the numbers of steps that the optimizer of this rank has, of parameters without elements here too."""
+    return {float(slots["step"]) for slots in optim.state.values()}
+
+
+class TestOptimizersThatMakeStateBeforeTheirFirstStep:
+    """Where a rank has no elements of a parameter its step does not advance: the ranks that have some decide."""
+
+    def test_they_resume_bit_for_bit_and_all_ranks_have_the_saved_step(self, tmp_path: Path) -> None:
+        def body(rank: int, world: int, face: str) -> list:
+            wrong: list = []
+            for name in MADE_AT_ONCE if face == "orig" else list(MADE_AT_ONCE)[:1]:
+                checkpoints = shardckpt.Checkpointer(tmp_path / face / name)
+                model, optim = train_net(face, name, 3)
+                checkpoints.save(3, {"model": model, "optim": optim})
+                other, again = train_net(face, name, 0)
+                assert checkpoints.restore({"model": other, "optim": again}) == 3
+                wrong += [] if count_steps(again) == {3.0} else [(name, count_steps(again))]
+                for number in (3, 4):
+                    step(model, optim, number)
+                    step(other, again, number)
+                checkpoints.save(5, {"model": other, "optim": again})
+                for mine, expected in zip(looked_at(other, again), looked_at(model, optim), strict=True):
+                    wrong += [(name, each) for each in differing(mine, expected)]
+            return wrong
+
+        over(["orig", "flat", "kept", "offloaded", "in place", "torch in place"], body)
+
+    def test_they_are_saved_and_loaded_at_one_two_and_three_ranks(self, tmp_path: Path) -> None:
+        def body(rank: int, world: int) -> dict:
+            found = {}
+            for name in MADE_AT_ONCE:
+                path = tmp_path / name
+                model, optim = train_net("orig", name, 2 if world == 1 else 0)
+                if world > 1:
+                    made_at_once = set(optim.state)
+                    shardckpt.load({"model": model, "optim": optim}, path / f"at {world - 1}")
+                    assert (made_at_once <= optim.state.keys(), count_steps(optim)) == (True, {float(world)}), name
+                    step(model, optim, world)
+                shardckpt.save({"model": model, "optim": optim}, path / f"at {world}")
+                found[name] = looked_at(model, optim), flat(shardckpt.load(path / f"at {world}")["optim"])
+            return found
+
+        for world in (1, 2, 3):
+            for found in run(world, body):
+                for name, ((_, kept), saved) in found.items():
+                    assert differing(saved, kept) == [], (world, name)
+                    assert {float(v) for (_, slot), v in kept.items() if slot == "step"} == {1.0 + world}, (world, name)

@@ -156,7 +156,10 @@ def test_states_of_other_optimizers_come_back_and_train_on():
             load_optim_state_dict(plain, last, optim_state_dict(model, optim))
             for each, of in ((model, optim), (other, again), (plain, last)):
                 step(each, of, 1)
-            wrong += [(name, each) for each in kept_differs(model, optim, other, again)]
+            # Without elements of a parameter adagrad counts no steps by itself; after a load it has the saved one.
+            elsewhere = tuple(f"{n}/step" for n, p in model.named_parameters() if name == "adagrad" and not p.numel())
+            found = kept_differs(model, optim, other, again)
+            wrong += [(name, each) for each in found if not each.startswith(elsewhere)]
             mine = {n: whole(v) for n, v in model_state_dict(other).items()}
             wrong += [(name, each) for each in differing(mine, dict(plain.state_dict()), False)]
         return wrong

@@ -145,3 +145,28 @@ def test_g1_groups_in_another_order_keep_their_own_settings_and_moments():
         return wrong + kept_differs(model, one, model, other)
 
     over(STYLES, body)
+
+
+def test_a_rank_without_elements_of_a_parameter_gets_the_saved_step_where_its_optimizer_made_a_state_at_once():
+    def body(rank, world, style):
+        model = sharded(Net(), style)
+        optim = torch.optim.Adagrad(model.parameters(), lr=0.1)
+        for seed in range(2):
+            step(model, optim, rank, seed)
+        wrong = []
+        for what in ("FULL", "first", "SHARDED", "static"):
+            kind = "FULL" if what in ("first", "static") else what
+            saved = optim_state_dict(model, optim, kind, rank0_only=what == "first")
+            again = sharded(Net(), style)
+            other = torch.optim.Adagrad(again.parameters(), lr=0.7)
+            if what == "static":
+                other.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(again, other, saved))
+            else:
+                load_optim_state_dict(again, other, saved)
+            for name, p in again.named_parameters():
+                expected = 0.0 if name.endswith("unused") else 2.0
+                if other.state[p].get("step", -1.0) != expected or other.state[p]["sum"].shape != p.shape:
+                    wrong.append((what, name, other.state[p]))
+        return wrong
+
+    over(("orig", "in place"), body)

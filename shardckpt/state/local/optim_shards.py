@@ -16,7 +16,6 @@ from shardckpt.errors import UnsupportedError
 from shardckpt.plan.optim.param_groups import match_settings, settings
 from shardckpt.state.adapters.base import local
 from shardckpt.state.adapters.engine_bucket import EngineBucketAdapter
-from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
 from shardckpt.state.adapters.model_index import ModelIndex
 from shardckpt.state.keys.slots import LARGEST_NOTE, OpaqueStateError, UnequalSteps, is_placed_as, largest
 from shardckpt.state.local.local_shards import (
@@ -59,6 +58,8 @@ def local_optimizer(index: ModelIndex, optim: OptimizerLike) -> LocalOptimizer:
     values: dict[tuple[str, str], Any] = {}
     for params in of.by_adapter:
         for position in params.positions:
+            if not params.is_saving(position):
+                continue
             for slot, value in optim.state.get(params.adapter.exposed[position], {}).items():
                 for name, found_value in _kept(params, position, slot, value):
                     if isinstance(found_value, TensorShards):
@@ -275,15 +276,11 @@ class _TargetBuilder:
         parameter, names = params.adapter.exposed[position], params.names(position)
         entries = params.adapter.entries if params.is_flat else [params.adapter.entries[position]]
         kept = dict(optim.state.get(parameter, {}))
-        if (
-            isinstance(params.adapter, EngineFlatAdapter)
-            and params.adapter.is_sharded
-            and local(parameter).numel() == 0
-        ):
-            self.targets.state[parameter] = {}
-            return
+        has_part = params.has_part(position)
         state: dict[str, Any] = dict(kept) if self.keeps_rest else {}
         for slot in dict.fromkeys(slot for name in names for slot in self.slots.get(name, ())):
+            if not has_part and slot not in kept:
+                continue  # an optimizer that is never given a gradient of it has no state, unless it made some at first
             saved = {e.name: self.slots[e.name][slot] for e in entries if slot in self.slots.get(e.name, ())}
             shapes = {e.name: e.shape for e in entries}
             if all(saved_slot.shape == shapes[name] for name, saved_slot in saved.items()) and not (
@@ -294,7 +291,8 @@ class _TargetBuilder:
                 state[slot] = self._scalar(parameter, slot, saved, kept.get(slot))
             else:
                 state[slot] = self._other(params, parameter, slot, saved, kept.get(slot))
-        state.update(self._plain_values(names))
+        values = self._plain_values(names)
+        state.update(values if has_part else {slot: value for slot, value in values.items() if slot in kept})
         self.targets.state[parameter] = state
 
     def _plain_values(self, names: Sequence[str]) -> dict[str, Any]:

@@ -183,7 +183,7 @@ def fit(
         broadcast = group.broadcast(broadcast if group.rank == 0 else None)
         rows, changes = (rows, changes) if group.rank == 0 else _unpack(broadcast)
     state = {}
-    loader = _StateLoader(given, agreed.from_rank0, optim.state if in_place else {})
+    loader = _StateLoader(given, agreed.from_rank0, optim.state, in_place=in_place)
     at = iter(rows)
     with torch.no_grad():
         for params in of.by_adapter:
@@ -496,11 +496,17 @@ class _StateLoader:
     """Loader of an optimizer's state, one adapter at a time."""
 
     def __init__(
-        self, given: _IncomingOptimState, from_rank0: bool, own: Mapping[nn.Parameter, Mapping[str, Any]]
+        self,
+        given: _IncomingOptimState,
+        from_rank0: bool,
+        made: Mapping[nn.Parameter, Mapping[str, Any]],
+        *,
+        in_place: bool,
     ) -> None:
         self._given = given
         self._from_rank0 = from_rank0
-        self._own = own
+        self._made = made
+        self._own = own = made if in_place else {}
         self._taken = {_address(value) for value in tensors(given.state)} - {_NOWHERE} if own else set()
         self._staging = Staging()
 
@@ -519,9 +525,15 @@ class _StateLoader:
                         loaded[position][name] = self._scalar(params, source, name, rows[source][name])
             else:
                 self._opaque(params, name, rows, having, loaded)
-        return {
-            params.adapter.exposed[at]: state for at, state in loaded.items() if not _has_no_part(params.adapter, at)
-        }
+        return {params.adapter.exposed[at]: self._select(params, at, state) for at, state in loaded.items()}
+
+    def _select(self, params: AdapterParams, position: int, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the slots that this rank's optimizer has or will have.
+
+        Of a parameter without elements on this rank they are those that the optimizer made before its first step.
+        """
+        made = self._made.get(params.adapter.exposed[position], {})
+        return state if params.has_part(position) else {slot: value for slot, value in state.items() if slot in made}
 
     def _scalar(self, params: AdapterParams, index: int, name: str, slot: Slot) -> Any:
         entry = params.adapter.entries[index]
@@ -610,13 +622,6 @@ class _StateLoader:
             owned = adapter.unpadded_size if isinstance(adapter, EngineFlatAdapter) and params.is_flat else -1
             parts[parameter] = {s: _to_local(value, parameter, s in scalars, owned) for s, value in kept.items()}
         return parts
-
-
-def _has_no_part(adapter: ShardingAdapter, position: int) -> bool:
-    """Return True if this rank has no part of a parameter, so its state is unchanged."""
-    return (
-        isinstance(adapter, EngineFlatAdapter) and adapter.is_sharded and local(adapter.exposed[position]).numel() == 0
-    )
 
 
 _NOWHERE = 0

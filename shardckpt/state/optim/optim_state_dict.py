@@ -71,6 +71,19 @@ class AdapterParams:
         entries = self.adapter.entries
         return [entry.name for entry in entries] if self.is_flat else [entries[position].name]
 
+    def has_part(self, position: int) -> bool:
+        """Return True if this rank has a part of an exposed parameter: without elements it has no gradient either."""
+        is_divided = isinstance(self.adapter, EngineFlatAdapter) and self.adapter.is_sharded
+        return not is_divided or local(self.adapter.exposed[position]).numel() > 0
+
+    def is_saving(self, position: int) -> bool:
+        """Return True if this rank's optimizer state of an exposed parameter is saved.
+
+        Without elements it is not: the optimizer never updates it, so a step count of its own stays behind. A parameter
+        that has none on any rank is saved by one of them.
+        """
+        return self.has_part(position) or self.adapter.is_reporting_rank(position)
+
     @property
     def is_flat(self) -> bool:
         """Return True if one exposed parameter contains all entries."""
