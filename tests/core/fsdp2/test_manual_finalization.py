@@ -243,4 +243,5 @@ def test_a_rank_that_does_not_finalize_is_an_error_of_the_others_that_names_the_
             loss_of(model, 1, "cpu")
         return "told"
 
-    assert harness.run(2, body, timeout=30.0, group_timeout=1.0) == ["told", None]
+    # Collectives of gloo of torch 2.6 keep the timeout that their group was made with: that of joining.
+    assert harness.run(2, body, timeout=harness.JOIN_TIMEOUT + 30.0, group_timeout=1.0) == ["told", None]
