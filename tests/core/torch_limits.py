@@ -37,15 +37,21 @@ def complete_fully_shard_on_cpu() -> None:
     """Let torch's own `fully_shard` run on the CPU with torch 2.6 too, where its authors ran it on GPUs only.
 
     So tests compare with it, and save and load its states. It lacks two methods, which newer versions leave empty;
-    autograd takes a gather into parameters for a change of them, which it does not on a GPU; and a reduce-scatter of
-    gloo that is asked for the mean returns the sum, without an error.
+    the end of a backward waits on CUDA's stream for a gather that nothing has used; autograd takes a gather into
+    parameters for a change of them, which it does not on a GPU; and a reduce-scatter of gloo that is asked for the mean
+    returns the sum, without an error.
     """
     if hasattr(torch.cpu.Stream, "record_event"):
         return
-    torch.cpu.Stream.record_event = lambda self, event=None: event or object()
+    torch.cpu.Stream.record_event = lambda self, event=None: event or torch.cpu.Event()
     torch.cpu.Stream.wait_event = lambda self, event: None
     module = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
-    copy_out = module.foreach_all_gather_copy_out
+    copy_out, finalize = module.foreach_all_gather_copy_out, module.FSDPParamGroup.finalize_backward
+
+    def finalize_without_event(group: Any) -> None:
+        if group._all_gather_result is not None:
+            group._all_gather_result = group._all_gather_result._replace(all_gather_event=None)
+        finalize(group)
 
     def keep_versions(gathered: Any, params: list[Any], group: Any) -> None:
         before = [(output, output._version) for param in params for output in param.all_gather_outputs]
@@ -54,6 +60,7 @@ def complete_fully_shard_on_cpu() -> None:
             torch._C._autograd._unsafe_set_version_counter(output, version)
 
     module.foreach_all_gather_copy_out = keep_versions
+    module.FSDPParamGroup.finalize_backward = finalize_without_event
     collectives = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_collectives")
     collectives._get_gradient_divide_factors = divide_after_sum
 
