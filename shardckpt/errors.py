@@ -89,6 +89,17 @@ def escape(text: object) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in shown)
 
 
+def describe(error: BaseException) -> str:
+    """Return the text of an error, or its class if it has none."""
+    return str(error) or type(error).__name__
+
+
+def describe_with_class(error: BaseException) -> str:
+    """Return the class of an error and its text, if it has one."""
+    name, text = type(error).__name__, str(error)
+    return f"{name}: {text}" if text else name
+
+
 class ShardckptError(Exception):
     """Root of the error classes, with a one-line text.
 

@@ -62,12 +62,20 @@ def local_path(url: str) -> str | None:
     `~` is expanded to the home folder.
 
     Raises:
-        UsageError: The URL is empty or contains a NUL character.
+        UsageError: The URL is empty or contains a NUL character, or the home folder is not known.
     """
     url = as_place(url)
     if url.startswith(("file://", "local://")):
         return url.partition("://")[2] or "/"
-    return None if _PROTOCOL.match(url) else os.path.expanduser(url)
+    return None if _PROTOCOL.match(url) else _expand_home(url)
+
+
+def _expand_home(path: str) -> str:
+    expanded = os.path.expanduser(path)
+    if expanded == "~" or expanded.startswith("~/"):
+        fix = "Set HOME, or name the folder by its path; `./~` names one that is called so."
+        raise UsageError("the home folder of the user is not known", where=path, fix=fix)
+    return expanded
 
 
 def open_store(url: str) -> Store:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from shardckpt.errors import MissingFileError, ShardckptError, StorageError
+from shardckpt.errors import MissingFileError, ShardckptError, StorageError, describe_with_class
 from shardckpt.events import count_retry
 from shardckpt.storage.store import storage_error
 
@@ -41,6 +41,17 @@ _PERMANENT = {
 _TRANSIENT_NAMES = re.compile("Timeout|Connect|Incomplete|Payload|HTTPClient|Protocol|Throttl")
 """Exception classes of aiohttp, botocore, urllib3 and paramiko for interrupted connections."""
 
+_UNREACHABLE_NAMES = {
+    "ClientConnectorError",
+    "ConnectionTimeoutError",
+    "ServerTimeoutError",
+    "EndpointConnectionError",
+    "ConnectTimeoutError",
+    "NewConnectionError",
+    "NoValidConnectionsError",
+}
+"""Their exception classes for connections that were not made, or were not answered."""
+
 T = TypeVar("T")
 
 
@@ -66,12 +77,20 @@ def retry(action: Callable[[], T], what: str, where: str, pause: Callable[[float
             return action()
         except ShardckptError:
             raise
-        except Exception as error:  # fsspec's back ends raise exceptions of their libraries
+        except Exception as raised:  # fsspec's back ends raise exceptions of their libraries
+            error = _find_failure(raised)
             seconds = FIRST_PAUSE_S * 2 ** (number - 1) * PAUSES.uniform(0.5, 2)
             if number == ATTEMPTS or not is_transient(error) or (pause or time.sleep)(seconds):
-                raise remote_error(error, what, where, tries=number) from error
+                raise remote_error(error, what, where, tries=number) from raised
             count_retry()
     raise AssertionError("unreachable")
+
+
+def _find_failure(error: Exception) -> Exception:
+    """Return the failure behind an error; fsspec calls each failure of HTTP a missing file."""
+    cause = error.__cause__
+    is_hidden = isinstance(error, FileNotFoundError) and isinstance(cause, Exception) and is_transient(cause)
+    return cause if is_hidden and isinstance(cause, Exception) else error
 
 
 def is_transient(error: BaseException) -> bool:
@@ -93,6 +112,10 @@ def remote_error(error: Exception, what: str, where: str, tries: int = 1) -> Sto
     The caller raises it `from` the exception.
     """
     shown = f"{what} (tried {tries} times)" if tries > 1 else what
+    if _is_unreachable(error):
+        text = f"{shown}: the server cannot be reached"
+        fix = "Check the address, the network and that the server runs, then try again."
+        return StorageError(text, where=where, found=describe_with_class(error), fix=fix)
     if isinstance(error, FileNotFoundError):
         return MissingFileError(shown, where=where, found="no such object", fix="Check the URL.")
     if isinstance(error, PermissionError):
@@ -100,8 +123,16 @@ def remote_error(error: Exception, what: str, where: str, tries: int = 1) -> Sto
         return StorageError(shown, where=where, found=text, fix="Check the credentials and what they may do.")
     if isinstance(error, OSError) and error.errno:
         return storage_error(error, shown, where)
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    text = describe_with_class(error)
     return StorageError(shown, where=where, found=text, fix="Check the endpoint and the credentials, then try again.")
+
+
+def _is_unreachable(error: BaseException) -> bool:
+    """Return True if no connection to a server could be made."""
+    if _status(error) is not None:
+        return False
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return isinstance(error, ConnectionRefusedError) or bool(names & _UNREACHABLE_NAMES)
 
 
 def _status(error: BaseException) -> int | None:

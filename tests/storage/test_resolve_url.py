@@ -43,6 +43,20 @@ def test_a_tilde_is_a_home_folder(tmp_path, monkeypatch):
     assert open_store("~").url == str(tmp_path)
 
 
+@pytest.mark.parametrize("url", ["~", "~/run"])
+def test_a_home_folder_that_is_not_known_is_an_error_and_not_a_folder_of_that_name(url, monkeypatch):
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # neither HOME nor an entry of the user
+    with pytest.raises(UsageError, match=r"the home folder of the user is not known.*Set HOME"):
+        open_store(url)
+
+
+def test_a_tilde_in_a_url_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert local_path("file://~/run") == "~/run"
+    assert open_store("memory://~/run").url == "memory://~/run"
+
+
 def test_a_path_opens_a_local_store_and_a_url_a_remote_one():
     Bucket.reset()
     assert isinstance(open_store("ckpt"), LocalStore)

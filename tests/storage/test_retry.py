@@ -1,0 +1,63 @@
+"""A request that fails names what failed, also behind the missing file that fsspec makes of it."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from shardckpt.errors import MissingFileError, SourceNotFoundError, StorageError
+from shardckpt.offline.inspect import inspect
+from shardckpt.storage import retry
+from shardckpt.storage.resolve_url import kind
+
+
+@pytest.fixture(autouse=True)
+def _is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.001)
+
+
+@pytest.fixture
+def closed_port() -> int:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port: int = held.getsockname()[1]
+        return port
+
+
+@pytest.mark.parametrize("protocol", ["http", "s3", "sftp"])
+def test_a_refused_connection_is_a_server_that_cannot_be_reached(protocol, closed_port, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{closed_port}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    url = "s3://bucket/run" if protocol == "s3" else f"{protocol}://127.0.0.1:{closed_port}/run"
+    for ask in (kind, inspect):
+        with pytest.raises(StorageError, match="the server cannot be reached") as caught:
+            ask(url)
+        assert not isinstance(caught.value, (MissingFileError, SourceNotFoundError))
+
+
+def test_a_missing_file_with_a_failure_behind_it_is_asked_for_again():
+    calls = []
+
+    def request() -> str:
+        calls.append(1)
+        if len(calls) < 3:
+            raise FileNotFoundError("x") from ConnectionResetError()
+        return "done"
+
+    assert retry.retry(request, "cannot read", "x") == "done"
+    assert len(calls) == 3
+
+
+def test_a_missing_file_is_missing_at_once():
+    calls = []
+
+    def request() -> None:
+        calls.append(1)
+        raise FileNotFoundError("x") from KeyError("x")
+
+    with pytest.raises(MissingFileError):
+        retry.retry(request, "cannot read", "x")
+    assert len(calls) == 1
