@@ -250,8 +250,9 @@ class LoadPlanBuilder:
         for path, entry in entries[1:]:
             if not self._is_saved_alike(entries[0][1], entry, array):
                 self.plan.problems.append(
-                    f"{dotted(entries[0][0])} and {dotted(path)} are one parameter in this model, and the saved values of"
-                    " the two differ (untie them before the load, or leave one out by `rules`: drop = { name = '...' })"
+                    f"{dotted(entries[0][0])} and {dotted(path)} are one parameter in this model, and the saved values"
+                    " of the two differ (untie them before the load, or leave one out by `rules`, with"
+                    " drop = { name = '...' })"
                 )
 
     def _is_saved_alike(self, one: TensorEntry, other: TensorEntry, array: TensorShards) -> bool:

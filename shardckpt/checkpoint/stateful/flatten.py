@@ -26,7 +26,7 @@ from shardckpt.checkpoint.stateful.stateful import (
 )
 from shardckpt.checkpoint.stateful.tensor_bytes import find_memory, view_box
 from shardckpt.checkpoint.stateful.variant import Variant
-from shardckpt.errors import NameCollisionError, UnsupportedError, UsageError
+from shardckpt.errors import UnsupportedError, UsageError
 from shardckpt.format.encodings import tagged_json
 from shardckpt.format.encodings.tagged_json import NamedValue, encode_array_ref, path_key
 from shardckpt.format.native.payload import PayloadChunk
@@ -157,8 +157,9 @@ def _local_model(model: nn.Module, path: Path) -> LocalModel:
         return local_model(model)
     except FlatShardError as error:
         raise FlatShardError(".".join(filter(None, (dotted(path), str(error.where))))) from error
-    except NameCollisionError as error:
-        raise NameCollisionError(error.what, where=dotted(path), fix=error.fix) from error
+    except UsageError as error:
+        where = ".".join(filter(None, (dotted(path), str(error.where))))
+        raise type(error)(error.what, where=where, found=error.found, expected=error.expected, fix=error.fix) from error
 
 
 def require_no_flat_shard(tensor: torch.Tensor, path: Path, shards: FlatShards) -> None:

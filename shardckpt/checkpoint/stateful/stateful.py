@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from shardckpt import dtypes
-from shardckpt.errors import ShardckptError, StateDictError, UnsupportedError, UsageError
+from shardckpt.errors import ShardckptError, StateDictError, UnsupportedError, UsageError, describe_with_class
 from shardckpt.format.encodings.tagged_json import SCALARS, NamedValue
 from shardckpt.manifest import Path, dotted
 from shardckpt.state.keys.kinds import tensors
@@ -166,7 +167,7 @@ def build_call_error(method: str, path: Path, error: Exception) -> StateDictErro
         path: Path of the object in the state.
         error: Exception of the method.
     """
-    return StateDictError(f"`{method}` failed", where=dotted(path), found=f"{type(error).__name__}: {error}")
+    return StateDictError(f"`{method}` failed", where=dotted(path), found=describe_with_class(error))
 
 
 @cache
@@ -179,10 +180,14 @@ def check_tensor(value: torch.Tensor, path: Path) -> None:
     """Refuse tensors that are not fully described by dtype, shape and elements.
 
     Raises:
+        UsageError: The tensor belongs to a lazy module without a forward.
         UnsupportedError: The tensor is sparse, quantized, nested, without data, or of a class with additional data.
     """
     if type(value) in PLAIN_TENSORS and value.is_cpu and _is_dense(value):
         return
+    if is_lazy(value):
+        what = "this tensor of a lazy module has no shape yet"
+        raise UsageError(what, where=dotted(path), found=type(value).__name__, fix="Run one forward first.")
     kind = ""
     if value.layout is not torch.strided or value.is_nested:
         kind = "a sparse or nested tensor"

@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shardckpt.core.modules.lazy_params import require_initialized
+
 WRAPPED = "_fsdp_wrapped_module"
 """Attribute of the wrapper for the wrapped module; removed from every FQN that the engine returns."""
 
@@ -216,6 +218,9 @@ def managed_parameters(module: nn.Module, exempt: set[nn.Parameter]) -> list[Par
     Args:
         module: Module of the unit.
         exempt: Parameters of nested units, and ignored parameters.
+
+    Raises:
+        UsageError: A parameter belongs to a lazy module without a forward.
     """
     managed: dict[nn.Parameter, ParamInfo] = {}
     for prefix, owner in walk(module, is_incompatible):
@@ -223,6 +228,7 @@ def managed_parameters(module: nn.Module, exempt: set[nn.Parameter]) -> list[Par
             if parameter is None or parameter in exempt or identity(parameter).held:
                 continue  # shared with a unit that has sharded it: left to the unit above both
             fqn = clean(f"{prefix}.{name}" if prefix else name)
+            require_initialized(fqn, parameter)
             entry = managed.setdefault(parameter, ParamInfo(parameter))
             if not any(p.module is owner and p.attribute == name for p in entry.places):
                 entry.places.append(ParamLocation(owner, name, fqn))

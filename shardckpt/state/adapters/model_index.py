@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardckpt.core.modules.fqn_and_params import clean, is_incompatible
+from shardckpt.core.modules.lazy_params import require_initialized
 from shardckpt.core.params.param_bucket import Bucket
 from shardckpt.core.registration.base import ParamRegistration
 from shardckpt.core.registration.dtensor_params import DTensorRegistration
@@ -181,6 +182,7 @@ def index_model(model: nn.Module) -> ModelIndex:
 
     Raises:
         NameCollisionError: Two of its tensors have one name without the segments of wrappers.
+        UsageError: A parameter belongs to a lazy module without a forward.
     """
     return _Walk(model).build()
 
@@ -191,6 +193,7 @@ def index_complete_model(model: nn.Module) -> ModelIndex:
     Raises:
         FlatShardError: A parameter is a shard of a flat parameter whose wrapper is around the model.
         NameCollisionError: Two of its tensors have one name without the segments of wrappers.
+        UsageError: A parameter belongs to a lazy module without a forward.
     """
     index = index_model(model)
     plain = [adapter for adapter in index.adapters if isinstance(adapter, ReplicatedAdapter)]
@@ -259,6 +262,7 @@ class _Walk:
                     self._flats[id(parameter)] = prefix + attribute
                     self._homes.append((module, attribute))
                     continue
+                require_initialized(prefix + attribute, parameter)
                 self._plain[id(parameter)] = parameter
                 self._groups += _mesh_groups(parameter)
                 key = id(parameter)
@@ -282,6 +286,7 @@ class _Walk:
     def _buffer(self, name: str, module: nn.Module, attribute: str, buffer: torch.Tensor) -> None:
         persistent = attribute not in module._non_persistent_buffers_set
         if persistent:
+            require_initialized(name, buffer)
             self._claim(name, id(buffer), module, attribute)
         elif name in self._owners:
             return

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from shardckpt.core.modules.dtensors import gather_full_tensor
 from shardckpt.core.params.full_params import Staging
@@ -134,7 +135,7 @@ def map_optimizer_params(model_index: ModelIndex, optim: OptimizerLike) -> Optim
                 raise ForeignParameterError(
                     "the optimizer holds a parameter that the model does not have",
                     where=f"param_groups[{index}]",
-                    found=tuple(parameter.shape),
+                    found="one of a lazy module" if is_lazy(parameter) else tuple(parameter.shape),
                     fix="Make the optimizer of the sharded model's parameters, after sharding.",
                 )
             adapter, position = where[id(parameter)]
