@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardckpt.devices import is_device_error, is_out_of_memory
-from shardckpt.errors import RankError, ShardckptError
+from shardckpt.errors import RankError, ShardckptError, describe_with_class
 
 _MESSAGE_BYTES = 512
 """Bytes of an error message in the all-gather that ends a collective: without an error, one small all-gather."""
@@ -122,7 +122,7 @@ class Group(ABC):
 def _pack_outcome(failure: Exception | None, message: bytes) -> bytes:
     if failure is None:
         return b"\0" + message[:_PIGGYBACK_BYTES].ljust(_PIGGYBACK_BYTES, b"\0")
-    text = str(failure) if isinstance(failure, ShardckptError) else f"{type(failure).__name__}: {failure}"
+    text = str(failure) if isinstance(failure, ShardckptError) else describe_with_class(failure)
     return (
         (text or type(failure).__name__).encode("utf-8", "replace")[: _MESSAGE_BYTES - 1].ljust(_MESSAGE_BYTES, b"\0")
     )

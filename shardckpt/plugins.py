@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import NamedTuple, ParamSpec, TypeVar
 
-from shardckpt.errors import ShardckptError, UsageError, escape
+from shardckpt.errors import ShardckptError, UsageError, describe_with_class, escape
 
 _Kind = TypeVar("_Kind")
 _Params = ParamSpec("_Params")
@@ -113,7 +113,7 @@ def load_plugin(plugin: Plugin, kind: type[_Kind]) -> _Kind:
         value = plugin.load()
     except (Exception, SystemExit) as error:
         what = f"the plugin {plugin} cannot be imported"
-        raise UsageError(what, found=f"{type(error).__name__}: {error}", fix=fix) from error
+        raise UsageError(what, found=describe_with_class(error), fix=fix) from error
     if not isinstance(value, kind):
         raise UsageError(f"the plugin {plugin} must be a {kind.__name__}", found=type(value).__name__, fix=fix)
     name = getattr(value, "name", None)
@@ -149,7 +149,7 @@ def name_plugin(
         if passes(error):
             raise
         what = f"the plugin {plugin} failed to {action}"
-        raise error_type(what, where=where, found=f"{type(error).__name__}: {error}") from error
+        raise error_type(what, where=where, found=describe_with_class(error)) from error
 
 
 def guard_call(

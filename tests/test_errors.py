@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 import shardckpt
 from shardckpt import errors
-from shardckpt.errors import FormatError, RankError, ShardckptError, describe_missing, escape
+from shardckpt.errors import (
+    FormatError,
+    RankError,
+    ShardckptError,
+    describe,
+    describe_missing,
+    describe_with_class,
+    escape,
+)
 
 CLASSES = sorted(
     (c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, ShardckptError)),
@@ -128,3 +136,8 @@ def test_an_unknown_keyword_is_named_with_its_function(name: str, tmp_path: Path
     with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword argument 'keep_lst'$"):
         getattr(shardckpt, name)(*positional, keep_lst=1)
     assert not (tmp_path / "step").exists()
+
+
+def test_an_error_without_a_text_is_described_by_its_class() -> None:
+    assert describe(OSError()) == "OSError" and describe(OSError("disk")) == "disk"
+    assert describe_with_class(KeyError()) == "KeyError" and describe_with_class(OSError("disk")) == "OSError: disk"

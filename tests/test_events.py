@@ -49,12 +49,14 @@ def test_rank_0_logs_one_line_of_level_info_or_of_a_failure(caplog: pytest.LogCa
     emit(SaveEvent("runs/a/step-7", 2.0, nbytes=4 * 10**9, phases=phases, retries=3, warnings=("slow",)))
     emit(SaveEvent("runs/a/step-7", 2.0, rank=1))
     emit(PruneEvent("runs/a", 0.25, removed=(1, 2), error=OSError("gone")))
+    emit(PruneEvent("runs/a", 0.25, error=KeyboardInterrupt()))
     assert [record.message for record in caplog.records] == [
         "save runs/a/step-7: 2.00 s, 4.000 GB on this rank, 2.00 GB/s (capture 0.50 s, write 1.50 s), 3 retries; "
         "warning: slow",
         "prune runs/a: 0.25 s, removed 1, 2; failed: OSError: gone",
+        "prune runs/a: 0.25 s; failed: KeyboardInterrupt",
     ]
-    assert [record.levelname for record in caplog.records] == ["INFO", "ERROR"]
+    assert [record.levelname for record in caplog.records] == ["INFO", "ERROR", "ERROR"]
 
 
 def test_an_event_has_the_step_the_phases_the_retries_and_the_error() -> None:

@@ -120,7 +120,7 @@ def _run_unwrapped(run: Callable[[], object]) -> object:
 
 
 def _failed(error: Exception) -> int:
-    from shardckpt.errors import ShardckptError, UnknownFormatError, escape
+    from shardckpt.errors import ShardckptError, UnknownFormatError, describe, describe_with_class, escape
 
     if isinstance(error, UnknownFormatError) and error.nearby:
         return _die(f"{error}{_suggest_command(str(error.where), error.nearby)}", error.exit_code)
@@ -134,9 +134,10 @@ def _failed(error: Exception) -> int:
     if isinstance(error, MemoryError):
         return _die("out of memory; lower --max-memory", 3)
     if isinstance(error, OSError):
-        return _die(escape(error), 3)
-    what = f"{type(error).__name__}: {error}"
-    return _die(f"{escape(what)}. This is a fault of shardckpt; SHARDCKPT_TRACEBACK=1 shows where", 1)
+        return _die(escape(describe(error)), 3)
+    return _die(
+        f"{escape(describe_with_class(error))}. This is a fault of shardckpt; SHARDCKPT_TRACEBACK=1 shows where", 1
+    )
 
 
 def _suggest_command(given: str, meant: str) -> str:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from shardckpt import errors
 from shardckpt.checkpoint.rank_link import RankLink, Transfer, link_ranks
 from shardckpt.checkpoint.rendezvous import LOST_RANK_FIX
-from shardckpt.errors import RankError, ShardckptError, UsageError
+from shardckpt.errors import RankError, ShardckptError, UsageError, describe_with_class
 
 ProcessGroup: TypeAlias = "dist.ProcessGroup | RankLink"
 """Ranks of a save or a load."""
@@ -303,7 +303,7 @@ def _frame_answers(answers: Sequence[bytes]) -> list[bytes]:
 
 
 def _encode_error(error: BaseException) -> bytes:
-    text = str(error) if isinstance(error, ShardckptError) else f"{type(error).__name__}: {error}"
+    text = str(error) if isinstance(error, ShardckptError) else describe_with_class(error)
     kind = next((base.__name__ for base in type(error).__mro__ if base.__module__ == errors.__name__), "")
     return f"{kind}\n{text[:50_000]}".encode("utf-8", "replace")
 

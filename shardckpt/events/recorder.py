@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardckpt.errors import UsageError
+from shardckpt.errors import UsageError, describe_with_class
 from shardckpt.events.operations import OperationEvent, PruneEvent
 
 _LOG = logging.getLogger("shardckpt")
@@ -103,7 +103,7 @@ def _describe(event: OperationEvent) -> str:
         line += f" ({', '.join(f'{name} {seconds:.2f} s' for name, seconds in event.phases.items())})"
     line += f", {event.retries} {'retry' if event.retries == 1 else 'retries'}" if event.retries else ""
     line += "".join(f"; warning: {text}" for text in event.warnings)
-    return line if event.error is None else f"{line}; failed: {type(event.error).__name__}: {event.error}"
+    return line if event.error is None else f"{line}; failed: {describe_with_class(event.error)}"
 
 
 _RETRIES = 0

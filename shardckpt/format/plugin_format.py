@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from shardckpt.dtypes import is_known
-from shardckpt.errors import FormatError, StorageError, escape
+from shardckpt.errors import FormatError, StorageError, describe_with_class, escape
 from shardckpt.format.reader import Checksum, Evidence, Format, ParamShapes, Reader, Source
 from shardckpt.manifest import Encoded, ObjectEntry, Piece, Span, Strided
 from shardckpt.plugins import Plugin, name_plugin, warn_of_plugin
@@ -21,7 +21,7 @@ def guard_format(form: Format, plugin: Plugin) -> Format:
         except StorageError:
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001  (whatever it is, other formats must be asked)
-            warn_of_plugin(f"the plugin {plugin} failed to look at {source.url}: {type(error).__name__}: {error}")
+            warn_of_plugin(f"the plugin {plugin} failed to look at {source.url}: {describe_with_class(error)}")
             return Evidence.NONE
 
     def open_(source: Source) -> Reader:

@@ -30,7 +30,7 @@ class JSONLinesSink:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path, self._lock = os.fspath(path), threading.Lock()
+        self._path, self._lock = os.path.expanduser(path), threading.Lock()
         with _writing(self._path), open(self._path, "a", encoding="utf-8"):
             pass
 
@@ -57,8 +57,9 @@ class TensorBoardSink:
             with _importing("tensorboard"):
                 from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 (an optional library)
 
-            with _writing(os.fspath(writer)):
-                writer = SummaryWriter(os.fspath(writer))
+            folder = os.path.expanduser(writer)
+            with _writing(folder):
+                writer = SummaryWriter(folder)
         self._writer = writer
 
     def __call__(self, event: OperationEvent) -> None:
@@ -86,11 +87,12 @@ class PrometheusSink:
             import prometheus_client  # noqa: PLC0415 (an optional library)
 
         self._registry = prometheus_client.REGISTRY if registry is None else registry
-        self._textfile, self._write = textfile, prometheus_client.write_to_textfile
+        self._write = prometheus_client.write_to_textfile
+        self._textfile = None if textfile is None else os.path.expanduser(textfile)
         self._lock = threading.Lock()
         if textfile is not None:  # before the registry has metrics of a sink that is not made
-            with _writing(os.fspath(textfile)):
-                self._write(os.fspath(textfile), self._registry)
+            with _writing(os.path.expanduser(textfile)):
+                self._write(os.path.expanduser(textfile), self._registry)
 
         def add(kind: Any, name: str, text: str, *labels: str) -> Any:
             return kind(f"shardckpt_{name}", text, ["operation", "store", *labels], registry=self._registry)
@@ -127,7 +129,7 @@ class PrometheusSink:
                 self._step.labels(*labels).set(event.step)
         if self._textfile is not None:
             with self._lock:
-                self._write(os.fspath(self._textfile), self._registry)
+                self._write(self._textfile, self._registry)
 
 
 class WandbSink:

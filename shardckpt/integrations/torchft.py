@@ -123,7 +123,7 @@ class ShardckptTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torch
         except TimeoutError as error:
             raise RankError(f"receiving step {step} from rank {src_rank} timed out", rank=src_rank) from error
         except OSError as error:
-            raise RankError(f"rank {src_rank} is lost: {error}", rank=src_rank) from error
+            raise RankError(f"rank {src_rank} is lost: {str(error) or type(error).__name__}", rank=src_rank) from error
 
     def shutdown(self, wait: bool = True) -> None:
         """End the server, and transfers that have begun.

@@ -42,6 +42,16 @@ def test_json_lines_are_appended(tmp_path: Path) -> None:
     assert 0 < lines[0]["time"] <= lines[3]["time"]
 
 
+def test_files_are_made_in_the_home_folder_for_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    JSONLinesSink("~/events.jsonl")(OperationEvent("save"))
+    PrometheusSink(new_registry(), "~/events.prom")(OperationEvent("save"))
+    pytest.importorskip("tensorboard")
+    TensorBoardSink(Path("~/scalars"))(OperationEvent("save", step=1))
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["events.jsonl", "events.prom", "scalars"]
+
+
 def test_prometheus_counts_events_and_replaces_a_textfile(tmp_path: Path) -> None:
     client = pytest.importorskip("prometheus_client")
     from prometheus_client.parser import text_string_to_metric_families

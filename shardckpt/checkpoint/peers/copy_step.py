@@ -15,7 +15,7 @@ from shardckpt.checkpoint.peers.node_steps import list_other_files, read_marks, 
 from shardckpt.checkpoint.peers.partner_plan import CopyOrder, plan_copy_orders
 from shardckpt.checkpoint.peers.peer_exchange import PeerExchange
 from shardckpt.checkpoint.peers.peer_store import PeerStore
-from shardckpt.errors import RankError, StorageError
+from shardckpt.errors import RankError, StorageError, describe
 from shardckpt.format.native.commit import read_commit, read_contents
 from shardckpt.format.native.reader import find_hashes
 from shardckpt.format.native.verified_store import VerifiedStore
@@ -71,7 +71,7 @@ def copy_step(coordinator: Coordinator, own: Store, node: Node, folder: str, cop
         except RankError:
             raise
         except Exception as error:  # noqa: BLE001  (the other ranks wait for the result)
-            fault = f"rank {coordinator.rank}: {error}"
+            fault = f"rank {coordinator.rank}: {describe(error)}"
     faults = _share_faults(coordinator, folder, fault)
     return CopiedStep(exchange.received_bytes, time.monotonic() - start, order.machines, faults)
 

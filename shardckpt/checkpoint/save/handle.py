@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 
 from shardckpt.checkpoint.background_thread import BackgroundThread
-from shardckpt.errors import RankError, ShardckptError, UsageError
+from shardckpt.errors import RankError, ShardckptError, UsageError, describe
 from shardckpt.events import OnEvent, Recorder, SaveEvent, emit
 from shardckpt.storage.linux_syscalls import lower_priority
 
@@ -242,12 +242,12 @@ class PendingSave:
             self._task.join()
         failure = self._task.unretrieved_error() if self._task is not None else None
         if failure is not None and self._task is not None:
-            _LOG.error("the save in the background to %s failed: %s", self._task.path, failure)
+            _LOG.error("the save in the background to %s failed: %s", self._task.path, describe(failure))
 
 
 def _again(failure: BaseException, path: str) -> Exception:
     """Return an error of the same kind about an earlier save, caused by the failure."""
-    text = f"the save before this one, in the background to {path}, failed: {failure}"
+    text = f"the save before this one, in the background to {path}, failed: {describe(failure)}"
     if isinstance(failure, RankError):
         again: Exception = RankError(text, rank=failure.rank)
     else:

@@ -22,7 +22,7 @@ from shardckpt.checkpoint.save.save import RunNotes, SaveParams, check_options
 from shardckpt.checkpoint.save.staging import LEAST_BUDGET_BYTES, default_budget
 from shardckpt.checkpoint.tiers.node_opening import NodeOpening, NodeShare
 from shardckpt.checkpoint.tiers.part_finder import PartFinder
-from shardckpt.errors import RankError, ShardckptError, StorageError, UsageError
+from shardckpt.errors import RankError, ShardckptError, StorageError, UsageError, describe
 from shardckpt.events import BackpressureEvent, FallbackEvent, OnEvent, OperationEvent, deliver, emit
 from shardckpt.events.warn_user import warn_user
 from shardckpt.format.native.run_directory import step_name
@@ -342,7 +342,7 @@ class CaptureTier(ABC):
     def _emit_fallback(self, number: int, error: Exception) -> None:
         """Emit that a step is not captured."""
         rank = get_channels(self._group).main.rank
-        emit(FallbackEvent(self.path(number), step=number, rank=rank, warnings=(str(error),)), self._on_event)
+        emit(FallbackEvent(self.path(number), step=number, rank=rank, warnings=(describe(error),)), self._on_event)
 
     def note_success(self) -> None:
         """Reset the count of failures."""
@@ -351,7 +351,7 @@ class CaptureTier(ABC):
     def note_failure(self, error: Exception) -> None:
         """Count a failure; warn about the first one in a row. On rank 0."""
         if self._attempts.note_failure(error):
-            warn_user(f"steps are not captured in {self._shown}, training goes on: {error}")
+            warn_user(f"steps are not captured in {self._shown}, training goes on: {describe(error)}")
 
 
 class _CaptureAttempts:

@@ -699,3 +699,15 @@ def test_captures_of_several_ranks_let_others_copy_first_and_other_saves_do_not(
         return seen
 
     assert run(2, body) == [[False, True]] * 2
+
+
+def test_a_background_save_that_failed_without_a_text_is_named_by_the_class_of_its_error(tmp_path: Path):
+    class StoppedError(Exception):
+        pass
+
+    state = {"w": torch.ones(3)}
+    with patch.object(session, "encode_commit", side_effect=StoppedError):
+        handle = shardckpt.async_save(state, tmp_path / "x")
+        handle._task.join()
+    with pytest.raises(shardckpt.RankError, match=r"in the background to .*/x, failed: StoppedError$"):
+        shardckpt.save(state, tmp_path / "y")

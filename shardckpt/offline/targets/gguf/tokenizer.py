@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardckpt.errors import FormatError, ShardckptError, UnsupportedError
+from shardckpt.errors import FormatError, ShardckptError, UnsupportedError, describe_with_class
 from shardckpt.format.encodings.gguf import MetadataValue
 from shardckpt.format.encodings.safetensors import parse_json
 from shardckpt.offline.select.config_files import ConfigFiles
@@ -90,7 +90,7 @@ class _Folder:
             raise FormatError(
                 "the tokenizer does not have the form that transformers writes",
                 where=self._where(JSON if self._content else SETTINGS),
-                found=f"{type(error).__name__}: {error}",
+                found=describe_with_class(error),
             ) from error
         numbers = {f"tokenizer.ggml.{_SPECIAL[name]}": number for name, number in special.items()}
         metadata = {**replace(vocabulary, adds=adds).metadata, **numbers}
