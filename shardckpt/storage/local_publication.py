@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from contextlib import suppress
 from functools import partial
 
@@ -287,14 +288,20 @@ def _is_vacant(target: str) -> bool:
 
 
 def _entries(root: str, folder: str) -> list[Listed]:
-    """Return the content of a folder below a root; links count as files."""
+    """Return the content of a folder below a root; links count as files.
+
+    Raises:
+        TargetExistsError: It has a pipe, a socket or a device.
+    """
     prefix = f"{folder}/" if folder else ""
+    listed = []
     with suppress(FileNotFoundError), os.scandir(os.path.join(root, folder)) as entries:
-        return sorted(
-            Listed(prefix + entry.name, entry.stat(follow_symlinks=False).st_size, entry.is_dir(follow_symlinks=False))
-            for entry in entries
-        )
-    return []
+        for entry in entries:
+            status, is_folder = entry.stat(follow_symlinks=False), entry.is_dir(follow_symlinks=False)
+            if not (is_folder or entry.is_symlink() or stat.S_ISREG(status.st_mode)):
+                raise _special_file_error(entry.path)
+            listed.append(Listed(prefix + entry.name, status.st_size, is_folder))
+    return sorted(listed)
 
 
 def _refuse_existing(target: str, *, overwrite: bool, single_file: bool) -> None:
@@ -305,8 +312,19 @@ def _refuse_existing(target: str, *, overwrite: bool, single_file: bool) -> None
         raise folder_exists_error(target)
     if not single_file and not is_folder:
         raise TargetExistsError("the target is a file", where=target, fix="Choose another name.")
+    if single_file and not os.path.isfile(target):
+        raise _special_file_error(target)
     if not overwrite and not (single_file and os.path.getsize(target) == 0):
         raise target_exists_error(target)
+
+
+def _special_file_error(path: str) -> TargetExistsError:
+    """Return the error for a pipe, socket or device in the place of the result."""
+    mode = os.lstat(path).st_mode
+    found = "a FIFO" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
+    return TargetExistsError(
+        "only regular files are replaced", where=path, found=found, fix="Choose another name; pipes cannot be written."
+    )
 
 
 def require_space(target: str, needed_bytes: int) -> None:

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import signal
+import socket
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -178,6 +179,23 @@ class TestOnDisk:
         assert os.listdir(tmp_path) == []
         publish_files(tmp_path / "a" / "b" / "out", NEW)
         assert content(tmp_path / "a" / "b" / "out") == NEW
+
+    @pytest.mark.parametrize("overwrite", [False, True])
+    @pytest.mark.parametrize("make", [os.mkfifo, lambda path: socket.socket(socket.AF_UNIX).bind(str(path))])
+    def test_a_pipe_or_socket_is_no_target_and_stays(self, tmp_path, monkeypatch, make, overwrite):
+        monkeypatch.chdir(tmp_path)  # addresses of sockets are short
+        os.mkdir("old")
+        (tmp_path / "old" / "a.bin").write_bytes(b"a")
+        for path, kind, name in (("special", FILE, "a"), ("old", FOLDER, "a.bin")):
+            place = path if kind is FILE else f"{path}/b.bin"
+            make(place)
+            with (
+                pytest.raises(TargetExistsError, match=r"only regular files are replaced|the target exists already"),
+                publish(str(tmp_path / path), kind, overwrite=overwrite, needed_bytes=0) as publication,
+                publication.create(name) as writer,
+            ):
+                writer.write(b"new")
+            assert not os.path.isfile(place) and os.path.lexists(place)
 
     def test_a_link_stays_and_what_it_points_to_is_replaced(self, tmp_path):
         publish_files(tmp_path / "real", OLD)
