@@ -37,23 +37,25 @@ class Verb(NamedTuple):
         function: Function that it calls; its docstring is the help.
         command_class: Class of the command.
         help: Help text, if it is not the docstring.
+        has_one_writer: Whether one rank alone runs it if torchrun starts it on each.
     """
 
     function: Callable[..., None]
     command_class: type[Command] = Command
     help: str | None = None
+    has_one_writer: bool = False
 
 
 VERBS = {
     "consolidate": Verb(consolidate.consolidate, CommandWithTargets),
     "convert": Verb(consolidate.consolidate, CommandWithTargets, consolidate.CONVERT_HELP),
-    "rekey": Verb(rekey.rekey),
-    "reshard": Verb(reshard.reshard, CommandWithTargets),
-    "merge-adapter": Verb(merge.merge_adapter, CommandWithTargets),
+    "rekey": Verb(rekey.rekey, has_one_writer=True),
+    "reshard": Verb(reshard.reshard, CommandWithTargets, has_one_writer=True),
+    "merge-adapter": Verb(merge.merge_adapter, CommandWithTargets, has_one_writer=True),
     "inspect": Verb(inspect.inspect),
     "formats": Verb(formats.formats),
-    "copy": Verb(copy.copy),
-    "repair": Verb(repair.repair),
+    "copy": Verb(copy.copy, has_one_writer=True),
+    "repair": Verb(repair.repair, has_one_writer=True),
     "verify": Verb(verify.verify),
     "diff": Verb(compare.diff),
     "stats": Verb(stats.stats),
@@ -61,7 +63,7 @@ VERBS = {
     "bisect": Verb(stats.bisect),
     "ls": Verb(ls.ls),
     "prove": Verb(ls.prove),
-    "prune": Verb(prune.prune),
+    "prune": Verb(prune.prune, has_one_writer=True),
     "tiers": Verb(ls.tiers),
 }
 
@@ -86,7 +88,8 @@ def build_command(first_word: str = "") -> Any:
     app.callback()(_take_options)
     for name in [first_word] if first_word in VERBS else VERBS:
         verb = VERBS[name]
-        app.command(name, cls=verb.command_class, help=verb.help)(wrap_command(verb.function))
+        function = consolidate.run_on_first_rank(verb.function) if verb.has_one_writer else verb.function
+        app.command(name, cls=verb.command_class, help=verb.help)(wrap_command(function))
     return typer.main.get_command(app)
 
 

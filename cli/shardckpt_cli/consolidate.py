@@ -1,10 +1,12 @@
-"""`shardckpt consolidate` and `shardckpt convert`, which share a function."""
+"""`shardckpt consolidate` and `shardckpt convert`, which share a function, and the ranks that run a command."""
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import typer
 
@@ -12,6 +14,8 @@ from shardckpt_cli import options, output
 
 if TYPE_CHECKING:
     from shardckpt import Report
+
+_Arguments = ParamSpec("_Arguments")
 
 _MOST_FILES = 40
 """Maximum lines of the report; a universal checkpoint has several files for each parameter."""
@@ -75,8 +79,8 @@ def run(verb: str, given: dict[str, Any]) -> None:
     quiet, as_json = given.pop("quiet"), given.pop("as_json")
     if "parallel" in given and _choose_parallel(given["parallel"], quiet=quiet):
         given["parallel"] = True
-        quiet = quiet or not _is_first_rank()
-        as_json = as_json and _is_first_rank()
+        quiet = quiet or not is_first_rank()
+        as_json = as_json and is_first_rank()
     chosen = {key: value for key, value in given.items() if value is not None}
     with output.show_progress(quiet=quiet or as_json) as on_progress:
         report: Report = getattr(shardckpt, verb)(on_progress=on_progress, **chosen)
@@ -112,7 +116,7 @@ def _choose_parallel(given: bool | None, *, quiet: bool) -> bool:
     return False
 
 
-def _is_first_rank() -> bool:
+def is_first_rank() -> bool:
     """Return True unless the environment has another rank than 0."""
     return os.environ.get("RANK", "0") == "0"
 
@@ -132,6 +136,22 @@ def is_started_by_torchrun() -> bool:
         return False
     own = {os.fsencode(f"{name}={os.environ.get(name, '')}") for name in _OF_A_RANK}
     return os.getsid(0) == os.getpid() and not own <= of_parent
+
+
+def run_on_first_rank(command: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
+    """Make all ranks but the first leave out a command that torchrun starts on each of them.
+
+    They would write the same result to the same place.
+    """
+
+    @functools.wraps(command)
+    def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
+        if is_first_rank() or not is_started_by_torchrun():
+            command(*args, **kwargs)
+        elif not kwargs.get("quiet"):
+            print(f"note: rank 0 does all of the work; rank {os.environ['RANK']} has nothing to do", file=sys.stderr)
+
+    return run
 
 
 def _count_ranks() -> int:
