@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from datetime import datetime, timezone
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import fsspec
@@ -35,6 +36,12 @@ _EXTRAS = {"s3": "s3", "s3a": "s3", "abfs": "azure", "abfss": "azure", "az": "az
 
 _S3_RETRIES = {"mode": "standard", "total_max_attempts": 3}
 """Retry settings for botocore; its default of five attempts with long pauses would multiply with those of `retry`."""
+
+
+_HTTP_CONNECT_S = 15.0
+
+_HTTP_READ_S = 30.0
+"""Seconds without a byte after which an HTTP request is given up."""
 
 
 class _Wanted(NamedTuple):
@@ -380,6 +387,8 @@ def connect(url: str, **storage_options: object) -> tuple[Any, str]:
     if protocol in {"s3", "s3a"} and not {"AWS_MAX_ATTEMPTS", "AWS_RETRY_MODE"} & os.environ.keys():
         # Reads are retried by `retry`; these retries apply to uploads.
         storage_options = {"config_kwargs": {"retries": _S3_RETRIES}, **storage_options}
+    if protocol in {"http", "https"}:
+        storage_options = {"client_kwargs": {"timeout": _build_http_timeout()}, **storage_options}
     try:
         fs, path = url_to_fs(url, **storage_options)
         fs.invalidate_cache()  # fsspec shares file system objects, and their cached listings with them
@@ -392,6 +401,18 @@ def connect(url: str, **storage_options: object) -> tuple[Any, str]:
     except Exception as error:
         raise remote_error(error, "cannot set up access", url) from error
     return fs, path
+
+
+def _build_http_timeout() -> object:
+    """Return limits for each wait; None without aiohttp, the client of fsspec for HTTP.
+
+    Its own limit is five minutes for a complete request.
+    """
+    try:
+        client = import_module("aiohttp")
+    except ImportError:
+        return None
+    return client.ClientTimeout(total=None, sock_connect=_HTTP_CONNECT_S, sock_read=_HTTP_READ_S)
 
 
 def _connect_sftp(url: str, protocol: str, options: Mapping[str, object]) -> tuple[SftpFiles, str]:

@@ -12,10 +12,14 @@ from typing import TypeVar
 
 from shardckpt.errors import MissingFileError, ShardckptError, StorageError, describe_with_class
 from shardckpt.events import count_retry
+from shardckpt.storage.request_watch import WATCH
 from shardckpt.storage.store import storage_error
 
 ATTEMPTS = 4
 """Attempts of one request, including the first."""
+
+UNANSWERED_S = 60.0
+"""Seconds from the first attempt after which a request that is not answered is not tried again; clients retry, too."""
 
 FIRST_PAUSE_S = 0.5
 """Seconds before the second attempt, times a random factor of 0.5 to 2; each further pause is twice as long."""
@@ -44,13 +48,12 @@ _TRANSIENT_NAMES = re.compile("Timeout|Connect|Incomplete|Payload|HTTPClient|Pro
 _UNREACHABLE_NAMES = {
     "ClientConnectorError",
     "ConnectionTimeoutError",
-    "ServerTimeoutError",
     "EndpointConnectionError",
     "ConnectTimeoutError",
     "NewConnectionError",
     "NoValidConnectionsError",
 }
-"""Their exception classes for connections that were not made, or were not answered."""
+"""Their exception classes for connections that were not made."""
 
 T = TypeVar("T")
 
@@ -72,6 +75,12 @@ def retry(action: Callable[[], T], what: str, where: str, pause: Callable[[float
         MissingFileError: The object does not exist.
         StorageError: The store rejected the request, or all attempts failed.
     """
+    started = time.monotonic()
+    with WATCH.waiting(where):
+        return _retry(action, what, where, pause or time.sleep, started)
+
+
+def _retry(action: Callable[[], T], what: str, where: str, pause: Callable[[float], object], started: float) -> T:
     for number in range(1, ATTEMPTS + 1):
         try:
             return action()
@@ -80,7 +89,8 @@ def retry(action: Callable[[], T], what: str, where: str, pause: Callable[[float
         except Exception as raised:  # fsspec's back ends raise exceptions of their libraries
             error = _find_failure(raised)
             seconds = FIRST_PAUSE_S * 2 ** (number - 1) * PAUSES.uniform(0.5, 2)
-            if number == ATTEMPTS or not is_transient(error) or (pause or time.sleep)(seconds):
+            is_last = number == ATTEMPTS or (_is_unanswered(error) and time.monotonic() - started > UNANSWERED_S)
+            if is_last or not is_transient(error) or pause(seconds):
                 raise remote_error(error, what, where, tries=number) from raised
             count_retry()
     raise AssertionError("unreachable")
@@ -116,6 +126,9 @@ def remote_error(error: Exception, what: str, where: str, tries: int = 1) -> Sto
         text = f"{shown}: the server cannot be reached"
         fix = "Check the address, the network and that the server runs, then try again."
         return StorageError(text, where=where, found=describe_with_class(error), fix=fix)
+    if _is_unanswered(error):
+        text, fix = f"{shown}: the server does not answer", "Check the endpoint and the network, then try again."
+        return StorageError(text, where=where, found=describe_with_class(error), fix=fix)
     if isinstance(error, FileNotFoundError):
         return MissingFileError(shown, where=where, found="no such object", fix="Check the URL.")
     if isinstance(error, PermissionError):
@@ -133,6 +146,11 @@ def _is_unreachable(error: BaseException) -> bool:
         return False
     names = {kind.__name__ for kind in type(error).__mro__}
     return isinstance(error, ConnectionRefusedError) or bool(names & _UNREACHABLE_NAMES)
+
+
+def _is_unanswered(error: BaseException) -> bool:
+    """Return True if a request had no answer within the limit of its client."""
+    return _status(error) is None and any("Timeout" in kind.__name__ for kind in type(error).__mro__)
 
 
 def _status(error: BaseException) -> int | None:

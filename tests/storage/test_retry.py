@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 
 import pytest
+import s3fs
 
 from shardckpt.errors import MissingFileError, SourceNotFoundError, StorageError
 from shardckpt.offline.inspect import inspect
-from shardckpt.storage import retry
+from shardckpt.storage import fsspec_store, retry
 from shardckpt.storage.resolve_url import kind
 
 
@@ -25,6 +27,15 @@ def closed_port() -> int:
         return port
 
 
+@pytest.fixture
+def _has_new_connections() -> Iterator[None]:
+    """fsspec keeps its clients, each with the endpoint that it was made for."""
+    s3fs.S3FileSystem.clear_instance_cache()
+    yield
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.mark.usefixtures("_has_new_connections")
 @pytest.mark.parametrize("protocol", ["http", "s3", "sftp"])
 def test_a_refused_connection_is_a_server_that_cannot_be_reached(protocol, closed_port, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{closed_port}")
@@ -36,6 +47,30 @@ def test_a_refused_connection_is_a_server_that_cannot_be_reached(protocol, close
         with pytest.raises(StorageError, match="the server cannot be reached") as caught:
             ask(url)
         assert not isinstance(caught.value, (MissingFileError, SourceNotFoundError))
+
+
+@pytest.mark.parametrize(("error", "tries"), [(TimeoutError, 1), (ConnectionResetError, retry.ATTEMPTS)])
+def test_what_is_not_answered_for_long_is_not_asked_for_again(error, tries, monkeypatch):
+    monkeypatch.setattr(retry, "UNANSWERED_S", -1.0)
+    calls = []
+
+    def request() -> None:
+        calls.append(1)
+        raise error
+
+    with pytest.raises(StorageError) as caught:
+        retry.retry(request, "cannot read", "x")
+    assert len(calls) == tries
+    assert ("the server does not answer" in str(caught.value)) == (error is TimeoutError)
+
+
+def test_an_http_server_that_never_answers_is_given_up(monkeypatch):
+    monkeypatch.setattr(retry, "UNANSWERED_S", -1.0)
+    monkeypatch.setattr(fsspec_store, "_HTTP_READ_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the system accepts, nobody answers
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/run"
+        with pytest.raises(StorageError, match="cannot look at it: the server does not answer"):
+            kind(url)
 
 
 def test_a_missing_file_with_a_failure_behind_it_is_asked_for_again():

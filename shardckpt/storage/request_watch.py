@@ -1,0 +1,85 @@
+"""Name the request of a store that is not answered, while it is waited for."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+FIRST_NOTICE_S = 10.0
+"""Seconds without an answer before the first line."""
+
+NEXT_NOTICE_S = 60.0
+"""Seconds between further lines."""
+
+_TICK_S = 1.0
+
+_LOG = logging.getLogger("shardckpt")
+
+
+class RequestWatch:
+    """Requests that wait for an answer, with a thread that logs a warning if none comes.
+
+    The thread ends when no request waits.
+    """
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget all requests, as in a forked process, where the thread is not."""
+        self._started: dict[object, tuple[str, float]] = {}
+        self._answered_at = 0.0
+        self._lock = threading.Lock()
+        self._is_running = False
+
+    @contextmanager
+    def waiting(self, where: str) -> Iterator[None]:
+        """Watch one request within the context.
+
+        Args:
+            where: Object of the request, for the message.
+        """
+        key = object()
+        with self._lock:
+            self._started[key] = where, time.monotonic()
+            starts, self._is_running = not self._is_running, True
+        try:
+            if starts:
+                self._start_thread()
+            yield
+        finally:
+            with self._lock:
+                del self._started[key]
+                self._answered_at = time.monotonic()
+
+    def _start_thread(self) -> None:
+        try:
+            threading.Thread(target=self._run, name="request watch", daemon=True).start()
+        except RuntimeError:  # no thread can be started, as while the process ends; the request needs none
+            self._is_running = False
+
+    def _run(self) -> None:
+        due = FIRST_NOTICE_S
+        while True:
+            time.sleep(min(_TICK_S, FIRST_NOTICE_S))
+            with self._lock:
+                if not self._started:
+                    self._is_running = False
+                    return
+                where, started = min(self._started.values(), key=lambda entry: entry[1])
+                silent = time.monotonic() - max(started, self._answered_at)
+            if silent < FIRST_NOTICE_S:
+                due = FIRST_NOTICE_S
+            elif silent >= due:
+                due += NEXT_NOTICE_S
+                _LOG.warning("%s: no answer for %d s, still waiting", where, silent)
+
+
+WATCH = RequestWatch()
+"""Requests of this process."""
+
+os.register_at_fork(after_in_child=WATCH.forget)
