@@ -27,6 +27,15 @@ def count_cores() -> int:
     return os.cpu_count() or 1
 
 
+def has_second_core(ranks: int = 1) -> bool:
+    """Return whether this process may use two cores of which no other rank needs one.
+
+    Args:
+        ranks: Number of ranks that may run on this machine, if torchrun did not start them.
+    """
+    return count_cores() >= 2 * (local_world_size() or ranks)
+
+
 @cache
 def get_machine_id() -> bytes:
     """Return bytes that the processes of one machine have in common, and those of another one do not."""

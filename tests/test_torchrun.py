@@ -6,7 +6,8 @@ import platform
 
 import pytest
 
-from shardckpt.torchrun import MACHINE_BYTES, count_cores, get_machine_id, local_world_size
+from shardckpt import torchrun
+from shardckpt.torchrun import MACHINE_BYTES, count_cores, get_machine_id, has_second_core, local_world_size
 
 
 @pytest.mark.parametrize(
@@ -35,3 +36,15 @@ def test_processes_of_one_machine_find_the_same_id(monkeypatch: pytest.MonkeyPat
 
 def test_a_process_has_a_core() -> None:
     assert count_cores() >= 1
+
+
+@pytest.mark.parametrize(
+    ("cores", "local", "ranks", "is_idle"),
+    [(1, "", 1, False), (2, "", 1, True), (2, "", 2, False), (4, "2", 8, True), (4, "3", 1, False)],
+)
+def test_a_second_core_is_one_that_no_rank_of_the_machine_needs(
+    monkeypatch: pytest.MonkeyPatch, cores: int, local: str, ranks: int, is_idle: bool
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    monkeypatch.setattr(torchrun, "count_cores", lambda: cores)
+    assert has_second_core(ranks) == is_idle

@@ -45,6 +45,7 @@ from shardckpt.manifest import Path, dotted, unflatten
 from shardckpt.storage.publication import Publication, keep_no_file
 from shardckpt.storage.publish import JoinedPublication, begin, require_files
 from shardckpt.storage.resolve_url import as_url
+from shardckpt.torchrun import has_second_core
 
 __all__ = ["StorageWriter"]
 
@@ -184,7 +185,8 @@ class StorageWriter(storage.StorageWriter):
                 return iter_bytes((content.resolve(chunk, planner) for chunk in payload.chunks), payload.nbytes)
 
             files = build_payloads(placement.save, placement.writer, arrange_files(tuple(content.tensors)))
-            part = build_partial(write_payloads(publication, files, source, checksums=True))
+            written_files = write_payloads(publication, files, source, checksums=True, has_idle_core=has_second_core())
+            part = build_partial(written_files)
         except BaseException:
             publication.rollback()
             raise

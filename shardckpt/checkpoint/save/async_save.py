@@ -372,7 +372,7 @@ class _Copy:
                 if isinstance(staged, Exception):
                     raise staged
                 self._wait_for_copies()
-                written = self._session.write(planned, staged, self._staging.blocks)
+                written = self._session.write(planned, staged, self._staging.blocks, is_background=True)
                 self._task.recorder.values["nbytes"] = written.nbytes
                 return written
 

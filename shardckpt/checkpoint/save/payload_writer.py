@@ -1,22 +1,24 @@
-"""Write payload files from memory and hash them at the same time."""
+"""Write payload files from memory and hash them: block by block, or by threads beside the writes."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
+from time import perf_counter
 from typing import Protocol
 
 from shardckpt.checkpoint.save.chunk_meter import ChunkMeter
 from shardckpt.checkpoint.stateful.tensor_bytes import SMALL_BYTES, TensorSource, iter_bytes
 from shardckpt.format.encodings.safetensors_check import create_checked
 from shardckpt.format.native.manifest_json import WrittenPayload
-from shardckpt.format.native.payload import FileHasher, HashTask, PayloadFile
+from shardckpt.format.native.payload import BLOCK_BYTES, FileHasher, HashTask, PayloadFile
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.store import Writer
 
 SLICE_BYTES = 128 << 20
-"""Bytes per write; they are hashed at the same time.
+"""Most bytes per write; threads hash them at the same time.
 
 Beside Python code of other threads, each call that releases the interpreter's lock waits 5 ms to get it back, however
 short the call is (docs/decisions/0033).
@@ -47,6 +49,7 @@ def write_payloads(
     checksums: bool,
     digests: bool = False,
     stats: bool = False,
+    has_idle_core: bool = False,
 ) -> list[WrittenPayload]:
     """Write a rank's files.
 
@@ -57,13 +60,14 @@ def write_payloads(
         checksums: Hash every written block.
         digests: Hash every chunk too.
         stats: Compute statistics of the values of every chunk.
+        has_idle_core: Whether a core has nothing else to do than to hash beside the writes.
 
     Raises:
         FormatError: The safetensors library refuses a file that was written.
         StorageError: The storage failed.
     """
     written = []
-    with closing(_Hashing()) as hashing:
+    with closing(_Hashing(prefers_threads=stats or has_idle_core)) as hashing:
         for payload in payloads:
             hasher = FileHasher(payload, blocks=checksums, chunks=digests)
             meter = ChunkMeter(payload.chunks, len(payload.header)) if stats else None
@@ -94,16 +98,41 @@ def iter_contents(payload: PayloadFile, state: TensorSource) -> Iterator[memoryv
 
 
 class _Hashing:
-    """Hashing threads next to the writing thread, started at their first use."""
+    """Hashing on the writing thread, or on threads next to it, which are started at their first use.
 
-    def __init__(self) -> None:
+    One thread writes each block while the processor's cache has what it hashed, and no other thread competes with the
+    training for its core. But beside Python code it would wait for the interpreter's lock after each block.
+
+    Args:
+        prefers_threads: Whether threads help in any case: a core is idle, or more is computed than hashes.
+
+    Attributes:
+        needs_threads: Whether threads hash the next bytes.
+    """
+
+    def __init__(self, *, prefers_threads: bool) -> None:
+        self._prefers_threads = self.needs_threads = prefers_threads
         self._pool: ThreadPoolExecutor | None = None
 
-    def submit(self, tasks: Iterable[HashTask]) -> list[Future[None]]:
-        """Start tasks on the threads."""
+    def start(self, tasks: Iterable[HashTask]) -> list[Future[float]]:
+        """Start tasks on the threads; each returns its seconds."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(_HASH_THREADS, thread_name_prefix="shardckpt-hash")
-        return [self._pool.submit(task) for task in tasks]
+        return [self._pool.submit(_measure, task) for task in tasks]
+
+    def run(self, tasks: Iterable[HashTask]) -> float:
+        """Run tasks on this thread; return the seconds."""
+        return sum(_measure(task) for task in tasks)
+
+    def choose(self, hashed_s: float, nbytes: int) -> None:
+        """Choose the threads of the next bytes: others if a block waits for the interpreter's lock.
+
+        Args:
+            hashed_s: Seconds for which the last bytes were hashed, on all threads.
+            nbytes: Number of these bytes.
+        """
+        is_late = hashed_s >= max(nbytes / BLOCK_BYTES, 1) * sys.getswitchinterval() / 2
+        self.needs_threads = self._prefers_threads or is_late
 
     def close(self) -> None:
         """Wait for the threads to end."""
@@ -111,12 +140,20 @@ class _Hashing:
             self._pool.shutdown()
 
 
+def _measure(task: HashTask) -> float:
+    """Run a task; return its seconds."""
+    start = perf_counter()
+    task()
+    return perf_counter() - start
+
+
 class _Stream:
-    """Writer of one file: joins small parts and hashes bytes while they are written."""
+    """Writer of one file: joins small parts, and hashes what it writes."""
 
     def __init__(self, writer: Writer, digesters: Sequence[_Digester], hashing: _Hashing) -> None:
         self._writer, self._digesters, self._hashing = writer, digesters, hashing
         self._small = bytearray()
+        self._at = 0
 
     def add(self, data: memoryview) -> None:
         """Append bytes, which may change after this returns."""
@@ -126,8 +163,7 @@ class _Stream:
                 self.finish()
             return
         self.finish()
-        for start in range(0, len(data), SLICE_BYTES):
-            self._put(data[start : start + SLICE_BYTES])
+        self._put(data)
 
     def finish(self) -> None:
         """Write the remaining bytes."""
@@ -136,15 +172,26 @@ class _Stream:
             self._small = bytearray()
 
     def _put(self, data: memoryview) -> None:
-        hashed: list[Future[None]] = []
-        if self._digesters and len(data) > SMALL_BYTES:
-            hashed = self._hashing.submit(
-                task for digester in self._digesters for task in digester.split(data, _HASH_THREADS)
-            )
-        else:
-            for digester in self._digesters:
-                for task in digester.split(data, 1):
-                    task()
+        while data:
+            is_parallel = self._hashing.needs_threads and len(data) > SMALL_BYTES
+            is_sliced = is_parallel or not self._digesters
+            part = data[: SLICE_BYTES if is_sliced else BLOCK_BYTES - self._at % BLOCK_BYTES]
+            hashed_s = self._put_parallel(part) if is_parallel else self._put_block(part)
+            self._hashing.choose(hashed_s, len(part))
+            self._at += len(part)
+            data = data[len(part) :]
+
+    def _put_block(self, data: memoryview) -> float:
+        """Hash bytes, then write them; return the seconds of the hashes."""
+        hashed_s = self._hashing.run(task for digester in self._digesters for task in digester.split(data, 1))
         self._writer.write(data)
-        for future in hashed:
-            future.result()
+        return hashed_s
+
+    def _put_parallel(self, data: memoryview) -> float:
+        """Write bytes while threads hash them; return the seconds of the hashes."""
+        started = self._hashing.start(
+            task for digester in self._digesters for task in digester.split(data, _HASH_THREADS)
+        )
+        self._writer.write(data)
+        wait(started)  # once for all of them, since after each wait this thread needs the interpreter's lock
+        return sum(future.result() for future in started)

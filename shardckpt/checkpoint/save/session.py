@@ -70,6 +70,7 @@ from shardckpt.plan.layout.box_codec import pack_message, unpack_message
 from shardckpt.storage.publication import FindKept, Publication, keep_no_file
 from shardckpt.storage.publish import JoinedPublication, begin, require_files
 from shardckpt.storage.resolve_url import open_store
+from shardckpt.torchrun import has_second_core
 
 T = TypeVar("T")
 
@@ -466,13 +467,16 @@ class SaveSession:
         replicas = ReplicaDigests(_find_replicas(rank_plan, flattened) if self._options.checksums else {})
         return StagedSave(files, replicas, unchanged, stats)
 
-    def write(self, planned: PlannedSave, staged: StagedSave, source: Source) -> WrittenSave:
+    def write(
+        self, planned: PlannedSave, staged: StagedSave, source: Source, *, is_background: bool = False
+    ) -> WrittenSave:
         """Write the files of this rank.
 
         Args:
             planned: Result of `plan`.
             staged: Result of `stage`.
             source: Returns the contents of a file.
+            is_background: Whether the training goes on meanwhile, and needs its cores.
         """
         assert self._publication is not None
         options = self._options
@@ -485,6 +489,7 @@ class SaveSession:
             checksums=options.checksums,
             digests=options.store_digests,
             stats=options.stats,
+            has_idle_core=not is_background and has_second_core(self._coordinator.size),
         )
         files: tuple[FileRecord, ...] = ()
         # An old index must stay as long as its files.
