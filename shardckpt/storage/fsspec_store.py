@@ -387,7 +387,7 @@ def connect(url: str, **storage_options: object) -> tuple[Any, str]:
     if protocol in {"s3", "s3a"} and not {"AWS_MAX_ATTEMPTS", "AWS_RETRY_MODE"} & os.environ.keys():
         # Reads are retried by `retry`; these retries apply to uploads.
         storage_options = {"config_kwargs": {"retries": _S3_RETRIES}, **storage_options}
-    if protocol in {"http", "https"}:
+    if protocol in {"http", "https"} and "client_kwargs" not in fsspec.config.conf.get(protocol, {}):
         storage_options = {"client_kwargs": {"timeout": _build_http_timeout()}, **storage_options}
     try:
         fs, path = url_to_fs(url, **storage_options)

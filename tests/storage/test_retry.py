@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 
+import fsspec
 import pytest
 import s3fs
 
@@ -71,6 +72,13 @@ def test_an_http_server_that_never_answers_is_given_up(monkeypatch):
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/run"
         with pytest.raises(StorageError, match="cannot look at it: the server does not answer"):
             kind(url)
+
+
+def test_settings_of_fsspec_for_http_are_kept(monkeypatch):
+    monkeypatch.setitem(fsspec.config.conf, "http", {"client_kwargs": {"headers": {"A": "b"}}})
+    assert fsspec_store.connect("http://127.0.0.1:9/run")[0].client_kwargs == {"headers": {"A": "b"}}
+    monkeypatch.delitem(fsspec.config.conf, "http")
+    assert fsspec_store.connect("http://127.0.0.1:9/run")[0].client_kwargs["timeout"].sock_read == 30.0
 
 
 def test_a_missing_file_with_a_failure_behind_it_is_asked_for_again():

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardckpt.core.modules.fqn_and_params import clean
 from shardckpt.errors import NameCollisionError
+from shardckpt.state.adapters.base import local
+from shardckpt.state.keys.kinds import is_sharded_tensor
 
 _FIX = (
     "Names are without the segments of wrappers (`_orig_mod` of torch.compile, `_fsdp_wrapped_module`,"
@@ -36,18 +39,18 @@ def clean_keys(state: Mapping[str, Any]) -> dict[str, Any]:
     """
     cleaned: dict[str, Any] = {}
     for name, value in state.items():
-        if cleaned.setdefault(clean(name), value) is not value:
+        if not _is_same(cleaned.setdefault(clean(name), value), value):
             raise _build(clean(name), [each for each in state if clean(each) == clean(name)])
     return cleaned
 
 
-def require_distinct(names: Iterable[str]) -> None:
-    """Require that no two names become equal without the segments of wrappers.
-
-    Raises:
-        NameCollisionError: Two become equal; the message names both.
-    """
-    clean_keys({name: name for name in names})
+def _is_same(one: Any, other: Any) -> bool:
+    """Return True for one value, or two tensors with one memory, as a state dict has of a tied parameter."""
+    are_tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    if one is other or not are_tensors or is_sharded_tensor(one) or is_sharded_tensor(other):
+        return one is other
+    first, second = local(one), local(other)
+    return first.shape == second.shape and first.data_ptr() == second.data_ptr()
 
 
 def _build(name: str, spellings: Iterable[str]) -> NameCollisionError:

@@ -20,7 +20,7 @@ from shardckpt.plan.optim.optim_keys import get_key_type, nest, to_names
 from shardckpt.plan.optim.param_groups import match_settings
 from shardckpt.state.adapters.flat_shard_check import FlatShards
 from shardckpt.state.adapters.model_index import has_mixed_wrapper
-from shardckpt.state.adapters.name_collision import clean_keys, require_distinct
+from shardckpt.state.adapters.name_collision import clean_keys
 from shardckpt.state.adapters.sharded_tensor import as_dtensor
 from shardckpt.state.keys.kinds import StateKind, is_sharded_tensor
 from shardckpt.state.keys.slots import copy_value
@@ -136,7 +136,7 @@ def _require_distinct_names(model: nn.Module, wrapper: Any) -> None:
     sharded = fsdp.StateDictType.SHARDED_STATE_DICT, fsdp.ShardedStateDictConfig(), fsdp.ShardedOptimStateDictConfig()
     before = _set(wrapper, model, sharded)
     try:
-        require_distinct(model.state_dict())
+        clean_keys(model.state_dict())
     finally:
         _set(wrapper, model, (before.state_dict_type, before.state_dict_config, before.optim_state_dict_config))
 

@@ -101,6 +101,9 @@ def test_one_tensor_under_both_names_is_saved_and_loaded(tmp_path: Path):
     shardckpt.save(first, tmp_path / "x")
     shardckpt.load(second, tmp_path / "x")
     assert torch.equal(first.weight, second.weight)
+    third = tied()
+    load_model_state_dict(third, first.state_dict())  # another tensor for each name, of one memory
+    assert torch.equal(first.weight, third.weight)
 
 
 def test_a_buffer_outside_of_states_does_not_take_the_place_of_a_saved_one(tmp_path: Path):
