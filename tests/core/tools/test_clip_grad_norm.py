@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch_limits import full_tensor
-from under_test import FSDP, TORCH, Strategy, core, shard, torch_is_wrong
+from under_test import FSDP, TORCH, Strategy, Style, core, shard, sharder, torch_is_wrong
 
 STRATEGIES = (Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP, Strategy.NO_SHARD)
 ORDERS = (2.0, 1.0, 2.5, math.inf)
@@ -439,6 +439,42 @@ def test_what_fully_shard_made_is_clipped_as_a_whole_model(shape):
         clips_alike(model, plain, averaged(plain), order)
 
     run(math.prod(shape), body)
+
+
+FORWARDS = {
+    "a forward": lambda model, x: model(x),
+    "a forward of a unit": lambda model, x: model[1](x),
+    "a forward without gradients": torch.no_grad()(lambda model, x: model(x)),
+    "an unshard": lambda model, x: [unit.unshard() for unit in (*model, model)],
+}
+
+
+@torch_is_wrong("the parameters that it shows then have no gradients, so it counts and clips none")
+def test_full_parameters_that_a_forward_kept_hide_no_gradients():
+    def clipped(style: Style, between) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        apply = sharder(style, Strategy.SHARD_GRAD_OP)
+        model = apply(nn.Sequential(*(apply(nn.Linear(6, 6)) for _ in range(3))))
+        optim = torch.optim.SGD(model.parameters(), lr=1.0)
+        x = torch.arange(12.0).view(2, 6)
+        model(x).square().mean().backward()
+        between(model.module if style.wraps else model, x)
+        norm = core.clip_grad_norm_(model, 0.01)
+        optim.step()
+        return [norm, *(full_tensor(v) if isinstance(v, DTensor) else v for v in model.state_dict().values())]
+
+    def body(rank, world):
+        wrong = []
+        for style in Style:
+            wanted = clipped(style, lambda model, x: None)
+            for name, between in FORWARDS.items():
+                if name == "an unshard" and style.wraps:
+                    continue
+                if not all(map(torch.equal, clipped(style, between), wanted)):
+                    wrong.append(f"{style}: {name}")
+        return wrong
+
+    assert run(2, body) == [[], []]
 
 
 @pytest.mark.skipif(TORCH, reason="ours alone")
