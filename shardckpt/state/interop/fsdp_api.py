@@ -21,6 +21,7 @@ from shardckpt.plan.optim import optim_keys
 from shardckpt.plan.optim.param_groups import settings
 from shardckpt.state.adapters import sharded_tensor
 from shardckpt.state.adapters.model_index import index_model
+from shardckpt.state.keys.inference import outside_inference_mode
 from shardckpt.state.keys.kinds import StateKind, get_metadata, is_sharded_tensor
 from shardckpt.state.model import nn_module_hooks
 from shardckpt.state.model.load_model_state_dict import refuse_other_layout
@@ -37,11 +38,13 @@ class SharedParameterError(ShardckptError, RuntimeError):
 _LOADING: WeakKeyDictionary[nn.Module, nn_module_hooks.Loading] = WeakKeyDictionary()
 
 
+@outside_inference_mode
 def module_state_dict(module: FullyShardedDataParallel, *args: Any, **kwargs: Any) -> MutableMapping[str, Any]:
     """Return the state of a wrapped module and its submodules. Collective."""
     return nn_module_hooks.module_state_dict(module, module.sharding_unit, *args, **kwargs)
 
 
+@outside_inference_mode
 def before_load(module: FullyShardedDataParallel, state: MutableMapping[str, Any], prefix: str) -> None:
     """Register a unit's tensors on the wrapped module for torch's load. Collective.
 
@@ -83,6 +86,7 @@ def abandon_load(module: nn.Module) -> None:
             loading.abandon()
 
 
+@outside_inference_mode
 def after_load(module: FullyShardedDataParallel, incompatible: Any) -> None:
     """Store the loaded tensors in the unit, and report keys by FQN.
 
@@ -206,6 +210,7 @@ def rekey_optim_state_dict(
     return {**rekeyed, "param_groups": [{**settings(own), **group} for own, group in pairs]}
 
 
+@outside_inference_mode
 def optim_state_dict(
     model: nn.Module, optim: torch.optim.Optimizer, given: Mapping[str, Any] | None, group: Any
 ) -> dict[str, Any]:
@@ -227,6 +232,7 @@ def optim_state_dict(
     return taken if taken.get("param_groups", True) else {}
 
 
+@outside_inference_mode
 def optim_state_dict_to_load(
     model: nn.Module,
     optim: torch.optim.Optimizer,

@@ -27,6 +27,7 @@ from shardckpt.state.adapters.model_index import (
     unwrap,
 )
 from shardckpt.state.adapters.name_collision import clean_keys
+from shardckpt.state.keys.inference import outside_inference_mode
 from shardckpt.state.keys.kinds import StateKind, detect_kind, get_metadata
 from shardckpt.state.keys.validation import StateMismatchError, digest, validate_input
 from shardckpt.state.model import module_hooks
@@ -48,6 +49,7 @@ class Keys:
     unexpected: tuple[str, ...] = ()
 
 
+@outside_inference_mode
 def load_model_state_dict(
     model: nn.Module, state_dict: Mapping[str, Any], *, kind: StateKind | str | None = None, strict: bool = True
 ) -> Keys:

@@ -19,6 +19,7 @@ from shardckpt.state.adapters import torch_fsdp1
 from shardckpt.state.adapters.base import ShardingAdapter, local
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
 from shardckpt.state.adapters.model_index import ModelIndex, index_complete_model, reshard_all, unwrap
+from shardckpt.state.keys.inference import outside_inference_mode
 from shardckpt.state.keys.kinds import KEY, VERSION, StateKind, parse_kind_to_take
 from shardckpt.state.model import module_hooks
 
@@ -74,6 +75,7 @@ def _to_kind(value: torch.Tensor, kind: StateKind) -> torch.Tensor:
     return gather_full_tensor(value) if kind is StateKind.FULL else local(value)
 
 
+@outside_inference_mode
 def model_state_dict(
     model: nn.Module,
     kind: StateKind | str = StateKind.FULL,

@@ -30,6 +30,7 @@ from shardckpt.state.adapters.base import (
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
 from shardckpt.state.adapters.model_index import ModelIndex, index_complete_model, reshard_all, unwrap
 from shardckpt.state.adapters.sharded_tensor import optim_state_to_dtensors
+from shardckpt.state.keys.inference import outside_inference_mode
 from shardckpt.state.keys.kinds import StateKind, detect_kind, get_metadata, tensors
 from shardckpt.state.keys.slots import (
     LARGEST_NOTE,
@@ -70,6 +71,7 @@ class Fitted:
     settings: list[dict[str, Any]]
 
 
+@outside_inference_mode
 def load_optim_state_dict(
     model: nn.Module,
     optim: torch.optim.Optimizer,

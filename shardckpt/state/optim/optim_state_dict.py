@@ -22,6 +22,7 @@ from shardckpt.state.adapters import torch_fsdp1
 from shardckpt.state.adapters.base import ShardingAdapter, local
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
 from shardckpt.state.adapters.model_index import ModelIndex, index_complete_model, reshard_all, unwrap
+from shardckpt.state.keys.inference import outside_inference_mode
 from shardckpt.state.keys.kinds import StateKind, parse_kind_to_take
 from shardckpt.state.keys.slots import (
     Form,
@@ -170,6 +171,7 @@ def gather_survey(of: OptimizerParams, optim: OptimizerLike, group: Group) -> Su
     return merge_surveys([*(unpack_survey(survey) for survey in group.all_gather(reported)), mine])
 
 
+@outside_inference_mode
 def optim_state_dict(
     model: nn.Module,
     optim: torch.optim.Optimizer,
