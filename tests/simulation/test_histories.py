@@ -6,12 +6,14 @@ import gc
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shardckpt.checkpoint.save.staging import BufferPool
+from shardckpt.storage.request_watch import RequestWatch
 from shardckpt.testing.simulation import Scenario, run_history
 from shardckpt.testing.simulation.faults import EVERYTHING, FaultKind, PlannedFault
 from shardckpt.testing.simulation.scheduler import Scheduler
@@ -101,6 +103,14 @@ def test_a_history_without_faults_has_no_errors(store: str) -> None:
     of_jobs = [event for event in history.events if event.verb == "saved" and event.who.startswith("job")]
     assert len(of_jobs) == 2 * 2 + 1 * 2, "each rank reports each save"
     assert len(of_jobs) < verbs.count("saved"), "after the last fault, a new job saves too"
+
+
+def test_a_history_has_no_watch_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watch belongs to the process: a history would depend on those before it."""
+    watched: list[str] = []
+    monkeypatch.setattr(RequestWatch, "waiting", lambda _, where: nullcontext(watched.append(where)))
+    assert run_history(1, Scenario("bucket", worlds=(2,), saves=2)).failure is None
+    assert watched == []
 
 
 def test_a_power_failure_spares_a_step_in_a_folder_that_the_record_of_a_restore_made() -> None:

@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import cache, cached_property, lru_cache
 from importlib import import_module
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -37,6 +37,7 @@ from shardckpt.format.native.verified_store import BlockMemory
 from shardckpt.format.registry import iter_formats
 from shardckpt.state.local.local_shards import get_tensor_shards
 from shardckpt.storage.linux_syscalls import exchange, lower_priority, start_writeback
+from shardckpt.storage.request_watch import WATCH
 from shardckpt.storage.resolve_url import MOUNTED
 from shardckpt.storage.retry import PAUSES
 from shardckpt.testing.simulation.scheduler import Process, Scheduler, Task
@@ -161,6 +162,7 @@ class Machine:
             (lower_priority, lambda: None),
             (time, _Twin(time, **self._clocks())),
             (PAUSES, chance),
+            (WATCH, SimpleNamespace(waiting=lambda _where: nullcontext())),
             (secrets, _Twin(secrets, choice=chance.choice, token_hex=lambda n: chance.randbytes(n).hex())),
             (threading, _Twin(threading, **self._primitives())),
             *((getattr(threading, name), twin) for name, twin in self._primitives().items()),
