@@ -298,7 +298,7 @@ def _entries(root: str, folder: str) -> list[Listed]:
     with suppress(FileNotFoundError), os.scandir(os.path.join(root, folder)) as entries:
         for entry in entries:
             status, is_folder = entry.stat(follow_symlinks=False), entry.is_dir(follow_symlinks=False)
-            if not (is_folder or entry.is_symlink() or stat.S_ISREG(status.st_mode)):
+            if not (is_folder or stat.S_ISLNK(status.st_mode) or stat.S_ISREG(status.st_mode)):
                 raise _special_file_error(entry.path)
             listed.append(Listed(prefix + entry.name, status.st_size, is_folder))
     return sorted(listed)
