@@ -47,6 +47,10 @@ class FolderEntry(NamedTuple):
         del follow_symlinks
         return isinstance(self.node, Folder)
 
+    def is_symlink(self) -> bool:
+        """Return False: disks have no symbolic links."""
+        return False
+
     def stat(self, *, follow_symlinks: bool = True) -> Status:
         """Return the status of the entry."""
         del follow_symlinks
