@@ -178,12 +178,17 @@ class Coordinator:
 
     @contextmanager
     def _detect_lost_rank(self, peer: int) -> Iterator[None]:
-        """Convert a broken connection to a RankError for the first lost rank, or the peer."""
+        """Convert a broken connection to a RankError for the first lost rank, or the peer.
+
+        Other ranks may have begun the next round, which this rank does not come to.
+        """
         try:
             yield
         except RuntimeError as error:
             self.has_lost_rank = True
-            raise self._give_up({peer: error}) from error
+            lost = self._give_up({peer: error})
+            self._link.leave_note(self._build_key(self._round + 1), lost.what)
+            raise lost from error
 
     def _gather_and_answer(
         self, step: str, message: bytes | Exception, decide: Callable[[list[bytes]], Sequence[bytes]]
@@ -282,7 +287,10 @@ class Coordinator:
 
     @property
     def _key(self) -> str:
-        return f"shardckpt/lost/{self._round}"
+        return self._build_key(self._round)
+
+    def _build_key(self, number: int) -> str:
+        return f"shardckpt/lost/{number}"
 
 
 _ROUND_BYTES = 8

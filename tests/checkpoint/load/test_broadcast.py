@@ -11,6 +11,7 @@ import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
 from harness import outcomes, raised_everywhere, run
+from message_ends import ENDS, SIDES, VICTIMS, end_in_message, find_named_rank, survive
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -313,6 +314,25 @@ class TestFailures:
         left = [each for each in found if each.rank != gone]
         assert all(each.value is not None and each.value < 6.0 for each in left), left
 
+    @ENDS
+    @SIDES
+    @VICTIMS
+    def test_a_rank_lost_in_the_middle_of_a_segment_is_named(
+        self, step: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how, side: str, victim: int
+    ) -> None:
+        def body(rank: int, world: int) -> int:
+            if rank == victim:
+                end_in_message(tmp_path, side, how, SEGMENT)
+            return find_named_rank(
+                lambda: shardckpt.load(empty(), f"counted://{step}"),
+                lambda: shardckpt.save({"step": 4}, tmp_path / "later"),
+            )
+
+        assert survive(body, tmp_path, victim, monkeypatch) == [victim] * 2
+        state = empty()
+        shardckpt.load(state, step)
+        assert is_as_saved(state)
+
     def test_a_rank_that_waited_does_not_name_itself(self) -> None:
         def body(rank: int, world: int):
             coordinator = new_coordinator()
@@ -331,6 +351,22 @@ class TestFailures:
 
         found = outcomes(3, body, group_timeout=1.5, timeout=15.0)
         assert [each.value for each in found if each.rank != 2] == [(2, "rank 2 of 3")] * 2, found
+
+    def test_a_rank_that_has_begun_the_next_round_names_the_lost_one(self) -> None:
+        def body(rank: int, world: int) -> int:
+            coordinator = new_coordinator()
+            coordinator.coordinate("begin", b"", lambda told: told)
+            if rank == 1:
+                os._exit(1)
+            with pytest.raises(shardckpt.RankError) as raised:
+                if rank == 0:  # comes to no round after this
+                    coordinator.recv(torch.empty(SEGMENT, dtype=torch.uint8), 1)
+                else:
+                    coordinator.coordinate("go on", b"", lambda told: told)
+            return raised.value.rank
+
+        found = outcomes(3, body, group_timeout=1.5, timeout=15.0)
+        assert [each.value for each in found if each.rank != 1] == [1, 1], found
 
     def test_ranks_that_opened_different_checkpoints_are_told_so(self, step: Path, tmp_path: Path) -> None:
         shardckpt.save({"model": values(), "step": 4}, tmp_path / "d")
