@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 
 from shardckpt.errors import SourceNotFoundError, StorageError, UnknownFormatError, UsageError
+from shardckpt.format.native.run_directory import read_run
 from shardckpt.format.registry import checkpoint_in
-from shardckpt.storage.resolve_url import kind, local_path
+from shardckpt.storage.resolve_url import kind, local_path, open_store
 
 _BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs")
 _FIX = (
@@ -30,7 +31,7 @@ def require_start_of_run(url: str) -> None:
         StorageError: The folder, or its parent, cannot be read.
     """
     found = checkpoint_in(url)
-    if found:
+    if found and not read_run(open_store(url)).steps:  # the first step may have been completed since the caller looked
         raise UnknownFormatError("no step of a run is here", where=url, found=found, fix=_FIX)
     path = local_path(url)
     if path is None:

@@ -259,6 +259,22 @@ class TestOtherFolders:
                 call()
         assert run_here("ls", root).code == 2
 
+    def test_a_first_step_that_is_completed_between_two_looks_is_no_other_checkpoint(self, tmp_path, monkeypatch):
+        root = tmp_path / "run"
+        root.mkdir()
+        ck = Checkpointer(root)
+        look = step_finder.read_run
+
+        def save_after_look(store):
+            run = look(store)
+            monkeypatch.setattr(step_finder, "read_run", look)
+            saved(Checkpointer(root), 1)
+            return run
+
+        monkeypatch.setattr(step_finder, "read_run", save_after_look)
+        assert ck.steps() == ()
+        assert ck.steps() == (1,)
+
     def test_runs_below_a_url_are_told(self):
         root = f"memory://{uuid4().hex}"
         saved(Checkpointer(f"{root}/team/a"), 1)
