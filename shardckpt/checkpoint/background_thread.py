@@ -1,10 +1,11 @@
-"""Thread that callers can wait for again after a signal interrupted a wait."""
+"""Thread that callers can wait for again after a signal interrupted a wait, and at the exit of the process."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 
 class BackgroundThread:
@@ -56,3 +57,15 @@ class BackgroundThread:
             self._work()
         finally:
             self._is_ended.set()
+
+
+def run_before_exit(act: Callable[[], None]) -> None:
+    """Run a function after the main thread ends, before Python shuts down executors.
+
+    Storage uses executors. Functions run in the reverse order of these calls. If a Python version does not support
+    this, Python still waits for threads, and a save that cannot continue rolls itself back.
+    """
+    register = getattr(threading, "_register_atexit", None)
+    if register is not None:
+        with suppress(RuntimeError):  # the main thread has already ended
+            register(act)

@@ -6,10 +6,10 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from shardckpt.checkpoint.background_thread import BackgroundThread
+from shardckpt.checkpoint.background_thread import BackgroundThread, run_before_exit
 from shardckpt.errors import RankError, ShardckptError, UsageError, describe
 from shardckpt.events import OnEvent, Recorder, SaveEvent, emit
 from shardckpt.storage.linux_syscalls import lower_priority
@@ -208,7 +208,7 @@ class PendingSave:
         self._task, self._abandon = task, abandon
         if not self._is_known_to_exit:
             self._is_known_to_exit = True
-            _before_exit(self.end)
+            run_before_exit(self.end)
 
     @property
     def busy_with(self) -> str:
@@ -254,18 +254,6 @@ def _again(failure: BaseException, path: str) -> Exception:
         again = (type(failure) if isinstance(failure, ShardckptError) else RankError)(text)
     again.__cause__ = failure
     return again
-
-
-def _before_exit(act: Callable[[], None]) -> None:
-    """Run a function after the main thread ends, before Python shuts down executors.
-
-    Storage uses executors. If a Python version does not support this, Python still waits for threads, and a save that
-    cannot continue rolls itself back.
-    """
-    register = getattr(threading, "_register_atexit", None)
-    if register is not None:
-        with suppress(RuntimeError):  # the main thread has already ended
-            register(act)
 
 
 PENDING_SAVE = PendingSave()

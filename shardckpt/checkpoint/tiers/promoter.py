@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 from typing import NamedTuple
+from weakref import WeakSet
 
-from shardckpt.checkpoint.background_thread import BackgroundThread
+from shardckpt.checkpoint.background_thread import BackgroundThread, run_before_exit
 from shardckpt.checkpoint.peers.copy_step import CopiedPart, copy_part
 from shardckpt.checkpoint.peers.promoted_steps import PromotedStep
 from shardckpt.checkpoint.tiers.capture_tier import CaptureTier
@@ -17,6 +18,9 @@ from shardckpt.format.native.run_directory import step_name
 
 _MOST_WAITING = 2
 """Maximum number of promotions that wait for the running one."""
+
+
+_PROMOTERS: WeakSet[Promoter] = WeakSet()
 
 
 class Promotion(NamedTuple):
@@ -56,6 +60,7 @@ class Promoter:
         self._waiting: deque[Promotion] = deque()
         self._running: Promotion | None = None
         self._thread: BackgroundThread | None = None
+        _PROMOTERS.add(self)
 
     def add(self, promotion: Promotion) -> None:
         """Promote a committed capture in the background."""
@@ -146,3 +151,12 @@ def _copy(promotion: Promotion) -> CopiedPart:
     if source.is_spread:
         return copy_part(source.place.open_own(), target.place.open_own(), step_name(number))
     return CopiedPart(copy_stored_step(source.path(number), target.path(number)))
+
+
+def _end_promotions() -> None:
+    """Wait for the promotions of all runs of this process. At process exit."""
+    for promoter in [*_PROMOTERS]:
+        promoter.wait()
+
+
+run_before_exit(_end_promotions)  # before any capture, so that the last captures have ended, which add promotions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 import warnings
@@ -225,3 +226,33 @@ def test_captures_promotions_and_saves_in_the_root_run_below_the_training(tmp_pa
     local, root = str(tmp_path / "local" / "step-00000001"), str(tmp_path / "run" / "step-00000001")
     assert found == {("save", "shardckpt-memory", low), ("promotion", local, low), ("save", root, low)}
     assert os.getpriority(os.PRIO_PROCESS, 0) == own
+
+
+ENDING_SCRIPT = """
+import sys, threading
+import torch
+from shardckpt import Checkpointer, Local, PeerMemory
+from shardckpt.checkpoint.tiers import promoter
+
+copy, is_ending = promoter._copy, threading.Event()
+
+def copy_late(promotion):
+    is_ending.wait()
+    return copy(promotion)
+
+promoter._copy = copy_late
+folder = sys.argv[1]
+tiers = [PeerMemory(every=1, max_bytes="1GB"), Local(folder + "/local", every=1, keep_last=5)]
+ck = Checkpointer(folder + "/run", save_every=100, tiers=tiers)
+for step in (1, 2):
+    ck.save(step, {"w": torch.ones(300)})
+threading._register_atexit(is_ending.set)
+"""
+
+
+def test_a_process_that_ends_without_wait_waits_for_its_copies(tmp_path):
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDING_SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert [step.number for step in shardckpt.ls(tmp_path / "local").complete] == [1, 2]
