@@ -13,12 +13,16 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from typing import NamedTuple
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, NamedTuple
 
 from shardckpt.testing.simulation import run_history, run_large_job
 
 _PART = 25
 """Histories that a process runs before it takes others."""
+
+_TOLD = 1000
+"""Histories after which a campaign says how far it is."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -72,26 +76,46 @@ class PartResult(NamedTuple):
         """Return the sums."""
         return PartResult(*map(sum, zip(self, other, strict=True)))
 
+    def describe(self, began: float) -> str:
+        """Return the sums as text.
+
+        Args:
+            began: Value of the monotonic clock when the first history began.
+        """
+        return (
+            f"{self.histories} histories, {self.events} events, {self.faults} faults, {self.failed} failed,"
+            f" {time.monotonic() - began:.0f} s, {self.cpu_s:.0f} s of processors"
+        )
+
 
 def run_campaign(first: int, count: int, jobs: int = 1) -> int:
     """Run histories; print a line for each that fails, and the sums at the end. Return 1 if one failed.
 
-    An interrupt ends it: the last line says from which seed it can go on.
+    Standard error gets a line after each thousand. An interrupt or SIGTERM ends it: the last line says from which seed
+    it can go on.
     """
     end, began, result = first + count, time.monotonic(), PartResult()
     is_interrupted = False
+    previous = signal.signal(signal.SIGTERM, _interrupt)
     try:
         for part in _run_parts([range(at, min(at + _PART, end)) for at in range(first, end, _PART)], jobs):
             result = result.plus(part)
-    except KeyboardInterrupt:
+            if not result.histories % _TOLD:
+                print(f"{result.describe(began)}, of {count} histories", file=sys.stderr, flush=True)
+    except (KeyboardInterrupt, BrokenProcessPool):
         is_interrupted = True
-    print(
-        f"{result.histories} histories, {result.events} events, {result.faults} faults, {result.failed} failed,"
-        f" {time.monotonic() - began:.0f} s, {result.cpu_s:.0f} s of processors"
-    )
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    print(result.describe(began))
     if is_interrupted:
-        print(f"interrupted: go on with --from {first + result.histories} --count {count - result.histories}")
+        print(
+            f"interrupted: go on with --from {first + result.histories} --count {count - result.histories}", flush=True
+        )
     return int(is_interrupted or result.failed > 0)
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def _run_parts(parts: list[range], jobs: int) -> Iterator[PartResult]:
@@ -110,6 +134,7 @@ def _run_parts(parts: list[range], jobs: int) -> Iterator[PartResult]:
 def _ignore_interrupts() -> None:
     """Leave the interrupt of a terminal, which all processes get, to the first one: the others end their part."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def run_part(seeds: range) -> PartResult:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +13,7 @@ from shardckpt.testing.simulation import Scenario, SimulatedHistory
 from shardckpt.testing.simulation.scheduler import HistoryError, HistoryEvent
 from tests.simulation import __main__ as command
 
+ROOT = Path(__file__).resolve().parents[2]
 SUMS = re.compile(r"(\d+) histories, (\d+) events, (\d+) faults, (\d+) failed, \d+ s, \d+ s of processors")
 
 
@@ -46,3 +50,36 @@ def test_a_campaign_that_is_interrupted_says_where_to_go_on(
     sums, advice = capfd.readouterr().out.splitlines()
     assert sums.startswith("25 histories, ")
     assert advice == "interrupted: go on with --from 27 --count 75"
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_a_campaign_that_is_terminated_prints_what_it_has_done(jobs: str) -> None:
+    """Its output is a file, and its workers are terminated too, as by the end of a shell job."""
+    code = (
+        "import os, signal, sys, time\n"
+        "from tests.simulation import __main__ as command\n"
+        "from shardckpt.testing.simulation import Scenario, SimulatedHistory\n"
+        "def run(seed):\n"
+        "    if seed == 51:\n"
+        "        time.sleep(0.5)\n"  # parts before this one are reported
+        "        os.killpg(0, signal.SIGTERM)\n"
+        "        time.sleep(60)\n"
+        "    return SimulatedHistory(seed, Scenario('disk'))\n"
+        "command.run_history = run\n"
+        f"sys.exit(command.main(['--from', '1', '--count', '75', '--jobs', '{jobs}']))\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], check=False, cwd=ROOT, capture_output=True, text=True, start_new_session=True
+    )
+    assert ended.returncode == 1, ended.stderr
+    sums, advice = ended.stdout.splitlines()
+    assert sums.startswith("50 histories, ")
+    assert advice == "interrupted: go on with --from 51 --count 25"
+
+
+def test_a_campaign_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command, "run_history", lambda seed: SimulatedHistory(seed, Scenario("disk")))
+    command.main(["--from", "7", "--count", "2100", "--jobs", "2"])
+    told = capfd.readouterr().err.splitlines()
+    assert [line.partition(",")[0] for line in told] == ["1000 histories", "2000 histories"]
+    assert {line.rpartition(", ")[2] for line in told} == {"of 2100 histories"}
