@@ -15,6 +15,7 @@ from shardckpt.checkpoint.peers import copy_step
 from shardckpt.checkpoint.peers.node_files import NodeCatalog, NodeReport
 from shardckpt.checkpoint.run import step_restore
 from shardckpt.checkpoint.run.base_finder import BaseFinder
+from shardckpt.checkpoint.run.last_start import LastStart
 from shardckpt.checkpoint.run.own_attempts import OwnAttempts
 from shardckpt.checkpoint.run.restore_attempts import RestoreAttempts
 from shardckpt.checkpoint.save import session
@@ -23,6 +24,7 @@ from shardckpt.checkpoint.tiers.capture_tier import TierPlace
 from shardckpt.checkpoint.tiers.promoter import Promoter
 from shardckpt.errors import StorageError
 from shardckpt.format import apply_retention
+from shardckpt.format.durability.run_record import LostSteps
 from shardckpt.format.durability.step_copies import PROCESS, StepCopy
 from shardckpt.format.native import run_directory
 from shardckpt.format.native.run_directory import step_name
@@ -193,6 +195,21 @@ def steps_of_other_jobs_are_claimed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(OwnAttempts, "find", lambda *_: None)
 
 
+def restored_steps_are_claimed_with_other_attempts(patch: pytest.MonkeyPatch) -> None:
+    """After a restore every complete copy of that number counts, as if nobody knew which of them was loaded."""
+    patch.setattr(OwnAttempts, "restore", lambda *_: None)
+
+
+def emptied_roots_are_not_recorded(patch: pytest.MonkeyPatch) -> None:
+    """The run goes on, and claims captures, but the next start knows nothing of that."""
+
+    def believe(self: LastStart, committed: tuple[int, int]) -> bool:
+        self.lost = LostSteps(self._id, *committed)
+        return False
+
+    patch.setattr(LastStart, "record_lost", believe)
+
+
 def captures_of_another_course_stay(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(tiered_finder.TieredFinder, "_drop_captures_of_another_run", lambda *_: [])
 
@@ -266,7 +283,7 @@ class _DamagingStore:
 
 
 MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
-    without_fsync: 122,
+    without_fsync: 98,
     pruning_deletes_bases: 0,
     ranks_are_answered_before_the_commit: 0,
     hashes_are_not_checked: 63,
@@ -283,11 +300,13 @@ MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     copies_are_claimed_before_they_are_made: 12,
     partners_are_on_the_own_machine: 195,
     copies_are_acknowledged_before_the_hash: 2,
-    captures_go_before_they_are_promoted: 1041,
+    captures_go_before_they_are_promoted: 18,
     bases_are_not_read: 751,
     failed_restores_are_not_counted: 6,
     overwritten_files_go_first: 9,
     steps_of_other_jobs_are_claimed: 116,
+    emptied_roots_are_not_recorded: 188,
+    restored_steps_are_claimed_with_other_attempts: 125,
 }
 """Mutants, and a seed that finds each: the first 150 follow if the code changes and it does not any more."""
 

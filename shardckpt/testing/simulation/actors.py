@@ -163,7 +163,18 @@ class Trainer:
         if is_counted and content:
             self._auditor.end_restore(content)
         self._scheduler.record("restored", f"step {number}")
+        if number is not None and self._job.has_tiers:
+            self._claim_restored(checkpointer, number, content)
         return number or 0, content
+
+    def _claim_restored(self, checkpointer: Checkpointer, number: int, content: int) -> None:
+        """Ask what the restored step survives: copies of another attempt to save it do not count."""
+        try:
+            self._claim(checkpointer, number, content, "has")
+        except RankError:
+            raise
+        except ShardckptError as error:
+            self._fail(f"claims of step {number}", error)
 
     def _train(self, checkpointer: Checkpointer, step: int) -> None:
         """Save the steps behind a restored one."""
@@ -186,6 +197,8 @@ class Trainer:
         try:
             self._write(checkpointer, number, content, is_overwrite=is_overwrite)
             if self._job.has_tiers and self._job.has_waits:
+                if not number % 2:
+                    checkpointer.durability(number - 1)  # a copy that is lost, other than by retention, is withdrawn
                 self._claim(checkpointer, number, content)
         except RankError:
             raise
@@ -214,7 +227,10 @@ class Trainer:
         self._calls += 1
         try:
             checkpointer.wait()
-            self._claim(checkpointer, *self._unsettled[-1])
+            number, content = self._unsettled[-1]
+            if not number % 2:
+                checkpointer.durability(number - 1)
+            self._claim(checkpointer, number, content)
         except RankError:
             raise
         except ShardckptError as error:
@@ -232,17 +248,15 @@ class Trainer:
             self._auditor.complete_step()
         self._scheduler.record("saved", f"step {number}")
 
-    def _claim(self, checkpointer: Checkpointer, number: int, content: int) -> None:
-        """Ask what the saved step survives; all ranks get the same answer."""
-        if not number % 2:
-            checkpointer.durability(number - 1)  # a copy that is lost, other than by retention, is withdrawn
+    def _claim(self, checkpointer: Checkpointer, number: int, content: int, verb: str = "claims") -> None:
+        """Ask what a step survives that was saved or restored; all ranks get the same answer."""
         call, nodes = (f"{self._job.name} claims", self._calls), self._job.node_names
         media = self._auditor.claims.begin(call, number, nodes)
         durability = checkpointer.durability(number)
         self._auditor.agree(call, durability)
         self._auditor.claim(call, content, durability, nodes, media)
         places = ", ".join(f"{copy.tier} ({copy.survives[-1]})" for copy in durability.copies)
-        self._scheduler.record("claims", f"step {number} in {places or 'no place'}")
+        self._scheduler.record(verb, f"step {number} in {places or 'no place'}")
 
     def _watch(self, event: Any) -> None:
         """Record a claim that is withdrawn, or a promotion that failed."""

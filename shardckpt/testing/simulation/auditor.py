@@ -130,6 +130,7 @@ class Auditor:
     _checked: int = -1
     _version: int = -1
     _flipped: list[object] = field(default_factory=list)
+    _emptied: set[str] = field(default_factory=set)
     _unreadable: set[int] = field(default_factory=set)
     _flips_before: dict[int, int] = field(default_factory=dict)
 
@@ -282,18 +283,6 @@ class Auditor:
             if _STEP.fullmatch(folder) and (folder not in self.steps or self.steps[folder].mark != mark):
                 self._add_step(folder, mark, files)
 
-    def require_tidy(self) -> None:
-        """Require that the folders of the run have no files but those that a step needs. Raises HistoryError."""
-        self.check()
-        needed = {name for step in self.steps.values() for name in (*step.files, f"{step.folder}/{COMMIT}")}
-        files = self.storage.list_files()
-        damaged = {step.folder for step in self.steps.values() if step.is_damaged}
-        damaged |= {name.partition("/")[0] for name, each in files.items() if each in self._flipped}
-        unneeded = [name for name in files if name not in needed]
-        left = [name for name in unneeded if "/" in name and name.partition("/")[0] not in damaged]
-        if left:
-            raise HistoryError(f"no step needs {left[0]}, which stays ({len(left)} in all)")
-
     def _check_step(self, folder: str, step: CommittedStep, files: Mapping[str, object]) -> None:
         mark = files.get(f"{folder}/{COMMIT}")
         if mark is None:
@@ -319,7 +308,9 @@ class Auditor:
             commit = decode_commit(self.storage.read(f"{folder}/{COMMIT}"))
             content = read_content(self.scheduler.observe(lambda: load(url)))
         except ShardckptError as error:
-            if not any(each in self._flipped for each in files.values()) or self._has_read_damage(number):
+            is_emptied = commit is not None and _lacks_emptied(self, url, commit, files)
+            is_flipped = any(each in self._flipped for each in files.values()) and not _has_read_damage(self, number)
+            if not (is_emptied or is_flipped):
                 raise HistoryError(f"{folder} is committed, but cannot be loaded: {error}") from error
             branch = 0 if commit is None else commit.branch  # retention cannot know of the bit
             self.steps[folder] = CommittedStep(number, 0, branch, mark, {}, is_damaged=True)
@@ -328,24 +319,13 @@ class Auditor:
         if self.attempts.get(content) != number:
             raise HistoryError(f"{folder} has attempt {content}, which was not a save of this step")
         is_good = old is not None and old.is_acknowledged and not old.is_damaged
-        if old is not None and is_good and old.content != content and not self._may_replace(old, content):
+        if old is not None and is_good and old.content != content and not _may_replace(self, old, content):
             raise HistoryError(f"attempt {content} replaced step {number} of attempt {old.content}")
         found = {name: files[name] for name in _list_needed(url, commit)}
         self.ever.add(content)
         self.steps[folder] = CommittedStep(
             number, content, commit.branch, mark, found, is_acknowledged=is_good or content in self._acknowledged
         )
-
-    def _has_read_damage(self, number: int) -> bool:
-        """Return True if the newest attempt to save a step is of a job that started after the last flipped bit."""
-        content = next(each for each in reversed(self.attempts) if self.attempts[each] == number)
-        return self.is_alone and self._flips_before[find_start(content)] == len(self._flipped)
-
-    def _may_replace(self, old: CommittedStep, content: int) -> bool:
-        """Return True if an attempt may replace a good step: it overwrites it, or the run failed after its restore."""
-        if content in self._overwrites or self.is_replaced_by_rivals:
-            return True
-        return read_failures(self.scheduler, self.storage).get(old.order, 0) >= self.restores.most_failed > 0
 
     # Faults
 
@@ -364,6 +344,21 @@ class Auditor:
             step.is_damaged |= name in step.files
             step.mark = flipped if name == f"{step.folder}/{COMMIT}" else step.mark
         return name
+
+    def empty_root(self, *, has_hidden: bool) -> None:
+        """Remove all steps of the root.
+
+        Args:
+            has_hidden: Whether files and folders whose names begin with a dot stay, such as the record of the run.
+        """
+        self.check()
+        files = self.storage.list_files()
+        gone = {name for name in files if not (has_hidden and name.startswith("."))}
+        self.storage.remove({name.partition("/")[0] for name in gone})
+        self._version = self.storage.version
+        self._emptied |= gone
+        self.steps.clear()
+        self.claims.empty_root()
 
     def lose_power(self) -> None:
         """Compare what a power failure left with the model.
@@ -408,3 +403,34 @@ def _list_needed(url: str, commit: Commit) -> list[str]:
     folders = {url: (*commit.files, commit.manifest)}
     folders |= {resolve_base(url, base): tuple(held) for base, held in commit.bases.items()}
     return [f"{folder.rpartition('/')[2]}/{name}" for folder, names in folders.items() for name in names]
+
+
+def _lacks_emptied(auditor: Auditor, url: str, commit: Commit, files: Mapping[str, object]) -> bool:
+    """Return True if a step lacks files that went with the root's: it was committed a moment later."""
+    return any(name in auditor._emptied and name not in files for name in _list_needed(url, commit))
+
+
+def require_tidy(auditor: Auditor) -> None:
+    """Require that the folders of the run have no files but those that a step needs. Raises HistoryError."""
+    auditor.check()
+    needed = {name for step in auditor.steps.values() for name in (*step.files, f"{step.folder}/{COMMIT}")}
+    files = auditor.storage.list_files()
+    damaged = {step.folder for step in auditor.steps.values() if step.is_damaged}
+    damaged |= {name.partition("/")[0] for name, each in files.items() if each in auditor._flipped}
+    unneeded = [name for name in files if name not in needed]
+    left = [name for name in unneeded if "/" in name and name.partition("/")[0] not in damaged]
+    if left:
+        raise HistoryError(f"no step needs {left[0]}, which stays ({len(left)} in all)")
+
+
+def _has_read_damage(auditor: Auditor, number: int) -> bool:
+    """Return True if the newest attempt to save a step is of a job that started after the last flipped bit."""
+    content = next(each for each in reversed(auditor.attempts) if auditor.attempts[each] == number)
+    return auditor.is_alone and auditor._flips_before[find_start(content)] == len(auditor._flipped)
+
+
+def _may_replace(auditor: Auditor, old: CommittedStep, content: int) -> bool:
+    """Return True if an attempt may replace a good step: it overwrites it, or the run failed after its restore."""
+    if content in auditor._overwrites or auditor.is_replaced_by_rivals:
+        return True
+    return read_failures(auditor.scheduler, auditor.storage).get(old.order, 0) >= auditor.restores.most_failed > 0

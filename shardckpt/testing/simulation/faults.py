@@ -116,6 +116,14 @@ SEVERAL_DISKS = (
     FaultKind("power loss of a node while promoting", DISK_WRITES, within=MOUNT),
     FaultKind("node loss while promoting", DISK_WRITES, within=MOUNT),
 )
+REPLACED_COPY = (FaultKind("kill before a copy is replaced", frozenset({"exchange"}), within=MOUNT),)
+"""A tier keeps the copy of an earlier save than a nearer one."""
+
+EMPTIED_ROOT = (
+    FaultKind("root emptied", EVERYTHING),
+    FaultKind("root emptied, except hidden files", EVERYTHING),
+)
+"""Faults of runs with tiers alone: nothing brings back the steps of others."""
 
 
 class PlannedFault(NamedTuple):

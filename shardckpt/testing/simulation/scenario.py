@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Literal
@@ -10,8 +11,10 @@ from shardckpt.testing.simulation.faults import (
     BUCKET,
     COMMON,
     DISK,
+    EMPTIED_ROOT,
     MEMORY,
     OWN_DISKS,
+    REPLACED_COPY,
     SEVERAL_DISKS,
     SEVERAL_NODES,
     PlannedFault,
@@ -20,6 +23,15 @@ from shardckpt.testing.simulation.faults import (
 
 StoreKind = Literal["disk", "bucket", "plain"]
 """A disk, an object store with conditional requests, and one without them."""
+
+_EMPTIED = 0.25
+"""Probability that the root of a run with tiers is emptied."""
+
+_ALONE = 0.6
+"""Probability that a kill before a copy is replaced is the only fault."""
+
+_QUIET = 0.5
+"""Probability that a history with slow disks is without faults: then each capture has to be promoted."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +64,7 @@ class Scenario:
         has_waits: Whether trainers wait for each save before the next, and ask what it survives.
         most_failed: Failures after a restore of a step, before `restore` passes over it; None for the default.
         bad_step: Step of the first start after whose restore every start but the last fails; 0 for none.
+        fsync_s: Virtual seconds that a disk of a node takes to make a file safe.
     """
 
     store: StoreKind
@@ -79,6 +92,7 @@ class Scenario:
     has_waits: bool = True
     most_failed: int | None = None
     bad_step: int = 0
+    fsync_s: float = 0.0
 
     @classmethod
     def from_seed(cls, seed: int) -> Scenario:
@@ -117,7 +131,9 @@ class Scenario:
         if scenario.local_every is not None:
             kinds += OWN_DISKS + (SEVERAL_DISKS if len(scenario.nodes) > 1 else ())
         count = random.choice((0, 1, 1, 2, 2, 3, 5))
-        return replace(scenario, faults=tuple(plan_faults(random, kinds, count, scenario.expected_events)))
+        if scenario.fsync_s and random.random() < _QUIET:
+            return scenario
+        return _add_rare_faults(seed, scenario, plan_faults(random, kinds, count, scenario.expected_events))
 
     @property
     def has_tiers(self) -> bool:
@@ -175,10 +191,27 @@ def _choose_habits(seed: int, scenario: Scenario) -> Scenario:
     if scenario.has_tiers and random.random() < 0.25:
         scenario = replace(scenario, has_waits=False, saves=random.choice((2, 3, 4)))
         if len(scenario.nodes) == 1:  # captures that may go before they are promoted
-            scenario = replace(scenario, memory_bytes=1 << 30, local_every=1)
+            fsync_s = random.choice((0.0, 0.02, 0.1))
+            scenario = replace(scenario, memory_bytes=1 << 30, local_every=1, fsync_s=fsync_s)
     if scenario.has_tiers and random.random() < 0.15:
         scenario = replace(scenario, has_zombies=True)
     return scenario
+
+
+def _add_rare_faults(seed: int, scenario: Scenario, faults: Sequence[PlannedFault]) -> Scenario:
+    """Add faults that only some runs with tiers can have."""
+    random, planned = Random(f"rare faults {seed}"), [*faults]  # noqa: S311
+    if scenario.has_tiers and random.random() < _EMPTIED:
+        # a job without tiers could train anew there, until captures of the old course seem to follow its steps
+        scenario = replace(scenario, without_memory=frozenset())
+        if not scenario.bad_step:  # captures that follow a step of the root
+            scenario = replace(scenario, saves=random.choice((3, 5)))
+        planned += plan_faults(random, EMPTIED_ROOT, random.choice((1, 1, 2)), scenario.expected_events)
+    if scenario.overwrite_every is not None and scenario.has_tiers and len(scenario.nodes) == 1:
+        scenario = replace(scenario, memory_bytes=1 << 30, local_every=1, without_memory=frozenset())
+        replaced = plan_faults(random, REPLACED_COPY, 1, scenario.expected_events // 2)
+        planned = replaced if random.random() < _ALONE else [*planned, *replaced]
+    return replace(scenario, faults=tuple(sorted(planned, key=lambda fault: fault.at)))
 
 
 def _let_starts_fail(random: Random, scenario: Scenario) -> Scenario:

@@ -18,7 +18,7 @@ from shardckpt.checkpoint.tiers.peer_memory import PeerMemory
 from shardckpt.format.durability.step_copies import LOCAL, MEMORY
 from shardckpt.storage import fsspec_writer
 from shardckpt.testing.simulation.actors import Job, Trainer, prune_repeatedly, read_repeatedly
-from shardckpt.testing.simulation.auditor import Auditor
+from shardckpt.testing.simulation.auditor import Auditor, require_tidy
 from shardckpt.testing.simulation.faults import CLOCK_JUMPS_S, LONGEST_STALL_S, FaultKind, Faults, PlannedFault
 from shardckpt.testing.simulation.network import SimulatedRanks
 from shardckpt.testing.simulation.scenario import Scenario
@@ -245,7 +245,7 @@ class _HistoryRun:
             self.scheduler.sleep(_DAYS_S)
             self._save_again()
         if self.scenario.later_saves:
-            self.auditor.require_tidy()
+            require_tidy(self.auditor)
 
     def _save_again(self) -> Job:
         """Run a job that has to save a step, and return it. Raises HistoryError."""
@@ -336,6 +336,8 @@ class _HistoryRun:
         task = self.scheduler.current
         if task is None or task.process is self._harness:
             return ""
+        if self.scenario.fsync_s and verb == "fsync" and subject.startswith(MOUNT):
+            self.scheduler.sleep(self.scenario.fsync_s)
         fault = self.faults.show(len(self.scheduler.events), verb, subject)
         if fault == "EIO" and subject.startswith(MOUNT):
             self.auditor.claims.clear(self.disks.find(subject, task.process.node))
@@ -360,6 +362,8 @@ class _HistoryRun:
             self.scheduler.record("flip", self.auditor.claims.flip(LOCAL, random))
         elif kind.name.startswith("power loss of a node"):
             self._lose_power_of_node(task.process.node)
+        elif kind.name.startswith("root emptied"):
+            self.auditor.empty_root(has_hidden="hidden" in kind.name)
         elif kind.name.startswith("flip"):
             self.auditor.check()
             self.scheduler.record("flip", self.auditor.flip())

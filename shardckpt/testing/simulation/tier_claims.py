@@ -88,6 +88,9 @@ class Claims:
         self._versions: dict[str, int] = {}
         self.has_rivals = False
         self._seen: dict[object, Counter[tuple[str, int]]] = {}
+        self._emptied = 0
+        self._begun: dict[object, int] = {}
+        self._order: Mapping[int, int] = {}
 
     def find_media(self) -> Media:
         """Return the media that there are now, by tier and node."""
@@ -103,6 +106,7 @@ class Claims:
             number: Number of the step.
             nodes: Names of the nodes of the job.
         """
+        self._begun.setdefault(call, self._emptied)
         if self.has_rivals:
             self._note_copies(call, step_name(number), nodes)
         return self.find_media()
@@ -122,7 +126,7 @@ class Claims:
         """
         if self.has_rivals:
             self._require_seen(call, content, copy, nodes)
-        else:
+        elif self._begun[call] == self._emptied:
             self._add(content, copy, nodes, media)
 
     def _note_copies(self, call: object, folder: str, nodes: Collection[str]) -> None:
@@ -184,7 +188,8 @@ class Claims:
         Args:
             nodes: Names of the nodes of the job.
         """
-        return next((claim for claim in reversed(self._claims) if self.holds(claim, nodes)), None)
+        ordered = sorted(self._claims, key=lambda claim: self._order.get(claim.content, 0))
+        return next((claim for claim in reversed(ordered) if self._survives(claim, nodes)), None)
 
     def holds(self, claim: TierClaim, nodes: Collection[str]) -> bool:
         """Return True while a claim has to hold for a job on some nodes."""
@@ -218,6 +223,8 @@ class Claims:
         Args:
             attempts: The number of the step of each attempt, in the order of their begin.
         """
+        if len(attempts) != len(self._order):
+            self._order = {each: at for at, each in enumerate(attempts)}
         for tier, media in self._media.items():
             if media.version != self._versions.get(tier, 0):
                 self._versions[tier] = media.version
@@ -291,6 +298,11 @@ class Claims:
                 self._claims[self._claims.index(claim)] = claim._replace(most_lost=max(min(newer) - 1, 0))
 
     # What is lost
+
+    def empty_root(self) -> None:
+        """Drop all claims: the run goes on, if it looks at its emptied root, with those that it makes after that."""
+        self._claims.clear()
+        self._emptied += 1
 
     def lose(self, medium: Medium) -> None:
         """Record that a holder hangs, or a medium has a flipped bit: what it has is lost."""

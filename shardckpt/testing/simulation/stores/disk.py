@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import lru_cache
 from random import Random
 
@@ -186,6 +186,12 @@ class Disk:
         if isinstance(self.find(path), Folder):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         self._change({self.find_parent(path): None}, now)
+
+    def clear(self, path: str, names: Collection[str], now: float) -> None:
+        """Remove names of a folder with all below them, also as a power failure leaves it. Raises OSError."""
+        folder = self.find_folder(path)
+        self._change({(folder, name): None for name in names}, now)
+        self.sync(folder)
 
     def remove_folder(self, path: str, now: float) -> None:
         """Remove an empty folder. Raises OSError."""

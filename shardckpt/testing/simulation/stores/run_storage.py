@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from random import Random
 
 from shardckpt.testing.simulation.stores.bucket import SimulatedBucket, StoredObject
@@ -35,6 +35,10 @@ class RunStorage(ABC):
         """Return the content of a file below the run."""
 
     @abstractmethod
+    def remove(self, names: Collection[str]) -> None:
+        """Remove files and folders beside the steps, and steps, by their names in the run."""
+
+    @abstractmethod
     def flip_bit(self, name: str, random: Random) -> None:
         """Damage a file below the run."""
 
@@ -63,6 +67,11 @@ class DiskStorage(RunStorage):
     def read(self, name: str) -> bytes:
         """Return the content of a file."""
         return bytes(dict(self._disk.walk(self.root))[f"{self.root}/{name}"].data)
+
+    def remove(self, names: Collection[str]) -> None:
+        """Remove files and folders with all below them; a power failure does not bring them back."""
+        if names:
+            self._disk.clear(self.root, names, 0.0)
 
     def flip_bit(self, name: str, random: Random) -> None:
         """Damage a file, also as it survives a power failure."""
@@ -100,6 +109,13 @@ class BucketStorage(RunStorage):
     def read(self, name: str) -> bytes:
         """Return the content of an object."""
         return self._bucket.objects[self._prefix + name].data
+
+    def remove(self, names: Collection[str]) -> None:
+        """Remove objects, and those below folders."""
+        for key in list(self._bucket.objects):
+            if key.startswith(self._prefix) and key[len(self._prefix) :].partition("/")[0] in names:
+                del self._bucket.objects[key]
+        self._bucket.note_change()
 
     def flip_bit(self, name: str, random: Random) -> None:
         """Damage an object, whose version stays."""
