@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from shardckpt import dtypes
 from shardckpt.checkpoint.load.load_plan import (
     LoadOptions,
     LoadPlan,
@@ -28,10 +27,10 @@ from shardckpt.checkpoint.stateful.flatten import (
     require_no_flat_shard,
     view_as_dtensor,
 )
+from shardckpt.checkpoint.stateful.numpy_arrays import check_array, has_torch_dtype, share_memory
 from shardckpt.checkpoint.stateful.stateful import (
     PerRank,
     Stateful,
-    check_array,
     check_tensor,
     get_state_dict,
     is_optimizer,
@@ -149,12 +148,10 @@ class _LoadPlanner:
     def _numpy_array(self, value: np.ndarray[Any, Any], path: Path, put: Put) -> None:
         """Plan the load of an array: in place if the saved one fits, else as replacement."""
         check_array(value, path)
-        is_fillable = (
-            value.flags.writeable and value.size and value.dtype.isnative and dtypes.is_known(value.dtype.name)
-        )
+        is_fillable = value.flags.writeable and value.size and value.dtype.isnative and has_torch_dtype(value)
         entry = self._builder.source.arrays.get(path)
         if is_fillable and (put is _refuse or entry is None or self._fits(value, entry)):
-            self._builder.add_array(path, path, get_tensor_shards(torch.from_numpy(value)))
+            self._builder.add_array(path, path, get_tensor_shards(share_memory(value)))
         elif entry is not None and self._builder.options.is_own_only and self._builder.source.is_elsewhere(entry):
             self._builder.plan.taken.add(path)
         else:

@@ -14,6 +14,7 @@ import torch
 
 from shardckpt.boxes import full_box
 from shardckpt.checkpoint.load.tensor_loader import BATCH_BYTES, ElementReader, ReadRequest
+from shardckpt.checkpoint.stateful.numpy_arrays import array_from_tensor
 from shardckpt.checkpoint.stateful.stateful import from_named_value
 from shardckpt.errors import NameCollisionError, NoMemoryError, UnsupportedError, UsageError
 from shardckpt.format.native.payload import BLOCK_BYTES
@@ -188,7 +189,7 @@ class CheckpointSource:
         self.elements.read(wanted)
 
         def get_array(ref: TensorRef) -> object:
-            return tensors[ref.path].numpy() if ref.kind == "numpy" else tensors[ref.path]
+            return array_from_tensor(tensors[ref.path]) if ref.kind == "numpy" else tensors[ref.path]
 
         return fill_tree(tree, get_array, skipped)
 

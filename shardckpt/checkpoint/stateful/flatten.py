@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardckpt.checkpoint.stateful.numpy_arrays import tensor_from_numpy
 from shardckpt.checkpoint.stateful.stateful import (
     PLAIN_TENSORS,
     PerRank,
@@ -21,7 +22,6 @@ from shardckpt.checkpoint.stateful.stateful import (
     is_optimizer,
     is_stateful,
     require_memory,
-    tensor_from_numpy,
     to_named_value,
 )
 from shardckpt.checkpoint.stateful.tensor_bytes import find_memory, view_box

@@ -243,35 +243,6 @@ def require_memory(tensor: torch.Tensor, path: Path) -> None:
         )
 
 
-def check_array(value: np.ndarray[Any, Any], path: Path) -> None:
-    """Refuse arrays of classes with additional data, such as `MaskedArray`.
-
-    Raises:
-        UnsupportedError: The class is a subclass of `ndarray` other than `memmap`.
-    """
-    if type(value) not in (np.ndarray, np.memmap):
-        raise UnsupportedError(
-            f"an array of the class {type(value).__name__} can be neither saved nor filled",
-            where=dotted(path),
-            expected="a numpy.ndarray",
-            fix="Save what it consists of: `numpy.asarray(it)`, and the mask of a MaskedArray beside it.",
-        )
-
-
-def tensor_from_numpy(value: np.ndarray[Any, Any], path: Path) -> torch.Tensor:
-    """Return a numpy array as a tensor of the same elements.
-
-    Raises:
-        UnsupportedError: The elements are not numbers, or the class has additional data.
-    """
-    check_array(value, path)
-    if not dtypes.is_known(value.dtype.name):
-        raise UnsupportedError(f"a numpy array of type {value.dtype} cannot be saved", where=dotted(path))
-    native = value.astype(value.dtype.newbyteorder("="), copy=False)  # torch supports native byte order only
-    dense = np.ascontiguousarray(native).reshape(value.shape)
-    return torch.from_numpy(dense if dense.flags.writeable else dense.copy())
-
-
 def to_named_value(value: object) -> NamedValue | None:
     """Return a value of a torch or numpy type as kind and text; None for other values."""
     if isinstance(value, NamedValue):

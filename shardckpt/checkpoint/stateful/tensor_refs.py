@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardckpt.checkpoint.stateful.stateful import check_tensor, tensor_from_numpy
+from shardckpt.checkpoint.stateful.numpy_arrays import tensor_from_numpy
+from shardckpt.checkpoint.stateful.stateful import check_tensor
 from shardckpt.format.encodings.tagged_json import MAX_DEPTH, path_key
 from shardckpt.format.opened.state_tree import TensorRef
 from shardckpt.manifest import Path
