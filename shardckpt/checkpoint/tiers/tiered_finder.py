@@ -8,6 +8,7 @@ import os
 import platform
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 
@@ -49,6 +50,7 @@ from shardckpt.format.durability.step_copies import (
     StepCopy,
     decode_durability,
     encode_copies,
+    find_survived,
 )
 from shardckpt.format.native.run_directory import (
     AFTER,
@@ -300,6 +302,8 @@ class TieredFinder(StepFinder):
         if held:
             self._follow_root(root)
         kept = [copy for copy in held if self._is_found_again(number, copy, root)]
+        if not find_survived(self.root, mounts=""):  # a new process finds an empty root, and drops captures
+            kept = [replace(copy, survives=()) for copy in kept]
         copies = [*kept, *self.select_copies(run, number)]
         return [copy for copy in copies if own is None or copy.save in own.saves]
 

@@ -275,6 +275,18 @@ def test_captures_that_followed_other_steps_than_those_that_the_root_lost_are_dr
     assert restore(root) is None
 
 
+def test_captures_before_a_root_in_memory_claim_nothing(tmp_path):
+    """A new process finds an empty root there, and drops them."""
+    ck = make(f"memory://{tmp_path.name}-{os.getpid()}/run", save_every=2)
+    for step in (1, 2, 3):
+        ck.save(step, state(step))
+    ck.wait()
+    durability = ck.durability(3)
+    assert [copy.tier for copy in durability.copies] == ["memory"] and durability.survives == frozenset()
+    with pytest.raises(StorageError, match="does not survive the loss of the process"):
+        ck.wait(3, survives="process")
+
+
 def test_a_claim_is_withdrawn_if_the_emptied_root_does_not_take_the_record(tmp_path, caplog):
     root, events = tmp_path / "run", []
     ck = make(root, save_every=10, on_event=events.append)
