@@ -140,6 +140,25 @@ def test_a_job_that_is_killed_while_it_overwrites_a_capture_leaves_the_old_one_o
     assert run_history(720_037).failure is None
 
 
+def test_a_capture_that_is_saved_again_survives_no_loss_of_a_node_from_its_marks_to_its_copies() -> None:
+    """Before and after that, the earlier save or the later one survives."""
+    places = ((0, 1), (0, 1))
+    scenario = replace(ON_TWO, memory_bytes=1 << 30, worlds=(2, 2), places=places, overwrite_every=1)
+    events = run_history(1, scenario).events
+    marked = find_second_mark(scenario)
+    copied = [event.number for event in events if event.verb == "claims"][2]
+    found: dict[int, str] = {}
+    for at in (marked - 10, *range(marked, copied - 1, 6), copied - 1):
+        loss = PlannedFault(at, LOSS)
+        history = run_history(1, replace(scenario, faults=(loss,)))
+        assert history.failure is None
+        assert history.fired == [loss]
+        (found[at],) = {*subjects(history, "restored", of="job1")}
+    assert (found[marked - 10], found[copied - 1]) == ("step 1", "step 1")
+    assert "step None" in found.values(), "neither save is on the other node"
+    assert run_history(1_032_462).failure is None
+
+
 def test_a_capture_of_which_a_part_is_lost_before_it_is_copied_replaces_none() -> None:
     places = ((0, 1, 2), (0, 1, 2))
     scenario = replace(ON_TWO, memory_bytes=1 << 30, worlds=(3, 3), saves=2, nodes=(0, 0, 1), places=places)

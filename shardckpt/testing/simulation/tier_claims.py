@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 from shardckpt.checkpoint.peers.node_files import Node
 from shardckpt.errors import ShardckptError
-from shardckpt.format.durability.step_copies import LOCAL, StepCopy
+from shardckpt.format.durability.step_copies import LOCAL, MEMORY, StepCopy
 from shardckpt.format.native.commit import COMMIT, Commit, decode_commit
 from shardckpt.format.native.manifest_json import decode_manifest
 from shardckpt.format.native.run_directory import step_name
@@ -91,6 +91,7 @@ class Claims:
         self._emptied = 0
         self._begun: dict[object, int] = {}
         self._order: Mapping[int, int] = {}
+        self._attempts: Mapping[int, int] = {}
 
     def find_media(self) -> Media:
         """Return the media that there are now, by tier and node."""
@@ -198,7 +199,12 @@ class Claims:
     def _survives(self, claim: TierClaim, nodes: Collection[str]) -> bool:
         """Return True if a job on some nodes reaches enough of the places of a claim."""
         lost = {each.node.machine for each in claim.places if not self._is_reachable(each, nodes)}
-        return len(lost) <= claim.most_lost
+        if claim.tier != MEMORY or not claim.most_lost:
+            return len(lost) <= claim.most_lost
+        media, folder = self._media[MEMORY], step_name(self._attempts[claim.content])
+        living = [each for each in media.find_living().values() if not self._is_lost(each)]
+        held = [media.list_files(each.medium) for each in claim.places if not each.successor and each.medium in living]
+        return len(lost) <= (0 if _has_other_save(folder, claim.content, held) else claim.most_lost)
 
     def _is_reachable(self, place: ClaimedPlace, nodes: Collection[str]) -> bool:
         """Return True if a job reaches what a place has of a claimed attempt, or the newer one that has replaced it."""
@@ -223,6 +229,7 @@ class Claims:
         Args:
             attempts: The number of the step of each attempt, in the order of their begin.
         """
+        self._attempts = attempts
         if len(attempts) != len(self._order):
             self._order = {each: at for at, each in enumerate(attempts)}
         for tier, media in self._media.items():
@@ -354,6 +361,11 @@ def _read_marks(folder: str, files: Mapping[str, bytearray]) -> Iterator[tuple[i
         yield _read_attempt(bytes(files[f"{folder}/{commit.manifest}"])), commit
     except (KeyError, ShardckptError):
         return
+
+
+def _has_other_save(folder: str, content: int, held: Iterable[Mapping[str, bytearray]]) -> bool:
+    """Return True if a node has marks of another save of a step, by its files: they may not be copied yet."""
+    return any(at != content for files in held for at, _ in _read_marks(folder, files))
 
 
 @lru_cache(_MOST_READ)
