@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -18,12 +19,15 @@ from shardckpt.checkpoint.rank_link import TorchLink
 from shardckpt.errors import RankError
 
 WORLD = 3
-LIMIT_S = 2.0
-"""Seconds that ranks wait for each other."""
-TIMEOUT = 20.0
+LIMIT_S = 4.0
+"""Seconds that ranks wait for each other; two are too few on a busy machine."""
+TIMEOUT = 40.0
 """Seconds after which a rank waits for ever: for several limits in a row, and a process that ends."""
 
-ENDS = pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+ENDS = pytest.mark.parametrize(
+    "how",
+    [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.full)],
+)
 SIDES = pytest.mark.parametrize("side", ["start_send", "start_recv"])
 VICTIMS = pytest.mark.parametrize("victim", [0, 1])
 
@@ -51,16 +55,17 @@ def end_in_message(folder: Path, side: str, how: signal.Signals, least: int) -> 
     setattr(TorchLink, side, start_and_end)
 
 
-def find_named_rank(call: Callable[[], object], following: Callable[[], object]) -> int:
-    """Return the rank that the RankError of a call names; the call after it must raise one, too.
+def find_named_ranks(call: Callable[[], object], following: Callable[[], object]) -> set[int]:
+    """Return the ranks that the RankError of a call names; the call after it must raise one, too.
 
-    That may name more: all ranks that have not come to it in time, since they heard of the lost one later.
+    An error names one, or all that have not come to a call in time: some of them may have heard of the lost one later.
     """
     with pytest.raises(RankError) as caught:
         call()
     with pytest.raises(RankError):
         following()
-    return caught.value.rank
+    lost = re.match(r"rank \d+(, rank \d+)* of ", caught.value.what)
+    return set(map(int, re.findall(r"rank (\d+)", lost[0] if lost else "")))
 
 
 def end_process() -> None:
