@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from shardckpt.checkpoint.run.step_finder import NO_STEP
@@ -37,10 +37,17 @@ class RootPosition(NamedTuple):
     Attributes:
         committed: Order of the newest complete step.
         started: Order of the step whose save was started last; it may be complete meanwhile.
+        before: Order of the step whose save was started before that one. A step is captured before its save in the root
+            waits for this one, which is then under way.
     """
 
     committed: tuple[int, int] = NO_STEP
     started: tuple[int, int] = NO_STEP
+    before: tuple[int, int] = NO_STEP
+
+    def start(self, order: tuple[int, int]) -> RootPosition:
+        """Return the position after the save of a step was started."""
+        return self._replace(started=order, before=self.started)
 
     def encode(self, attempt: str) -> str:
         """Return the position as text, for the custom metadata of a capture and of the same step in the root.
@@ -48,14 +55,14 @@ class RootPosition(NamedTuple):
         Args:
             attempt: Text that no other save has, from `LastStart`.
         """
-        return json.dumps([*self, attempt])
+        return json.dumps([self.committed, self.started, attempt, self.before])
 
     @classmethod
     def decode(cls, text: str) -> RootPosition | None:
         """Return the position from the text of `encode`; None for other text."""
         try:
-            (branch, number), (started_branch, started), *_ = json.loads(text)
-            return cls((int(branch), int(number)), (int(started_branch), int(started)))
+            committed, started, *others = json.loads(text)
+            return cls(*map(_read_order, [committed, started, *others[1:2]]))
         except (ValueError, TypeError):
             return None
 
@@ -81,3 +88,8 @@ class RootPosition(NamedTuple):
         if newest == NO_STEP:
             return self.committed == NO_STEP or not is_empty
         return newest in self or newest < self.committed
+
+
+def _read_order(order: Sequence[int]) -> tuple[int, int]:
+    branch, number = order
+    return int(branch), int(number)

@@ -112,7 +112,8 @@ class TieredFinder(StepFinder):
         root, state = super().find_on_rank0(wanted, passed, avoided), RootSteps.from_run(super().read())
         if self.position is not None:
             self._follow_root(state)
-        self.position = RootPosition(state.newest)
+        # A save that is under way in the root may complete behind the next captures.
+        self.position = (self.position or RootPosition())._replace(committed=state.newest)
         self.last_start.read()
         captures: list[Capture] = []
         faults: dict[str, Sequence[TierFault]] = {}

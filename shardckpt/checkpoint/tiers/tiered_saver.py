@@ -393,7 +393,7 @@ class TieredSaver:
             ready, opened = [], []
         position = self._finder.find_position()
         if in_root:
-            position = self._finder.position = position._replace(started=(branch, number))
+            position = self._finder.position = position.start((branch, number))
         after = position.encode(self._finder.last_start.make_attempt())
         self._finder.own.begin((branch, number), after)
         places = _Places(number, branch, after, ready, opened, in_root)

@@ -36,9 +36,23 @@ def test_captures_before_the_first_step_of_the_root_belong_to_a_root_without_com
     assert not RootPosition().leads_to((0, 1), is_empty=False)
 
 
-@given(ORDERS, ORDERS)
-def test_a_position_is_read_back_and_other_text_is_none(committed, started):
-    position = RootPosition(committed, started)
-    assert RootPosition.decode(position.encode("an id")) == position
+def test_a_capture_belongs_to_a_root_that_completed_the_save_before_the_last_one():
+    position = RootPosition((0, 50)).start((0, 100)).start((0, 150))
+    orders = [(0, 100), (0, 120), (0, 150)]
+    assert [position.leads_to(order, is_empty=False) for order in orders] == [True, False, True]
+
+
+def test_the_position_of_an_earlier_release_is_read():
+    text = '[[0, 50], [0, 100], "an id"]'
+    assert RootPosition.decode(text) == RootPosition((0, 50), (0, 100))
+    assert RootPosition.read_attempt(text) == "an id"
+
+
+@given(ORDERS, ORDERS, ORDERS)
+def test_a_position_is_read_back_and_other_text_is_none(committed, started, before):
+    position = RootPosition(committed, started, before)
+    text = position.encode("an id")
+    assert RootPosition.decode(text) == position
+    assert RootPosition.read_attempt(text) == "an id"
     for text in ("", "junk", "[1]", "[[1, 2], 3]", '[[1, 2], [3, "x"]]'):
         assert RootPosition.decode(text) is None

@@ -629,6 +629,50 @@ def test_captures_go_on_while_a_save_in_the_root_is_running(tmp_path, monkeypatc
     assert [bool(ck.durability(step).copies) for step in (2, 7, 9)] == [True, False, True]
 
 
+def test_a_capture_made_while_the_save_before_it_was_running_in_the_root_is_restored(tmp_path, monkeypatch):
+    is_committed, write = (tmp_path / "run/step-00000002/COMMIT").exists, LocalWriter.write
+
+    def write_one_step(*args):
+        wait_for(lambda: is_committed() or [holder.steps for holder in shardckpt.tiers().holders] == [(4,)])
+        return refuse() if is_committed() else write(*args)
+
+    ck = make(tmp_path / "run", save_every=2)
+    save(ck, 1)
+    with monkeypatch.context() as slow:
+        slow.setattr(LocalWriter, "write", write_one_step)
+        ck.save(2, state(2))
+        ck.save(4, state(4))
+        with pytest.raises(NoSpaceError):
+            ck.wait()
+    assert ck.steps() == (2,)
+    assert ck.durability(4).survives == {"process"}
+    assert restore(tmp_path / "run") == 4
+
+
+def test_captures_after_a_restore_belong_to_a_root_whose_save_was_running_meanwhile(tmp_path, monkeypatch):
+    is_free, write = threading.Event(), LocalWriter.write
+
+    def write_behind_the_loop(*args):
+        if threading.current_thread() is not threading.main_thread():
+            is_free.wait(DEADLINE_S)
+        return write(*args)
+
+    ck = make(tmp_path / "run", save_every=2)
+    save(ck, 1)
+    with monkeypatch.context() as slow:
+        slow.setattr(LocalWriter, "write", write_behind_the_loop)
+        ck.save(2, state(2))
+        wait_for(lambda: [holder.steps for holder in shardckpt.tiers().holders] == [(2,)])
+        assert ck.restore(state(0)) == 2
+        ck.save(3, state(3))
+        wait_for(lambda: [holder.steps for holder in shardckpt.tiers().holders] == [(3,)])
+        is_free.set()
+        ck.wait()
+    assert ck.steps() == (2,)
+    assert ck.durability(3).survives == {"process"}
+    assert restore(tmp_path / "run") == 3
+
+
 def refuse(*args: object) -> None:
     raise NoSpaceError("no space")
 
