@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from shardckpt.errors import CheckpointError, ShardckptError, UsageError
+from shardckpt.errors import CheckpointError, MissingFileError, ShardckptError, UsageError
 from shardckpt.format.native.base_refs import Base, may_open, resolve_base, sibling
 from shardckpt.format.native.commit import COMMIT, read_commit
 from shardckpt.format.reader import NamedBases, PathText
@@ -113,6 +113,8 @@ def _describe_change(store: Store, sizes: Mapping[str, int], base: Base) -> str 
         return ""
     try:
         commit = read_commit(store, sizes)
+    except MissingFileError:  # another process has removed the step meanwhile, and keeps the files
+        return ""
     except CheckpointError as error:
         return f"the base is damaged: {error}"
     if commit.manifest_sha256 == base.sha256:

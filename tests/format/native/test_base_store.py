@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ from safetensors.torch import save_file
 import shardckpt
 from shardckpt.errors import CheckpointError, ChecksumError, FormatError, StorageError, UnsafeError, UsageError
 from shardckpt.format.native import base_store
-from shardckpt.format.native.commit import COMMIT
+from shardckpt.format.native.commit import COMMIT, Commit
 from shardckpt.format.native.payload import encode_canonical
 from shardckpt.format.registry import open_checkpoint
+from shardckpt.storage.store import Store
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "1.0"
 Change = Callable[[dict[str, Any], dict[str, Any]], object]
@@ -145,6 +146,18 @@ def test_without_its_base_it_can_be_looked_at(step: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         shardckpt.load(step)
     assert not isinstance(caught.value, FormatError)
+
+
+def test_a_base_that_is_removed_while_the_step_is_opened_has_its_files(step: Path, monkeypatch) -> None:
+    """Its `COMMIT` goes after the folder was listed; the files stay, since the step needs them."""
+    read = base_store.read_commit
+
+    def remove_first(store: Store, sizes: Mapping[str, int]) -> Commit:
+        (step.parent / "digests" / COMMIT).unlink()
+        return read(store, sizes)
+
+    monkeypatch.setattr(base_store, "read_commit", remove_first)
+    assert shardckpt.load(step)["step"] == 100
 
 
 # Folders that a step has chosen
