@@ -122,8 +122,8 @@ class RemoteFolder(Publication):
         last: Name of the file that makes the result loadable.
         prefix: Prefix of the names of all other files, including those of other processes; empty if they may be names
             of old files.
-        find_kept: Returns the old files that stay. Called when the old `last` is replaced or removed; if it raises an
-            error, all stay.
+        find_kept: Returns the files that stay. Called when the old `last` is replaced or removed, and if an error comes
+            when the new one may have been there; if it raises an error, all stay.
 
     Raises:
         TargetExistsError: The target exists and may not be overwritten.
@@ -245,9 +245,11 @@ class RemoteFolder(Publication):
             return
         for writer in self._deferred.values():
             writer.abort()
-        if self._is_doubtful and not self._is_rolled_back():
-            return
-        for name in [*reversed(self._written), *self._list_other_files()]:
+        files = [*reversed(self._written), *self._list_other_files()]
+        if self._is_doubtful:
+            # Another process may have found `last`, refer to the files, and have removed `last` again.
+            files = self._list_unneeded(files) if self._is_rolled_back() else []
+        for name in files:
             with suppress(StorageError):
                 self._store.delete(name)
 

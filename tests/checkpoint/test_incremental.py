@@ -20,7 +20,15 @@ from shardckpt import Checkpointer
 from shardckpt.checkpoint.incremental.dedup import BaseDedup
 from shardckpt.checkpoint.save import session
 from shardckpt.core import fully_shard
-from shardckpt.errors import ChecksumError, IncompleteError, RankError, UnsupportedError, UsageError
+from shardckpt.errors import (
+    ChecksumError,
+    IncompleteError,
+    RankError,
+    StorageError,
+    TargetExistsError,
+    UnsupportedError,
+    UsageError,
+)
 from shardckpt.format.native import commit as native_commit
 from shardckpt.format.native.commit import COMMIT
 from shardckpt.format.native.run_directory import delete_steps, read_run, step_name
@@ -377,6 +385,48 @@ class TestTheBaseIsOverwritten:
             open_store(ck.path(1)).delete(name)
         assert any(name.endswith(".safetensors") for name in unneeded)
         assert (values(ck.path(1)), values(ck.path(2))) == ((7, 7, 7), (0, 2, 0))
+
+
+class TestASaveFailsThatAnotherJobHasSeen:
+    """Its `COMMIT` was there for a while: the other job's next step refers to its files."""
+
+    @pytest.fixture
+    def ck(self, monkeypatch: pytest.MonkeyPatch) -> Checkpointer:
+        monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.001)
+        Bucket.reset()
+        return Checkpointer("bucket://b/run", dedup=True)
+
+    def save_next(self, ck: Checkpointer, **options: int) -> None:
+        """Save step 2 as the other job, before another request of the first one."""
+        Bucket.fault = Bucket.answer = None
+        Checkpointer(ck.root, dedup=True, **options).save(2, state(0, 2, 0))
+
+    def test_they_stay_though_the_step_was_removed_meanwhile(self, ck: Checkpointer) -> None:
+        def lose_answer(count: int, verb: str, path: str) -> None:
+            if path.endswith(f"{step_name(1)}/{COMMIT}"):
+                Bucket.fault, Bucket.answer = remove_step, None
+                raise ConnectionResetError
+
+        def remove_step(count: int, verb: str, path: str) -> None:
+            if verb == "get":
+                self.save_next(ck, keep_last=1)
+
+        Bucket.answer = lose_answer
+        with pytest.raises(TargetExistsError, match="meanwhile"):
+            ck.save(1, state(0, 1, 0))
+        assert (ck.steps(), values(ck.path(2))) == ((2,), (0, 2, 0))
+        assert not [name for name in Bucket.objects if name.startswith(f"b/run/{step_name(1)}/") and "manifest" in name]
+
+    def test_they_stay_though_the_save_removes_its_step(self, ck: Checkpointer) -> None:
+        def refuse(count: int, verb: str, path: str) -> None:
+            if path.endswith(f"{step_name(1)}/{COMMIT}"):
+                self.save_next(ck)
+                raise PermissionError("denied")
+
+        Bucket.answer = refuse
+        with pytest.raises(StorageError, match="denied"):
+            ck.save(1, state(0, 1, 0))
+        assert (ck.steps(), values(ck.path(2))) == ((2,), (0, 2, 0))
 
 
 class TestWhatOtherFoldersOfTheRunReferTo:

@@ -67,7 +67,7 @@ from shardckpt.format.native.run_directory import read_referred_files
 from shardckpt.format.value_stats import ValueStats
 from shardckpt.manifest import Path
 from shardckpt.plan.layout.box_codec import pack_message, unpack_message
-from shardckpt.storage.publication import FindKept, Publication, keep_no_file
+from shardckpt.storage.publication import FindKept, Publication
 from shardckpt.storage.publish import JoinedPublication, begin, require_files
 from shardckpt.storage.resolve_url import open_store
 from shardckpt.torchrun import has_second_core
@@ -781,11 +781,10 @@ class SavePlanner:
 
 
 def _choose_kept(options: SaveOptions) -> FindKept:
-    """Return the function that finds the old files that stay behind the commit."""
-    if not options.overwrite:
-        return keep_no_file
+    """Return the function that finds the files that stay behind the commit, or a failed one."""
     # While other nodes have the old marks alone, the old files of this one are needed.
-    return partial(read_referred_files if options.is_shared else _list_files, options.path)
+    is_replaced_by_node = options.overwrite and not options.is_shared
+    return partial(_list_files if is_replaced_by_node else read_referred_files, options.path)
 
 
 def _list_files(url: str) -> frozenset[str]:
