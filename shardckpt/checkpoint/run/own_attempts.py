@@ -49,6 +49,11 @@ class OwnAttempts:
         """Record the attempt of a step that a restore found, and may load."""
         self._found = number, OwnAttempt(order, after, {*saves})
 
+    def forget_saves(self) -> None:
+        """Record that the step that was found last is of another attempt now: it may be the one that is loaded."""
+        if self._found is not None:
+            self._found[1].saves.clear()
+
     def restore(self, number: int) -> None:
         """Record that a step was restored: only copies of the attempt that was found last have its state."""
         if self._found is not None and self._found[0] == number:

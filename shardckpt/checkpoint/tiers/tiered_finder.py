@@ -52,6 +52,7 @@ from shardckpt.format.durability.step_copies import (
     encode_copies,
     find_survived,
 )
+from shardckpt.format.native.commit import find_save
 from shardckpt.format.native.run_directory import (
     AFTER,
     RunDirectory,
@@ -99,6 +100,7 @@ class TieredFinder(StepFinder):
         self.own = OwnAttempts()
         self._on_event = on_event
         self._least_branch = 0
+        self._found: FoundStep | None = None
         self._is_root_in_doubt = False
         self._damaged_files: frozenset[str] = frozenset()
         self._node_faults: Sequence[NodeFault] = ()
@@ -132,8 +134,19 @@ class TieredFinder(StepFinder):
         same = [each for each in captures if each.order == found.order and each.is_of_run and each.attempt]
         after = next((each.after for each in same), "")
         self.own.note_found(found.number, found.order, after, list_saves(found, same, state.steps.get(found.order)))
+        self._found = found
         passed_over = select_faults(faults, found, self.find_finder(found.path).tier, wanted)
         return found._replace(branch=max(found.branch, self._least_branch), tier_faults=passed_over)
+
+    def _check_found(self) -> None:
+        """Claim no copies of a step that was found, if another job has replaced it: that may be what was loaded."""
+        found, save = self._found, None
+        if found is None or found.save is None:  # on other ranks, or without a step
+            return
+        with suppress(ShardckptError):
+            save = find_save(self.find_finder(found.path).open_store(), found.name)
+        if save != found.save:
+            self.own.forget_saves()
 
     def _log_missing_captures(self) -> None:
         """Log once that no capture of the last start is here. On rank 0."""
@@ -261,11 +274,13 @@ class TieredFinder(StepFinder):
             self._node_faults, self._has_peers = opened.node_faults, bool(opened.stores)
             if not opened.stores:
                 yield PlaceReads()
+                self._check_found()
                 return
             for place in self._places:
                 stack.enter_context(place.finder.at(opened.stores[place.name].url))
             reads = TierReads(opened)
             yield reads
+            self._check_found()
             self._damaged_files |= reads.damaged
 
     def find_copies(self, number: int) -> Sequence[StepCopy]:

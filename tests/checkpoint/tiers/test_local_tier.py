@@ -18,6 +18,7 @@ from tier_runs import DAMAGES, damage_step, make_state, restore, save
 
 import shardckpt
 from shardckpt import Checkpointer, FallbackEvent, Local, PeerMemory, RestoreEvent, WithdrawalEvent
+from shardckpt.checkpoint.run import step_restore
 from shardckpt.errors import NoCompleteCheckpoint, StorageError, UsageError
 
 
@@ -134,6 +135,29 @@ def test_copies_that_are_overwritten_are_not_withdrawn(tmp_path):
         ck.wait()
         assert [copy.tier for copy in ck.durability(1).copies] == ["local", "root"]
     assert not [event for event in events if isinstance(event, WithdrawalEvent)]
+
+
+def test_a_step_that_another_job_replaces_before_it_is_loaded_is_not_claimed(tmp_path, monkeypatch):
+    """Its copy in the folder, made meanwhile, is of the save that was found, and not of the one that was loaded."""
+    memory, both = [PeerMemory(max_bytes="1GB")], [PeerMemory(max_bytes="1GB"), Local(tmp_path / "local")]
+    promoted, kept = tmp_path / "local" / "step-00000002", tmp_path / "kept"
+
+    def start(tiers: list) -> Checkpointer:
+        return Checkpointer(tmp_path / "run", save_every=100, tiers=tiers)
+
+    def load(state, path, **options) -> None:
+        other = start(memory)
+        other.save(2, make_state(7), overwrite=True)
+        other.wait()
+        kept.rename(promoted)
+        shardckpt.load(state, path, **options)
+
+    save(start(both), 2)
+    promoted.rename(kept)
+    monkeypatch.setattr(step_restore, "load", load)
+    ck, into = start(both), make_state(-1)
+    assert ck.restore(into) == 2 and into["step"] == 7
+    assert ck.durability(2).copies == ()
 
 
 def test_a_step_of_another_job_on_the_run_is_not_a_copy_of_the_own_one(tmp_path):
