@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from harness import mark, outcomes, raised_everywhere, run, since
-from states import FRONT_ENDS, PARALLEL, Net, differing, flat, looked_at, step, theirs, whole, wrapper
+from states import FRONT_ENDS, PARALLEL, Net, built, differing, flat, looked_at, step, theirs, whole, wrapper
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -24,16 +24,6 @@ from shardckpt.errors import RankError, StorageError, UsageError
 from shardckpt.offline.verify import verify
 from shardckpt.storage.fsspec_writer import FsspecWriter
 from shardckpt.storage.local import LocalStore
-
-
-def built(face: str, seed: int = 0, steps: int = 2):
-    """Return a trained model of a face and its optimizer; the data is the same on every rank."""
-    torch.manual_seed(seed)
-    model = FRONT_ENDS[face](Net((1,)))
-    optim = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for number in range(steps):
-        step(model, optim, number)
-    return model, optim
 
 
 def trained_on(mesh: DeviceMesh, shard: Callable, optimizer: Callable) -> tuple[nn.Module, torch.optim.Optimizer]:

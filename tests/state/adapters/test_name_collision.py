@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import run
+from states import refused
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -44,14 +45,6 @@ class Outer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.block(x)
-
-
-def refusal(action, *args, **kwargs) -> str:
-    try:
-        action(*args, **kwargs)
-    except NameCollisionError as error:
-        return str(error)
-    return "nothing was raised"
 
 
 @pytest.mark.parametrize("segment", SEGMENTS)
@@ -163,17 +156,17 @@ def test_every_rank_refuses_two_tensors_with_one_name(tmp_path: Path, kind: str)
         model(torch.ones(2, 4)).sum().backward()
         optim.step()
         said = {
-            "save": refusal(shardckpt.save, {"m": model, "o": optim}, folder),
-            "state": refusal(model_state_dict, model),
-            "sharded": refusal(model_state_dict, model, "SHARDED"),
-            "first": refusal(model_state_dict, model, rank0_only=True),
-            "load": refusal(load_model_state_dict, model, {}, strict=False),
-            "optim": refusal(optim_state_dict, model, optim),
-            "load optim": refusal(load_optim_state_dict, model, optim, {"state": {}, "param_groups": []}),
+            "save": refused(shardckpt.save, {"m": model, "o": optim}, folder),
+            "state": refused(model_state_dict, model),
+            "sharded": refused(model_state_dict, model, "SHARDED"),
+            "first": refused(model_state_dict, model, rank0_only=True),
+            "load": refused(load_model_state_dict, model, {}, strict=False),
+            "optim": refused(optim_state_dict, model, optim),
+            "load optim": refused(load_optim_state_dict, model, optim, {"state": {}, "param_groups": []}),
         }
         if kind in ("flat", "orig"):
-            said["state_dict"] = refusal(model.state_dict)
-            said["load_state_dict"] = refusal(model.load_state_dict, {}, strict=False)
+            said["state_dict"] = refused(model.state_dict)
+            said["load_state_dict"] = refused(model.load_state_dict, {}, strict=False)
         return said
 
     names = ("'weight'", "'module.weight'") if kind == "around ddp" else ("block.weight'", "_orig_mod.weight'")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run
-from states import FRONT_ENDS, Net, differing, flat, local, looked_at, step, whole
+from states import Net, built, differing, flat, local, looked_at, step, whole
 from torch import nn
 
 from shardckpt.core import FullyShardedDataParallel
@@ -17,15 +17,6 @@ from shardckpt.state import load_model_state_dict, load_optim_state_dict, model_
 
 MODES = {"inference": torch.inference_mode, "no grad": torch.no_grad}
 FACES = ("orig", "flat", "in place", "torch in place", "plain")
-
-
-def trained(face: str, seed: int = 0, steps: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = FRONT_ENDS[face](Net((1,)))
-    optim = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for number in range(steps):
-        step(model, optim, number)
-    return model, optim
 
 
 def kept(model: nn.Module, optim: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
@@ -47,7 +38,7 @@ def test_states_have_the_right_values_and_training_goes_on_from_them(world: int,
     def body(rank: int, world: int) -> list[Any]:
         wrong: list[Any] = []
         for face in FACES:
-            model, optim = trained(face)
+            model, optim = built(face, steps=1)
             weights, moments = looked_at(model, optim)
             states = {}
             for kind in ("FULL", "SHARDED", "LOCAL"):
@@ -62,7 +53,7 @@ def test_states_have_the_right_values_and_training_goes_on_from_them(world: int,
             wanted = looked_at(model, optim)
             for kind, (of_model, of_optim) in states.items():
                 for steps in (0, 1):  # into an optimizer without a state, and into one that has some
-                    other, again = trained(face, 5, steps)
+                    other, again = built(face, 5, steps)
                     with MODES[mode]():
                         load_model_state_dict(other, of_model)
                         load_optim_state_dict(other, again, of_optim)
@@ -79,8 +70,8 @@ def test_states_have_the_right_values_and_training_goes_on_from_them(world: int,
 
 def test_the_methods_of_the_wrapper_leave_inference_mode_too() -> None:
     def body(rank: int, world: int) -> list[str]:
-        model, optim = trained("orig")
-        other, again = trained("orig", 5, 0)
+        model, optim = built("orig", steps=1)
+        other, again = built("orig", 5, 0)
         with torch.inference_mode():
             weights, moments = model.state_dict(), FullyShardedDataParallel.optim_state_dict(model, optim)
             other.load_state_dict(weights)
@@ -98,7 +89,7 @@ def test_the_methods_of_the_wrapper_leave_inference_mode_too() -> None:
 
 def test_a_model_that_was_made_in_inference_mode_is_loaded_there() -> None:
     def body(rank: int, world: int) -> list[str]:
-        state = model_state_dict(trained("plain")[0])
+        state = model_state_dict(built("plain", steps=1)[0])
         with torch.inference_mode():
             model = Net((1,))
             load_model_state_dict(model, state)
