@@ -224,13 +224,15 @@ class FsspecStore:
         if start < 0 or stop > size:
             raise TruncatedError.from_size(self._shown(name), size, stop)
 
-    def create(self, name: str, *, is_new: bool = False) -> FsspecWriter:
+    def create(self, name: str, *, is_new: bool = False, needed: str = "") -> FsspecWriter:
         """Start a new file.
 
         Args:
             name: Name of the file.
             is_new: Create the file only if the name is still unused on close: of several concurrent writers, one
                 succeeds. Back ends without an atomic operation for this check for the name and then write.
+            needed: Name of a file without which the request for a small file is not repeated, because another process
+                has removed what the new file stands for; empty without one.
 
         Raises:
             UnsafeError: The name leaves the root.
@@ -238,7 +240,7 @@ class FsspecStore:
         """
         path = self._path(name)
         self._forget(name)
-        return new_writer(self._fs, path, self._shown(name), is_new=is_new)
+        return new_writer(self._fs, path, self._shown(name), is_new=is_new, needed=self._path(needed) if needed else "")
 
     def delete(self, name: str) -> None:
         """Remove a file; a missing one is not an error.

@@ -11,7 +11,7 @@ from typing import Any
 import fsspec
 from fsspec.asyn import AsyncFileSystem
 
-from shardckpt.errors import TargetExistsError
+from shardckpt.errors import ShardckptError, StorageError, TargetExistsError
 from shardckpt.storage.range_cache import MAX_REQUEST
 from shardckpt.storage.retry import remote_error, retry
 from shardckpt.storage.sftp import SftpFiles
@@ -112,6 +112,9 @@ class FsspecWriter(ClosingWriter):
         except FileExistsError as error:
             self.abort()
             raise TargetExistsError("somebody else wrote this meanwhile", where=self._shown) from error
+        except ShardckptError:
+            self.abort()
+            raise
         except Exception as error:
             self.abort()
             raise remote_error(error, "cannot finish", self._shown) from error
@@ -143,10 +146,18 @@ class ObjectWriter(FsspecWriter):
     """An object of a bucket: one request with retries, or a multipart upload.
 
     One request if it fits into a part.
+
+    Args:
+        fs: fsspec file system.
+        path: Path of the file in the file system.
+        shown: Name of the file in messages.
+        is_new: Fail if the file exists when this one would appear.
+        needed: Path of a file without which the request is not repeated; empty without one.
     """
 
-    def __init__(self, fs: Any, path: str, shown: str, *, is_new: bool) -> None:
+    def __init__(self, fs: Any, path: str, shown: str, *, is_new: bool, needed: str = "") -> None:
         super().__init__(fs, path, shown, is_new=is_new)
+        self._needed, self._was_sent = needed, False
         self._kept = bytearray()
         self._written = 0
         self._can_create = bool(_protocols(fs) & _CREATES_NEW)
@@ -175,6 +186,9 @@ class ObjectWriter(FsspecWriter):
             self._file.close()
 
     def _put(self) -> None:
+        if self._was_sent and self._needed:
+            self._require_needed()
+        self._was_sent = True
         data = bytes(self._kept)
         if not (self._is_new and self._can_create):
             self._fs.pipe_file(self._path, data)
@@ -189,6 +203,22 @@ class ObjectWriter(FsspecWriter):
             self._can_create = False  # the server implements only a part of its protocol
             self._refuse_old()
             self._fs.pipe_file(self._path, data)
+
+    def _require_needed(self) -> None:
+        """Raise StorageError if the needed file is missing.
+
+        The request may have succeeded although its answer was lost, and another process may have removed both files.
+        """
+        self._fs.invalidate_cache()
+        try:
+            self._fs.info(self._needed)
+        except FileNotFoundError as error:
+            raise StorageError(
+                "another process removed the files of this while its answer was awaited",
+                where=self._shown,
+                found=f"no {self._needed.rpartition('/')[2]}",
+                fix="Save again, unless a later step was saved meanwhile.",
+            ) from error
 
     def _drop(self) -> None:
         self._kept = bytearray()
@@ -241,13 +271,14 @@ class MovedWriter(FsspecWriter):
         retry(lambda: self._fs.rm_file(self._partial), "cannot delete", self._shown)
 
 
-def new_writer(fs: Any, path: str, shown: str, *, is_new: bool) -> FsspecWriter:
+def new_writer(fs: Any, path: str, shown: str, *, is_new: bool, needed: str = "") -> FsspecWriter:
     """Return the writer for a file system. Raises StorageError.
 
-    Arguments as for FsspecWriter.
+    Arguments as for ObjectWriter.
     """
-    kind = ObjectWriter if _protocols(fs) & _APPEARS_AT_ONCE else MovedWriter
-    return kind(fs, path, shown, is_new=is_new)
+    if _protocols(fs) & _APPEARS_AT_ONCE:
+        return ObjectWriter(fs, path, shown, is_new=is_new, needed=needed)
+    return MovedWriter(fs, path, shown, is_new=is_new)
 
 
 def _protocols(fs: Any) -> set[str]:

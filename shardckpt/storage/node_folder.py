@@ -58,12 +58,13 @@ class NodeFolder(LocalStore):
         self.url = url
         self.capabilities = Capabilities(renames=False, is_local=True)
 
-    def create(self, name: str, *, is_new: bool = False) -> LocalWriter:
+    def create(self, name: str, *, is_new: bool = False, needed: str = "") -> LocalWriter:  # noqa: ARG002
         """Start a new file and create its parent folders.
 
         Args:
             name: Name of the file.
             is_new: Refuse it if another file has the name.
+            needed: Not used: no request is repeated.
 
         Raises:
             TargetExistsError: The file has to be new, and another one has its name.

@@ -74,18 +74,19 @@ class BufferedWriter(ClosingWriter):
     def close(self) -> None:
         """Do nothing; `finish` writes the file."""
 
-    def finish(self, *, is_new: bool = False) -> None:
+    def finish(self, *, is_new: bool = False, needed: str = "") -> None:
         """Write the file.
 
         Args:
             is_new: Write the file only if it does not exist.
+            needed: Name of a file without which the request is not repeated; empty without one.
 
         Raises:
             TargetExistsError: `is_new` is set and another file of this name exists.
             StorageError: The store failed.
         """
         try:
-            with self._store.create(self._name, is_new=is_new) as writer:
+            with self._store.create(self._name, is_new=is_new, needed=needed) as writer:
                 writer.write(self._data)
         except TargetExistsError:
             if not self.is_written():  # if it is, the request was repeated after its answer was lost
@@ -202,7 +203,7 @@ class RemoteFolder(Publication):
         self._is_doubtful = True  # the request may succeed although its answer is lost
         is_new = self._last not in self._old
         gone = self._old if is_new else self._replaced()
-        last.finish(is_new=is_new)
+        last.finish(is_new=is_new, needed=self._written[-1] if self._written else "")
         self._is_done = True
         for name in self._list_unneeded(set(gone) - set(self._deferred)):
             with suppress(StorageError):

@@ -203,8 +203,14 @@ class Store(Protocol):
 class ObjectStore(Store, Protocol):
     """A store without rename: a file appears under its name when it is closed, if the name has to be unused too."""
 
-    def create(self, name: str, *, is_new: bool = False) -> Writer:
-        """Start a new file, which may have to be new when it is closed. Raises StorageError."""
+    def create(self, name: str, *, is_new: bool = False, needed: str = "") -> Writer:
+        """Start a new file. Raises StorageError.
+
+        Args:
+            name: Name of the file.
+            is_new: Whether the file has to be new when it is closed.
+            needed: Name of a file without which a request is not repeated; empty without one.
+        """
 
     def written_at(self, name: str) -> float | None:
         """Return the time at which a file was written, in seconds since the epoch; None if unknown.

@@ -429,6 +429,46 @@ class TestASaveFailsThatAnotherJobHasSeen:
         assert (ck.steps(), values(ck.path(2))) == ((2,), (0, 2, 0))
 
 
+class TestTheRequestForACommitIsRepeated:
+    """Its answer was lost, and another job's retention removed the step before the request was repeated."""
+
+    @pytest.mark.parametrize("saves", [1, 2])
+    def test_it_leaves_no_step_without_files(self, saves: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.001)
+        Bucket.reset()
+        ck = Checkpointer("bucket://b/run", dedup=True)
+        for number in range(1, saves):
+            ck.save(1, state(0, number, 0))
+
+        def lose_answer(count: int, verb: str, path: str) -> None:
+            if verb == "put" and path.endswith(f"{step_name(1)}/{COMMIT}"):
+                Bucket.answer = None
+                Checkpointer(ck.root, keep_last=1).save(2, state(7, 7, 7))
+                raise ConnectionResetError
+
+        Bucket.answer = lose_answer
+        with pytest.raises(StorageError, match="another process removed the files"):
+            ck.save(1, state(0, 5, 0), overwrite=True)
+        assert (ck.steps(), values(ck.path(2))) == ((2,), (7, 7, 7))
+        assert not [name for name in Bucket.objects if name.endswith(f"{step_name(1)}/{COMMIT}")]
+
+    def test_it_succeeds_while_its_files_are_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.001)
+        Bucket.reset()
+
+        def lose_answer(count: int, verb: str, path: str) -> None:
+            if verb == "put" and path.endswith(COMMIT):
+                Bucket.answer = None
+                raise ConnectionResetError
+
+        ck = Checkpointer("bucket://b/run", dedup=True)
+        ck.save(1, state(0, 1, 0))
+        Bucket.answer = lose_answer
+        ck.save(1, state(0, 5, 0), overwrite=True)
+        assert Bucket.answer is None
+        assert values(ck.path(1)) == (0, 5, 0)
+
+
 class TestWhatOtherFoldersOfTheRunReferTo:
     @pytest.mark.parametrize("name", ["best", "kept/best"])
     def test_it_stays_whatever_they_are_called(self, name: str, tmp_path: Path, monkeypatch) -> None:

@@ -146,12 +146,13 @@ class HolderStore:
         memory = self._open(name).view()
         return memory[offset : offset + nbytes] if memory is not None and offset + nbytes <= len(memory) else None
 
-    def create(self, name: str, *, is_new: bool = False) -> HolderWriter:
+    def create(self, name: str, *, is_new: bool = False, needed: str = "") -> HolderWriter:  # noqa: ARG002
         """Start a new file.
 
         Args:
             name: Name of the file.
             is_new: Refuse it on close if another file has the name by then.
+            needed: Not used: no request is repeated.
 
         Raises:
             UnsafeError: The name leaves the root.
