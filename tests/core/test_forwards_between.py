@@ -146,6 +146,62 @@ def test_a_forward_between_with_offloaded_shards_changes_nothing(style: Style):
     assert run(2, body) == [[]] * 2
 
 
+class Branches(nn.Module):
+    """Three units, of which a forward uses those that are named."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.used = (0, 1, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.used:
+            x = self.blocks[index](x).tanh()
+        return x
+
+
+def trained_beside_a_branch(style: Style, used: tuple[int, ...], guard: Callable[[], Any], **settings: Any) -> list:
+    """Return the outputs after each of three steps, each behind a forward that uses some of the units."""
+    apply, net = sharder(style, **settings), Branches()
+    for index, block in enumerate(net.blocks):
+        net.blocks[index] = apply(block)
+    model = apply(net)
+    if settings and not style.wraps:
+        net.blocks[0].set_modules_to_forward_prefetch([net.blocks[1], net.blocks[2]])
+        net.blocks[1].set_modules_to_forward_prefetch([net.blocks[2]])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    found = []
+    for step in range(3):
+        net.used = (0, 1, 2)
+        model(batch(0, step)).square().sum().backward()
+        net.used = used
+        with guard():
+            model(batch(0, 50))
+        optimizer.step()
+        optimizer.zero_grad()
+        net.used = (0, 1, 2)
+        with torch.no_grad():
+            found.append(model(batch(0, 60)))
+    return found
+
+
+@STYLES
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_unit_that_was_prefetched_and_not_called_has_the_values_of_the_next_step(style: Style, guard: Any):
+    def body(rank: int, world: int) -> list[str]:
+        wrong = []
+        for used in ((0, 1), (0, 2), (1, 2), (2, 0), (0,)):
+            wanted = trained_beside_a_branch(style, used, guard)
+            prefetches = {"forward_prefetch": True} if style.wraps else {"reshard_after_forward": True}
+            found = trained_beside_a_branch(style, used, guard, **prefetches)
+            if not all(map(torch.equal, found, wanted)):
+                wrong.append(f"{used}")
+        return wrong
+
+    assert run(2, body) == [[]] * 2
+
+
 @pytest.mark.parametrize("variable", [True, False], ids=["variable", "data"])
 def test_a_parameter_with_a_gradient_that_is_replaced_after_such_a_forward_is_taken_over(variable: bool):
     def body(rank: int, world: int) -> bool:

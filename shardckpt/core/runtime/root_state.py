@@ -25,11 +25,16 @@ from shardckpt.errors import RankError
 
 
 class Prefetcher:
-    """Prefetcher of units that a user lists, or otherwise of those expected next."""
+    """Prefetcher of units that a user lists, or otherwise of those expected next.
+
+    Attributes:
+        unused: Units that were prefetched in the running forward and not called yet, in this order.
+    """
 
     def __init__(self) -> None:
         self._first_order: list[FSDPUnit] = []  # of the first iteration; others are expected to repeat it
         self._order: list[FSDPUnit] = []
+        self.unused: dict[FSDPUnit, None] = {}
 
     def begin_iteration(self) -> None:
         """Start to record the order of forward calls."""
@@ -44,13 +49,23 @@ class Prefetcher:
         """Prefetch the units after a unit in forward, if enabled. Collective."""
         position = len(self._order)
         self._order.append(unit)
+        self.unused.pop(unit, None)
         chosen = unit.units_to_prefetch.get(Phase.FORWARD)
         if not chosen and unit.config.forward_prefetch:
             expected = self._first_order[position : position + 2]
             chosen = expected[1:] if expected[:1] == [unit] else []
         for following in chosen or ():
+            if not following.params.has_unsharded_storage:
+                self.unused[following] = None
             with profile_range(f"forward_prefetch for {following.name}"):
                 following.prefetch_unshard()
+
+    def free_unused(self) -> None:
+        """Free units that a forward did not call, since a step may change them before their next forward."""
+        unused, self.unused = self.unused, {}
+        for unit in unused:
+            if not unit.params.is_registered:  # a user may have unsharded it
+                unit.reshard()
 
     def prefetch_backward(self, unit: FSDPUnit, when: BackwardPrefetch, order: BackwardOrder[FSDPUnit]) -> None:
         """Prefetch before or after the backward of a unit, depending on its settings.
@@ -430,6 +445,8 @@ class RootState:
         if not self._forward_depth:
             for unit in self.units:
                 unit.finalize_forward()
+            if self._prefetcher.unused:
+                self._prefetcher.free_unused()
 
     @compiler_disabled
     def forward_failed(self, unit: FSDPUnit) -> None:
