@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from shardckpt.errors import MissingFileError, TruncatedError, UnsafeError
 from shardckpt.storage.linux_syscalls import STEP_BYTES, start_writeback
@@ -66,6 +66,10 @@ class OpenFile:
             raise MissingFileError("this is a folder, not a file", where=path)
         if not stat.S_ISREG(mode):
             raise UnsafeError("not a regular file", where=path, fix="Remove it from the checkpoint's folder.")
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse copies: the first one that ends would close the descriptor of all."""
+        raise TypeError("an open file cannot be copied or pickled")
 
     def __del__(self) -> None:
         """Close the descriptor."""

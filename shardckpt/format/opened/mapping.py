@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from typing_extensions import Self
 
@@ -57,6 +57,14 @@ class ClosableSource(Generic[SourceT]):
         if self._saved is None:
             raise UsageError("the checkpoint is closed", where=self.url, fix="Open it again to read from it.")
         return self._saved
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse copies and pickles, since the files that are open cannot go along."""
+        raise UsageError(
+            "an open checkpoint cannot be copied or pickled",
+            where=self.url,
+            fix="Open it where it is read: in each process, and for each copy.",
+        )
 
     def close(self) -> None:
         """Release the checkpoint and its files."""
@@ -143,8 +151,8 @@ class Opened(Mapping[Any, Any], Generic[SourceT]):
             UsageError: The checkpoint was closed.
         """
         saved = self._source.saved
-        if isinstance(name, tuple):
-            path: Path = name
+        if not isinstance(name, str):
+            path: Path = name if isinstance(name, tuple) else (name,)
         else:
             paths = self._paths.get(name, [])
             if len(paths) > 1:

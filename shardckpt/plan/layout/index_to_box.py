@@ -30,11 +30,16 @@ def index_to_box(index: Index | tuple[Index, ...], shape: Shape) -> tuple[Box, t
 def _picks(index: tuple[Index, ...], dims: int) -> list[int | slice]:
     """Return the integer or slice for each dimension."""
     given = [item for item in index if item is not Ellipsis]
-    if len(given) > dims or len(index) - len(given) > 1 or not all(isinstance(e, (int, slice)) for e in given):
+    if len(given) > dims or len(index) - len(given) > 1 or not all(map(_is_pick, given)):
         raise IndexError(f"{dims} dimensions are selected by as many integers and slices, not by {index!r}")
     at = next((n for n, item in enumerate(index) if item is Ellipsis), len(index))
     fill: list[Any] = [slice(None)] * (dims - len(given))
     return [*given[:at], *fill, *given[at:]]
+
+
+def _is_pick(item: object) -> bool:
+    """Return whether an item selects elements of one dimension; True and False add a dimension in torch and NumPy."""
+    return isinstance(item, (int, slice)) and not isinstance(item, bool)
 
 
 def _range(pick: int | slice, size: int) -> tuple[int, int]:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import os
+import pickle
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from interpreters import RunScript
 
 import shardckpt
-from shardckpt.errors import UsageError
+from shardckpt.errors import UnknownNameError, UsageError
+from shardckpt.storage.local import LocalStore
+from shardckpt.storage.store import read_bytes
 
 
 def files_open_below(folder: Path) -> list[str]:
@@ -51,6 +58,47 @@ def test_without_a_block_it_closes_when_nothing_refers_to_it(step: Path) -> None
     assert files_open_below(step)
     del tensor
     assert not files_open_below(step)
+
+
+@pytest.mark.parametrize("reproduce", [copy.deepcopy, pickle.dumps])
+@pytest.mark.parametrize("part", [lambda opened: opened, lambda opened: opened["w"]])
+def test_copies_are_refused_and_leave_its_files_open(
+    reproduce: Callable[[object], object], part: Callable[[Any], object], tmp_path: Path
+) -> None:
+    torch.save({"w": torch.arange(10.0)}, tmp_path / "saved")
+    torch.save({"w": torch.zeros(10)}, tmp_path / "other")
+    opened = shardckpt.open(tmp_path / "saved")
+    assert opened["w"][9] == 9
+    with pytest.raises(UsageError, match=r"saved: an open checkpoint cannot be copied or pickled.*Open it where"):
+        reproduce(part(opened))
+    gc.collect()
+    with (tmp_path / "other").open("rb"):  # has the number of a descriptor that was closed
+        assert opened["w"][...].tolist() == list(range(10))
+    assert copy.copy(opened)["w"][9] == 9
+
+
+def test_a_store_is_not_copied_with_its_open_files(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"bytes")
+    store = LocalStore(str(tmp_path))
+    assert read_bytes(store, "file", 0, 5) == b"bytes"
+    with pytest.raises(TypeError, match="cannot be copied"):
+        copy.deepcopy(store)
+    gc.collect()
+    assert read_bytes(store, "file", 0, 5) == b"bytes"
+
+
+@pytest.mark.parametrize("name", [3, None, 1.5, ("w", 3)])
+def test_a_name_of_another_type_is_unknown(name: object, step: Path) -> None:
+    with shardckpt.open(step) as opened:
+        assert name not in opened
+        assert opened.get(name, 7) == 7
+        with pytest.raises(UnknownNameError):
+            opened[name]
+
+
+def test_a_truth_value_is_no_index(step: Path) -> None:
+    with shardckpt.open(step) as opened, pytest.raises(IndexError, match="not by"):
+        opened["w"][True]
 
 
 @pytest.mark.parametrize("source", ["step", "torch"])
