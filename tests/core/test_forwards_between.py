@@ -161,6 +161,43 @@ class Branches(nn.Module):
         return x
 
 
+def accumulated(rank: int, world: int, model: Any, net: Branches, used: tuple[int, ...]) -> list[torch.Tensor]:
+    """Return outputs behind steps whose last backward reaches some units; a plain model gets batches of all ranks."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    is_plain, found = type(model) is Branches, []  # `fully_shard` changes the class
+    for step in range(3):
+        for each in range(world) if is_plain else [rank]:
+            with contextlib.nullcontext() if is_plain else no_sync(model):
+                net.used = (0, 1, 2)
+                (model(batch(each, step)).square().sum() / (world if is_plain else 1)).backward()
+            net.used = used
+            (model(batch(each, 10 + step)).square().sum() / (world if is_plain else 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        net.used = (0, 1, 2)
+        with torch.no_grad():
+            found.append(model(batch(0, 60)))
+    return found
+
+
+@STYLES
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_backward_reduces_what_no_sync_held_back_of_units_that_it_does_not_reach(style: Style, strategy: Strategy):
+    def body(rank: int, world: int) -> list[str]:
+        wrong = []
+        for used in ((0, 1, 2), (0, 1), (1, 2), (2,)):
+            apply, net, plain = sharder(style, strategy), Branches(), Branches()
+            for index, block in enumerate(net.blocks):
+                net.blocks[index] = apply(block)
+            wanted = accumulated(rank, world, plain, plain, used)
+            found = accumulated(rank, world, apply(net), net, used)
+            if not all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(found, wanted, strict=True)):
+                wrong.append(f"{used}")
+        return wrong
+
+    assert run(2, body) == [[]] * 2
+
+
 def trained_beside_a_branch(style: Style, used: tuple[int, ...], guard: Callable[[], Any], **settings: Any) -> list:
     """Return the outputs after each of three steps, each behind a forward that uses some of the units."""
     apply, net = sharder(style, **settings), Branches()

@@ -128,10 +128,12 @@ class UnitReductions:
     | automatic | is reduced then | is reduced at the end of the backward | the backward, if it is the last one |
     | manual | is reduced then | waits for `finalize` | the handle of `finalize` |
 
-    In both modes the gradients of a unit that does not synchronize wait: for its next reduction, or for `finalize`.
+    In both modes the gradients of a unit that does not synchronize wait: for `finalize`, or for the next backward that
+    synchronizes, whether it reaches the unit or not.
 
     Attributes:
         pending_handle: Handle of a `finalize` that was not waited for; None without one.
+        unreduced: Units whose gradients wait for another reduction.
 
     Args:
         units: Units of the root, outer ones first.
@@ -142,7 +144,7 @@ class UnitReductions:
         self._units = tuple(units)
         self._order = order
         self._running: list[FSDPUnit] = []  # oldest first
-        self._unreduced: set[FSDPUnit] = set()  # their gradients wait for another reduction
+        self.unreduced: set[FSDPUnit] = set()
         self._is_last_backward = True
         self._is_manual = False
         self._mode_in_use: bool | None = None  # `_is_manual` of an iteration whose backward has begun
@@ -189,7 +191,7 @@ class UnitReductions:
             self._order.check_unit(self._units.index(unit), "reduce")
         with unit.profile_range("post_backward_reduce"):
             unit.params.start_reduction(unit.config, full_precision=unit.full_precision)
-        (self._unreduced.discard if _is_complete(unit) else self._unreduced.add)(unit)
+        (self.unreduced.discard if _is_complete(unit) else self.unreduced.add)(unit)
         self._running = [*(other for other in self._running if other is not unit), unit]
         buffers = unit.config.reduce_scatter_max_input_buffers
         # Without streams the backend has a copy of the buffer until the reduction is over
@@ -197,7 +199,7 @@ class UnitReductions:
 
     def defer(self, unit: FSDPUnit) -> None:
         """Record that the gradients of a unit wait for its next reduction."""
-        self._unreduced.add(unit)
+        self.unreduced.add(unit)
 
     def finish_completed(self) -> None:
         """Finish reductions that are over, which frees their buffers early."""
@@ -211,6 +213,16 @@ class UnitReductions:
             with unit.profile_range("post_backward_rs_wait"):
                 unit.params.finish_reduction(unit.config)
 
+    def start_unreached(self) -> None:
+        """Start the reductions that a last backward owes to units it did not reach. Collective.
+
+        A step or `zero_grad` may follow, for which their gradients would come too late.
+        """
+        if self._is_last_backward and not self.is_manual:
+            for unit in reversed(self._units):
+                if unit in self.unreduced and unit.config.sync_gradients and _is_complete(unit):
+                    self.start(unit)
+
     def end_backward(self) -> None:
         """End a backward; the last one of an automatic iteration waits for all reductions."""
         if self._is_last_backward and not self.is_manual:
@@ -221,7 +233,7 @@ class UnitReductions:
 
     def reset_after_error(self) -> None:
         """Forget the reductions of a failed iteration."""
-        self._running, self._unreduced = [], set()
+        self._running, self.unreduced = [], set()
         self._mode_in_use = None
         if self.pending_handle is not None:
             self.pending_handle.invalidate()
@@ -256,7 +268,7 @@ class UnitReductions:
                 where=self._units[0].name,
                 fix="Call set_manual_backward_finalization(True) before forward.",
             )
-        waiting = [unit for unit in reversed(self._units) if unit in self._unreduced and unit.config.sync_gradients]
+        waiting = [unit for unit in reversed(self._units) if unit in self.unreduced and unit.config.sync_gradients]
         partial = [unit.name for unit in waiting if not _is_complete(unit)]
         if partial:
             raise StateError(
@@ -539,6 +551,8 @@ class RootState:
             for unit in reversed(self.units):
                 if not unit.pending_forward_ids.isdisjoint({RECOMPUTED, *order.forward_ids}):
                     self._reduce(unit, order, order.forward_ids)
+            if self.reductions.unreduced:
+                self.reductions.start_unreached()
             self.reductions.end_backward()
             for unit in self.units:
                 unit.finalize_backward()
