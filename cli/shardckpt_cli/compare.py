@@ -32,7 +32,10 @@ def diff(
     html: options.Html = "",
     as_json: options.AllAsJson = False,
 ) -> None:
-    """Compare tensors and other values; exit 0 if all are compared and equal."""
+    """Compare tensors and other values.
+
+    Exits with 0 if all are compared and equal, else with 1.
+    """
     import shardckpt
     from shardckpt.errors import escape
 

@@ -24,7 +24,7 @@ _MOST_FILES = 40
 _OF_A_RANK = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that torchrun sets for each rank, and that processes which a rank starts inherit."""
 
-CONVERT_HELP = "Convert a checkpoint, keeping how its tensors are split over files."
+CONVERT_HELP = "Convert to another format; tensors stay split as they are."
 
 
 def consolidate(
@@ -62,7 +62,7 @@ def consolidate(
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Merge a sharded checkpoint into full tensors that transformers can load."""
+    """Merge shards into full tensors that transformers can load."""
     given = locals()
     run(str(given.pop("context").command.name), given)
 

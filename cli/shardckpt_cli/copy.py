@@ -20,7 +20,10 @@ def copy(
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Copy a step or a run byte for byte, compared with its hashes; repeatable."""
+    """Copy a step or a run, compared with its hashes.
+
+    A copy that was interrupted is continued.
+    """
     import shardckpt
 
     exits.on_interrupt_message("steps copied so far are complete, others do not exist")

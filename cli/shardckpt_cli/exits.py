@@ -128,7 +128,7 @@ def _failed(error: Exception) -> int:
         return _die(str(error), error.exit_code)
     if hasattr(error, "format_message"):  # typer's own errors; their class depends on the version of click
         message = " ".join(error.format_message().split())
-        return _die(f"{message}{'' if message.endswith(('.', '?')) else '.'} See `shardckpt --help`", 2)
+        return _die(f"{message}{'' if message.endswith(('.', '?')) else '.'} See `{_find_help(error)}`", 2)
     if os.environ.get("SHARDCKPT_TRACEBACK"):
         raise error
     if isinstance(error, MemoryError):
@@ -138,6 +138,13 @@ def _failed(error: Exception) -> int:
     return _die(
         f"{escape(describe_with_class(error))}. This is a fault of shardckpt; SHARDCKPT_TRACEBACK=1 shows where", 1
     )
+
+
+def _find_help(error: Exception) -> str:
+    """Return the command that shows the help for a wrong command line: of its verb, if that was known."""
+    context = getattr(error, "ctx", None)
+    verb = f"{context.info_name} " if context is not None and context.parent is not None else ""
+    return f"shardckpt {verb}--help"
 
 
 def _suggest_command(given: str, meant: str) -> str:

@@ -24,7 +24,7 @@ def inspect(
     base: options.Base = None,
     html: options.Html = "",
 ) -> None:
-    """Show the contents of a checkpoint, from headers and metadata alone."""
+    """Show the contents of a checkpoint, from metadata alone."""
     import shardckpt
     from shardckpt.errors import escape
 
@@ -35,7 +35,8 @@ def inspect(
     output.warn(found.warnings)
     output.warn(problem.message for problem in found.problems[:_MOST_PROBLEMS])
     if len(found.problems) > _MOST_PROBLEMS:
-        output.warn([f"{len(found.problems) - _MOST_PROBLEMS} more problems: `shardckpt verify` lists them"])
+        more = len(found.problems) - _MOST_PROBLEMS
+        output.warn([f"{more} more problems: `shardckpt verify` lists those of each file"])
     print(_summary(found))
     if html:
         print(f"wrote {escape(html)}")

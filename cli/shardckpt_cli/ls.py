@@ -41,7 +41,10 @@ def ls(
     ] = False,
     as_json: options.AllAsJson = False,
 ) -> None:
-    """List the complete steps of a run, one number per line; report others on stderr."""
+    """List the complete steps of a run, one number per line.
+
+    Others are reported on stderr.
+    """
     import shardckpt
 
     long = long or bool(metric)
@@ -108,8 +111,9 @@ def _verdict_text(verdict: str, equal_steps: tuple[int, int] | None) -> str:
 
 
 def prove(root: options.Root, html: options.Html = "", as_json: options.AllAsJson = False) -> None:
-    """Show which resumes of a run were compared with its records, and what differed; exit 1 if a step diverged.
+    """Show which resumes of a run repeated what it recorded.
 
+    Exits with 1 if a step diverged, and shows what differed.
     A step is proven if its last compared resume repeated all recorded training steps, and diverged if one was
     different. It is unproven if it was never resumed, or no resume got as far as the last recorded step. It has no
     record if the run ended there, or had no witness (Checkpointer(witness=shardckpt.Witness())).
@@ -195,9 +199,9 @@ _Run = Annotated[str, typer.Argument(metavar="[RUN]", help="Id of the run whose 
 
 
 def tiers(action: _Action = "", run: _Run = "", as_json: options.AllAsJson = False) -> None:
-    """List the holders that keep captures in memory on this machine, or end them.
+    """List or stop the holders that keep captures in memory.
 
-    Only those of this user.
+    Those of this user on this machine.
     """
     import shardckpt
 

@@ -37,5 +37,8 @@ def merge_adapter(
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Merge LoRA adapters into their base; sums are rounded once from float32."""
+    """Merge LoRA adapters into their base.
+
+    Sums are rounded once, from float32.
+    """
     run("merge_adapter", locals())

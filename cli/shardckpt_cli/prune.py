@@ -46,9 +46,9 @@ def prune(
     dry_run: _Dry = False,
     as_json: options.AllAsJson = False,
 ) -> None:
-    """Remove steps that no rule keeps, and files of saves that died a day ago.
+    """Remove steps that no rule keeps; the newest one stays.
 
-    The newest complete step stays.
+    Files of saves that died a day ago go, too. The newest complete step stays.
     """
     import shardckpt
     from shardckpt.errors import escape

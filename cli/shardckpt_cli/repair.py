@@ -17,7 +17,7 @@ def repair(
     dry_run: options.ShortDryRun = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Rebuild a step's manifest and COMMIT from its complete payload files."""
+    """Rebuild a step's manifest and COMMIT from complete files."""
     import shardckpt
     from shardckpt.errors import escape
 

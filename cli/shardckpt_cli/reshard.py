@@ -30,5 +30,8 @@ def reshard(
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Write a full checkpoint for another number of ranks; no value changes."""
+    """Split a checkpoint for another number of ranks.
+
+    No value changes.
+    """
     run("reshard", locals())

@@ -40,7 +40,10 @@ def stats(
     ] = False,
     as_json: options.AllAsJson = False,
 ) -> None:
-    """Count NaN and Inf, and show extremes and norms; exit 1 if there is a NaN or Inf."""
+    """Count NaN and Inf, and show extremes and norms.
+
+    Exits with 1 if there is a NaN or Inf.
+    """
     import shardckpt
     from shardckpt.errors import escape
 
@@ -91,7 +94,10 @@ def history(
     html: options.Html = "",
     as_json: options.AllAsJson = False,
 ) -> None:
-    """Print a statistic of tensors over the steps of a run: step, tensor, value."""
+    """Print a statistic of tensors over the steps of a run.
+
+    Each line is a step, a tensor and a value.
+    """
     import shardckpt
     from shardckpt.errors import escape
 
@@ -124,8 +130,9 @@ def bisect(
     part: options.StatsPart = "",
     as_json: options.AllAsJson = False,
 ) -> None:
-    """Find the first step with a tensor that a condition is true for; exit 1 if there is one.
+    """Find the first step in which a condition is true.
 
+    Exits with 1 if there is one.
     Without --scan the condition must stay true once it is, as NaN in weights does: the newest step is looked at first.
     Statistics leave NaN and Inf out: steps that have them do not end the search. Examples:
     bisect RUN --when 'l2>100' for weights and slots of the optimizer, bisect RUN --when 'max>1e3' --tensor '*.weight'

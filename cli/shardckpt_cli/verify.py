@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
 import typer
 
 from shardckpt_cli import options, output
+
+if TYPE_CHECKING:
+    from shardckpt import Problem
+
+_MOST_OF_A_FILE = 16
+"""Problems of one kind in one file that are printed: of a file that is missing, each tensor in it has one."""
 
 
 def verify(
@@ -13,7 +23,10 @@ def verify(
     base: options.Base = None,
     as_json: options.AllAsJson = False,
 ) -> None:
-    """Check structure, coverage, sizes and checksums; exit 1 for any fault."""
+    """Check structure, coverage, sizes and checksums.
+
+    Exits with 1 for any fault.
+    """
     import shardckpt
     from shardckpt.errors import escape
 
@@ -23,10 +36,25 @@ def verify(
         output.print_json(result)
     else:
         output.warn(result.warnings)
-        for problem in result.problems:
-            print(problem)
+        _show_problems(result.problems)
         checked = f", {output.size(result.checked_bytes)} match their checksums" if result.checked_bytes else ""
         state = "intact" if result.ok else output.count(len(result.problems), "problem")
         tensors = output.count(result.tensor_count, "tensor")
         print(f"{escape(result.source)}: {result.format or 'unreadable'}: {tensors}, {state}{checked}")
     raise typer.Exit(0 if result.ok else 1)
+
+
+def _show_problems(problems: Iterable[Problem]) -> None:
+    """Print problems, and how many more of a kind a file has."""
+    from shardckpt.errors import escape
+
+    counts = Counter[tuple[str, str]]()
+    for problem in problems:
+        counts[problem.file, problem.kind] += 1
+        if counts[problem.file, problem.kind] <= _MOST_OF_A_FILE:
+            print(problem)
+    for (file, kind), number in counts.items():
+        if number > _MOST_OF_A_FILE:
+            place = f"{escape(file)}: " if file else ""
+            more = output.count(number - _MOST_OF_A_FILE, "more problem")
+            print(f"{place}{kind.replace('_', ' ')}: {more}: --json lists all")

@@ -126,7 +126,11 @@ class _Adapter:
 def _open_adapter(path: str, weight: float) -> _Adapter:
     opened = open_checkpoint(path)
     if not any(entry.name == _CONFIG for entry in opened.store.list()):
-        raise UsageError(f"found no adapter: {_CONFIG} is missing", where=path)
+        raise UsageError(
+            f"found no adapter: {_CONFIG} is missing",
+            where=path,
+            fix="The base comes first, then adapters: the folders that peft wrote.",
+        )
     return _Adapter(opened, read_json(opened.store, _CONFIG), weight)
 
 

@@ -99,6 +99,17 @@ class TestExitCodes:
         assert run_here("verify", src).code == 1
         assert not (tmp_path / "out").exists()
 
+    def test_problems_of_one_file_are_cut_and_counted(self, tmp_path: Path) -> None:
+        folder = write_step(tmp_path / "step", {f"w{number:02}": torch.ones(2) for number in range(20)})
+        [payload] = folder.glob("*.safetensors")
+        payload.unlink()
+        found = run_here("verify", folder)
+        *listed, more, summary = found.out.splitlines()
+        assert (found.code, len(listed)) == (1, 16)
+        assert more == f"{payload.name}: missing file: 4 more problems: --json lists all"
+        assert summary.endswith("20 tensors, 20 problems")
+        assert len(json.loads(run_here("verify", folder, "--json").out)["problems"]) == 20
+
     def test_statistics_are_sorted_and_nans_are_1(self, tmp_path: Path) -> None:
         tensors = {f"layers.{at}.w": torch.full((4,), float(at)) for at in range(12)}
         save_file(tensors, tmp_path / "a.safetensors")
@@ -296,6 +307,9 @@ class TestOutput:
         assert all(verb in found.out for verb in VERBS)
         for verb in VERBS:
             assert run_here(verb, "--help").code == 0
+
+    def test_no_summary_of_a_command_is_cut(self) -> None:
+        assert not [line for line in run("--help").out.splitlines()[1:] if line.endswith("...")]
 
 
 def many(folder: Path) -> Path:

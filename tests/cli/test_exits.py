@@ -123,6 +123,20 @@ def heed_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (("consolidate", "a"), "shardckpt consolidate --help"),
+        (("diff", "--no"), "shardckpt diff --help"),
+        (("rekey", "a", "b"), "shardckpt rekey --help"),
+        (("no-such-command",), "shardckpt --help"),
+        (("--no",), "shardckpt --help"),
+    ],
+)
+def test_a_call_that_cannot_be_parsed_names_the_help_of_its_verb(arguments: tuple[str, ...], shown: str) -> None:
+    assert run("-m", "shardckpt_cli", *arguments).stderr.endswith(f" See `{shown}`\n")
+
+
 @pytest.mark.parametrize("arguments", [("consolidate",), ("inspect", "a", "b"), ("no-such-command",), ("diff", "--no")])
 def test_a_call_that_cannot_be_parsed_is_one_line_and_exit_2(arguments: tuple[str, ...]) -> None:
     done = run("-m", "shardckpt_cli", *arguments)

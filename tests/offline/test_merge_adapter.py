@@ -197,7 +197,7 @@ def test_options_are_those_of_consolidate_and_a_typo_is_named(tmp_path: Path) ->
 
 def test_a_folder_without_an_adapter_is_the_callers_fault(tmp_path: Path) -> None:
     base, _ = write(tmp_path, {"m.weight": torch.zeros(3, 4)}, FACTORS)
-    with pytest.raises(UsageError, match=r"no adapter: adapter_config\.json"):
+    with pytest.raises(UsageError, match=r"no adapter: adapter_config\.json is missing\. The base comes first"):
         shardckpt.merge_adapter(base, base, tmp_path / "out")
 
 

@@ -23,8 +23,11 @@ from shardckpt.manifest import Encoded, Lazy, Manifest, Piece, Span, Strided, Te
 
 _MAX_ELEMENTS = 1 << 62
 _MAX_BYTES = 1 << 62
-_INCOMPLETE = "The save was interrupted or the copy is incomplete: `shardckpt verify` lists every fault."
+_INCOMPLETE = "The save was interrupted or the copy is incomplete: `shardckpt verify` lists the faults of each file."
+_MOST_COUNTED = 10_000
 _ONE_OF_SEVERAL = "This is one file of several: put them into one folder and point at that."
+_RANK_FILES = ("ranks", "local")
+"""Formats without a list of their files, so that a rank's file can be opened alone."""
 
 
 FaultKind = Literal["gap", "overlap", "missing_file", "truncated", "invalid"]
@@ -113,7 +116,7 @@ def require_complete(manifest: Manifest, entries: Iterable[TensorEntry], where: 
             found=f"{len(manifest.files)} files",
             fix="Copy the missing files beside the others.",
         )
-    found = faults(manifest, entries)
+    found = faults(manifest, entries, limit=_MOST_COUNTED)
     if not found:
         return
     kinds: dict[str, type[CheckpointError]] = {
@@ -123,7 +126,8 @@ def require_complete(manifest: Manifest, entries: Iterable[TensorEntry], where: 
         "overlap": OverlapError,
     }
     first = found[0]
-    more = f" ({len(found) - 1} more such faults)" if len(found) > 1 else ""
+    at_least = "at least " if len(found) == _MOST_COUNTED else ""
+    more = f" ({at_least}{len(found) - 1} more such faults)" if len(found) > 1 else ""
     base = manifest.elsewhere.get(first.file, "")
     if base in manifest.closed:
         raise manifest.closed[base]
@@ -135,11 +139,11 @@ def require_complete(manifest: Manifest, entries: Iterable[TensorEntry], where: 
             expected=f"{first.file.rpartition('/')[2]} in {base}",
             fix="Put the base back there, or pass its new path: base=PATH (--base PATH).",
         )
-    is_one_of_several = first.kind == "missing_file" and sum(size >= 0 for size in manifest.files.values()) == 1
+    is_one_of_ranks = manifest.format in _RANK_FILES and sum(size >= 0 for size in manifest.files.values()) == 1
     raise kinds.get(first.kind, FormatError)(
         f"{first.words}: {first.tensor} {first.box}: {first.detail}{more}",
         where=f"{where}/{first.file}" if first.file else where,
-        fix=_ONE_OF_SEVERAL if is_one_of_several else _INCOMPLETE,
+        fix=_ONE_OF_SEVERAL if first.kind == "missing_file" and is_one_of_ranks else _INCOMPLETE,
     )
 
 

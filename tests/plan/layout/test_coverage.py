@@ -126,6 +126,26 @@ def test_files_that_names_promise_must_be_there() -> None:
         require_complete(broken, broken.tensors.values(), "/ckpt")
 
 
+def require_all_of(files: dict[str, int], form: str, tensors: int) -> None:
+    entries = [TensorEntry((f"w{i}",), (4,), "float32", (span(0, 4, file="gone"),)) for i in range(tensors)]
+    found = Manifest(form, {**files, "gone": -1}, {e.path: e for e in entries})
+    require_complete(found, entries, "here")
+
+
+def test_all_faults_are_counted_and_their_number_is_a_bound_from_10_000_on() -> None:
+    with pytest.raises(IncompleteError, match=r"\(40 more such faults\)"):
+        require_all_of({}, "dcp", 41)
+    with pytest.raises(IncompleteError, match=r"\(at least 9999 more such faults\)"):
+        require_all_of({}, "dcp", 10_001)
+
+
+def test_one_of_two_files_of_a_distributed_checkpoint_is_not_asked_for_its_folder() -> None:
+    with pytest.raises(IncompleteError, match="copy is incomplete"):
+        require_all_of({"here": 100}, "dcp", 1)
+    with pytest.raises(IncompleteError, match="put them into one folder"):
+        require_all_of({"here": 100}, "ranks", 1)
+
+
 def test_an_expanded_view_needs_only_its_one_element() -> None:
     one = Piece(full_box((4,)), "a.bin", Strided(0, 4, 0, (0,)))
     assert kinds(manifest(one)) == []
