@@ -251,9 +251,17 @@ def _cannot_make(folder: str, error: OSError) -> StorageError:
     return result
 
 
+def _find_working_folder() -> str:
+    """Return the real path of the working directory; of one that was removed, an empty text."""
+    try:
+        return os.path.realpath(os.curdir)
+    except FileNotFoundError:
+        return ""
+
+
 def _resolve_target(path: str) -> str:
     target = os.path.realpath(path)
-    if f"{os.path.realpath('.')}/".startswith(f"{target.rstrip('/')}/"):
+    if f"{_find_working_folder()}/".startswith(f"{target.rstrip('/')}/"):
         raise UsageError(
             "the target holds the working directory, so it cannot be replaced in one step",
             where=path,

@@ -258,6 +258,13 @@ class TestOnDisk:
                 publish_files(url, NEW, overwrite=True)
         assert content(target) == OLD
 
+    def test_a_working_directory_that_was_removed_does_not_matter(self, target, tmp_path, monkeypatch):
+        (tmp_path / "gone").mkdir()
+        monkeypatch.chdir(tmp_path / "gone")
+        (tmp_path / "gone").rmdir()
+        publish_files(target, NEW)
+        assert content(target) == NEW
+
     def test_a_mount_point_is_refused_before_anything_is_written(self, target, monkeypatch):
         publish_files(target, OLD)
         monkeypatch.setattr(os.path, "ismount", lambda path: path == str(target))
