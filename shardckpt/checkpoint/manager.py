@@ -73,7 +73,7 @@ class Checkpointer:
         UsageError: An argument has an invalid value, or the root is not a folder's path or URL.
 
     Attributes:
-        root: Folder of the run, without a slash at the end.
+        root: Folder of the run, without a slash at the end; of a relative path, the absolute one.
 
     Examples:
         >>> ck = shardckpt.Checkpointer("s3://bucket/run", keep_last=3, save_every=1000)  # doctest: +SKIP

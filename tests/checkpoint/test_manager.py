@@ -237,6 +237,26 @@ def make_folder(path: Path) -> Path:
     return path
 
 
+class TestTheWorkingDirectoryChanges:
+    """A relative root is the folder that it named when the Checkpointer was made."""
+
+    @pytest.mark.parametrize("root", ["run", "file://run", Path("./run")])
+    @pytest.mark.parametrize("has_tier", [False, True])
+    def test_all_steps_are_in_one_folder(self, tmp_path, monkeypatch, root, has_tier):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "elsewhere").mkdir()
+        tiers = [shardckpt.Local("tier")] if has_tier else []
+        ck = Checkpointer(root, save_every=2, keep_last=2, tiers=tiers)
+        for step in range(1, 8):
+            ck.save(step, state(float(step)))
+            monkeypatch.chdir(tmp_path / ("elsewhere" if step % 2 else ""))
+        ck.wait()
+        assert os.listdir(tmp_path / "elsewhere") == []
+        newest = (4, 6) if has_tier else (6, 7)
+        assert ck.steps() == Checkpointer(tmp_path / "run").steps() == newest
+        assert restored(ck) == (7, 7.0)
+
+
 class TestOtherFolders:
     """`latest() or 0` must not start over because somebody named the wrong folder."""
 

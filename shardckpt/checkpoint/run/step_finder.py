@@ -144,7 +144,7 @@ class StepFinder:
     """
 
     def __init__(self, root: str | os.PathLike[str], group: dist.ProcessGroup | None) -> None:
-        self.root = parse_root(root)
+        self.root = fix_folder(parse_root(root))
         self.group = group
         self.tier = ROOT
         self.damaged: set[str] = set()
@@ -364,6 +364,12 @@ def parse_root(root: object) -> str:
     if folder.endswith(":") and place.startswith(f"{folder}//"):
         raise UsageError("this URL names no place", where=place, fix="Name a bucket, or a folder in it.")
     return folder
+
+
+def fix_folder(root: str) -> str:
+    """Return a root whose place does not depend on the working directory any more; URLs stay as they are."""
+    path = local_path(root)
+    return root if path is None or os.path.isabs(path) else os.path.abspath(path)
 
 
 def find_next_branch(restored: tuple[int, int], newest: tuple[int, int]) -> int:
