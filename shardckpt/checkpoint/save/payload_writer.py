@@ -17,7 +17,7 @@ from shardckpt.format.native.payload import BLOCK_BYTES, FileHasher, HashTask, P
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.store import Writer
 
-SLICE_BYTES = 128 << 20
+SLICE_BYTES = 256 << 20
 """Most bytes per write; threads hash them at the same time.
 
 Beside Python code of other threads, each call that releases the interpreter's lock waits 5 ms to get it back, however

@@ -29,7 +29,7 @@ from shardckpt.torchrun import local_world_size
 BUFFER_BYTES = 64 << 20
 """Bytes per buffer within a budget, unless that is small; copying threads synchronize once per buffer."""
 
-UNBOUNDED_BUFFER_BYTES = 128 << 20
+UNBOUNDED_BUFFER_BYTES = 256 << 20
 """Bytes per buffer without a budget, when memory that is not used is not taken.
 
 Beside Python code the writing thread waits for the interpreter's lock a few times per buffer (docs/decisions/0033).

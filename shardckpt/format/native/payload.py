@@ -392,8 +392,8 @@ class BlockHasher:
         tasks: list[HashTask] = []
         if len(blocks) < len(data):
             tasks.append(partial(self._hash_ends, at, data[:start], data[stop:]))
-        count = min(most, len(blocks) // BLOCK_BYTES)
-        return tasks + [partial(self._hash_blocks, blocks, first, offset, count) for offset in range(count)]
+        numbers = iter(range(len(blocks) // BLOCK_BYTES))
+        return tasks + [partial(self._hash_blocks, blocks, first, numbers)] * min(most, len(blocks) // BLOCK_BYTES)
 
     def digests(self) -> FileHashes:
         """Return the hashes of the file. Call it only after the last byte."""
@@ -419,17 +419,17 @@ class BlockHasher:
         self._begun.update(tail)
         self._begun_parts.update(tail)
 
-    def _hash_blocks(self, blocks: memoryview, first: int, start: int, step: int) -> None:
-        """Hash every `step`-th of some complete blocks.
+    def _hash_blocks(self, blocks: memoryview, first: int, numbers: Iterator[int]) -> None:
+        """Hash some complete blocks.
 
         Args:
             blocks: Bytes of consecutive blocks.
             first: Number of the first of them in the file.
-            start: Position of the first block to hash.
-            step: Distance to the next block to hash.
+            numbers: Positions of blocks to hash. The tasks of a call share them, so that none has several left at the
+                end, each of which would wait for the interpreter's lock.
         """
         hasher = xxhash.xxh3_64()
-        for number in range(start, len(blocks) // BLOCK_BYTES, step):
+        for number in numbers:
             block = blocks[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
             parts = _SubBlockHasher()
             parts.update(block)

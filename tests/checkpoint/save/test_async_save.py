@@ -178,7 +178,7 @@ def test_a_buffer_is_written_by_one_call_and_hashed_by_few_tasks_if_hashes_wait(
         tasks.extend(found := split(hasher, data, most))
         return found
 
-    state = {"t": torch.ones(40 * MIB)}  # two buffers
+    state = {"t": torch.ones(72 * MIB)}  # two buffers
     with (
         patch.object(payload_writer, "perf_counter", count().__next__),  # each hash waits for a second
         patch.object(os, "write", wraps=os.write) as write,
@@ -186,7 +186,7 @@ def test_a_buffer_is_written_by_one_call_and_hashed_by_few_tasks_if_hashes_wait(
     ):
         shardckpt.async_save(state, tmp_path / "c").result()
     sizes = [len(call.args[1]) for call in write.call_args_list]
-    assert [nbytes for nbytes in sizes if nbytes > MIB] == [128 * MIB, 32 * MIB]
+    assert [nbytes for nbytes in sizes if nbytes > MIB] == [256 * MIB, 32 * MIB]
     assert len(tasks) <= 12
     assert verify(str(tmp_path / "c")).ok
 

@@ -231,6 +231,16 @@ def test_blocks_are_hashed_in_any_order_of_their_tasks(parts: list[bytes], most:
         assert found.sub_blocks == b"".join(map(xxhash.xxh3_64_digest, sub_blocks if len(sub_blocks) > 1 else []))
 
 
+def test_a_task_that_waits_leaves_its_blocks_to_the_others() -> None:
+    """Each block of a task that is behind would wait for the interpreter's lock, after the bytes are written."""
+    data = bytes(range(64))
+    with patch.multiple(payload_module, BLOCK_BYTES=8, SUB_BLOCK_BYTES=4, _LOCKED_BYTES=2):
+        hasher = BlockHasher()
+        _waits, runs = hasher.split(memoryview(data), 2)
+        runs()
+        assert len(hasher.digests().blocks) == 8
+
+
 def test_every_type_that_torch_stores_plainly_has_a_place(tmp_path: Path) -> None:
     kinds = [torch.complex32, torch.complex128, torch.float8_e4m3fn, torch.uint16, torch.bool]
     kinds += [torch.float8_e8m0fnu] if hasattr(torch, "float8_e8m0fnu") else []
