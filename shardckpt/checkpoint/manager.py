@@ -6,7 +6,7 @@ import os
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, SupportsFloat
+from typing import Any, Literal, NamedTuple, SupportsFloat
 
 import torch.distributed as dist
 from typing_extensions import Unpack
@@ -121,7 +121,7 @@ class Checkpointer:
         return self._finder.path(step_name(require_step_number(step)))
 
     def steps(self) -> tuple[int, ...]:
-        """Return the numbers of the complete steps, the oldest first. Collective.
+        """Return the numbers of the complete steps, the oldest first; a running save does not count. Collective.
 
         Steps that are saved after a `restore` are newer than all earlier steps, whatever their numbers.
 
@@ -214,6 +214,8 @@ class Checkpointer:
     ) -> int | None:
         """Load the newest complete step; if it is damaged, the previous one. Collective.
 
+        This waits for the saves that the object has running; of those that fail it warns, and the next `save` raises.
+
         Args:
             state: As for `shardckpt.load`; filled in place.
             step: Number of the only step to try; `"best"` for the one that `best()` returns; None for any step.
@@ -232,16 +234,14 @@ class Checkpointer:
         Warns:
             UserWarning: Newer steps, or copies of this one in tiers, are not used; the message has the reasons.
         """
-        wanted, fault, is_best = None, None, isinstance(step, str) and step == "best"
-        try:
-            given: dict[str, Any] = check_options(load, options, self._group)
-            wanted = None if step is None or is_best else require_step_number(step)
-        except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
-            given, fault = {}, error
-        if is_best:
-            wanted = _find_best(self._finder, self._retention, None, None, fault)
-        on_event = join_on_event(self._on_event, given.pop("on_event", None))
-        restored, faults = restore_step(self._finder, state, wanted, given, on_event=on_event, fault=fault)
+        asked = _AskedStep.check(step, options, self._group)
+        failed = self._saver.await_saves(is_for_newest=step is None)
+        self._witness.write_finished()
+        wanted = _find_best(self._finder, self._retention, None, None, asked.fault) if asked.is_best else asked.number
+        on_event = join_on_event(self._on_event, asked.options.pop("on_event", None))
+        restored, faults = restore_step(
+            self._finder, state, wanted, asked.options, failed=failed, on_event=on_event, fault=asked.fault
+        )
         number = None if restored is None else self._note_restored(restored, state)
         warn_of_faults(restored, faults, self._group)  # raises where warnings are errors, so last
         return number
@@ -337,6 +337,32 @@ class Checkpointer:
                 alone receives signals.
         """
         return self._schedule.watch(require_signals(numbers) or (signal.SIGTERM,))
+
+
+class _AskedStep(NamedTuple):
+    """Arguments of a restore.
+
+    Attributes:
+        number: Number of the only step to try; None for any, and for the best.
+        is_best: Whether the best step is the only one to try.
+        options: Options for `shardckpt.load`.
+        fault: Error of the arguments, which every rank gets and raises.
+    """
+
+    number: int | None
+    is_best: bool
+    options: dict[str, Any]
+    fault: Exception | None = None
+
+    @classmethod
+    def check(cls, step: Any, options: Mapping[str, Any], group: dist.ProcessGroup | None) -> _AskedStep:
+        """Return the arguments of a restore, with their fault if they have one."""
+        is_best = isinstance(step, str) and step == "best"
+        try:
+            given = check_options(load, options, group)
+            return cls(None if step is None or is_best else require_step_number(step), is_best, given)
+        except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
+            return cls(None, is_best, {}, error)
 
 
 def _find_best(

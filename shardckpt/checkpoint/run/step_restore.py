@@ -60,6 +60,7 @@ def restore_step(
     wanted: int | None,
     options: Mapping[str, Any],
     *,
+    failed: Sequence[StepFault],
     on_event: OnEvent | None,
     fault: Exception | None,
 ) -> tuple[RestoredStep | None, tuple[StepFault, ...]]:
@@ -70,6 +71,7 @@ def restore_step(
         state: As for `shardckpt.load`; filled in place.
         wanted: Number of the only step to try; None for any step.
         options: Options for `shardckpt.load`, without `on_event`.
+        failed: Faults of the saves of this process that failed and whose errors nobody retrieved.
         on_event: Called with the events of the restore, its loads and fallbacks.
         fault: Error of this rank, which all ranks raise; None without an error.
 
@@ -93,7 +95,7 @@ def restore_step(
         given = {**options, "on_event": take_measurement}
         with finder.open_places() as reads:
             restored, faults = _load_newest(finder, state, wanted, given, reads, on_event=on_event, fault=fault)
-            faults = (*faults, *_select_copies(reads.share_faults(coordinator), faults))
+            faults = (*failed, *faults, *_select_copies(reads.share_faults(coordinator), faults))
             if coordinator.rank == 0:
                 recorder.values.update(warnings=tuple(fault.text for fault in faults))
             if restored is not None:

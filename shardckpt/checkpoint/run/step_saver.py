@@ -14,10 +14,10 @@ from shardckpt.checkpoint.coordinator import get_channels, resolve_process_group
 from shardckpt.checkpoint.load.load import load
 from shardckpt.checkpoint.run.base_finder import BaseFinder
 from shardckpt.checkpoint.run.save_schedule import BackgroundSave, SaveSchedule
-from shardckpt.checkpoint.run.step_finder import SHOWN, StepFinder, require_step_number
+from shardckpt.checkpoint.run.step_finder import SHOWN, StepFault, StepFinder, require_step_number
 from shardckpt.checkpoint.run.step_retention import StepRetention
 from shardckpt.checkpoint.save.async_save import async_save
-from shardckpt.checkpoint.save.handle import SaveHandle
+from shardckpt.checkpoint.save.handle import SaveHandle, StepTask
 from shardckpt.checkpoint.save.save import RunNotes, SaveParams, read_notes, save
 from shardckpt.errors import UsageError
 from shardckpt.events import OnEvent, OperationEvent, deliver, require_on_event
@@ -73,7 +73,7 @@ class StepSaver:
         self._dedup, self._on_event = dedup, on_event
         self.restored: int | None = None
         self.branch: int | None = None
-        self._handle: SaveHandle | None = None
+        self._running: StepTask | None = None
         self.on_saved: OnSaved = lambda *_: None
         self.on_begin: Callable[[int, str], object] = lambda *_: None
 
@@ -120,7 +120,8 @@ class StepSaver:
             if event.error is None and is_first and not unranked:
                 self._retention.apply(number)
 
-        handle = self._handle = async_save(state, self._path(number), on_event=on_event, **given)
+        handle = async_save(state, self._path(number), on_event=on_event, **given)
+        self._running = StepTask(number, handle)
         self.record_save(number, branch, background)
         self.on_saved(number, state, [SavedPlace(self._finder, handle.done)])
         if unranked:
@@ -130,9 +131,25 @@ class StepSaver:
 
     def settle(self) -> None:
         """Wait for the last save in the background. Raises its error."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            handle.result()
+        try:
+            if self._running is not None:
+                self._running.handle.result()  # after Ctrl-C it is still running
+        except Exception:
+            self._running = None
+            raise
+        self._running = None
+
+    def await_saves(self, *, is_for_newest: bool, captured: int = -1) -> list[StepFault]:
+        """Wait for the last save in the background, unless a newer step was captured; return its fault if it failed.
+
+        Args:
+            is_for_newest: Whether the newest step is looked for, and no other.
+            captured: Number of the step that was captured since, or of this one; -1 without a capture.
+        """
+        if self._running is None or (is_for_newest and captured >= self._running.number):
+            return []
+        fault = self._running.await_fault()
+        return [StepFault(self._running.number, fault)] if fault else []
 
     def find_branch(self, number: int) -> int:
         """Return the branch of a step that is about to be saved. On rank 0."""

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardckpt.checkpoint.background_thread import BackgroundThread, run_before_exit
 from shardckpt.errors import RankError, ShardckptError, UsageError, describe
@@ -131,6 +132,11 @@ class AsyncSaveTask:
         """Whether the save has failed, and nobody retrieved its error."""
         return self._failure is not None and not self._is_retrieved
 
+    @property
+    def last_failure(self) -> BaseException | None:
+        """Error of the save, which may still have to be retrieved."""
+        return self._failure
+
     def failure(self) -> BaseException | None:
         """Return the error of the save, and mark it as retrieved."""
         if os.getpid() != self._process:
@@ -179,6 +185,28 @@ class SaveHandle:
     def timings(self) -> SaveTimings:
         """Durations of the phases that have ended, in seconds."""
         return self._task.timings
+
+
+class StepTask(NamedTuple):
+    """A save in the background of a run's step.
+
+    Attributes:
+        number: Number of the step.
+        handle: Handle of the save.
+    """
+
+    number: int
+    handle: SaveHandle
+
+    def await_fault(self) -> str:
+        """Wait for the end of the save; return why it failed, empty if it did not, or if its error was retrieved.
+
+        The error stays for `result()` and the next save.
+        """
+        task = self.handle._task
+        task.join()
+        failure = task.last_failure if task.has_unretrieved_error else None
+        return "" if failure is None else f"its save in the background to {task.path} failed: {describe(failure)}"
 
 
 class PendingSave:

@@ -17,7 +17,7 @@ from shardckpt.checkpoint.peers.node_steps import give_marks
 from shardckpt.checkpoint.run.step_retention import StepRetention
 from shardckpt.checkpoint.save.async_save import SaveLane, begin_early_copy, start_async_save
 from shardckpt.checkpoint.save.early_copy import EarlyCopy
-from shardckpt.checkpoint.save.handle import SaveHandle
+from shardckpt.checkpoint.save.handle import StepTask
 from shardckpt.checkpoint.save.save import RunNotes, SaveParams, check_options
 from shardckpt.checkpoint.save.staging import LEAST_BUDGET_BYTES, default_budget
 from shardckpt.checkpoint.tiers.node_opening import NodeOpening, NodeShare
@@ -76,6 +76,7 @@ class CaptureTier(ABC):
         opening: Opening of the tier on all nodes.
         promoted: Steps that this node has copied to the tier, if each node has a part of them.
         is_spread: Whether the ranks were on several nodes at the last capture: each node has a part of it.
+        pending: The last capture; None once it was settled.
         list_needed: Returns the numbers of the steps that stay regardless of the rules. On the ranks that act for
             nodes.
     """
@@ -99,7 +100,7 @@ class CaptureTier(ABC):
         self._attempts = _CaptureAttempts()
         self.is_spread = False
         self.opening = NodeOpening(place.finder.root, self.open_node, self.refuse, group)
-        self._pending: tuple[int, SaveHandle] | None = None
+        self.pending: StepTask | None = None
 
     @abstractmethod
     def open_node(self) -> None:
@@ -267,11 +268,11 @@ class CaptureTier(ABC):
                 raise
             self._withdraw(number, error)
         else:
-            self._pending = number, handle
+            self.pending = StepTask(number, handle)
 
     def is_over(self, number: int) -> bool:
         """Return True if the capture of a step has ended on this rank."""
-        return self._pending is None or self._pending[0] != number or self._pending[1].done()
+        return self.pending is None or self.pending.number != number or self.pending.handle.done()
 
     def settle_before_next(self) -> None:
         """Wait for the last capture, since the next one begins; an event records a wait. Collective.
@@ -279,9 +280,9 @@ class CaptureTier(ABC):
         Raises:
             Exception: As for `settle`.
         """
-        if self._pending is None:
+        if self.pending is None:
             return
-        number, handle = self._pending
+        number, handle = self.pending
         start, has_waited = time.monotonic(), not handle.done()
         self.settle()
         if has_waited:
@@ -294,18 +295,18 @@ class CaptureTier(ABC):
         Raises:
             Exception: The state could not be saved; an error of the tier is a warning.
         """
-        if self._pending is None:
+        if self.pending is None:
             return
-        number, handle = self._pending
+        number, handle = self.pending
         try:
             handle.result()  # after Ctrl-C the capture is still pending
         except Exception as error:
-            self._pending = None
+            self.pending = None
             if not isinstance(error, (StorageError, RankError)) or has_lost_rank(self._group):
                 raise
             self._withdraw(number, error)
         else:
-            self._pending = None
+            self.pending = None
             self.note_success()
 
     def path(self, number: int) -> str:

@@ -17,7 +17,7 @@ from shardckpt.checkpoint.peers.promoted_steps import PromotedStep, find_common_
 from shardckpt.checkpoint.resume.witness import Witness
 from shardckpt.checkpoint.resume.witness_session import NoWitness, open_session
 from shardckpt.checkpoint.run.save_schedule import SaveSchedule
-from shardckpt.checkpoint.run.step_finder import StepFinder, require_step_number
+from shardckpt.checkpoint.run.step_finder import StepFault, StepFinder, require_step_number
 from shardckpt.checkpoint.run.step_retention import StepRetention
 from shardckpt.checkpoint.run.step_saver import (
     OnSaved,
@@ -190,7 +190,7 @@ class TieredSaver:
         self._saver, self._schedule, self._tiers, self._finder = saver, schedule, tuple(tiers), finder
         self._promoter, self._on_saved = promoter, on_saved
         self._captured_in: list[SavedPlace] = []
-        self._is_first = False
+        self._is_first, self._last = False, -1
         saver.on_saved, saver.on_begin = self._add_saved, finder.own.add_save
         for tier in self._tiers:
             tier.list_needed = partial(promoter.list_promoted, tier)
@@ -227,6 +227,7 @@ class TieredSaver:
             except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
                 message = error
             places = self._agree(message, notes, early)
+            self._last = places.number
             places.complete(notes, self._finder.own.add_save)
             self._capture(places, state, notes, given, None if places.begun is None else early)
         if places.in_root:
@@ -361,6 +362,18 @@ class TieredSaver:
             self._promoter.wait()
         finally:
             self._saver.settle()
+
+    def await_saves(self, *, is_for_newest: bool) -> list[StepFault]:
+        """Wait for the captures, and for the save in the root unless the last step was captured; return their faults.
+
+        Args:
+            is_for_newest: As for `StepSaver.await_saves`.
+        """
+        running = [tier.pending for tier in self._tiers if tier.pending is not None]
+        ended = [(each.number, each.await_fault()) for each in running]
+        captured = max((number for number, fault in ended if number == self._last and not fault), default=-1)
+        in_root = self._saver.await_saves(is_for_newest=is_for_newest, captured=captured)
+        return [*(StepFault(number, fault) for number, fault in ended if fault), *in_root]
 
     def _settle_tiers(self, step: Any) -> None:
         """Wait for the last captures in the tiers that take a step, which has to be equal on every rank."""

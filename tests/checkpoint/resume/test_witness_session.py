@@ -219,6 +219,20 @@ def test_a_run_that_ends_with_wait_has_the_record_of_its_last_save(
     assert names(tmp_path) == [witness_name(step_name(SAVED_AT))]
 
 
+def test_a_restore_writes_the_record_of_the_save_for_which_it_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    is_over: list[bool] = []
+    monkeypatch.setattr(shardckpt.SaveHandle, "done", lambda handle: bool(is_over))
+    made = job(tmp_path)
+    made.train(STEPS, SAVED_AT, in_background=True)
+    is_over.append(True)
+    made.restore()
+    with caplog.at_level(logging.INFO, "shardckpt"):
+        made.train()
+    assert "the resume of step 3 is proven over 2 steps, bit for bit" in caplog.text
+
+
 def test_an_optimizer_that_was_not_restored_is_named_by_what_it_lacks(tmp_path: Path) -> None:
     job(tmp_path).train(saved_at=SAVED_AT)
     other = job(tmp_path, 2)

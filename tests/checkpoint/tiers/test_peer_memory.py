@@ -16,13 +16,14 @@ import tier_runs
 import torch
 from forks import is_killed
 from harness import run
+from held_saves import holding_saves
 from tier_runs import is_alive, save, wait_for, wait_for_checks
 from tier_runs import make_state as state
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import shardckpt
 from shardckpt import Checkpointer, FallbackEvent, Local, PeerMemory
-from shardckpt.checkpoint.save.handle import SaveHandle
+from shardckpt.checkpoint.save.handle import AsyncSaveTask, SaveHandle
 from shardckpt.checkpoint.tiers import peer_memory, tiered_finder
 from shardckpt.errors import MissingFileError, NoSpaceError, StorageError, UnsupportedError, UsageError
 from shardckpt.format.durability.run_record import RECORD, read_run_record
@@ -675,6 +676,68 @@ def test_captures_after_a_restore_belong_to_a_root_whose_save_was_running_meanwh
 
 def refuse(*args: object) -> None:
     raise NoSpaceError("no space")
+
+
+def restore_own(ck: Checkpointer, **options: object) -> int | None:
+    """Restore in the process that saves; return the step, whose values have to be its own."""
+    into = state(-1.0)
+    step = ck.restore(into, **options)
+    assert into["step"] == step and into["w"].unique().tolist() == [float(step)]
+    return step
+
+
+def test_a_restore_waits_for_the_capture_of_its_own_that_is_being_written(tmp_path):
+    ck = make(tmp_path / "run")
+    save(ck, 1)
+    with holding_saves():
+        ck.save(2, state(2))
+        assert ck.durability(2).copies == (), "it says what is there, and does not wait"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert restore_own(ck) == 2
+    assert ck.durability(2).survives == {"process"}
+
+
+def test_a_restore_tells_of_the_capture_of_its_own_that_failed(tmp_path):
+    ck = make(tmp_path / "run")
+    save(ck, 1)
+    with holding_saves(refuse):
+        ck.save(2, state(2))
+        with pytest.warns(UserWarning, match=r"restored step 1 .*Newer step 2 is not used: its save in the background"):
+            assert restore_own(ck) == 1
+    with pytest.warns(UserWarning, match=r"steps are not captured in .*no space"):
+        ck.wait()
+
+
+@pytest.mark.parametrize(("captured", "is_awaited"), [(4, True), (6, False)])
+def test_a_restore_waits_for_its_save_in_the_root_unless_the_last_step_was_captured(
+    captured, is_awaited, tmp_path, monkeypatch
+):
+    ck, waits, join = make(tmp_path / "run", every=2, save_every=5), [], AsyncSaveTask.join
+
+    def wait(task, timeout=None):
+        waits.append(Path(task.path).name)
+        return join(task, timeout)
+
+    save(ck, 2)
+    for step in sorted((captured, 5)):
+        ck.save(step, state(step))
+    monkeypatch.setattr(AsyncSaveTask, "join", wait)
+    assert restore_own(ck) == max(captured, 5)
+    assert ("step-00000005" in waits) == is_awaited
+    waits.clear()
+    assert restore_own(ck, step=5) == 5
+    assert "step-00000005" in waits
+
+
+def test_a_capture_from_before_a_restore_does_not_stand_for_a_save_in_the_root(tmp_path):
+    ck = make(tmp_path / "run", every=4, save_every=3)
+    save(ck, 3, 4)
+    ck.save(8, state(8))
+    assert ck.restore(state(0), step=3) == 3
+    with holding_saves():
+        ck.save(6, state(6))
+        assert restore_own(ck) == 6
 
 
 def test_a_step_that_no_schedule_names_is_saved_in_the_root(tmp_path):
