@@ -51,7 +51,7 @@ def _shares(entries: tuple[Entry, ...], count: int) -> list[tuple[Entry, ...]]:
 
 def _array(tensor: torch.Tensor, parameter: nn.Parameter, entry: Entry, own: TensorShards) -> TensorShards:
     if isinstance(tensor, DTensor):
-        return get_tensor_shards(tensor)
+        return get_tensor_shards(tensor, parameter)
     here = local(parameter.detach()) if isinstance(parameter, DTensor) else parameter.detach()
     data = tensor.detach()
     if data.shape == here.shape and data.is_contiguous() and here.is_contiguous():

@@ -20,7 +20,7 @@ from shardckpt.core.params.buffer_layout import view_in_order
 from shardckpt.errors import UnsupportedError
 from shardckpt.layout import DimLayout, FlatLayout, ParamSpec
 from shardckpt.state.adapters import torch_fsdp1
-from shardckpt.state.adapters.base import ShardingAdapter, local
+from shardckpt.state.adapters.base import ShardingAdapter, get_mesh_placements, local
 from shardckpt.state.adapters.engine_bucket import EngineBucketAdapter
 from shardckpt.state.adapters.model_index import Buffer, ModelIndex, index_complete_model, reshard_all
 
@@ -76,8 +76,13 @@ class LocalModel:
     frozen: frozenset[str] = frozenset()
 
 
-def get_tensor_shards(tensor: torch.Tensor) -> TensorShards:
+def get_tensor_shards(tensor: torch.Tensor, parameter: torch.Tensor | None = None) -> TensorShards:
     """Return this rank's shards of a plain tensor or DTensor.
+
+    Args:
+        tensor: Tensor to describe.
+        parameter: Parameter that the tensor follows. If torch calls the placements of both equal, the parameter's are
+            used: versions that call a strided shard equal to a plain one drop the stride in results of arithmetic.
 
     Raises:
         UnsupportedError: The DTensor is a partial sum, or its local part is not a box.
@@ -86,9 +91,16 @@ def get_tensor_shards(tensor: torch.Tensor) -> TensorShards:
         shape = tuple(tensor.shape)
         return TensorShards(shape, tensor.dtype, (LocalShard(full_box(shape), tensor.detach()),))
     own = local(tensor).detach()
-    box = get_box(tensor, own)
+    box = get_box(_choose_placed(tensor, parameter), own)
     shards = () if box is None or 0 in box.size else (LocalShard(box, own),)
     return TensorShards(tuple(tensor.shape), own.dtype, shards)
+
+
+def _choose_placed(tensor: DTensor, parameter: torch.Tensor | None) -> DTensor:
+    """Return the parameter if torch calls the layouts of a DTensor and its parameter equal; otherwise the DTensor."""
+    if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
+        return tensor
+    return parameter if get_mesh_placements(tensor) == get_mesh_placements(parameter) else tensor
 
 
 def get_box(tensor: DTensor, own: torch.Tensor | None = None) -> Box | None:

@@ -169,7 +169,8 @@ def _shaped(params: AdapterParams, position: int, value: torch.Tensor) -> Iterat
     if isinstance(adapter, EngineBucketAdapter):
         yield entry.name, TensorShards(entry.shape, value.dtype, get_member_shards(adapter, position, local(value)))
     else:
-        yield entry.name, TensorShards(entry.shape, value.dtype, get_tensor_shards(value).shards)
+        placed = get_tensor_shards(value, adapter.exposed[position])
+        yield entry.name, TensorShards(entry.shape, value.dtype, placed.shards)
 
 
 class SavedSlot(NamedTuple):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from shardckpt.core.modules.dtensors import gather_full_tensor
+from shardckpt.core.modules.dtensors import gather_full_tensor, is_strided, wrap_local
 from shardckpt.core.params.full_params import Staging
 from shardckpt.errors import ShardckptError
 from shardckpt.groups import Group, TorchGroup, get_group_device
@@ -328,10 +328,11 @@ class _StateCollector:
         """Copy this rank's shards; those of a flat parameter without padding."""
         adapter = params.adapter
         owned = adapter.unpadded_size if isinstance(adapter, EngineFlatAdapter) and params.is_flat else None
+        is_sharded = self._kind is StateKind.SHARDED
         with torch.no_grad():
             for position, part in enumerate(parts):
                 if part is not None:
-                    own = part if self._kind is StateKind.SHARDED else local(part)
+                    own = _place_like(part, adapter.exposed[position]) if is_sharded else local(part)
                     own = (own if owned is None else own[:owned]).clone()
                     name = self._names(params, position)[0]
                     state.setdefault(name, {})[slot] = own.cpu() if self._offload else own
@@ -369,6 +370,13 @@ class _StateCollector:
             expected=next((e.shape for e in params.adapter.entries if e.name == name), None),
             fix="Pass state_layout, or take the state as LOCAL, which restores on the same ranks.",
         )
+
+
+def _place_like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a value that is placed as its parameter with the stride that torch's arithmetic may have dropped."""
+    if not isinstance(parameter, DTensor) or not isinstance(part, DTensor) or is_strided(parameter) == is_strided(part):
+        return part
+    return wrap_local(local(part), parameter.device_mesh, parameter.placements, part.shape, part.stride())
 
 
 def _is_within(value: torch.Tensor, part: torch.Tensor | None) -> bool:

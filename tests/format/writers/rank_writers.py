@@ -86,7 +86,7 @@ def optimizer(model: nn.Module, groups: int = 1) -> torch.optim.Optimizer:
     for parameter in parameters:
         held = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         if held.numel() or hasattr(parameter, "to_local"):  # as in training: an empty fragment has no gradient
-            moments = {slot: times * parameter.detach() for slot, times in SLOTS.items()}
+            moments = {slot: parameter.detach().clone().mul_(times) for slot, times in SLOTS.items()}
             optim.state[parameter] = {"step": torch.tensor(3.0), **moments}
     return optim
 
