@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from shardckpt.checkpoint.run.step_finder import NO_STEP
@@ -98,6 +98,21 @@ class LastStart:
         """Read the record of the starts before. Raises ShardckptError if the root cannot be read."""
         record = read_run_record(self._open_root())
         self._last, self.lost = record.start, record.lost
+
+    def find_replaced(self, captured: Mapping[str, tuple[tuple[int, int], str]]) -> set[str]:
+        """Return the captures of earlier starts that are not older than the first one of the last start in its branch.
+
+        A start that can read neither captures nor the record, because the root was emptied, begins anew: its captures
+        have lower numbers than those of earlier starts on other nodes, and the same branch.
+
+        Args:
+            captured: Branch and number, and result of `make_attempt`, by the id of the save.
+        """
+        last, none = self._last, (self._last.branch + 1, 0)
+        of_branch = {save: at for save, (at, attempt) in captured.items() if at[0] == last.branch and attempt}
+        own = {save for save in of_branch if captured[save][1].partition("-")[0] == last.id}
+        first = min((of_branch[save] for save in own), default=none)
+        return {save for save, at in of_branch.items() if at >= first} - own
 
     def find_least_branch(self, attempts: Iterable[str]) -> int:
         """Return the least branch of the steps that this start may save, by the record that was read last.

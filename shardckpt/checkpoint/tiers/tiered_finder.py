@@ -55,14 +55,12 @@ from shardckpt.format.durability.step_copies import (
 from shardckpt.format.native.commit import find_save
 from shardckpt.format.native.run_directory import (
     AFTER,
-    RunDirectory,
     StepFolder,
     delete_steps,
     read_about,
     read_step,
     step_name,
 )
-from shardckpt.storage.store import Store
 
 _LOG = logging.getLogger("shardckpt")
 
@@ -118,13 +116,18 @@ class TieredFinder(StepFinder):
         self.position = (self.position or RootPosition())._replace(committed=state.newest)
         self.last_start.read()
         captures: list[Capture] = []
+        for place in self._places:
+            drop = partial(self._drop_captures_of_another_run, place, state)
+            captures += read_tier(place, drop, list[Capture]())
+        replaced = self._find_replaced(captures, wanted, passed)
         faults: dict[str, Sequence[TierFault]] = {}
 
         def find(place: TierPlace) -> FoundStep:
-            store, run = place.finder.open_store(), place.finder.read()
-            captures.extend(self._drop_captures_of_another_run(place, store, run, state))
+            run = place.finder.read()
             faults[place.name] = place.finder.list_faults(run, self._node_faults)
-            return place.finder.find_on_rank0(wanted, passed, avoided)._replace(faults=[], unreadable="")
+            unwanted = {(place.finder.path(step.name), step.save) for step in run.complete if step.save in replaced}
+            found = place.finder.find_on_rank0(wanted, unwanted.union(passed), avoided)
+            return found._replace(faults=[], unreadable="")
 
         held = [read_tier(place, partial(find, place), FoundStep([])) for place in self._places]
         found = choose_newest([*held, root])
@@ -198,11 +201,24 @@ class TieredFinder(StepFinder):
         except ShardckptError as error:
             _LOG.warning("%s, and it cannot be recorded that captures are still needed: %s", text, error)
 
-    def _drop_captures_of_another_run(
-        self, place: TierPlace, store: Store, run: RunDirectory, root: RootSteps
-    ) -> list[Capture]:
+    def _find_replaced(
+        self, captures: Sequence[Capture], wanted: int | None, passed: Collection[StepKey]
+    ) -> Collection[str]:
+        """Return the saves of captures for which those of the last start count. On rank 0.
+
+        Args:
+            captures: Captures of all tiers.
+            wanted: Number of the step that is looked for; None for any.
+            passed: Copies that were tried already.
+        """
+        tried = {save for _, save in passed}
+        untried = [each for each in captures if each.is_of_run and each.save not in tried]
+        matching = [each for each in untried if wanted in (None, each.order[1])]
+        return self.last_start.find_replaced({each.save: (each.order, each.attempt) for each in matching})
+
+    def _drop_captures_of_another_run(self, place: TierPlace, root: RootSteps) -> list[Capture]:
         """Delete the captures of a tier that do not belong to the steps of the root; return all that it had."""
-        captures = []
+        store, run, captures = place.finder.open_store(), place.finder.read(), list[Capture]()
         for step in run.complete:
             order, text = (step.branch, step.number), read_capture_about(store, step).get(AFTER, "")
             is_of_run = self._is_of_run(order, text, root)

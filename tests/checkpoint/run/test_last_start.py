@@ -85,3 +85,26 @@ def test_a_start_that_could_not_be_recorded_is_recorded_at_the_next_capture(open
     (tmp_path / RECORD).rmdir()
     start.record(0)
     assert read_run_record(open_root()).start.id
+
+
+def test_captures_of_earlier_starts_count_only_below_those_of_the_last_one_in_its_branch(open_root):
+    last, other = LastStart(open_root), LastStart(open_root)
+    other.record(0)
+    last.record(1)
+    by_last, by_other = last.make_attempt(), other.make_attempt()
+    captured = {
+        "own": ((1, 4), by_last),
+        "own next": ((1, 6), by_last),
+        "older": ((1, 3), by_other),
+        "same step": ((1, 4), by_other),
+        "higher": ((1, 9), by_other),
+        "without attempt": ((1, 9), ""),
+        "branch before": ((0, 9), by_other),
+        "branch after": ((2, 1), by_other),
+    }
+    start = LastStart(open_root)
+    assert start.find_replaced(captured) == set()
+    start.read()
+    assert start.find_replaced(captured) == {"same step", "higher"}
+    del captured["own"], captured["own next"]
+    assert start.find_replaced(captured) == set(), "nothing of the last start is left"

@@ -54,6 +54,22 @@ def test_a_step_survives_a_killed_trainer_as_a_step_that_every_command_reads(tmp
     assert copies[0].path == str(local / "step-00000004")
 
 
+def test_captures_of_a_start_that_began_anew_elsewhere_count_before_older_ones_with_higher_numbers(tmp_path):
+    """The root was emptied, and the next start ran on another machine; then both machines meet."""
+    local, away = tmp_path / "local", tmp_path / "away"
+    save(make(tmp_path), 1, 2)
+    shutil.rmtree(tmp_path / "run")
+    local.rename(away)
+    other = make(tmp_path)
+    assert restore(other) is None
+    save(other, 1)
+    (away / "step-00000002").rename(local / "step-00000002")
+    assert restore(make(tmp_path)) == 1
+    assert restore(make(tmp_path), step=2) == 2, "it is not removed"
+    shutil.rmtree(local / "step-00000001")
+    assert restore(make(tmp_path)) == 2
+
+
 def test_after_a_restore_only_copies_of_the_restored_attempt_are_claimed(tmp_path):
     """A start without the folder has captured the step again."""
     memory, both = [PeerMemory(max_bytes="1GB")], [PeerMemory(max_bytes="1GB"), Local(tmp_path / "local")]

@@ -407,7 +407,7 @@ def test_a_capture_that_ends_during_a_restore_is_complete(tmp_path):
         memory_tier.MemoryTier.finish, open_peers.mount_store = late, waiting
         ck.save(3, state(world, 3))
         into = state(world)
-        step = ck.restore(into)
+        step = make(tmp_path / "run", save_every=2, copies=1).restore(into)  # `ck` would wait for its capture
         ck.wait()
         return step, into["step"], ck.durability(3).survives
 
