@@ -172,6 +172,22 @@ def test_what_does_not_fit_is_listed_as_for_our_own(tmp_path: Path) -> None:
         assert part in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("config", "other", "is_told"), [(True, "renamed", True), (False, "renamed", False), (True, "0.bias", False)]
+)
+def test_other_names_beside_a_config_are_told_to_be_those_of_transformers(
+    config: bool, other: str, is_told: bool, tmp_path: Path
+) -> None:
+    """Not without a config, nor where tensors are missing alone."""
+    names = {"0.weight": torch.zeros(2, 2), other: torch.zeros(2)}
+    save_file({name: value for name, value in names.items() if name != "0.bias"}, tmp_path / "model.safetensors")
+    if config:
+        (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(shardckpt.MismatchError, match=r"missing: model\.0\.bias") as caught:
+        shardckpt.load({"model": nn.Sequential(nn.Linear(2, 2))}, tmp_path)
+    assert ("save_pretrained of transformers" in str(caught.value)) == is_told
+
+
 def test_code_in_a_file_never_runs(tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self):

@@ -66,18 +66,23 @@ class MismatchError(StateMismatchError, UsageError):
         problems: All mismatches, one sentence each.
         shown: Shorter version of the problems for the message; empty to use `problems`.
         besides: Names of parts that only the checkpoint has.
+        note: Further sentence of the message.
 
     Attributes:
         problems: All mismatches, one sentence each.
     """
 
-    def __init__(self, problems: Sequence[str], shown: Sequence[str] = (), besides: Sequence[str] = ()) -> None:
+    def __init__(
+        self, problems: Sequence[str], shown: Sequence[str] = (), besides: Sequence[str] = (), note: str = ""
+    ) -> None:
         self.problems = tuple(problems)
         self._shown = tuple(shown or problems)
         fix = "Nothing was changed. Names may differ with strict=False, types with cast=True."
         if besides:
             names = ", ".join(map(escape, besides[:_SHOWN_NAMES])) + (", ..." if len(besides) > _SHOWN_NAMES else "")
             fix += f" The checkpoint also holds {names}: to load only what you passed, ignore_extra=True."
+        if note:
+            fix += f" {note}"
         super().__init__(f"the checkpoint does not fit in {len(problems)} place{'s' * (len(problems) != 1)}", fix=fix)
 
     def __str__(self) -> str:
@@ -393,7 +398,7 @@ def _open_session(state: Any, order: _Order, coordinator: Coordinator) -> LoadSe
     if source.verify == "full":
         saved.check_blocks(coordinator.rank, coordinator.size, own_only=options.is_own_only)
     plan = plan_load(state, saved, options, coordinator.rank, coordinator.size, models())
-    _require_fit(plan)
+    _require_fit(plan, saved)
     requests = saved.locate_requests([(target.entry, target.array) for target in plan.arrays])
     has = saved.store.capabilities
     if coordinator.size == 1 or not (
@@ -500,11 +505,25 @@ def _silent(messages: list[bytes]) -> list[bytes]:
     return messages
 
 
-def _require_fit(plan: LoadPlan) -> None:
+_RENAMED = (
+    "The folder has a config.json: save_pretrained of transformers gives weights of some models, such as mixtures of "
+    "experts and ViT, other names than the model in memory has. If it wrote this folder, load it with from_pretrained, "
+    "or with rules that rename them, such as rules='mixtral-stack-experts' for Mixtral."
+)
+"""Note of an error about names in a folder that `save_pretrained` may have written."""
+
+
+def _require_fit(plan: LoadPlan, saved: CheckpointSource) -> None:
     if plan.problems or plan.unexpected:
         listed = [f"unexpected: {dotted(path)}" for path in plan.unexpected]
         besides = [dotted(root) for root in plan.unexpected_roots()]
-        raise MismatchError([*plan.problems, *listed], [*plan.problems, *plan.unexpected_shown()], besides)
+        note = _RENAMED if plan.missing and plan.unexpected and _has_model_config(saved) else ""
+        raise MismatchError([*plan.problems, *listed], [*plan.problems, *plan.unexpected_shown()], besides, note)
+
+
+def _has_model_config(saved: CheckpointSource) -> bool:
+    """Return True if a model's config is stored beside Hugging Face's safetensors files."""
+    return saved.manifest.format == "safetensors" and any(listed.name == "config.json" for listed in saved.store.list())
 
 
 def find_param_shapes(models: Iterable[LocalModel]) -> ParamShapes | None:
