@@ -38,7 +38,7 @@ def _picks(index: tuple[Index, ...], dims: int) -> list[int | slice]:
 
 
 def _is_pick(item: object) -> bool:
-    """Return whether an item selects elements of one dimension; True and False add a dimension in torch and NumPy."""
+    """Return True if an item selects elements along one dimension; True and False add one in torch and NumPy."""
     return isinstance(item, (int, slice)) and not isinstance(item, bool)
 
 
