@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import NamedTuple
 
 from shardckpt.checkpoint.coordinator import Coordinator
@@ -15,8 +16,8 @@ from shardckpt.checkpoint.peers.node_steps import list_other_files, read_marks, 
 from shardckpt.checkpoint.peers.partner_plan import CopyOrder, plan_copy_orders
 from shardckpt.checkpoint.peers.peer_exchange import PeerExchange
 from shardckpt.checkpoint.peers.peer_store import PeerStore
-from shardckpt.errors import RankError, StorageError, describe
-from shardckpt.format.native.commit import read_commit, read_contents
+from shardckpt.errors import RankError, ShardckptError, StorageError, describe
+from shardckpt.format.native.commit import find_save, read_commit, read_contents
 from shardckpt.format.native.reader import find_hashes
 from shardckpt.format.native.verified_store import VerifiedStore
 from shardckpt.storage.store import ExtendedWriter, Read, Store, SubfolderStore, Writer
@@ -114,7 +115,7 @@ def copy_part(own: Store, target: Store, folder: str) -> CopiedPart:
     """Copy the files of a step that a node has to a farther tier of the node.
 
     Every block is compared with its hash. `COMMIT` is the last file. The files of older saves stay: the new one is
-    complete when all nodes have its marks.
+    complete when all nodes have its marks. If the copy fails, what it has written is removed: the disk may be full.
 
     Args:
         own: Store of the node's files in the nearer tier, whose root is the run.
@@ -129,8 +130,15 @@ def copy_part(own: Store, target: Store, folder: str) -> CopiedPart:
     sizes = {entry.name: entry.size for entry in source.list()}
     commit = read_commit(source, sizes)
     held = [name for name, nbytes in commit.files.items() if sizes.get(name) == nbytes]
-    _copy_files(source, inside, held)
-    write_marks(inside, read_marks(source))
+    before = {entry.name for entry in inside.list()}
+    try:
+        _copy_files(source, inside, held)
+        write_marks(inside, read_marks(source))
+    except ShardckptError:
+        with suppress(ShardckptError):  # the error of the copy says more
+            if find_save(target, folder) != commit.save:
+                target.delete_files(folder, {*held, commit.manifest} - before)
+        raise
     return CopiedPart(sum(commit.files[name] for name in held), commit.save, tuple(list_other_files(inside)))
 
 

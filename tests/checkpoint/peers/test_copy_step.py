@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+import torch
 
+import shardckpt
 from shardckpt.checkpoint.peers import copy_step
-from shardckpt.errors import StorageError
+from shardckpt.errors import NoSpaceError, StorageError
+from shardckpt.storage.local import LocalStore, LocalWriter
 from shardckpt.storage.store import Read
 
 CONTENT = bytes(range(95))
@@ -78,3 +85,58 @@ def test_the_bytes_after_a_range_without_memory_stay_behind_it(copy):
 def test_a_range_that_cannot_be_read_ends_the_copy(most, copy):
     with pytest.raises(StorageError, match="cannot read"):
         copy(Source(lost=50), MemoryWriter(most))
+
+
+STEP = "step-00000001"
+
+
+def fill_disk(monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
+    """Let the disk be full once a file whose name has an ending is written."""
+    write = LocalWriter.write
+
+    def refuse(self: LocalWriter, data: bytes) -> None:
+        if self._path.endswith(ending) and f"/far/{STEP}/" in self._path:
+            monkeypatch.setattr(os, "write", _no_space)
+        write(self, data)
+
+    monkeypatch.setattr(LocalWriter, "write", refuse)
+
+
+def _no_space(fd: int, data: object) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def copy_to_full_disk(path: Path, full: Callable[[], None]) -> list[str]:
+    """Copy a part of a step to a farther tier; return what is in the folder of the step then."""
+    shardckpt.save({"w": torch.arange(4.0)}, str(path / "near" / STEP))
+    full()
+    with pytest.raises(NoSpaceError):
+        copy_step.copy_part(LocalStore(str(path / "near")), LocalStore(str(path / "far")), STEP)
+    return sorted(os.listdir(path / "far" / STEP)) if (path / "far" / STEP).exists() else []
+
+
+@pytest.mark.parametrize("ending", [".safetensors", "manifest.json", "COMMIT"])
+def test_a_full_disk_is_left_without_the_files_and_the_folder_of_the_copy(tmp_path, monkeypatch, ending):
+    assert copy_to_full_disk(tmp_path, lambda: fill_disk(monkeypatch, ending)) == []
+    assert not (tmp_path / "far" / STEP).exists()
+
+
+@pytest.mark.parametrize("ending", [".safetensors", "manifest.json", "COMMIT"])
+def test_a_full_disk_is_left_with_the_older_save_of_the_step(tmp_path, monkeypatch, ending):
+    shardckpt.save({"w": torch.arange(4.0)}, str(tmp_path / "far" / STEP))
+    older = sorted(os.listdir(tmp_path / "far" / STEP))
+    assert copy_to_full_disk(tmp_path, lambda: fill_disk(monkeypatch, ending)) == older
+    assert torch.equal(shardckpt.load(str(tmp_path / "far" / STEP))["w"], torch.arange(4.0))
+
+
+def test_a_copy_whose_commit_is_there_keeps_its_files_although_the_disk_fails_after_it(tmp_path, monkeypatch):
+    close = LocalWriter.close
+
+    def fail_late(self: LocalWriter) -> None:
+        close(self)
+        if self._path.endswith("/COMMIT") and "/far/" in self._path:
+            raise NoSpaceError("cannot sync")
+
+    found = copy_to_full_disk(tmp_path, lambda: monkeypatch.setattr(LocalWriter, "close", fail_late))
+    assert len(found) == 3
+    assert torch.equal(shardckpt.load(str(tmp_path / "far" / STEP))["w"], torch.arange(4.0))
