@@ -453,8 +453,9 @@ def train_dtensors(choices: list[tuple[Any, bool]]) -> None:
             return x
 
     def body(rank: int, world: int) -> None:
+        meshes: dict[Any, Any] = {}  # torch gives a DTensor the first of equal meshes, and `fully_shard` wants the same
         for (sizes, names, dims), keeps in choices:
-            mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+            mesh = meshes.setdefault((sizes, names), init_device_mesh("cpu", sizes, mesh_dim_names=names))
             parallel = names[-1] == "tp"
             at = rank // 2 if parallel else rank
             torch.manual_seed(0)
