@@ -13,16 +13,10 @@ import torch
 
 from shardckpt.checkpoint.coordinator import Coordinator
 from shardckpt.errors import CheckpointError, MissingFileError, ShardckptError
-from shardckpt.format.native.commit import COMMIT, Commit, decode_commit, find_save, read_commit
-from shardckpt.format.native.run_directory import (
-    StepFolder,
-    is_step_name,
-    read_step,
-    resumes_name,
-    witness_name,
-)
+from shardckpt.format.native.commit import COMMIT, Commit, decode_commit, read_commit
+from shardckpt.format.native.run_directory import StepFolder, is_step_name, resumes_name, witness_name
 from shardckpt.plan.layout.box_codec import pack_message, unpack_message
-from shardckpt.plan.retention import Retention, SavedStep, is_expired, steps_to_delete, with_trusted_times
+from shardckpt.plan.retention import Retention, SavedStep, steps_to_delete, with_trusted_times
 from shardckpt.storage.store import Store, SubfolderStore, read_bytes
 
 _MOST_TARGETS = 4
@@ -203,9 +197,6 @@ def remove_old_steps(
 ) -> None:
     """Remove the steps of a node that no rule keeps.
 
-    The files of other saves of a step stay, with its records: another job may go on with one, or save the step again
-    when its `COMMIT` is gone. If it does not, they are removed a day later, or once nothing is written.
-
     Args:
         own: Store of the node, whose root is the run.
         rules: Rules that select the steps to keep.
@@ -218,22 +209,14 @@ def remove_old_steps(
     Raises:
         StorageError: The store failed.
     """
-    commits, now = read_commits(own), time.time()
-    kept = {*protected, *choose_kept(commits, rules, damaged, now)}
-    names = [entry.name for entry in own.list() if is_step_name(entry.name) and entry.name not in kept]
-    removed = [name for name in names if name in commits or is_idle or is_expired(own.changed_at(name), now)]
+    commits = read_commits(own)
+    kept = {*protected, *choose_kept(commits, rules, damaged, time.time())}
+    names = [entry.name for entry in own.list() if is_step_name(entry.name)]
+    removed = [name for name in names if name not in kept and (is_idle or name in commits)]
     on_removal(removed)
     for name in removed:
-        _remove_save(own, name)
-
-
-def _remove_save(own: Store, name: str) -> None:
-    """Remove the save that is committed in the folder of a step, or all files there if none is."""
-    step = read_step(own, int(name.partition("-")[2]), name)
-    if step.is_committed:
         own.delete(f"{name}/{COMMIT}")
-    own.delete_files(name, step.saved.intersection(step.removable) if step.save else step.saved - {COMMIT})
-    if find_save(own, name) is None:
+        own.delete_folder(name)
         for beside in (witness_name(name), resumes_name(name)):
             own.delete(beside)
 

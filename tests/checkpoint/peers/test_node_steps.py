@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-import time
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 from hypothesis import given
@@ -23,11 +19,9 @@ from shardckpt.checkpoint.peers.node_steps import (
     remove_older_files,
 )
 from shardckpt.errors import RankError, StorageError
-from shardckpt.format.native.payload import new_save_id
-from shardckpt.format.native.run_directory import read_run, resumes_name, witness_name
 from shardckpt.plan.retention import Retention
 from shardckpt.storage.resolve_url import open_store
-from shardckpt.storage.store import Store, SubfolderStore, WrappedStore, Writer
+from shardckpt.storage.store import Store, SubfolderStore, Writer
 from shardckpt.testing.simulation.network import SimulatedRanks
 from shardckpt.testing.simulation.scheduler import Scheduler
 
@@ -135,79 +129,3 @@ def test_a_step_is_known_to_be_removed_before_its_commit_is_gone(tmp_path):
     remove_old_steps(open_store(str(tmp_path)), Retention(keep_last=1), [], [], is_idle=False, on_removal=note)
     assert told == [(FOLDER, True)]
     assert [folder.name for folder in tmp_path.iterdir()] == ["step-00000002"]
-
-
-class BesideAnotherJob(WrappedStore):
-    """The store of a node in which an earlier job of the run, believed dead, acts when a `COMMIT` has been deleted."""
-
-    def __init__(self, root: Path, act: Callable[[], object]) -> None:
-        super().__init__(open_store(str(root)))
-        self._act = act
-
-    def delete(self, name: str) -> None:
-        super().delete(name)
-        if name.endswith("/COMMIT"):
-            self._act()
-
-
-def save(root: Path, *folders: str) -> None:
-    """Save steps, each with the records beside it."""
-    for folder in folders:
-        shardckpt.save({"w": torch.arange(4.0)}, str(root / folder), overwrite=True)
-        for name in (witness_name(folder), resumes_name(folder)):
-            (root / name).write_text("{}")
-
-
-def remove_old(own: Store, *, is_idle: bool = False) -> None:
-    """Remove all steps but the newest."""
-    remove_old_steps(own, Retention(keep_last=1), [], [], is_idle=is_idle, on_removal=len)
-
-
-NEW = "step-00000002"
-
-
-def start_file(root: Path) -> Path:
-    """Write the first file of a save of step 1 that goes on."""
-    file = root / FOLDER / f"{new_save_id()}-00001-00.safetensors"
-    file.parent.mkdir(exist_ok=True)
-    file.touch()
-    return file
-
-
-class TestRemovalBesideAnotherJob:
-    """The other job saves the step that is removed: the removal is of the files of the old save, and its records."""
-
-    def test_nothing_is_left_of_a_step_that_no_other_job_saves(self, tmp_path):
-        save(tmp_path, FOLDER, NEW)
-        remove_old(open_store(str(tmp_path)))
-        assert {path.name for path in tmp_path.iterdir()} == {NEW, witness_name(NEW), resumes_name(NEW)}
-
-    def test_a_step_that_is_saved_again_meanwhile_is_complete_and_has_its_records(self, tmp_path):
-        save(tmp_path, FOLDER, NEW)
-        old = {*os.listdir(tmp_path / FOLDER)} - {"COMMIT"}
-        remove_old(BesideAnotherJob(tmp_path, lambda: save(tmp_path, FOLDER)))
-        steps = read_run(open_store(str(tmp_path))).complete
-        assert [step.name for step in steps] == [FOLDER, NEW]
-        assert old.isdisjoint(os.listdir(tmp_path / FOLDER))
-        assert (tmp_path / witness_name(FOLDER)).exists() and (tmp_path / resumes_name(FOLDER)).exists()
-
-    def test_files_of_a_save_that_began_meanwhile_stay(self, tmp_path):
-        save(tmp_path, FOLDER, NEW)
-        remove_old(BesideAnotherJob(tmp_path, lambda: start_file(tmp_path)))
-        assert len(os.listdir(tmp_path / FOLDER)) == 1
-
-    def test_files_of_a_save_that_began_before_stay_for_a_day_or_until_nothing_is_written(self, tmp_path, monkeypatch):
-        save(tmp_path, FOLDER, NEW)
-        going_on = start_file(tmp_path)
-        own = open_store(str(tmp_path))
-        for _ in range(2):
-            remove_old(own)
-            assert os.listdir(tmp_path / FOLDER) == [going_on.name]
-        later = time.time() + 25 * 3600
-        with monkeypatch.context() as patch:
-            patch.setattr(time, "time", lambda: later)
-            remove_old(own)
-        assert not going_on.parent.exists()
-        start_file(tmp_path)
-        remove_old(own, is_idle=True)
-        assert not going_on.parent.exists()
