@@ -161,6 +161,15 @@ class Branches(nn.Module):
         return x
 
 
+def step_and_evaluate(optimizer: torch.optim.Optimizer, net: Branches, model: torch.nn.Module) -> torch.Tensor:
+    """Return the output of all units after an optimizer step."""
+    optimizer.step()
+    optimizer.zero_grad()
+    net.used = (0, 1, 2)
+    with torch.no_grad():
+        return model(batch(0, 60))
+
+
 def accumulated(rank: int, world: int, model: Any, net: Branches, used: tuple[int, ...]) -> list[torch.Tensor]:
     """Return outputs behind steps whose last backward reaches some units; a plain model gets batches of all ranks."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -172,11 +181,7 @@ def accumulated(rank: int, world: int, model: Any, net: Branches, used: tuple[in
                 (model(batch(each, step)).square().sum() / (world if is_plain else 1)).backward()
             net.used = used
             (model(batch(each, 10 + step)).square().sum() / (world if is_plain else 1)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        net.used = (0, 1, 2)
-        with torch.no_grad():
-            found.append(model(batch(0, 60)))
+        found.append(step_and_evaluate(optimizer, net, model))
     return found
 
 
@@ -215,11 +220,7 @@ def trained_beside_a_branch(style: Style, used: tuple[int, ...], guard: Callable
         net.used = used
         with guard():
             model(batch(0, 50))
-        optimizer.step()
-        optimizer.zero_grad()
-        net.used = (0, 1, 2)
-        with torch.no_grad():
-            found.append(model(batch(0, 60)))
+        found.append(step_and_evaluate(optimizer, net, model))
     return found
 
 

@@ -108,10 +108,10 @@ class LastStart:
         Args:
             captured: Branch and number, and result of `make_attempt`, by the id of the save.
         """
-        last, none = self._last, (self._last.branch + 1, 0)
+        last, behind_all = self._last, (self._last.branch + 1, 0)
         of_branch = {save: at for save, (at, attempt) in captured.items() if at[0] == last.branch and attempt}
         own = {save for save in of_branch if captured[save][1].partition("-")[0] == last.id}
-        first = min((of_branch[save] for save in own), default=none)
+        first = min((of_branch[save] for save in own), default=behind_all)
         return {save for save, at in of_branch.items() if at >= first} - own
 
     def find_least_branch(self, attempts: Iterable[str]) -> int:

@@ -196,11 +196,17 @@ def test_a_resumed_run_that_saves_again_is_compared_to_the_end_of_its_record(tmp
         other.train(STEPS, SAVED_AT + 1)
 
 
-def test_a_record_waits_for_the_end_of_its_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def save_in_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Job, list[bool]]:
+    """Return a job whose save counts as running while the returned list is empty."""
     is_over: list[bool] = []
     monkeypatch.setattr(shardckpt.SaveHandle, "done", lambda handle: bool(is_over))
     made = job(tmp_path)
     made.train(STEPS, SAVED_AT, in_background=True)
+    return made, is_over
+
+
+def test_a_record_waits_for_the_end_of_its_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, is_over = save_in_background(tmp_path, monkeypatch)
     assert names(tmp_path) == []
     is_over.append(True)
     made.train(STEPS + 1)
@@ -210,10 +216,7 @@ def test_a_record_waits_for_the_end_of_its_save(tmp_path: Path, monkeypatch: pyt
 def test_a_run_that_ends_with_wait_has_the_record_of_its_last_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_over: list[bool] = []
-    monkeypatch.setattr(shardckpt.SaveHandle, "done", lambda handle: bool(is_over))
-    made = job(tmp_path)
-    made.train(STEPS, SAVED_AT, in_background=True)
+    made, is_over = save_in_background(tmp_path, monkeypatch)
     is_over.append(True)
     made.checkpointer.wait()
     assert names(tmp_path) == [witness_name(step_name(SAVED_AT))]
@@ -222,10 +225,7 @@ def test_a_run_that_ends_with_wait_has_the_record_of_its_last_save(
 def test_a_restore_writes_the_record_of_the_save_for_which_it_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    is_over: list[bool] = []
-    monkeypatch.setattr(shardckpt.SaveHandle, "done", lambda handle: bool(is_over))
-    made = job(tmp_path)
-    made.train(STEPS, SAVED_AT, in_background=True)
+    made, is_over = save_in_background(tmp_path, monkeypatch)
     is_over.append(True)
     made.restore()
     with caplog.at_level(logging.INFO, "shardckpt"):
