@@ -186,7 +186,11 @@ class StoreGroup(Group):
     def _recv(self, key: str) -> bytes:
         poll_s = _FIRST_POLL_S
         while not self._store.has([key]):
-            self._require_others()
+            gone = self._find_gone()
+            if gone is not None:
+                if self._store.has([key]):  # set after the first look, and before the sender left
+                    break
+                raise gone
             time.sleep(poll_s)
             poll_s = min(poll_s * 1.5, _LAST_POLL_S)
         first = self._store.get(key)
@@ -199,23 +203,24 @@ class StoreGroup(Group):
                 count = _SIZE.unpack_from(self._store.get(key))[0]
                 self._store.remove([key, *(f"{key}/{at}" for at in range(1, count))])
 
-    def _require_others(self) -> None:
-        """Raise RankError if a rank has left, or one that this rank waits for sends no heartbeat."""
+    def _find_gone(self) -> RankError | None:
+        """Return the error if a rank has left, or one that this rank waits for sends no heartbeat."""
         if self._store.has([_LEFT]):
             left, _, text = self._store.get(_LEFT).decode("utf-8", "replace").partition(" ")
-            raise RankError(f"rank {left} left: {text}", rank=int(left), fix=_RANK_FIX)
+            return RankError(f"rank {left} left: {text}", rank=int(left), fix=_RANK_FIX)
         now = time.monotonic()
         if now < self._next_look:
-            return
+            return None
         self._next_look = now + min(_HEARTBEAT_S, self._silence_s / 4)
         for rank, sign in zip(self._heartbeats, self._store.find(map(_heartbeat_key, self._heartbeats)), strict=True):
             if sign != self._heartbeats[rank][0]:
                 self._heartbeats[rank] = sign, now
         silent = [rank for rank, (_, since) in self._heartbeats.items() if now - since > self._silence_s]
-        if silent:
-            named = ", ".join(f"rank {rank}" for rank in silent)
-            what = f"{named} of {self._size} sent no heartbeat for {self._silence_s:g} s"
-            raise RankError(what, rank=silent[0], fix=_RANK_FIX)
+        if not silent:
+            return None
+        named = ", ".join(f"rank {rank}" for rank in silent)
+        what = f"{named} of {self._size} sent no heartbeat for {self._silence_s:g} s"
+        return RankError(what, rank=silent[0], fix=_RANK_FIX)
 
     @contextmanager
     def _named(self) -> Iterator[None]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -67,6 +68,31 @@ def test_a_failure_in_a_collective_is_raised_on_all_and_names_the_rank() -> None
     first, second, third = on_ranks(3, work)
     assert [type(each) for each in (first, second, third)] == [RankError, OSError, RankError]
     assert "writing failed on rank 1: OSError: no space left" in str(first)
+
+
+def test_a_message_that_a_rank_sent_before_it_left_is_received() -> None:
+    class Late(RankStore):
+        """Answers the first look for the message only when a rank has left, as if it had looked long before."""
+
+        has_looked = False
+
+        def has(self, keys: Sequence[str]) -> bool:
+            if self.has_looked or list(keys) != ["1/0"]:
+                return super().has(keys)
+            self.has_looked = True
+            while not super().has(["left"]):
+                time.sleep(0.001)
+            return False
+
+    def work(group: StoreGroup) -> None:
+        if group.rank == 1:
+            group._store = Late(store, 20.0)
+        with group.collective("writing"):
+            if group.rank == 1:
+                raise OSError("no space left")
+
+    store = dist.HashStore()
+    assert [type(each) for each in on_ranks(3, work, store)] == [RankError, OSError, RankError]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("gone")], ids=["interrupt", "error"])
