@@ -6,7 +6,9 @@ and `state` need torch: without it they raise MissingTorchError, and all other n
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
         FormatError,
         IncompleteError,
         MissingFileError,
+        MissingPackageError,
         MissingTorchError,
         NameCollisionError,
         NoCompleteCheckpoint,
@@ -219,6 +222,7 @@ __all__ = [
     "Local",
     "MismatchError",
     "MissingFileError",
+    "MissingPackageError",
     "MissingTorchError",
     "NameCollisionError",
     "NoCompleteCheckpoint",
@@ -313,15 +317,30 @@ __all__ = [
 ]
 
 
+_PUBLIC = frozenset(__all__)
+
+
+def _needs_torch(name: str) -> bool:
+    return _HOME_OF.get(name, "").startswith(_NEEDS_TORCH)
+
+
+def _has_torch() -> bool:
+    return sys.modules["torch"] is not None if "torch" in sys.modules else find_spec("torch") is not None
+
+
+if not _has_torch():  # `from shardckpt import *` takes what works
+    __all__[:] = [name for name in __all__ if not _needs_torch(name)]
+
+
 def __getattr__(name: str) -> Any:
     """Load a public name from its module.
 
     Raises MissingTorchError if that needs torch, which is not installed.
     """
-    if name not in __all__:
+    if name not in _PUBLIC:
         raise AttributeError(f"module 'shardckpt' has no attribute {name!r}")
     home = _HOME_OF.get(name, "shardckpt.errors")
-    if home.startswith(_NEEDS_TORCH):
+    if _needs_torch(name):
         import_module("shardckpt.errors").require_torch(f"shardckpt.{name}")
     value = getattr(import_module(home), name)
     globals()[name] = value
@@ -330,4 +349,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """Return the public names."""
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_PUBLIC})

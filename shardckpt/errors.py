@@ -17,7 +17,8 @@ ShardckptError
 │   ├── TargetExistsError (FileExistsError)
 │   ├── NameCollisionError                    two tensors would get one name
 │   ├── UnknownNameError (KeyError)           the checkpoint has no entry of that name
-│   ├── MissingTorchError (ModuleNotFoundError)  the call needs torch, which is not installed
+│   ├── MissingPackageError (ModuleNotFoundError)  the module needs a package that is not installed
+│   │   └── MissingTorchError                 the call needs torch, which is not installed
 │   └── AmbiguousError (LookupError)          several answers are possible; the message names the option that decides
 ├── StateDictError (RuntimeError)             a method of a user's object failed       exit code 1
 ├── RankError (RuntimeError)                  another rank failed or is gone           exit code 3
@@ -256,7 +257,11 @@ class UnknownNameError(UsageError, KeyError):
     """The checkpoint has no entry of this name."""
 
 
-class MissingTorchError(UsageError, ModuleNotFoundError):
+class MissingPackageError(UsageError, ModuleNotFoundError):
+    """The module needs a package that is not installed."""
+
+
+class MissingTorchError(MissingPackageError):
     """The call needs torch, which is not installed."""
 
     name = "torch"
@@ -332,10 +337,36 @@ def require_torch(where: str, or_else: str = "") -> None:
     Raises:
         MissingTorchError: Torch is not installed.
     """
-    try:
-        import_module("torch")
-    except ModuleNotFoundError as error:
-        if error.name != "torch":  # torch is installed, but one of its own dependencies is missing
-            raise
+    if is_missing("torch"):
         fix = "Run pip install 'shardckpt[torch]'" + (f", or {or_else}." if or_else else ".")
-        raise MissingTorchError("torch must be installed", where=where, fix=fix) from None
+        raise MissingTorchError("torch must be installed", where=where, fix=fix)
+
+
+def require_packages(where: str, *packages: str, install: str) -> None:
+    """Import packages, or raise an error that says how to install the first that is missing.
+
+    Args:
+        where: Module that needs them, for the message.
+        packages: Names of the packages, as Python imports them.
+        install: Argument of `pip install` for all of them.
+
+    Raises:
+        MissingPackageError: One is not installed.
+    """
+    for package in packages:
+        if is_missing(package):
+            kind = MissingTorchError if package == "torch" else MissingPackageError
+            error = kind(f"{package} must be installed", where=where, fix=f"Run pip install {install}.")
+            error.name = package
+            raise error
+
+
+def is_missing(package: str) -> bool:
+    """Import a package; return whether it is not installed. What it lacks itself is an error."""
+    try:
+        import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name != package:  # it is installed, but one of its own dependencies is missing
+            raise
+        return True
+    return False

@@ -60,7 +60,7 @@ ARROWS: dict[str, set[str]] = {
     "offline.write.parallel": {"events", "plan", "format", "storage", "groups", "shared_store"} | LEAVES,
     "testing": {"shardckpt", "checkpoint", "state", "offline", "plan", "format", "storage"} | LEAVES,
     "data": {"checkpoint", "plan", "events", "errors"},
-    "integrations": {"shardckpt", "checkpoint", "events"},
+    "integrations": {"shardckpt", "checkpoint", "events", "errors"},
     "open_checkpoint": {"checkpoint", "offline", "format", "errors"},
     # The package itself names everything for type checkers and resolves each name on first use.
     "shardckpt": {

@@ -42,6 +42,7 @@ BUILTINS = {
     errors.SourceNotFoundError: FileNotFoundError,
     errors.TargetExistsError: FileExistsError,
     errors.UnknownNameError: KeyError,
+    errors.MissingPackageError: ModuleNotFoundError,
     errors.MissingTorchError: ModuleNotFoundError,
     errors.AmbiguousError: LookupError,
     errors.MissingFileError: FileNotFoundError,

@@ -1,1 +1,1 @@
-"""Integrations with training frameworks. Each module needs its framework; the rest of the package imports none."""
+"""Integrations with training frameworks. Each module needs its framework and says what to install."""

@@ -6,6 +6,10 @@ Change one line, `import shardckpt.integrations.dcp as dcp`: all other names are
 
 from __future__ import annotations
 
+from shardckpt.errors import require_packages
+
+require_packages("shardckpt.integrations.dcp", "torch", install="'shardckpt[torch]'")
+
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future

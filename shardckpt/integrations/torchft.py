@@ -6,6 +6,10 @@ stream of the state (`shardckpt.checkpoint.stateful.state_stream`).
 
 from __future__ import annotations
 
+from shardckpt.errors import require_packages
+
+require_packages("shardckpt.integrations.torchft", "torch", "torchft", install="'shardckpt[torchft]'")
+
 import hmac
 import logging
 import re

@@ -5,6 +5,10 @@ The manager of torchtitan decides when to save and what to load. Here it saves w
 
 from __future__ import annotations
 
+from shardckpt.errors import require_packages
+
+require_packages("shardckpt.integrations.torchtitan", "torch", "torchtitan", install="'shardckpt[torchtitan]'")
+
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any

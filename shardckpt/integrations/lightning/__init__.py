@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from shardckpt.errors import require_packages
+
+require_packages("shardckpt.integrations.lightning", "torch", "lightning", install="'shardckpt[lightning]'")
+
 from shardckpt.integrations.lightning.model_checkpoint import ShardckptModelCheckpoint
 from shardckpt.integrations.lightning.model_checkpoint_params import ModelCheckpointParams
 

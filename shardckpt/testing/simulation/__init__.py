@@ -1,5 +1,9 @@
 """Simulation of saves, restores and removals under faults: histories that a seed gives and repeats; large jobs."""
 
+from shardckpt.errors import require_packages
+
+require_packages("shardckpt.testing.simulation", "torch", install="'shardckpt[torch]'")
+
 from shardckpt.testing.simulation.large_job import PhaseCost, run_large_job
 from shardckpt.testing.simulation.scenario import Scenario
 from shardckpt.testing.simulation.scheduler import HistoryError, HistoryEvent
