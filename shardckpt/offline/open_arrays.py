@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from shardckpt.boxes import Box, contiguous_blocks, full_box
 from shardckpt.dtypes import array_nbytes, bits, nbytes
@@ -23,7 +23,7 @@ from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.offline.write.numpy_casts import cast_into
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.naming.sections import split_flat_names
-from shardckpt.storage.resolve_url import as_url
+from shardckpt.storage.resolve_url import as_url, fix_folder
 
 _BATCH_BYTES = 64 << 20
 """Bytes per read; the same amount of memory is used in addition to the array if it is cast or reordered."""
@@ -186,6 +186,11 @@ class SavedArray(StoredTensor[ArraySource, NDArray[Any]]):
         """Dtype of the arrays; that of `ml_dtypes` if NumPy itself lacks it."""
         return array_dtype(self._entry)
 
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
+        """Return all elements."""
+        self._require_copy(copy)
+        return np.asarray(self[...], dtype)
+
     def _read(self, saved: ArraySource, box: Box) -> NDArray[Any]:
         return saved.read(self._entry, box)
 
@@ -213,4 +218,4 @@ def open_arrays(path: Any, *, verify: str | bool, base: NamedBases | None) -> Op
     """
     if verify not in (False, True, "read"):
         raise UsageError("`verify` must be False or 'read'", found=repr(verify))
-    return Opened(ArraySource(as_url(path), bool(verify), base or ""), SavedArray)
+    return Opened(ArraySource(fix_folder(as_url(path)), bool(verify), base or ""), SavedArray)

@@ -20,7 +20,7 @@ from shardckpt.plan.layout.output_files import parse_size
 from shardckpt.storage.publish import require_apart
 from shardckpt.storage.resolve_url import as_url
 
-MOST_RANKS = 100_000
+MOST_RANKS = 16_384
 
 
 def reshard(
@@ -47,7 +47,8 @@ def reshard(
     Args:
         src: As for `consolidate`.
         dst: Folder to write.
-        world_size: Number of ranks over which tensors are split, along their first dimension.
+        world_size: Number of ranks over which tensors are split, along their first dimension: at most 16,384, and 4,096
+            with `torch`, where each file lists all ranks.
         to: Format to write: `native`; `dcp`, which `torch.distributed.checkpoint` loads; or `torch`, one `torch.save`
             file per rank with the DTensors of FSDP2.
         max_shard_size: Maximum bytes of tensor data in a file: a number, or `5GB`. With `torch` each rank has one file.
@@ -74,6 +75,8 @@ def reshard(
     target = find_rank_target(to, dst)
     if type(world_size) is not int or not 1 <= world_size <= MOST_RANKS:
         raise UsageError("--world-size is not a number of ranks", found=repr(world_size), expected=f"1 to {MOST_RANKS}")
+    if keep_whole and to != "torch":
+        raise UsageError("--keep-whole needs --to torch: other formats load with any split", found=f"--to {to}")
     memory = parse_memory(max_memory)
     require_apart(src, dst)
     reader = load_param_shapes(open_checkpoint(src, base), as_url(shapes_from))

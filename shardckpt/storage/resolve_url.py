@@ -78,6 +78,17 @@ def _expand_home(path: str) -> str:
     return expanded
 
 
+def fix_folder(url: str) -> str:
+    """Return a path or URL whose place does not depend on the working directory any more; URLs stay as they are."""
+    path = local_path(url)
+    if path is None or os.path.isabs(path):
+        return url
+    try:
+        return os.path.abspath(path)
+    except FileNotFoundError:  # the working directory was removed
+        return url
+
+
 def open_store(url: str) -> Store:
     """Return the store of a folder.
 

@@ -128,3 +128,11 @@ class TestDiff:
         found = shardckpt.diff(torch_file(tmp_path / "a.pt", net, state), tmp_path / "optimizer.pt", part="optim")
         assert found.same
         assert found.compared == 3
+
+
+def test_a_model_alone_comes_without_a_word_about_the_optimizer(fixtures: Path, tmp_path: Path) -> None:
+    case = fixtures / "fsdp1_local_gpt2_w2"
+    with_both = shardckpt.consolidate(case / "ckpt", tmp_path / "both", part="all")
+    assert any("optim: " in line for line in with_both.warnings)
+    report = shardckpt.consolidate(case / "ckpt", tmp_path / "out", part="model")
+    assert not any("optim" in line for line in report.warnings)

@@ -146,3 +146,18 @@ def test_a_dry_run_says_what_it_would_write(tmp_path: Path) -> None:
     assert (len(report.files), report.dry_run) == (4, True)
     assert not (tmp_path / "out").exists()
     assert json.loads(json.dumps(report.seconds))
+
+
+@pytest.mark.parametrize(("to", "most"), [("native", 16_384), ("dcp", 16_384), ("torch", 4096)])
+def test_more_ranks_than_a_job_has_are_refused_at_once(to: str, most: int, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(4)}, tmp_path / "a.pt")
+    with pytest.raises(UsageError, match=rf"--world-size.*found {most + 1}; expected .*{most}"):
+        shardckpt.reshard(tmp_path / "a.pt", tmp_path / "out", world_size=most + 1, to=to)
+
+
+@pytest.mark.parametrize("to", ["native", "dcp"])
+def test_a_format_without_whole_tensors_refuses_their_names(to: str, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(4)}, tmp_path / "a.pt")
+    with pytest.raises(UsageError, match=f"--keep-whole needs --to torch.*found --to {to}"):
+        shardckpt.reshard(tmp_path / "a.pt", tmp_path / "out", world_size=2, to=to, keep_whole=["["])
+    assert not (tmp_path / "out").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -86,6 +87,14 @@ def test_no_value_changes(name: str, world: int, fixtures: Path, tmp_path: Path)
     if not name.startswith("torch_save"):  # whose numbers only `--param-names` can tell
         assert shardckpt.diff(case.source, tmp_path / "ranks").same
     assert shardckpt.verify(tmp_path / "ranks").ok
+
+
+def test_a_file_lists_all_ranks_once(tmp_path: Path) -> None:
+    save_file({f"w{n}": torch.arange(6.0) for n in range(10)}, tmp_path / "model.safetensors")
+    shardckpt.reshard(tmp_path / "model.safetensors", tmp_path / "out", world_size=300, to="torch")
+    with zipfile.ZipFile(tmp_path / "out" / "rank7.pt") as archive:
+        data = archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
+    assert data.count(b"K\xfeK\xffM\x00\x01M\x01\x01") == 1
 
 
 def test_tensors_without_shards_are_sharded_unless_they_are_named(tmp_path: Path) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import DTypeLike, NDArray
 
 from shardckpt.boxes import Box
 from shardckpt.checkpoint.load.source import CheckpointSource, Verify, allocate, torch_dtype
-from shardckpt.errors import UsageError
+from shardckpt.errors import UnsupportedError, UsageError
 from shardckpt.format.opened.mapping import Opened, StoredTensor
 from shardckpt.format.reader import NamedBases
+from shardckpt.manifest import dotted
 from shardckpt.state.local.local_shards import LocalShard, TensorShards
-from shardckpt.storage.resolve_url import as_url
+from shardckpt.storage.resolve_url import as_url, fix_folder
 
 OpenedTensors: TypeAlias = Opened[CheckpointSource]
 
@@ -29,6 +32,23 @@ class SavedTensor(StoredTensor[CheckpointSource, torch.Tensor]):
     def dtype(self) -> torch.dtype:
         """Dtype of the tensor."""
         return torch_dtype(self._entry)
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
+        """Return all elements.
+
+        Raises:
+            UnsupportedError: NumPy lacks the dtype.
+        """
+        self._require_copy(copy)
+        try:
+            torch.empty(0, dtype=self.dtype).numpy()
+        except TypeError as error:
+            raise UnsupportedError(
+                f"numpy has no {self._entry.dtype}",
+                where=dotted(self._entry.path),
+                fix="Open the checkpoint with framework='numpy', which has it of ml_dtypes.",
+            ) from error
+        return np.asarray(self[...], dtype)
 
     def _read(self, saved: CheckpointSource, box: Box) -> torch.Tensor:
         (entry,) = saved.locate([self._entry])  # before memory is allocated
@@ -58,4 +78,4 @@ def open(path: Any, *, verify: Verify = "read", base: NamedBases | None = None) 
     """
     if verify == "full":
         raise UsageError("what is opened is verified as it is read", found=verify, expected="False or 'read'")
-    return Opened(CheckpointSource(as_url(path), verify, bases=base or ""), SavedTensor)
+    return Opened(CheckpointSource(fix_folder(as_url(path)), verify, bases=base or ""), SavedTensor)

@@ -31,7 +31,7 @@ from shardckpt.format.native.run_directory import (
 )
 from shardckpt.format.run_start import require_start_of_run
 from shardckpt.storage.publication import target_exists_error
-from shardckpt.storage.resolve_url import as_place, local_path, open_store
+from shardckpt.storage.resolve_url import as_place, fix_folder, local_path, open_store
 from shardckpt.storage.store import Store
 
 SHOWN = 5
@@ -364,12 +364,6 @@ def parse_root(root: object) -> str:
     if folder.endswith(":") and place.startswith(f"{folder}//"):
         raise UsageError("this URL names no place", where=place, fix="Name a bucket, or a folder in it.")
     return folder
-
-
-def fix_folder(root: str) -> str:
-    """Return a root whose place does not depend on the working directory any more; URLs stay as they are."""
-    path = local_path(root)
-    return root if path is None or os.path.isabs(path) else os.path.abspath(path)
 
 
 def find_next_branch(restored: tuple[int, int], newest: tuple[int, int]) -> int:

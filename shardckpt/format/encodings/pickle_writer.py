@@ -46,6 +46,7 @@ class GlobalCall(NamedTuple):
         state: Argument of `__setstate__`, or values that update `__dict__`; omitted by default.
         is_new: Whether to create the value with `function.__new__`, without `__init__`.
         items: Items to insert as into a dict.
+        is_shared: Whether each further place of this object refers to the first, instead of creating another value.
     """
 
     function: GlobalName
@@ -53,6 +54,7 @@ class GlobalCall(NamedTuple):
     state: object = _NO_STATE
     is_new: bool = False
     items: Mapping[Any, object] | None = None
+    is_shared: bool = False
 
 
 class Pairs(NamedTuple):
@@ -73,6 +75,12 @@ class PersistentId(NamedTuple):
     """
 
     key: tuple[object, ...]
+
+
+class _SharedCall(NamedTuple):
+    """Key in the memo of a call that several places share, and that lives as long as what is encoded."""
+
+    number: int
 
 
 Special = Callable[[object, Path], object]
@@ -229,6 +237,9 @@ class _Writer:
         self.parts.append(b"Q")
 
     def _call(self, value: GlobalCall, path: Path) -> None:
+        key = _SharedCall(id(value))
+        if value.is_shared and self._write_memo(key):
+            return
         self._global(value.function)
         self._tuple(value.args, path)
         self.parts.append(b"\x81" if value.is_new else b"R")
@@ -237,3 +248,5 @@ class _Writer:
         if value.state is not _NO_STATE:
             self.value(value.state, path)
             self.parts.append(b"b")
+        if value.is_shared:
+            self._remember(key)

@@ -116,6 +116,11 @@ class StoredTensor(ABC, Generic[SourceT, ArrayT]):
         box, inner = index_to_box(index, self._entry.shape)
         return self._pick(self._read(self._source.saved, box), inner)
 
+    def _require_copy(self, copy: bool | None) -> None:
+        """Raise ValueError, as NumPy demands, if `copy` forbids to read the elements into new memory."""
+        if copy is False:
+            raise ValueError(f"{self} is not in memory, so that an array of it is a copy")
+
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}({dotted(self._entry.path)!r}, shape={list(self._entry.shape)}, dtype={self.dtype})"

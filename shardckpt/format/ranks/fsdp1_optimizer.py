@@ -85,7 +85,7 @@ class _FlatOptimizer:
             if self._known is not None and any(lists):
                 title = dotted(self._target) or "the optimizer"
                 self._builder.warnings.append(
-                    f"the ids of {title} fit the parameters in no way, or in several. {GIVE_NAMES}"
+                    f"{title}: its ids fit the parameters in no way, or in several. {GIVE_NAMES}"
                 )
             return {}
         return {**names, **dict(zip((number for ids in lists for number in ids), match, strict=True))}

@@ -109,7 +109,7 @@ def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Se
         order=tuple(chosen.names),
         left_out=(*map(dotted, (*unasked, *_list_unwritten(manifest, found, options), *found.others)), *chosen.dropped),
         warnings=(
-            *manifest.warnings,
+            *_needed_warnings(manifest.warnings, unasked),
             *(() if manifest.has_shapes or options.shapes_from else (NO_SHAPES,)),
             *chosen.warnings,
             *_warn_of_order(state),
@@ -243,6 +243,12 @@ def _choose_remapped(opened: _OpenModel, rules: Sequence[Rule]) -> _ChosenTensor
     casts = {name: remapped.model[name].cast for name in kept if remapped.model[name].cast}
     gone = tuple(f"{name} (by a rule)" for name in remapped.plan.dropped)
     return _ChosenTensors(chosen, tensors, dropped, state, warnings, casts, used, gone)
+
+
+def _needed_warnings(warnings: Sequence[str], unasked: Sequence[Path]) -> list[str]:
+    """Return the warnings without those of parts that are not written, which begin with their paths."""
+    roots = tuple(f"{dotted(root)}: " for root in unasked if root)
+    return [warning for warning in warnings if not warning.startswith(roots)]
 
 
 def _unneeded_faults(manifest: Manifest, wanted: Sequence[TensorEntry]) -> list[str]:

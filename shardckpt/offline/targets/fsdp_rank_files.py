@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from math import prod
 
 from shardckpt.boxes import Shape, chunk_box, full_box, strides
+from shardckpt.errors import UsageError
 from shardckpt.format.encodings.pickle_writer import GlobalCall, GlobalName
 from shardckpt.format.reader import Reader
 from shardckpt.format.torchsave.writer import Storage, TensorValue, plan_archive
@@ -26,6 +27,9 @@ from shardckpt.offline.write.stream import OutputFile, TensorPart
 from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.plan.naming.fqn import require_matches
 from shardckpt.storage.replaceable import FolderKind
+
+MOST_RANKS = 4096
+"""Each file lists all ranks, so that the work grows with the square of their number."""
 
 _STATE = "state"
 _TENSOR = "torch.distributed.tensor"
@@ -44,10 +48,14 @@ def plan_rank_files(reader: Reader, options: RankOptions, title: str) -> Planned
         title: Name of the target, for messages.
 
     Raises:
-        UsageError: A glob matches nothing, or torch cannot load a value.
+        UsageError: A glob matches nothing, torch cannot load a value, or there are too many ranks.
         CheckpointError: Elements are missing or duplicate, or a container is damaged.
         UnsupportedError: Torch cannot load a value or dtype.
     """
+    if options.world_size > MOST_RANKS:
+        raise UsageError(
+            f"--world-size of {title} is too large", found=options.world_size, expected=f"at most {MOST_RANKS}"
+        )
     content = full_content(reader, title, allow_loss=options.allow_loss)
     split = sharded_paths(content, options.keep_whole)
     payload = tuple(_rank_file(content, split, rank, options.world_size) for rank in range(options.world_size))
@@ -130,7 +138,7 @@ def _mesh(rank: int, world: int) -> GlobalCall:
         "_coordinate_on_dim": (rank,),
         "_hash": None,
     }
-    return _instance("torch.distributed.device_mesh", "DeviceMesh", state)
+    return _instance("torch.distributed.device_mesh", "DeviceMesh", state)._replace(is_shared=True)
 
 
 def _dtensor(local: TensorValue, shape: Shape, mesh: GlobalCall) -> GlobalCall:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from interpreters import RunScript
@@ -109,3 +110,33 @@ def test_one_that_is_open_at_the_end_prints_nothing(
     code = f"import shardckpt, builtins; builtins.kept = c = shardckpt.open({str(tmp_path / source)!r}); c['w'][1:2]"
     done = run_script(code)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("framework", ["torch", "numpy"])
+def test_a_relative_path_stays_the_folder_that_it_was(
+    framework: Any, step: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    opened = shardckpt.open("step", framework=framework)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    assert opened["w"][2:4].tolist() == [2.0, 3.0]
+
+
+@pytest.mark.parametrize("framework", ["torch", "numpy"])
+def test_numpy_makes_an_array_of_a_saved_tensor(framework: Any, step: Path) -> None:
+    saved = shardckpt.open(step, framework=framework)["w"]
+    assert np.asarray(saved).tolist() == list(range(10))
+    assert np.asarray(saved).dtype == np.float32
+    assert np.array(saved, dtype=np.int64).dtype == np.int64
+    assert (np.ones(10) + saved)[9] == 10
+    if np.lib.NumpyVersion(np.__version__) >= "2.0.0":
+        with pytest.raises(ValueError, match=r"SavedTensor|SavedArray"):
+            np.asarray(saved, copy=False)
+
+
+def test_a_bfloat16_becomes_an_array_where_numpy_opens_it(tmp_path: Path) -> None:
+    shardckpt.save({"w": torch.ones(2, dtype=torch.bfloat16)}, tmp_path / "half")
+    assert np.asarray(shardckpt.open(tmp_path / "half", framework="numpy")["w"]).dtype.name == "bfloat16"
+    with pytest.raises(TypeError, match=r"w: numpy has no bfloat16.*framework='numpy'"):
+        np.asarray(shardckpt.open(tmp_path / "half")["w"])
