@@ -95,6 +95,10 @@ class Job:
         """Names of the nodes of its ranks."""
         return frozenset(node.name for node in self.nodes)
 
+    def find_reported_node(self, rank: int) -> str | None:
+        """Return the node of which a rank reports the files: the lowest of a node does; None for the others."""
+        return None if self.nodes[rank] in self.nodes[:rank] else self.nodes[rank].name
+
     def build_tiers(self, rank: int) -> list[PeerMemory | Local]:
         """Return the tiers in front of the root, with the settings of a rank's node."""
         memory = None if self.memory is None else replace(self.memory, rack=self.nodes[rank].rack)
@@ -251,10 +255,10 @@ class Trainer:
     def _claim(self, checkpointer: Checkpointer, number: int, content: int, verb: str = "claims") -> None:
         """Ask what a step survives that was saved or restored; all ranks get the same answer."""
         call, nodes = (f"{self._job.name} claims", self._calls), self._job.node_names
-        media = self._auditor.claims.begin(call, number, nodes)
+        self._auditor.claims.begin(call, number, nodes, self._job.find_reported_node(self._rank))
         durability = checkpointer.durability(number)
         self._auditor.agree(call, durability)
-        self._auditor.claim(call, content, durability, nodes, media)
+        self._auditor.claim(call, content, durability, nodes)
         places = ", ".join(f"{copy.tier} ({copy.survives[-1]})" for copy in durability.copies)
         self._scheduler.record(verb, f"step {number} in {places or 'no place'}")
 

@@ -17,7 +17,7 @@ from shardckpt.storage.resolve_url import open_store
 from shardckpt.testing.simulation.scheduler import HistoryError, Scheduler
 from shardckpt.testing.simulation.stores.disk import ChangeCount
 from shardckpt.testing.simulation.stores.run_storage import RunStorage
-from shardckpt.testing.simulation.tier_claims import Claims, Media, TierClaim
+from shardckpt.testing.simulation.tier_claims import Claims, TierClaim
 from shardckpt.testing.simulation.trained_state import find_start, read_content
 
 _STEP = re.compile(r"step-(\d+)")
@@ -176,9 +176,7 @@ class Auditor:
         damaged = {step.number for step in self.steps.values() if step.is_damaged} | self._unreadable
         return content in self.ever or self.attempts[content] in damaged
 
-    def claim(
-        self, call: tuple[str, int], content: int, durability: Durability, nodes: Collection[str], media: Media
-    ) -> None:
+    def claim(self, call: tuple[str, int], content: int, durability: Durability, nodes: Collection[str]) -> None:
         """Record what a step survives by the answer of a Checkpointer.
 
         Args:
@@ -186,7 +184,6 @@ class Auditor:
             content: The attempt that was saved.
             durability: Answer of the Checkpointer.
             nodes: Names of the nodes of the job.
-            media: Result of `Claims.begin`.
 
         Raises:
             HistoryError: A claimed copy cannot be there.
@@ -194,7 +191,7 @@ class Auditor:
         self.check()
         for copy in durability.copies:
             if copy.tier != ROOT:
-                self.claims.check(call, content, copy, nodes, media)
+                self.claims.check(call, content, copy, nodes)
             elif not self._was_committed(content):
                 raise HistoryError(f"a copy in the root is claimed, but attempt {content} was never committed")
 

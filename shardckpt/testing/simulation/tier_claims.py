@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from random import Random
 from typing import Any, NamedTuple, Protocol, cast
@@ -18,9 +19,6 @@ from shardckpt.testing.simulation.scheduler import HistoryError, Process
 
 Medium = object
 """The process of a holder, or a disk: it has the files of a tier on one node."""
-
-Media = Mapping[str, Mapping[str, Medium]]
-"""Media of all tiers, by tier and node."""
 
 _MOST_READ = 64
 """Maximum number of `COMMIT` files, and of manifests whose attempts are, remembered."""
@@ -70,6 +68,19 @@ class TierClaim(NamedTuple):
     places: tuple[ClaimedPlace, ...]
 
 
+@dataclass
+class _BegunCall:
+    """A collective call that asks what a step survives.
+
+    Attributes:
+        emptied: How often the root was emptied before.
+        media: Medium of each tier and node when the rank that reports for the node began to ask.
+    """
+
+    emptied: int
+    media: dict[tuple[str, str], Medium | None] = field(default_factory=dict)
+
+
 class Claims:
     """Claims of a run that rest on copies in tiers.
 
@@ -89,30 +100,30 @@ class Claims:
         self.has_rivals = False
         self._seen: dict[object, Counter[tuple[str, int]]] = {}
         self._emptied = 0
-        self._begun: dict[object, int] = {}
+        self._begun: dict[object, _BegunCall] = {}
         self._order: Mapping[int, int] = {}
         self._attempts: Mapping[int, int] = {}
 
-    def find_media(self) -> Media:
-        """Return the media that there are now, by tier and node."""
-        return {tier: media.find_living() for tier, media in self._media.items()}
-
     # Claims
 
-    def begin(self, call: object, number: int, nodes: Collection[str]) -> Media:
-        """Return the media that there are, before a rank asks what a step survives.
+    def begin(self, call: object, number: int, nodes: Collection[str], node: str | None) -> None:
+        """Record that a rank asks what a step survives.
+
+        A node reports what its medium has to the call after this, and may lose the medium before the answer.
 
         Args:
             call: The collective call.
             number: Number of the step.
             nodes: Names of the nodes of the job.
+            node: Name of the node whose report to the call comes from this rank; None if another rank reports it.
         """
-        self._begun.setdefault(call, self._emptied)
+        begun = self._begun.setdefault(call, _BegunCall(self._emptied))
+        if node is not None:
+            begun.media |= {(tier, node): media.find_living().get(node) for tier, media in self._media.items()}
         if self.has_rivals:
             self._note_copies(call, step_name(number), nodes)
-        return self.find_media()
 
-    def check(self, call: object, content: int, copy: StepCopy, nodes: Collection[str], media: Media) -> None:
+    def check(self, call: object, content: int, copy: StepCopy, nodes: Collection[str]) -> None:
         """Check that a copy in a tier is there, and record that it is claimed, unless other jobs may replace it.
 
         Args:
@@ -120,15 +131,17 @@ class Claims:
             content: The attempt.
             copy: The claimed copy.
             nodes: Names of the nodes of the job.
-            media: Result of `begin`.
 
         Raises:
             HistoryError: It does not survive the failures that the claim names.
         """
+        begun = self._begun[call]
         if self.has_rivals:
             self._require_seen(call, content, copy, nodes)
-        elif self._begun[call] == self._emptied:
-            self._add(content, copy, nodes, media)
+        elif begun.emptied == self._emptied:
+            self._add(
+                content, copy, [ClaimedPlace(self._nodes[n], begun.media.get((copy.tier, n))) for n in sorted(nodes)]
+            )
 
     def _note_copies(self, call: object, folder: str, nodes: Collection[str]) -> None:
         """Record which copies there are before a rank asks for claims: another job may replace them meanwhile."""
@@ -146,15 +159,13 @@ class Claims:
         living = self._media[copy.tier].find_living()
         return [ClaimedPlace(self._nodes[name], living.get(name)) for name in sorted(nodes)]
 
-    def _add(self, content: int, copy: StepCopy, nodes: Collection[str], media: Media) -> None:
+    def _add(self, content: int, copy: StepCopy, places: Sequence[ClaimedPlace]) -> None:
         """Record that a copy in a tier is claimed. Raises HistoryError if too few machines have it."""
-        living = media[copy.tier]
-        places = tuple(ClaimedPlace(self._nodes[name], living.get(name)) for name in sorted(nodes))
         most_lost = len(copy.survives) - 1
         found = self._count_machines(copy.tier, _find_folder(copy), content, places)
         if found <= most_lost:
             raise HistoryError(f"attempt {content} is claimed to survive {copy.survives}, but is on {found} machines")
-        claim = TierClaim(content, copy.tier, most_lost, places)
+        claim = TierClaim(content, copy.tier, most_lost, tuple(places))
         if claim not in self._claims:
             self._claims.append(claim)
 

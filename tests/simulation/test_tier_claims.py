@@ -1,0 +1,57 @@
+"""Which claims of durability a history requires, by the media that the nodes had when they were asked."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardckpt.checkpoint.peers.node_files import Node
+from shardckpt.format.durability.step_copies import MEMORY, StepCopy
+from shardckpt.testing.simulation import run_history
+from shardckpt.testing.simulation.scheduler import HistoryError
+from shardckpt.testing.simulation.tier_claims import Claims
+
+NODES = {name: Node(name, name, "rack0") for name in ("node0", "node1")}
+COPY = StepCopy(MEMORY, "memory:run/step-00000001", ("process",), None)
+
+
+class Holders:
+    """Holders of two nodes, whose files nobody can read any more once they are lost."""
+
+    version = 0
+
+    def __init__(self) -> None:
+        self.living: dict[str, object] = {name: object() for name in NODES}
+
+    def find_living(self) -> dict[str, object]:
+        return dict(self.living)
+
+    def list_files(self, _medium: object) -> dict[str, bytearray]:
+        return {}
+
+
+def end_holder(claims: Claims, holders: Holders, node: str) -> None:
+    claims.lose(holders.living.pop(node))
+
+
+def test_a_holder_may_end_between_the_report_of_its_node_and_the_answer() -> None:
+    holders = Holders()
+    claims = Claims(NODES, {MEMORY: holders})
+    claims.begin("call", 1, NODES, "node0")
+    end_holder(claims, holders, "node0")
+    claims.begin("call", 1, NODES, "node1")
+    claims.check("call", 1, COPY, NODES)
+
+
+def test_a_holder_that_ended_before_its_node_was_asked_has_no_claimed_copy() -> None:
+    holders = Holders()
+    claims = Claims(NODES, {MEMORY: holders})
+    claims.begin("call", 1, NODES, "node1")
+    claims.begin("call", 1, NODES, None)  # another rank of node0 does not report what it has
+    end_holder(claims, holders, "node0")
+    claims.begin("call", 1, NODES, "node0")
+    with pytest.raises(HistoryError, match=r"attempt 1 is claimed to survive \('process',\), but is on 0 machines"):
+        claims.check("call", 1, COPY, NODES)
+
+
+def test_a_holder_that_ends_after_its_report_may_be_claimed_by_all_ranks() -> None:
+    assert run_history(1_143_782).failure is None
