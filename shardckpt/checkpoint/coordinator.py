@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -94,6 +94,7 @@ class Coordinator:
         decide: Callable[[list[bytes]], Sequence[bytes]],
         meanwhile: Callable[[], object] | None,
     ) -> bytes:
+        self.expect_messages()
         if self.rank == 0:
             answer = self._gather_and_answer(step, message, decide)
             if meanwhile is not None:
@@ -101,13 +102,22 @@ class Coordinator:
             return answer
         known = message if isinstance(message, RankError) and self.has_lost_rank else None
         with self._report_lost_rank(known):
-            if meanwhile is not None:
-                self._link.expect_message(0)  # rank 0 need not wait until this rank has time for its answer
             self._send_bytes(_frame(message), 0)
         if meanwhile is not None:
             meanwhile()
         with self._report_lost_rank(known):
             return self._recv_bytes(0, time.monotonic() + self._link.timeout.total_seconds())
+
+    def expect_messages(self) -> None:
+        """Expect the messages of the next `coordinate`, so that no rank has to wait until this one has time for them.
+
+        `coordinate` does this too. Call it before long work that precedes `coordinate`.
+        """
+        if self.has_lost_rank:
+            return
+        for rank in range(1, self.size) if self.rank == 0 else (0,):
+            with suppress(RuntimeError):  # raised again when the message is received
+                self._link.expect_message(rank)
 
     @contextmanager
     def in_step(self) -> Iterator[None]:

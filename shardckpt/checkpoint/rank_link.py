@@ -63,7 +63,7 @@ class RankLink(ABC):
         """Expect the next message of a rank, which can send it before `recv_message` is called. Raises RuntimeError.
 
         Args:
-            src: Index of the rank, whose message is not expected yet.
+            src: Index of the rank.
         """
 
     @abstractmethod
@@ -144,8 +144,9 @@ class TorchLink(RankLink):
         return first + self._start_packet(nbytes - _FIRST_BYTES, src).recv(deadline)
 
     def expect_message(self, src: int) -> None:
-        """Start to receive the next packet."""
-        self._expected[src] = self._start_packet(_PACKET_BYTES, src)
+        """Start to receive the next packet, unless that has been done."""
+        if src not in self._expected:
+            self._expected[src] = self._start_packet(_PACKET_BYTES, src)
 
     def _start_packet(self, nbytes: int, src: int) -> _ArrivingPacket:
         row = torch.empty(nbytes, dtype=torch.uint8)

@@ -6,17 +6,23 @@ import os
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
+from itertools import groupby
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import run
 
+import shardckpt
 from shardckpt.checkpoint.coordinator import Coordinator
-from shardckpt.checkpoint.rank_link import RankLink, Transfer, link_ranks
+from shardckpt.checkpoint.rank_link import RankLink, TorchLink, Transfer, link_ranks
 from shardckpt.errors import RankError
 from shardckpt.storage.linux_syscalls import LOW_PRIORITY
+from shardckpt.storage.local import LocalStore
+from shardckpt.torch_features import get_group_store
 
 
 class QueueLink(RankLink):
@@ -67,6 +73,71 @@ def test_a_rank_that_is_ahead_counts_as_lost() -> None:
     with pytest.raises(RankError, match="rank 1 is in round 2 of messages, not in 1"):
         coordinator.coordinate("step", b"", lambda messages: messages)
     assert coordinator.has_lost_rank
+
+
+class LoggingLink(QueueLink):
+    """The link of rank 0 of 3, which logs what is expected and received."""
+
+    def __init__(self, *messages: bytes) -> None:
+        super().__init__(*messages)
+        self.size, self.log = 3, []
+
+    def expect_message(self, src: int) -> None:
+        self.log.append(f"expect {src}")
+
+    def recv_message(self, src: int, deadline: float) -> bytes:
+        self.log.append(f"receive {src}")
+        return super().recv_message(src, deadline)
+
+
+def test_rank_0_expects_the_messages_of_all_ranks_before_it_waits_for_one() -> None:
+    link = LoggingLink(message(1, b""), message(1, b""))
+    Coordinator(link).coordinate("step", b"", lambda messages: messages)
+    assert link.log == ["expect 1", "expect 2", "receive 1", "receive 2"]
+
+
+def test_nothing_is_expected_of_a_lost_rank() -> None:
+    link = LoggingLink()
+    coordinator = Coordinator(link)
+    coordinator.leave()
+    coordinator.expect_messages()
+    assert link.log == []
+
+
+def test_no_rank_waits_until_another_has_time_for_a_message_that_it_expects() -> None:
+    def body(rank: int, world: int) -> None:
+        link, store = link_ranks(None), get_group_store(dist.group.WORLD)
+        other = 1 - rank
+        for _ in range(2):
+            link.expect_message(other)  # the second time changes nothing
+        link.send_message(b"early", other)
+        store.set(f"sent by {rank}", "1")
+        store.wait([f"sent by {other}"], timedelta(seconds=20))
+        assert link.recv_message(other, time.monotonic() + 10) == b"early"
+
+    run(2, body)
+
+
+def test_a_load_expects_messages_before_it_plans_and_before_it_reads(tmp_path, monkeypatch) -> None:
+    def body(rank: int, world: int) -> list[str]:
+        state = {"t": torch.ones(2)}
+        shardckpt.save(state, tmp_path / "step")
+        log: list[str] = []
+        for cls, name in ((TorchLink, "expect_message"), (TorchLink, "recv_message"), (LocalStore, "read")):
+            monkeypatch.setattr(cls, name, _logged(getattr(cls, name), name, log))
+        shardckpt.load(state, tmp_path / "step")
+        return [name for name, _ in groupby(log)]
+
+    work = ["expect_message", "read", "expect_message", "recv_message"]
+    assert run(2, body) == [[*work, *work]] * 2
+
+
+def _logged(function: Callable[..., Any], name: str, log: list[str]) -> Callable[..., Any]:
+    def call(*args: Any, **options: Any) -> Any:
+        log.append(name)
+        return function(*args, **options)
+
+    return call
 
 
 def test_messages_of_any_size_arrive_and_short_ones_are_one_packet() -> None:

@@ -352,6 +352,7 @@ def _load_into(
     session = None
     message: bytes | Exception
     with recorder.phase("plan"):
+        coordinator.expect_messages()
         try:
             if isinstance(order, Exception):
                 raise order
@@ -366,6 +367,7 @@ def _load_into(
     if on_progress is not None:
         session.saved.elements.meter = Meter(session.count_bytes(), on_progress)
     with recorder.phase("read"):
+        coordinator.expect_messages()
         message = _execute(session, coordinator, decode_groups(answer[_COUNT_BYTES:]) if answer[_COUNT_BYTES:] else [])
         try:
             coordinator.coordinate(f"loading {path}", message, _silent)
