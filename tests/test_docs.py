@@ -109,6 +109,10 @@ def run(command: str, folder: Path) -> str:
     return run_ranks(int(ranks[1]), shlex.split(ranks[2]), folder) if ranks else run_by_bash(command, folder)
 
 
+GLOO = re.compile(r"(?m)^.*(?:\[Gloo\] Rank|connected peer ranks is :).*\n+")
+"""Lines that the gloo of torch 2.9 prints; those of several ranks mix."""
+
+
 class Process(NamedTuple):
     """A fork to be: its command line, the function that it runs, and environment variables."""
 
@@ -137,7 +141,7 @@ def run_forked(processes: list[Process], folder: Path) -> str:
         for child in children:
             os.waitpid(child, 0)
         printed.seek(0)
-        return printed.read().decode()
+        return GLOO.sub("", printed.read().decode())
 
 
 def be_process(process: Process, folder: Path, printed: int) -> NoReturn:

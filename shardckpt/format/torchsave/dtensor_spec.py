@@ -11,7 +11,7 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from shardckpt.boxes import Box, Shape, chunk_range, full_box, shift
+from shardckpt.boxes import Box, Shape, chunk_range, full_box, shift, strides
 from shardckpt.errors import FormatError, UnsupportedError, escape
 from shardckpt.format.encodings.pickle_reader import Dtype, InstanceStub, TensorStub
 from shardckpt.format.value_checks import (
@@ -279,6 +279,12 @@ def _parse_mesh(fields: dict[str, object]) -> Mesh:
     rank = fields.get("_rank", -1)
     if type(rank) is not int or not -1 <= rank < _MOST_RANKS:
         raise FormatError("a mesh has an impossible rank", found=rank)
+    listed = check_counts(fields.get("_flatten_mesh_list", ()), _MOST_RANKS)
+    if layout is None and len(listed) == prod(sizes):  # torch up to 2.9: the ranks of this mesh, row by row
+        row_steps = strides(sizes)
+        at = -1 if coordinates is None else sum(c * step for c, step in zip(coordinates, row_steps, strict=True))
+        steps = tuple(((size, step),) for size, step in zip(sizes, row_steps, strict=True))
+        return Mesh(sizes, coordinates, -1 if at < 0 else listed[at], listed, steps, at)
     return Mesh(sizes, coordinates, rank, ranks, steps, ranks.index(rank) if rank in ranks else -1)
 
 

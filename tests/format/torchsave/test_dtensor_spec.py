@@ -42,9 +42,15 @@ def mesh(sizes: tuple[int, ...], place: tuple[int, ...], rank: int = -1) -> Inst
 
 
 def old_mesh(sizes: tuple[int, ...], place: tuple[int, ...]) -> InstanceStub:
-    """Return a mesh as torch up to 2.8 pickles it: ranks are a tensor."""
+    """Return a mesh as torch up to 2.9 pickles it: ranks are a tensor, and a list without dimensions."""
     ranks = TensorStub(StorageRef("9", "int32", prod(sizes)), 0, sizes, sizes, "int32")
-    state = {"device_type": "cuda", "mesh": ranks, "mesh_dim_names": None, "_coordinate_on_dim": list(place)}
+    state = {
+        "device_type": "cuda",
+        "mesh": ranks,
+        "mesh_dim_names": None,
+        "_flatten_mesh_list": tuple(range(prod(sizes))),
+        "_coordinate_on_dim": list(place),
+    }
     return InstanceStub("torch.distributed.device_mesh.DeviceMesh", (), state)
 
 
@@ -121,7 +127,7 @@ def test_each_rank_holds_what_cutting_the_array_gives(given_cut: Any, spelt: boo
         told = dict(share.info.list_parts())
         assert set(boxes) <= set(told)
         replicas = [m for m in range(len(sizes)) if not any(m in o for o in orders)]
-        if not old and held and not any(place[m] for m in replicas):
+        if held and not any(place[m] for m in replicas):
             assert told[held[0]] == sum(c * prod(sizes[i + 1 :]) for i, c in enumerate(place))
     found = cover(full_box(shape), sorted(set(boxes)))
     assert found.gaps == found.overlaps == []
@@ -139,6 +145,19 @@ def test_a_submesh_knows_the_ranks_of_its_own_column() -> None:
     over = InstanceStub("torch.distributed.device_mesh.DeviceMesh", (), state)
     share = shared(dtensor((4,), over, (placement("Shard", dim=0),), stub((2,))))
     assert list(share.info.list_parts()) == [(Box((0,), (2,)), 1), (Box((2,), (2,)), 3)]
+
+
+@pytest.mark.parametrize("listed", [None, (4, 5, 6), (7, 5)])
+def test_a_mesh_of_an_older_torch_names_ranks_if_it_lists_them(listed: tuple[int, ...] | None) -> None:
+    over = old_mesh((2,), (1,))
+    if listed is None:
+        del over.state["_flatten_mesh_list"]
+    else:
+        over.state["_flatten_mesh_list"] = listed
+    info = shared(dtensor((4,), over, (placement("Shard", dim=0),), stub((2,)))).info
+    is_known = listed == (7, 5)
+    assert [rank for _, rank in info.list_parts()] == ([7, 5] if is_known else [-1, -1])
+    assert info.rank == (5 if is_known else -1)
 
 
 def test_partial_sums_are_refused_by_name() -> None:
