@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from harness import run
 from states import FRONT_ENDS, Net, differing, flat, in_place, kept_differs, over, refused, step, wrapper
+from torch import nn
 from torch.distributed import fsdp as theirs
 
+from shardckpt.core import fully_shard
 from shardckpt.state import load_model_state_dict, load_optim_state_dict, model_state_dict, optim_state_dict
 
 FORMS = ("flat", "orig", "in place")
@@ -61,6 +64,22 @@ def test_a_model_state_that_does_not_fit_on_one_rank_changes_nothing_on_any():
         return wrong
 
     over((*FORMS, "plain", "ddp"), body)
+
+
+@pytest.mark.parametrize("kind", ["FULL", "LOCAL"])
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_model_without_memory_is_refused_by_name(kind: str, is_sharded: bool):
+    def body(rank, world):
+        with torch.device("meta"):
+            model = nn.BatchNorm1d(4)
+        other = nn.BatchNorm1d(4)
+        if is_sharded:
+            fully_shard(model)
+            fully_shard(other)
+        told = refused(load_model_state_dict, model, model_state_dict(other, kind))
+        return [name for name in model.state_dict() if f"no memory for {name}: it is on the meta device" not in told]
+
+    assert run(2, body) == [[], []]
 
 
 def changed(before: dict, how: str) -> dict:

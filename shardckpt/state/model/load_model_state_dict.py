@@ -197,6 +197,7 @@ class _IncomingModelState:
         problems = check_kind(self.note, self.kind)
         if not problems:
             problems = self._local_problems() if self.kind is StateKind.LOCAL else self._problems()
+        problems += self._memory_problems()
         keys = self._keys()
         if strict:
             problems += [f"Missing key: {name}" for name in keys.missing]
@@ -248,6 +249,16 @@ class _IncomingModelState:
             if buffer.name in self.values:
                 problems += _misfit(buffer.name, self.values[buffer.name], tuple(buffer.value.shape), buffer.dtype)
         return problems
+
+    def _memory_problems(self) -> list[str]:
+        """Return the tensors on the meta device: copies into them have no effect."""
+        held = {entry.name: each.packed for each in self._index.adapters for entry in each.entries}
+        held.update({buffer.name: buffer.value for buffer in self._index.buffers if buffer.persistent})
+        return [
+            f"no memory for {name}: it is on the meta device (`to_empty` gives some)"
+            for name, tensor in held.items()
+            if tensor.is_meta
+        ]
 
     def _find_unequal(self, names: Sequence[str]) -> list[str]:
         """Return the further names of a parameter under which the state has other values than under the first."""
