@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ from shardckpt.checkpoint.load.source import allocate
 from shardckpt.errors import IncompleteError, NoMemoryError
 from shardckpt.manifest import TensorEntry
 from shardckpt.plan.optim.optim_keys import flatten, to_names
+
+ADAPTER = "adapter_model.safetensors"
 
 
 def trained(seed: int = 0, steps: int = 2):
@@ -186,6 +189,63 @@ def test_other_names_beside_a_config_are_told_to_be_those_of_transformers(
     with pytest.raises(shardckpt.MismatchError, match=r"missing: model\.0\.bias") as caught:
         shardckpt.load({"model": nn.Sequential(nn.Linear(2, 2))}, tmp_path)
     assert ("save_pretrained of transformers" in str(caught.value)) == is_told
+
+
+def adapted(*adapters: str) -> nn.Module:
+    """A model with the names that PEFT gives, which cannot train."""
+    names = ("base_layer.weight", *(f"lora_A.{name}.weight" for name in adapters), "modules_to_save.default.bias")
+    model = nn.Module()
+    for name in (*names, "original_module.bias"):
+        *modules, last = f"base_model.model.x.{name}".split(".")
+        at = model
+        for module in modules:
+            if not hasattr(at, module):
+                at.add_module(module, nn.Module())
+            at = getattr(at, module)
+        at.register_parameter(last, nn.Parameter(torch.zeros(2)))
+    return model
+
+
+@pytest.mark.parametrize("state", ["model", "in a dict"])
+def test_an_adapter_of_peft_goes_into_the_model_whose_names_have_that_of_the_adapter(
+    tmp_path: Path, state: str
+) -> None:
+    stored = {"x.lora_A.weight": torch.ones(2), "x.bias": torch.full((2,), 2.0)}
+    save_file({f"base_model.model.{name}": value for name, value in stored.items()}, tmp_path / ADAPTER)
+    model = adapted("default")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        shardckpt.load(model if state == "model" else {"net": model}, tmp_path, strict=False)
+    found = {name.removeprefix("base_model.model.x."): value.tolist() for name, value in model.named_parameters()}
+    assert found == {
+        "base_layer.weight": [0, 0],
+        "lora_A.default.weight": [1, 1],
+        "modules_to_save.default.bias": [2, 2],
+        "original_module.bias": [0, 0],
+    }
+
+
+def test_a_file_of_one_adapter_fills_none_of_several(tmp_path: Path) -> None:
+    save_file({"base_model.model.x.lora_A.weight": torch.ones(2)}, tmp_path / ADAPTER)
+    model = adapted("default", "other")
+    with pytest.raises(shardckpt.MismatchError, match=r"unexpected: base_model\.model\.x\.lora_A\.weight"):
+        shardckpt.load({"model": model}, tmp_path)
+    with pytest.warns(UserWarning, match="nothing was loaded into model: the checkpoint has none of its names"):
+        shardckpt.load({"model": model}, tmp_path, strict=False)
+    assert not any(value.any() for value in model.parameters())
+
+
+@pytest.mark.parametrize("include", [None, ["other"]])
+def test_a_load_without_strictness_that_finds_no_name_of_a_model_warns(tmp_path: Path, include) -> None:
+    """Not where the model was not to be loaded."""
+    torch.save({"old": nn.Linear(2, 2).state_dict(), "other": 3}, tmp_path / "last.pt")
+    state = {"model": nn.Sequential(nn.Linear(2, 2)), "other": 0}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        shardckpt.load(state, tmp_path / "last.pt", strict=False, include=include)
+    told = ["nothing was loaded into model: the checkpoint has none of its names"] if include is None else []
+    assert [str(each.message) for each in caught] == told
+    assert state["other"] == 3
 
 
 def test_code_in_a_file_never_runs(tmp_path: Path) -> None:

@@ -568,6 +568,17 @@ class TestRefusals:
         with pytest.raises(shardckpt.MismatchError, match=r"no memory for model\.weight.*to_empty"):
             shardckpt.load({"model": model}, self.saved(tmp_path), ignore_extra=True)
 
+    def test_parameters_without_memory_are_not_told_to_share_it(self, tmp_path: Path) -> None:
+        """Parts of two meta tensors have the same address: their offset."""
+        model = nn.ModuleList(nn.Linear(3, 2, bias=False) for _ in range(2))
+        shardckpt.save({"model": model}, tmp_path / "saved")
+        for layer in model:
+            layer.weight = nn.Parameter(torch.empty(3, 3, device="meta")[1:])
+        with pytest.raises(shardckpt.MismatchError) as caught:
+            shardckpt.load({"model": model}, tmp_path / "saved")
+        told = [problem.split(":")[0] for problem in caught.value.problems]
+        assert told == ["no memory for model.0.weight", "no memory for model.1.weight"]
+
     @pytest.mark.parametrize("nbytes", [0, 20])
     @pytest.mark.parametrize("kind", ["tensor", "columns of it", "model"])
     def test_a_tensor_whose_storage_was_freed_is_refused_both_ways(

@@ -225,11 +225,13 @@ class TestTheBase:
             assert all(torch.equal(found[key], value) for key, value in expected.items())
             assert not any("base" in key for key in payload_names(tmp_path / name))
 
-    def test_names_that_an_adapter_library_makes_are_known(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("wrapped", ["base_layer", "original_module", "token_adapter.base_layer"])
+    def test_names_that_an_adapter_library_makes_are_known(self, tmp_path: Path, wrapped: str) -> None:
         save_file({"x.weight": torch.ones(3, 2)}, tmp_path / "base.safetensors")
-        model = nn.ModuleDict({"base_model": nn.ModuleDict({"model": nn.ModuleDict({"x": nn.ModuleDict()})})})
-        model["base_model"]["model"]["x"]["base_layer"] = nn.Linear(2, 3, bias=False).requires_grad_(False)
-        nn.init.ones_(model["base_model"]["model"]["x"]["base_layer"].weight)
+        model: nn.Module = nn.Linear(2, 3, bias=False).requires_grad_(False)
+        nn.init.ones_(model.weight)
+        for name in reversed(f"base_model.model.x.{wrapped}".split(".")):
+            model = nn.ModuleDict({name: model})
         shardckpt.save({"model": model}, tmp_path / "c", base=tmp_path / "base.safetensors", trainable_only=True)
         assert payload_names(tmp_path / "c") == set()
 

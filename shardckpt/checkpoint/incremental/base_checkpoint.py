@@ -27,13 +27,12 @@ from shardckpt.format.native.reader import NativeReader
 from shardckpt.format.native.records import DIGEST_BYTES, ArrayRecord, FileRecord, group_files_by_base, plain_name
 from shardckpt.format.value_stats import STATS_BYTES
 from shardckpt.manifest import Path, Span, TensorEntry, dotted
+from shardckpt.plan.naming.peft_names import to_base_name
 from shardckpt.storage.orphans import PARTIAL, list_owned
 from shardckpt.storage.resolve_url import file_version, local_path, open_store
 from shardckpt.storage.store import Read
 
 _BATCH_BYTES = 64 << 20
-_ADAPTED = ((re.compile(r"^base_model\.model\."), ""), (re.compile(r"\.base_layer(?=\.|$)"), ""))
-"""Patterns that adapter libraries (LoRA) add to the names of a model, with their replacements."""
 
 
 class BaseRemovedError(IncompleteError):
@@ -171,12 +170,12 @@ class BaseCheckpoint:
     def _spelt(self, names: Iterable[str]) -> Iterator[str]:
         """Yield possible names of a parameter in the base.
 
-        First with the rules applied, then unchanged, then without the patterns of adapter libraries.
+        First with the rules applied, then unchanged, then without what PEFT adds.
         """
         for name in names:
             yield _replaced(name, self._rules)
             yield name
-            yield _replaced(name, _ADAPTED)
+            yield to_base_name(name)
 
     def locate(self, frozen: Mapping[Path, Sequence[str]]) -> dict[Path, TensorEntry]:
         """Return the base's entries of frozen parameters, with all elements.

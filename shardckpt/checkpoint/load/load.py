@@ -401,6 +401,8 @@ def _open_session(state: Any, order: _Order, coordinator: Coordinator) -> LoadSe
         saved.check_blocks(coordinator.rank, coordinator.size, own_only=options.is_own_only)
     plan = plan_load(state, saved, options, coordinator.rank, coordinator.size, models())
     _require_fit(plan, saved)
+    for path in plan.unmatched if coordinator.rank == 0 else ():
+        warn_user(f"nothing was loaded into {dotted(path) or 'the model'}: the checkpoint has none of its names")
     requests = saved.locate_requests([(target.entry, target.array) for target in plan.arrays])
     has = saved.store.capabilities
     if coordinator.size == 1 or not (

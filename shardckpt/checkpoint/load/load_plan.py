@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from shardckpt.format.encodings.tagged_json import MAX_DEPTH
 from shardckpt.format.opened.state_tree import ForeignValue
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.plan.naming.fqn import make_cleaner
+from shardckpt.plan.naming.peft_names import to_file_name
 from shardckpt.plan.naming.sections import find_sections, model_paths
 from shardckpt.state.keys.slots import UnequalSteps
 from shardckpt.state.local.local_shards import LocalShard, TensorShards
@@ -65,6 +66,7 @@ class LoadPlan:
         taken: Paths of the checkpoint that are loaded, with everything below them.
         missing: Paths that the checkpoint does not have.
         unexpected: Paths that only the checkpoint has.
+        unmatched: Paths of models without any name that the checkpoint has, where names may be missing.
     """
 
     arrays: list[LoadItem] = field(default_factory=list)
@@ -74,6 +76,7 @@ class LoadPlan:
     taken: set[Path] = field(default_factory=set)
     missing: set[Path] = field(default_factory=set)
     unexpected: list[Path] = field(default_factory=list)
+    unmatched: list[Path] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -269,7 +272,7 @@ class LoadPlanBuilder:
         first_of: dict[int, tuple[LoadItem, LocalShard]] = {}
         for item in self.plan.arrays:
             for shard in item.array.shards:
-                if not shard.tensor.numel() or not (address := shard.tensor.data_ptr()):
+                if shard.tensor.is_meta or not shard.tensor.numel() or not (address := shard.tensor.data_ptr()):
                     continue
                 first, other = first_of.setdefault(address, (item, shard))
                 if first is item or is_same_source(first.entry, item.entry) or not _has_same_elements(other, shard):
@@ -361,16 +364,22 @@ def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(((one == other) | ((one != one) & (other != other))).all())  # noqa: PLR0124  (NaN)
 
 
-def model_names(saved: CheckpointSource, path: Path, names: Iterable[str]) -> Mapping[str, Path]:
+def model_names(saved: CheckpointSource, path: Path, names: Collection[str]) -> Mapping[str, Path]:
     """Return the paths of a model's tensors in the checkpoint, by name.
 
-    They are below the model's path; in a checkpoint of another tool, in that tool's place and spelling.
+    They are below the model's path; in a checkpoint of another tool, in that tool's place and spelling. The file of
+    an adapter means none of several adapters of a PEFT model.
 
     Args:
         saved: Open checkpoint.
         path: Path of the model in the state.
         names: Names of the model's tensors.
     """
+    found = _saved_names(saved, path, names)
+    return {**found, **_adapter_names(found, names)} if saved.manifest.format == "adapter" else found
+
+
+def _saved_names(saved: CheckpointSource, path: Path, names: Collection[str]) -> Mapping[str, Path]:
     n = len(path)
     here = {str(at[n]): at for at in saved.arrays if len(at) == n + 1 and at[:n] == path}
     if saved.is_native or any(name in here for name in names):
@@ -382,3 +391,12 @@ def model_names(saved: CheckpointSource, path: Path, names: Iterable[str]) -> Ma
     stored = {back[at]: ".".join(map(str, at[depth:])) or dotted(at) for at in model_paths(saved.manifest, sections)}
     clean = make_cleaner(stored.values())
     return {saved.rename_key(clean(name)): at for at, name in stored.items()}
+
+
+def _adapter_names(found: Mapping[str, Path], names: Iterable[str]) -> Mapping[str, Path]:
+    """Return the paths of tensors of a PEFT model that its file calls otherwise."""
+    called: dict[str, list[str]] = {}
+    for name in names:
+        if name not in found:
+            called.setdefault(to_file_name(name), []).append(name)
+    return {each[0]: found[name] for name, each in called.items() if name in found and len(each) == 1}

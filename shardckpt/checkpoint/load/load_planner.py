@@ -231,7 +231,7 @@ class _LoadPlanner:
 
     def _module(self, module: nn.Module, path: Path) -> None:
         model = self._models.get(module, path)
-        names = model_names(self._builder.source, path, model.arrays)
+        names = model_names(self._builder.source, path, (*model.arrays, *model.aliases))
         others: dict[str, list[str]] = {}
         for alias, first in model.aliases.items():
             others.setdefault(first, []).append(alias)
@@ -242,6 +242,9 @@ class _LoadPlanner:
             else:
                 self._builder.add_array((*path, name), names.get(name, (*path, name)), array)
         self._builder.plan.taken |= {names[alias] for alias in model.aliases if alias in names}
+        missing = {(*path, name) for name in model.arrays} & self._builder.plan.missing
+        if missing and len(missing) == len(model.arrays) and any(map(self._builder.wants, missing)):
+            self._builder.plan.unmatched.append(path)
         for name, owner in model.extra.items():
             self._builder.add_value((*path, name), owner.set_extra_state)
         self._builder.plan.after.append(model.finish)

@@ -1,0 +1,29 @@
+"""Names that PEFT gives to the tensors of a model, and the other ones that its files have."""
+
+from __future__ import annotations
+
+import re
+
+_PREFIX = re.compile(r"^base_model\.model\.")
+_WRAPPED = re.compile(r"(\.token_adapter)?\.(base_layer|original_module)(?=\.|$)")
+_SAVED_MODULE = re.compile(r"\.modules_to_save\.[^.]+(?=\.)")
+_ADAPTER = re.compile(r"\.(lora_[A-Za-z_]+|trainable_tokens_[a-z]+)\.[^.]+(?=\.|$)")
+_MAGNITUDE = re.compile(r"\.lora_magnitude_vector\.weight$")
+
+
+def to_base_name(name: str) -> str:
+    """Return the name in the base model of a tensor that PEFT has wrapped; any other name as it is.
+
+    Args:
+        name: Name in a PEFT model, such as `base_model.model.head.base_layer.weight`.
+    """
+    return _WRAPPED.sub("", _PREFIX.sub("", name))
+
+
+def to_file_name(name: str) -> str:
+    """Return the name of an adapter's tensor in the files of `save_pretrained`, which lack the name of the adapter.
+
+    Args:
+        name: Name in a PEFT model, such as `base_model.model.head.lora_A.default.weight`.
+    """
+    return _MAGNITUDE.sub(".lora_magnitude_vector", _ADAPTER.sub(r".\1", _SAVED_MODULE.sub("", name)))
