@@ -198,6 +198,10 @@ class StepTask(NamedTuple):
     number: int
     handle: SaveHandle
 
+    def is_over_within(self, limit_s: float) -> bool:
+        """Wait for the end of the save; return False if it has not come in time."""
+        return self.handle._task.join(limit_s)
+
     def await_fault(self) -> str:
         """Wait for the end of the save; return why it failed, empty if it did not, or if its error was retrieved.
 

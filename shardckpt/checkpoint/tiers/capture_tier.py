@@ -27,7 +27,7 @@ from shardckpt.events import BackpressureEvent, FallbackEvent, OnEvent, Operatio
 from shardckpt.events.warn_user import warn_user
 from shardckpt.format.native.run_directory import step_name
 from shardckpt.plan.retention import Retention
-from shardckpt.storage.holder.holder_connection import HolderBusyError
+from shardckpt.storage.holder.holder_connection import STALL_S, HolderBusyError
 from shardckpt.storage.store import Store
 
 _LOG = logging.getLogger("shardckpt")
@@ -101,6 +101,7 @@ class CaptureTier(ABC):
         self.is_spread = False
         self.opening = NodeOpening(place.finder.root, self.open_node, self.refuse, group)
         self.pending: StepTask | None = None
+        self._left: StepTask | None = None
 
     @abstractmethod
     def open_node(self) -> None:
@@ -205,20 +206,12 @@ class CaptureTier(ABC):
         if self.is_spread != (nodes > 1):
             return None
         notes.is_shared = nodes == 1
-        checked, fault = check_options("async_save", self.target(number), self._list_params(notes, None))
+        checked, fault = check_options("async_save", self.target(number), _list_params(notes, self._group, None))
         try:
             return None if fault is not None else early.plan.begin(checked)
         except Exception as error:  # noqa: BLE001  (the ranks ask each other once more, and find it again)
             _LOG.debug("step %d is planned again: %s", number, error)
             return None
-
-    def _list_params(self, notes: RunNotes, on_event: OnEvent | None) -> SaveParams:
-        return {
-            "overwrite": True,
-            "custom_metadata": notes,
-            "process_group": self._group,
-            "on_event": on_event,
-        }
 
     def capture(
         self,
@@ -260,7 +253,7 @@ class CaptureTier(ABC):
                 on_committed(number)
                 self.apply_rules(number)
 
-        given, limited = self._list_params(notes, on_event), _limit_staging(options)
+        given, limited = _list_params(notes, self._group, on_event), _limit_staging(options)
         try:
             handle = start_async_save(self._lane, state, self.target(number), given, early=early, **limited)
         except Exception as error:
@@ -274,20 +267,25 @@ class CaptureTier(ABC):
         """Return True if the capture of a step has ended on this rank."""
         return self.pending is None or self.pending.number != number or self.pending.handle.done()
 
-    def settle_before_next(self) -> None:
-        """Wait for the last capture, since the next one begins; an event records a wait. Collective.
+    def settle_before_next(self, *, can_be_left: bool = False) -> None:
+        """Wait for the last capture, since the next one begins; an event records a wait.
+
+        Args:
+            can_be_left: Whether this step may be left out. Then no save waits longer than `STALL_S` seconds for one
+                capture, which may be in a holder that hangs.
 
         Raises:
             Exception: As for `settle`.
         """
         if self.pending is None:
             return
-        number, handle = self.pending
-        start, has_waited = time.monotonic(), not handle.done()
-        self.settle()
+        pending, start, has_waited = self.pending, time.monotonic(), not self.pending.handle.done()
+        if not can_be_left or pending.is_over_within(0.0 if pending is self._left else STALL_S):
+            self.settle()
+        self._left = pending
         if has_waited:
             rank, seconds = get_channels(self._group).main.rank, time.monotonic() - start
-            emit(BackpressureEvent(self.path(number), seconds, number, rank), self._on_event)
+            emit(BackpressureEvent(self.path(pending.number), seconds, pending.number, rank), self._on_event)
 
     def settle(self) -> None:
         """Wait for the last capture. Collective.
@@ -381,6 +379,10 @@ class _CaptureAttempts:
         else:
             self._failures += 1
         return is_first
+
+
+def _list_params(notes: RunNotes, group: dist.ProcessGroup | None, on_event: OnEvent | None) -> SaveParams:
+    return {"overwrite": True, "custom_metadata": notes, "process_group": group, "on_event": on_event}
 
 
 def _limit_staging(options: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -283,6 +283,8 @@ class TieredSaver:
             if tier.place.name in places.common:
                 tier.promoted.count([PromotedStep(*step) for step in places.common[tier.place.name]])
         opened = self._open_tiers(places, share)
+        for tier in opened:  # their holders answer, so a capture that was left goes on
+            tier.settle_before_next()
         if opened:
             source, *targets = opened
             rank = get_channels(self._finder.group).main.rank
@@ -376,12 +378,15 @@ class TieredSaver:
         return [*(StepFault(number, fault) for number, fault in ended if fault), *in_root]
 
     def _settle_tiers(self, step: Any) -> None:
-        """Wait for the last captures in the tiers that take a step, which has to be equal on every rank."""
+        """Wait a short time for the last captures in the tiers that take a step, which has to be equal on every rank.
+
+        Only after that the ranks find out together which tiers can take it: a holder may hang on one of them.
+        """
         with suppress(UsageError):  # all ranks raise it below
             number = require_step_number(step)
             for tier in self._tiers:
                 if tier.takes(number):
-                    tier.settle_before_next()
+                    tier.settle_before_next(can_be_left=True)
 
     def _choose(self, messages: list[bytes], notes: RunNotes, early: EarlyCopy | None) -> list[bytes]:
         """Choose the places of a step, and begin its capture if its plan is known. On rank 0."""

@@ -8,6 +8,7 @@ import platform
 import re
 import shutil
 import signal
+import threading
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -19,9 +20,11 @@ from tier_runs import BLOCKS, DAMAGES, VALUES, damage_step, enter, holders, is_s
 from tier_runs import sharded_state as state
 
 import shardckpt
-from shardckpt import Checkpointer, Local, PeerMemory, PromotionEvent, RestoreEvent, WithdrawalEvent
+from shardckpt import Checkpointer, FallbackEvent, Local, PeerMemory, PromotionEvent, RestoreEvent, WithdrawalEvent
 from shardckpt.checkpoint.peers import open_peers
 from shardckpt.checkpoint.peers.peer_store import PeerStore
+from shardckpt.checkpoint.tiers import capture_tier
+from shardckpt.storage.holder import holders as holders_module
 from shardckpt.storage.holder import hung_holder
 from shardckpt.storage.holder.holder_store import HolderStore
 
@@ -387,3 +390,47 @@ def test_captures_of_a_root_that_was_emptied_are_dropped_on_all_nodes(tmp_path, 
     assert [each[0] for each in run(2, resume, root, nodes, {"memory": {}})] == [None, None]
     if names == "ab":
         assert [size(folder_of(root, node)) for node in names] == [0, 0]
+
+
+def save_beside_stopped_capture(rank: int, world: int, root: Path) -> tuple:
+    """Stop the holder of the second node in the capture of step 2, and save step 3; let it go on, and save step 4."""
+    enter("ab"[rank])
+    events: list = []
+    ck = make(root, folder_of(root, "ab"[rank]), memory={"keep_last": 4}, on_event=events.append, keep_last=4)
+    ck.save(1, state(world, 1))
+    ck.wait()
+    pids, create, stopped = [holder.pid for holder in holders("b")] * rank, HolderStore.create, threading.Event()
+
+    def stop(store: HolderStore, name: str, **options: object) -> object:
+        for pid in [] if stopped.is_set() else pids:
+            os.kill(pid, signal.SIGSTOP)
+        stopped.set()
+        return create(store, name, **options)
+
+    HolderStore.create = stop
+    ck.save(2, state(world, 2))
+    assert stopped.wait(30.0)
+    torch.distributed.barrier()
+    ck.save(3, state(world, 3))
+    is_running = not ck._saver._tiers[0].is_over(2)
+    torch.distributed.barrier()
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    ck.wait()
+    wait_for_checks()
+    torch.distributed.barrier()
+    ck.save(4, state(world, 4))
+    ck.wait()
+    claims = [[copy.tier for copy in ck.durability(step).copies] for step in (2, 3, 4)]
+    return is_running, claims, [each.step for each in events if isinstance(each, FallbackEvent)]
+
+
+@pytest.mark.filterwarnings("ignore:steps are not captured in memory")
+def test_a_holder_that_stops_in_a_capture_costs_the_next_one_and_no_save_waits_for_its_time_limit(
+    tmp_path, monkeypatch
+):
+    for module in (holders_module, capture_tier):
+        monkeypatch.setattr(module, "STALL_S", 0.3)
+    found = run(2, save_beside_stopped_capture, tmp_path / "run")
+    claims = [["memory", "local"], ["local"], ["memory", "local"]]
+    assert found == [(True, claims, [3]), (True, claims, [])]
