@@ -253,6 +253,10 @@ class RemoteFolder(Publication):
         for name in files:
             with suppress(StorageError):
                 self._store.delete(name)
+        if files and self._store.capabilities.is_local:  # elsewhere an empty folder is harmless, or there is none
+            with suppress(ShardckptError):
+                parent, own = split(self.staging_url)
+                open_remote(parent).delete_files(own, ())
 
     def _is_rolled_back(self) -> bool:
         """Remove a new `last`; return True if nothing refers to the files."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from shardckpt.errors import TargetExistsError, UnsafeError, UsageError
+from shardckpt.format.native.commit import COMMIT, STEP
 from shardckpt.storage.node_folder import find_folder, name_folder
-from shardckpt.storage.publish import JoinedPublication
+from shardckpt.storage.publish import JoinedPublication, begin
 from shardckpt.storage.resolve_url import kind, mount_store, open_store
 from shardckpt.storage.store import read_bytes
 
@@ -52,3 +53,18 @@ def test_files_are_written_into_a_folder_whose_url_or_path_is_mounted_for_reads(
             with JoinedPublication(url).create("x") as writer:
                 writer.write(b"data")
         assert read_bytes(open_store(url), "x", 0, 4) == b"data" and other.list() == []
+
+
+def test_a_result_that_is_rolled_back_leaves_no_empty_folder_and_no_file_of_another(tmp_path):
+    url = name_folder("abc", str(tmp_path)) + "/step-00000001"
+    for other in ("", "of another save"):
+        publication = begin(url, STEP, overwrite=True, needed_bytes=0, last=COMMIT, prefix="0123")
+        with publication.create("0123-00000-00.safetensors") as writer:
+            writer.write(b"data")
+        if other:
+            write(open_store(url), other, b"data")
+        publication.rollback()
+        assert [str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*")] == [f"step-00000001/{other}"] * bool(
+            other
+        )
+        assert [*tmp_path.iterdir()] == [tmp_path / "step-00000001"] * bool(other)
