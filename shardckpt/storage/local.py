@@ -131,7 +131,7 @@ class LocalStore:
         prefix = f"{folder}/" if folder else ""
         try:
             with os.scandir(path) as entries:
-                listed = [_to_listed(prefix, entry) for entry in islice(entries, most)]
+                listed = [each for entry in islice(entries, most) if (each := _to_listed(prefix, entry)) is not None]
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
@@ -566,12 +566,15 @@ def sync_open_folder(fd: int) -> None:
             raise
 
 
-def _to_listed(prefix: str, entry: os.DirEntry[str]) -> Listed:
+def _to_listed(prefix: str, entry: os.DirEntry[str]) -> Listed | None:
+    """Return an entry of a folder; None if it was removed since the folder was read."""
     try:
         is_folder = entry.is_dir()
         size = 0 if is_folder else entry.stat().st_size
-    except OSError:  # the link's target does not exist
-        is_folder, size = False, 0
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and not entry.is_symlink():
+            return None
+        is_folder, size = False, 0  # the link's target does not exist
     return Listed(prefix + entry.name, size, is_folder)
 
 

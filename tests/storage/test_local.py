@@ -5,7 +5,9 @@ import os
 import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,23 @@ class TestLocalStore(StoreSuite):
 
 def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_file_that_is_removed_while_its_folder_is_listed_is_not_listed_as_an_empty_one(store, tmp_path, monkeypatch):
+    for name in ("a.bin", "b.bin"):
+        put(store, name, b"1")
+    os.symlink("nowhere", tmp_path / "root" / "c.bin")
+    scan = os.scandir
+
+    @contextmanager
+    def scan_and_remove(path: str) -> Iterator[list[os.DirEntry[str]]]:
+        with scan(path) as entries:
+            found = [*entries]
+        (tmp_path / "root" / "a.bin").unlink()
+        yield found
+
+    monkeypatch.setattr(os, "scandir", scan_and_remove)
+    assert [(entry.name, entry.size) for entry in store.list()] == [("b.bin", 1), ("c.bin", 0)]
 
 
 class TestLinks:

@@ -218,6 +218,30 @@ def _features(value: object, version: tuple[int, int], where: object) -> tuple[s
     return tuple(features)
 
 
+def read_mark(store: Store, sizes: Mapping[str, int]) -> bytes:
+    """Return the bytes of `COMMIT`.
+
+    Args:
+        store: Store whose root is the step.
+        sizes: Name to size in bytes of the files in the folder.
+
+    Raises:
+        IncompleteError: `COMMIT` does not exist.
+        CheckpointError: It is too large.
+        StorageError: The store failed.
+    """
+    if COMMIT not in sizes:
+        raise IncompleteError(
+            "this step was never committed",
+            where=store.url,
+            found=f"{len(sizes)} files",
+            expected=f"a file {COMMIT}",
+            fix="The save was interrupted: load the step before it, or try `shardckpt repair`.",
+        )
+    require_small("the commit mark", sizes[COMMIT], MAX_COMMIT_BYTES, f"{store.url}/{COMMIT}")
+    return read_bytes(store, COMMIT, 0, sizes[COMMIT])
+
+
 def read_commit(store: Store, sizes: Mapping[str, int]) -> Commit:
     """Read and check `COMMIT`.
 
@@ -229,17 +253,7 @@ def read_commit(store: Store, sizes: Mapping[str, int]) -> Commit:
         IncompleteError: `COMMIT` does not exist.
         CheckpointError: `COMMIT` is damaged, or of a newer format.
     """
-    if COMMIT not in sizes:
-        raise IncompleteError(
-            "this step was never committed",
-            where=store.url,
-            found=f"{len(sizes)} files",
-            expected=f"a file {COMMIT}",
-            fix="The save was interrupted: load the step before it, or try `shardckpt repair`.",
-        )
-    where = f"{store.url}/{COMMIT}"
-    require_small("the commit mark", sizes[COMMIT], MAX_COMMIT_BYTES, where)
-    return decode_commit(read_bytes(store, COMMIT, 0, sizes[COMMIT]), where=where)
+    return decode_commit(read_mark(store, sizes), where=f"{store.url}/{COMMIT}")
 
 
 def find_save(store: Store, step: str) -> str | None:

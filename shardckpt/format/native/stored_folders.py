@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from shardckpt.errors import ChecksumError, UnsupportedError
 from shardckpt.format.native.base_refs import sibling
-from shardckpt.format.native.commit import COMMIT, Commit, decode_commit, read_contents
+from shardckpt.format.native.commit import COMMIT, Commit, decode_commit, read_contents, read_mark
 from shardckpt.format.native.reader import find_hashes
 from shardckpt.format.native.records import FileRecord
 from shardckpt.format.native.run_directory import RunDirectory
@@ -92,7 +92,7 @@ def read_stored_step(store: Store) -> StoredFolder:
         store: Store whose root is the step.
 
     Raises:
-        CheckpointError: `COMMIT` or the manifest is damaged, or of a newer format.
+        CheckpointError: `COMMIT` or the manifest is missing, damaged, or of a newer format.
         StorageError: The store failed.
     """
     return _read_step("", store)[0]
@@ -140,7 +140,7 @@ def read_stored_run(store: Store, run: RunDirectory) -> list[StoredFolder]:
 def _read_step(name: str, inside: Store) -> tuple[StoredFolder, list[FileRecord]]:
     """Return a step, and the records of its files in other folders."""
     sizes = {entry.name: entry.size for entry in inside.list() if not entry.is_folder}
-    mark = read_bytes(inside, COMMIT, 0, sizes.get(COMMIT, 0))
+    mark = read_mark(inside, sizes)
     commit = decode_commit(mark, where=f"{inside.url}/{COMMIT}")
     records = read_contents(inside, sizes, commit).files
     own = {record.name: record for record in records if not record.base}
