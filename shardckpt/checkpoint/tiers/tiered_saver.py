@@ -191,6 +191,7 @@ class TieredSaver:
         self._promoter, self._on_saved = promoter, on_saved
         self._captured_in: list[SavedPlace] = []
         self._is_first, self._last = False, -1
+        self._process = os.getpid()
         saver.on_saved, saver.on_begin = self._add_saved, finder.own.add_save
         for tier in self._tiers:
             tier.list_needed = partial(promoter.list_promoted, tier)
@@ -214,6 +215,7 @@ class TieredSaver:
         Returns:
             A handle of the save in the root; of a capture, one that is done.
         """
+        self._require_own_process()
         self._settle_tiers(step)
         with gc_paused(), ExitStack() as stack:
             notes, early = RunNotes(), None
@@ -235,6 +237,15 @@ class TieredSaver:
         self._saver.record_save(places.number, places.branch, None)
         self._add_saved(places.number, state, [])
         return SaveHandle(AsyncSaveTask(self._tiers[0].place.finder.root, None))
+
+    def _require_own_process(self) -> None:
+        """Refuse a fork of the process that made the Checkpointer: both would be one start of the run."""
+        if os.getpid() != self._process:
+            raise UsageError(
+                "a process that was forked cannot save with the tiers of its parent",
+                where=self._finder.root,
+                fix="Make a Checkpointer in the process that saves.",
+            )
 
     def _begin_early_copy(
         self, number: int, state: Any, given: Mapping[str, Any], stack: ExitStack

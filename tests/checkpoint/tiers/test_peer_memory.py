@@ -826,3 +826,24 @@ def test_a_root_that_cannot_be_read_for_a_moment_does_not_lose_the_capture_of_a_
         away.setattr(tiered_finder, "read_about", fail_in_root)
         assert restore(tmp_path / "run") == 2
     assert [holder.steps for holder in shardckpt.tiers().holders] == [(2,)]
+
+
+def test_a_forked_process_saves_without_tiers_and_is_refused_with_those_of_its_parent(tmp_path):
+    ck, plain = make(tmp_path / "run"), Checkpointer(tmp_path / "plain")
+    save(ck, 1)
+
+    def save_in_child(_rank: int, _world: int) -> list[str]:
+        refused = []
+        for verb in (ck.save, ck.async_save):
+            with pytest.raises(UsageError) as error:
+                verb(2, state(2))
+            refused.append(str(error.value))
+        plain.save(2, state(2))
+        return refused
+
+    ((refused, same),) = run(1, save_in_child)
+    assert refused == same and "a process that was forked cannot save with the tiers of its parent" in refused
+    assert plain.latest() == 2
+    assert [holder.steps for holder in shardckpt.tiers().holders] == [(1,)]
+    save(ck, 2)
+    assert restore(tmp_path / "run") == 2
