@@ -213,7 +213,7 @@ def test_threads_that_start_others_do_not_add_up_to_a_deep_stack(kind_of_turns: 
 
 
 def test_a_process_has_the_processor_seconds_of_its_threads(kind_of_turns: type[turns.Turns]) -> None:
-    scheduler = Scheduler(1, stay=0.0)
+    scheduler = Scheduler(1, stay=0.0, is_measured=True)
     busy, idle = (scheduler.new_process(name) for name in ("busy", "idle"))
 
     def work() -> None:

@@ -21,6 +21,7 @@ from shardckpt.testing.simulation.tier_claims import Claims, TierClaim
 from shardckpt.testing.simulation.trained_state import find_start, read_content
 
 _STEP = re.compile(r"step-(\d+)")
+_MARK = f"/{COMMIT}"
 
 
 @dataclass
@@ -275,7 +276,7 @@ class Auditor:
         files = self.storage.list_files()
         for folder, step in list(self.steps.items()):
             self._check_step(folder, step, files)
-        marks = {name.rpartition("/")[0]: each for name, each in files.items() if name.endswith(f"/{COMMIT}")}
+        marks = {name.rpartition("/")[0]: each for name, each in files.items() if name.endswith(_MARK)}
         for folder, mark in marks.items():
             if _STEP.fullmatch(folder) and (folder not in self.steps or self.steps[folder].mark != mark):
                 self._add_step(folder, mark, files)

@@ -175,7 +175,7 @@ class _LargeJob:
         dead = max(round(count * lost), 1)
         self._lost = {node.name for node in self._nodes[:: count // dead][:dead]}  # no two have copies of one file
         self._rows = count * ranks_per_node
-        self.scheduler = Scheduler(0, stay=1.0, event_s=_EVENT_S, most_events=_MOST_EVENTS)
+        self.scheduler = Scheduler(0, stay=1.0, event_s=_EVENT_S, most_events=_MOST_EVENTS, is_measured=True)
         self._system = OperatingSystem(self.scheduler, NodeDisks(Disk()))
         self._holders = SimulatedHolders(self.scheduler, self._system, self._new_process)
         self._shared = _SharedResults(self.scheduler)

@@ -67,7 +67,7 @@ class Process:
         clock_shift: Seconds that its clock of the day differs from the virtual time.
         own: Values of the process in place of globals of modules, by key.
         at_death: Functions that release what the operating system releases.
-        work_s: Real processor seconds of its threads that have ended.
+        work_s: Real processor seconds of its threads that have ended, if the scheduler counts them.
     """
 
     def __init__(self, name: str, number: int) -> None:
@@ -232,6 +232,7 @@ class Scheduler:
         stay: Probability that the running thread continues at a scheduling point.
         event_s: Virtual seconds between two events.
         most_events: Number of events after which a history counts as endless.
+        is_measured: Whether `work_s` of processes is counted, which takes time.
 
     Attributes:
         random: Source of all randomness of the history.
@@ -247,7 +248,13 @@ class Scheduler:
     """
 
     def __init__(
-        self, seed: int, stay: float = 0.7, *, event_s: float = EVENT_SECONDS, most_events: int = _MOST_EVENTS
+        self,
+        seed: int,
+        stay: float = 0.7,
+        *,
+        event_s: float = EVENT_SECONDS,
+        most_events: int = _MOST_EVENTS,
+        is_measured: bool = False,
     ) -> None:
         self.random = Random(seed)  # noqa: S311  (no secret)
         self.now = 0.0
@@ -262,7 +269,8 @@ class Scheduler:
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._is_observed = False
-        self._turns = make_turns()
+        self._is_measured = is_measured
+        self._turns = make_turns(is_measured=is_measured)
         self.processes: list[Process] = []
         self._spawned = 0
 
@@ -297,7 +305,7 @@ class Scheduler:
                     self.fail(error)
             finally:
                 task.is_over = True
-                process.work_s += runner.measure_work()
+                process.work_s += runner.measure_work() if self._is_measured else 0.0
                 self._waits.remove(task)
                 self.notify(task)
 

@@ -31,11 +31,13 @@ from shardckpt.checkpoint.save.handle import PENDING_SAVE, PendingSave
 from shardckpt.checkpoint.save.save import SAVERS, SaverCache
 from shardckpt.checkpoint.save.staging import BufferPool, StagingBuffer, is_unpinned, make_buffer
 from shardckpt.checkpoint.tiers.peer_memory import find_node, find_node_id
+from shardckpt.format.durability.step_copies import read_mounts
 from shardckpt.format.native.commit import decode_commit
 from shardckpt.format.native.manifest_json import ManifestContents, decode_manifest
 from shardckpt.format.native.verified_store import BlockMemory
 from shardckpt.format.registry import iter_formats
 from shardckpt.state.local.local_shards import get_tensor_shards
+from shardckpt.storage.holder.holder_process import read_available_bytes
 from shardckpt.storage.linux_syscalls import exchange, lower_priority, start_writeback
 from shardckpt.storage.request_watch import WATCH
 from shardckpt.storage.resolve_url import MOUNTED
@@ -160,6 +162,8 @@ class Machine:
             (exchange, system.exchange),
             (start_writeback, lambda *_: None),
             (lower_priority, lambda: None),
+            (read_mounts, lambda: ""),
+            (read_available_bytes, lambda: None),
             (time, _Twin(time, **self._clocks())),
             (PAUSES, chance),
             (WATCH, SimpleNamespace(waiting=lambda _where: nullcontext())),

@@ -81,6 +81,20 @@ class _BegunCall:
     media: dict[tuple[str, str], Medium | None] = field(default_factory=dict)
 
 
+class HeldFiles(NamedTuple):
+    """What a medium has.
+
+    Attributes:
+        machine: Machine of its node.
+        is_lost: Whether it is lost.
+        files: Bytes of its files by name.
+    """
+
+    machine: str
+    is_lost: bool
+    files: Mapping[str, bytearray]
+
+
 class Claims:
     """Claims of a run that rest on copies in tiers.
 
@@ -162,7 +176,8 @@ class Claims:
     def _add(self, content: int, copy: StepCopy, places: Sequence[ClaimedPlace]) -> None:
         """Record that a copy in a tier is claimed. Raises HistoryError if too few machines have it."""
         most_lost = len(copy.survives) - 1
-        found = self._count_machines(copy.tier, _find_folder(copy), content, places)
+        held = self._list_held(copy.tier, [(each.node.name, each.medium) for each in places if each.medium is not None])
+        found = _count_machines(held, _find_folder(copy), content)
         if found <= most_lost:
             raise HistoryError(f"attempt {content} is claimed to survive {copy.survives}, but is on {found} machines")
         claim = TierClaim(content, copy.tier, most_lost, tuple(places))
@@ -173,26 +188,16 @@ class Claims:
         """Return on how many machines the attempts to save a step are, by tier and attempt."""
         found: Counter[tuple[str, int]] = Counter()
         for tier in tiers:
-            media = self._media[tier]
-            places = tuple(ClaimedPlace(self._nodes[n], each) for n, each in media.find_living().items() if n in nodes)
-            held = [media.list_files(each.medium) for each in places]
-            for content in {each for files in held for each, _ in _read_marks(folder, files)}:
-                found[tier, content] = self._count_machines(tier, folder, content, places)
+            living = self._media[tier].find_living()
+            held = self._list_held(tier, [(name, each) for name, each in living.items() if name in nodes])
+            for content, count in _count_attempts(held, folder).items():
+                found[tier, content] = count
         return found
 
-    def _count_machines(self, tier: str, folder: str, content: int, places: Sequence[ClaimedPlace]) -> int:
-        """Return on how many machines each file of a copy is, at least; a medium that is lost may have had all."""
-        held = [
-            (each.node.machine, None if self._is_lost(each.medium) else self._media[tier].list_files(each.medium))
-            for each in places
-            if each.medium is not None
-        ]
-        read = [mark for _, files in held if files is not None for mark in _read_marks(folder, files)]
-        marks = [commit for found, commit in read if found == content]
-        if not marks:
-            return len({machine for machine, files in held if files is None})
-        commit = max(marks, key=lambda each: each.save)
-        return min(_count_equal(held, f"{folder}/{name}") for name in (*commit.files, commit.manifest, COMMIT))
+    def _list_held(self, tier: str, media: Iterable[tuple[str, Medium]]) -> list[HeldFiles]:
+        """Return what some media of a tier have, given with the names of their nodes."""
+        list_files = self._media[tier].list_files
+        return [HeldFiles(self._nodes[name].machine, self._is_lost(each), list_files(each)) for name, each in media]
 
     def newest(self, nodes: Collection[str]) -> TierClaim | None:
         """Return the newest claim that has to hold for a job: the failures since are those that it names.
@@ -291,16 +296,13 @@ class Claims:
 
     def _count_all_copies(self, tier: str) -> Counter[tuple[str, int]]:
         """Return on how many machines the attempts to save all steps are, by tier and attempt."""
-        media = self._media[tier]
-        folders = {
-            name.partition("/")[0]
-            for each in media.find_living().values()
-            for name in media.list_files(each)
-            if "/" in name
-        }
+        held = self._list_held(tier, self._media[tier].find_living().items())
+        folders = {name.partition("/")[0] for each in held for name in each.files if "/" in name}
         copies = Counter[tuple[str, int]]()
         for folder in folders:
-            copies += self._count_copies(folder, self._nodes, [tier])
+            for content, count in _count_attempts(held, folder).items():
+                if count:
+                    copies[tier, content] += count
         return copies
 
     def _follow_disks(self, attempts: Mapping[int, int]) -> None:
@@ -391,8 +393,28 @@ def _read_attempt(manifest: bytes) -> int:
     return int(cast(Any, decode_manifest(manifest).tree)["content"])
 
 
-def _count_equal(held: Sequence[tuple[str, Mapping[str, bytearray] | None]], name: str) -> int:
+def _count_attempts(held: Sequence[HeldFiles], folder: str) -> dict[int, int]:
+    """Return on how many machines the attempts to save a step are, by attempt."""
+    contents = {content for each in held for content, _ in _read_marks(folder, each.files)}
+    return {content: _count_machines(held, folder, content) for content in contents}
+
+
+def _count_machines(held: Sequence[HeldFiles], folder: str, content: int) -> int:
+    """Return on how many machines each file of a copy is, at least; a medium that is lost may have had all."""
+    read = [mark for each in held if not each.is_lost for mark in _read_marks(folder, each.files)]
+    marks = [commit for found, commit in read if found == content]
+    if not marks:
+        return len({each.machine for each in held if each.is_lost})
+    commit = max(marks, key=lambda each: each.save)
+    return min(_count_equal(held, f"{folder}/{name}") for name in (*commit.files, commit.manifest, COMMIT))
+
+
+def _count_equal(held: Sequence[HeldFiles], name: str) -> int:
     """Return how many machines have equal bytes of a file, at most; one whose medium is lost counts as well."""
-    machines = {(machine, bytes(files[name])) for machine, files in held if files is not None and name in files}
-    equal = Counter(data for _, data in machines)
-    return max(equal.values(), default=0) + len({machine for machine, files in held if files is None})
+    machines: dict[bytes, set[str]] = {}
+    for each in held:
+        data = None if each.is_lost else each.files.get(name)
+        if data is not None:
+            machines.setdefault(bytes(data), set()).add(each.machine)
+    most = max(map(len, machines.values()), default=0)
+    return most + len({each.machine for each in held if each.is_lost})

@@ -48,15 +48,25 @@ class Turns(Protocol):
         """
 
 
-def make_turns() -> Turns:
-    """Return turns of greenlets if they are installed, else those of threads."""
-    return ThreadTurns() if greenlet is None else GreenletTurns()
+def make_turns(*, is_measured: bool = True) -> Turns:
+    """Return turns of greenlets if they are installed, else those of threads.
+
+    Args:
+        is_measured: Whether the processor seconds of each runner are asked for: those of greenlets take time to count.
+    """
+    kind = ThreadTurns if greenlet is None else GreenletTurns
+    return kind(is_measured=is_measured)
 
 
 class ThreadTurns:
-    """Turns of threads of the system."""
+    """Turns of threads of the system.
 
-    def __init__(self) -> None:
+    Args:
+        is_measured: Ignored: the system counts the processor seconds of each thread.
+    """
+
+    def __init__(self, *, is_measured: bool = True) -> None:
+        del is_measured
         self._end = threading.Lock()
         self._choose: Callable[[], Any] = lambda: None
 
@@ -123,11 +133,16 @@ class ThreadRunner:
 class GreenletTurns:
     """Turns of greenlets of the thread that makes them, and runs them to their end.
 
+    Args:
+        is_measured: As for `make_turns`.
+
     Attributes:
+        is_measured: As given.
         counted_s: Processor seconds of the thread that greenlets have counted as theirs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_measured: bool = True) -> None:
+        self.is_measured = is_measured
         self._hub = greenlet.getcurrent()
         self._first: GreenletRunner | None = None
         self.counted_s = 0.0
@@ -164,7 +179,7 @@ class GreenletRunner:
 
     Attributes:
         resume: Function that continues it.
-        work_s: Processor seconds until it paused last.
+        work_s: Processor seconds until it was measured last.
     """
 
     def __init__(self, turns: GreenletTurns, own: Any) -> None:
@@ -174,12 +189,11 @@ class GreenletRunner:
 
     def take_over(self, running: GreenletRunner) -> None:
         """Continue this one in place of the running one; return when that one is continued."""
-        turns, now = self._turns, time.thread_time()
-        running.work_s += now - turns.counted_s
-        turns.counted_s = now
+        if self._turns.is_measured:
+            running.measure_work()
         has_grad = torch.is_grad_enabled()
         if not self._own:
-            turns.begin(self)
+            self._turns.begin(self)
         else:
             self.resume()
         if torch.is_grad_enabled() is not has_grad:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from random import Random
 
@@ -98,6 +98,7 @@ class Disk:
         self._inodes = 1
         self._pending: list[Change] = []
         self._unsynced: dict[int, File] = {}
+        self._walked: dict[str, list[tuple[str, File]]] = {}
         self.root = Folder(1, 0.0)
         self.changes = ChangeCount() if changes is None else changes
         self.version = 0
@@ -129,19 +130,27 @@ class Disk:
         folder, _, name = path.rstrip("/").rpartition("/")
         return self.find_folder(folder), name
 
-    def walk(self, path: str = "") -> Iterator[tuple[str, File]]:
-        """Yield the files below a folder, with their paths; nothing if it does not exist."""
+    def walk(self, path: str = "") -> Sequence[tuple[str, File]]:
+        """Return the files below a folder, with their paths; nothing if it does not exist."""
+        found = self._walked.get(path)
+        if found is None:
+            found = self._walked[path] = self._list_below(path)
+        return found
+
+    def _list_below(self, path: str) -> list[tuple[str, File]]:
         try:
             node = self.find(path)
         except OSError:
-            return
+            return []
+        found: list[tuple[str, File]] = []
         pending: list[tuple[str, Node]] = [(path.rstrip("/"), node)]
         while pending:
             where, node = pending.pop()
             if isinstance(node, File):
-                yield where, node
+                found.append((where, node))
             else:
                 pending += [(f"{where}/{name}", below) for name, below in sorted(node.names.items(), reverse=True)]
+        return found
 
     # Changes
 
@@ -226,6 +235,7 @@ class Disk:
             else:
                 folder.names[name] = node
             folder.changed = now
+        self._walked.clear()
         self._pending.append(change)
         self.note_change()
 
@@ -269,6 +279,7 @@ class Disk:
             folder.names = dict(folder.synced)
             folder.lock = None
             folders += [node for node in folder.names.values() if isinstance(node, Folder)]
+        self._walked.clear()
         for file in self._unsynced.values():
             file.data = bytearray(_tear(file.synced, bytes(file.data), random))
             file.synced = bytes(file.data)

@@ -56,7 +56,8 @@ class NodeDisks:
 
     def list_files(self, disk: Disk) -> dict[str, bytearray]:
         """Return the bytes of the files of the tier on a disk, by name, for the harness to look into and to damage."""
-        return {path[len(self.folder) + 1 :]: file.data for path, file in disk.walk(self.folder)}
+        start = len(self.folder) + 1
+        return {path[start:]: file.data for path, file in disk.walk(self.folder)}
 
     @property
     def version(self) -> int:
