@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from shardckpt.boxes import Box, chunk_box, full_box
+from shardckpt.boxes import Box, chunk_box
 from shardckpt.state.local.local_shards import LocalShard, TensorShards, get_tensor_shards
 from shardckpt.testing.simulation.scheduler import HistoryError
 
 _ROWS = 7
+_SHARDED = ("rows", "frozen rows")
 _MOST_BUILT = 64
 """Maximum number of attempts whose state is remembered."""
 
@@ -32,6 +33,7 @@ class RowShard(torch.Tensor):
 
     full: tuple[int, ...]
     box: Box
+    __torch_function__ = torch._C._disabled_torch_function_impl  # results are plain tensors
 
 
 def make_row_shard(full: torch.Tensor, rank: int, size: int) -> RowShard:
@@ -82,15 +84,11 @@ def build_state(content: int, rank: int = 0, size: int = 1, *, is_sharded: bool 
         size: Number of ranks.
         is_sharded: Whether the rank has only some of the rows.
     """
-    rows = torch.arange(2.0 * _ROWS).reshape(_ROWS, 2)
-    sharded = {"rows": rows + content, "frozen rows": rows if content else torch.zeros(_ROWS, 2)}
-    return {
-        "w": torch.full((6,), float(content)),
-        "slow": torch.full((3,), float(content // 4)),
-        "frozen": torch.arange(5.0) if content else torch.zeros(5),
-        **{name: make_row_shard(full, rank, size) if is_sharded else full for name, full in sharded.items()},
-        "content": content,
+    tensors = {
+        name: make_row_shard(full, rank, size) if is_sharded and name in _SHARDED else full.clone()
+        for name, full in _build_tensors(content).items()
     }
+    return {**tensors, "content": content}
 
 
 def read_content(state: Mapping[str, Any]) -> int:
@@ -100,25 +98,31 @@ def read_content(state: Mapping[str, Any]) -> int:
         HistoryError: The values are not those of one attempt.
     """
     content = int(state["content"])
-    expected = _build_expected(content)
-    if state.keys() != expected.keys():
+    expected = _build_tensors(content)
+    if state.keys() != {*expected, "content"}:
         raise HistoryError(f"a reader got the names {sorted(state)}")
-    for name, value in expected.items():
-        if not _is_part(value, state[name]):
+    for name, full in expected.items():
+        if not _is_part(full, state[name]):
             raise HistoryError(f"a reader got a mix: {name} is {state[name]}, but the attempt is {content}")
     return content
 
 
 @lru_cache(_MOST_BUILT)
-def _build_expected(content: int) -> dict[str, Any]:
-    """Return the state of an attempt, not to be changed: readers compare with it again and again."""
-    return build_state(content)
+def _build_tensors(content: int) -> dict[str, torch.Tensor]:
+    """Return the full tensors of an attempt, not to be changed: they are copied and compared again and again."""
+    rows = torch.arange(2.0 * _ROWS).reshape(_ROWS, 2)
+    return {
+        "w": torch.full((6,), float(content)),
+        "slow": torch.full((3,), float(content // 4)),
+        "frozen": torch.arange(5.0) if content else torch.zeros(5),
+        "rows": rows + content,
+        "frozen rows": rows if content else torch.zeros(_ROWS, 2),
+    }
 
 
-def _is_part(full: Any, found: Any) -> bool:
-    """Return True if a value equals the expected one, or is the rank's rows of it."""
-    if not isinstance(full, torch.Tensor):
-        return bool(full == found)
-    box = found.box if isinstance(found, RowShard) else full_box(tuple(full.shape))
-    start, count = box.offset[0], box.size[0]
+def _is_part(full: torch.Tensor, found: torch.Tensor) -> bool:
+    """Return True if a tensor equals the expected one, or is the rank's rows of it."""
+    if not isinstance(found, RowShard):
+        return torch.equal(full, found)
+    start, count = found.box.offset[0], found.box.size[0]
     return torch.equal(full[start : start + count], found.as_subclass(torch.Tensor))

@@ -98,6 +98,7 @@ class Disk:
         self._inodes = 1
         self._pending: list[Change] = []
         self._unsynced: dict[int, File] = {}
+        self._found: dict[str, Node] = {}
         self._walked: dict[str, list[tuple[str, File]]] = {}
         self.root = Folder(1, 0.0)
         self.changes = ChangeCount() if changes is None else changes
@@ -108,6 +109,12 @@ class Disk:
 
     def find(self, path: str) -> Node:
         """Return what a path names. Raises FileNotFoundError or NotADirectoryError."""
+        found = self._found.get(path)
+        if found is None:
+            found = self._found[path] = self._follow(path)
+        return found
+
+    def _follow(self, path: str) -> Node:
         node: Node = self.root
         for part in _split(path):
             if type(node) is not Folder:
@@ -235,9 +242,14 @@ class Disk:
             else:
                 folder.names[name] = node
             folder.changed = now
-        self._walked.clear()
+        self._forget_places()
         self._pending.append(change)
         self.note_change()
+
+    def _forget_places(self) -> None:
+        """Look for paths again: names have changed."""
+        self._found.clear()
+        self._walked.clear()
 
     def note_change(self) -> None:
         """Record that the content has changed."""
@@ -279,7 +291,7 @@ class Disk:
             folder.names = dict(folder.synced)
             folder.lock = None
             folders += [node for node in folder.names.values() if isinstance(node, Folder)]
-        self._walked.clear()
+        self._forget_places()
         for file in self._unsynced.values():
             file.data = bytearray(_tear(file.synced, bytes(file.data), random))
             file.synced = bytes(file.data)
