@@ -7,8 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast, runtime_checkable
 
 from shardckpt.errors import MissingFileError, NoSpaceError, ShardckptError, StorageError, UnsafeError
 
@@ -252,6 +253,19 @@ class CopiedStore(Protocol):
         """Return True if a copy of a file is known to be on this machine, so that its bytes need no other rank."""
 
 
+@lru_cache(maxsize=64)
+def _has_copies(kind: type) -> bool:
+    return issubclass(kind, CopiedStore)
+
+
+def as_copied(store: Store) -> CopiedStore | None:
+    """Return a store that may have several copies of a file; None for any other.
+
+    `isinstance` would look for each method of the protocol at every call.
+    """
+    return cast("CopiedStore", store) if _has_copies(type(store)) else None
+
+
 def read_bytes(store: Store, name: str, offset: int, nbytes: int) -> bytes:
     """Return one range of a file.
 
@@ -280,7 +294,8 @@ def check_name(name: str, where: str) -> None:
     Raises:
         UnsafeError: The name is empty, absolute, contains `..`, or is not a valid file name.
     """
-    if not name or name.startswith("/") or "\0" in name or ".." in name.split("/") or not _is_encodable(name):
+    is_above = ".." in name and ".." in name.split("/")
+    if not name or name.startswith("/") or "\0" in name or is_above or not _is_encodable(name):
         raise UnsafeError(
             "this file name leaves the checkpoint's folder",
             where=where,
@@ -386,17 +401,18 @@ class WrappedStore:
 
     def reject(self, name: str, offset: int, nbytes: int) -> bool:
         """Forward to the underlying store, if that may have copies."""
-        return isinstance(self._store, CopiedStore) and self._store.reject(name, offset, nbytes)
+        copied = as_copied(self._store)
+        return copied is not None and copied.reject(name, offset, nbytes)
 
     def locate(self, name: str, offset: int, nbytes: int) -> str:
         """Forward to the underlying store; return the path or URL of the file if that has no copies."""
-        if isinstance(self._store, CopiedStore):
-            return self._store.locate(name, offset, nbytes)
-        return f"{self._store.url}/{name}"
+        copied = as_copied(self._store)
+        return f"{self._store.url}/{name}" if copied is None else copied.locate(name, offset, nbytes)
 
     def is_near(self, name: str) -> bool:
         """Forward to the underlying store, if that may have copies."""
-        return not isinstance(self._store, CopiedStore) or self._store.is_near(name)
+        copied = as_copied(self._store)
+        return copied is None or copied.is_near(name)
 
     def create(self, name: str) -> Writer:
         """Forward to the underlying store."""

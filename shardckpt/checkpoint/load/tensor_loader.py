@@ -27,7 +27,7 @@ from shardckpt.events.progress import Meter
 from shardckpt.format.chunk_reader import PieceReader, ReadItem, straight_reads
 from shardckpt.manifest import Encoded, TensorEntry
 from shardckpt.state.local.local_shards import LocalShard, TensorShards
-from shardckpt.storage.store import CopiedStore, Read, Store
+from shardckpt.storage.store import Read, Store, as_copied
 from shardckpt.torchrun import count_cores
 
 BATCH_BYTES = 64 << 20
@@ -110,9 +110,9 @@ class ElementReader:
 
     def _order_batches(self, reads: Sequence[Read]) -> Iterator[_Batch]:
         """Yield batches of reads, those from other machines first: they come while files of this one are read."""
-        store, far = self._store, set[str]()
-        if isinstance(store, CopiedStore):
-            far = {name for name in {read.name for read in reads} if not store.is_near(name)}
+        copied, far = as_copied(self._store), set[str]()
+        if copied is not None:
+            far = {name for name in {read.name for read in reads} if not copied.is_near(name)}
         yield from _batches_of_reads([read for read in reads if read.name in far])
         yield from _batches_of_reads([read for read in reads if read.name not in far])
 

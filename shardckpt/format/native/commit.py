@@ -45,7 +45,7 @@ from shardckpt.format.native.records import (
     read_version,
 )
 from shardckpt.storage.replaceable import FolderKind
-from shardckpt.storage.store import CopiedStore, Store, SubfolderStore, read_bytes
+from shardckpt.storage.store import Store, SubfolderStore, as_copied, read_bytes
 
 COMMIT = "COMMIT"
 MANIFEST_SUFFIX = ".manifest.json"
@@ -305,7 +305,7 @@ def _read_manifest(store: Store, commit: Commit) -> bytes:
         digest = hashlib.sha256(data).hexdigest()
         if digest == commit.manifest_sha256:
             return data
-        copied = store if isinstance(store, CopiedStore) else None
+        copied = as_copied(store)
         if copied is None or not copied.reject(commit.manifest, 0, len(data)):
             path = f"{store.url}/{commit.manifest}"
             raise ChecksumError(

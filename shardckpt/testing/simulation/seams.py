@@ -103,9 +103,10 @@ class _Owned:
 
     def __getattr__(self, name: str) -> Any:
         own = self._find_own()
-        if self not in own:
-            own[self] = self._make()
-        return getattr(own[self], name)
+        value = own.get(self)
+        if value is None:
+            value = own[self] = self._make()
+        return getattr(value, name)
 
     def __setitem__(self, key: object, value: object) -> None:
         self.__getattr__("__setitem__")(key, value)

@@ -82,7 +82,7 @@ class _BegunCall:
 
 
 class HeldFiles(NamedTuple):
-    """What a medium has.
+    """Files of a medium.
 
     Attributes:
         machine: Machine of its node.

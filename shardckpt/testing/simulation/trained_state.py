@@ -33,7 +33,7 @@ class RowShard(torch.Tensor):
 
     full: tuple[int, ...]
     box: Box
-    __torch_function__ = torch._C._disabled_torch_function_impl  # results are plain tensors
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # results are plain tensors
 
 
 def make_row_shard(full: torch.Tensor, rank: int, size: int) -> RowShard:
