@@ -47,3 +47,41 @@ def test_a_rename_is_kept_or_undone_as_one() -> None:
         disk.rename("/old", "/new", 0.0)
         disk.lose_power(Random(seed))
         assert [*disk.root.names] in (["old"], ["new"])
+
+
+def list_paths(disk: Disk) -> list[str]:
+    return [path for path, _ in disk.walk("/a")]
+
+
+def has_file(disk: Disk, path: str) -> bool:
+    try:
+        disk.find(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def test_paths_that_were_looked_at_are_looked_for_again_after_each_change_of_names() -> None:
+    disk = Disk()
+    disk.make_folder("/a", 0.0)
+    disk.sync(disk.root)
+    assert list_paths(disk) == []
+    disk.create("/a/x", 0.0)
+    assert list_paths(disk) == ["/a/x"] and has_file(disk, "/a/x")
+    disk.rename("/a/x", "/a/y", 0.0)
+    assert list_paths(disk) == ["/a/y"] and not has_file(disk, "/a/x")
+    disk.unlink("/a/y", 0.0)
+    assert list_paths(disk) == [] and not has_file(disk, "/a/y")
+
+
+def test_paths_that_were_looked_at_are_looked_for_again_after_a_power_failure() -> None:
+    for seed in range(20):
+        disk = Disk()
+        disk.make_folder("/a", 0.0)
+        disk.sync(disk.root)
+        disk.create("/a/x", 0.0)
+        assert list_paths(disk) == ["/a/x"] and has_file(disk, "/a/x")
+        disk.lose_power(Random(seed))
+        folder = disk.find_folder("/a")
+        assert list_paths(disk) == [f"/a/{name}" for name in folder.names]
+        assert has_file(disk, "/a/x") == ("x" in folder.names)

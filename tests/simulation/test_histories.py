@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import gc
 import os
 import subprocess
@@ -78,6 +79,19 @@ def test_a_history_has_no_watch_of_requests(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(RequestWatch, "waiting", lambda _, where: nullcontext(watched.append(where)))
     assert run_history(1, Scenario("bucket", worlds=(2,), saves=2)).failure is None
     assert watched == []
+
+
+def test_a_history_opens_no_file_of_the_machine_that_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory and its mounts would be part of the history."""
+    scenario = Scenario("disk", worlds=(2,), saves=2, memory_bytes=1 << 30)
+    assert run_history(1, scenario).failure is None
+    opened: list[object] = []
+    open_file = builtins.open
+    monkeypatch.setattr(
+        builtins, "open", lambda path, *args, **named: opened.append(path) or open_file(path, *args, **named)
+    )
+    assert run_history(2, scenario).failure is None
+    assert opened == []
 
 
 def test_a_power_failure_spares_a_step_in_a_folder_that_the_record_of_a_restore_made() -> None:

@@ -230,6 +230,19 @@ def test_a_process_has_the_processor_seconds_of_its_threads(kind_of_turns: type[
     assert idle.work_s < 0.05
 
 
+def test_processor_seconds_are_not_asked_for_in_a_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call takes as long as a switch between two threads."""
+    asked: list[None] = []
+    monkeypatch.setattr(turns.time, "thread_time", lambda: asked.append(None) or 0.0)
+    scheduler = Scheduler(1, stay=0.0)
+    process = scheduler.new_process("a")
+    for _ in range(2):
+        scheduler.spawn(process, "a", lambda: [scheduler.step("turn") for _ in range(9)])
+    scheduler.run()
+    assert len(asked) <= 1, "at the start alone"
+    assert process.work_s == 0.0
+
+
 def test_a_deadlock_is_reported_on_threads_and_on_greenlets(kind_of_turns: type[turns.Turns]) -> None:
     test_a_deadlock_is_reported_with_the_place_of_each_thread()
 

@@ -29,7 +29,7 @@ from shardckpt.checkpoint.peers.node_files import Node
 from shardckpt.checkpoint.save.async_save import CAPTURES, LOCAL_CAPTURES, SAVES, SaveLane
 from shardckpt.checkpoint.save.handle import PENDING_SAVE, PendingSave
 from shardckpt.checkpoint.save.save import SAVERS, SaverCache
-from shardckpt.checkpoint.save.staging import BufferPool, StagingBuffer, is_unpinned, make_buffer
+from shardckpt.checkpoint.save.staging import BufferPool, StagingBuffer, is_unpinned, make_buffer, memory_size
 from shardckpt.checkpoint.tiers.peer_memory import find_node, find_node_id
 from shardckpt.format.durability.step_copies import read_mounts
 from shardckpt.format.native.commit import decode_commit
@@ -64,6 +64,8 @@ _READS_BACK = "shardckpt.format.encodings.safetensors_check"
 
 
 _MOST_BUFFER_BYTES = 1 << 16
+
+_MEMORY_BYTES = 1 << 40
 
 _MOST_DECODED = 64
 """Maximum number of `COMMIT` files and of manifests whose content is remembered: they are read again and again."""
@@ -165,6 +167,7 @@ class Machine:
             (lower_priority, lambda: None),
             (read_mounts, lambda: ""),
             (read_available_bytes, lambda: None),
+            (memory_size, lambda: _MEMORY_BYTES),
             (time, _Twin(time, **self._clocks())),
             (PAUSES, chance),
             (WATCH, SimpleNamespace(waiting=lambda _where: nullcontext())),
