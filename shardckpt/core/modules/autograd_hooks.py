@@ -102,9 +102,10 @@ class GradientWatch:
 
     def watch(self, leaf: torch.Tensor) -> None:
         """Add a leaf to watch; it must require gradients."""
-        leaf.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+        leaf.register_post_accumulate_grad_hook(self.notify)  # type: ignore[no-untyped-call]
 
-    def _on_gradient(self, _: torch.Tensor) -> None:
+    def notify(self, _: torch.Tensor | None = None) -> None:
+        """Call the callback if this is the first gradient since `rearm`."""
         if self._has_fired:
             return
         self._has_fired = True

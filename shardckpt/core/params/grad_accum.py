@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardckpt.torch_features import assign_gradient_of_another_type
+
+
+class EngineHook:
+    """Base of the engine's own hooks on exposed parameters: for gradients of autograd alone."""
 
 
 def add_gradient_to(parameter: nn.Parameter, grad: torch.Tensor) -> None:
@@ -15,8 +21,9 @@ def add_gradient_to(parameter: nn.Parameter, grad: torch.Tensor) -> None:
         assign_gradient(parameter, grad)
     else:
         _add(parameter.grad, grad)
-    for hook in tuple((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
-        hook(parameter)
+    for hook in get_gradient_hooks(parameter):
+        if not isinstance(hook, EngineHook):
+            hook(parameter)
     for optimizer in getattr(parameter, "_in_backward_optimizers", ()):  # of `_apply_optimizer_in_backward`
         optimizer.step()
         parameter.grad = None
@@ -24,8 +31,13 @@ def add_gradient_to(parameter: nn.Parameter, grad: torch.Tensor) -> None:
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
     """Return True if `add_gradient_to` calls hooks, which may run collectives."""
-    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return bool(hooks or getattr(parameter, "_in_backward_optimizers", ()))
+    is_users = any(not isinstance(hook, EngineHook) for hook in get_gradient_hooks(parameter))
+    return is_users or bool(getattr(parameter, "_in_backward_optimizers", ()))
+
+
+def get_gradient_hooks(parameter: nn.Parameter) -> tuple[Callable[[nn.Parameter], None], ...]:
+    """Return the hooks that run after a gradient of a parameter was accumulated."""
+    return tuple((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
 def is_read_at_once(parameter: nn.Parameter) -> bool:

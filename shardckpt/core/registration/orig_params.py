@@ -3,17 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import ref as weakref
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardckpt.core.modules.fqn_and_params import Name, find_user_param, register
-from shardckpt.core.params.grad_accum import add_gradient_to, assign_gradient, copy_gradient, restore_gradient
+from shardckpt.core.params.grad_accum import (
+    EngineHook,
+    add_gradient_to,
+    assign_gradient,
+    copy_gradient,
+    get_gradient_hooks,
+    restore_gradient,
+)
 from shardckpt.core.params.gradient_reduction import ReducedGrad
 from shardckpt.core.params.param_bucket import Bucket
 from shardckpt.core.registration.base import PerParamRegistration
 from shardckpt.core.registration.unsharded_grads import UnshardedGradRegistration
+
+
+class _MoveGradient(EngineHook):
+    """Hook that moves a full gradient of a user's parameter to its leaf.
+
+    Between forward and backward the user's parameters are registered with full shapes. What computes with them then, as
+    a penalty in the loss or another unit with the same module, does not use the leaves: their gradients are reduced.
+    """
+
+    def __init__(self, registration: OrigParamsRegistration, index: int) -> None:
+        self.registration, self._index = weakref(registration), index
+
+    def __call__(self, _: nn.Parameter) -> None:
+        registration = self.registration()
+        if registration is not None:
+            registration.move_gradient(self._index)
 
 
 class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
@@ -29,6 +53,7 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
         super().__init__(bucket, unit, parameters, computes_sharded=bucket.keeps_full)
         self._grads_before: list[torch.Tensor | None] | None = None
         self._shows_shards = False  # between forward and backward, while the full parameters are kept
+        self._shows_full = False  # in that time, otherwise
         self.register_sharded()
 
     def register_unsharded(self) -> None:
@@ -47,15 +72,39 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
             self.register_sharded()
             self._shows_shards = True
             return
-        for original, full in zip(self._parameters, self.bucket.unsharded.tensors, strict=True):
+        for index, (original, full) in enumerate(zip(self._parameters, self.bucket.unsharded.tensors, strict=True)):
             original.data = full
+            self._hook(index, original)
+        self._shows_full = True
         self._kept.record(self._parameters)
         self._register(self._parameters)
         for guard in self._guards:
             guard.install(is_allowed=True)
 
+    def _hook(self, index: int, original: nn.Parameter) -> None:
+        """Move gradients of a user's parameter to its leaf from now on."""
+        hooks = [hook for hook in get_gradient_hooks(original) if isinstance(hook, _MoveGradient)]
+        if original.requires_grad and not any(hook.registration() is self for hook in hooks):
+            original.register_post_accumulate_grad_hook(_MoveGradient(self, index))  # type: ignore[no-untyped-call]
+
+    def move_gradient(self, index: int) -> None:
+        """Move the full gradient that autograd gave a user's parameter to its leaf.
+
+        Args:
+            index: Index of the parameter.
+        """
+        original, unsharded = self._parameters[index], self.bucket.unsharded
+        if original.grad is None or not (self._shows_full or original.grad.shape != self._views[index].shape):
+            return
+        if not self.has_unsharded_grads:  # with them, the gradient is that of the leaf already
+            grad, original.grad = self.bucket.wrap_unsharded(index, original.grad), None
+            leaf = unsharded.params[index]
+            assign_gradient(leaf, grad if leaf.grad is None else leaf.grad + grad)
+        unsharded.watch.notify()
+
     def register_sharded(self) -> None:
         """Register the user's parameters as views of the shard."""
+        self._shows_full = False
         if self._shows_shards:  # what a user has changed since is taken over by the next all-gather
             self._shows_shards = False
             return
