@@ -46,6 +46,8 @@ class LocalPublication(Publication):
         StorageError: The parent folder of the target cannot be written.
     """
 
+    is_hidden = True
+
     def __init__(
         self,
         path: str,
@@ -162,7 +164,20 @@ class LocalPublication(Publication):
         if kept:
             sync_folder(self._partial)
 
+    def _require_own_folder(self) -> None:
+        """Require that the new files are in the folder that this object made. Raises StorageError.
+
+        If another process has removed it, the next new file is in another folder of this name, and the rest is gone.
+        """
+        if not is_at(self._lock, self._partial):
+            raise StorageError(
+                "another process removed the new files while they were written",
+                where=self._partial,
+                fix="Write them again, after what removes them has ended.",
+            )
+
     def _place_folder(self) -> None:
+        self._require_own_folder()
         if self._overwrite:
             self._keep_old()
         try:

@@ -43,10 +43,12 @@ class Publication(ABC):
             names keep the old files readable until the new ones are complete.
         staging_url: URL of the folder that contains the files until the commit. Other processes may write files with
             other names there, as `JoinedPublication` does.
+        is_hidden: Whether the result has its name only after `commit`, so that all files can be looked for before that.
     """
 
     unique_suffix: str = ""
     staging_url: str = ""
+    is_hidden: bool = False
 
     @abstractmethod
     def create(self, name: str) -> Writer:

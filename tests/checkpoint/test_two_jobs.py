@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 import botocore.session
 import pytest
 import s3fs
 import torch
+import torch.distributed.checkpoint as torch_dcp
 from faulty import faulty
 
 import shardckpt
+from shardckpt.checkpoint.dcp_storage import storage_writer
 from shardckpt.checkpoint.save import session
-from shardckpt.errors import ShardckptError, TargetExistsError
+from shardckpt.errors import ShardckptError, StorageError, TargetExistsError
+from shardckpt.format.native.commit import COMMIT
 from shardckpt.offline.verify import verify
 from shardckpt.storage import remote_publication
 from shardckpt.storage.local_publication import LocalPublication
@@ -134,6 +139,41 @@ def test_files_that_somebody_removed_are_missed_before_the_commit(s3_bucket: str
         shardckpt.save(state(MINE), url, overwrite=True)
     assert shardckpt.load(url)["step"] == OLD
     assert verify(url).ok
+
+
+@pytest.mark.parametrize("writer", [session, storage_writer], ids=["save", "torch"])
+@pytest.mark.parametrize("how", ["run", "files", "manifest"])
+def test_a_run_that_is_removed_while_its_step_is_committed_gets_no_step(
+    tmp_path: Path, writer: Any, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`rm -rf` of the run has removed all, or is about to remove the folder in which the save writes `COMMIT`."""
+    name = "_write_file" if writer is session else "_write"
+    run, write = tmp_path / "run", getattr(writer, name)
+
+    def remove(publication: Any, name: str, data: bytes) -> None:
+        if name == COMMIT:
+            pattern = "*.manifest.json" if how == "manifest" else "*.*"
+            for path in [] if how == "run" else run.glob(f".step-1.partial-*/{pattern}"):
+                path.unlink()
+            if how == "run":
+                shutil.rmtree(run)
+        write(publication, name, data)
+
+    def save_step() -> None:
+        if writer is session:
+            shardckpt.save(state(MINE), run / "step-1")
+        else:
+            torch_dcp.save(state(MINE), storage_writer=storage_writer.StorageWriter(run / "step-1"), no_dist=True)
+
+    monkeypatch.setattr(writer, name, remove)
+    with pytest.raises(
+        (StorageError, torch_dcp.CheckpointException), match=r"missing or truncated|removed the new files"
+    ):
+        save_step()
+    assert not run.exists() or not list(run.iterdir())
+    monkeypatch.undo()
+    save_step()
+    assert verify(run / "step-1").ok
 
 
 @pytest.mark.parametrize("is_dead", [False, True], ids=["young", "a day old"])

@@ -301,7 +301,7 @@ MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     partners_are_on_the_own_machine: 195,
     copies_are_acknowledged_before_the_hash: 2,
     captures_go_before_they_are_promoted: 18,
-    bases_are_not_read: 751,
+    bases_are_not_read: 1162,
     failed_restores_are_not_counted: 6,
     overwritten_files_go_first: 9,
     steps_of_other_jobs_are_claimed: 116,

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import shutil
 import signal
 import socket
 from pathlib import Path
@@ -66,6 +67,24 @@ def target(request, tmp_path, monkeypatch):
         return f"{request.getfixturevalue('s3_bucket')}/deep/out"
     Bucket.reset()
     return f"{request.param}://{tmp_path.name}/out"
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["new", "overwrite"])
+def test_new_files_that_another_process_has_removed_are_not_published_in_part(tmp_path, overwrite: bool) -> None:
+    """The next file that is written makes the folder again, which has the same name and not the files before it."""
+    target = tmp_path / "run" / "c"
+    if overwrite:
+        publish_files(target, OLD)
+    with (
+        pytest.raises(StorageError, match="another process removed the new files while they were written"),
+        publish(str(target), FOLDER, overwrite=overwrite, needed_bytes=100, last=LAST) as publication,
+    ):
+        put(publication, "a.bin", b"new a")
+        for path in target.parent.glob(".c.partial-*") if overwrite else [target.parent]:
+            shutil.rmtree(path)
+        put(publication, LAST, b"new index")
+    assert (content(target) if overwrite else {}) == (OLD if overwrite else {})
+    assert [path.name for path in tmp_path.glob("run/*")] == (["c"] if overwrite else [])
 
 
 class TestEverywhere:

@@ -244,8 +244,11 @@ class StorageWriter(storage.StorageWriter):
         _write(publication, manifest_name(self._save), manifest)
         sizes = [{} if rank is None else {file.name: file.nbytes for file in rank.part.files} for rank in ranks]
         sizes[0][manifest_name(self._save)] = len(manifest)
-        require_files(url, publication.staging_url, sizes)
+        if not publication.is_hidden:
+            require_files(url, publication.staging_url, sizes)
         _write(publication, COMMIT, encode_commit(self._save, manifest, files))
+        if publication.is_hidden:  # as late as possible: another process may remove the run meanwhile
+            require_files(url, publication.staging_url, sizes)
         publication.commit()
 
 

@@ -577,7 +577,10 @@ class SaveSession:
         rank0_sizes, *other_sizes = [_sizes(part.files) for part in parts]
         if not self._options.is_shared:
             other_sizes = []
-        require_files(self._options.path, self._publication.staging_url, [{**rank0_sizes, **own}, *other_sizes])
+        sizes = [{**rank0_sizes, **own}, *other_sizes]
+        require = partial(require_files, self._options.path, self._publication.staging_url, sizes)
+        if not self._publication.is_hidden:
+            require()
         # From here on, a process that removes the base sees the manifest, and keeps the files that it refers to.
         if base is not None and not base.is_kept(files):
             return _BASE_REMOVED
@@ -585,6 +588,8 @@ class SaveSession:
             self._options.require_replaceable()
         commit = encode_commit(contents.save, manifest, contents.files, read_branch(contents.about))
         _write_file(self._publication, COMMIT, commit)
+        if self._publication.is_hidden:  # as late as possible: another process may remove the run meanwhile
+            require()
         self._publication.commit()
         return b""
 
