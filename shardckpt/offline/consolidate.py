@@ -36,10 +36,11 @@ _NO_CONFIG = (
     "no config.json was found to go with the model: give --config-from FOLDER (config_from=) where transformers is to"
     " load it"
 )
-Change = Callable[[Selection], Selection]
+Change = Callable[[Selection, Mapping[str, object]], Selection]
+"""Function of a selection and the content of the model's `config.json`."""
 
 
-def _keep_selection(selection: Selection) -> Selection:
+def _keep_selection(selection: Selection, _: Mapping[str, object]) -> Selection:
     return selection
 
 
@@ -184,7 +185,7 @@ def export(
     if options.dtype and any(tensor.dtype == FP8 for tensor in selection.model):
         selection, config = _import_fp8().dequantize(reader, options, selection, config)
     selection = drop_unsupported(selection, target, allow_loss=options.allow_loss)
-    selection = _rekey(change(selection), options)
+    selection = _rekey(change(selection, config.config), options)
     if options.quantize:
         selection, config = _import_fp8().quantize(reader, options, selection, config)
     conversion = Conversion(dst, options, reader, config, selection, is_file, keeps_split)

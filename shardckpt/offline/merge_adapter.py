@@ -33,6 +33,8 @@ from shardckpt.plan.layout.output_files import Change
 from shardckpt.storage.resolve_url import as_url
 
 _CONFIG = "adapter_config.json"
+_EMBEDDINGS = (["embed_tokens"], ["wte"], ["word_embeddings"], ["embed_in"], ["tok_embeddings"])
+"""Last parts of the names of modules that embed tokens, in models of transformers."""
 
 
 def merge_adapter(
@@ -81,8 +83,9 @@ def merge_adapter(
     weights = _check_weights(adapter_weights, len(paths))
     opened = [_open_adapter(as_url(path), weight) for path, weight in zip(paths, weights, strict=True)]
 
-    def change(selection: Selection) -> Selection:
-        return _merge(selection, opened)
+    def change(selection: Selection, config: Mapping[str, object]) -> Selection:
+        merged = _merge(selection, opened)
+        return replace(merged, warnings=(*merged.warnings, *_warnings_of_ties(merged, config)))
 
     return export(base, dst, chosen, on_progress, change=change)
 
@@ -167,6 +170,21 @@ def _merge(selection: Selection, adapters: Sequence[_Adapter]) -> Selection:
         ties=ties,
         warnings=tuple(warnings),
     )
+
+
+def _warnings_of_ties(merged: Selection, config: Mapping[str, object]) -> list[str]:
+    """Return warnings of changed embeddings that only the head of the merged model uses too."""
+    text = config.get("text_config")
+    if not any(isinstance(each, Mapping) and each.get("tie_word_embeddings") is True for each in (config, text)):
+        return []
+    names = {tensor.name for tensor in merged.model} | merged.ties.keys()
+    changed = [tensor.name for tensor in merged.model if tensor.change is not None]
+    return [
+        f"{name} is changed, and config.json ties the head to it (tie_word_embeddings): the head of the merged model"
+        " changes too, that of the model with the adapter does not"
+        for name in changed
+        if name.split(".")[-2:-1] in _EMBEDDINGS and not any(each.endswith("lm_head.weight") for each in names)
+    ]
 
 
 def _add_changes(adapter: _Adapter, known: Mapping[str, Shape], changes: dict[str, Change]) -> frozenset[str]:

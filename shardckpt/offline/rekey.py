@@ -77,7 +77,7 @@ def rekey(
         )
     numbers = read_param_names(chosen.param_names) if chosen.param_names and to == "ids" else None
 
-    def change(selection: Selection) -> Selection:
+    def change(selection: Selection, _: Mapping[str, object]) -> Selection:
         if selection.groups is None:
             raise UsageError("the checkpoint holds no optimizer", where=src, fix="Name it with --optim-key.")
         optim, groups = rekey_state(selection.optim, selection.groups, _KEYS[to], numbers, selection.units)

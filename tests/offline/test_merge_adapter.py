@@ -124,6 +124,24 @@ def test_a_sharded_base_and_other_targets(tmp_path: Path) -> None:
     assert not (tmp_path / "m.pt").exists()
 
 
+@pytest.mark.parametrize(
+    ("config", "name", "is_warned"),
+    [
+        ({"tie_word_embeddings": True}, "model.embed_tokens", True),
+        ({"text_config": {"tie_word_embeddings": True}}, "model.embed_tokens", True),
+        ({"tie_word_embeddings": False}, "model.embed_tokens", False),
+        ({"tie_word_embeddings": True}, "model.norm", False),
+    ],
+)
+def test_changed_embeddings_are_told_where_the_config_ties_the_head_to_them(
+    tmp_path: Path, config: dict[str, Any], name: str, is_warned: bool
+) -> None:
+    base, adapter = write(tmp_path, {f"{name}.weight": torch.zeros(3, 2)}, {f"{name}.weight": torch.ones(3, 2)})
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    report = shardckpt.merge_adapter(base, adapter, tmp_path / "out")
+    assert any("the head of the merged model changes too" in warning for warning in report.warnings) == is_warned
+
+
 def test_both_names_of_a_tied_weight_change_together_and_a_trained_head_is_its_own(tmp_path: Path) -> None:
     embed = torch.randn(6, 4)
     torch.save({"embed.weight": embed, "head.weight": embed}, tmp_path / "base.pt")
