@@ -18,8 +18,11 @@ from shardckpt.storage.store import storage_error
 ATTEMPTS = 4
 """Attempts of one request, including the first."""
 
-UNANSWERED_S = 60.0
-"""Seconds from the first attempt after which a request that is not answered is not tried again; clients retry, too."""
+UNANSWERED_S = 30.0
+"""Seconds from the first attempt after which a request without any answer is not tried again; clients retry, too."""
+
+LOST_S = 60.0
+"""Seconds after a request that no attempt had an answer to, in which others to the same server have one attempt."""
 
 FIRST_PAUSE_S = 0.5
 """Seconds before the second attempt, times a random factor of 0.5 to 2; each further pause is twice as long."""
@@ -55,6 +58,12 @@ _UNREACHABLE_NAMES = {
 }
 """Their exception classes for connections that were not made."""
 
+_DROPPED_NAMES = {"ConnectionClosedError", "ServerDisconnectedError", "RemoteDisconnected"}
+"""Their exception classes for connections that ended before an answer began."""
+
+LOST: dict[str, float] = {}
+"""Servers without an answer, each with the time of the last failure."""
+
 T = TypeVar("T")
 
 
@@ -81,19 +90,38 @@ def retry(action: Callable[[], T], what: str, where: str, pause: Callable[[float
 
 
 def _retry(action: Callable[[], T], what: str, where: str, pause: Callable[[float], object], started: float) -> T:
-    for number in range(1, ATTEMPTS + 1):
+    server = _find_server(where)
+    attempts = 1 if time.monotonic() - LOST.get(server, -LOST_S) < LOST_S else ATTEMPTS
+    for number in range(1, attempts + 1):
         try:
-            return action()
+            result = action()
         except ShardckptError:
             raise
         except Exception as raised:  # fsspec's back ends raise exceptions of their libraries
             error = _find_failure(raised)
             seconds = FIRST_PAUSE_S * 2 ** (number - 1) * PAUSES.uniform(0.5, 2)
-            is_last = number == ATTEMPTS or (_is_unanswered(error) and time.monotonic() - started > UNANSWERED_S)
-            if is_last or not is_transient(error) or pause(seconds):
-                raise remote_error(error, what, where, tries=number) from raised
+            elapsed, has_answer = time.monotonic() - started, not _has_no_answer(error)
+            is_late = elapsed > UNANSWERED_S and not has_answer
+            if number == attempts or is_late or not is_transient(error) or pause(seconds):
+                if not has_answer:
+                    LOST[server] = time.monotonic()
+                raise remote_error(error, what, where, number, elapsed if is_late else None) from raised
             count_retry()
+        else:
+            LOST.pop(server, None)
+            return result
     raise AssertionError("unreachable")
+
+
+def _find_server(where: str) -> str:
+    """Return the protocol of a URL and the server or bucket in it."""
+    return "/".join(where.split("/", 3)[:3])
+
+
+def _has_no_answer(error: BaseException) -> bool:
+    """Return True if a server did not begin to answer."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return _is_unreachable(error) or _is_unanswered(error) or bool(names & _DROPPED_NAMES)
 
 
 def _find_failure(error: Exception) -> Exception:
@@ -116,17 +144,22 @@ def is_transient(error: BaseException) -> bool:
     return any(_TRANSIENT_NAMES.search(kind.__name__) for kind in type(error).__mro__)
 
 
-def remote_error(error: Exception, what: str, where: str, tries: int = 1) -> StorageError:
+def remote_error(
+    error: Exception, what: str, where: str, tries: int = 1, given_up_after: float | None = None
+) -> StorageError:
     """Return a StorageError for any exception of a back end.
 
     The caller raises it `from` the exception.
     """
-    shown = f"{what} (tried {tries} times)" if tries > 1 else what
+    times = f"tried {tries} times" if tries > 1 else "tried"
+    if given_up_after is not None:
+        times += f" for {given_up_after:.0f} s"
+    shown = f"{what} ({times})" if tries > 1 or given_up_after is not None else what
     if _is_unreachable(error):
         text = f"{shown}: the server cannot be reached"
         fix = "Check the address, the network and that the server runs, then try again."
         return StorageError(text, where=where, found=describe_with_class(error), fix=fix)
-    if _is_unanswered(error):
+    if _has_no_answer(error):
         text, fix = f"{shown}: the server does not answer", "Check the endpoint and the network, then try again."
         return StorageError(text, where=where, found=describe_with_class(error), fix=fix)
     if isinstance(error, FileNotFoundError):

@@ -297,14 +297,14 @@ class TestRetries:
     def test_pauses_grow_and_differ(self, monkeypatch):
         monkeypatch.setattr(retry, "FIRST_PAUSE_S", 1.0)
         runs = []
-        for _ in range(5):
+        for number in range(5):
             pauses: list[float] = []
 
             def fail() -> None:
                 raise TimeoutError
 
             with pytest.raises(StorageError):
-                retry.retry(fail, "cannot read", "x", pause=pauses.append)
+                retry.retry(fail, "cannot read", f"s3://{number}/x", pause=pauses.append)
             runs.append(pauses)
         for pauses in runs:
             assert len(pauses) == retry.ATTEMPTS - 1

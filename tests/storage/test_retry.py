@@ -18,6 +18,7 @@ from shardckpt.storage.resolve_url import kind
 @pytest.fixture(autouse=True)
 def _is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(retry, "LOST", {})
 
 
 @pytest.fixture
@@ -70,7 +71,7 @@ def test_an_http_server_that_never_answers_is_given_up(monkeypatch):
     monkeypatch.setattr(fsspec_store, "_HTTP_READ_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # the system accepts, nobody answers
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/run"
-        with pytest.raises(StorageError, match="cannot look at it: the server does not answer"):
+        with pytest.raises(StorageError, match=r"cannot look at it \(tried for 0 s\): the server does not answer"):
             kind(url)
 
 
@@ -104,3 +105,37 @@ def test_a_missing_file_is_missing_at_once():
     with pytest.raises(MissingFileError):
         retry.retry(request, "cannot read", "x")
     assert len(calls) == 1
+
+
+class ConnectionClosedError(Exception):
+    """As botocore's: the connection ended before an answer."""
+
+
+def count_tries(error: Exception, where: str) -> int:
+    calls = []
+
+    def request() -> None:
+        calls.append(1)
+        raise error
+
+    with pytest.raises(StorageError, match="the server"):
+        retry.retry(request, "cannot read", where)
+    return len(calls)
+
+
+@pytest.mark.parametrize("error", [ConnectionRefusedError(), TimeoutError(), ConnectionClosedError()])
+def test_a_server_that_answers_nothing_is_asked_once_by_each_further_request(error, monkeypatch):
+    assert count_tries(error, "s3://one/a bytes 0-4") == retry.ATTEMPTS
+    assert [count_tries(error, "s3://one/b") for _ in range(3)] == [1, 1, 1]
+    assert count_tries(error, "s3://two/a") == retry.ATTEMPTS
+    assert retry.retry(lambda: 3, "cannot read", "s3://one/a") == 3
+    assert count_tries(error, "s3://one/b") == retry.ATTEMPTS
+    monkeypatch.setattr(retry, "LOST_S", -1.0)
+    assert count_tries(error, "s3://one/b") == retry.ATTEMPTS
+
+
+@pytest.mark.parametrize("error", [ConnectionRefusedError(), ConnectionClosedError()])
+def test_the_error_says_after_how_long_a_request_was_given_up(error, monkeypatch):
+    monkeypatch.setattr(retry, "UNANSWERED_S", -1.0)
+    with pytest.raises(StorageError, match=r"cannot list \(tried for 0 s\): the server"):
+        retry.retry(lambda: (_ for _ in ()).throw(error), "cannot list", "s3://one/run")

@@ -41,7 +41,7 @@ from shardckpt.storage.holder.holder_process import read_available_bytes
 from shardckpt.storage.linux_syscalls import exchange, lower_priority, start_writeback
 from shardckpt.storage.request_watch import WATCH
 from shardckpt.storage.resolve_url import MOUNTED
-from shardckpt.storage.retry import PAUSES
+from shardckpt.storage.retry import LOST, PAUSES
 from shardckpt.testing.simulation.scheduler import Process, Scheduler, Task
 from shardckpt.testing.simulation.stores.operating_system import OperatingSystem
 from shardckpt.testing.simulation.stores.simulated_holders import SimulatedHolders
@@ -170,6 +170,7 @@ class Machine:
             (memory_size, lambda: _MEMORY_BYTES),
             (time, _Twin(time, **self._clocks())),
             (PAUSES, chance),
+            (LOST, {}),
             (WATCH, SimpleNamespace(waiting=lambda _where: nullcontext())),
             (secrets, _Twin(secrets, choice=chance.choice, token_hex=lambda n: chance.randbytes(n).hex())),
             (threading, _Twin(threading, **self._primitives())),
