@@ -18,7 +18,7 @@ from shardckpt.storage.store import storage_error
 ATTEMPTS = 4
 """Attempts of one request, including the first."""
 
-UNANSWERED_S = 30.0
+UNANSWERED_S = 45.0
 """Seconds from the first attempt after which a request without any answer is not tried again; clients retry, too."""
 
 LOST_S = 60.0
