@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from shardckpt.errors import (
     CheckpointError,
-    SourceNotFoundError,
     StorageError,
     UnknownFormatError,
     UsageError,
@@ -25,7 +24,7 @@ from shardckpt.format.reader import Evidence, Format, NamedBases, Reader, Source
 from shardckpt.manifest import split_numbers
 from shardckpt.plugins import find_plugins, load_plugin, warn_of_plugin
 from shardckpt.storage.local import LocalStore
-from shardckpt.storage.resolve_url import kind, open_store, split
+from shardckpt.storage.resolve_url import kind, not_found_error, open_store, split
 from shardckpt.storage.store import Listed, Store, SubfolderStore, WrappedStore
 
 
@@ -162,7 +161,7 @@ def open_source(url: str, bases: NamedBases = "") -> Source:
     require_bases(bases)
     found = kind(url)
     if found == "missing":
-        raise SourceNotFoundError("there is nothing here", where=url, fix="Check the path or URL.")
+        raise not_found_error(url, "there is nothing here")
     if found == "file":
         parent, name = split(url)
         return Source(open_store(parent), name, bases)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 
-from shardckpt.errors import SourceNotFoundError, StorageError, UnknownFormatError, UsageError
+from shardckpt.errors import UnknownFormatError, UsageError
 from shardckpt.format.native.run_directory import read_run
 from shardckpt.format.registry import checkpoint_in
-from shardckpt.storage.resolve_url import kind, local_path, open_store
+from shardckpt.storage.resolve_url import find_missing_bucket, kind, local_path, missing_bucket_error, open_store
 
-_BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs")
 _FIX = (
     "Name the folder that holds the steps of a run (step-00000100, ...). "
     "A checkpoint that is not of a run is read by shardckpt.load and `shardckpt inspect`."
@@ -35,22 +34,10 @@ def require_start_of_run(url: str) -> None:
         raise UnknownFormatError("no step of a run is here", where=url, found=found, fix=_FIX)
     path = local_path(url)
     if path is None:
-        _require_bucket(url)
+        if bucket := find_missing_bucket(url):
+            raise missing_bucket_error(bucket)
     else:
         _require_parent(os.path.abspath(path))
-
-
-def _require_bucket(url: str) -> None:
-    protocol, _, place = url.partition("://")
-    bucket = f"{protocol}://{place.strip('/').partition('/')[0]}"
-    if protocol not in _BUCKETS or "@" in bucket:
-        return
-    try:
-        found = kind(bucket)
-    except StorageError:  # the folder may exist in a bucket that this user may not list
-        return
-    if found == "missing":
-        raise SourceNotFoundError("this bucket does not exist", where=bucket, fix="Check its name, or create it.")
 
 
 def _require_parent(path: str) -> None:

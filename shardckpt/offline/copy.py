@@ -14,7 +14,6 @@ from shardckpt.errors import (
     CheckpointError,
     ChecksumError,
     MissingFileError,
-    SourceNotFoundError,
     StorageError,
     TargetExistsError,
     UnknownFormatError,
@@ -38,7 +37,7 @@ from shardckpt.storage.local_publication import require_space
 from shardckpt.storage.publication import Publication, target_exists_error
 from shardckpt.storage.publish import missing_files, publish, require_apart
 from shardckpt.storage.replaceable import find_replaceable_files, is_ignored
-from shardckpt.storage.resolve_url import as_url, kind, local_path, open_store, split
+from shardckpt.storage.resolve_url import as_url, kind, local_path, not_found_error, open_store, split
 from shardckpt.storage.store import Store, read_bytes
 
 _AT_ONCE = 4
@@ -209,7 +208,7 @@ def _read_source(src: str) -> _Source:
     """
     found = kind(src)
     if found == "missing":
-        raise SourceNotFoundError("nothing is stored here", where=src, fix="Check the path or URL.")
+        raise not_found_error(src)
     store = open_store(src)
     entries = store.list() if found == "folder" else []
     names = [entry.name for entry in entries if not entry.is_folder]

@@ -15,7 +15,7 @@ from typing import Literal
 from typing_extensions import Unpack
 
 from shardckpt.deprecation import RenamedAttribute
-from shardckpt.errors import SourceNotFoundError, UnknownFormatError, UsageError, require_bools
+from shardckpt.errors import UnknownFormatError, UsageError, require_bools
 from shardckpt.events import PruneEvent, Recorder, emit
 from shardckpt.format.apply_retention import apply_retention
 from shardckpt.format.durability.durability_list import list_durability
@@ -38,7 +38,7 @@ from shardckpt.offline.results.proofs import StepProof
 from shardckpt.offline.verify import verify as verification
 from shardckpt.plan.resume.resumes import StepVerdict
 from shardckpt.plan.retention import ORPHAN_TTL_S, Retention, RetentionParams, SavedStep, find_best, parse_age
-from shardckpt.storage.resolve_url import as_url, kind, open_store
+from shardckpt.storage.resolve_url import as_url, kind, not_found_error, open_store
 from shardckpt.storage.store import Store, SubfolderStore
 
 _SHOWN = 8
@@ -351,7 +351,7 @@ def _path(store: Store, step: StepFolder) -> str:
 def _open(root: str) -> Store:
     found = kind(root)
     if found == "missing":
-        raise SourceNotFoundError("nothing is stored here", where=root, fix="Check the path or URL.")
+        raise not_found_error(root)
     if found == "file":
         raise UsageError("this is a file", where=root, expected="a folder of steps")
     store = open_store(root)

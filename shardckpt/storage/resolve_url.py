@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from shardckpt.errors import MissingFileError, UsageError
+from shardckpt.errors import MissingFileError, SourceNotFoundError, StorageError, UsageError
 from shardckpt.storage.holder import SCHEME
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.node_folder import NodeFolder, find_folder
@@ -18,6 +18,8 @@ from shardckpt.storage.store import ObjectStore, Store, SubfolderStore, convert_
 
 if TYPE_CHECKING:
     from shardckpt.storage.holder.holder_store import HolderStore
+
+_BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs")
 
 _PROTOCOL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*(://|::)")
 
@@ -215,6 +217,30 @@ def kind(url: str) -> str:
             return "missing"
         raise storage_error(error, "cannot look at it", path) from error
     return "folder" if stat.S_ISDIR(mode) else "file"
+
+
+def find_missing_bucket(url: str) -> str:
+    """Return the URL of the bucket of a URL if it does not exist; empty if it does, or is not known to be missing."""
+    protocol, _, place = url.partition("://")
+    bucket = f"{protocol}://{place.strip('/').partition('/')[0]}"
+    if protocol not in _BUCKETS or "@" in bucket:
+        return ""
+    try:
+        return bucket if kind(bucket) == "missing" else ""
+    except StorageError:  # the folder may exist in a bucket that this user may not list
+        return ""
+
+
+def missing_bucket_error(bucket: str) -> SourceNotFoundError:
+    """Return the error for a bucket that does not exist."""
+    return SourceNotFoundError("this bucket does not exist", where=bucket, fix="Check its name, or create it.")
+
+
+def not_found_error(url: str, what: str = "nothing is stored here") -> SourceNotFoundError:
+    """Return the error for a path or URL where nothing is stored; it names the bucket if that does not exist."""
+    if bucket := find_missing_bucket(url):
+        return missing_bucket_error(bucket)
+    return SourceNotFoundError(what, where=url, fix="Check the path or URL.")
 
 
 def file_version(folder: str, name: str) -> str:

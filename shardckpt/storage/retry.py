@@ -58,6 +58,9 @@ _UNREACHABLE_NAMES = {
 }
 """Their exception classes for connections that were not made."""
 
+_MISSING_BUCKET = re.compile("(?i)(bucket|container) does not exist")
+"""Texts of S3, of Google's and of Azure's store."""
+
 _DROPPED_NAMES = {"ConnectionClosedError", "ServerDisconnectedError", "RemoteDisconnected"}
 """Their exception classes for connections that ended before an answer began."""
 
@@ -163,6 +166,11 @@ def remote_error(
         text, fix = f"{shown}: the server does not answer", "Check the endpoint and the network, then try again."
         return StorageError(text, where=where, found=describe_with_class(error), fix=fix)
     if isinstance(error, FileNotFoundError):
+        if _MISSING_BUCKET.search(str(error)):
+            server = _find_server(where)
+            return MissingFileError(
+                f"{shown}: the bucket does not exist", where=where, found=server, fix="Check its name, or create it."
+            )
         return MissingFileError(shown, where=where, found="no such object", fix="Check the URL.")
     if isinstance(error, PermissionError):
         text = str(error) or "access denied"

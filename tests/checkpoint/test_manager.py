@@ -337,6 +337,14 @@ def test_a_bucket_that_does_not_exist_is_told(s3_bucket):
             call()
 
 
+@pytest.mark.parametrize("verb", ["load", "open", "ls", "inspect", "verify", "copy", "save"])
+def test_every_verb_names_a_bucket_that_does_not_exist(verb, s3_bucket, tmp_path):
+    url = "s3://there-is-no-such-bucket/runs/a"
+    arguments = {"copy": (url, tmp_path / "to"), "save": (state(), url)}.get(verb, (url,))
+    with pytest.raises(FileNotFoundError, match=r"s3://there-is-no-such-bucket.*bucket does not exist"):
+        getattr(shardckpt, verb)(*arguments)
+
+
 class TestIncompleteSteps:
     def test_one_that_was_never_committed_does_not_exist(self, tmp_path):
         ck = saved(Checkpointer(tmp_path), 1, 2)
