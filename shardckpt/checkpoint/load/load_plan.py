@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -21,7 +21,8 @@ from shardckpt.plan.naming.fqn import make_cleaner
 from shardckpt.plan.naming.peft_names import to_file_name
 from shardckpt.plan.naming.sections import find_sections, model_paths
 from shardckpt.state.keys.slots import UnequalSteps
-from shardckpt.state.local.local_shards import LocalShard, TensorShards
+from shardckpt.state.local.local_shards import LocalShard, TensorShards, end_address
+from shardckpt.state.local.shared_bytes import SharedBytes, share_bytes
 
 Put = Callable[[Any], None]
 
@@ -268,20 +269,55 @@ class LoadPlanBuilder:
         )
 
     def check_shared_memory(self) -> None:
-        """Add a problem for each two targets that are the same memory, and have different saved values."""
-        first_of: dict[int, tuple[LoadItem, LocalShard]] = {}
+        """Add a problem for targets that share memory, and have different saved values there."""
+        targets = []
         for item in self.plan.arrays:
             for shard in item.array.shards:
-                if shard.tensor.is_meta or not shard.tensor.numel() or not (address := shard.tensor.data_ptr()):
-                    continue
-                first, other = first_of.setdefault(address, (item, shard))
-                if first is item or is_same_source(first.entry, item.entry) or not _has_same_elements(other, shard):
-                    continue
+                tensor = shard.tensor
+                if not tensor.is_meta and tensor.numel() and (address := tensor.data_ptr()):
+                    targets.append((address, end_address(tensor), item, shard))
+        targets.sort(key=lambda target: target[:2])
+        group: list[tuple[LoadItem, LocalShard]] = []
+        end = 0
+        for first, behind, item, shard in targets:
+            if first >= end:
+                if len(group) > 1:
+                    self._check_group(group)
+                group = []
+            group.append((item, shard))
+            end = max(end, behind)
+        if len(group) > 1:
+            self._check_group(group)
+
+    def _check_group(self, group: list[tuple[LoadItem, LocalShard]]) -> None:
+        """Add a problem for targets in one range of memory if saved values of the same elements differ."""
+        first, other = group[0]
+        rest = [(item, shard) for item, shard in group[1:] if not _is_same_target(group[0], (item, shard))]
+        if all(_has_same_elements(other, shard) for _, shard in rest):
+            for item, shard in rest:
                 if not _are_alike(self._read_shard(first, other), self._read_shard(item, shard)):
                     self.plan.problems.append(
                         f"{dotted(item.path)} is the memory of {dotted(first.path)} in this state, and the saved values"
                         " of the two differ (give one of them memory of its own: `tensor.clone()`)"
                     )
+            return
+        self._check_overlaps([(item, shard) for item, shard in (group[0], *rest) if _can_fill(item, self.options.cast)])
+
+    def _check_overlaps(self, group: Sequence[tuple[LoadItem, LocalShard]]) -> None:
+        """As above, for tensors that share some of their elements; views such as columns may share none."""
+        tensors = [shard.tensor for _, shard in group]
+        memory = SharedBytes(tensors)
+        if not any(memory.take(tensor) for tensor in tensors):
+            return
+        memory = SharedBytes(tensors)
+        for at, (item, shard) in enumerate(group):
+            if memory.put(shard.tensor, self._read_shard(item, shard)):
+                continue
+            names = [dotted(each.path) for each, part in group[:at] if share_bytes(part.tensor, shard.tensor)]
+            self.plan.problems.append(
+                f"{dotted(item.path)} shares memory with {' and '.join(names[:2])} in this state, and saved values of"
+                " the same elements differ (give one of them memory of its own: `tensor.clone()`)"
+            )
 
     def _read_shard(self, item: LoadItem, shard: LocalShard) -> torch.Tensor:
         """Return the saved elements of a shard in new memory."""
@@ -318,9 +354,23 @@ def is_same_source(one: TensorEntry, other: TensorEntry) -> bool:
 
 
 def _has_same_elements(one: LocalShard, other: LocalShard) -> bool:
-    """Return True if two shards with the same first element have all elements in common, in the same places."""
+    """Return True if two shards have all elements in common, in the same places."""
     first, second = one.tensor, other.tensor
-    return (first.shape, first.stride(), first.dtype) == (second.shape, second.stride(), second.dtype)
+    return first.data_ptr() == second.data_ptr() and (first.shape, first.stride(), first.dtype) == (
+        second.shape,
+        second.stride(),
+        second.dtype,
+    )
+
+
+def _is_same_target(one: tuple[LoadItem, LocalShard], other: tuple[LoadItem, LocalShard]) -> bool:
+    """Return True if two targets are the same memory, and are filled from the same elements of the files."""
+    return is_same_source(one[0].entry, other[0].entry) and _has_same_elements(one[1], other[1])
+
+
+def _can_fill(item: LoadItem, can_cast: bool) -> bool:
+    """Return True if the saved array fits its target; otherwise there is a problem already."""
+    return item.entry.shape == item.array.shape and (can_cast or item.entry.dtype == dtype_name(item.array.dtype))
 
 
 def require_depth(path: Path) -> None:

@@ -284,3 +284,11 @@ def _foreign_model(model: nn.Module) -> LocalModel:
     arrays = {name: get_tensor_shards(value) for name, value in tensors.items()}
     frozen = frozenset(name for name, value in model.named_parameters() if not value.requires_grad)
     return LocalModel(None, arrays, {}, buffers, {}, tuple(state), finish, frozen & set(arrays))
+
+
+def end_address(tensor: torch.Tensor) -> int:
+    """Return the address behind the last byte of a tensor, which must have elements."""
+    if tensor.is_contiguous():
+        return tensor.data_ptr() + tensor.nbytes
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr() + (last + 1) * tensor.element_size()
