@@ -169,6 +169,7 @@ LIBRARIES: dict[str, set[str]] = {
 LATE_IMPORTS: dict[tuple[str, str], str] = {
     ("shardckpt.format.encodings.element_values", "ml_dtypes"): "numpy knows most types",
     ("shardckpt.format.encodings.element_values", "numpy"): "0.07 s; what casts nothing needs none",
+    ("shardckpt.checkpoint.load.source", "shardckpt.format.remap"): "0.02 s; most loads have no rules",
     ("shardckpt.format.chunk_reader", "numpy"): "0.07 s; pieces that are read as they are need none",
     ("shardckpt.storage.holder.holder_store", "numpy"): "0.07 s; processes that only read need none",
     ("shardckpt.format.registry", "shardckpt.format.native.commit"): "only the format of a checkpoint is imported",

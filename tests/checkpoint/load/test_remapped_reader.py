@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run
+from interpreters import RunScript
 
 import shardckpt
 from shardckpt.core import fully_shard
@@ -114,6 +115,15 @@ def test_without_a_state_the_nest_has_the_new_names(tmp_path: Path) -> None:
     assert set(found["net"]) == {"experts", "qk.weight", "out.weight"}
     assert torch.equal(found["net"]["out.weight"], net.out.weight)
     assert found["optim"]["param_groups"][0]["params"] == ["experts", "qk.weight", "out.weight"]
+
+
+def test_a_load_without_rules_imports_no_module_of_rules(run_script: RunScript, tmp_path: Path) -> None:
+    shardckpt.save({"w": torch.ones(2)}, tmp_path / "step")
+    code = (
+        f"import sys, shardckpt; shardckpt.load({str(tmp_path / 'step')!r})\n"
+        "print(*[name for name in sys.modules if name.startswith(('shardckpt.plan.rules', 'shardckpt.format.remap'))])"
+    )
+    assert run_script(code).stdout.split() == []
 
 
 def test_damage_is_found_behind_rules_too(tmp_path: Path) -> None:
