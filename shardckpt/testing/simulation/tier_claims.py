@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import takewhile
 from random import Random
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -115,7 +116,7 @@ class Claims:
         self._seen: dict[object, Counter[tuple[str, int]]] = {}
         self._emptied = 0
         self._begun: dict[object, _BegunCall] = {}
-        self._order: Mapping[int, int] = {}
+        self._order: dict[int, int] = {}
         self._attempts: Mapping[int, int] = {}
 
     # Claims
@@ -272,25 +273,27 @@ class Claims:
             if not gone:
                 continue
             copies = self._count_all_copies(tier) if copies is None else copies
-            successor = self._find_successor(claim, attempts, copies)
+            successor = self._find_successor(claim, copies, held)
             if successor is not None:
                 places = (p._replace(successor=successor) if p.medium in gone else p for p in claim.places)
                 self._claims[self._claims.index(claim)] = claim._replace(places=tuple(places))
 
     def _find_successor(
-        self, claim: TierClaim, attempts: Mapping[int, int], copies: Mapping[tuple[str, int], int]
+        self,
+        claim: TierClaim,
+        copies: Mapping[tuple[str, int], int],
+        held: Mapping[Medium, Mapping[str, bytearray]],
     ) -> TierClaim | None:
         """Return the newest attempt that survives as much as a claimed one before it; None without one."""
-        order = [*attempts]
-        after = order[order.index(claim.content) + 1 :]
-        newest = next((each for each in reversed(after) if copies.get((claim.tier, each), 0) > claim.most_lost), None)
+        after = takewhile(lambda each: each != claim.content, reversed(self._order))
+        newest = next((each for each in after if copies.get((claim.tier, each), 0) > claim.most_lost), None)
         if newest is None:
             return None
-        media, folder = self._media[claim.tier], step_name(attempts[newest])
+        folder = step_name(self._attempts[newest])
         places = (
             ClaimedPlace(self._nodes[name], medium)
-            for name, medium in media.find_living().items()
-            if self._is_lost(medium) or newest in [at for at, _ in _read_marks(folder, media.list_files(medium))]
+            for name, medium in self._media[claim.tier].find_living().items()
+            if self._is_lost(medium) or newest in [at for at, _ in _read_marks(folder, held[medium])]
         )
         return TierClaim(newest, claim.tier, copies[claim.tier, newest] - 1, tuple(places))
 
