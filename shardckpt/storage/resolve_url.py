@@ -73,6 +73,8 @@ def local_path(url: str) -> str | None:
 
 
 def _expand_home(path: str) -> str:
+    if not path.startswith("~"):
+        return path
     expanded = os.path.expanduser(path)
     if expanded == "~" or expanded.startswith("~/"):
         fix = "Set HOME, or name the folder by its path; `./~` names one that is called so."
