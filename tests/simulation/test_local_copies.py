@@ -99,3 +99,7 @@ def test_the_files_of_an_overwritten_promotion_go_once_every_node_has_the_new_on
     saved = [e.number for e in history.events if e.verb == "saved"]
     assert len(of_first) == 8, "of two saves on two nodes, each payload and manifest"
     assert saved[3] < of_first[0] < saved[5], "by the save after both promotions"
+
+
+def test_a_restored_capture_is_claimed_apart_from_an_earlier_attempt_whose_step_in_the_root_is_damaged() -> None:
+    assert run_history(1_176_826).failure is None

@@ -43,12 +43,14 @@ class Capture(NamedTuple):
         order: Branch and number of its step.
         after: Text of its `RootPosition`; empty if unknown.
         is_of_run: Whether it belongs to the steps of the root.
+        is_in_root: Whether the root has a step of this order that is known to come from the same attempt.
     """
 
     save: str
     order: tuple[int, int]
     after: str
     is_of_run: bool = True
+    is_in_root: bool = False
 
     @property
     def attempt(self) -> str:
@@ -90,17 +92,25 @@ class TierReads(PlaceReads):
         self._before = self._opened.tier_bytes
 
 
-def list_saves(found: FoundStep, of_step: Sequence[Capture], in_root: StepFolder | None) -> set[str]:
-    """Return the ids of all saves of the attempt that a found step comes from.
+def find_attempt(found: FoundStep, captures: Sequence[Capture], in_root: StepFolder | None) -> tuple[str, set[str]]:
+    """Return the attempt that a found step comes from: the text of its captures' position, and the ids of its saves.
+
+    Captures that belong to the run may come from other attempts than the step of their order in the root, if that one
+    is damaged.
 
     Args:
         found: The step.
-        of_step: Captures of this order in all tiers that belong to the run.
-        in_root: Step of the same order in the root, of whose attempt all captures of the run are; None without one.
+        captures: Captures in all tiers.
+        in_root: Step of the same order in the root; None without one.
     """
-    attempts = {each.attempt for each in of_step if each.save == found.save or in_root is not None}
-    saves = {each.save for each in of_step if each.attempt in attempts}
-    return {found.save or "", *saves, *([] if in_root is None else [in_root.save])}
+    of_step = [each for each in captures if each.order == found.order and each.is_of_run and each.attempt]
+    is_in_root = in_root is not None and in_root.save == found.save
+    attempts = {each.attempt for each in of_step if each.save == found.save or (is_in_root and each.is_in_root)}
+    same = [each for each in of_step if each.attempt in attempts]
+    saves = {found.save or "", *(each.save for each in same)}
+    if in_root is not None and any(each.is_in_root for each in same):
+        saves.add(in_root.save)
+    return next((each.after for each in same), ""), saves
 
 
 _T = TypeVar("_T")

@@ -34,8 +34,8 @@ from shardckpt.checkpoint.tiers.tier_steps import (
     Capture,
     TierReads,
     choose_newest,
+    find_attempt,
     list_node_copies,
-    list_saves,
     open_own,
     read_capture_about,
     read_tier,
@@ -134,9 +134,8 @@ class TieredFinder(StepFinder):
         self._least_branch = self.last_start.find_least_branch(each.attempt for each in captures)
         if self._least_branch:
             self._log_missing_captures()
-        same = [each for each in captures if each.order == found.order and each.is_of_run and each.attempt]
-        after = next((each.after for each in same), "")
-        self.own.note_found(found.number, found.order, after, list_saves(found, same, state.steps.get(found.order)))
+        after, saves = find_attempt(found, captures, state.steps.get(found.order))
+        self.own.note_found(found.number, found.order, after, saves)
         self._found = found
         passed_over = select_faults(faults, found, self.find_finder(found.path).tier, wanted)
         return found._replace(branch=max(found.branch, self._least_branch), tier_faults=passed_over)
@@ -221,44 +220,54 @@ class TieredFinder(StepFinder):
         store, run, captures = place.finder.open_store(), place.finder.read(), list[Capture]()
         for step in run.complete:
             order, text = (step.branch, step.number), read_capture_about(store, step).get(AFTER, "")
-            is_of_run = self._is_of_run(order, text, root)
-            captures.append(Capture(step.save, order, text, is_of_run))
+            is_of_run, is_in_root = self._compare(order, text, root)
+            captures.append(Capture(step.save, order, text, is_of_run, is_in_root))
             if not is_of_run:
                 shown = f"step {step.number} in {place.finder.root}"
                 _LOG.warning("%s does not belong to the steps in %s: dropped", shown, self.root)
                 delete_steps(store, run, [step.name])
         return captures
 
-    def _is_of_run(self, order: tuple[int, int], after: str, root: RootSteps) -> bool:
-        """Return True if a capture belongs to the steps of the root, so that a restore may load it. On rank 0.
+    def _compare(self, order: tuple[int, int], after: str, root: RootSteps) -> tuple[bool, bool]:
+        """Compare a capture with the steps of the root. On rank 0.
 
         Args:
             order: Branch and number of its step.
             after: Text of its `RootPosition`; other text if it has none.
             root: Steps of the root now.
+
+        Returns:
+            Whether it belongs to them, so that a restore may load it, and whether one comes from the same attempt.
         """
         position = RootPosition.decode(after)
         if position is None:
-            return True
+            return True, False
         if order in root.steps:  # the root may have it from a process that did not know of the capture
-            return self._is_same_attempt(root.steps[order], after, order in position)
+            is_same = self._is_same_attempt(root.steps[order], after)
+            return (order in position if is_same is None else is_same), is_same is True
         if order < root.newest or position.leads_to(root.newest, is_empty=root.is_empty):
-            return True  # under a newer step of the root it is never the newest
-        return root.is_empty and self.last_start.has_lost(position.committed, RootPosition.read_attempt(after))
+            return True, False  # under a newer step of the root it is never the newest
+        return root.is_empty and self.last_start.has_lost(position.committed, RootPosition.read_attempt(after)), False
 
-    def _is_same_attempt(self, step: StepFolder, text: str, was_started: bool) -> bool:
+    def _is_of_run(self, order: tuple[int, int], after: str, root: RootSteps) -> bool:
+        """Return True if a capture belongs to the steps of the root; arguments as for `_compare`. On rank 0."""
+        return self._compare(order, after, root)[0]
+
+    def _is_same_attempt(self, step: StepFolder, text: str) -> bool | None:
         """Return True if a step of the root and a capture come from one attempt to save. On rank 0.
 
         Args:
             step: The step of the root.
             text: Position that the capture has.
-            was_started: Whether the process that captured it saved it in the root too, which counts if the step of
-                the root is damaged or cannot be read now.
+
+        Returns:
+            None if the step of the root is damaged or cannot be read now: then captures of all attempts that the run
+            began to save in the root belong to it.
         """
         try:
             return read_about(super().open_store(), step).get(AFTER) == text
         except ShardckptError:
-            return was_started
+            return None
 
     def find_finder(self, path: str) -> StepFinder:
         """Return the finder of the place that a step is in."""

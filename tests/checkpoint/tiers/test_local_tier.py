@@ -54,6 +54,31 @@ def test_a_step_survives_a_killed_trainer_as_a_step_that_every_command_reads(tmp
     assert copies[0].path == str(local / "step-00000004")
 
 
+def test_a_step_that_is_restored_from_memory_is_claimed_where_its_own_attempt_is_if_the_root_is_damaged(tmp_path):
+    """Local and root have an earlier attempt; the manifest in the root, which would tell so, cannot be read."""
+
+    def begin() -> Checkpointer:
+        tiers = [PeerMemory(), Local(tmp_path / "local")]
+        return Checkpointer(tmp_path / "run", save_every=1, tiers=tiers)
+
+    steps = [tmp_path / place / "step-00000002" for place in ("local", "run")]
+    ck = begin()
+    save(ck, 2)
+    for step in steps:
+        shutil.copytree(step, tmp_path / "kept" / step.parent.name)
+    ck.save(2, make_state(22), overwrite=True)
+    ck.wait()
+    assert [copy.tier for copy in ck.durability(2).copies] == ["memory", "local", "root"]
+    for step in steps:
+        shutil.rmtree(step)
+        shutil.copytree(tmp_path / "kept" / step.parent.name, step)
+    manifest = next(steps[1].glob("*.manifest.json"))
+    manifest.write_bytes(manifest.read_bytes().replace(b"w", b"v", 1))
+    ck, state = begin(), make_state()
+    assert ck.restore(state) == 2 and state["step"] == 22
+    assert [copy.tier for copy in ck.durability(2).copies] == ["memory"]
+
+
 def test_captures_of_a_start_that_began_anew_elsewhere_count_before_older_ones_with_higher_numbers(tmp_path):
     """The root was emptied, and the next start ran on another machine; then both machines meet."""
     local, away = tmp_path / "local", tmp_path / "away"

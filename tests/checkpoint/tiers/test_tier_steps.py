@@ -1,10 +1,12 @@
-"""The choice between memory and root: pure."""
+"""The choice between memory and root, and the attempt that a step comes from: pure."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardckpt.checkpoint.run.root_position import RootPosition
 from shardckpt.checkpoint.run.step_finder import NO_STEP, FoundStep
-from shardckpt.checkpoint.tiers.tier_steps import choose_newest
+from shardckpt.checkpoint.tiers.tier_steps import Capture, choose_newest, find_attempt
+from shardckpt.format.native.run_directory import StepFolder
 
 ORDERS = st.tuples(st.integers(0, 3), st.integers(0, 9))
 
@@ -31,3 +33,26 @@ def test_the_newest_step_that_can_be_loaded_is_chosen_and_its_successors_are_new
     assert chosen.save == "memory" or held.save is None or root.order > held.order, "the nearer one of equal steps"
     newest = max(held.newest, root.newest)
     assert (chosen.branch, chosen.number) >= newest if chosen.order == newest else chosen.branch > newest[0]
+
+
+FIRST, SECOND = (RootPosition().encode(attempt) for attempt in ("first", "second"))
+IN_ROOT = StepFolder(2, "step-00000002", save="root")
+
+
+def find(found: str, *captures: Capture) -> tuple[str, set[str]]:
+    return find_attempt(FoundStep([], 2, IN_ROOT.name, found, order=(0, 2)), captures, IN_ROOT)
+
+
+def test_the_saves_of_an_attempt_are_its_captures_and_the_step_of_the_root_that_is_known_to_be_of_it():
+    memory, local = (Capture(name, (0, 2), FIRST, is_in_root=True) for name in ("memory", "local"))
+    assert find("memory", memory, local) == (FIRST, {"memory", "local", "root"})
+    assert find("root", memory, local) == (FIRST, {"memory", "local", "root"})
+    assert find("root", memory._replace(order=(0, 1)), local._replace(is_of_run=False)) == ("", {"root"})
+
+
+def test_captures_of_another_attempt_than_the_found_one_do_not_count_if_the_root_cannot_be_read():
+    memory, local = Capture("memory", (0, 2), SECOND), Capture("local", (0, 2), FIRST)
+    assert find("memory", memory, local) == (SECOND, {"memory"})
+    assert find("local", memory, local) == (FIRST, {"local"})
+    assert find("root", memory, local) == ("", {"root"})
+    assert find("memory", memory._replace(after="")) == ("", {"memory"}), "another version wrote no attempt"
