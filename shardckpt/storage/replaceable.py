@@ -80,7 +80,8 @@ def is_ignored(name: str) -> bool:
 def find_replaceable_files(kind: FolderKind, store: Store, list_folder: ListFolder, where: str) -> list[str]:
     """Return all files of a folder if it may be replaced.
 
-    It must contain one checkpoint of a kind, or only ignored files. The search ends at the first other file.
+    It must contain one checkpoint of a kind, or the file that lists the rest of one, or only ignored files. The search
+    ends at the first other file.
 
     Args:
         kind: Kind of checkpoint that is written.
@@ -113,7 +114,9 @@ def find_replaceable_files(kind: FolderKind, store: Store, list_folder: ListFold
         holding += [folder] if inside else []
     if len(holding) > 1:
         raise _other_content(kind, _as_folders(holding), where)
-    if any(not is_ignored(name) for name in files) and not any(map(kind.payload.fullmatch, files)):
+    is_rest = bool(listed) and not holding and all(map(kind.beside.fullmatch, counting))
+    is_one = is_rest or any(map(kind.payload.fullmatch, files))
+    if any(not is_ignored(name) for name in files) and not is_one:
         raise _other_content(kind, [*counting, *_as_folders(holding)], where)
     return files
 

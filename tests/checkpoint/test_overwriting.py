@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch_writers import ALONE
 
 import shardckpt
-from shardckpt.errors import TargetExistsError
+from shardckpt.errors import IncompleteError, TargetExistsError
 from shardckpt.format.native.commit import COMMIT
 from shardckpt.storage.resolve_url import open_store
 from shardckpt.storage.store import Store, read_bytes
@@ -99,6 +99,26 @@ def test_one_checkpoint_is_replaced_complete_or_not(place: str) -> None:
     put(place, COMMIT)
     shardckpt.save(STATE, place, overwrite=True)
     assert shardckpt.load(place)["w"].equal(STATE["w"])
+
+
+def test_a_step_of_which_only_the_commit_is_left_is_refused_by_loads_and_saved_again(place: str) -> None:
+    """Somebody has removed the files of a run while, or after, a save wrote its last file."""
+    ck = shardckpt.Checkpointer(place)
+    ck.save(1, {"w": torch.zeros(6)})
+    ck.save(2, STATE)
+    for name in {*content(ck.path(2))} - {COMMIT}:
+        open_store(ck.path(2)).delete(name)
+    with pytest.raises(IncompleteError, match="the step's manifest is not there"):
+        shardckpt.load(ck.path(2))
+    ck = shardckpt.Checkpointer(place)
+    with pytest.warns(UserWarning, match="restored step 1 from the root. Newer step 2 is not used"):
+        assert ck.restore({"w": torch.ones(6)}) == 1
+    put(ck.path(2), "notes.txt")
+    with pytest.raises(TargetExistsError, match=r"the target exists|found notes\.txt"):
+        ck.save(2, STATE)
+    open_store(ck.path(2)).delete("notes.txt")
+    ck.save(2, STATE)
+    assert shardckpt.load(ck.path(2))["w"].equal(STATE["w"])
 
 
 def test_a_step_that_a_newer_version_wrote_is_refused(place: str) -> None:

@@ -97,6 +97,17 @@ def test_what_a_checkpoint_lists_itself_may_go() -> None:
         found(Folder(["data", "extra", "other"]), kind)
 
 
+def test_the_file_that_lists_a_checkpoint_may_go_without_the_rest_but_not_with_other_files() -> None:
+    def members(store: LocalStore, sizes: Mapping[str, int]) -> list[str]:
+        return ["extra"] if "INDEX" in sizes else []
+
+    kind = FolderKind("one", payload=re.compile("data"), beside=re.compile("INDEX"), members=members)
+    assert {*found(Folder(["INDEX", ".DS_Store"]), kind)} == {"INDEX", ".DS_Store"}
+    for names in (["INDEX", "extra"], ["INDEX", "other"], ["INDEX", "sub/data.txt"], ["extra"]):
+        with pytest.raises(TargetExistsError):
+            found(Folder(names), kind)
+
+
 def test_a_search_ends_with_the_first_reason_to_refuse() -> None:
     many = Folder([f"a{number:04}/mine.txt" for number in range(1000)])
     with pytest.raises(TargetExistsError, match="and 992 more"):

@@ -539,6 +539,7 @@ def _read_step(store: Store, number: int, name: str) -> StepFolder:
         nbytes=nbytes,
         fault=_missing(inside.url, commit, sizes),
         own=own,
+        is_ours=not others,  # also if all files but `COMMIT` are gone
         others=tuple(each for each in others if each not in own),
         refers=_base_folders(store, inside.url, commit.bases),
     )
