@@ -12,12 +12,12 @@ from typing import NamedTuple
 from shardckpt.checkpoint.coordinator import Coordinator
 from shardckpt.checkpoint.peers.known_files import AllFiles
 from shardckpt.checkpoint.peers.node_files import Node, NodeCatalog, NodeReport, report_files
-from shardckpt.checkpoint.peers.node_steps import list_other_files, read_marks, write_marks
+from shardckpt.checkpoint.peers.node_steps import decode_marks, list_other_files, read_marks, write_marks
 from shardckpt.checkpoint.peers.partner_plan import CopyOrder, plan_copy_orders
 from shardckpt.checkpoint.peers.peer_exchange import PeerExchange
 from shardckpt.checkpoint.peers.peer_store import PeerStore
 from shardckpt.errors import RankError, ShardckptError, StorageError, describe
-from shardckpt.format.native.commit import find_save, read_commit, read_contents
+from shardckpt.format.native.commit import Commit, find_save, read_commit, read_contents
 from shardckpt.format.native.reader import find_hashes
 from shardckpt.format.native.verified_store import VerifiedStore
 from shardckpt.storage.store import ExtendedWriter, Read, Store, SubfolderStore, Writer
@@ -127,13 +127,13 @@ def copy_part(own: Store, target: Store, folder: str) -> CopiedPart:
         StorageError: Reading or writing failed.
     """
     source, inside = SubfolderStore(own, folder), SubfolderStore(target, folder)
-    sizes = {entry.name: entry.size for entry in source.list()}
-    commit = read_commit(source, sizes)
+    marks = read_marks(source)  # those of the files that are copied: the step may be saved again meanwhile
+    commit, sizes = decode_marks(marks, source.url), {entry.name: entry.size for entry in source.list()}
     held = [name for name, nbytes in commit.files.items() if sizes.get(name) == nbytes]
     before = {entry.name for entry in inside.list()}
     try:
-        _copy_files(source, inside, held)
-        write_marks(inside, read_marks(source))
+        _copy_files(source, inside, held, commit=commit)
+        write_marks(inside, marks)
     except ShardckptError:
         with suppress(ShardckptError):  # the error of the copy says more
             if find_save(target, folder) != commit.save:
@@ -142,7 +142,13 @@ def copy_part(own: Store, target: Store, folder: str) -> CopiedPart:
     return CopiedPart(sum(commit.files[name] for name in held), commit.save, tuple(list_other_files(inside)))
 
 
-def _copy_files(source: Store, target: Store, names: Sequence[str], threads: ThreadPoolExecutor | None = None) -> None:
+def _copy_files(
+    source: Store,
+    target: Store,
+    names: Sequence[str],
+    threads: ThreadPoolExecutor | None = None,
+    commit: Commit | None = None,
+) -> None:
     """Copy files, of which each appears in the target when all its blocks match the hashes in the manifest.
 
     Args:
@@ -150,11 +156,12 @@ def _copy_files(source: Store, target: Store, names: Sequence[str], threads: Thr
         target: Store whose root is the copy.
         names: Names of the files.
         threads: Thread that reads the next range while one is written; None to read on this thread.
+        commit: `COMMIT` of the step; None to read it.
     """
     if not names:
         return
     sizes = {entry.name: entry.size for entry in source.list()}
-    contents = read_contents(source, sizes, read_commit(source, sizes))
+    contents = read_contents(source, sizes, commit or read_commit(source, sizes))
     hashed = {file.name: hashes for file in contents.files if (hashes := find_hashes(file)) is not None}
     verified = VerifiedStore(source, hashed)
     unknown = [name for name in names if name not in hashed]

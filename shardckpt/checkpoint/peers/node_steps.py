@@ -124,10 +124,23 @@ def write_marks(store: Store, marks: bytes) -> None:
         StorageError: The store failed.
     """
     (nbytes,), data = unpack_message(marks)
-    commit = decode_commit(bytes(data[:nbytes]), where=store.url)
-    for name, content in ((commit.manifest, data[nbytes:]), (COMMIT, data[:nbytes])):
+    for name, content in ((decode_marks(marks, store.url).manifest, data[nbytes:]), (COMMIT, data[:nbytes])):
         with store.create(name) as writer:
             writer.write(content)
+
+
+def decode_marks(marks: bytes, where: str) -> Commit:
+    """Return the content of the `COMMIT` in the result of `read_marks`.
+
+    Args:
+        marks: Result of `read_marks`.
+        where: Path or URL of the step, for messages.
+
+    Raises:
+        CheckpointError: It is damaged, or of a newer format.
+    """
+    (nbytes,), data = unpack_message(marks)
+    return decode_commit(bytes(data[:nbytes]), where=where)
 
 
 def remove_other_files(store: Store) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import shardckpt
 from shardckpt.checkpoint.peers import copy_step
 from shardckpt.errors import NoSpaceError, StorageError
 from shardckpt.storage.local import LocalStore, LocalWriter
-from shardckpt.storage.store import Read
+from shardckpt.storage.store import Read, Store
 
 CONTENT = bytes(range(95))
 
@@ -140,3 +140,34 @@ def test_a_copy_whose_commit_is_there_keeps_its_files_although_the_disk_fails_af
     found = copy_to_full_disk(tmp_path, lambda: monkeypatch.setattr(LocalWriter, "close", fail_late))
     assert len(found) == 3
     assert torch.equal(shardckpt.load(str(tmp_path / "far" / STEP))["w"], torch.arange(4.0))
+
+
+class UncachedStore(LocalStore):
+    """A folder that shows at once what another process has replaced."""
+
+    def read(self, reads: Sequence[Read]) -> None:
+        self.close()
+        super().read(reads)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_step_that_is_saved_again_during_its_copy_does_not_give_the_copy_marks_of_files_that_it_lacks(
+    tmp_path, monkeypatch, when
+):
+    near, far = tmp_path / "near", tmp_path / "far"
+    copy_files, older = copy_step._copy_files, torch.arange(4.0)
+    shardckpt.save({"w": older}, near / STEP)
+
+    def save_meanwhile(source: Store, *args: object, **options: object) -> None:
+        if when == "after":
+            copy_files(source, *args, **options)
+        kept = {file.name: file.read_bytes() for file in (near / STEP).iterdir() if file.name != "COMMIT"}
+        shardckpt.save({"w": older + 1}, near / STEP, overwrite=True)
+        for name, data in kept.items():
+            (near / STEP / name).write_bytes(data)
+        if when == "before":
+            copy_files(source, *args, **options)
+
+    monkeypatch.setattr(copy_step, "_copy_files", save_meanwhile)
+    copy_step.copy_part(UncachedStore(str(near)), LocalStore(str(far)), STEP)
+    assert torch.equal(shardckpt.load(far / STEP)["w"], older)
