@@ -456,14 +456,18 @@ class TestFailures:
         self, tmp_path: Path, how: str, is_first: bool, gone: int
     ) -> None:
         self.before(tmp_path)
-        told = tmp_path / "told"
+        ready, told = tmp_path / "ready", tmp_path / "told"
+        ready.mkdir()
         told.mkdir()
 
         def body(rank: int, world: int):
             state = {"t": torch.arange(60_000.0)}
             if not is_first:
                 shardckpt.save(state, tmp_path / "d")
+            (ready / str(rank)).touch()
             if rank == gone:
+                while len(os.listdir(ready)) < world:  # the others may still connect to it in `init_process_group`
+                    time.sleep(0.01)
                 if how == "dies":
                     os._exit(1)
                 while len(os.listdir(told)) < world - 1:  # it comes back only when the others have given it up
@@ -477,7 +481,7 @@ class TestFailures:
         found = outcomes(3, body, group_timeout=2.5, timeout=30.0)
         assert [each.value for each in found if each.rank != gone] == [rank for rank in range(3) if rank != gone], found
         assert torch.equal(shardckpt.load(tmp_path / "c")["old"], torch.arange(3))
-        assert gone == 0 or set(os.listdir(tmp_path)) <= {"c", "d", "told"}, "the first rank removes what all wrote"
+        assert gone == 0 or set(os.listdir(tmp_path)) <= {"c", "d", "ready", "told"}, "the first rank removes what all wrote"
 
     def test_the_first_rank_finds_who_is_late_before_the_others_give_up_on_it(self, tmp_path: Path) -> None:
         def body(rank: int, world: int) -> float:
