@@ -481,7 +481,7 @@ class TestFailures:
         found = outcomes(3, body, group_timeout=2.5, timeout=30.0)
         assert [each.value for each in found if each.rank != gone] == [rank for rank in range(3) if rank != gone], found
         assert torch.equal(shardckpt.load(tmp_path / "c")["old"], torch.arange(3))
-        assert gone == 0 or set(os.listdir(tmp_path)) <= {"c", "d", "ready", "told"}, "the first rank removes what all wrote"
+        assert gone == 0 or set(os.listdir(tmp_path)) <= {"c", "d", "ready", "told"}, "rank 0 removes what all wrote"
 
     def test_the_first_rank_finds_who_is_late_before_the_others_give_up_on_it(self, tmp_path: Path) -> None:
         def body(rank: int, world: int) -> float:
