@@ -207,6 +207,18 @@ class TestTensors:
             )
         assert os.listdir(tmp_path) == []
 
+    @pytest.mark.parametrize("face", ["ddp", "orig", "in place", "torch in place", "torch wrapper"])
+    def test_buffers_may_differ_and_those_of_rank_0_are_saved(self, tmp_path: Path, face: str) -> None:
+        def body(rank: int, world: int) -> torch.Tensor:
+            faces = {**FRONT_ENDS, "torch wrapper": wrapper(theirs, device_id=torch.device("cpu"))}
+            model = faces[face](Net((1,)))
+            next(model.buffers()).fill_(1.0 + rank)
+            shardckpt.save({"model": model}, tmp_path / "c")
+            shardckpt.load({"model": model}, tmp_path / "c")
+            return next(model.buffers())
+
+        assert all(torch.equal(buffer, torch.ones_like(buffer)) for buffer in run(2, body))
+
     def test_what_is_marked_comes_back_to_its_own_rank(self, tmp_path: Path) -> None:
         class Loader:
             def __init__(self, at: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -14,6 +15,7 @@ from safetensors.torch import save as serialize
 from states import whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchWrapper
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import shardckpt
@@ -49,12 +51,12 @@ class Net(nn.Module):
         return self.head(self.layers(self.emb(x)))
 
 
-def wrapped(net: Net, use_orig_params: bool) -> nn.Module:
-    """Return the model in our wrapper; in units of one kind of parameter where they are flat."""
+def wrapped(net: Net, use_orig_params: bool, wrapper: Any = FullyShardedDataParallel, **options: Any) -> nn.Module:
+    """Return the model in a wrapper; in units of one kind of parameter where they are flat."""
     for layer in net.layers:
-        layer.base = FullyShardedDataParallel(layer.base, use_orig_params=use_orig_params)
-    net.emb = FullyShardedDataParallel(net.emb, use_orig_params=use_orig_params)
-    return FullyShardedDataParallel(net, use_orig_params=use_orig_params)
+        layer.base = wrapper(layer.base, use_orig_params=use_orig_params, **options)
+    net.emb = wrapper(net.emb, use_orig_params=use_orig_params, **options)
+    return wrapper(net, use_orig_params=use_orig_params, **options)
 
 
 def in_place(net: Net, shard) -> nn.Module:
@@ -68,6 +70,7 @@ FACES = {
     "plain": lambda net: net,
     "flat": lambda net: wrapped(net, use_orig_params=False),
     "orig": lambda net: wrapped(net, use_orig_params=True),
+    "torch wrapper": lambda net: wrapped(net, True, TorchWrapper, device_id=torch.device("cpu")),
     "in place": lambda net: in_place(net, fully_shard),
     "torch in place": lambda net: in_place(net, torch_fully_shard),
 }
@@ -125,7 +128,7 @@ ADAPTERS = {f"model.layers.{n}.{part}.weight" for n in (0, 1) for part in ("down
 
 
 class TestOnRanks:
-    @pytest.mark.parametrize("face", ["flat", "orig", "in place", "torch in place"])
+    @pytest.mark.parametrize("face", ["flat", "orig", "torch wrapper", "in place", "torch in place"])
     def test_the_base_is_left_where_it_is_and_read_from_there(self, tmp_path: Path, hf: Path, face: str) -> None:
         def body(rank: int, world: int):
             model, optim = trained(face)

@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardckpt.boxes import Box, Shape, chunk_range, full_box, shift
 from shardckpt.core.modules.dtensors import sort_by_split_order
+from shardckpt.core.modules.fqn_and_params import clean
 from shardckpt.core.params.buffer_layout import view_in_order
 from shardckpt.errors import UnsupportedError
 from shardckpt.layout import DimLayout, FlatLayout, ParamSpec
@@ -276,13 +277,13 @@ def _take(buffer: Buffer, value: torch.Tensor) -> None:
 def _foreign_model(model: nn.Module) -> LocalModel:
     state = torch_fsdp1.full_state(model, offload=False, first_only=False)
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    buffers = frozenset(name for name, _ in model.named_buffers())
+    buffers = frozenset(clean(name) for name, _ in model.named_buffers())
 
     def finish() -> None:
         torch_fsdp1.put_state(model, state, strict=True)
 
     arrays = {name: get_tensor_shards(value) for name, value in tensors.items()}
-    frozen = frozenset(name for name, value in model.named_parameters() if not value.requires_grad)
+    frozen = frozenset(clean(name) for name, value in model.named_parameters() if not value.requires_grad)
     return LocalModel(None, arrays, {}, buffers, {}, tuple(state), finish, frozen & set(arrays))
 
 
