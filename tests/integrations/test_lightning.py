@@ -269,6 +269,29 @@ def test_averages_scaler_callbacks_and_values_of_hooks_come_back(tmp_path: Path)
         assert opened["trainer"]["hyper_parameters"].keys() == {"kind", "dropout"}
 
 
+def average_buffers(rank: int, world: int, folder: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the average of a buffer: after training, which ends with that of rank 0 everywhere; saved; resumed."""
+    import lightning_trainers as trainers
+
+    class Normed(trainers.Net):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.net.append(torch.nn.BatchNorm1d(8))
+
+    trainers.Net = Normed
+    averages = [trainers.EMAWeightAveraging(decay=0.5) for _ in range(2)]
+    fit(rank, world, "ddp", folder, None, averages[0], max_epochs=1, saving={"every_n_train_steps": 4})
+    step = shardckpt.load(folder / "run" / "step-00000004")
+    fit(rank, world, "ddp", folder, "last", averages[1], max_epochs=1, saving={"every_n_train_steps": 4})
+    own, again = (each._average_model.module.net[-1].running_mean for each in averages)
+    return own, step["trainer"]["state_dict"]["net.3.running_mean"], again
+
+
+def test_averages_of_buffers_may_differ_and_those_of_rank_0_are_saved(tmp_path: Path) -> None:
+    (first, *others), on_other_rank = run(2, average_buffers, tmp_path)
+    assert all(torch.equal(first, each) for each in (*others, *on_other_rank))
+
+
 def evaluate_averages(rank: int, world: int, folder: Path) -> bool:
     import lightning_trainers as trainers
 

@@ -282,11 +282,16 @@ class _OwnTensor(int):
 
 
 def _from_rank0(strategy: Strategy, checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of rank 0, as in Lightning's checkpoints, with tensors of this rank except scalars."""
+    """Return the values of rank 0, as in Lightning's checkpoints, with tensors of this rank except scalars and buffers.
+
+    Averages of buffers, such as those of batch normalization, differ between ranks as the buffers do.
+    """
     tensors: list[torch.Tensor] = []
+    weights, names = checkpoint.get("state_dict", {}), dict(strategy.lightning_module.named_buffers())
+    own = {id(weights[name]) for name, buffer in names.items() if name in weights and weights[name] is not buffer}
 
     def take(tensor: torch.Tensor) -> Any:
-        if not tensor.dim():
+        if not tensor.dim() or id(tensor) in own:
             return tensor.cpu()
         tensors.append(tensor)
         return _OwnTensor(len(tensors) - 1)
