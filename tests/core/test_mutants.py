@@ -59,7 +59,7 @@ def nothing_is_freed(patch: pytest.MonkeyPatch) -> None:
 
 def gradients_are_not_watched(patch: pytest.MonkeyPatch) -> None:
     """Only results of units tell of a backward."""
-    patch.setattr(GradientWatch, "_on_gradient", lambda self, leaf: None)
+    patch.setattr(GradientWatch, "notify", lambda self, leaf=None: None)
 
 
 def holds_its_share(style: Style) -> None:
