@@ -14,7 +14,7 @@ from shardckpt.checkpoint.run.step_finder import FoundStep, PlaceReads, StepFaul
 from shardckpt.checkpoint.tiers.capture_tier import TierPlace
 from shardckpt.errors import CheckpointError, MissingFileError, RankError, ShardckptError
 from shardckpt.format.durability.step_copies import FAILURES, StepCopy, describe_copy
-from shardckpt.format.native.run_directory import StepFolder, read_about, step_name
+from shardckpt.format.native.run_directory import RunDirectory, StepFolder, delete_steps, read_about, step_name
 from shardckpt.storage.store import Store
 
 _LOG = logging.getLogger("shardckpt")
@@ -166,6 +166,28 @@ def list_node_copies(place: TierPlace, catalog: NodeCatalog, number: int) -> lis
     if not machines or not place.finder.is_good(step):
         return []
     return [describe_copy(place.open_own(), step, place.name, FAILURES[:machines])]
+
+
+def drop_capture(place: TierPlace, run: RunDirectory, step: StepFolder, root: str) -> None:
+    """Delete a capture that does not belong to the steps of the root; log it if that fails: it is left out anyway.
+
+    Args:
+        place: The tier.
+        run: Steps in the tier.
+        step: The capture.
+        root: Path or URL of the root.
+
+    Raises:
+        RankError: A rank is lost.
+    """
+    shown = f"step {step.number} in {place.finder.root}"
+    _LOG.warning("%s does not belong to the steps in %s: dropped", shown, root)
+    try:
+        delete_steps(place.finder.open_store(), run, [step.name])
+    except RankError:
+        raise
+    except ShardckptError as error:
+        _LOG.warning("%s could not be removed: %s", shown, error)
 
 
 def read_capture_about(store: Store, step: StepFolder) -> Mapping[str, str]:

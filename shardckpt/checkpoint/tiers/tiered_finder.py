@@ -34,6 +34,7 @@ from shardckpt.checkpoint.tiers.tier_steps import (
     Capture,
     TierReads,
     choose_newest,
+    drop_capture,
     find_attempt,
     list_node_copies,
     open_own,
@@ -56,7 +57,6 @@ from shardckpt.format.native.commit import find_save
 from shardckpt.format.native.run_directory import (
     AFTER,
     StepFolder,
-    delete_steps,
     read_about,
     read_step,
     step_name,
@@ -119,13 +119,15 @@ class TieredFinder(StepFinder):
         for place in self._places:
             drop = partial(self._drop_captures_of_another_run, place, state)
             captures += read_tier(place, drop, list[Capture]())
-        replaced = self._find_replaced(captures, wanted, passed)
+        left_out = {each.save for each in captures if not each.is_of_run}.union(
+            self._find_replaced(captures, wanted, passed)
+        )
         faults: dict[str, Sequence[TierFault]] = {}
 
         def find(place: TierPlace) -> FoundStep:
             run = place.finder.read()
             faults[place.name] = place.finder.list_faults(run, self._node_faults)
-            unwanted = {(place.finder.path(step.name), step.save) for step in run.complete if step.save in replaced}
+            unwanted = {(place.finder.path(step.name), step.save) for step in run.complete if step.save in left_out}
             found = place.finder.find_on_rank0(wanted, unwanted.union(passed), avoided)
             return found._replace(faults=[], unreadable="")
 
@@ -223,9 +225,7 @@ class TieredFinder(StepFinder):
             is_of_run, is_in_root = self._compare(order, text, root)
             captures.append(Capture(step.save, order, text, is_of_run, is_in_root))
             if not is_of_run:
-                shown = f"step {step.number} in {place.finder.root}"
-                _LOG.warning("%s does not belong to the steps in %s: dropped", shown, self.root)
-                delete_steps(store, run, [step.name])
+                drop_capture(place, run, step, self.root)
         return captures
 
     def _compare(self, order: tuple[int, int], after: str, root: RootSteps) -> tuple[bool, bool]:

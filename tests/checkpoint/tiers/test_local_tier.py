@@ -19,6 +19,7 @@ from tier_runs import DAMAGES, damage_step, make_state, restore, save
 import shardckpt
 from shardckpt import Checkpointer, FallbackEvent, Local, PeerMemory, RestoreEvent, WithdrawalEvent
 from shardckpt.checkpoint.run import step_restore
+from shardckpt.checkpoint.tiers import tier_steps
 from shardckpt.errors import NoCompleteCheckpoint, StorageError, UsageError
 
 
@@ -420,6 +421,16 @@ def test_steps_of_a_course_that_was_given_up_are_dropped(tmp_path):
     shutil.rmtree(tmp_path / "run")
     assert restore(make(tmp_path)) is None
     assert shardckpt.ls(tmp_path / "local").complete == ()
+
+
+def test_steps_of_a_course_that_was_given_up_are_not_restored_if_they_cannot_be_removed(tmp_path, monkeypatch):
+    def fail(*_: object) -> None:
+        raise StorageError("Input/output error", where=str(tmp_path / "local"))
+
+    save(make(tmp_path, save_every=5), 5, 6, 7)
+    shutil.rmtree(tmp_path / "run")
+    monkeypatch.setattr(tier_steps, "delete_steps", fail)
+    assert restore(make(tmp_path)) is None
 
 
 def test_ranks_of_one_node_capture_one_step_together(tmp_path):
