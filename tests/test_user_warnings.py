@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +44,13 @@ def test_a_warning_points_to_the_innermost_line_of_the_user(between: tuple[str, 
     with pytest.warns(UserWarning, match="careful") as caught:
         call()
     assert [(each.filename, each.lineno) for each in caught] == [("train.py", 2)]
+
+
+def test_a_warning_of_a_program_without_functions_points_to_its_line(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("from shardckpt.events.warn_user import warn_user\n\nwarn_user('careful')\n")
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, check=True)
+    assert done.stderr.startswith(f"{program}:3: UserWarning: careful")
 
 
 def test_a_thread_without_a_line_of_the_user_warns_with_its_own_name() -> None:

@@ -33,7 +33,7 @@ def warn_user(message: str) -> None:
         message: Text of the warning.
     """
     frame, level = inspect.currentframe(), 1
-    while frame is not None and frame.f_back is not None:
+    while frame is not None:
         if str(frame.f_globals.get("__name__")).partition(".")[0] not in _BETWEEN:
             warnings.warn(message, stacklevel=level)
             return
