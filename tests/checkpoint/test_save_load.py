@@ -247,7 +247,33 @@ class TestValues:
             shardckpt.save(state, tmp_path / "c")
 
 
+class Mean(nn.Module):
+    """Values beside buffers, as metrics of `torchmetrics` have them, in a state of its own making."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1))
+        self.total = torch.zeros(1)
+
+    def state_dict(self, *args, prefix: str = "", **kwargs) -> dict:
+        made = super().state_dict(*args, prefix=prefix, **kwargs)
+        made[f"{prefix}total"] = self.total
+        return made
+
+    def _load_from_state_dict(self, state: dict, prefix: str, *args) -> None:
+        self.total = state.pop(f"{prefix}total")
+        super()._load_from_state_dict(state, prefix, *args)
+
+
 class TestObjects:
+    def test_values_that_modules_add_to_their_state_are_named_and_saved_apart(self, tmp_path: Path) -> None:
+        model, again = (nn.ModuleDict({"net": nn.Linear(2, 2), "mean": Mean()}) for _ in range(2))
+        model["mean"].total += 3
+        with pytest.warns(UserWarning, match=r"are not saved: m\.mean\.total\. Put .* as shardckpt\.PerRank\(module\)"):
+            shardckpt.save({"m": model, "mean": shardckpt.PerRank(model["mean"])}, tmp_path / "c")
+        shardckpt.load({"m": again, "mean": shardckpt.PerRank(again["mean"])}, tmp_path / "c")
+        assert again["mean"].total == 3 and torch.equal(again["net"].weight, model["net"].weight)
+
     @pytest.mark.parametrize(
         ("optimizer", "settings"),
         [

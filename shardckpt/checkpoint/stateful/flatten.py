@@ -27,6 +27,7 @@ from shardckpt.checkpoint.stateful.stateful import (
 from shardckpt.checkpoint.stateful.tensor_bytes import find_memory, view_box
 from shardckpt.checkpoint.stateful.variant import Variant
 from shardckpt.errors import UnsupportedError, UsageError
+from shardckpt.events.warn_user import warn_user
 from shardckpt.format.encodings import tagged_json
 from shardckpt.format.encodings.tagged_json import NamedValue, encode_array_ref, path_key
 from shardckpt.format.native.payload import PayloadChunk
@@ -40,6 +41,7 @@ from shardckpt.state.keys.kinds import get_metadata, is_flat_part, is_sharded_te
 from shardckpt.state.keys.slots import OpaqueStateError
 from shardckpt.state.local.local_shards import LocalModel, TensorShards, get_tensor_shards, local_model
 from shardckpt.state.local.optim_shards import local_optimizer
+from shardckpt.state.model.module_hooks import find_unsaved
 from shardckpt.state.optim.optim_state_dict import ForeignParameterError, map_optimizer_params
 
 OpenedStates = Mapping[int, Any]
@@ -236,6 +238,9 @@ def flatten_state(state: Any, rank: int, world: int, opened: OpenedStates | None
         return _StateFlattener(LocalModels(root), rank, world, opened or {}).run(root)
 
 
+_SHOWN = 4
+"""Maximum number of names in a warning."""
+
 _PLAIN_VALUES = frozenset({bool, int, float, complex, str, bytes, type(None)})
 
 
@@ -336,6 +341,8 @@ class _StateFlattener:
         if self._made.model is None:
             self._made.model = path
         tree = self._weights(model, path)
+        if self._rank == 0:
+            _warn_of_unsaved(find_unsaved(self._models.get(model, path).index), path)
         self._made.frozen |= {(*path, name) for name in self._models.get(model, path).frozen} & self._made.arrays.keys()
         return tree
 
@@ -402,6 +409,16 @@ class _StateFlattener:
         self._made.per_rank_values[path] = self._visit(get_state_dict(value, path), (*path, self._rank))
         self._is_per_rank = was_per_rank
         return [None] * self._world
+
+
+def _warn_of_unsaved(names: Sequence[str], path: Path) -> None:
+    if names:
+        shown = ", ".join(dotted((*path, name)) for name in names[:_SHOWN])
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        warn_user(
+            f"values of a `state_dict()` other than parameters, buffers and extra state are not saved: {shown}{more}."
+            " Put the modules that have them into the state too, each as shardckpt.PerRank(module)."
+        )
 
 
 def _memory(array: TensorShards) -> Hashable:

@@ -17,6 +17,8 @@ from shardckpt.state.adapters.model_index import ModelIndex, below
 _OWN_MODULES = ("torch.", "shardckpt.")
 """Prefixes of modules whose methods and hooks are skipped: states here already have their results."""
 
+_EXTRA_STATE = "_extra_state"
+
 _BARE: ContextVar[bool] = ContextVar("bare", default=False)
 
 
@@ -51,6 +53,23 @@ def run_load_hooks(index: ModelIndex, values: Mapping[str, Any]) -> dict[str, An
         changed = {name: now for name, now in _iter_registered(index) if now is not full[name]}
     left = [name for name in values if name in full or name in index.extra or name in unexpected]
     return {**{name: values[name] for name in left}, **changed}
+
+
+def find_unsaved(index: ModelIndex | None) -> list[str]:
+    """Return names that modules without parameters add to `state_dict()`, and for which a checkpoint has no place.
+
+    Args:
+        index: Index of a model in a state to save; None under torch's own wrapper.
+    """
+    if index is None or index.flats:
+        return []  # modules without parameters may have views of flat ones, which are not there now
+    found: dict[str, None] = {}
+    for name, module in index.root.named_modules():
+        if _overrides(module, "state_dict", "_save_to_state_dict") and next(module.parameters(), None) is None:
+            buffers = {key for key, _ in module.named_buffers(remove_duplicate=False)}
+            added = (key for key in module.state_dict() if key not in buffers and not key.endswith(_EXTRA_STATE))
+            found |= dict.fromkeys(clean(f"{name}.{key}" if name else key) for key in added)
+    return [*found]
 
 
 def _is_users(function: Any) -> bool:
