@@ -8,7 +8,10 @@ from __future__ import annotations
 import ast
 import builtins
 import inspect
+import json
 import re
+import subprocess
+import sys
 import types
 from collections.abc import Iterator, Mapping
 from importlib import import_module
@@ -31,6 +34,9 @@ PACKAGES = (
     "shardckpt.state",
     "shardckpt.testing",
 )
+LOADED_ON_FIRST_USE = ("shardckpt.core", "shardckpt.state")
+MODULE_OF = {"shardckpt.core": "errors", "shardckpt.state": "keys"}
+"""One sub-module of each, which users reach as an attribute."""
 
 
 def names_for_types(source: str) -> dict[str, str]:
@@ -71,6 +77,42 @@ def test_all_is_exactly_what_is_public() -> None:
 def test_the_table_for_type_checkers_is_the_table_for_the_interpreter() -> None:
     lazy = names_for_types(SOURCE)
     assert set(lazy) | {"__version__"} == set(shardckpt.__all__) | {"__version__"}
+
+
+@pytest.mark.parametrize("path", LOADED_ON_FIRST_USE)
+def test_packages_load_each_name_from_where_type_checkers_look(path: str) -> None:
+    package = import_module(path)
+    typed = names_for_types(Path(str(package.__file__)).read_text(encoding="utf-8"))
+    assert sorted(typed) == package.__all__
+    assert {name: getattr(package, name) is getattr(import_module(home), name) for name, home in typed.items()} == (
+        dict.fromkeys(package.__all__, True)
+    )
+
+
+@pytest.mark.parametrize("path", LOADED_ON_FIRST_USE)
+def test_a_package_lists_its_names_and_loads_them_and_its_modules_when_they_are_used(path: str) -> None:
+    code = f"""
+import json, sys
+import {path} as package
+
+def loaded():
+    return [name for name in sys.modules if name.startswith("{path}.") and not name.endswith(".lazy_names")]
+
+listed = dir(package)
+first = loaded()
+missing = [name for name in ("no_such_name", "__wrapped__") if hasattr(package, name)]
+modules = [package.{MODULE_OF[path]}.__name__]
+from {path} import *
+print(json.dumps([first, missing, modules, sorted(set(package.__all__) - set(listed)), len(loaded())]))
+"""
+    first, missing, modules, unlisted, now = json.loads(run(code))
+    assert (first, missing, modules, unlisted) == ([], [], [f"{path}.{MODULE_OF[path]}"], [])
+    assert now > 1
+
+
+def run(code: str) -> str:
+    """Return what a program prints in a fresh interpreter."""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.parametrize("name", shardckpt.__all__)
