@@ -83,7 +83,7 @@ ARROWS: dict[str, set[str]] = {
 # Modules that are in no sub-package and not listed are above all.
 LAYERS: dict[str, tuple[set[str], ...]] = {
     "core": (
-        {"api", "errors"},
+        {"api", "errors", "lazy_names"},
         {"config"},
         {"policies"},
         {"modules"},
@@ -165,11 +165,25 @@ LIBRARIES: dict[str, set[str]] = {
     "wandb": {"integrations"},
 }
 
+TENSORS_ALONE = "0.04 s in all; a state of tensors alone needs neither the engine nor the states of models"
+
 # Function-level imports; besides these the command imports the package and rich inside its functions: `is_late_in_cli`.
 LATE_IMPORTS: dict[tuple[str, str], str] = {
     ("shardckpt.format.encodings.element_values", "ml_dtypes"): "numpy knows most types",
     ("shardckpt.format.encodings.element_values", "numpy"): "0.07 s; what casts nothing needs none",
     ("shardckpt.checkpoint.load.source", "shardckpt.format.remap"): "0.02 s; most loads have no rules",
+    ("shardckpt.checkpoint.load.load", "shardckpt.checkpoint.load.live_check"): "few loads ask for it",
+    ("shardckpt.checkpoint.load.load_planner", "shardckpt.checkpoint.load.optim_load_plan"): TENSORS_ALONE,
+    ("shardckpt.checkpoint.stateful.flatten", "shardckpt.state.adapters.model_index"): TENSORS_ALONE,
+    ("shardckpt.checkpoint.stateful.flatten", "shardckpt.state.adapters.sharded_tensor"): TENSORS_ALONE,
+    ("shardckpt.checkpoint.stateful.flatten", "shardckpt.state.adapters.torch_fsdp1"): TENSORS_ALONE,
+    ("shardckpt.checkpoint.stateful.flatten", "shardckpt.state.local.local_shards"): TENSORS_ALONE,
+    ("shardckpt.checkpoint.stateful.flatten", "shardckpt.state.local.optim_shards"): TENSORS_ALONE,
+    ("shardckpt.checkpoint.stateful.flatten", "shardckpt.state.model.module_hooks"): TENSORS_ALONE,
+    ("shardckpt.checkpoint.stateful.flatten", "shardckpt.state.optim.optim_state_dict"): TENSORS_ALONE,
+    ("shardckpt.state.adapters.flat_shard_check", "shardckpt.core.params.param_bucket"): TENSORS_ALONE,
+    ("shardckpt.state.adapters.flat_shard_check", "shardckpt.core.registration.base"): TENSORS_ALONE,
+    ("shardckpt.state.adapters.flat_shard_check", "shardckpt.layout"): TENSORS_ALONE,
     ("shardckpt.format.chunk_reader", "numpy"): "0.07 s; pieces that are read as they are need none",
     ("shardckpt.storage.holder.holder_store", "numpy"): "0.07 s; processes that only read need none",
     ("shardckpt.format.registry", "shardckpt.format.native.commit"): "only the format of a checkpoint is imported",
@@ -578,6 +592,24 @@ class TestImportsStayLight:
         packages = {*TORCH_FREE, "cli"}
         names = [n for n in SOURCES if get_package(n) in packages and not n.endswith("__main__") and n != WITH_RANKS]
         assert "torch" not in loaded_by("\n".join(f"import {name}" for name in names))
+
+    def test_loading_tensors_imports_neither_the_engine_nor_the_states_of_models(self, tmp_path: Path) -> None:
+        state = 'state = {"weight": torch.zeros(4, 4), "step": 1}'
+        save = f"import torch, shardckpt\n{state}\nshardckpt.save(state, {str(tmp_path / 'step')!r})"
+        subprocess.run([sys.executable, "-c", save], check=True)
+        load = save.replace("shardckpt.save", "shardckpt.load")
+        shown = "\nimport sys\nprint(*[name for name in sys.modules if name.startswith('shardckpt.')])"
+        done = subprocess.run([sys.executable, "-c", load + shown], capture_output=True, text=True, check=True)
+        folders = {".".join(name.split(".")[:3]) for name in done.stdout.split() if name in SOURCES}
+        assert {name for name in folders if name.startswith(("shardckpt.core.", "shardckpt.state."))} == {
+            "shardckpt.core.lazy_names",
+            "shardckpt.core.modules",
+            "shardckpt.state.adapters",
+            "shardckpt.state.keys",
+            "shardckpt.state.local",
+            "shardckpt.state.redistribute",
+        }
+        assert len(done.stdout.split()) <= 110
 
     def test_the_package_and_the_command_import_nothing_heavy(self) -> None:
         loaded = loaded_by("import shardckpt\nimport shardckpt_cli.app")

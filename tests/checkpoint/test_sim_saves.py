@@ -19,7 +19,7 @@ from shardckpt.checkpoint.save.replica_digests import ReplicaDigests, Replicated
 from shardckpt.checkpoint.save.staging import BufferPool, StagingArea, make_buffer
 from shardckpt.checkpoint.stateful.flatten import FlattenedState
 from shardckpt.format.native.payload import PayloadChunk, arrange_files
-from shardckpt.state.local.local_shards import LocalShard, get_tensor_shards
+from shardckpt.state.local.tensor_shards import LocalShard, get_tensor_shards
 
 
 def trained(front_end: str, offloads: bool, step: int, device: str) -> tuple[Any, Any]:

@@ -37,7 +37,7 @@ if not TORCH:
     from shardckpt.core.params.gradient_reduction import GradientReducer
     from shardckpt.core.params.unsharded_params import UnshardedParams
     from shardckpt.format.native.payload import PayloadChunk, PayloadFile, arrange_files
-    from shardckpt.state.local.local_shards import get_tensor_shards
+    from shardckpt.state.local.tensor_shards import get_tensor_shards
 
 CPU = torch.device("cpu")
 FULL, GRAD_OP, NONE, HYBRID = Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP, Strategy.NO_SHARD, Strategy.HYBRID_SHARD

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 import shardckpt
 from shardckpt import core
 from shardckpt.checkpoint.stateful.flatten import flatten_state
-from shardckpt.state.local.local_shards import LocalShard
+from shardckpt.state.local.tensor_shards import LocalShard
 
 VOCABULARY, SAMPLES, BATCH = 7, 48, 4  # seven rows on two ranks: uneven shards
 SAVED_AT, STEPS = 3, 5

@@ -30,7 +30,7 @@ from shardckpt.checkpoint.stateful.stateful import check_tensor, require_memory
 from shardckpt.errors import FormatError
 from shardckpt.format.opened.state_tree import TensorRef
 from shardckpt.manifest import Path, dotted
-from shardckpt.state.local.local_shards import LocalShard, TensorShards
+from shardckpt.state.local.tensor_shards import LocalShard, TensorShards
 from shardckpt.storage.resolve_url import as_url
 
 __all__ = ["StorageReader"]

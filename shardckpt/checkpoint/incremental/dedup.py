@@ -30,7 +30,7 @@ from shardckpt.format.native.payload import PayloadChunk
 from shardckpt.format.native.records import FileRecord
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.plan.layout.write_plan import TensorSpec
-from shardckpt.state.local.local_shards import TensorShards
+from shardckpt.state.local.tensor_shards import TensorShards
 
 _HASHERS = 4
 _WORTH_THREADS_BYTES = 64 << 20

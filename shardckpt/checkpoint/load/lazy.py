@@ -14,7 +14,7 @@ from shardckpt.errors import UnsupportedError, UsageError
 from shardckpt.format.opened.mapping import Opened, StoredTensor
 from shardckpt.format.reader import NamedBases
 from shardckpt.manifest import dotted
-from shardckpt.state.local.local_shards import LocalShard, TensorShards
+from shardckpt.state.local.tensor_shards import LocalShard, TensorShards
 from shardckpt.storage.resolve_url import as_url, fix_folder
 
 OpenedTensors: TypeAlias = Opened[CheckpointSource]

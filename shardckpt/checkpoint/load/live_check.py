@@ -31,7 +31,7 @@ from shardckpt.format.native.records import DIGEST_BYTES
 from shardckpt.format.native.verified_store import VerifiedStore
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.plan.resume.verdict import Divergence, ResumeDivergence
-from shardckpt.state.local.local_shards import LocalShard, TensorShards
+from shardckpt.state.local.tensor_shards import LocalShard, TensorShards
 from shardckpt.storage.store import Read
 
 BATCH_BYTES = 32 << 20

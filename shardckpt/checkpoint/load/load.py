@@ -6,14 +6,13 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import numpy as np
 import torch.distributed as dist
 
 from shardckpt.checkpoint.coordinator import Coordinator, get_channels
 from shardckpt.checkpoint.load.broadcast import BroadcastReader
-from shardckpt.checkpoint.load.live_check import check_live
 from shardckpt.checkpoint.load.load_plan import LoadOptions, LoadPlan, Taker
 from shardckpt.checkpoint.load.load_planner import plan_load
 from shardckpt.checkpoint.load.source import (
@@ -52,9 +51,11 @@ from shardckpt.plan.layout.read_sharing import (
 )
 from shardckpt.state import StateMismatchError
 from shardckpt.state.keys.slots import UnequalSteps, require_way_with_steps
-from shardckpt.state.local.local_shards import LocalModel
 from shardckpt.storage.resolve_url import as_url
 from shardckpt.torchrun import MACHINE_BYTES, get_machine_id
+
+if TYPE_CHECKING:
+    from shardckpt.state.local.local_shards import LocalModel
 
 _SHOWN_CHARACTERS = 40_000
 
@@ -381,6 +382,8 @@ def _load_into(
 
 def _check_live(state: Any, path: Any, session: LoadSession, coordinator: Coordinator) -> None:
     """Compare the memory of the state with the checkpoint; all ranks raise the error of one. Collective."""
+    from shardckpt.checkpoint.load.live_check import check_live  # noqa: PLC0415  (few loads ask for it)
+
     message: bytes | Exception = b""
     try:
         items = zip((item.path for item in session.plan.arrays), session.requests, strict=True)

@@ -21,8 +21,8 @@ from shardckpt.plan.naming.fqn import make_cleaner
 from shardckpt.plan.naming.peft_names import to_file_name
 from shardckpt.plan.naming.sections import find_sections, model_paths
 from shardckpt.state.keys.slots import UnequalSteps
-from shardckpt.state.local.local_shards import LocalShard, TensorShards, end_address
 from shardckpt.state.local.shared_bytes import SharedBytes, share_bytes
+from shardckpt.state.local.tensor_shards import LocalShard, TensorShards, end_address
 
 Put = Callable[[Any], None]
 

@@ -19,7 +19,6 @@ from shardckpt.checkpoint.load.load_plan import (
     model_names,
     require_depth,
 )
-from shardckpt.checkpoint.load.optim_load_plan import OptimizerLoadPlanner
 from shardckpt.checkpoint.load.source import CheckpointSource
 from shardckpt.checkpoint.load.stateful_fill import FilledMemory, hand_over
 from shardckpt.checkpoint.stateful.flatten import (
@@ -43,7 +42,7 @@ from shardckpt.format.opened.state_tree import TensorRef, iter_refs
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.state.adapters.flat_shard_check import FlatShards
 from shardckpt.state.keys.kinds import is_sharded_tensor
-from shardckpt.state.local.local_shards import get_tensor_shards
+from shardckpt.state.local.tensor_shards import get_tensor_shards
 
 
 def plan_load(
@@ -128,7 +127,7 @@ class _LoadPlanner:
         elif isinstance(value, nn.Module):
             self._module(value, path)
         elif is_optimizer(value):
-            OptimizerLoadPlanner(self._builder, self._models, self._shards).plan(value, path)
+            self._optimizer(value, path)
         elif isinstance(value, PerRank):
             self._per_rank(value, path)
         elif isinstance(value, Variant):
@@ -248,6 +247,13 @@ class _LoadPlanner:
         for name, owner in model.extra.items():
             self._builder.add_value((*path, name), owner.set_extra_state)
         self._builder.plan.after.append(model.finish)
+
+    def _optimizer(self, optim: Any, path: Path) -> None:
+        from shardckpt.checkpoint.load.optim_load_plan import (  # noqa: PLC0415  (tensors alone need no engine)
+            OptimizerLoadPlanner,
+        )
+
+        OptimizerLoadPlanner(self._builder, self._models, self._shards).plan(optim, path)
 
     def _per_rank(self, value: PerRank, path: Path) -> None:
         saved, is_there = self._builder.source.find(path)

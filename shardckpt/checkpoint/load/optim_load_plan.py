@@ -20,8 +20,8 @@ from shardckpt.state.adapters import torch_fsdp1
 from shardckpt.state.adapters.flat_shard_check import FlatShards
 from shardckpt.state.adapters.model_index import ModelIndex
 from shardckpt.state.keys.slots import LARGEST_NOTE
-from shardckpt.state.local.local_shards import get_tensor_shards
 from shardckpt.state.local.optim_shards import OptimTargets, SavedSlot, parameter_names, plan_optim_targets
+from shardckpt.state.local.tensor_shards import get_tensor_shards
 
 
 class OptimizerLoadPlanner:

@@ -25,7 +25,7 @@ from shardckpt.format.registry import open_checkpoint
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.naming.sections import split_flat_names
-from shardckpt.state.local.local_shards import LocalShard, TensorShards
+from shardckpt.state.local.tensor_shards import LocalShard, TensorShards
 from shardckpt.storage.store import Read, Store
 
 KeyMap = Mapping[str, str] | None

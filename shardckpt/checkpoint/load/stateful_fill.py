@@ -24,7 +24,7 @@ from shardckpt.format.encodings.tagged_json import path_key
 from shardckpt.format.opened.state_tree import TensorRef
 from shardckpt.manifest import Path, TensorEntry
 from shardckpt.state.keys.kinds import is_sharded_tensor
-from shardckpt.state.local.local_shards import LocalShard, get_tensor_shards
+from shardckpt.state.local.tensor_shards import LocalShard, get_tensor_shards
 
 _MISSING = object()
 

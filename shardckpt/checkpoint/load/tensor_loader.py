@@ -26,7 +26,7 @@ from shardckpt.dtypes import nbytes
 from shardckpt.events.progress import Meter
 from shardckpt.format.chunk_reader import PieceReader, ReadItem, straight_reads
 from shardckpt.manifest import Encoded, TensorEntry
-from shardckpt.state.local.local_shards import LocalShard, TensorShards
+from shardckpt.state.local.tensor_shards import LocalShard, TensorShards
 from shardckpt.storage.store import Read, Store, as_copied
 from shardckpt.torchrun import count_cores
 

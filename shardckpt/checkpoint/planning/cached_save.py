@@ -21,7 +21,7 @@ from shardckpt.format.encodings.tagged_json import encode
 from shardckpt.format.native.manifest_json import ManifestContents
 from shardckpt.format.native.payload import PayloadChunk, encode_canonical
 from shardckpt.manifest import Path
-from shardckpt.state.local.local_shards import LocalShard, TensorShards, get_tensor_shards
+from shardckpt.state.local.tensor_shards import LocalShard, TensorShards, get_tensor_shards
 
 
 @dataclass(frozen=True)

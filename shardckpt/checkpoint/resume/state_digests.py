@@ -22,7 +22,7 @@ from shardckpt.plan.optim.param_groups import NAMES
 from shardckpt.plan.resume.step_records import Part, Setting, StateDigests, TensorDigest
 from shardckpt.plan.resume.tolerance import LossFactors
 from shardckpt.state.adapters.model_index import modules
-from shardckpt.state.local.local_shards import TensorShards
+from shardckpt.state.local.tensor_shards import TensorShards
 
 _RATES = ("lr", "initial_lr")
 """Settings of param groups that a schedule changes."""

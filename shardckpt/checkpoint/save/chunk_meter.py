@@ -11,7 +11,7 @@ from shardckpt.format.encodings.element_values import measure_values
 from shardckpt.format.native.payload import HashTask, PayloadChunk
 from shardckpt.format.value_stats import ValueStats, merge_stats
 from shardckpt.manifest import Path
-from shardckpt.state.local.local_shards import TensorShards
+from shardckpt.state.local.tensor_shards import TensorShards
 
 _PART_BYTES = 16 << 20
 """Bytes that one task measures."""

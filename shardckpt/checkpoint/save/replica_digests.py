@@ -15,7 +15,7 @@ from shardckpt.boxes import Box
 from shardckpt.checkpoint.stateful.tensor_bytes import is_flat, tensor_bytes, view_as_bytes
 from shardckpt.devices import CurrentStreams, Event, has_pinned_copies, has_pinned_memory
 from shardckpt.manifest import Path, dotted
-from shardckpt.state.local.local_shards import LocalShard
+from shardckpt.state.local.tensor_shards import LocalShard
 
 PINNED_BYTES = 64 << 20
 """Maximum of pinned memory for copies of replicated data."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,16 +33,14 @@ from shardckpt.format.encodings.tagged_json import NamedValue, encode_array_ref,
 from shardckpt.format.native.payload import PayloadChunk
 from shardckpt.format.opened.state_tree import TensorRef
 from shardckpt.manifest import Path, dotted
-from shardckpt.state.adapters import torch_fsdp1
 from shardckpt.state.adapters.flat_shard_check import FlatShardError, FlatShards, has_peers
-from shardckpt.state.adapters.model_index import ModelIndex, unwrap
-from shardckpt.state.adapters.sharded_tensor import as_dtensor
 from shardckpt.state.keys.kinds import get_metadata, is_flat_part, is_sharded_tensor, require_not_local
 from shardckpt.state.keys.slots import OpaqueStateError
-from shardckpt.state.local.local_shards import LocalModel, TensorShards, get_tensor_shards, local_model
-from shardckpt.state.local.optim_shards import local_optimizer
-from shardckpt.state.model.module_hooks import find_unsaved
-from shardckpt.state.optim.optim_state_dict import ForeignParameterError, map_optimizer_params
+from shardckpt.state.local.tensor_shards import TensorShards, get_tensor_shards
+
+if TYPE_CHECKING:
+    from shardckpt.state.adapters.model_index import ModelIndex
+    from shardckpt.state.local.local_shards import LocalModel
 
 OpenedStates = Mapping[int, Any]
 """Results of the `state_dict` of objects in a state, by the id of the object."""
@@ -101,8 +99,7 @@ class LocalModels:
     def _add_models(self, value: Any, path: Path) -> None:
         if isinstance(value, nn.Module):
             if id(value) not in self._models:
-                model = unwrap(value)
-                self._models[id(value)] = (model, _local_model(model, path))
+                self._models[id(value)] = _unwrap_local_model(value, path)
         elif isinstance(value, Variant):
             self._add_models(value.of, path)
             self._add_models(value.module, path)
@@ -136,6 +133,11 @@ class LocalModels:
 
     def find_index_for(self, optim: torch.optim.Optimizer) -> ModelIndex | None:
         """Return the index of the model with all parameters of an optimizer, or None."""
+        from shardckpt.state.optim.optim_state_dict import (  # noqa: PLC0415  (tensors alone need no engine)
+            ForeignParameterError,
+            map_optimizer_params,
+        )
+
         for _, model in self._models.values():
             if model.index is not None:
                 try:
@@ -154,9 +156,13 @@ class LocalModels:
         return None
 
 
-def _local_model(model: nn.Module, path: Path) -> LocalModel:
+def _unwrap_local_model(module: nn.Module, path: Path) -> tuple[nn.Module, LocalModel]:
+    from shardckpt.state.adapters.model_index import unwrap  # noqa: PLC0415  (tensors alone need no engine)
+    from shardckpt.state.local.local_shards import local_model  # noqa: PLC0415  (as above)
+
+    model = unwrap(module)
     try:
-        return local_model(model)
+        return model, local_model(model)
     except FlatShardError as error:
         raise FlatShardError(".".join(filter(None, (dotted(path), str(error.where))))) from error
     except UsageError as error:
@@ -194,6 +200,8 @@ def view_as_dtensor(value: torch.Tensor, path: Path) -> DTensor:
     """
     if is_flat_part(str(path[-1]) if path else "", value):
         raise FlatShardError(dotted(path))
+    from shardckpt.state.adapters.sharded_tensor import as_dtensor  # noqa: PLC0415  (other tensors need no engine)
+
     return as_dtensor(dotted(path), value, None)
 
 
@@ -337,6 +345,8 @@ class _StateFlattener:
             self._made.ties[path] = first
 
     def _module(self, model: nn.Module, path: Path) -> dict[str, Any]:
+        from shardckpt.state.model.module_hooks import find_unsaved  # noqa: PLC0415  (tensors alone need no engine)
+
         self._places.setdefault(id(model), path)
         if self._made.model is None:
             self._made.model = path
@@ -380,6 +390,9 @@ class _StateFlattener:
         return tree
 
     def _optimizer(self, optim: torch.optim.Optimizer, path: Path) -> Any:
+        from shardckpt.state.adapters import torch_fsdp1  # noqa: PLC0415  (tensors alone need no engine)
+        from shardckpt.state.local.optim_shards import local_optimizer  # noqa: PLC0415  (as above)
+
         index = self._models.find_index_for(optim)
         if index is None:
             model = self._models.find_foreign_for(optim)

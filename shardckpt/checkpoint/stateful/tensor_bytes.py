@@ -17,7 +17,7 @@ import torch
 from shardckpt.boxes import Box, contiguous_blocks, full_box, intersect, narrow_to_box, shift
 from shardckpt.devices import Event, has_pinned_copies, has_pinned_memory, record_event
 from shardckpt.format.native.payload import PayloadChunk
-from shardckpt.state.local.local_shards import TensorShards
+from shardckpt.state.local.tensor_shards import TensorShards
 
 STAGED_BYTES = 16 << 20
 """Bytes per staged copy of a tensor that is not contiguous in CPU memory."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -11,7 +11,10 @@ from torch.optim.swa_utils import AveragedModel
 
 from shardckpt.errors import UsageError
 from shardckpt.state.local.ema_shards import map_ema_shards
-from shardckpt.state.local.local_shards import LocalModel, TensorShards
+from shardckpt.state.local.tensor_shards import TensorShards
+
+if TYPE_CHECKING:
+    from shardckpt.state.local.local_shards import LocalModel
 
 EXTRAS = ("n_averaged",)
 """Keys of an average, next to the variant's weights."""

@@ -14,6 +14,9 @@ from torch.distributed.tensor.placement_types import Placement
 from shardckpt.boxes import chunk_range
 from shardckpt.torch_features import shard_replicated
 
+MeshPlacements = tuple[DeviceMesh, tuple[Placement, ...]]
+"""Mesh and placements of a DTensor."""
+
 
 def wrap_local(
     local: torch.Tensor,
@@ -122,3 +125,18 @@ def pad_rows(part: torch.Tensor, dim: int, rows: int) -> torch.Tensor:
 def view_as_flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor as 1-D bytes, which every backend sends."""
     return tensor.view(-1).view(torch.uint8)
+
+
+def get_mesh_placements(tensor: torch.Tensor) -> MeshPlacements | None:
+    """Return the mesh and placements of a DTensor; None for a plain tensor."""
+    return (tensor.device_mesh, tuple(tensor.placements)) if isinstance(tensor, DTensor) else None
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local tensor of a DTensor; a plain tensor itself."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if not torch.is_grad_enabled():
+        return tensor.to_local()
+    with torch.no_grad():
+        return tensor.to_local()

@@ -6,13 +6,15 @@ import json
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardckpt.boxes import Box, Shape
 from shardckpt.manifest import Path
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 

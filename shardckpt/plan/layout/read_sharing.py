@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardckpt.plan.layout.box_codec import pack_message, unpack_message
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 SEGMENT_BYTES = 16 << 20
 """Bytes of a segment that one rank reads for others: a few requests, and a multiple of the native block size."""
 
-Ids = NDArray[np.int64]
+Ids: TypeAlias = "NDArray[np.int64]"
 """Segment numbers, in ascending order."""
 
 

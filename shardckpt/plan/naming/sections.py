@@ -19,7 +19,7 @@ MODEL_KEYS = ("model", "state_dict", "module")
 _STATE, _GROUPS = "state", "param_groups"
 _FLAT = re.compile(r"(?P<root>optim|optimizer)\.(?P<rest>(state|param_groups)\..+)", re.DOTALL)
 _DEEPEST = 3
-_TORCH_FILE = re.compile(r"\.(pt|pth|bin|ckpt)$")
+_TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,8 @@ def _is_flat(manifest: Manifest, optimizers: list[Path]) -> bool:
 
 
 def _stem(key: str | int) -> str:
-    return _TORCH_FILE.sub("", str(key))
+    name = str(key)
+    return name.rpartition(".")[0] if name.endswith(_TORCH_FILES) else name
 
 
 def _top(path: Path, inside: tuple[Path, ...]) -> Path:

@@ -13,20 +13,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
 
-from shardckpt.core.params.full_params import Staging
+from shardckpt.core.modules.dtensors import MeshPlacements, get_mesh_placements, local
 from shardckpt.state.redistribute.rank_grid import Ranks
 
-MeshPlacements = tuple[DeviceMesh, tuple[Placement, ...]]
-"""Mesh and placements of a DTensor."""
+if TYPE_CHECKING:
+    from shardckpt.core.params.full_params import Staging
 
 Tensors = Sequence[torch.Tensor | None]
 """One tensor per entry, or per exposed parameter; None for those to skip."""
@@ -305,18 +302,3 @@ def broadcast_from_rank0(
         received.copy_(value)
     ranks.broadcast_from_rank0(received)
     return received
-
-
-def get_mesh_placements(tensor: torch.Tensor) -> MeshPlacements | None:
-    """Return the mesh and placements of a DTensor; None for a plain tensor."""
-    return (tensor.device_mesh, tuple(tensor.placements)) if isinstance(tensor, DTensor) else None
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of a DTensor; a plain tensor itself."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    if not torch.is_grad_enabled():
-        return tensor.to_local()
-    with torch.no_grad():
-        return tensor.to_local()

@@ -13,10 +13,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from shardckpt.core.modules.dtensors import gather_full_tensor, shard_full_tensor, split_rows, wrap_local
+from shardckpt.core.modules.dtensors import (
+    MeshPlacements,
+    gather_full_tensor,
+    get_mesh_placements,
+    local,
+    shard_full_tensor,
+    split_rows,
+    wrap_local,
+)
 from shardckpt.core.params.full_params import Staging
 from shardckpt.layout import DimLayout, ParamSpec
-from shardckpt.state.adapters.base import MeshPlacements, ParameterAdapter, Tensors, get_mesh_placements, local
+from shardckpt.state.adapters.base import ParameterAdapter, Tensors
 from shardckpt.state.redistribute import dtensor_rows
 from shardckpt.state.redistribute.dtensor_rows import has_rows_everywhere
 

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardckpt.core.modules.dtensors import gather_full_tensor
+from shardckpt.core.modules.dtensors import gather_full_tensor, local
 from shardckpt.core.params.full_params import Staging, concat_shards, gather_copies
 from shardckpt.core.params.param_bucket import Bucket
 from shardckpt.core.registration.base import ParamRegistration
-from shardckpt.state.adapters.base import Entry, ShardingAdapter, Tensors, broadcast_from_rank0, copy_parts, local
+from shardckpt.state.adapters.base import Entry, ShardingAdapter, Tensors, broadcast_from_rank0, copy_parts
 from shardckpt.state.redistribute.rank_grid import Ranks
 from shardckpt.state.redistribute.scatter_from_rank0 import scatter_from_rank0
 from shardckpt.torch_features import shard_replicated

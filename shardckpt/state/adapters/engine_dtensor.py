@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from shardckpt.core.modules.dtensors import split_rows
+from shardckpt.core.modules.dtensors import MeshPlacements, get_mesh_placements, local, split_rows
 from shardckpt.core.params.full_params import Staging
 from shardckpt.core.registration.dtensor_params import DTensorRegistration
-from shardckpt.state.adapters.base import MeshPlacements, get_mesh_placements, local
 from shardckpt.state.adapters.engine_bucket import EngineBucketAdapter
 from shardckpt.state.redistribute.dtensor_rows import has_rows_everywhere
 from shardckpt.state.redistribute.rank_grid import Ranks

@@ -12,14 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from shardckpt.core.modules.dtensors import wrap_local
+from shardckpt.core.modules.dtensors import MeshPlacements, get_mesh_placements, local, wrap_local
 from shardckpt.core.params.buffer_layout import isolate_storage
 from shardckpt.core.params.full_params import Staging, gather_full
 from shardckpt.core.params.mesh_placement import join_placements
 from shardckpt.core.registration.flat_param import FlatParamRegistration
 from shardckpt.core.registration.orig_params import OrigParamsRegistration
 from shardckpt.layout import FlatLayout, ParamSpec
-from shardckpt.state.adapters.base import MeshPlacements, Tensors, get_mesh_placements, local
+from shardckpt.state.adapters.base import Tensors
 from shardckpt.state.adapters.engine_bucket import EngineBucketAdapter
 from shardckpt.state.redistribute.flat_to_rows import (
     find_first_owners,

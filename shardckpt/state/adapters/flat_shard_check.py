@@ -11,7 +11,7 @@ import gc
 import sys
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -20,10 +20,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardckpt.core.modules.fqn_and_params import clean, is_held
-from shardckpt.core.params.param_bucket import Bucket
-from shardckpt.core.registration.base import FlatParameter
 from shardckpt.errors import UsageError
-from shardckpt.layout import FlatLayout
+
+if TYPE_CHECKING:
+    from shardckpt.core.params.param_bucket import Bucket
 
 _FULL: WeakSet[torch.UntypedStorage] = WeakSet()
 """Storages without a shard of a flat parameter, so that the next save does not search for flat parameters again.
@@ -53,6 +53,8 @@ class FlatShards:
 
         torch does not keep a list of its wrappers, so the search goes through all objects of the process.
         """
+        from shardckpt.core.params.param_bucket import Bucket  # noqa: PLC0415  (only 1-D tensors need the engine)
+
         flat_param: Any = sys.modules.get("torch.distributed.fsdp._flat_param")
         handle = getattr(flat_param, "FlatParamHandle", Bucket)
         storages = set()
@@ -68,7 +70,7 @@ class FlatShards:
         """
         if isinstance(parameter, DTensor):
             return False
-        if isinstance(parameter, nn.Parameter) and isinstance(parameter, FlatParameter):
+        if isinstance(parameter, nn.Parameter) and _is_flat_parameter(parameter):
             return True
         flattened = getattr(parameter, "_fsdp_flattened", False) or (
             isinstance(parameter, nn.Parameter) and is_held(parameter)
@@ -104,6 +106,12 @@ class FlatShards:
                 raise FlatShardError(clean(name))
 
 
+def _is_flat_parameter(parameter: nn.Parameter) -> bool:
+    from shardckpt.core.registration.base import FlatParameter  # noqa: PLC0415  (tensors alone need no engine)
+
+    return isinstance(parameter, FlatParameter)
+
+
 def _find_instances(*kinds: type) -> list[Any]:
     """Return all objects of this process that have one of some types, to which each object refers.
 
@@ -131,6 +139,8 @@ def _get_storage(tensor: torch.Tensor) -> int:
 
 
 def _shard_of_bucket(bucket: Bucket) -> set[int]:
+    from shardckpt.layout import FlatLayout  # noqa: PLC0415  (only 1-D tensors need the engine)
+
     is_flat = not bucket.keeps_full and isinstance(bucket.packing.layout, FlatLayout)
     return {_get_storage(bucket.shard)} if is_flat else set()
 

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from shardckpt.core.modules.dtensors import local
 from shardckpt.core.modules.fqn_and_params import clean, is_incompatible
 from shardckpt.core.modules.lazy_params import require_initialized
 from shardckpt.core.params.param_bucket import Bucket
@@ -24,7 +25,7 @@ from shardckpt.core.registration.flat_param import FlatParamRegistration
 from shardckpt.core.registration.orig_params import OrigParamsRegistration
 from shardckpt.core.runtime.fsdp_unit import FSDPUnit
 from shardckpt.core.runtime.traversal import ShardedModule, units
-from shardckpt.state.adapters.base import Entry, ShardingAdapter, local
+from shardckpt.state.adapters.base import Entry, ShardingAdapter
 from shardckpt.state.adapters.dtensor import DTensorAdapter
 from shardckpt.state.adapters.engine_dtensor import EngineDTensorAdapter
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardckpt.core.modules.dtensors import local
 from shardckpt.core.modules.fqn_and_params import clean
 from shardckpt.errors import NameCollisionError
-from shardckpt.state.adapters.base import local
 from shardckpt.state.keys.kinds import is_sharded_tensor
 
 _FIX = (

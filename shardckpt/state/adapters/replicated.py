@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 import torch
 
+from shardckpt.core.modules.dtensors import MeshPlacements
 from shardckpt.core.params.full_params import Staging
-from shardckpt.state.adapters.base import MeshPlacements, ParameterAdapter, Tensors, copy_parts
+from shardckpt.state.adapters.base import ParameterAdapter, Tensors, copy_parts
 
 
 class ReplicatedAdapter(ParameterAdapter):

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardckpt.boxes import full_box
+from shardckpt.core.modules.dtensors import local
 from shardckpt.core.modules.fqn_and_params import clean
 from shardckpt.errors import UnsupportedError
-from shardckpt.state.adapters.base import Entry, local
-from shardckpt.state.local.local_shards import LocalModel, LocalShard, TensorShards, get_tensor_shards
+from shardckpt.state.local.tensor_shards import LocalShard, TensorShards, get_tensor_shards
+
+if TYPE_CHECKING:
+    from shardckpt.state.adapters.base import Entry
+    from shardckpt.state.local.local_shards import LocalModel
 
 
 def map_ema_shards(

@@ -11,20 +11,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 
 from shardckpt.boxes import Box
-from shardckpt.core.modules.dtensors import wrap_local
+from shardckpt.core.modules.dtensors import local, wrap_local
 from shardckpt.errors import UnsupportedError
 from shardckpt.plan.optim.param_groups import match_settings, settings
-from shardckpt.state.adapters.base import local
 from shardckpt.state.adapters.engine_bucket import EngineBucketAdapter
 from shardckpt.state.adapters.model_index import ModelIndex
 from shardckpt.state.keys.slots import LARGEST_NOTE, OpaqueStateError, UnequalSteps, is_placed_as, largest
-from shardckpt.state.local.local_shards import (
-    LocalShard,
-    TensorShards,
-    get_adapter_shards,
-    get_member_shards,
-    get_tensor_shards,
-)
+from shardckpt.state.local.local_shards import get_adapter_shards, get_member_shards
+from shardckpt.state.local.tensor_shards import LocalShard, TensorShards, get_tensor_shards
 from shardckpt.state.optim.load_optim_state_dict import put_in_optimizer
 from shardckpt.state.optim.optim_state_dict import AdapterParams, OptimizerLike, OptimizerParams, map_optimizer_params
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardckpt.state.local.local_shards import end_address
+from shardckpt.state.local.tensor_shards import end_address
 
 
 class SharedBytes:

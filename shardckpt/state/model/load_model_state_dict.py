@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardckpt.core.modules.dtensors import gather_full_tensor
+from shardckpt.core.modules.dtensors import gather_full_tensor, local
 from shardckpt.core.params.full_params import Staging
 from shardckpt.errors import ShardckptError
 from shardckpt.groups import Group
 from shardckpt.state.adapters import sharded_tensor, torch_fsdp1
-from shardckpt.state.adapters.base import ShardingAdapter, are_sharded_as, broadcast_from_rank0, local
+from shardckpt.state.adapters.base import ShardingAdapter, are_sharded_as, broadcast_from_rank0
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
 from shardckpt.state.adapters.model_index import (
     Buffer,

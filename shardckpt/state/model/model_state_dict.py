@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardckpt.core.fsdp1.state_dict_api import register_with_torch_dcp
-from shardckpt.core.modules.dtensors import gather_full_tensor
+from shardckpt.core.modules.dtensors import gather_full_tensor, local
 from shardckpt.core.params.full_params import Staging
 from shardckpt.groups import Group, LocalGroup, TorchGroup
 from shardckpt.state.adapters import torch_fsdp1
-from shardckpt.state.adapters.base import ShardingAdapter, local
+from shardckpt.state.adapters.base import ShardingAdapter
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
 from shardckpt.state.adapters.model_index import ModelIndex, index_complete_model, reshard_all, unwrap
 from shardckpt.state.keys.inference import outside_inference_mode

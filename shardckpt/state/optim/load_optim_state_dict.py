@@ -13,20 +13,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardckpt.core.modules.dtensors import gather_full_tensor, wrap_local
+from shardckpt.core.modules.dtensors import gather_full_tensor, get_mesh_placements, local, wrap_local
 from shardckpt.core.modules.fqn_and_params import clean
 from shardckpt.core.params.full_params import Staging
 from shardckpt.errors import ShardckptError, UsageError
 from shardckpt.plan.optim.param_groups import match_settings, read_param_names
 from shardckpt.state.adapters import torch_fsdp1
-from shardckpt.state.adapters.base import (
-    Entry,
-    ShardingAdapter,
-    are_sharded_as,
-    broadcast_from_rank0,
-    get_mesh_placements,
-    local,
-)
+from shardckpt.state.adapters.base import Entry, ShardingAdapter, are_sharded_as, broadcast_from_rank0
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
 from shardckpt.state.adapters.model_index import ModelIndex, index_complete_model, reshard_all, unwrap
 from shardckpt.state.adapters.sharded_tensor import optim_state_to_dtensors

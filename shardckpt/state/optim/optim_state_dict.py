@@ -13,13 +13,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from shardckpt.core.modules.dtensors import gather_full_tensor, is_strided, wrap_local
+from shardckpt.core.modules.dtensors import gather_full_tensor, is_strided, local, wrap_local
 from shardckpt.core.params.full_params import Staging
 from shardckpt.errors import ShardckptError
 from shardckpt.groups import Group, TorchGroup, get_group_device
 from shardckpt.plan.optim.param_groups import settings
 from shardckpt.state.adapters import torch_fsdp1
-from shardckpt.state.adapters.base import ShardingAdapter, local
+from shardckpt.state.adapters.base import ShardingAdapter
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
 from shardckpt.state.adapters.model_index import ModelIndex, index_complete_model, reshard_all, unwrap
 from shardckpt.state.keys.inference import outside_inference_mode

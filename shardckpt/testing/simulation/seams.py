@@ -36,7 +36,7 @@ from shardckpt.format.native.commit import decode_commit
 from shardckpt.format.native.manifest_json import ManifestContents, decode_manifest
 from shardckpt.format.native.verified_store import BlockMemory
 from shardckpt.format.registry import iter_formats
-from shardckpt.state.local.local_shards import get_tensor_shards
+from shardckpt.state.local.tensor_shards import get_tensor_shards
 from shardckpt.storage.holder.holder_process import read_available_bytes
 from shardckpt.storage.linux_syscalls import exchange, lower_priority, start_writeback
 from shardckpt.storage.request_watch import WATCH
@@ -56,6 +56,11 @@ _LATE = (
     "shardckpt.format.native.reader",
     "shardckpt.offline.prune",
     "shardckpt.checkpoint.manager",
+    "shardckpt.checkpoint.load.live_check",
+    "shardckpt.checkpoint.load.optim_load_plan",
+    "shardckpt.state.adapters.torch_fsdp1",
+    "shardckpt.state.local.local_shards",
+    "shardckpt.state.local.optim_shards",
 )
 """Modules that are imported on first use."""
 

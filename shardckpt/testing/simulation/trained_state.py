@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardckpt.boxes import Box, chunk_box
-from shardckpt.state.local.local_shards import LocalShard, TensorShards, get_tensor_shards
+from shardckpt.state.local.tensor_shards import LocalShard, TensorShards, get_tensor_shards
 from shardckpt.testing.simulation.scheduler import HistoryError
 
 _ROWS = 7

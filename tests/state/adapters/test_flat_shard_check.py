@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from shardckpt.core.params import param_bucket
 from shardckpt.state.adapters import flat_shard_check
 from shardckpt.state.adapters.flat_shard_check import FlatShards
 
@@ -66,7 +67,7 @@ def test_a_search_through_all_objects_disturbs_no_tuple_that_another_thread_buil
         thread.join(30.0)
         return {7}
 
-    monkeypatch.setattr(flat_shard_check, "Bucket", Wrapper)
+    monkeypatch.setattr(param_bucket, "Bucket", Wrapper)
     monkeypatch.setattr(flat_shard_check, "_shard_of_bucket", finish_tuple)
     thread.start()
     assert begun.wait(30.0)

@@ -1,0 +1,131 @@
+"""Shards of one tensor on this rank: boxes of the full tensor as views, without copies."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from shardckpt.boxes import Box, Shape, chunk_range, full_box
+from shardckpt.core.modules.dtensors import get_mesh_placements, local, sort_by_split_order
+from shardckpt.errors import UnsupportedError
+
+
+class LocalShard(NamedTuple):
+    """One box of a tensor on this rank.
+
+    Attributes:
+        box: Offsets and lengths in the full tensor.
+        tensor: Elements of the box, as a view of the rank's memory: a write changes the model.
+    """
+
+    box: Box
+    tensor: torch.Tensor
+
+
+class TensorShards(NamedTuple):
+    """Full shape of a tensor, with its shards on this rank.
+
+    Attributes:
+        shape: Full shape, in elements.
+        dtype: Dtype of the elements.
+        shards: Disjoint shards on this rank; may be empty.
+    """
+
+    shape: Shape
+    dtype: torch.dtype
+    shards: tuple[LocalShard, ...]
+
+
+def get_tensor_shards(tensor: torch.Tensor, parameter: torch.Tensor | None = None) -> TensorShards:
+    """Return this rank's shards of a plain tensor or DTensor.
+
+    Args:
+        tensor: Tensor to describe.
+        parameter: Parameter that the tensor follows. If torch calls the placements of both equal, the parameter's are
+            used: versions that call a strided shard equal to a plain one drop the stride in results of arithmetic.
+
+    Raises:
+        UnsupportedError: The DTensor is a partial sum, or its local part is not a box.
+    """
+    if not isinstance(tensor, DTensor):
+        shape = tuple(tensor.shape)
+        return TensorShards(shape, tensor.dtype, (LocalShard(full_box(shape), tensor.detach()),))
+    own = local(tensor).detach()
+    box = get_box(_choose_placed(tensor, parameter), own)
+    shards = () if box is None or 0 in box.size else (LocalShard(box, own),)
+    return TensorShards(tuple(tensor.shape), own.dtype, shards)
+
+
+def _choose_placed(tensor: DTensor, parameter: torch.Tensor | None) -> DTensor:
+    """Return the parameter if torch calls the layouts of a DTensor and its parameter equal; otherwise the DTensor."""
+    if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
+        return tensor
+    return parameter if get_mesh_placements(tensor) == get_mesh_placements(parameter) else tensor
+
+
+def get_box(tensor: DTensor, own: torch.Tensor | None = None) -> Box | None:
+    """Return the box of a DTensor on this rank; None if the rank is not in the mesh.
+
+    Raises:
+        UnsupportedError: The DTensor is a partial sum, or its local part is not a box.
+    """
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    box = _compute_box(tuple(tensor.shape), tuple(tensor.placements), _get_mesh_shape(mesh), tuple(coordinate))
+    shape = tuple((local(tensor) if own is None else own).shape)
+    if shape != box.size:
+        raise UnsupportedError(
+            "the local tensor of a DTensor must have the box of its placements",
+            found=shape,
+            expected=box.size,
+            fix="Redistribute it to plain Shard placements first.",
+        )
+    return box
+
+
+_SHAPES: WeakKeyDictionary[DeviceMesh, Shape] = WeakKeyDictionary()
+
+
+def _get_mesh_shape(mesh: DeviceMesh) -> Shape:
+    """Return the cached shape of a mesh; torch computes it on every access."""
+    shape = _SHAPES.get(mesh)
+    if shape is None:
+        shape = _SHAPES[mesh] = tuple(mesh.shape)
+    return shape
+
+
+@lru_cache(maxsize=4096)  # a hundred thousand tensors have a few dozen shapes
+def _compute_box(shape: Shape, placements: tuple[Placement, ...], mesh: Shape, coordinate: Shape) -> Box:
+    """Return the box of one rank for given placements.
+
+    Args:
+        shape: Shape of the full tensor, in elements.
+        placements: Placements, one per mesh dimension.
+        mesh: Shape of the mesh, in ranks.
+        coordinate: Coordinate of the rank in the mesh.
+    """
+    offset, size = [0] * len(shape), list(shape)
+    for at, placement in sort_by_split_order(placements):
+        if placement.is_partial():
+            raise UnsupportedError("a DTensor with partial sums cannot be saved", fix="Redistribute it first.")
+        dim = getattr(placement, "dim", None)
+        if dim is not None:
+            start, size[dim] = chunk_range(size[dim], mesh[at], coordinate[at])
+            offset[dim] += start
+    return Box(tuple(offset), tuple(size))
+
+
+def end_address(tensor: torch.Tensor) -> int:
+    """Return the address behind the last byte of a tensor, which must have elements."""
+    if tensor.is_contiguous():
+        return tensor.data_ptr() + tensor.nbytes
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr() + (last + 1) * tensor.element_size()
