@@ -39,8 +39,10 @@ def replace_torch_fsdp() -> ExitStack:
 
 def _replace_names(target: Any, source: Any, stack: ExitStack) -> None:
     """Replace the names that both modules have; the end of the stack restores them."""
-    for name, ours in vars(source).items():
-        is_ours = getattr(ours, "__module__", "").startswith("shardckpt.core")
-        if is_ours and not name.startswith("_") and hasattr(target, name):
+    for name in dir(source):  # names of a package may not be loaded yet
+        if name.startswith("_") or not hasattr(target, name):
+            continue
+        ours = getattr(source, name)
+        if getattr(ours, "__module__", "").startswith("shardckpt.core"):
             stack.callback(setattr, target, name, getattr(target, name))
             setattr(target, name, ours)
