@@ -13,6 +13,7 @@ import fsspec
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from harness import mark, outcomes, raised_everywhere, run, since
 from states import FRONT_ENDS, PARALLEL, Net, built, differing, flat, looked_at, step, theirs, whole, wrapper
 from torch import nn
@@ -218,6 +219,21 @@ class TestTensors:
             return next(model.buffers())
 
         assert all(torch.equal(buffer, torch.ones_like(buffer)) for buffer in run(2, body))
+
+    def test_a_state_of_a_modules_own_making_may_be_gathered_from_all_ranks(self, tmp_path: Path) -> None:
+        class Total(nn.Module):
+            def state_dict(self, *args: object, prefix: str = "", **options: object) -> dict:
+                total = torch.ones(1)
+                dist.all_reduce(total)
+                return {f"{prefix}total": total}
+
+        def body(rank: int, world: int) -> None:
+            torch.manual_seed(0)
+            shardckpt.save({"model": nn.ModuleDict({"net": nn.Linear(2, 2), "total": Total()})}, tmp_path / "c")
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "values of a `state_dict")
+            run(2, body, group_timeout=5.0)
 
     def test_what_is_marked_comes_back_to_its_own_rank(self, tmp_path: Path) -> None:
         class Loader:

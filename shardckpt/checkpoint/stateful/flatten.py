@@ -351,8 +351,9 @@ class _StateFlattener:
         if self._made.model is None:
             self._made.model = path
         tree = self._weights(model, path)
+        unsaved = find_unsaved(self._models.get(model, path).index)  # on all ranks: a `state_dict()` may be collective
         if self._rank == 0:
-            _warn_of_unsaved(find_unsaved(self._models.get(model, path).index), path)
+            _warn_of_unsaved(unsaved, path)
         self._made.frozen |= {(*path, name) for name in self._models.get(model, path).frozen} & self._made.arrays.keys()
         return tree
 
