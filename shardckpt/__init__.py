@@ -52,20 +52,18 @@ if TYPE_CHECKING:
         UnsupportedError,
         UsageError,
     )
-    from shardckpt.events.operations import (
+    from shardckpt.events.operations import LoadEvent, OperationEvent, SaveEvent
+    from shardckpt.events.progress import Progress
+    from shardckpt.events.run_events import (
         BackpressureEvent,
         FallbackEvent,
-        LoadEvent,
-        OperationEvent,
         PromotionEvent,
         PruneEvent,
         ReplicateEvent,
         RestoreEvent,
         ResumeEvent,
-        SaveEvent,
         WithdrawalEvent,
     )
-    from shardckpt.events.progress import Progress
     from shardckpt.format.durability.step_copies import Durability, StepCopy
     from shardckpt.format.recognized import FormatInfo, FormatList, formats
     from shardckpt.offline.consolidate import consolidate, convert
@@ -130,17 +128,15 @@ _HOMES = {
     "shardckpt.checkpoint.stateful.rng_state": ("RNGState",),
     "shardckpt.checkpoint.save.save": ("save",),
     "shardckpt.checkpoint.stateful.variant": ("Variant",),
-    "shardckpt.events.operations": (
+    "shardckpt.events.operations": ("LoadEvent", "OperationEvent", "SaveEvent"),
+    "shardckpt.events.run_events": (
         "BackpressureEvent",
         "FallbackEvent",
-        "LoadEvent",
-        "OperationEvent",
         "PromotionEvent",
         "PruneEvent",
         "ReplicateEvent",
         "RestoreEvent",
         "ResumeEvent",
-        "SaveEvent",
         "WithdrawalEvent",
     ),
     "shardckpt.offline.copy": ("Copied", "copy"),

@@ -12,19 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardckpt.events.operations import (
-        BackpressureEvent,
-        FallbackEvent,
-        LoadEvent,
-        OperationEvent,
-        PromotionEvent,
-        PruneEvent,
-        ReplicateEvent,
-        RestoreEvent,
-        ResumeEvent,
-        SaveEvent,
-        WithdrawalEvent,
-    )
+    from shardckpt.events.operations import LoadEvent, OperationEvent, SaveEvent
     from shardckpt.events.recorder import (
         OnEvent,
         Recorder,
@@ -34,6 +22,16 @@ if TYPE_CHECKING:
         record_operation,
         require_on_event,
         subscribe,
+    )
+    from shardckpt.events.run_events import (
+        BackpressureEvent,
+        FallbackEvent,
+        PromotionEvent,
+        PruneEvent,
+        ReplicateEvent,
+        RestoreEvent,
+        ResumeEvent,
+        WithdrawalEvent,
     )
 
 __all__ = [
@@ -58,10 +56,12 @@ __all__ = [
     "subscribe",
 ]
 
+_HOMES = ("shardckpt.events.recorder", "shardckpt.events.operations", "shardckpt.events.run_events")
+
 
 def __getattr__(name: str) -> Any:
     """Load a name from its module; commands that only count their progress import neither."""
-    for home in ("shardckpt.events.recorder", "shardckpt.events.operations") if name in __all__ else ():
+    for home in _HOMES if name in __all__ else ():
         if hasattr(import_module(home), name):
             globals()[name] = getattr(import_module(home), name)
             return globals()[name]

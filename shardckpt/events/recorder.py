@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardckpt.errors import UsageError, describe_with_class
-from shardckpt.events.operations import OperationEvent, PruneEvent
+from shardckpt.events.operations import OperationEvent
 
 _LOG = logging.getLogger("shardckpt")
 _STEP = re.compile(r"(?:^|[/\\])step-([0-9]{1,18})[/\\]?$")
@@ -97,8 +97,7 @@ def _describe(event: OperationEvent) -> str:
     line = f"{event.operation} {event.path}: {event.seconds:.2f} s"
     if event.nbytes:
         line += f", {event.nbytes / 1e9:.3f} GB on this rank, {event.gb_per_second:.2f} GB/s"
-    if isinstance(event, PruneEvent) and event.removed:
-        line += f", removed {', '.join(map(str, event.removed))}"
+    line += f", {result}" if (result := event.describe_result()) else ""
     if event.phases:
         line += f" ({', '.join(f'{name} {seconds:.2f} s' for name, seconds in event.phases.items())})"
     line += f", {event.retries} {'retry' if event.retries == 1 else 'retries'}" if event.retries else ""

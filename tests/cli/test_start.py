@@ -23,6 +23,7 @@ HEAVY = (
     "importlib.metadata",
     "multiprocessing",
     "shardckpt.events.operations",
+    "shardckpt.events.run_events",
     "shardckpt.plan.resume",
     "shardckpt.offline.results.comparison",
 )
