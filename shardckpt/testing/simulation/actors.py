@@ -255,7 +255,7 @@ class Trainer:
     def _claim(self, checkpointer: Checkpointer, number: int, content: int, verb: str = "claims") -> None:
         """Ask what a step survives that was saved or restored; all ranks get the same answer."""
         call, nodes = (f"{self._job.name} claims", self._calls), self._job.node_names
-        self._auditor.claims.begin(call, number, nodes, self._job.find_reported_node(self._rank))
+        self._auditor.begin_claim(call, number, nodes, self._job.find_reported_node(self._rank))
         durability = checkpointer.durability(number)
         self._auditor.agree(call, durability)
         self._auditor.claim(call, content, durability, nodes)

@@ -22,6 +22,8 @@ from shardckpt.testing.simulation.trained_state import find_start, read_content
 
 _STEP = re.compile(r"step-(\d+)")
 _MARK = f"/{COMMIT}"
+_UNREADABLE = 0
+"""Stands for the attempt of a step that a flipped bit makes unreadable."""
 
 
 @dataclass
@@ -133,6 +135,7 @@ class Auditor:
     _flipped: list[object] = field(default_factory=list)
     _emptied: set[str] = field(default_factory=set)
     _unreadable: set[int] = field(default_factory=set)
+    _in_root: dict[tuple[str, int], set[int]] = field(default_factory=dict)
     _flips_before: dict[int, int] = field(default_factory=dict)
 
     # Reports of actors
@@ -177,6 +180,11 @@ class Auditor:
         damaged = {step.number for step in self.steps.values() if step.is_damaged} | self._unreadable
         return content in self.ever or self.attempts[content] in damaged
 
+    def begin_claim(self, call: tuple[str, int], number: int, nodes: Collection[str], node: str | None) -> None:
+        """Record that a rank asks what a step survives: see `Claims.begin`."""
+        _note_root(self, call, number)
+        self.claims.begin(call, number, nodes, node)
+
     def claim(self, call: tuple[str, int], content: int, durability: Durability, nodes: Collection[str]) -> None:
         """Record what a step survives by the answer of a Checkpointer.
 
@@ -189,12 +197,13 @@ class Auditor:
         Raises:
             HistoryError: A claimed copy cannot be there.
         """
-        self.check()
+        number = self.attempts[content]
+        _note_root(self, call, number)
         for copy in durability.copies:
             if copy.tier != ROOT:
                 self.claims.check(call, content, copy, nodes)
-            elif not self._was_committed(content):
-                raise HistoryError(f"a copy in the root is claimed, but attempt {content} was never committed")
+            elif not self._in_root[call] & {content, _UNREADABLE}:
+                raise HistoryError(f"attempt {content} of step {number} is claimed in the root, which does not have it")
 
     def newest(self) -> CommittedStep | None:
         """Return the newest step that a restore has to find."""
@@ -311,7 +320,7 @@ class Auditor:
             if not (is_emptied or is_flipped):
                 raise HistoryError(f"{folder} is committed, but cannot be loaded: {error}") from error
             branch = 0 if commit is None else commit.branch  # retention cannot know of the bit
-            self.steps[folder] = CommittedStep(number, 0, branch, mark, {}, is_damaged=True)
+            self.steps[folder] = CommittedStep(number, _UNREADABLE, branch, mark, {}, is_damaged=True)
             self._unreadable.add(number)  # it may be overwritten before a rank reports its save
             return
         if self.attempts.get(content) != number:
@@ -385,6 +394,13 @@ class Auditor:
             raise HistoryError(f"step {old.number} was saved, but a power failure lost it")
         if old.content in self._acknowledged and not new.is_damaged:
             self._require_later(new.content, old.content, "a step that a power failure had to leave")
+
+
+def _note_root(auditor: Auditor, call: tuple[str, int], number: int) -> None:
+    """Record which attempt of a step is in the root while a call asks: another job may replace it meanwhile."""
+    auditor.check()
+    found = [step.content for step in auditor.steps.values() if step.number == number]
+    auditor._in_root.setdefault(call, set()).update(found)
 
 
 def read_failures(scheduler: Scheduler, storage: RunStorage) -> dict[tuple[int, int], int]:
