@@ -34,7 +34,6 @@ from shardckpt.storage.holder.holder_sockets import (
     list_runs,
     open_socket_folder,
     require_own_peer,
-    socket_folder,
     socket_name,
 )
 
@@ -230,10 +229,11 @@ def main(args: list[str]) -> None:
     """Start the holder of a run, unless one is there, in a session of its own; return when it listens.
 
     Args:
-        args: Id of the run, maximum bytes, idle seconds, name of the file that makes a folder complete.
+        args: Folder of the sockets, id of the run, maximum bytes, idle seconds, name of the file that makes a folder
+            complete.
     """
-    run, max_bytes, idle_s, last = args
-    with open_socket_folder(socket_folder(), is_made=True) as folder_fd:
+    folder, run, max_bytes, idle_s, last = args
+    with open_socket_folder(folder, is_made=True) as folder_fd:
         assert folder_fd is not None
         lock = os.open(_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=folder_fd)
         _lock_in_time(lock)

@@ -17,6 +17,8 @@ from shardckpt.storage.store import convert_os_errors
 NODE = "SHARDCKPT_NODE"
 """Environment variable that names the node; processes of different names on one machine do not share holders."""
 
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
+_BOOT_CHARACTERS = 8
 _NODE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _RUN_NAME = re.compile(r"[0-9a-z]{1,32}")
 _SUFFIX = ".sock"
@@ -32,6 +34,9 @@ def require_run(run: str) -> str:
 def socket_folder() -> str:
     """Return the folder of this user's sockets on this node; it may not exist yet.
 
+    The folder for temporary files may be shared by several machines: each would take the sockets of another one for
+    those of holders that were killed.
+
     Raises:
         UsageError: The environment variable `SHARDCKPT_NODE` is not a name.
     """
@@ -39,11 +44,18 @@ def socket_folder() -> str:
     if os.path.isabs(runtime) and os.path.isdir(runtime):
         base = os.path.join(runtime, "shardckpt")
     else:
-        base = os.path.join(tempfile.gettempdir(), f"shardckpt-{os.geteuid()}")
+        base = os.path.join(tempfile.gettempdir(), f"shardckpt-{os.geteuid()}-{_read_boot_id()[:_BOOT_CHARACTERS]}")
     node = os.environ.get(NODE, "")
     if node and (not _NODE_NAME.fullmatch(node) or set(node) == {"."}):
         raise UsageError(f"{NODE} must have letters, digits, '.', '_' and '-' only", found=node)
     return f"{base}-{node}" if node else base
+
+
+def _read_boot_id() -> str:
+    """Return the id of this machine, which it has until it is started again; empty if unknown."""
+    with suppress(OSError), open(_BOOT_ID, encoding="ascii") as file:
+        return file.read().strip()
+    return ""
 
 
 @contextmanager

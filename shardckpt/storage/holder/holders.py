@@ -33,6 +33,9 @@ IDLE_S = 3600.0
 SUPERSEDED_S = 300.0
 """Seconds without a client after which the start of another run's holder ends a holder."""
 
+_KEPT = ("LD_LIBRARY_PATH",)
+"""Variables of the environment that a holder gets: the interpreter may not find its own library without them."""
+
 _START_S = 60.0
 _STARTS = 3
 _CODE = "import sys; sys.path.insert(0, sys.argv[1]); from {} import main; main(sys.argv[2:])"
@@ -203,8 +206,8 @@ def is_reachable(run: str, limit_s: float | None = None) -> bool:
 def _start_process(args: list[str]) -> None:
     """Run the process that starts a holder, isolated from the environment of this one."""
     root = str(Path(__file__).resolve().parents[3])
-    kept = {name: os.environ[name] for name in ("XDG_RUNTIME_DIR", "TMPDIR", "SHARDCKPT_NODE") if name in os.environ}
-    command = [sys.executable, "-I", "-S", "-c", _CODE.format(_PROCESS), root, *args]
+    kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+    command = [sys.executable, "-I", "-S", "-c", _CODE.format(_PROCESS), root, socket_folder(), *args]
     try:
         done = subprocess.run(  # noqa: S603  (this interpreter)
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_START_S, env=kept, cwd="/", check=False

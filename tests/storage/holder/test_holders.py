@@ -6,13 +6,14 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
 from shardckpt.errors import MissingFileError, NoSpaceError, StorageError, UnsafeError, UsageError
-from shardckpt.storage.holder import holder_connection
+from shardckpt.storage.holder import holder_connection, holder_sockets
 from shardckpt.storage.holder.holder_connection import get_holder_connection
 from shardckpt.storage.holder.holder_messages import MAX_MESSAGE_BYTES
 from shardckpt.storage.holder.holder_sockets import connect_socket, open_socket_folder, require_own_peer, socket_folder
@@ -273,6 +274,33 @@ def test_nodes_of_two_names_have_holders_of_their_own(monkeypatch):
         find_holders()
     monkeypatch.delenv("SHARDCKPT_NODE")
     assert len(find_holders().running) == 1
+
+
+def test_a_holder_listens_in_the_folder_for_temporary_files_that_its_client_uses(tmp_path, monkeypatch):
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # as TMP, TEMP or a script set it
+    start()
+    assert (Path(socket_folder()) / f"{RUN}.sock").exists()
+    stop_holders()
+
+
+def test_machines_that_share_the_folder_for_temporary_files_have_holders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own, boot_id = socket_folder(), tmp_path / "boot_id"
+    boot_id.write_text("0fb4b1f2-another machine\n")
+    monkeypatch.setattr(holder_sockets, "_BOOT_ID", str(boot_id))
+    assert Path(socket_folder()).parent == Path(own).parent
+    assert socket_folder() != own
+
+
+def test_a_holder_starts_with_an_interpreter_that_needs_the_path_of_its_library(tmp_path, monkeypatch):
+    interpreter = tmp_path / "python"
+    interpreter.write_text(f'#!/bin/sh\n[ "$LD_LIBRARY_PATH" = {tmp_path} ] && exec {sys.executable} "$@"\nexit 127\n')
+    interpreter.chmod(0o755)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(interpreter))
+    assert start()
 
 
 def test_a_new_process_finds_a_holder_whose_socket_is_the_same_without_a_message():
