@@ -30,6 +30,8 @@ _REFUSED = {
     "arrow_config": "a mixture of adapters",
 }
 """Unsupported settings, which change the meaning of the factors, with their names in messages."""
+_CHANGES_BASE = re.compile(r"(?i:pissa|corda|olora|loftq|lora_ga)")
+"""Starts of the values of `init_lora_weights` with which peft also changes the weights of the base."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,15 @@ def _require_lora(config: Mapping[str, Any], names: Iterable[str], where: str) -
     for key, what in _REFUSED.items():
         if config.get(key):
             raise UnsupportedError(f"this adapter is {what}", where=where, found=f"{key} in adapter_config.json")
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and _CHANGES_BASE.match(start):
+        raise UnsupportedError(
+            "this adapter belongs to a base that peft changed when training began",
+            where=where,
+            found=f"init_lora_weights {start!r} in adapter_config.json",
+            fix="Merge it with peft, or save it with path_initial_model_for_weight_conversion=; for a base that holds"
+            " the changed weights, set init_lora_weights to true there.",
+        )
     for name in names:
         if "lora_magnitude_vector" in name:
             raise UnsupportedError(f"this adapter is {_REFUSED['use_dora']}", where=where, found=name)

@@ -170,6 +170,8 @@ FACTORS = {"m.lora_A.weight": torch.ones(2, 4), "m.lora_B.weight": torch.ones(3,
         (FACTORS, {"peft_type": "IA3"}, UnsupportedError, "only LoRA.*IA3"),
         (FACTORS, {"layer_replication": [[0, 1]]}, UnsupportedError, "replicated"),
         ({**FACTORS, "m.lora_B.bias": torch.ones(3)}, {}, UnsupportedError, "biases of its own"),
+        (FACTORS, {"init_lora_weights": "pissa_niter_4"}, UnsupportedError, "base that peft changed.*pissa_niter_4"),
+        (FACTORS, {"init_lora_weights": "olora"}, UnsupportedError, "base that peft changed.*olora"),
         ({"m.lora_A.weight": torch.ones(2, 4)}, {}, FormatError, "one factor of two"),
         (FACTORS, {"r": 3}, FormatError, "do not fit its rank"),
         (FACTORS, {"rank_pattern": {"(": 2}}, FormatError, "must be a regular expression"),
@@ -193,7 +195,7 @@ FACTORS = {"m.lora_A.weight": torch.ones(2, 4), "m.lora_B.weight": torch.ones(3,
         ({"m.weight": torch.ones(3)}, {}, UsageError, "another shape"),
         ({"m.weight": torch.ones(3, 4, dtype=torch.int64)}, {}, UnsupportedError, "no float type"),
     ],
-    ids=[str(i) for i in range(22)],
+    ids=[str(i) for i in range(24)],
 )
 def test_what_cannot_be_merged_is_refused_by_name_and_nothing_is_written(
     tmp_path: Path, own: dict[str, torch.Tensor], config: dict[str, Any], kind: type[ShardckptError], message: str
@@ -298,6 +300,19 @@ def test_pefts_own_merge_gives_the_same(change: Callable[[Any], None], tmp_path:
     shardckpt.merge_adapter(folder / "base", folder / "adapter", folder / "out.pt")
     found, truth = torch.load(folder / "out.pt"), torch.load(folder / "truth.pt")
     assert set(found) == set(truth)
+    for name in truth:
+        torch.testing.assert_close(found[name], truth[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("start", ["pissa", "pissa_niter_4", "olora", "gaussian", "mica"])
+def test_an_adapter_is_merged_into_the_base_as_saved_only_where_peft_gives_the_same(start: str, tmp_path: Path) -> None:
+    folder = _peft(tmp_path, lambda config: setattr(config, "init_lora_weights", start))
+    try:
+        shardckpt.merge_adapter(folder / "base", folder / "adapter", folder / "out.pt")
+    except UnsupportedError:
+        assert start not in ("gaussian", "mica")
+        return
+    found, truth = torch.load(folder / "out.pt"), torch.load(folder / "truth.pt")
     for name in truth:
         torch.testing.assert_close(found[name], truth[name], rtol=1e-5, atol=1e-6)
 
