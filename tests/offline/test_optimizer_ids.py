@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import shardckpt
-from shardckpt.errors import AmbiguousError
+from shardckpt.errors import AmbiguousError, UsageError
 
 
 def trained(count: int = 3, *, is_reversed: bool = False) -> tuple[torch.nn.Module, dict[str, Any]]:
@@ -96,6 +96,49 @@ def test_a_step_made_of_a_sorted_folder_does_not_claim_its_order(tmp_path: Path)
     shardckpt.reshard(source, tmp_path / "step", world_size=1, allow_loss=True)
     with pytest.raises(AmbiguousError, match="--param-names"):
         shardckpt.consolidate(tmp_path / "step", tmp_path / "out", part="all")
+
+
+class TestAnOptimizerAlone:
+    """Its file has no model, as `optimizer.pt` of a Trainer; `--shapes-from` the model beside it."""
+
+    @staticmethod
+    def folder(path: Path) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        """Write a model and an optimizer of two groups, weights first, as a Trainer groups them."""
+        net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 4))
+        groups = [[p for p in net.parameters() if p.ndim == dims] for dims in (2, 1)]
+        optim = torch.optim.AdamW([{"params": params} for params in groups])
+        for parameter in net.parameters():
+            parameter.grad = torch.full_like(parameter, float(parameter.numel()))
+        optim.step()
+        path.mkdir()
+        save_file(net.state_dict(), path / "model.safetensors")
+        torch.save(optim.state_dict(), path / "optimizer.pt")
+        return net, optim
+
+    def test_its_ids_are_named_by_the_shapes_of_the_model(self, tmp_path: Path) -> None:
+        net, optim = self.folder(tmp_path / "ck")
+        options: dict[str, Any] = {"part": "optim", "shapes_from": tmp_path / "ck"}
+        shardckpt.consolidate(tmp_path / "ck" / "optimizer.pt", tmp_path / "out", **options)
+        found = load_file(tmp_path / "out" / "optimizer.safetensors")
+        for name, parameter in net.named_parameters():
+            assert torch.equal(found[f"{name}/exp_avg"], optim.state[parameter]["exp_avg"])
+
+    def test_a_list_of_names_in_another_order_is_refused(self, tmp_path: Path) -> None:
+        net, _ = self.folder(tmp_path / "ck")
+        (tmp_path / "names.json").write_text(json.dumps([name for name, _ in net.named_parameters()]))
+        options: dict[str, Any] = {"part": "optim", "shapes_from": tmp_path / "ck"}
+        with pytest.raises(UsageError, match=r"calls id 1 '0.bias', whose shape is another"):
+            shardckpt.consolidate(
+                tmp_path / "ck" / "optimizer.pt", tmp_path / "out", param_names=tmp_path / "names.json", **options
+            )
+
+    def test_equal_shapes_under_sorted_names_are_not_guessed(self, tmp_path: Path) -> None:
+        net, state = trained()
+        save_file(net.state_dict(), tmp_path / "model.safetensors")
+        torch.save(state, tmp_path / "optimizer.pt")
+        options: dict[str, Any] = {"part": "optim", "shapes_from": tmp_path / "model.safetensors"}
+        with pytest.raises(AmbiguousError, match=r"several ways, and the files keep no order.*--param-names"):
+            shardckpt.consolidate(tmp_path / "optimizer.pt", tmp_path / "out", **options)
 
 
 class TestDiff:

@@ -87,7 +87,8 @@ def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Se
     model = name_model(manifest, found)
     if not model.tensors and options.part != "optim":
         raise IncompleteError("the checkpoint holds no model tensors", where=reader.store.url, found=_tops(manifest))
-    _check_shapes(model.tensors, options.shapes_from)
+    if model.tensors:
+        _check_shapes(model.tensors, options.shapes_from)
     rules = _read_rules(options, config)
     opened = _OpenModel(reader, manifest, found, model, options, config)
     chosen = _choose_remapped(opened, rules) if rules else _choose_stored(opened)
@@ -283,8 +284,7 @@ def _check_shapes(tensors: Mapping[str, TensorEntry], shapes_from: str) -> None:
     """
     if not shapes_from:
         return
-    other = sections.split_flat_names(open_checkpoint(shapes_from).manifest)
-    shapes = name_model(other, sections.find_sections(other)).tensors
+    other, shapes = _read_model(shapes_from)
     for name, entry in tensors.items():
         if name in shapes and shapes[name].shape != entry.shape:
             raise IncompleteError(
@@ -308,6 +308,12 @@ def _check_shapes(tensors: Mapping[str, TensorEntry], shapes_from: str) -> None:
         )
 
 
+def _read_model(url: str) -> tuple[Manifest, Mapping[str, TensorEntry]]:
+    """Return a checkpoint, and the tensors of its model by name."""
+    manifest = sections.split_flat_names(open_checkpoint(url).manifest)
+    return manifest, name_model(manifest, sections.find_sections(manifest)).tensors
+
+
 def _optimizer(
     reader: Reader, manifest: Manifest, found: sections.Sections, model: NamedModel, options: Options
 ) -> optimizer_state.OptimizerState | None:
@@ -326,8 +332,8 @@ def _optimizer(
                 "the optimizer is stored in a file that is not read together with this model",
                 where=reader.store.url,
                 found=", ".join(unread),
-                fix="Write the model with --part model; for the optimizer name its file, with --part optim and"
-                " --param-names FILE.",
+                fix="Write the model with --part model; for the optimizer name its file, with --part optim,"
+                " --shapes-from this folder and, where shapes do not tell the names, --param-names FILE.",
             )
         return None
     if len(found.optimizers) > 1:
@@ -342,9 +348,13 @@ def _optimizer(
     root = found.optimizers[0]
     values = load_values(reader, manifest, root)
     raw = optimizer_state.read_raw(manifest, root, values)
+    tensors: Mapping[str, TensorEntry] = model.tensors
+    if not tensors and options.shapes_from:
+        other, tensors = _read_model(options.shapes_from)
+        raw = replace(raw, keeps_order=other.keeps_order)
     return optimizer_state.key_by_name(
         raw,
-        {name: entry.shape for name, entry in model.tensors.items()},
+        {name: entry.shape for name, entry in tensors.items()},
         read_param_names(options.param_names) if options.param_names else None,
         model.clean,
     )
