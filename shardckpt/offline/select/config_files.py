@@ -23,12 +23,22 @@ _NAMES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.*",
+    "vocab-*.json",
+    "*_vocab.json",
     "merges.txt",
+    "bpe.codes",
+    "dict.txt",
+    "normalizer.json",
     "spiece.model",
+    "spm*.model",
     "sentencepiece*.model",
+    "*.spm",
+    "*.tiktoken",
+    "tekken.json",
     "chat_template*",
-    "preprocessor_config.json",
+    "*preprocessor_config.json",
     "processor_config.json",
+    "audio_tokenizer_config.json",
 )
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 _MAX_BYTES = 256 * 2**20

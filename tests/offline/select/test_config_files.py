@@ -49,6 +49,25 @@ def test_config_files_beside_the_source_are_copied_unchanged(tmp_path: Path) -> 
     assert carried(src, tmp_path / "out") == FILES
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "spm.model",  # DeBERTa
+        "source.spm",  # Marian
+        "tekken.json",  # Mistral
+        "qwen.tiktoken",
+        "bpe.codes",
+        "vocab-src.json",
+        "entity_vocab.json",
+        "normalizer.json",
+        "video_preprocessor_config.json",
+        "audio_tokenizer_config.json",
+    ],
+)
+def test_files_that_only_some_tokenizers_and_processors_have_are_copied(name: str, tmp_path: Path) -> None:
+    assert carried(source(tmp_path / "src", {name: "x"}), tmp_path / "out") == {name: "x"}
+
+
 def test_another_folder_may_be_named(tmp_path: Path) -> None:
     beside(tmp_path / "config", FILES)
     src = source(tmp_path / "src", {"config.json": '{"model_type": "other"}'})
