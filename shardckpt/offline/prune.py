@@ -117,8 +117,8 @@ class UnfinishedFolder:
     Attributes:
         name: Name of the folder in the run.
         nbytes: Bytes of its files.
-        removable_at: Time from which on `prune` removes it if it does not change, in seconds since the epoch; None if
-            its age is unknown.
+        removable_at: Time from which on `prune` with the same `unfinished_for` removes it if it does not change, in
+            seconds since the epoch; None if its age is unknown.
     """
 
     name: str
@@ -297,18 +297,18 @@ def prune(
         orphans=deleted.orphans,
         other_content=deleted.other_content,
         dry_run=dry_run,
-        unfinished=tuple(_describe_unfinished(store, run, left) for left in deleted.waiting),
+        unfinished=tuple(_describe_unfinished(store, run, left, orphan_age_s) for left in deleted.waiting),
     )
 
 
-def _describe_unfinished(store: Store, run: RunDirectory, orphan: Orphan) -> UnfinishedFolder:
+def _describe_unfinished(store: Store, run: RunDirectory, orphan: Orphan, age_s: float | None) -> UnfinishedFolder:
     held = next((step.held for step in run.steps if step.name == orphan.name), None)
     sizes = (
         held.values()
         if held is not None
         else (each.size for each in SubfolderStore(store, orphan.name).list() if not each.is_folder)
     )
-    removable_at = None if orphan.changed_at is None else orphan.changed_at + ORPHAN_TTL_S
+    removable_at = None if orphan.changed_at is None else orphan.changed_at + (ORPHAN_TTL_S if age_s is None else age_s)
     return UnfinishedFolder(orphan.name, sum(sizes), removable_at)
 
 

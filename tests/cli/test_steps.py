@@ -278,6 +278,8 @@ def test_prune_says_what_a_killed_prune_left_and_from_when_it_may_go(root: Path)
     assert [each["name"] for each in left] == [killed.name, *(step_name(number) for number in (5, 10, 20))]
     assert left[0]["nbytes"] == 5000 < sum(each["nbytes"] for each in left)
     assert all(abs(each["removable_at"] - time.time() - 24 * 3600) < 600 for each in left)
+    later = json.loads(run_here("prune", root, "--unfinished-for", "7d", "--json").out)["unfinished"]
+    assert all(abs(each["removable_at"] - time.time() - 7 * 24 * 3600) < 600 for each in later)
     dry = run_here("prune", root, "--unfinished-for", "0", "--dry-run")
     done = run_here("prune", root, "--unfinished-for", "0")
     assert (done.err, dry.err) == ("", "")
