@@ -14,7 +14,7 @@ from shardckpt.errors import UsageError, require_keywords, require_torch
 from shardckpt.events.progress import OnProgress
 from shardckpt.format.registry import detect, open_source
 from shardckpt.offline.select.config_files import CONFIG, add_kept_files, find_config_files
-from shardckpt.offline.select.options import ConversionParams, Options, parse_memory
+from shardckpt.offline.select.options import ConversionParams, Options, parse_globs, parse_memory
 from shardckpt.offline.select.param_shapes import load_param_shapes
 from shardckpt.offline.select.selection import Selection, read_param_names, select
 from shardckpt.offline.targets.base import CONFIG_FILES, Conversion, drop_unsupported, require_quantization
@@ -30,7 +30,10 @@ if sys.version_info >= (3, 11):  # typing_extensions takes 2 ms
 else:
     from typing_extensions import Unpack
 
-_LISTS = ("keep_fp32", "include", "exclude", "rename", "quantize_include", "quantize_exclude")
+_LISTS = {
+    **dict.fromkeys(("keep_fp32", "include", "exclude", "quantize_include", "quantize_exclude"), "globs of names"),
+    "rename": "texts FROM=TO",
+}
 _CONFIGS = frozenset({CONFIG, "adapter_config.json"})
 _NO_CONFIG = (
     "no config.json was found to go with the model: give --config-from FOLDER (config_from=) where transformers is to"
@@ -134,8 +137,7 @@ def parse_options(function: str, given: Mapping[str, Any]) -> Options:
         UsageError: An option has an invalid value.
     """
     require_keywords(function, given, ConversionParams.__annotations__)
-    named = {key: given[key] for key in _LISTS if key in given}
-    lists = {key: (value,) if isinstance(value, str) else tuple(value) for key, value in named.items()}
+    lists = {key: parse_globs(key, given[key], _LISTS[key]) for key in _LISTS if key in given}
     paths = {key: os.fspath(value) for key, value in given.items() if isinstance(value, os.PathLike)}
     return Options(**{**given, **lists, **paths}).validated()
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from shardckpt.errors import UsageError
+from shardckpt.errors import UsageError, require_bools
 from shardckpt.events.progress import OnProgress
 from shardckpt.format.reader import NamedBases
 from shardckpt.format.registry import open_checkpoint
 from shardckpt.manifest import dotted
-from shardckpt.offline.select.options import DEFAULT_MEMORY_BYTES, parse_memory
+from shardckpt.offline.select.options import DEFAULT_MEMORY_BYTES, parse_globs, parse_memory
 from shardckpt.offline.select.param_shapes import load_param_shapes
 from shardckpt.offline.targets.base import RankOptions
 from shardckpt.offline.targets.target_registry import find_rank_target
@@ -33,7 +33,7 @@ def reshard(
     max_memory: int | str = DEFAULT_MEMORY_BYTES,
     shapes_from: str | os.PathLike[str] = "",
     base: NamedBases = "",
-    keep_whole: Sequence[str] = (),
+    keep_whole: str | Sequence[str] = (),
     allow_loss: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
@@ -75,13 +75,15 @@ def reshard(
     target = find_rank_target(to, dst)
     if type(world_size) is not int or not 1 <= world_size <= MOST_RANKS:
         raise UsageError("--world-size is not a number of ranks", found=repr(world_size), expected=f"1 to {MOST_RANKS}")
-    if keep_whole and to != "torch":
+    require_bools(allow_loss=allow_loss, overwrite=overwrite, dry_run=dry_run)
+    unsplit = parse_globs("keep_whole", keep_whole)
+    if unsplit and to != "torch":
         raise UsageError("--keep-whole needs --to torch: other formats load with any split", found=f"--to {to}")
     memory = parse_memory(max_memory)
     require_apart(src, dst)
     reader = load_param_shapes(open_checkpoint(src, base), as_url(shapes_from))
     watch.end_phase("open")
-    options = RankOptions(world_size, parse_size(max_shard_size), tuple(keep_whole), allow_loss)
+    options = RankOptions(world_size, parse_size(max_shard_size), unsplit, allow_loss)
     assert target.plan_ranks is not None, "the registry returns no other target"
     ranks = target.plan_ranks(reader, options)
     report = Report(

@@ -71,3 +71,37 @@ def test_wrong_arguments_of_diff_are_named(run: Path, options: dict[str, Any]) -
 
 def test_one_glob_is_a_glob(run: Path) -> None:
     assert [tensor.name for tensor in shardckpt.stats(run / step_name(1), include="w*").tensors] == ["w"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"jobs": "2"}, "--jobs is not a number of threads; found '2'"),
+        ({"include": 3}, "`include` must be globs of names; found 3"),
+        ({"rename": 3}, "`rename` must be texts FROM=TO; found 3"),
+        ({"overwrite": "no"}, "`overwrite` is neither True nor False; found 'no'"),
+        ({"dry_run": "no"}, "`dry_run` is neither True nor False"),
+        ({"allow_loss": 1}, "`allow_loss` is neither True nor False"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["consolidate", "rekey"])
+def test_wrong_arguments_of_conversions_are_named(
+    run: Path, tmp_path: Path, verb: str, options: dict[str, Any], message: str
+) -> None:
+    more = {"to": "names"} if verb == "rekey" else {}
+    with pytest.raises(UsageError, match=message):
+        getattr(shardckpt, verb)(run / step_name(1), tmp_path / "out", **more, **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"overwrite": "no"}, "`overwrite` is neither True nor False"),
+        ({"keep_whole": 3, "to": "torch"}, "`keep_whole` must be globs of names; found 3"),
+        ({"keep_whole": "b*", "to": "torch"}, r"the glob 'b\*' matches no tensor"),
+    ],
+)
+def test_wrong_arguments_of_reshard_are_named(run: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        shardckpt.reshard(run / step_name(1), tmp_path / "out", world_size=2, **options)

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Literal, TypedDict
 
 from shardckpt.dtypes import FLOATS, QUANTIZED, SHORT_NAMES
-from shardckpt.errors import UsageError
+from shardckpt.errors import UsageError, require_bools
 from shardckpt.format.reader import NamedBases
 from shardckpt.plan.fp8_blocks import METHOD
 from shardckpt.plan.layout.output_files import parse_size
 from shardckpt.plan.naming.weights import Weights
 
+_SWITCHES = ("allow_overflow", "allow_loss", "overwrite", "dry_run", "parallel")
 Part = Literal["model", "optim", "all"]
 OptimKeys = Literal["names", "ids", "flat"]
 VLLM_SHARDED = "vllm-sharded"
@@ -64,19 +65,20 @@ def parse_part(part: str) -> Part:
     raise UsageError("--part must be one of the parts of a checkpoint", found=part, expected=", ".join(PARTS))
 
 
-def parse_globs(name: str, globs: object) -> tuple[str, ...]:
+def parse_globs(name: str, globs: object, what: str = "globs of names") -> tuple[str, ...]:
     """Return globs as a caller gives them: several texts, or one.
 
     Args:
         name: Name of the argument, for messages.
         globs: The argument.
+        what: Description of the texts, for messages.
 
     Raises:
         UsageError: It is something else.
     """
     texts = (globs,) if isinstance(globs, str) else tuple(globs) if isinstance(globs, Iterable) else (None,)
     if not all(isinstance(text, str) for text in texts):
-        raise UsageError(f"`{name}` must be globs of names", found=repr(globs), expected="a list of texts")
+        raise UsageError(f"`{name}` must be {what}", found=repr(globs), expected="a list of texts")
     return texts
 
 
@@ -149,7 +151,8 @@ class Options:
         optim_keys: Parameter keys of the written optimizer: `names`; `ids`, numbered as in `torch.optim`; or `flat`,
             one key per value, `state.<parameter>.<slot>`.
         param_names: JSON file from optimizer id to name, or an array of names.
-        shapes_from: Any checkpoint of the same model with full tensors, to split flat parameters and to check shapes.
+        shapes_from: Any checkpoint of the same model with full tensors, to split flat parameters, to check shapes, and
+            to name the ids of an optimizer that is alone in its file.
         base: Folder of the base checkpoint if it was moved, as for `load`.
         dtype: Float dtype to cast the model's float tensors to, or `q8_0` for GGUF.
         keep_fp32: Globs of final names that are not cast, and not quantized.
@@ -216,8 +219,9 @@ class Options:
             raise UsageError("--tp belongs to a target", found=self.to or "none", expected=f"--to {VLLM_SHARDED}")
         parse_size(self.max_shard_size)
         parse_memory(self.max_memory)
-        if self.jobs is not None and self.jobs < 1:
-            raise UsageError("--jobs is not a number of threads", found=str(self.jobs), expected="1 or more")
+        if self.jobs is not None and (type(self.jobs) is not int or self.jobs < 1):
+            raise UsageError("--jobs is not a number of threads", found=repr(self.jobs), expected="1 or more")
+        require_bools(**{name: getattr(self, name) for name in _SWITCHES})
         return self
 
     def _check_quantize(self) -> None:

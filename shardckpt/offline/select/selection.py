@@ -333,7 +333,7 @@ def _optimizer(
                 where=reader.store.url,
                 found=", ".join(unread),
                 fix="Write the model with --part model; for the optimizer name its file, with --part optim,"
-                " --shapes-from this folder and, where shapes do not tell the names, --param-names FILE.",
+                " --shapes-from this folder and, where shapes fit several names, --param-names FILE.",
             )
         return None
     if len(found.optimizers) > 1:
