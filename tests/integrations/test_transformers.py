@@ -177,6 +177,69 @@ def test_the_strategy_best_saves_the_best_steps_only(tmp_path: Path) -> None:
     assert [step.number for step in shardckpt.ls(tmp_path / "run").complete] == [1, 3]
 
 
+def evaluate_after_saving(rank: int, world: int, folder: Path) -> Any:
+    """Evaluate at the ends of epochs, whose steps were saved before, of which the first is the best."""
+    import trainers
+
+    trainers.be_rank(rank, world)
+    callback = trainers.ShardckptCallback(folder / "run")
+    best = {"metric_for_best_model": "score", "greater_is_better": True}
+    trainer, _ = trainers.build(
+        "ddp", folder, callback, save_steps=2, eval_strategy="epoch", num_train_epochs=3, save_total_limit=2, **best
+    )
+    scores = iter([0.9, 0.1, 0.2])
+    trainer.compute_metrics = lambda _: {"score": next(scores)}
+    trainer.train()
+    return trainer.state.best_model_checkpoint
+
+
+def test_a_step_that_turns_out_to_be_the_best_after_its_save_stays(tmp_path: Path) -> None:
+    (path,) = run(1, evaluate_after_saving, tmp_path)
+    assert path == str(tmp_path / "run" / "step-00000004")
+    assert [step.number for step in shardckpt.ls(tmp_path / "run").complete] == [4, 12]
+
+
+def resume_with_the_model_alone_from_now_on(rank: int, world: int, folder: Path) -> list[Any]:
+    """Train without interruption, and resume its first step to save the model alone; losses behind the resume."""
+    import trainers
+
+    expected = trainers.train(rank, world, "ddp", folder, None, max_steps=6)
+    step = str(folder / "run" / "step-00000003")
+    losses = trainers.train(rank, world, "ddp", folder, step, max_steps=6, save_only_model=True)
+    return [{step: expected[step] for step in losses}, losses]
+
+
+def test_a_step_with_an_optimizer_resumes_with_it_even_if_new_steps_have_the_model_alone(tmp_path: Path) -> None:
+    ((expected, losses),) = run(1, resume_with_the_model_alone_from_now_on, tmp_path)
+    assert list(losses) == [4, 5, 6]
+    assert losses == expected
+
+
+def look_at_the_begin(rank: int, world: int, kind: str, folder: Path) -> list[Any]:
+    """Resume with a callback before that of the steps; weights, slots and schedule at its `on_train_begin`."""
+    import trainers
+
+    class Average(trainers.TrainerCallback):
+        def on_train_begin(self, *_: Any, model: Any, optimizer: Any, lr_scheduler: Any, **kw: Any) -> None:
+            self.weight = model.get_parameter("lm_head.weight").detach().clone()
+            self.seen = [len(optimizer.state) > 0, lr_scheduler.last_epoch]
+
+    trainers.train(rank, world, kind, folder, None, max_steps=3)
+    average, callback = Average(), trainers.ShardckptCallback(folder / "run")
+    trainer, _ = trainers.build(kind, folder / "out", average, callback, seed=2, max_steps=4)
+    trainer.train(resume_from_checkpoint=True)
+    weight = average.weight.full_tensor() if hasattr(average.weight, "full_tensor") else average.weight
+    return [weight.tolist(), *average.seen]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_callbacks_before_that_of_the_steps_begin_with_what_is_loaded(kind: str, tmp_path: Path) -> None:
+    for weight, has_slots, epochs in run(1 if kind == "ddp" else 2, look_at_the_begin, kind, tmp_path):
+        saved = shardckpt.load(tmp_path / "run" / "step-00000003")["model"]["lm_head.weight"]
+        assert torch.equal(torch.tensor(weight), saved)
+        assert (has_slots, epochs) == (True, 3)
+
+
 def save_by_strategy(rank: int, world: int, folder: Path) -> list[Any]:
     """Train by each strategy, and resume; the steps of each run, and the parts and losses of a step of the model."""
     import trainers

@@ -19,20 +19,20 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer import TRAINER_STATE_NAME
 from typing_extensions import Unpack
 
-from shardckpt import Checkpointer, RNGState, SaveHandle, UnsupportedError, UsageError, load
+from shardckpt import Checkpointer, RNGState, SaveHandle, UnsupportedError, UsageError
 from shardckpt.checkpoint.save.async_save import StepSaveParams, require_known_options
-from shardckpt.integrations.damaged_step import name_earlier_step
 from shardckpt.integrations.step_removal import StepRemoval
 from shardckpt.integrations.transformers.step_rotation import choose_removed
 from shardckpt.integrations.transformers.trainer_folder import (
     find_newest_folder,
     has_fsdp_model,
     is_trainer_folder,
+    load_step,
     load_trainer_folder,
     load_weights,
     unwrap_optimizer,
 )
-from shardckpt.integrations.transformers.trainer_state import collect_metrics, dump_state
+from shardckpt.integrations.transformers.trainer_state import collect_metrics, dump_state, note_best_step
 from shardckpt.integrations.transformers.trainer_step import TrainerStep, require_steps_for_drill
 
 __all__ = ["ShardckptCallback"]
@@ -106,8 +106,8 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             )
         methods = {
             "_save_checkpoint": self._save,
-            "_load_from_checkpoint": self._unless_restoring,
-            "_load_optimizer_and_scheduler": self._unless_restoring,
+            "_load_from_checkpoint": self._load_model,
+            "_load_optimizer_and_scheduler": self._load_all,
             "_load_rng_state": self._load_generators,
             "_load_best_model": self._load_best_model,
         }
@@ -134,7 +134,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     def find_resume_folder(self, resume_from: str | bool | None) -> Iterator[str | None]:
         """Yield the folder that the Trainer resumes from; None to train from the start. Collective.
 
-        For a step, this is a temporary folder with the state of the Trainer; `on_train_begin` loads everything else.
+        For a step, this is a temporary folder with the state of the Trainer; `_load_all` loads everything else.
 
         Args:
             resume_from: Argument `resume_from_checkpoint` of `Trainer.train`.
@@ -170,44 +170,33 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
                 self._restore = functools.partial(load_trainer_folder, self._trainer, folder)
             yield folder
         else:
-            text = self._load_step(folder, {"trainer": ""})["trainer"]
+            text = load_step(self.checkpointer, folder, {"trainer": ""})["trainer"]
             self._restore = functools.partial(self._restore_step, folder)
             with tempfile.TemporaryDirectory(prefix="shardckpt-") as temporary:
                 Path(temporary, TRAINER_STATE_NAME).write_text(text, encoding="utf-8")
                 yield temporary
 
     def on_train_begin(self, _args: TrainingArguments, state: TrainerState, _control: TrainerControl, **_: Any) -> None:
-        """Load the checkpoint to resume from, now that the model is sharded and its optimizer exists."""
-        if self._restore is not None:
-            self._restore()
-        best = state.best_global_step
-        if best is not None and best in self.checkpointer.steps():  # the run may have moved, or be behind a URL
-            state.best_model_checkpoint = self.checkpointer.path(best)
+        """Find the best step of the run, which may have moved, or be behind a URL."""
+        note_best_step(state, self.checkpointer)
 
     def on_train_end(self, *_args: Any, **_: Any) -> None:
         """Wait for the last save, and raise its error if it failed."""
         if self._handle is not None:
             self._handle.result()
 
-    def _load_step(self, path: str, state: dict[str, Any]) -> dict[str, Any]:
-        """Load a step into a state, and return it. Collective."""
-        with name_earlier_step(path, "resume_from_checkpoint"):
-            for number in self.checkpointer.steps():
-                if os.path.abspath(self.checkpointer.path(number)) == os.path.abspath(path):
-                    self.checkpointer.restore(state, step=number, ignore_extra=True)  # which remembers the step
-                    return state
-            return load(state, path, ignore_extra=True)  # type: ignore[no-any-return]
-
     def _restore_step(self, path: str) -> None:
-        generators = RNGState()
-        self._load_step(path, self._build_state("", generators))
-        self._generators = generators.state_dict()
+        generators, is_model_alone = RNGState(), self._trainer.args.save_only_model
+        if is_model_alone:  # the steps that are saved from now on; this one may have all
+            is_model_alone = not load_step(self.checkpointer, path, {"schedule": {}}, strict=False)["schedule"]
+        load_step(self.checkpointer, path, self._build_state("", generators, is_model_alone=is_model_alone))
+        self._generators = None if is_model_alone else generators.state_dict()
 
-    def _build_state(self, text: str, generators: RNGState) -> dict[str, Any]:
+    def _build_state(self, text: str, generators: RNGState, *, is_model_alone: bool) -> dict[str, Any]:
         """Return the objects of the trainer to save, or to load into."""
         trainer = self._trainer
         state = {"model": trainer.model, "trainer": text}
-        if not trainer.args.save_only_model:
+        if not is_model_alone:
             state |= {"optim": unwrap_optimizer(trainer.optimizer), "schedule": trainer.lr_scheduler, "rng": generators}
             scaler = getattr(trainer.accelerator, "scaler", None)
             state |= {} if scaler is None else {"scaler": scaler}
@@ -217,16 +206,15 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         """Save a step. In place of `Trainer._save_checkpoint`."""
         trainer, state, step = self._trainer, self._trainer.state, self._trainer.state.global_step
         trainer.store_flos()
-        if state.best_global_step == step:
-            state.best_model_checkpoint = self.checkpointer.path(step)
+        if self._handle is not None:
+            self._handle.result()  # its step exists, and its event comes before this save begins
+        note_best_step(state, self.checkpointer, step)
         arguments: dict[str, Any] = {
             "overwrite": True,  # steps after the one that training resumed from
             **self._options,
             "metrics": {**(self._options.get("metrics") or {}), **collect_metrics(state)},
         }
-        saved = self._build_state(dump_state(trainer), RNGState())
-        if self._handle is not None:
-            self._handle.result()  # its step exists, and its event comes before this save begins
+        saved = self._build_state(dump_state(trainer), RNGState(), is_model_alone=trainer.args.save_only_model)
         self._removal.begin_save(step)
         self._remove_steps(step)
         if self._background:
@@ -250,13 +238,24 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         if self._is_drill_due:
             self._is_drill_due = False
             step = TrainerStep(self._trainer, functools.partial(original, model), inputs, args, kwargs)
-            step.prove_resume(model, self._build_state("", RNGState()), self.checkpointer.root)
+            state = self._build_state("", RNGState(), is_model_alone=False)
+            step.prove_resume(model, state, self.checkpointer.root)
         return original(model, inputs, *args, **kwargs)
 
-    def _unless_restoring(self, original: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-        """Load as the Trainer does, unless `on_train_begin` loads."""
+    def _load_model(self, original: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+        """Load as the Trainer does, unless `_load_all` loads. In place of `Trainer._load_from_checkpoint`."""
         if self._restore is None:
             original(*args, **kwargs)
+
+    def _load_all(self, original: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+        """Load the checkpoint to resume from, now that the model is sharded and its optimizer exists. Collective.
+
+        In place of `Trainer._load_optimizer_and_scheduler`: `on_train_begin` of other callbacks sees what is loaded.
+        """
+        if self._restore is None:
+            original(*args, **kwargs)
+        else:
+            self._restore()
 
     def _load_generators(self, original: Callable[..., object], *args: Any, **kwargs: Any) -> None:
         """Restore the generators once the data loader has used them. In place of `Trainer._load_rng_state`."""

@@ -1,4 +1,4 @@
-"""Folders `checkpoint-N` that `transformers.Trainer` itself wrote: find them, and load them under any sharding."""
+"""Load steps, and folders `checkpoint-N` that `transformers.Trainer` itself wrote, under any sharding."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from accelerate.utils import broadcast_object_list
 from transformers.trainer import FSDP_MODEL_NAME, OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
-from shardckpt import load, load_optim_state_dict
+from shardckpt import Checkpointer, load, load_optim_state_dict
+from shardckpt.integrations.damaged_step import name_earlier_step
 from shardckpt.integrations.local_folders import list_names, raise_storage_errors
 
 __all__ = [
     "find_newest_folder",
     "has_fsdp_model",
     "is_trainer_folder",
+    "load_step",
     "load_trainer_folder",
     "load_weights",
     "unwrap_optimizer",
@@ -59,6 +61,26 @@ def find_newest_folder(output_dir: str) -> tuple[int, str]:
         folder: str = (os.path.isdir(output_dir) and get_last_checkpoint(output_dir)) or ""
     found = (int(folder.rpartition("-")[2]), folder) if is_trainer_folder(folder) else (-1, "")
     return broadcast_object_list([found])[0]  # type: ignore[no-any-return]
+
+
+def load_step(checkpointer: Checkpointer, path: str, state: dict[str, Any], *, strict: bool = True) -> dict[str, Any]:
+    """Load a step into a state, and return it. Collective.
+
+    Args:
+        checkpointer: Manager of the run, which remembers the step if it is one of the run.
+        path: Path or URL of the step.
+        state: State to load into; the step may have more.
+        strict: Whether the step must have all of the state.
+
+    Raises:
+        ShardckptError: As for `shardckpt.load`.
+    """
+    with name_earlier_step(path, "resume_from_checkpoint"):
+        for number in checkpointer.steps():
+            if os.path.abspath(checkpointer.path(number)) == os.path.abspath(path):
+                checkpointer.restore(state, step=number, ignore_extra=True, strict=strict)
+                return state
+        return load(state, path, ignore_extra=True, strict=strict)  # type: ignore[no-any-return]
 
 
 def load_trainer_folder(trainer: Any, folder: str) -> None:

@@ -1,4 +1,4 @@
-"""The state of a Trainer in a step: its text and its metrics."""
+"""The state of a Trainer in a step: its text, its metrics and the path of its best step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from accelerate.utils import broadcast_object_list
 from transformers import TrainerState
 from transformers.trainer_callback import ExportableState
 
-__all__ = ["collect_metrics", "dump_state"]
+from shardckpt import Checkpointer
+
+__all__ = ["collect_metrics", "dump_state", "note_best_step"]
 
 
 def collect_metrics(state: TrainerState) -> dict[str, float]:
@@ -35,3 +37,17 @@ def dump_state(trainer: Any) -> str:
     kept = [each for each in callbacks if isinstance(each, ExportableState)]
     exported = replace(trainer.state, stateful_callbacks=kept)
     return broadcast_object_list([json.dumps(asdict(exported))])[0]  # type: ignore[no-any-return]
+
+
+def note_best_step(state: TrainerState, checkpointer: Checkpointer, saved: int | None = None) -> None:
+    """Note the path of the best step if it exists or is being saved: its evaluation may come after its save.
+
+    Args:
+        state: State of the Trainer.
+        checkpointer: Manager of the run, which may have been moved since the path was noted.
+        saved: Number of the step that is being saved; None without one.
+    """
+    best = state.best_global_step
+    path = None if best is None else checkpointer.path(best)
+    if path is not None and path != state.best_model_checkpoint and (best == saved or best in checkpointer.steps()):
+        state.best_model_checkpoint = path
