@@ -50,12 +50,32 @@ def is_strided(value: DTensor) -> bool:
     return any(hasattr(placement, "split_factor") for placement in value.placements)
 
 
-def sort_by_split_order(placements: Sequence[Placement]) -> list[tuple[int, Placement]]:
+def sort_by_split_order(placements: Sequence[Placement], sizes: Sequence[int]) -> list[tuple[int, Placement]] | None:
     """Return mesh dimensions and placements in the order in which they split a tensor.
 
-    A strided shard, which `fully_shard` uses if tensor parallelism shards the same dimension, splits last.
+    Mesh dimensions split from left to right. A strided shard, which `fully_shard` uses if tensor parallelism shards the
+    same dimension, splits after mesh dimensions to its right, whose number of parts is its split factor.
+
+    Args:
+        placements: Placements, one per mesh dimension.
+        sizes: Shape of the mesh, in ranks.
+
+    Returns:
+        None if a strided shard follows no split of the mesh, as after `view` of a tensor that is sharded by columns:
+        then ranks do not have boxes.
     """
-    return sorted(enumerate(placements), key=lambda pair: hasattr(pair[1], "split_factor"))
+    ordered: list[tuple[int, Placement]] = []
+    for at in reversed(range(len(placements))):
+        dim, before = getattr(placements[at], "dim", None), getattr(placements[at], "split_factor", 1)
+        parts, place = 1, 0
+        while parts < before and place < len(ordered):
+            other, placement = ordered[place]
+            parts *= sizes[other] if getattr(placement, "dim", None) == dim else 1
+            place += 1
+        if parts != before:
+            return None
+        ordered.insert(place, (at, placements[at]))
+    return ordered
 
 
 def split_rows(rows: int, ranks: int) -> tuple[int, ...]:
@@ -69,10 +89,11 @@ def gather_full_tensor(value: DTensor) -> torch.Tensor:
     Strided rows are joined here: `full_tensor` of some versions of torch misplaces rows that the ranks do not divide.
     """
     mesh = value.device_mesh
-    if not is_strided(value) or mesh.get_coordinate() is None or any(p.is_partial() for p in value.placements):
+    splits = _find_splits(value) if is_strided(value) and mesh.get_coordinate() is not None else None
+    if splits is None or any(p.is_partial() for p in value.placements):
         return value.full_tensor()
     joined = value.to_local()
-    for at, dim, rows in reversed(_find_splits(value)):
+    for at, dim, rows in reversed(splits):
         counts = split_rows(rows, mesh.size(at))
         own = pad_rows(joined, dim, counts[0])
         parts = [torch.empty_like(own) for _ in counts]
@@ -89,17 +110,24 @@ def shard_full_tensor(value: torch.Tensor, kept: DTensor) -> torch.Tensor:
         kept: DTensor with the mesh and placements.
     """
     mesh = kept.device_mesh
-    if not is_strided(kept) or mesh.get_coordinate() is None:
+    splits = _find_splits(kept) if is_strided(kept) and mesh.get_coordinate() is not None else None
+    if splits is None:
         return shard_replicated(value, mesh, kept.placements).to_local()
-    for at, dim, rows in _find_splits(kept):
+    for at, dim, rows in splits:
         value = value.narrow(dim, *chunk_range(rows, mesh.size(at), mesh.get_local_rank(at)))
     return value
 
 
-def _find_splits(kept: DTensor) -> list[tuple[int, int, int]]:
-    """Return each split: mesh dimension, tensor dimension, and this rank's rows before it; the first split first."""
+def _find_splits(kept: DTensor) -> list[tuple[int, int, int]] | None:
+    """Return each split: mesh dimension, tensor dimension, and this rank's rows before it; the first split first.
+
+    None if ranks do not have boxes.
+    """
     mesh, sizes, found = kept.device_mesh, list(kept.shape), []
-    for at, placement in sort_by_split_order(kept.placements):
+    order = sort_by_split_order(kept.placements, tuple(mesh.shape))
+    if order is None:
+        return None
+    for at, placement in order:
         dim = getattr(placement, "dim", None)
         if dim is not None:
             found.append((at, dim, sizes[dim]))

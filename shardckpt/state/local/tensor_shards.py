@@ -112,10 +112,18 @@ def _compute_box(shape: Shape, placements: tuple[Placement, ...], mesh: Shape, c
         mesh: Shape of the mesh, in ranks.
         coordinate: Coordinate of the rank in the mesh.
     """
+    if any(placement.is_partial() for placement in placements):
+        raise UnsupportedError("a DTensor with partial sums cannot be saved", fix="Redistribute it first.")
+    order = sort_by_split_order(placements, mesh)
+    if order is None:
+        raise UnsupportedError(
+            "the rows of a DTensor with a strided shard must follow a split of its mesh",
+            found=placements,
+            expected="boxes, as `fully_shard` over tensor parallelism makes them",
+            fix="Redistribute it to plain Shard placements first.",
+        )
     offset, size = [0] * len(shape), list(shape)
-    for at, placement in sort_by_split_order(placements):
-        if placement.is_partial():
-            raise UnsupportedError("a DTensor with partial sums cannot be saved", fix="Redistribute it first.")
+    for at, placement in order:
         dim = getattr(placement, "dim", None)
         if dim is not None:
             start, size[dim] = chunk_range(size[dim], mesh[at], coordinate[at])

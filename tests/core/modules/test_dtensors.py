@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardckpt.core.modules.dtensors import gather_full_tensor, shard_full_tensor, wrap_local
+from shardckpt.core.modules.dtensors import gather_full_tensor, shard_full_tensor, sort_by_split_order, wrap_local
 
 ROWS_OF_SIX = {(0, 0): [0, 1], (0, 1): [3, 4], (1, 0): [2], (1, 1): [5]}
 """By rank of data and of tensor parallelism: the latter splits first, into 0 to 2 and 3 to 5."""
@@ -59,3 +59,23 @@ def test_strided_rows_are_not_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> 
         return joined.tolist() == [0, 1, 2, 3, 4, 5]
 
     assert run(4, body) == [True] * 4
+
+
+def test_a_strided_shard_that_follows_no_split_of_the_mesh_is_left_to_torch() -> None:
+    def body(rank: int, world: int) -> bool:
+        mesh, value = init_device_mesh("cpu", (2,)), torch.arange(24.0)
+        place = (_StridedShard(0, split_factor=4),)  # as of `view(24)` of 4 x 6 that is sharded by columns
+        own = value.view(4, 2, 3)[:, rank].reshape(-1)
+        spread = wrap_local(own, mesh, place, (24,), (1,))
+        return torch.equal(gather_full_tensor(spread), value) and torch.equal(shard_full_tensor(value, spread), own)
+
+    assert run(2, body) == [True] * 2
+
+
+def test_strided_shards_split_after_those_whose_parts_are_their_factor() -> None:
+    inner, outer, plain = _StridedShard(0, split_factor=2), _StridedShard(0, split_factor=4), Shard(0)
+    assert sort_by_split_order((plain, plain), (2, 2)) == [(0, plain), (1, plain)]
+    assert sort_by_split_order((inner, Shard(1), plain), (2, 3, 2)) == [(1, Shard(1)), (2, plain), (0, inner)]
+    assert sort_by_split_order((outer, inner, plain), (2, 2, 2)) == [(2, plain), (1, inner), (0, outer)]
+    assert sort_by_split_order((inner,), (2,)) is None
+    assert sort_by_split_order((inner, plain), (2, 4)) is None
