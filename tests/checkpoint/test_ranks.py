@@ -19,8 +19,10 @@ from states import FRONT_ENDS, PARALLEL, Net, built, differing, flat, looked_at,
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardckpt
+from shardckpt.core import fully_shard
 from shardckpt.errors import RankError, StorageError, UsageError
 from shardckpt.offline.verify import verify
 from shardckpt.storage.fsspec_writer import FsspecWriter
@@ -185,6 +187,18 @@ class TestTensors:
             assert "a.sum" in raised.message and "partial" in raised.message
         assert os.listdir(tmp_path) == []
 
+    def test_rows_of_a_strided_shard_that_follows_no_split_are_refused_on_all_ranks_by_name(
+        self, tmp_path: Path
+    ) -> None:
+        def body(rank: int, world: int) -> None:
+            mesh, columns = init_device_mesh("cpu", (2,)), torch.arange(24.0).view(4, 6)[:, 3 * rank : 3 * rank + 3]
+            rows = DTensor.from_local(columns.reshape(-1), mesh, [_StridedShard(0, split_factor=4)], run_check=False)
+            shardckpt.save({"a": {"viewed": rows}}, tmp_path / "c")
+
+        for raised in raised_everywhere(2, body):
+            assert "a.viewed" in raised.message and "Redistribute it to plain Shard" in raised.message
+        assert os.listdir(tmp_path) == []
+
     def test_replicas_are_written_once_and_shared_out(self, tmp_path: Path) -> None:
         state = {f"t{n}": torch.full((300_000,), float(n)) for n in range(6)}
         run(3, lambda rank, world: shardckpt.save(state, tmp_path / "c"))
@@ -219,6 +233,33 @@ class TestTensors:
             return next(model.buffers())
 
         assert all(torch.equal(buffer, torch.ones_like(buffer)) for buffer in run(2, body))
+
+    @pytest.mark.parametrize("placed", [[Shard(0)], [Replicate()]])
+    def test_buffers_may_be_dtensors_of_which_ranks_have_parts(self, tmp_path: Path, placed: list):
+        def body(rank: int, world: int) -> list[float]:
+            mesh, model = init_device_mesh("cpu", (2,)), nn.Module()
+            model.register_buffer("table", distribute_tensor(torch.arange(3.0), mesh, placed))
+            for _ in range(2):  # the second save repeats the plan of the first one
+                shardckpt.save({"model": model}, tmp_path / "c", overwrite=True)
+            model.table.to_local().zero_()
+            shardckpt.load({"model": model}, tmp_path / "c")
+            return model.table.full_tensor().tolist()
+
+        assert run(2, body) == [[0.0, 1.0, 2.0]] * 2
+        assert shardckpt.load(tmp_path / "c")["model"]["table"].tolist() == [0.0, 1.0, 2.0]
+
+    def test_models_may_share_a_sharded_parameter_of_which_one_rank_has_all(self, tmp_path: Path):
+        def body(rank: int, world: int) -> bool:
+            torch.manual_seed(0)
+            shared = fully_shard(nn.Linear(4, 1))
+            models = {name: nn.Sequential(nn.Linear(4, 4), shared) for name in ("actor", "critic")}
+            before = shared.weight.full_tensor()
+            shardckpt.save(models, tmp_path / "c")
+            shared.weight.to_local().detach().zero_()
+            shardckpt.load(models, tmp_path / "c")
+            return torch.equal(shared.weight.full_tensor(), before)
+
+        assert run(2, body) == [True] * 2
 
     def test_a_state_of_a_modules_own_making_may_be_gathered_from_all_ranks(self, tmp_path: Path) -> None:
         class Total(nn.Module):
@@ -290,6 +331,22 @@ class TestTensors:
         other = torch.nn.Linear(1, 1)
         shardckpt.load({"own": shardckpt.PerRank(other)}, tmp_path / "c")
         assert torch.equal(net.weight, other.weight)
+
+    @pytest.mark.parametrize("first", ["model", "own"])
+    def test_buffers_that_are_marked_come_back_to_their_own_rank_beside_their_model(self, tmp_path: Path, first: str):
+        def states(norm: nn.Module, own: nn.Module) -> dict:
+            state = {"model": norm, "own": shardckpt.PerRank(own)}
+            return state if first == "model" else dict(reversed(state.items()))
+
+        def body(rank: int, world: int) -> tuple[list[float], list[float]]:
+            norm = nn.BatchNorm1d(1)
+            norm.running_mean.fill_(1.0 + rank)
+            shardckpt.save(states(norm, norm), tmp_path / "c")
+            again, own = nn.BatchNorm1d(1), nn.BatchNorm1d(1)
+            shardckpt.load(states(again, own), tmp_path / "c")
+            return again.running_mean.tolist(), own.running_mean.tolist()
+
+        assert run(2, body) == [([1.0], [1.0]), ([1.0], [2.0])]
 
     def test_random_numbers_go_on_on_each_rank_or_begin_anew_on_all(self, tmp_path: Path) -> None:
         def body(rank: int, world: int):

@@ -338,7 +338,8 @@ class _StateFlattener:
             raise UsageError("two keys of a dict are spelt alike", where=dotted(path))
         for shard in array.shards:
             require_memory(shard.tensor, path)
-        first = self._known.setdefault(identity, path)
+        # What a rank keeps for itself is saved apart: of memory that it shares with a buffer, rank 0's is saved.
+        first = self._known.setdefault((self._is_per_rank, identity), path)
         if first == path:
             self._made.arrays[path] = array
         else:
@@ -377,10 +378,13 @@ class _StateFlattener:
                 array = weights.arrays[name]
                 if array.shards and array.shards[0].tensor.is_meta:
                     check_tensor(array.shards[0].tensor, place)
-                is_full = len(array.shards) == 1 and array.shards[0].box.size == array.shape and array.shape
+                has_all = len(array.shards) == 1 and array.shards[0].box.size == array.shape and array.shape
+                is_full = (
+                    has_all and name not in weights.sharded
+                )  # as on other ranks, which have nothing of a small one
                 self._add(place, array, _memory(array) if is_full else ("model", id(weights), name))
                 tree[name] = TensorRef(place)
-                if name in weights.buffers:
+                if name in weights.buffers and name not in weights.sharded:
                     self._made.buffers.add(place)
             elif name in weights.aliases:
                 first = (*path, weights.aliases[name])

@@ -34,6 +34,7 @@ class LocalModel:
         names: All names of a state dict, in its order.
         finish: Function to call after writes into the arrays.
         frozen: Names of parameters in `arrays` that do not require gradients.
+        sharded: Names in `arrays` of which ranks have different parts; one rank may have all of a small one.
     """
 
     index: ModelIndex | None
@@ -44,6 +45,7 @@ class LocalModel:
     names: tuple[str, ...]
     finish: Callable[[], None] = field(default=lambda: None)
     frozen: frozenset[str] = frozenset()
+    sharded: frozenset[str] = frozenset()
 
 
 def get_adapter_shards(adapter: ShardingAdapter, packed: torch.Tensor) -> list[tuple[LocalShard, ...]]:
@@ -144,7 +146,19 @@ def local_model(model: nn.Module) -> LocalModel:
         index.names,
         finish,
         frozenset(name for adapter in index.adapters for name in _frozen(adapter)),
+        frozenset(_iter_sharded(index)) if index.ranks.size > 1 else frozenset(),
     )
+
+
+def _iter_sharded(index: ModelIndex) -> Iterator[str]:
+    """Yield names of parameters and buffers of which ranks have different parts."""
+    for adapter in index.adapters:
+        if adapter.is_sharded or (isinstance(adapter, EngineBucketAdapter) and adapter.is_parallel):
+            yield from (entry.name for entry in adapter.entries)
+    for buffer in index.buffers:
+        value = buffer.value
+        if isinstance(value, DTensor) and not all(placement.is_replicate() for placement in value.placements):
+            yield buffer.name
 
 
 def _frozen(adapter: ShardingAdapter) -> Iterator[str]:
