@@ -17,7 +17,7 @@ from fsspec.core import url_to_fs
 from fsspec.utils import infer_storage_options
 
 from shardckpt.errors import MissingFileError, StorageError, TruncatedError, UsageError
-from shardckpt.storage.fsspec_writer import FsspecWriter, new_writer
+from shardckpt.storage.fsspec_writer import FsspecWriter, can_create_once, new_writer
 from shardckpt.storage.range_cache import MAX_REQUEST, BlockCache, ByteRange, plan_requests
 from shardckpt.storage.retry import ShortBodyError, remote_error, retry
 from shardckpt.storage.sftp import SftpFiles, get_connection
@@ -77,8 +77,8 @@ class FsspecStore:
 
     def __init__(self, url: str, *, cache_bytes: int = CACHE_BYTES, **storage_options: object) -> None:
         self.url = url
-        self.capabilities = Capabilities(renames=False, is_local=False)
         self._fs, path = connect(url, **storage_options)
+        self.capabilities = Capabilities(renames=False, is_local=False, creates_once=can_create_once(self._fs))
         self._root: str = path.rstrip("/")
         self._sizes: dict[str, int] = {}
         self._cache = BlockCache(cache_bytes)

@@ -7,6 +7,7 @@ import os
 from abc import abstractmethod
 from contextlib import suppress
 from typing import Any
+from weakref import WeakSet
 
 import fsspec
 from fsspec.asyn import AsyncFileSystem
@@ -33,6 +34,9 @@ _APPEARS_AT_ONCE = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "hf"
 
 _CREATES_NEW = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl"}
 """Protocols of `_APPEARS_AT_ONCE` whose stores can create an object only if it does not exist."""
+
+_WITHOUT_CREATE: WeakSet[Any] = WeakSet()
+"""File systems whose servers have answered that they cannot create an object only if it does not exist."""
 
 _NOT_OFFERED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 
@@ -160,7 +164,7 @@ class ObjectWriter(FsspecWriter):
         self._needed, self._was_sent = needed, False
         self._kept = bytearray()
         self._written = 0
-        self._can_create = bool(_protocols(fs) & _CREATES_NEW)
+        self._can_create = can_create_once(fs)
 
     def _append(self, part: bytes) -> None:
         self._written += len(part)
@@ -200,7 +204,8 @@ class ObjectWriter(FsspecWriter):
         except (OSError, NotImplementedError, TypeError) as error:
             if isinstance(error, OSError) and error.errno not in _NOT_OFFERED:
                 raise
-            self._can_create = False  # the server implements only a part of its protocol
+            _WITHOUT_CREATE.add(self._fs)  # the server implements only a part of its protocol
+            self._can_create = False
             self._refuse_old()
             self._fs.pipe_file(self._path, data)
 
@@ -279,6 +284,16 @@ def new_writer(fs: Any, path: str, shown: str, *, is_new: bool, needed: str = ""
     if _protocols(fs) & _APPEARS_AT_ONCE:
         return ObjectWriter(fs, path, shown, is_new=is_new, needed=needed)
     return MovedWriter(fs, path, shown, is_new=is_new)
+
+
+def can_create_once(fs: Any) -> bool:
+    """Return True if only one of several writers that create a new file at once succeeds.
+
+    Files in the memory of this process count as well.
+    """
+    if _protocols(fs) & _APPEARS_AT_ONCE:
+        return bool(_protocols(fs) & _CREATES_NEW) and fs not in _WITHOUT_CREATE
+    return isinstance(fs, SftpFiles) or "memory" in _protocols(fs)
 
 
 def _protocols(fs: Any) -> set[str]:

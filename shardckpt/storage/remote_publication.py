@@ -113,8 +113,9 @@ class RemoteFolder(Publication):
     written, then `last`.
      If all names but the last have a unique prefix, the old content need not be removed first: `last` is replaced
     atomically, and unreferenced files are removed afterwards. If there was no `last`, the new one is created only if
-    there still is none, so that of two concurrent publications one succeeds. If there was one, both succeed and the
-    later one stays; therefore recent files of other publications are not removed.
+    there still is none, so that of two concurrent publications one succeeds. If there was one, or the store does not
+    create files that way, both succeed and the later one stays; therefore recent files of other publications are not
+    removed.
 
     Args:
         url: URL of the target.
@@ -202,10 +203,11 @@ class RemoteFolder(Publication):
         """
         self._is_doubtful = True  # the request may succeed although its answer is lost
         is_new = self._last not in self._old
-        gone = self._old if is_new else self._replaced()
+        named = [] if is_new else self._list_named()
         last.finish(is_new=is_new, needed=self._written[-1] if self._written else "")
         self._is_done = True
-        for name in self._list_unneeded(set(gone) - set(self._deferred)):
+        gone = {*named, *(self._old if is_new and self._is_only() else self._list_dead())}
+        for name in self._list_unneeded(gone - set(self._deferred)):
             with suppress(StorageError):
                 self._store.delete(name)
 
@@ -218,17 +220,23 @@ class RemoteFolder(Publication):
         except ShardckptError:  # unneeded files do no harm, but a needed one cannot be replaced
             return []
 
-    def _replaced(self) -> list[str]:
-        """Return the files to remove after `last` is replaced.
+    def _is_only(self) -> bool:
+        """Return True if no other save of now can succeed after the request for `last`, which has shown it."""
+        with suppress(ShardckptError):
+            return open_remote(self.staging_url).capabilities.creates_once
+        return False
 
-        These are the files that the old `last` names, and other old files except recent ones of other saves.
-        """
+    def _list_named(self) -> list[str]:
+        """Return the files that the old `last` names."""
         store, text = open_remote(self.staging_url), b""
         with suppress(StorageError):
             text = read_bytes(store, self._last or "", 0, store.size(self._last or ""))
-        named = [name for name in _all_files(store) if json.dumps(name).encode() in text]
+        return [name for name in _all_files(store) if json.dumps(name).encode() in text]
+
+    def _list_dead(self) -> list[str]:
+        """Return the old files except recent ones of other saves, which may still be running."""
         of_a_save = re.compile(rf"\.?[0-9a-z]{{{len(self._prefix)}}}[-.].*")
-        return named + [name for name in self._old if not of_a_save.fullmatch(name) or self._is_dead(name)]
+        return [name for name in self._old if not of_a_save.fullmatch(name) or self._is_dead(name)]
 
     def _is_dead(self, name: str) -> bool:
         """Return True if a file is older than `_DEAD_S`, or its age is unknown."""

@@ -54,12 +54,14 @@ class Capabilities:
         is_local: Whether files are on this machine, so that reads are cheap and small ones need not be merged.
         is_shared: Whether every rank reaches the same files in the same way, so that one may read for others.
         block_bytes: Bytes of the blocks that are read and verified in full, counted from the start of a file; else 0.
+        creates_once: Whether only one of several writers that create a new file at once succeeds.
     """
 
     renames: bool
     is_local: bool
     block_bytes: int = 0
     is_shared: bool = True
+    creates_once: bool = True
 
 
 class Writer(Protocol):

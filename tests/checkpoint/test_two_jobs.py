@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import botocore.session
+import fsspec
 import pytest
 import s3fs
 import torch
 import torch.distributed.checkpoint as torch_dcp
+from bucket import Bucket
 from faulty import faulty
 
 import shardckpt
@@ -122,6 +125,47 @@ def test_of_two_first_saves_one_is_told_though_the_other_ends_right_before_its_l
         assert shardckpt.load(f"{s3_bucket}/c")["step"] == THEIRS
         assert {entry.name for entry in open_store(f"{s3_bucket}/c").list()} == set(theirs)
     s3fs.S3FileSystem.clear_instance_cache()
+
+
+class PlainBucket(Bucket):
+    """A bucket of a protocol without conditional requests, whose objects are new."""
+
+    protocol: tuple[str, ...] = ("plain", "hf")
+
+    def info(self, path: str, **options: Any) -> dict[str, Any]:
+        return {**super().info(path, **options), "LastModified": datetime.now(timezone.utc)}
+
+
+class OldServer(PlainBucket):
+    """A bucket whose server does not know conditional requests."""
+
+    protocol = ("old", "s3a")
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
+        if mode == "create":
+            raise NotImplementedError
+        super().pipe_file(path, value, mode, **options)
+
+
+@pytest.mark.parametrize("kind", [PlainBucket, OldServer])
+def test_of_two_first_saves_without_conditional_requests_the_later_stays_complete(
+    kind: type[Bucket],
+) -> None:
+    """The other one ends while the request for `COMMIT` is under way, and finds files of a save that has none."""
+    kind.reset()
+    fsspec.register_implementation("bucket", kind, clobber=True)
+    ended: list[bool] = []
+
+    def end_other(_count: int, verb: str, path: str) -> None:
+        if verb == "put" and path.endswith(COMMIT) and not ended:
+            ended.append(True)
+            shardckpt.save(state(THEIRS), "bucket://b/c", overwrite=True)
+
+    kind.fault = end_other
+    shardckpt.save(state(MINE), "bucket://b/c")
+    assert ended
+    assert shardckpt.load("bucket://b/c")["step"] == MINE
+    assert verify("bucket://b/c").ok
 
 
 def test_files_that_somebody_removed_are_missed_before_the_commit(s3_bucket: str, monkeypatch) -> None:
