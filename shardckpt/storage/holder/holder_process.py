@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 from shardckpt.errors import NoSpaceError, ShardckptError, StorageError, UnsafeError
+from shardckpt.storage.holder.free_memory import read_available_bytes
 from shardckpt.storage.holder.holder_ledger import HolderLedger
 from shardckpt.storage.holder.holder_messages import (
     MAX_LISTED,
@@ -172,10 +173,10 @@ class Holder:
     def _op_reserve(self, client: int, request: dict[str, Any]) -> None:
         number, nbytes = get_field(request, "number", int), get_field(request, "nbytes", int)
         before = self._ledger.reserve(client, number, nbytes)
-        available = read_available_bytes()
+        available = read_available_bytes(nbytes - before)
         if available is not None and nbytes - before > available:
             self._ledger.reserve(client, number, before)
-            raise NoSpaceError("this machine has too little free memory", found=f"{available} bytes")
+            raise NoSpaceError("this machine, or its container, has too little free memory", found=f"{available} bytes")
 
     def _op_close(self, client: int, request: dict[str, Any]) -> None:
         number = get_field(request, "number", int)
@@ -214,15 +215,6 @@ class Holder:
 
     def _op_delete_folder(self, _client: int, request: dict[str, Any]) -> None:
         self._ledger.delete_folder(get_field(request, "folder", str))
-
-
-def read_available_bytes() -> int | None:
-    """Return the memory of this machine that is free, or that the kernel can free; None if unknown."""
-    with suppress(OSError, ValueError, IndexError), open("/proc/meminfo", encoding="ascii") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) << 10
-    return None
 
 
 def main(args: list[str]) -> None:

@@ -37,7 +37,7 @@ from shardckpt.format.native.manifest_json import ManifestContents, decode_manif
 from shardckpt.format.native.verified_store import BlockMemory
 from shardckpt.format.registry import iter_formats
 from shardckpt.state.local.tensor_shards import get_tensor_shards
-from shardckpt.storage.holder.holder_process import read_available_bytes
+from shardckpt.storage.holder.free_memory import read_available_bytes
 from shardckpt.storage.linux_syscalls import exchange, lower_priority, start_writeback
 from shardckpt.storage.request_watch import WATCH
 from shardckpt.storage.resolve_url import MOUNTED
@@ -171,7 +171,7 @@ class Machine:
             (start_writeback, lambda *_: None),
             (lower_priority, lambda: None),
             (read_mounts, lambda: ""),
-            (read_available_bytes, lambda: None),
+            (read_available_bytes, lambda _needed: None),
             (memory_size, lambda: _MEMORY_BYTES),
             (time, _Twin(time, **self._clocks())),
             (PAUSES, chance),
