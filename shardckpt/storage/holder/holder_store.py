@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any
+from weakref import WeakSet
 
 from shardckpt.errors import MissingFileError, NoSpaceError, StorageError
 from shardckpt.storage.holder import SCHEME
@@ -44,9 +45,13 @@ class HeldMemory:
             self._view = map_sealed(self.fd)
         return self._view
 
-    def __del__(self) -> None:
-        """Close the descriptor."""
-        self._close(self.fd)
+    def close(self) -> None:
+        """Close the descriptor, once."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            self._close(fd)
+
+    __del__ = close
 
 
 class HolderStore:
@@ -279,6 +284,12 @@ class HolderWriter(ClosingWriter):
         self._memory: HeldMemory | None = HeldMemory(fd)
         self._written = self._reserved = 0
         self._is_mapped = False
+        _WRITERS.add(self)
+
+    def leave(self) -> None:
+        """Close the memory in a forked process: otherwise it would stay for as long as that process."""
+        if self._memory is not None:
+            self._memory.close()
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Append `data`.
@@ -379,6 +390,19 @@ class HolderWriter(ClosingWriter):
 
     def _request(self, op: str, **fields: int) -> None:
         self._connection.request(op, shown=self._shown, number=self._number, **fields)
+
+
+_WRITERS: WeakSet[HolderWriter] = WeakSet()
+"""Writers of this process, to leave in a forked one."""
+
+
+def _leave_writers() -> None:
+    for writer in [*_WRITERS]:
+        writer.leave()
+    _WRITERS.clear()
+
+
+os.register_at_fork(after_in_child=_leave_writers)
 
 
 def _copy_bytes(target: memoryview, source: memoryview) -> None:

@@ -12,7 +12,7 @@ import mmap
 import os
 import weakref
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 
 HUGE_BYTES = 2 << 20
 """Bytes of a huge page on most processors; on others memory has small pages."""
@@ -20,6 +20,8 @@ HUGE_BYTES = 2 << 20
 _MAP_FIXED = 0x10
 _MADV_COLLAPSE = 25
 """Move bytes onto huge pages: since Linux 6.1, whatever `shmem_enabled` says."""
+
+_MADV_DONTFORK = 10
 
 _FAILED = ctypes.c_void_p(-1).value
 
@@ -30,6 +32,8 @@ _REPORTS_FREE_PAGES = 5
 
 def map_memory(fd: int, start: int, nbytes: int, *, is_shared: bool) -> memoryview:
     """Map a range of a file at an address that fits huge pages; the map ends with the last view of it.
+
+    A forked process does not have a shared map.
 
     Args:
         fd: Descriptor of the memory; of a shared map it must be writable.
@@ -51,8 +55,17 @@ def map_memory(fd: int, start: int, nbytes: int, *, is_shared: bool) -> memoryvi
         libc.munmap(space, nbytes + HUGE_BYTES)
         raise error
     memory = (ctypes.c_ubyte * nbytes).from_address(at)
-    weakref.finalize(memory, libc.munmap, space, nbytes + HUGE_BYTES).atexit = False
+    if is_shared:  # in a process that was forked, it would keep the memory of a file that is gone
+        libc.madvise(at, nbytes, _MADV_DONTFORK)
+    unmap = partial(_unmap_own, os.getpid()) if is_shared else libc.munmap
+    weakref.finalize(memory, unmap, space, nbytes + HUGE_BYTES).atexit = False
     return memoryview(memory).cast("B")
+
+
+def _unmap_own(process: int, start: int, nbytes: int) -> None:
+    """Unmap memory in the process that has mapped it: in a forked one something else may be there."""
+    if os.getpid() == process:
+        _load_libc().munmap(start, nbytes)
 
 
 def map_sealed(fd: int) -> memoryview | None:

@@ -48,6 +48,26 @@ def test_a_file_has_the_written_bytes_and_no_more_and_is_sealed(store):
         os.pwrite(store._open("s/a").fd, b"x", 0)
 
 
+def test_a_process_forked_while_a_file_is_written_keeps_none_of_its_memory(store):
+    writer = store.create("s/a")
+    writer.write(b"1" * 100)
+    memory = writer.extend(2 * HUGE_BYTES)  # None with small pages
+    asking, answer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        held = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        held += Path("/proc/self/maps").read_text().splitlines()
+        del memory
+        os.write(answer, "\n".join(each for each in held if "memfd:shardckpt" in each).encode() or b"nothing")
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert os.read(asking, 10_000) == b"nothing"
+    os.close(asking)
+    os.close(answer)
+    assert memory is None or len(memory) == 2 * HUGE_BYTES
+    writer.abort()
+
+
 def test_a_view_has_the_bytes_of_the_file_also_after_its_removal(store):
     write(store, "s/a")
     view = store.view("s/a", 50, 2 * HUGE_BYTES)
