@@ -26,7 +26,7 @@ ASK_S = 2.0
 _GRACE_S = 0.5
 """Seconds after the ranks' timeout in which a store that answers can still name the missing rank."""
 
-_POLL_S = 0.002
+_FIRST_POLL_S, _LAST_POLL_S = 0.002, 0.05
 
 
 class BoundedStore:
@@ -100,13 +100,17 @@ def meet(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 def _missing(store: Any, own: str, keys: Sequence[str], seconds: float) -> list[int]:
-    """Announce this rank; return the ranks that have not arrived in time."""
-    end = time.monotonic() + seconds
+    """Announce this rank; return the ranks that have not arrived in time.
+
+    One request asks for all ranks: all of them ask one server.
+    """
+    end, poll_s = time.monotonic() + seconds, _FIRST_POLL_S
     store.set(own, "1")
-    while missing := [each for each, key in enumerate(keys) if not store.check([key])]:
+    while not store.check([*keys]):
         if time.monotonic() > end:
-            return missing
-        time.sleep(_POLL_S)
+            return [each for each, key in enumerate(keys) if not store.check([key])]
+        time.sleep(poll_s)
+        poll_s = min(poll_s * 1.5, _LAST_POLL_S)
     return []
 
 

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -64,6 +65,16 @@ def test_ranks_meet_as_often_as_they_like() -> None:
         meet(ranks[0], timedelta(seconds=20))
         for thread in threads:
             thread.join()
+
+
+def test_a_rank_that_comes_last_asks_for_all_others_in_one_request() -> None:
+    store, size = dist.HashStore(), 1000
+    for rank in range(1, size):
+        store.set(f"shardckpt/here/1/{rank}", "1")
+    asked: list[int] = []
+    counting = SimpleNamespace(set=store.set, check=lambda keys: asked.append(len(keys)) or store.check(keys))
+    meet(Ranks(counting, 0, size), timedelta(seconds=20))
+    assert asked == [size]
 
 
 def test_ranks_that_do_not_come_are_named() -> None:
