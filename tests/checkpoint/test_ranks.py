@@ -101,6 +101,47 @@ class TestElastic:
                         wrong[f"{face} to {others[face]}, rank {rank} of {ranks}"] = (told, differs[:4])
         assert wrong == {}
 
+    @pytest.mark.parametrize("where", ["open", "verify", "read"])
+    @pytest.mark.parametrize("what", ["torch wrapper", "object"])
+    def test_an_error_of_one_rank_is_told_before_others_gather(self, tmp_path: Path, what: str, where: str) -> None:
+        class Summed:
+            """An object that exchanges data when it loads, as one around a sharded model may."""
+
+            def __init__(self) -> None:
+                self.held = {"w": torch.ones(3)}
+
+            def state_dict(self) -> dict:
+                return self.held
+
+            def load_state_dict(self, state: dict) -> None:
+                dist.all_reduce(state["w"])
+
+        def stop(progress: object) -> None:
+            raise ValueError("this rank stops")
+
+        def body(rank: int, world: int) -> None:
+            torch.manual_seed(0)
+            wrap = wrapper(theirs, device_id=torch.device("cpu"))
+            state = {"held": wrap(Net((1,))) if what == "torch wrapper" else Summed()}
+            shardckpt.save(state, tmp_path / "c")
+            if where == "read":
+                shardckpt.load(state, tmp_path / "c", on_progress=stop if rank else None)
+            elif where == "open":
+                shardckpt.load(state, tmp_path / "c" if rank == 0 else tmp_path / "nothing")
+            else:
+                damage(tmp_path / "c")
+                shardckpt.load(state, tmp_path / "c", verify="full")
+
+        def damage(step: Path) -> None:
+            if dist.get_rank() == 0:
+                last = max(step.glob("*.safetensors"))
+                last.write_bytes(last.read_bytes()[:-1] + b"!")
+            dist.barrier()
+
+        told = {"open": "nothing", "verify": "checksum", "read": "this rank stops"}[where]
+        for raised in raised_everywhere(2, body, group_timeout=10.0):
+            assert told in raised.message and "imed out" not in raised.message
+
     def test_without_a_state_it_is_the_nest_of_whole_tensors(self, tmp_path: Path) -> None:
         saved, _ = run(3, save_face, "flat", tmp_path / "c")[0]
         nest = shardckpt.load(tmp_path / "c")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import numpy as np
@@ -308,8 +309,8 @@ class LoadSession:
         return arrays + sum(self.saved.count_bytes(taker.tree) for taker in self.plan.values)
 
     def encode_request(self) -> bytes:
-        """Return this rank's message: identity of the checkpoint, machine of the rank, and segments to read."""
-        head = self.saved.identity + get_machine_id()
+        """Return this rank's message: identity of the checkpoint, machine, whether its end is collective, segments."""
+        head = self.saved.identity + get_machine_id() + bytes([self.plan.is_collective])
         if not self.pending_reads:
             return head
         reads = (read for pending in self.pending_reads for read in pending.reads)
@@ -363,18 +364,18 @@ def _load_into(
             message = error
         answer = coordinator.coordinate(f"fitting {path}", message, _shared)
     assert session is not None, "what failed was raised by all"
+    neighbors, is_collective = int.from_bytes(answer[:_COUNT_BYTES], "little"), answer[_COUNT_BYTES]
+    groups = answer[_COUNT_BYTES + 1 :]
     recorder.values["nbytes"] = session.plan.nbytes
-    session.saved.elements.readers = choose_readers(int.from_bytes(answer[:_COUNT_BYTES], "little"))
+    session.saved.elements.readers = choose_readers(neighbors)
     if on_progress is not None:
         session.saved.elements.meter = Meter(session.count_bytes(), on_progress)
-    with recorder.phase("read"):
+    with recorder.phase("read"), _noting_mixed_state():
         coordinator.expect_messages()
-        message = _execute(session, coordinator, decode_groups(answer[_COUNT_BYTES:]) if answer[_COUNT_BYTES:] else [])
-        try:
-            coordinator.coordinate(f"loading {path}", message, _silent)
-        except Exception as error:
-            _add_note(error, MIXED)
-            raise
+        values = _read(session, coordinator, decode_groups(groups) if groups else [])
+        if is_collective:  # or ranks would wait in a collective for one that could not read
+            coordinator.coordinate(f"reading {path}", values if isinstance(values, Exception) else b"", _silent)
+        coordinator.coordinate(f"loading {path}", _finish(session, values), _silent)
     if isinstance(order, _Order) and order.source.verify == "live":
         with recorder.phase("verify"):
             _check_live(state, path, session, coordinator)
@@ -396,13 +397,13 @@ def _check_live(state: Any, path: Any, session: LoadSession, coordinator: Coordi
 def _open_session(state: Any, order: _Order, coordinator: Coordinator) -> LoadSession:
     """Plan the load and check it, without changing the state."""
     source, options, broadcast_reads = order
-    models = cache(lambda: LocalModels(state))
-    saved = CheckpointSource(*source, get_shapes=lambda: find_param_shapes(models()))
+    models = LocalModels(state)  # first: collective under torch's wrapper, and what follows may fail on one rank alone
+    saved = CheckpointSource(*source, get_shapes=lambda: find_param_shapes(models))
     if options.takes_all:
         saved.expect_most()
     if source.verify == "full":
         saved.check_blocks(coordinator.rank, coordinator.size, own_only=options.is_own_only)
-    plan = plan_load(state, saved, options, coordinator.rank, coordinator.size, models())
+    plan = plan_load(state, saved, options, coordinator.rank, coordinator.size, models)
     _require_fit(plan, saved)
     for path in plan.unmatched if coordinator.rank == 0 else ():
         warn_user(f"nothing was loaded into {dotted(path) or 'the model'}: the checkpoint has none of its names")
@@ -416,8 +417,20 @@ def _open_session(state: Any, order: _Order, coordinator: Coordinator) -> LoadSe
     return LoadSession(saved, plan, requests, rest, pending_reads)
 
 
-def _execute(session: LoadSession, coordinator: Coordinator, groups: Sequence[BroadcastGroup]) -> bytes | Exception:
-    """Execute the plan; return its error, or an empty message."""
+@contextmanager
+def _noting_mixed_state() -> Iterator[None]:
+    """Add to an error that the state may be filled in part."""
+    try:
+        yield
+    except Exception as error:
+        _add_note(error, MIXED)
+        raise
+
+
+def _read(
+    session: LoadSession, coordinator: Coordinator, groups: Sequence[BroadcastGroup]
+) -> Sequence[Taker] | Exception:
+    """Fill the arrays of the plan; return its values, or the error."""
     values, failure = [], None
     try:
         values = [taker._replace(tree=session.saved.read_tree(taker.tree)) for taker in session.plan.values]
@@ -425,6 +438,16 @@ def _execute(session: LoadSession, coordinator: Coordinator, groups: Sequence[Br
         failure = error
     try:
         session.carry_out(coordinator, groups, failure)
+    except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
+        return error
+    return values
+
+
+def _finish(session: LoadSession, values: Sequence[Taker] | Exception) -> bytes | Exception:
+    """Put what was read into models, optimizers and objects; return an error, or an empty message."""
+    if isinstance(values, Exception):
+        return values
+    try:
         for finish in session.plan.after:
             finish()
         for at, taker in enumerate(values):
@@ -456,7 +479,10 @@ def _listed(paths: Iterable[Path]) -> str:
 
 
 def _shared(messages: list[bytes]) -> list[bytes]:
-    """Return for each rank the number of ranks on its machine, and its groups that share segments. On rank 0."""
+    """Return for each rank the number of ranks on its machine, whether a load ends collectively, and its groups.
+
+    Ranks of a group share segments. On rank 0.
+    """
     identities = [message[:_IDENTITY_BYTES] for message in messages]
     odd = next((rank for rank, identity in enumerate(identities) if identity != identities[0]), None)
     if odd is not None:
@@ -465,8 +491,9 @@ def _shared(messages: list[bytes]) -> list[bytes]:
             rank=odd,
             fix="Load again.",
         )
-    neighbors = count_neighbors([message[_IDENTITY_BYTES:_HEAD_BYTES] for message in messages])
-    counts = [count.to_bytes(_COUNT_BYTES, "little") for count in neighbors]
+    neighbors = count_neighbors([message[_IDENTITY_BYTES:_MACHINE_END] for message in messages])
+    is_collective = bytes([any(message[_MACHINE_END] for message in messages)])
+    counts = [count.to_bytes(_COUNT_BYTES, "little") + is_collective for count in neighbors]
     if not any(message[_HEAD_BYTES:] for message in messages):
         return counts
     wanted = [np.frombuffer(message[_HEAD_BYTES:], np.int64) for message in messages]
@@ -474,7 +501,8 @@ def _shared(messages: list[bytes]) -> list[bytes]:
 
 
 _IDENTITY_BYTES = 16
-_HEAD_BYTES = _IDENTITY_BYTES + MACHINE_BYTES
+_MACHINE_END = _IDENTITY_BYTES + MACHINE_BYTES
+_HEAD_BYTES = _MACHINE_END + 1
 _COUNT_BYTES = 4
 
 MIXED = "What was loaded into may be filled in part: load again, or start anew, before it is used."

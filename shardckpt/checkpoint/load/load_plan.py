@@ -68,6 +68,8 @@ class LoadPlan:
         missing: Paths that the checkpoint does not have.
         unexpected: Paths that only the checkpoint has.
         unmatched: Paths of models without any name that the checkpoint has, where names may be missing.
+        is_collective: Whether models or objects may exchange data when they use what was read: those under torch's
+            wrapper, and objects with tensors.
     """
 
     arrays: list[LoadItem] = field(default_factory=list)
@@ -78,6 +80,7 @@ class LoadPlan:
     missing: set[Path] = field(default_factory=set)
     unexpected: list[Path] = field(default_factory=list)
     unmatched: list[Path] = field(default_factory=list)
+    is_collective: bool = False
 
     @property
     def nbytes(self) -> int:

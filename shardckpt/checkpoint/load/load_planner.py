@@ -197,6 +197,7 @@ class _LoadPlanner:
         """Plan the tensors of objects, after all that the state itself names: these are filled in any case."""
         if not self._objects:
             return
+        self._builder.plan.is_collective = True
         filled = FilledMemory(self._builder.plan.arrays)
         for at, value, path in self._objects:
             self._plan_object(at, value, path, filled)
@@ -246,6 +247,7 @@ class _LoadPlanner:
             self._builder.plan.unmatched.append(path)
         for name, owner in model.extra.items():
             self._builder.add_value((*path, name), owner.set_extra_state)
+        self._builder.plan.is_collective |= model.index is None
         self._builder.plan.after.append(model.finish)
 
     def _optimizer(self, optim: Any, path: Path) -> None:
