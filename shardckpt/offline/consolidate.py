@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from types import ModuleType
 from typing import Any
 
@@ -186,6 +187,7 @@ def export(
     selection = select(reader, options, config.config)
     if options.dtype and any(tensor.dtype == FP8 for tensor in selection.model):
         selection, config = _import_fp8().dequantize(reader, options, selection, config)
+    selection = _with_warning_of_fp8(selection, options)
     selection = drop_unsupported(selection, target, allow_loss=options.allow_loss)
     selection = _rekey(change(selection, config.config), options)
     if options.quantize:
@@ -208,6 +210,20 @@ def export(
         from shardckpt.offline.write.parallel import write_with_ranks as write  # noqa: PLC0415  (one process needs no torch)
 
     return run_conversion(plan, watch, on_progress, write)
+
+
+def _with_warning_of_fp8(selection: Selection, options: Options) -> Selection:
+    """Add a warning of the fp8 tensors that are written as they are although a cast is requested."""
+    left = [t.name for t in selection.model if options.dtype and t.dtype.startswith("float8")]
+    left = [name for name in left if not any(fnmatchcase(name, glob) for glob in options.keep_fp32)]
+    if not left:
+        return selection
+    count = "1 tensor in fp8 is" if len(left) == 1 else f"{len(left)} tensors in fp8 are"
+    warning = (
+        f"{count} not cast, such as {left[0]}: only weights with scales of blocks beside them,"
+        " named *_scale_inv, are taken back"
+    )
+    return replace(selection, warnings=(*selection.warnings, warning))
 
 
 def _import_fp8() -> ModuleType:

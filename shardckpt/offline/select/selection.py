@@ -114,6 +114,7 @@ def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Se
             *(() if manifest.has_shapes or options.shapes_from else (NO_SHAPES,)),
             *chosen.warnings,
             *_warn_of_order(state),
+            *(_warn_of_numbers(manifest, found.optimizers[0]) if state else ()),
             *_unneeded_faults(manifest, chosen.used or wanted),
         ),
     )
@@ -131,6 +132,21 @@ def _warn_of_order(state: optimizer_state.OptimizerState | None) -> tuple[str, .
     from shardckpt.plan.optim.match_ids import BY_ORDER  # noqa: PLC0415  (as in `_read_groups`)
 
     return (BY_ORDER,)
+
+
+def _warn_of_numbers(manifest: Manifest, root: Path) -> Iterator[str]:
+    """Yield a warning of the small tensors among the settings of an optimizer, such as learning rates."""
+    paths = [path for path, _ in _iter_settings(manifest, root)]
+    if paths:
+        more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+        yield f"{dotted(paths[0])}{more}: a tensor among the settings of the optimizer, written as a number"
+
+
+def _iter_settings(manifest: Manifest, root: Path) -> Iterator[tuple[Path, TensorEntry]]:
+    """Yield the small tensors among the settings of an optimizer."""
+    for path, entry in manifest.tensors.items():
+        if path[: len(root) + 1] == (*root, "param_groups") and prod(entry.shape) <= SMALL_ELEMENTS:
+            yield path, entry
 
 
 def _read_rules(options: Options, config: Mapping[str, object]) -> tuple[Rule, ...]:
@@ -377,13 +393,12 @@ def load_values(reader: Reader, manifest: Manifest, root: Path) -> dict[Path, ob
     for path, entry in manifest.objects.items():
         if path[:n] == root:
             values[path] = reader.load_object(entry) if entry.value is UNREAD else entry.value
-    for path, tensor in manifest.tensors.items():
-        if path[: n + 1] == (*root, "param_groups") and prod(tensor.shape) <= SMALL_ELEMENTS:
-            [located] = locate(reader, manifest, [tensor])
-            data = b"".join(read_blocks(reader, located))
-            import numpy as np  # noqa: PLC0415  (0.07 s; most optimizers keep such values as numbers)
+    for path, tensor in _iter_settings(manifest, root):
+        [located] = locate(reader, manifest, [tensor])
+        data = b"".join(read_blocks(reader, located))
+        import numpy as np  # noqa: PLC0415  (0.07 s; most optimizers keep such values as numbers)
 
-            values[path] = np.frombuffer(data, numpy_dtype(tensor.stored)).reshape(tensor.shape).tolist()
+        values[path] = np.frombuffer(data, numpy_dtype(tensor.stored)).reshape(tensor.shape).tolist()
     return values
 
 

@@ -191,6 +191,20 @@ class TestTies:
         assert len(load_folder(tmp_path / "out")) == 2 - equal
 
 
+def test_a_learning_rate_in_a_tensor_is_written_as_a_number_and_this_is_told(tmp_path: Path) -> None:
+    net, state = trained(["0.weight", "0.bias", "1.weight", "1.bias"])
+    plain = saved(tmp_path, {"model": net.state_dict(), "optim": state})
+    assert shardckpt.consolidate(plain, tmp_path / "plain", part="all").warnings == ()
+    state["param_groups"][0]["lr"] = torch.tensor(0.5)
+    src = saved(tmp_path, {"model": net.state_dict(), "optim": state}, "b.pt")
+    report = shardckpt.consolidate(src, tmp_path / "out.pt", part="all")
+    assert torch.load(tmp_path / "out.pt")["optimizer"]["param_groups"][0]["lr"] == 0.5
+    assert report.warnings == (
+        "optim.param_groups.0.lr: a tensor among the settings of the optimizer, written as a number",
+    )
+    assert shardckpt.consolidate(src, tmp_path / "model").warnings[1:] == ()
+
+
 class TestShapesFrom:
     def test_a_tensor_of_another_shape_is_refused(self, tmp_path: Path) -> None:
         save_file({"w": torch.ones(3)}, tmp_path / "a.safetensors")
