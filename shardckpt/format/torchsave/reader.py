@@ -29,7 +29,14 @@ from shardckpt.format.encodings.zip_archive import (
 )
 from shardckpt.format.reader import Checksum, Reader, require_size
 from shardckpt.format.torchsave.dtensor_spec import ShardInfo
-from shardckpt.format.torchsave.storages import StorageRef, Storages, big_endian_error, element_bytes, require_little
+from shardckpt.format.torchsave.storages import (
+    UNORDERED,
+    StorageRef,
+    Storages,
+    big_endian_error,
+    element_bytes,
+    require_little,
+)
 from shardckpt.format.torchsave.tensor_views import LegacyView, RankNote, StateTree, UnreadableTensor, View, ZipView
 from shardckpt.manifest import Encoded, Lazy, Manifest, Path, Piece, Span, Strided, dotted
 from shardckpt.storage.store import Read, Store, read_bytes
@@ -289,7 +296,7 @@ def open_files(
                 del value  # the objects of many ranks' files are much larger than the resulting manifest
             else:
                 _add_pickles(store, file, size, prefixes[file], opened.tree)
-    tree = opened.tree
+    tree, zipped = opened.tree, opened.archives.items()
     if tree.shards and (tree.notes or not allow_shards):
         raise _single_rank_error(store, tree)
     manifest = Manifest(
@@ -299,7 +306,7 @@ def open_files(
         tree.objects,
         tree.aliases,
         warnings=tuple(tree.warnings),
-        keeps_order=True,
+        keeps_order=not any(f"{_root(archive, file)}/{UNORDERED}" in archive.entries for file, archive in zipped),
     )
     return TorchReader(store, manifest, opened.archives, tree.notes, tree.shards)
 

@@ -8,6 +8,12 @@ from shardckpt.dtypes import bits, is_known
 from shardckpt.errors import FormatError, UnsupportedError
 from shardckpt.format.encodings.pickle_reader import StorageType
 
+UNORDERED = ".shardckpt-unordered"
+"""Record of a zip container whose tensors are not in the order of the model, such as those of a sorted source.
+
+Torch ignores it.
+"""
+
 MOST_ELEMENTS = 1 << 60
 """Maximum elements of a tensor or storage: more than any machine holds."""
 

@@ -19,6 +19,7 @@ from shardckpt.errors import UnsupportedError
 from shardckpt.format.encodings.pickle_stubs import Dtype, Ordered
 from shardckpt.format.encodings.pickle_writer import GlobalCall, GlobalName, PersistentId, encode_pickle
 from shardckpt.format.encodings.tagged_json import NamedValue
+from shardckpt.format.torchsave.storages import UNORDERED
 from shardckpt.manifest import Path, dotted
 
 ALIGNMENT = 64
@@ -136,13 +137,16 @@ class TorchArchive:
     nbytes: int
 
 
-def plan_archive(value: object, storages: Sequence[Storage] = (), *, root: str = "archive") -> TorchArchive:
+def plan_archive(
+    value: object, storages: Sequence[Storage] = (), *, root: str = "archive", keeps_order: bool = True
+) -> TorchArchive:
     """Plan the offsets of all bytes of a file.
 
     Args:
         value: Value that `torch.load` will return: plain values, containers, and `TensorValue`s.
         storages: Storages of the tensors; pass their bytes to `ArchiveWriter` in this order.
         root: Root folder in the archive.
+        keeps_order: Whether the tensors are in the order of the model, which readers rely on.
 
     Raises:
         UnsupportedError: Torch cannot load a value or tensor of this type; the message names its path.
@@ -156,6 +160,7 @@ def plan_archive(value: object, storages: Sequence[Storage] = (), *, root: str =
         (".format_version", b"1"),
         (".storage_alignment", str(ALIGNMENT).encode()),
         ("byteorder", b"little"),
+        *(() if keeps_order else ((UNORDERED, b"1"),)),
     )
     records: list[_Record] = []
     at = 0

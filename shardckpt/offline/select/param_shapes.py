@@ -61,15 +61,15 @@ def load_param_shapes(reader: Reader, shapes_from: str, ids: Mapping[int, str] |
 def _keeps_order(manifest: Manifest, entries: Sequence[TensorEntry]) -> bool:
     """Return True if a checkpoint's tensors are in the order of the model.
 
-    The format or the offsets decide. safetensors files are usually sorted by name; in DCP folders, replicated tensors
-    are distributed over ranks.
+    The format or the offsets decide. safetensors files are usually sorted by dtype and name; in DCP folders, replicated
+    tensors are distributed over ranks.
     """
     if manifest.keeps_order:
         return True
-    by_file: dict[str, list[str]] = {}
+    by_file: dict[tuple[str, str], list[str]] = {}
     for entry in entries:
         for file in {piece.file for piece in entry.pieces}:
-            by_file.setdefault(file, []).append(dotted(entry.path))
-    if len(by_file) > 1 and all(len(entry.pieces) <= 1 for entry in entries):
+            by_file.setdefault((file, entry.stored), []).append(dotted(entry.path))
+    if len({file for file, _ in by_file}) > 1 and all(len(entry.pieces) <= 1 for entry in entries):
         return False
     return not all(names == sorted(names) for names in by_file.values())

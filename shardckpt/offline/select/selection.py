@@ -55,6 +55,7 @@ class Selection:
         left_out: Dotted paths of content outside of the requested part.
         warnings: Oddities, one sentence each.
         order: All names of the model in state-dict order, including those that are not written.
+        keeps_order: Whether the checkpoint keeps that order; otherwise the names are sorted, for example.
     """
 
     model: tuple[OutputTensor, ...]
@@ -65,6 +66,7 @@ class Selection:
     left_out: tuple[str, ...]
     warnings: tuple[str, ...]
     order: tuple[str, ...] = ()
+    keeps_order: bool = True
 
 
 def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Selection:
@@ -108,6 +110,7 @@ def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Se
         units=state.units if state else {},
         ties=chosen.ties if options.part != "optim" else {},
         order=tuple(chosen.names),
+        keeps_order=manifest.keeps_order,
         left_out=(*map(dotted, (*unasked, *_list_unwritten(manifest, found, options), *found.others)), *chosen.dropped),
         warnings=(
             *_needed_warnings(manifest.warnings, unasked),

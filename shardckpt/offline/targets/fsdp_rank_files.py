@@ -58,7 +58,8 @@ def plan_rank_files(reader: Reader, options: RankOptions, title: str) -> Planned
         )
     content = full_content(reader, title, allow_loss=options.allow_loss)
     split = sharded_paths(content, options.keep_whole)
-    payload = tuple(_rank_file(content, split, rank, options.world_size) for rank in range(options.world_size))
+    world, keeps_order = options.world_size, reader.manifest.keeps_order
+    payload = tuple(_rank_file(content, split, rank, world, keeps_order=keeps_order) for rank in range(world))
     layout = Layout(payload, {})
     copies = {path: 1 if path in split else options.world_size for path in content.arrays}
     nbytes = sum(tensor.nbytes * copies[path] for path, tensor in content.arrays.items())
@@ -94,7 +95,7 @@ def _sharded_in_source(arrays: Mapping[Path, OutputTensor]) -> set[Path]:
     return {path for path, tensor in rows.items() if pieces[path] > 1 or tensor.shape[0] == 1}
 
 
-def _rank_file(content: Content, split: Collection[Path], rank: int, world: int) -> OutputFile:
+def _rank_file(content: Content, split: Collection[Path], rank: int, world: int, *, keeps_order: bool) -> OutputFile:
     parts: list[TensorPart] = []
     storages = [Storage("int32", world)]
     mesh = _mesh(rank, world)
@@ -109,7 +110,8 @@ def _rank_file(content: Content, split: Collection[Path], rank: int, world: int)
         path: made[content.ties.get(path, path)] for path in content.order if content.ties.get(path, path) in made
     }
     ranks = b"".join(number.to_bytes(4, "little") for number in range(world))
-    archive = plan_archive(unflatten({**leaves, **content.values}, "the checkpoint", has_lists=True), storages)
+    value = unflatten({**leaves, **content.values}, "the checkpoint", has_lists=True)
+    archive = plan_archive(value, storages, keeps_order=keeps_order)
     return archive_file(f"rank{rank}.pt", archive, parts, len(parts), head=ranks)
 
 

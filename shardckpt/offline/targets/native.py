@@ -158,7 +158,7 @@ def build_selected_tree(selection: Selection) -> NativeTree:
     }
     refs = {path: ArrayRef(number) for path, number in (*numbers.items(), *ties.items())}
     tree = encode(unflatten({**refs, **values}, "the selection"))
-    return NativeTree(arrays, tree, ties)
+    return NativeTree(arrays, tree, ties, {} if selection.keeps_order else {KEEPS_ORDER: False})
 
 
 def _values(reader: Reader) -> tuple[dict[Path, object], list[str]]:

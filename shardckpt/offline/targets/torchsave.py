@@ -75,7 +75,11 @@ def model_files(
         unique_suffix: Suffix of every stem; use it if readers may still read files with the usual names.
     """
     named = name_files(groups, stem, unique_suffix, SUFFIX)
-    files = [torch_file(file.name, state_dict(selection, file.tensors), file.tensors) for file in named]
+    keeps_order = selection.keeps_order
+    files = [
+        torch_file(file.name, state_dict(selection, file.tensors), file.tensors, keeps_order=keeps_order)
+        for file in named
+    ]
     total = sum(t.nbytes for group in groups for t in group)
     weights = {name: f.name for f in named for name in state_dict(selection, f.tensors)}
     elements = sum(prod(t.shape) for group in groups for t in group)
@@ -90,20 +94,22 @@ def _single_file(conversion: Conversion) -> OutputFile:
         return torch_file(name, _optimizer(selection, 0), selection.optim)
     model: dict[str, object] = dict(state_dict(selection, selection.model))
     if selection.groups is None:
-        return torch_file(name, model, selection.model)
+        return torch_file(name, model, selection.model, keeps_order=selection.keeps_order)
     value = {"model": model, "optimizer": _optimizer(selection, len(selection.model))}
-    return torch_file(name, value, (*selection.model, *selection.optim))
+    return torch_file(name, value, (*selection.model, *selection.optim), keeps_order=selection.keeps_order)
 
 
-def torch_file(name: str, value: object, tensors: Sequence[OutputTensor]) -> OutputFile:
+def torch_file(name: str, value: object, tensors: Sequence[OutputTensor], *, keeps_order: bool = True) -> OutputFile:
     """Return a file with a value.
 
     Args:
         name: File name in the target.
         value: Value to save, with a `TensorValue` for each tensor.
         tensors: Contents of its storages, in the order of their indexes.
+        keeps_order: Whether the value has the tensors in the order of the model.
     """
-    archive = plan_archive(value, [Storage(t.dtype, prod(t.shape)) for t in tensors])
+    storages = [Storage(t.dtype, prod(t.shape)) for t in tensors]
+    archive = plan_archive(value, storages, keeps_order=keeps_order)
     return archive_file(name, archive, list(iter_parts(tensors)), len(tensors))
 
 

@@ -95,6 +95,47 @@ def test_a_flat_parameter_needs_the_order_of_the_model(written: Path, tmp_path: 
     assert not (tmp_path / "out").exists()
 
 
+def _to_file(source: Path, target: Path) -> None:
+    shardckpt.consolidate(source, target / "shapes.pt")
+
+
+def _to_folder(source: Path, target: Path) -> None:
+    shardckpt.consolidate(source, target, to="torch")
+
+
+def _to_step(source: Path, target: Path) -> None:
+    shardckpt.consolidate(source, target, to="native")
+
+
+def _to_ranks(source: Path, target: Path) -> None:
+    shardckpt.reshard(source, target, world_size=1, to="torch")
+
+
+@pytest.mark.parametrize("convert", [_to_file, _to_folder, _to_step, _to_ranks])
+def test_a_file_that_was_made_of_sorted_names_has_no_order_of_the_model(
+    convert: Callable[[Path, Path], None], written: Path, tmp_path: Path
+) -> None:
+    """Other orders of the members fit a flat parameter too, and would be taken apart wrongly."""
+    convert(written / "sorted.safetensors", tmp_path / "shapes")
+    with pytest.raises(UsageError, match=r"in which order parameters are in 'first._flat_param'"):
+        consolidated(written / "local-flat", tmp_path / "out", shapes_from=str(tmp_path / "shapes"))
+
+
+def test_a_file_that_is_sorted_by_types_and_names_has_no_order_of_the_model(written: Path, tmp_path: Path) -> None:
+    state = load_file(written / "sorted.safetensors")
+    name = next(name for name in state if name.endswith("bias"))
+    save_file({**state, name: state[name].double()}, tmp_path / "shapes.safetensors")
+    with pytest.raises(UsageError, match=r"in which order parameters are in"):
+        consolidated(written / "local-flat", tmp_path / "out", shapes_from=str(tmp_path / "shapes.safetensors"))
+
+
+def test_a_file_that_was_made_of_a_state_dict_keeps_its_order(written: Path, tmp_path: Path) -> None:
+    torch.save(built().state_dict(), tmp_path / "state.pt")
+    shardckpt.consolidate(tmp_path / "state.pt", tmp_path / "shapes.pt")
+    found, _ = consolidated(written / "local-flat", tmp_path / "out", shapes_from=str(tmp_path / "shapes.pt"))
+    assert differing(found) == []
+
+
 @pytest.mark.parametrize("name", ["local-flat", "local-orig"])
 def test_flat_parameters_without_shapes_are_shown_and_refused(name: str, written: Path, tmp_path: Path) -> None:
     shown = {tensor.name: tensor.shape for tensor in shardckpt.inspect(str(written / name)).tensors}

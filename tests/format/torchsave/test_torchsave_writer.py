@@ -18,6 +18,7 @@ from shardckpt.errors import UnsupportedError
 from shardckpt.format.encodings.pickle_stubs import Dtype, InstanceStub, Ordered
 from shardckpt.format.encodings.pickle_writer import GlobalCall, GlobalName, encode_pickle
 from shardckpt.format.encodings.tagged_json import NamedValue
+from shardckpt.format.registry import open_checkpoint
 from shardckpt.format.torchsave.writer import (
     ALIGNMENT,
     TYPES,
@@ -152,6 +153,17 @@ def test_what_the_safe_loader_would_refuse_is_refused_by_path(value: object) -> 
 def test_types_that_torch_lacks_are_refused_by_path() -> None:
     with pytest.raises(UnsupportedError, match=r"model\.w.*float4"):
         plan_archive({"model": {"w": TensorValue(0, "float4_e2m1fn", (2,))}}, [Storage("float4_e2m1fn", 2)])
+
+
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_torch_loads_a_file_that_does_not_keep_the_order_of_the_model(is_mapped: bool, tmp_path: Path) -> None:
+    plan = plan_archive({"t": TensorValue(0, "uint8", (4,))}, [Storage("uint8", 4)], keeps_order=False)
+    with open(tmp_path / "a.pt", "wb") as file:
+        writer = ArchiveWriter(plan, file.write)
+        writer.write(b"abcd")
+        writer.close()
+    assert bytes(torch.load(tmp_path / "a.pt", weights_only=True, mmap=is_mapped)["t"].tolist()) == b"abcd"
+    assert not open_checkpoint(str(tmp_path / "a.pt")).manifest.keeps_order
 
 
 def test_a_cycle_ends() -> None:
