@@ -6,6 +6,8 @@ import copy
 import json
 import os
 import random
+import re
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -273,6 +275,45 @@ class TestObjects:
             shardckpt.save({"m": model, "mean": shardckpt.PerRank(model["mean"])}, tmp_path / "c")
         shardckpt.load({"m": again, "mean": shardckpt.PerRank(again["mean"])}, tmp_path / "c")
         assert again["mean"].total == 3 and torch.equal(again["net"].weight, model["net"].weight)
+
+    def test_values_that_modules_with_parameters_add_to_their_state_are_named(self, tmp_path: Path) -> None:
+        class Scaled(nn.Linear):
+            def _save_to_state_dict(self, made: dict, prefix: str, keep_vars: bool) -> None:
+                super()._save_to_state_dict(made, prefix, keep_vars)
+                made[f"{prefix}scale"] = torch.ones(1)
+
+        with pytest.warns(UserWarning, match=r"are not saved: m\.0\.scale\. Put the modules"):
+            shardckpt.save({"m": nn.Sequential(Scaled(2, 2), nn.Linear(2, 2))}, tmp_path / "c")
+
+    @pytest.mark.filterwarnings("ignore:(?!values of)")
+    def test_weights_of_modules_that_torch_has_quantized_are_named(self, tmp_path: Path) -> None:
+        quantization = pytest.importorskip("torch.ao.quantization")
+        model = quantization.quantize_dynamic(nn.Sequential(nn.Linear(2, 2)), {nn.Linear}, dtype=torch.qint8)
+        with pytest.warns(UserWarning, match=r"are not saved: m\.0\.scale, m\.0\.zero_point, m\.0\._packed_params"):
+            shardckpt.save({"m": model}, tmp_path / "c")
+
+    @pytest.mark.parametrize("form", ["key", "class", "hook"])
+    def test_values_that_optimizers_have_besides_the_state_of_parameters_are_named(self, tmp_path: Path, form: str):
+        class Counting(torch.optim.SGD):
+            def state_dict(self) -> dict:
+                return {**super().state_dict(), "count": 3}
+
+        net = nn.Linear(2, 2)
+        optim = (Counting if form == "class" else torch.optim.SGD)(net.parameters(), momentum=0.9)
+        net(torch.ones(1, 2)).sum().backward()
+        optim.step()
+        if form == "key":
+            optim.state["count"] = {"n": torch.ones(1)}
+        elif form == "hook":
+            optim.register_state_dict_post_hook(lambda _, made: {**made, "count": 3})
+        name = "o.state.count" if form == "key" else "o.count"
+        with pytest.warns(UserWarning, match=rf"are not saved: {re.escape(name)}\. Put them into the state"):
+            shardckpt.save({"m": net, "o": optim}, tmp_path / "c")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # alone, it is saved as it says
+            shardckpt.save({"o": optim}, tmp_path / "alone")
+        alone = shardckpt.load(tmp_path / "alone")["o"]
+        assert alone["state"]["count"]["n"] == 1 if form == "key" else alone["count"] == 3
 
     @pytest.mark.parametrize(
         ("optimizer", "settings"),

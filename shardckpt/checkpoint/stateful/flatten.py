@@ -396,7 +396,7 @@ class _StateFlattener:
 
     def _optimizer(self, optim: torch.optim.Optimizer, path: Path) -> Any:
         from shardckpt.state.adapters import torch_fsdp1  # noqa: PLC0415  (tensors alone need no engine)
-        from shardckpt.state.local.optim_shards import local_optimizer  # noqa: PLC0415  (as above)
+        from shardckpt.state.local.optim_shards import find_unsaved_values, local_optimizer  # noqa: PLC0415  (as above)
 
         index = self._models.find_index_for(optim)
         if index is None:
@@ -419,6 +419,9 @@ class _StateFlattener:
             self._made.optional_values[place] = self._visit(value, place)
         root = (*path, "state")
         self._made.slots[root] = taken.names
+        unsaved = find_unsaved_values(optim)  # on all ranks, as above
+        if self._rank == 0:
+            _warn_of_unsaved_values(unsaved, path)
         groups = self._visit(taken.groups, (*path, "param_groups"))
         return {"state": {}, "param_groups": groups}
 
@@ -431,12 +434,24 @@ class _StateFlattener:
 
 def _warn_of_unsaved(names: Sequence[str], path: Path) -> None:
     if names:
-        shown = ", ".join(dotted((*path, name)) for name in names[:_SHOWN])
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         warn_user(
-            f"values of a `state_dict()` other than parameters, buffers and extra state are not saved: {shown}{more}."
-            " Put the modules that have them into the state too, each as shardckpt.PerRank(module)."
+            "values of a `state_dict()` other than parameters, buffers and extra state are not saved:"
+            f" {_list_some(names, path)}. Put the modules that have them into the state too, each as"
+            " shardckpt.PerRank(module)."
         )
+
+
+def _warn_of_unsaved_values(names: Sequence[str], path: Path) -> None:
+    if names:
+        warn_user(
+            "values that an optimizer has besides the state of its parameters and its groups are not saved:"
+            f" {_list_some(names, path)}. Put them into the state under names of their own, and back after a load."
+        )
+
+
+def _list_some(names: Sequence[str], path: Path) -> str:
+    shown = ", ".join(dotted((*path, name)) for name in names[:_SHOWN])
+    return shown + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def _memory(array: TensorShards) -> Hashable:

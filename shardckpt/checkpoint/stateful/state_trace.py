@@ -224,6 +224,9 @@ class _Tracer:
     def _visit_optimizer(self, optim: torch.optim.Optimizer, path: Path) -> None:
         _require(type(optim).state_dict is torch.optim.Optimizer.state_dict)
         self._structure.append((type(optim), len(optim.param_groups)))
+        # A save that is planned anew warns of these.
+        self._structure.append([str(key) for key in optim.state if not isinstance(key, torch.Tensor)])
+        self._structure.append(bool(getattr(optim, "_optimizer_state_dict_post_hooks", None)))
         self._optimizers.append([list(map(id, group["params"])) for group in optim.param_groups])
         for at, group in enumerate(optim.param_groups):
             _require(type(group) is dict)

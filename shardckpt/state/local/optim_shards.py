@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -64,6 +65,19 @@ def local_optimizer(index: ModelIndex, optim: OptimizerLike) -> LocalOptimizer:
         {**settings(live), "params": list(names)} for live, names in zip(optim.param_groups, of.groups, strict=True)
     ]
     return LocalOptimizer(arrays, values, groups, _list_names(of))
+
+
+def find_unsaved_values(optim: torch.optim.Optimizer) -> list[str]:
+    """Return names of what an optimizer has besides the state of its parameters and its groups.
+
+    Torch allows other keys than parameters in its state. Its class, or a hook, may add entries to `state_dict()`.
+    """
+    others = [f"state.{key}" for key in optim.state if not isinstance(key, torch.Tensor)]
+    hooks = getattr(optim, "_optimizer_state_dict_post_hooks", None)  # wrappers may lack it
+    if type(optim).state_dict is not torch.optim.Optimizer.state_dict or hooks:
+        with suppress(Exception):  # it may need to be gathered first; what is saved does not depend on it
+            others += [str(key) for key in optim.state_dict() if key not in ("state", "param_groups")]
+    return others
 
 
 def parameter_names(index: ModelIndex, optim: OptimizerLike) -> list[list[str]]:

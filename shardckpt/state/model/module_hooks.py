@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache
 from typing import Any
@@ -16,6 +16,9 @@ from shardckpt.state.adapters.model_index import ModelIndex, below
 
 _OWN_MODULES = ("torch.", "shardckpt.")
 """Prefixes of modules whose methods and hooks are skipped: states here already have their results."""
+
+_QUANTIZED = "torch.ao."
+"""Prefix of modules whose classes have weights that are neither parameters nor buffers."""
 
 _EXTRA_STATE = "_extra_state"
 
@@ -56,20 +59,35 @@ def run_load_hooks(index: ModelIndex, values: Mapping[str, Any]) -> dict[str, An
 
 
 def find_unsaved(index: ModelIndex | None) -> list[str]:
-    """Return names that modules without parameters add to `state_dict()`, and for which a checkpoint has no place.
+    """Return names that modules add to `state_dict()`, and for which a checkpoint has no place.
+
+    Of modules with parameters, only what their own `_save_to_state_dict` adds is looked for: `state_dict()` may gather.
 
     Args:
         index: Index of a model in a state to save; None under torch's own wrapper.
     """
     if index is None or index.flats:
-        return []  # modules without parameters may have views of flat ones, which are not there now
+        return []  # modules may have views of flat parameters, which are not there now
     found: dict[str, None] = {}
     for name, module in index.root.named_modules():
-        if _overrides(module, "state_dict", "_save_to_state_dict") and next(module.parameters(), None) is None:
-            buffers = {key for key, _ in module.named_buffers(remove_duplicate=False)}
-            added = (key for key in module.state_dict() if key not in buffers and not key.endswith(_EXTRA_STATE))
-            found |= dict.fromkeys(clean(f"{name}.{key}" if name else key) for key in added)
+        found |= dict.fromkeys(clean(f"{name}.{key}" if name else key) for key in _list_added(module))
     return [*found]
+
+
+def _list_added(module: nn.Module) -> list[str]:
+    """Return the names that a module adds to its state besides parameters, buffers and extra state."""
+    adds_own = _overrides(module, "_save_to_state_dict") or type(module).__module__.startswith(_QUANTIZED)
+    if not (adds_own or _overrides(module, "state_dict")):
+        return []
+    made: Mapping[str, Any] = {}
+    if next(module.parameters(), None) is None:
+        made, known = module.state_dict(), {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    else:
+        known = {*module._parameters, *module._buffers}
+        if adds_own:
+            with suppress(Exception):  # it may need parameters that are not sharded
+                module._save_to_state_dict(made, "", False)
+    return [name for name in made if name not in known and not name.endswith(_EXTRA_STATE)]
 
 
 def _is_users(function: Any) -> bool:
