@@ -465,6 +465,24 @@ def test_a_save_that_is_killed_leaves_the_earlier_one_to_resume_from(kind: str, 
         assert losses == after(SAVED, expected[rank])
 
 
+def save_on_one_rank(rank: int, world: int, folder: Path) -> str:
+    """Save on rank 0 alone, as Accelerate allows under DDP, while the other trains; the error of rank 0."""
+    training, _ = start(rank, world, "ddp")
+    if rank > 0:
+        with contextlib.suppress(RuntimeError):
+            torch.distributed.all_reduce(torch.ones(1))
+        return ""
+    with pytest.raises(shardckpt.RankError) as caught:
+        training.accelerator.save_state(folder)
+    return str(caught.value)
+
+
+def test_a_save_of_one_rank_names_the_rank_that_did_not_come(tmp_path: Path) -> None:
+    message, _ = run(2, save_on_one_rank, tmp_path, group_timeout=2)
+    assert re.match("rank 1 of 2 did not come .* Saves and loads are calls that every rank makes", message)
+    assert list(tmp_path.iterdir()) == [], "rank 0 waits before anything is written"
+
+
 def load_what_accelerate_saved(rank: int, world: int, folder: Path) -> list[bool]:
     """Load an old folder of two models, save into it, and load again."""
     import accelerators

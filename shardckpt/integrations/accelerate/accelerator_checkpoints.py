@@ -17,6 +17,7 @@ from typing_extensions import Unpack
 
 import shardckpt
 from shardckpt import ResumeReport, RNGState, SaveHandle, UnsupportedError, UsageError
+from shardckpt.checkpoint.coordinator import get_channels
 from shardckpt.checkpoint.resume.framework_drill import run_drill
 from shardckpt.checkpoint.save.async_save import AsyncSaveParams, require_known_options
 from shardckpt.integrations.accelerate.loop_state import LoaderPosition, LoopState
@@ -166,6 +167,7 @@ class AcceleratorCheckpoints:
             ShardckptError: As for `shardckpt.save`.
         """
         self.wait()
+        _await_ranks("save_state")
         project = self._accelerator.project_configuration
         folder = self._numbered.find_new() if project.automatic_checkpoint_naming else as_text(output_dir)
         if not is_url(folder):
@@ -195,6 +197,7 @@ class AcceleratorCheckpoints:
                 fewer than were saved.
         """
         self.wait()
+        _await_ranks("load_state")
         is_named = input_dir is None and self._accelerator.project_configuration.automatic_checkpoint_naming
         folder = self._numbered.find_newest() if is_named else as_text(input_dir)
         is_step = is_url(folder) or os.path.isdir(f"{folder}/{STEP}")
@@ -265,6 +268,17 @@ class AcceleratorCheckpoints:
                 fix="Save other weights in the hook, and remove those of the model from the list.",
             )
         return _number("model", models, None if self._is_fsdp else [models[i] for i in kept])
+
+
+def _await_ranks(method: str) -> None:
+    """Wait until all ranks have called a method: Accelerate's may be called on rank 0 alone under DDP. Collective.
+
+    Collectives of the default group would meet those of the training that goes on elsewhere.
+
+    Raises:
+        RankError: A rank did not call it in time.
+    """
+    get_channels(None).main.coordinate(f"accelerator.{method}", b"", lambda each: each)
 
 
 def _number(kind: str, objects: Iterable[Any], kept: list[Any] | None = None) -> dict[str, Any]:
