@@ -6,6 +6,7 @@ import functools
 import inspect
 import random
 import types
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -24,14 +25,20 @@ _MOST_VALUES = 10_000
 _MOST_DEPTH = 4
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_CONTAINERS = (Mapping, list, tuple, set, frozenset)
+_SEQUENCES = (list, tuple, set, frozenset, deque)
+_CONTAINERS = (Mapping, *_SEQUENCES)
+_CODE = (types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType)
+
+_MOST_NESTED = 8
+"""Maximum values around an object whose attributes are looked at: nodes of a long chain are in each other."""
 
 
 def digest_reachable(function: Any) -> dict[str, int]:
     """Return digests of the values that a function uses, by name and type, and of random generators.
 
     Values are looked at in its closure, in the globals that it names, in functions of the same module that it calls,
-    and in attributes of objects, modules too. Iterators have the digest 0, since their position is unknown.
+    and in attributes of objects, modules and objects in containers too. Iterators have the digest 0, since their
+    position is unknown.
 
     Args:
         function: Function, method or callable object.
@@ -49,7 +56,7 @@ def _find_values(function: Any) -> Iterator[tuple[str, Any]]:
     waiting: list[tuple[str, Any, int]] = list(_open_callable(function, "", 0))
     while waiting and len(seen) < _MOST_VALUES:
         name, value, depth = waiting.pop(0)
-        if isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType)):
+        if isinstance(value, _CODE) and not isinstance(value, types.FunctionType):
             continue
         if not isinstance(value, _PLAIN):
             if id(value) in seen:
@@ -129,12 +136,19 @@ def _get_state(value: Any) -> Any:
         return None
 
 
+def _has_elements(tensor: torch.Tensor) -> bool:
+    """Return whether the elements of a tensor can be looked at: not those of meta, sparse and freed ones."""
+    is_dense = tensor.layout == torch.strided and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested)
+    return is_dense and (not tensor.numel() or tensor.untyped_storage().nbytes() > 0)
+
+
 class _Hasher:
     """Digest of one value with everything in it."""
 
     def __init__(self) -> None:
         self._hasher = xxhash.xxh3_64()
         self._open: set[int] = set()
+        self._looked_into = 0
 
     def digest(self, value: Any) -> int:
         if hasattr(value, "__next__"):
@@ -150,7 +164,7 @@ class _Hasher:
             self._text(repr(value))
         elif isinstance(value, torch.Tensor):
             own = value.to_local() if isinstance(value, DTensor) else value
-            self._text((own.dtype, tuple(own.shape), digest_tensors([own.detach()]) if not own.is_meta else ""))
+            self._text((own.dtype, tuple(own.shape), digest_tensors([own.detach()]) if _has_elements(own) else ""))
         elif isinstance(value, np.ndarray):
             self._text((value.dtype, value.shape, value.tobytes() if value.dtype != object else repr(value)))
         elif id(value) not in self._open:
@@ -175,7 +189,11 @@ class _Hasher:
             for key, item in value.items():
                 self._text(key if isinstance(key, _PLAIN) else "")
                 self._add(item)
-        elif isinstance(value, (list, tuple, set, frozenset)):
+        elif isinstance(value, _SEQUENCES):
             self._text(len(value))
             for item in value:
                 self._add(item)
+        elif not isinstance(value, _CODE) and not hasattr(value, "__next__") and len(self._open) <= _MOST_NESTED:
+            self._looked_into += 1
+            if self._looked_into <= _MOST_VALUES:
+                self._add(_attributes(value))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import random
+from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -120,6 +122,41 @@ def test_a_closure_shows_what_its_step_uses(tmp_path: Path) -> None:
     assert report.divergence is not None
     assert report.missing == ("count (Tensor)",)
     assert shardckpt.prove_resume(step, {"model": model, "count": count}, tmp_path / "all").ok
+
+
+class Average:
+    """Average of a model, which has no `state_dict`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.values = [parameter.detach().clone() for parameter in model.parameters()]
+        self.freed, self.sparse, self.above = torch.zeros(4), torch.eye(2).to_sparse(), self
+        self.freed.untyped_storage().resize_(0)
+
+    def update(self, model: nn.Module) -> None:
+        for mean, parameter in zip(self.values, model.parameters(), strict=True):
+            mean.lerp_(parameter.detach(), 0.1)
+
+
+def test_objects_in_containers_are_looked_at_too(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    averages, recent, chain = {"slow": Average(model)}, deque[float](maxlen=2), [SimpleNamespace(above=None)]
+    for _ in range(1000):
+        chain = [SimpleNamespace(above=chain[0])]
+
+    def step() -> torch.Tensor:
+        loss = model(torch.ones(1, 2)).square().sum()
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        averages["slow"].update(model)
+        recent.append(loss.item())
+        assert chain
+        return loss
+
+    report = shardckpt.prove_resume(step, {"model": model, "optim": optim}, tmp_path / "drill")
+    assert report.ok
+    assert report.missing == ("averages (dict)", "recent (deque)")
 
 
 def test_a_step_that_is_not_repeatable_is_told_from_a_state_that_lacks_values(tmp_path: Path) -> None:
