@@ -79,10 +79,6 @@ BETWEEN: dict[str, Between] = {
 }
 
 
-KEEP = ("a forward without gradients", "a forward in inference mode")
-"""After these `fully_shard` keeps full parameters if told not to reshard, as torch does: a step does not count."""
-
-
 def trained(rank: int, how: dict[str, Any], between: Between, *, accumulates: str = "") -> list[torch.Tensor]:
     """Return the losses and full parameters of three steps, with something between the backward and the step."""
     apply, net = sharder(**how), Net()
@@ -110,10 +106,7 @@ def differing(rank: int, rows: list[dict[str, Any]], **kwargs: Any) -> list[str]
     wrong = []
     for how in rows:
         wanted = trained(rank, how, lambda _: None, **kwargs)
-        keeps = how["style"] is Style.EACH and how["strategy"] is Strategy.SHARD_GRAD_OP
         for name, between in BETWEEN.items():
-            if keeps and name in KEEP:
-                continue
             found = trained(rank, how, between, **kwargs)
             if not all(map(torch.equal, found, wanted)):
                 wrong.append(f"{how}: {name}")
@@ -274,3 +267,67 @@ def test_a_parameter_with_a_gradient_that_is_replaced_before_the_backward_is_ref
     for each in raised_everywhere(2, body):
         assert each.is_a(AssertionError)
         assert "changing the parameters between forward and backward" in each.message
+
+
+@STYLES
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.enable_grad])
+def test_a_unit_that_runs_by_itself_has_the_values_of_the_step_before(style: Style, strategy: Strategy, guard: Any):
+    def body(rank: int, world: int) -> list[float]:
+        apply, net, plain = sharder(style, strategy), Net(), Net()
+        net.first, net.second = apply(net.first), apply(net.second)
+        pairs = ((plain, plain), (apply(net), net))
+        steppers = [torch.optim.SGD(model.parameters(), lr=0.5) for model, _ in pairs]
+        gaps = []
+        for step in range(3):
+            outputs = []
+            for (model, parts), optimizer in zip(pairs, steppers, strict=True):
+                model(batch(0, step)).square().sum().backward()
+                with guard():
+                    (model if step % 2 else parts.first)(batch(0, 50))
+                optimizer.step()
+                optimizer.zero_grad()
+                outputs.append(parts.first(batch(0, 51)).detach())
+            gaps.append(float((outputs[0] - outputs[1]).abs().max()))
+        return gaps
+
+    for gaps in run(2, body):
+        assert max(gaps) < 1e-4
+
+
+class Reversed(nn.Module):
+    """Units that are registered in another order than they compute in; two have inputs without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.last, self.beside, self.middle, self.first = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.middle(self.first(x).tanh()).tanh()
+        return self.last(hidden * self.beside(x))
+
+
+@STYLES
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("used", [((0, 1), (1,)), ((0, 1), (0,)), ((0,), (1,))])
+def test_ranks_with_other_forwards_in_their_losses_reduce_in_one_order(
+    style: Style, strategy: Strategy, used: tuple[tuple[int, ...], ...]
+):
+    def body(rank: int, world: int) -> float:
+        apply, net, plain = sharder(style, strategy), Reversed(), Reversed()
+        for name, child in list(net.named_children()):
+            setattr(net, name, apply(child))
+        model = apply(net)
+        ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
+        for step in range(3):
+            for optimizer, each, of, share in ((ours, model, [rank], 1), (theirs, plain, range(world), world)):
+                optimizer.zero_grad()
+                for index in of:
+                    outputs = [each(batch(index, 2 * step + at)) for at in range(2)]
+                    sum(outputs[at].square().mean() / share for at in used[index]).backward()
+                optimizer.step()
+        with torch.no_grad():
+            return float((model(batch(0, 60)) - plain(batch(0, 60))).abs().max())
+
+    assert max(run(2, body)) < 1e-5

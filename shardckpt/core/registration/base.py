@@ -42,16 +42,32 @@ class KeptParams:
         self._bucket = bucket
         self._unit = unit
         self.versions: list[tuple[torch.Tensor, int, int]] = []
+        self._versions_of_shards: list[tuple[torch.Tensor, int]] = []
 
-    def record(self, params: Sequence[torch.Tensor]) -> None:
+    def record(self, params: Sequence[torch.Tensor], exposed: Sequence[torch.Tensor]) -> None:
         """Record the versions of full parameters, unless they alias the shard.
 
         A user may change the shard at any time.
+
+        Args:
+            params: Full parameters that are registered.
+            exposed: Parameters that an optimizer updates.
         """
         self.versions.clear()
-        if not self._bucket.unsharded.is_aliased:
-            for param in params:
-                self.versions.append((param, param._version, param.data_ptr()))
+        self._versions_of_shards.clear()
+        if self._bucket.unsharded.is_aliased:
+            return
+        for param in params:
+            self.versions.append((param, param._version, param.data_ptr()))
+        for param in exposed:
+            for each in (param, getattr(param, "_local_tensor", None)):  # operations of DTensors count at these alone
+                if each is not None and not each.is_inference():
+                    self._versions_of_shards.append((each, each._version))
+
+    @property
+    def is_outdated(self) -> bool:
+        """Return True if a parameter that an optimizer updates was changed in place."""
+        return any(param._version != version for param, version in self._versions_of_shards)
 
     def check_unmodified(self) -> None:
         """Raise an error if a user changed parameters after forward.
@@ -61,7 +77,7 @@ class KeptParams:
         for param, version, memory in self.versions:
             if param._version != version or param.data_ptr() != memory:
                 raise self.changed_error()
-        self.versions = []
+        self.versions, self._versions_of_shards = [], []
 
     def changed_error(self) -> ChangedError:
         """Return the error about a parameter that was changed or replaced."""
@@ -80,7 +96,7 @@ class KeptParams:
                 self._bucket.write_back()
             else:  # a copy of the rounded values would also round parameters that did not change
                 warnings.warn(f"{self._unit}: changes of parameters in their compute dtype are lost", stacklevel=2)
-        self.versions = []
+        self.versions, self._versions_of_shards = [], []
 
 
 class ParamRegistration(ABC):
@@ -123,6 +139,11 @@ class ParamRegistration(ABC):
     @abstractmethod
     def parameters(self) -> list[nn.Parameter]:
         """Parameters that an optimizer updates."""
+
+    @property
+    def is_outdated(self) -> bool:
+        """Return True if `parameters` were changed in place since full parameters were kept."""
+        return self._kept.is_outdated
 
     def restore(self) -> None:
         """Undo the sharding: register full parameters again. Collective."""
@@ -364,7 +385,7 @@ class PerParamRegistration(ParamRegistration):
 
     def register_post_forward(self) -> None:
         """Keep the unsharded leaves registered."""
-        self._kept.record(self.bucket.unsharded.params)
+        self._kept.record(self.bucket.unsharded.params, self._parameters)
 
     def register_sharded(self) -> None:
         """Register the sharded parameters."""

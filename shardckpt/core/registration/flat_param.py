@@ -76,7 +76,7 @@ class FlatParamRegistration(UnshardedGradRegistration):
 
     def register_post_forward(self) -> None:
         """Keep the unsharded leaves as attributes."""
-        self._kept.record(self.bucket.unsharded.params)
+        self._kept.record(self.bucket.unsharded.params, [self.flat])
 
     def register_sharded(self) -> None:
         """Set placeholders on the modules: reading freed memory would end the process."""

@@ -71,12 +71,13 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
         if not self.has_unsharded_grads and any(original.grad is not None for original in self._parameters):
             self.register_sharded()
             self._shows_shards = True
+            self._kept.record((), self._parameters)
             return
         for index, (original, full) in enumerate(zip(self._parameters, self.bucket.unsharded.tensors, strict=True)):
             original.data = full
             self._hook(index, original)
         self._shows_full = True
-        self._kept.record(self._parameters)
+        self._kept.record(self._parameters, self._parameters)
         self._register(self._parameters)
         for guard in self._guards:
             guard.install(is_allowed=True)
@@ -107,6 +108,7 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
         self._shows_full = False
         if self._shows_shards:  # what a user has changed since is taken over by the next all-gather
             self._shows_shards = False
+            self._kept.write_back()
             return
         self._kept.write_back()
         self._reset_data()

@@ -116,6 +116,23 @@ class BackwardOrder(Generic[Unit]):
                 return self._calls[position]
         return None
 
+    def sort_units(self, units: Sequence[Unit]) -> list[Unit]:
+        """Return units in the order of reductions on ranks that reach more calls than this one.
+
+        A unit is reduced behind the last of its calls that backward leaves, which is the first that began. So units
+        whose first call began later come first; units without calls come last.
+
+        Args:
+            units: Units, outer ones first.
+        """
+        began: dict[Unit, int] = {}
+        for call in sorted(self._calls, key=lambda call: (call.finished_before, -self._positions[call])):
+            began.setdefault(call.unit, len(began))
+        ordered = list(units)
+        ordered.reverse()
+        ordered.sort(key=lambda unit: began.get(unit, -1), reverse=True)
+        return ordered
+
     def _skip_after(self, position: int) -> Steps[Unit]:
         """Move to a position; yield the hooks of calls in between without gradients."""
         while self._cursor > position:

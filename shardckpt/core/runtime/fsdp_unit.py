@@ -102,6 +102,7 @@ class UnitParams:
         registrations: Registrations of the buckets on the modules.
         active: Registrations to compute with: empty while they are checked out.
         is_registered: Whether the unsharded parameters are registered on the modules.
+        is_kept: Whether full parameters were kept after a forward or a backward.
         is_checked_out: Whether other code, such as `summon_full_params`, currently registers full parameters.
         addresses: Data pointers of the unsharded buffers, unique while they have storage.
     """
@@ -111,6 +112,7 @@ class UnitParams:
         self.is_registered = False
         self.is_checked_out = False
         self.addresses: list[int] = []
+        self.is_kept = False
         self._copied_event: Event | None = None  # after the last copy of a gradient to the CPU
         self._partly_added: list[tuple[ParamRegistration, ReducedGrad, PendingFlags]] = []
 
@@ -218,6 +220,12 @@ class UnitParams:
         for registration in self.active:
             registration.register_post_forward()
         self.is_registered = False
+        self.is_kept = True
+
+    @property
+    def is_outdated(self) -> bool:
+        """Return True if the parameters were changed, as by a step, since full ones were kept."""
+        return self.is_kept and any(registration.is_outdated for registration in self.active)
 
     def reshard(self, *, keep_partial_shard: bool = False) -> None:
         """Register the sharded parameters and free the full ones.
@@ -226,6 +234,7 @@ class UnitParams:
             keep_partial_shard: Keep the larger shard over `post_forward_group` for the unshard in backward.
         """
         self.addresses.clear()
+        self.is_kept = False
         for registration in self.active:
             registration.register_sharded()
             registration.bucket.unsharded.reshard(keep_partial_shard=keep_partial_shard)

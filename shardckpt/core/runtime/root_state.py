@@ -408,10 +408,13 @@ class RootState:
             if self._order is not None:
                 self.recover()
             self._forward_id += 1
+            is_kept = has_calls = False
             for each in self.units:
-                if each.pending_forward_ids:
-                    break
-            else:
+                is_kept = is_kept or each.params.is_kept
+                has_calls = has_calls or bool(each.open_calls if unit is self.root else each.pending_forward_ids)
+            if is_kept:
+                _reshard_outdated(self.units)
+            if not has_calls:
                 self._calls = []
 
     def _begin_iteration(self) -> None:
@@ -420,13 +423,11 @@ class RootState:
             self.recover()
         if self._has_kept_params:  # a forward without backward kept them; they may be outdated
             self._has_kept_params = False
-            for unit in self.units:
-                unit.reshard()
+            _reshard_all(self.units)
         if self._rank_checks is not None:
             self._rank_checks.forward_begins()
         self.shard_writes.make_gathers_wait(begins_iteration=True)
         self._prefetcher.begin_iteration()
-        self._calls = []
 
     @compiler_disabled
     def post_forward(self, call: ForwardCall[FSDPUnit], output: Any) -> Any:
@@ -548,7 +549,7 @@ class RootState:
                 if RECOMPUTED in unit.pending_forward_ids and order.forward_ids.isdisjoint(unit.pending_forward_ids):
                     order.forward_ids |= unit.pending_forward_ids - {RECOMPUTED}
             self._run_steps(order.finish())
-            for unit in reversed(self.units):
+            for unit in order.sort_units(self.units):
                 if not unit.pending_forward_ids.isdisjoint({RECOMPUTED, *order.forward_ids}):
                     self._reduce(unit, order, order.forward_ids)
             if self.reductions.unreduced:
@@ -596,13 +597,26 @@ class RootState:
 
     def reset_after_error(self) -> None:
         """Reset every unit, without the gradients of the failed iteration."""
-        self._order = None
+        self._order, self._calls = None, []
         if self._rank_checks is not None:
             self._rank_checks.order.forget()
         self._prefetcher.forget()
-        self._calls = []
         self.reductions.reset_after_error()
         run_all(unit.reset_after_error for unit in self.units)
+
+
+def _reshard_outdated(units: Sequence[FSDPUnit]) -> None:
+    """Reshard units if parameters of any were changed since full ones were kept.
+
+    All of them: a rank does not see a step of a unit of which it has no elements.
+    """
+    if any(unit.params.is_outdated for unit in units):
+        _reshard_all(units)
+
+
+def _reshard_all(units: Sequence[FSDPUnit]) -> None:
+    for unit in units:
+        unit.reshard()
 
 
 def _is_complete(unit: FSDPUnit) -> bool:
