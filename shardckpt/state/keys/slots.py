@@ -134,7 +134,8 @@ def to_slot(parameter: nn.Parameter, value: Any) -> Slot:
         and (isinstance(value, DTensor) or value.dim())
     ):
         return Slot(Form.SHAPED, dtype)
-    if value.dim() == 0 and not value.is_complex():
+    is_partial = isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements)
+    if value.dim() == 0 and not value.is_complex() and not is_partial:
         return Slot(Form.SCALAR, dtype, (value.to_local() if isinstance(value, DTensor) else value).item())
     return Slot(Form.OPAQUE, dtype)
 

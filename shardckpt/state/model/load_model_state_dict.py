@@ -27,6 +27,7 @@ from shardckpt.state.adapters.model_index import (
     unwrap,
 )
 from shardckpt.state.adapters.name_collision import clean_keys
+from shardckpt.state.keys import plain_json
 from shardckpt.state.keys.inference import outside_inference_mode
 from shardckpt.state.keys.kinds import StateKind, detect_kind, get_metadata
 from shardckpt.state.keys.validation import StateMismatchError, digest, validate_input
@@ -142,7 +143,7 @@ def _mismatch_error(problems: Sequence[str]) -> StateMismatchError:
 def _broadcast_extra(given: _IncomingModelState, group: Group) -> dict[str, Any]:
     """Broadcast the extra state of rank 0. Collective."""
     data = group.broadcast(given.extra_as_json() if group.rank == 0 else None)
-    return given.extra if group.rank == 0 else dict(json.loads(data))
+    return given.extra if group.rank == 0 else dict(plain_json.decode(data))
 
 
 def _broadcast_keys(keys: Keys, group: Group) -> Keys:
@@ -214,12 +215,12 @@ class _IncomingModelState:
     def extra_as_json(self) -> bytes:
         """Return the extra state as JSON for other ranks; pickled objects are not sent."""
         try:
-            return json.dumps(self.extra).encode()
+            return plain_json.encode(self.extra)
         except (TypeError, ValueError) as error:
             raise StateMismatchError(
                 f"extra state of rank 0 alone cannot be sent to the other ranks: {error}",
                 where=", ".join(self.extra),
-                expected="numbers, strings, lists and dicts of them",
+                expected="numbers, strings, tensors, and lists, tuples and dicts of them",
                 fix="Give the state to every rank.",
             ) from error
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +22,7 @@ from shardckpt.state.adapters.base import Entry, ShardingAdapter, are_sharded_as
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
 from shardckpt.state.adapters.model_index import ModelIndex, index_complete_model, reshard_all, unwrap
 from shardckpt.state.adapters.sharded_tensor import optim_state_to_dtensors
+from shardckpt.state.keys import plain_json
 from shardckpt.state.keys.inference import outside_inference_mode
 from shardckpt.state.keys.kinds import StateKind, detect_kind, get_metadata, tensors
 from shardckpt.state.keys.slots import (
@@ -213,36 +213,18 @@ def _pack_for_broadcast(
 def _pack(survey: str, changes: Sequence[Mapping[str, Any]]) -> bytes:
     """Return survey and settings of rank 0 as bytes for the other ranks."""
     try:
-        text = json.dumps([{k: _plain(v) for k, v in change.items()} for change in changes])
+        return plain_json.encode([survey, [dict(change) for change in changes]])
     except TypeError as error:
         raise UsageError(
             f"settings of a group cannot be sent to the other ranks: {error}",
-            expected="numbers, strings, lists, tuples and tensors",
+            expected="numbers, strings, tensors, and lists, tuples and dicts of them",
             fix="Give the state to every rank.",
         ) from error
-    return json.dumps([survey, text]).encode()
 
 
 def _unpack(data: bytes) -> tuple[Survey, list[dict[str, Any]]]:
-    rows, text = json.loads(data)
-    return unpack_survey(rows.encode()), [{k: _rich(v) for k, v in change.items()} for change in json.loads(text)]
-
-
-def _plain(value: Any) -> Any:
-    """Return a setting as a JSON value, with tagged tensors and tuples."""
-    if isinstance(value, torch.Tensor):
-        return {"tensor": value.tolist(), "dtype": str(value.dtype)[6:]}
-    if isinstance(value, tuple):
-        return {"tuple": [_plain(item) for item in value]}
-    return value
-
-
-def _rich(value: Any) -> Any:
-    if isinstance(value, dict) and "tensor" in value:
-        return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]))
-    if isinstance(value, dict) and "tuple" in value:
-        return tuple(_rich(item) for item in value["tuple"])
-    return value
+    survey, changes = plain_json.decode(data)
+    return unpack_survey(survey.encode()), changes
 
 
 @dataclass(frozen=True)
