@@ -26,7 +26,7 @@ from shardckpt.checkpoint.stateful.flatten import (
     require_no_flat_shard,
     view_as_dtensor,
 )
-from shardckpt.checkpoint.stateful.numpy_arrays import check_array, has_torch_dtype, share_memory
+from shardckpt.checkpoint.stateful.numpy_arrays import check_array, has_torch_dtype, has_torch_strides, share_memory
 from shardckpt.checkpoint.stateful.stateful import (
     PerRank,
     Stateful,
@@ -147,7 +147,8 @@ class _LoadPlanner:
     def _numpy_array(self, value: np.ndarray[Any, Any], path: Path, put: Put) -> None:
         """Plan the load of an array: in place if the saved one fits, else as replacement."""
         check_array(value, path)
-        is_fillable = value.flags.writeable and value.size and value.dtype.isnative and has_torch_dtype(value)
+        is_fillable = value.flags.writeable and value.size and value.dtype.isnative
+        is_fillable = is_fillable and has_torch_dtype(value) and has_torch_strides(value)
         entry = self._builder.source.arrays.get(path)
         if is_fillable and (put is _refuse or entry is None or self._fits(value, entry)):
             self._builder.add_array(path, path, get_tensor_shards(share_memory(value)))

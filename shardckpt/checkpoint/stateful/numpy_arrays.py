@@ -37,6 +37,11 @@ def has_torch_dtype(value: np.ndarray[Any, Any]) -> bool:
     return dtypes.is_known(name) and dtypes.bits(name) == 8 * value.dtype.itemsize and hasattr(torch, name)
 
 
+def has_torch_strides(value: np.ndarray[Any, Any]) -> bool:
+    """Return True if a tensor can have the memory of an array: not of a reversed one, or of a field of records."""
+    return all(stride >= 0 and stride % value.dtype.itemsize == 0 for stride in value.strides)
+
+
 def tensor_from_numpy(value: np.ndarray[Any, Any], path: Path) -> torch.Tensor:
     """Return a numpy array as a tensor of the same elements.
 

@@ -39,3 +39,12 @@ def test_an_array_is_filled_in_place(tmp_path: Path, dtype: type) -> None:
 def test_an_array_of_elements_that_torch_lacks_is_refused_by_its_path(tmp_path: Path, dtype: type) -> None:
     with pytest.raises(shardckpt.errors.UnsupportedError, match=r"^arrays\.odd: a numpy array of type .* cannot be"):
         shardckpt.save({"arrays": {"odd": np.zeros(3).astype(dtype)}}, tmp_path / "step")
+
+
+@pytest.mark.parametrize("form", ["reversed", "field of records"])
+def test_an_array_whose_memory_torch_cannot_have_is_replaced(tmp_path: Path, form: str) -> None:
+    shardckpt.save({"array": np.arange(4.0)}, tmp_path / "step")
+    records = np.zeros(4, [("value", "f8"), ("flag", "u1")])
+    state = {"array": np.zeros(4)[::-1] if form == "reversed" else records["value"]}
+    shardckpt.load(state, tmp_path / "step")
+    np.testing.assert_array_equal(state["array"], np.arange(4.0))
