@@ -24,6 +24,9 @@ class LastStart:
     Nodes that a start does not use may have captures of an earlier one, which it cannot see: of other steps, or none of
     their marks. What it saves is newer, so it belongs to the next branch.
 
+    Captures in memory are found by the path of the root, which another run may have in another container. So the root
+    has the ids of the starts that captured for it.
+
     Args:
         open_root: Returns the store of the run's root. Raises ShardckptError.
         local: Folder of the local tier, for a record that was lost; empty without one.
@@ -38,6 +41,7 @@ class LastStart:
         self._id = secrets.token_hex(4)
         self._recorded: int | None = None
         self._last = RunRecord().start
+        self._known: tuple[str, ...] = ()
         self.lost = NOTHING_LOST
         self.is_in_doubt = False
 
@@ -61,7 +65,8 @@ class LastStart:
         found = read_run_record(store)
         if not (is_recorded and found.start.id):
             local = found.local or (self._local if is_recorded else "")
-            write_run_record(store, replace(found, local=local, start=CapturingStart(self._id, branch)))
+            start, starts = CapturingStart(self._id, branch), self._list_starts(found)
+            write_run_record(store, replace(found, local=local, start=start, starts=starts))
             self._recorded = branch
         self.is_in_doubt = False
 
@@ -81,7 +86,8 @@ class LastStart:
         if self._recorded is None or committed == NO_STEP or (found.lost == lost and found.start.id):
             return False
         start = found.start if found.start.id else CapturingStart(self._id, self._recorded)
-        write_run_record(store, replace(found, local=found.local or self._local, start=start, lost=lost))
+        local, starts = found.local or self._local, self._list_starts(found)
+        write_run_record(store, replace(found, local=local, start=start, lost=lost, starts=starts))
         self.lost = lost
         return True
 
@@ -98,6 +104,27 @@ class LastStart:
         """Read the record of the starts before. Raises ShardckptError if the root cannot be read."""
         record = read_run_record(self._open_root())
         self._last, self.lost = record.start, record.lost
+        if record.starts:
+            self._known = self._list_starts(record)[:-1]
+
+    def _list_starts(self, record: RunRecord) -> tuple[str, ...]:
+        """Return the ids of the starts that captured for this root, with those of a record; this one is the last."""
+        others = dict.fromkeys([*record.starts, record.start.id, *self._known])
+        return (*(each for each in others if each not in ("", self._id)), self._id)
+
+    def has_captured(self, attempt: str) -> bool:
+        """Return True unless a capture is of a start that never captured for this root.
+
+        Args:
+            attempt: Result of `make_attempt` that it has.
+        """
+        start = attempt.partition("-")[0]
+        return not self._known or start in ("", self._id, *self._known)
+
+    def add_found(self, attempts: Iterable[str]) -> None:
+        """Record that the captures of some attempts are of this root: a record that was lost does not name them."""
+        found = dict.fromkeys(each.partition("-")[0] for each in attempts)
+        self._known = tuple(dict.fromkeys([*self._known, *(each for each in found if each)]))
 
     def find_replaced(self, captured: Mapping[str, tuple[tuple[int, int], str]]) -> set[str]:
         """Return the captures of earlier starts that are not older than the first one of the last start in its branch.

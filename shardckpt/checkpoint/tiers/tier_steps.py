@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar
 from shardckpt.checkpoint.coordinator import Coordinator
 from shardckpt.checkpoint.peers.node_files import NodeCatalog, NodeReport, report_files
 from shardckpt.checkpoint.peers.open_peers import OpenedTiers
+from shardckpt.checkpoint.run.last_start import LastStart
 from shardckpt.checkpoint.run.root_position import RootPosition
 from shardckpt.checkpoint.run.step_finder import FoundStep, PlaceReads, StepFault, find_next_branch
 from shardckpt.checkpoint.tiers.capture_tier import TierPlace
@@ -111,6 +112,24 @@ def find_attempt(found: FoundStep, captures: Sequence[Capture], in_root: StepFol
     if in_root is not None and any(each.is_in_root for each in same):
         saves.add(in_root.save)
     return next((each.after for each in same), ""), saves
+
+
+def find_unknown(captures: Sequence[Capture], last_start: LastStart, root: str) -> set[str]:
+    """Return the saves of captures in memory that no start of this run has made, and log that.
+
+    Args:
+        captures: Captures in memory.
+        last_start: The start of the run that captured last, read before.
+        root: Path or URL of the root.
+    """
+    unknown = {each.save for each in captures if not (each.is_in_root or last_start.has_captured(each.attempt))}
+    if unknown:
+        _LOG.warning(
+            "captures in memory of another run, whose root has the path %s elsewhere, as in another container, are not "
+            "used: set SHARDCKPT_NODE to another name for each of these runs",
+            root,
+        )
+    return unknown
 
 
 _T = TypeVar("_T")

@@ -36,6 +36,7 @@ from shardckpt.checkpoint.tiers.tier_steps import (
     choose_newest,
     drop_capture,
     find_attempt,
+    find_unknown,
     list_node_copies,
     open_own,
     read_capture_about,
@@ -48,6 +49,7 @@ from shardckpt.events.warn_user import warn_user
 from shardckpt.format.durability.run_record import NOTHING_LOST, RECORD
 from shardckpt.format.durability.step_copies import (
     LOCAL,
+    MEMORY,
     StepCopy,
     decode_durability,
     encode_copies,
@@ -116,12 +118,15 @@ class TieredFinder(StepFinder):
         self.position = (self.position or RootPosition())._replace(committed=state.newest)
         self.last_start.read()
         captures: list[Capture] = []
+        unused: set[str] = set()
         for place in self._places:
             drop = partial(self._drop_captures_of_another_run, place, state)
-            captures += read_tier(place, drop, list[Capture]())
-        left_out = {each.save for each in captures if not each.is_of_run}.union(
-            self._find_replaced(captures, wanted, passed)
-        )
+            here = read_tier(place, drop, list[Capture]())
+            captures += here
+            unused |= find_unknown(here, self.last_start, self.root) if place.name == MEMORY else set()
+        unused |= {each.save for each in captures if not each.is_of_run}
+        self.last_start.add_found(each.attempt for each in captures if each.save not in unused)
+        left_out = unused.union(self._find_replaced(captures, wanted, passed))
         faults: dict[str, Sequence[TierFault]] = {}
 
         def find(place: TierPlace) -> FoundStep:

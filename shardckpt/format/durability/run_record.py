@@ -18,6 +18,9 @@ RECORD = ".shardckpt-run.json"
 
 _MOST_BYTES = 1 << 16
 
+_MOST_STARTS = 64
+"""Maximum number of starts in a record: memory keeps the captures of the last few."""
+
 _UNIT_BYTES = 1 << 12
 """Records are filled up with spaces to a multiple of this; one with 64 failed steps has fewer bytes."""
 
@@ -88,18 +91,22 @@ class RunRecord:
         attempts: Steps after whose restore the run failed, or may be about to.
         start: Start of the run that captured last.
         lost: Steps that the root had lost last while a start went on.
+        starts: Ids of the starts that have captured, or whose captures were found; empty if unknown.
     """
 
     local: str = ""
     attempts: tuple[Attempt, ...] = ()
     start: CapturingStart = NO_START
     lost: LostSteps = NOTHING_LOST
+    starts: tuple[str, ...] = ()
 
     def encode(self) -> bytes:
         """Return the record as a line of JSON."""
         fields: dict[str, Any] = {"local": self.local, "attempts": self.attempts, "start": self.start}
         if self.lost.start:
             fields["lost"] = self.lost
+        if self.starts:
+            fields["starts"] = self.starts[-_MOST_STARTS:]
         return json.dumps(fields).encode("ascii") + b"\n"
 
     @classmethod
@@ -113,11 +120,13 @@ class RunRecord:
             return cls()
         local, attempts, start = found.get("local"), found.get("attempts"), found.get("start")
         listed = attempts if isinstance(attempts, list) else []
+        starts = found.get("starts")
         return cls(
             local if isinstance(local, str) and "\0" not in local else "",
             tuple(Attempt(*each) for each in listed if _is_attempt(each)),
             _decode_start(start),
             _decode_lost(found.get("lost")),
+            tuple(each for each in starts if isinstance(each, str)) if isinstance(starts, list) else (),
         )
 
 

@@ -108,3 +108,38 @@ def test_captures_of_earlier_starts_count_only_below_those_of_the_last_one_in_it
     assert start.find_replaced(captured) == {"same step", "higher"}
     del captured["own"], captured["own next"]
     assert start.find_replaced(captured) == set(), "nothing of the last start is left"
+
+
+def test_captures_of_starts_that_captured_for_this_root_are_known_to_later_starts(open_root, tmp_path):
+    first, second, elsewhere = LastStart(open_root), LastStart(open_root), LastStart(open_root)
+    attempts = [each.make_attempt() for each in (first, second)]
+    first.record(0)
+    second.record(0)
+    later = LastStart(open_root)
+    assert later.has_captured(elsewhere.make_attempt()), "nothing has been read"
+    later.read()
+    assert all(map(later.has_captured, ["", later.make_attempt(), *attempts]))
+    assert not later.has_captured(elsewhere.make_attempt())
+
+
+def test_starts_whose_captures_were_found_without_a_record_are_known_from_the_next_capture_on(open_root, tmp_path):
+    found, last = LastStart(open_root), LastStart(open_root)
+    last.record(0)
+    (tmp_path / RECORD).unlink()
+    start = LastStart(open_root)
+    start.read()
+    start.add_found([found.make_attempt(), ""])
+    start.record(0)
+    later = LastStart(open_root)
+    later.read()
+    assert later.has_captured(found.make_attempt()) and later.has_captured(start.make_attempt())
+    assert not later.has_captured(last.make_attempt())
+
+
+def test_the_record_names_the_last_64_starts(open_root):
+    starts = [LastStart(open_root) for _ in range(66)]
+    for start in starts:
+        start.record(0)
+    later = LastStart(open_root)
+    later.read()
+    assert [later.has_captured(each.make_attempt()) for each in starts] == [False] * 2 + [True] * 64

@@ -574,6 +574,32 @@ def test_processes_with_other_folders_of_sockets_are_on_other_nodes(tmp_path, mo
     assert peer_memory.find_node_id() != node
 
 
+def test_a_run_never_restores_captures_of_another_one_whose_root_has_the_same_path(tmp_path, caplog):
+    """As that of another container of the machine, in which another folder has the path."""
+    root = tmp_path / "run"
+
+    @contextmanager
+    def mounted(name: str) -> Iterator[Checkpointer]:
+        (tmp_path / name).rename(root)
+        yield make(root, save_every=2)
+        root.rename(tmp_path / name)
+
+    for value, name in enumerate(("one", "two")):
+        (tmp_path / name).mkdir()
+        with mounted(name) as ck:
+            for step in (2, 3):
+                ck.save(step, {"w": torch.full((3,), float(value))})
+                ck.wait()
+    with mounted("one") as ck:
+        found = {"w": torch.full((3,), -1.0)}
+        assert ck.restore(found) == 2
+    assert found["w"].tolist() == [0.0] * 3
+    assert "of another run" in caplog.text and "SHARDCKPT_NODE" in caplog.text
+    with mounted("two") as ck:
+        assert ck.restore(found) == 3, "they stay for their own run"
+    assert found["w"].tolist() == [1.0] * 3
+
+
 def test_a_wait_that_is_interrupted_can_be_repeated(tmp_path, monkeypatch):
     ck, results = make(tmp_path / "run"), []
 

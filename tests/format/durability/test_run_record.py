@@ -26,9 +26,12 @@ STARTS = st.builds(CapturingStart, st.text(), st.integers(0))
 LOST = st.just(NOTHING_LOST) | st.builds(LostSteps, st.text(min_size=1), st.integers(0), st.integers(0))
 
 
-@given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])), ATTEMPTS, STARTS, LOST)
-def test_a_record_is_read_back(folder, attempts, start, lost):
-    record = RunRecord(folder, attempts, start, lost)
+IDS = st.lists(st.text(), max_size=64).map(tuple)
+
+
+@given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])), ATTEMPTS, STARTS, LOST, IDS)
+def test_a_record_is_read_back(folder, attempts, start, lost, starts):
+    record = RunRecord(folder, attempts, start, lost, starts)
     assert RunRecord.decode(record.encode()) == record
 
 
@@ -42,6 +45,7 @@ JSON = st.recursive(
     | JSON.map(lambda found: json.dumps({"local": found, "attempts": found, "start": found}).encode())
     | JSON.map(lambda found: json.dumps({"start": [found, found]}).encode())
     | JSON.map(lambda found: json.dumps({"lost": found}).encode())
+    | JSON.map(lambda found: json.dumps({"starts": found}).encode())
     | JSON.map(lambda found: json.dumps({"lost": ["x", found, found]}).encode())
     | JSON.map(lambda found: json.dumps({"attempts": [found, [1, 2, 3]]}).encode())
     | st.just(b"[" * 100_000)
@@ -52,6 +56,7 @@ def test_other_bytes_are_a_record_of_the_right_types(data):
     assert all(type(number) is int for attempt in record.attempts for number in attempt)
     assert [*map(type, record.start)] == [str, int] and record.start.branch >= 0
     assert [*map(type, record.lost)] == [str, int, int]
+    assert all(type(each) is str for each in record.starts)
 
 
 def test_a_run_without_a_record_or_with_a_huge_one_has_a_new_one(tmp_path):
