@@ -7,7 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from shardckpt.errors import IncompleteError, describe_missing
-from shardckpt.format.huggingface.index_files import read_index, two_files_error, unindexed_error
+from shardckpt.format.huggingface.index_files import (
+    old_index_warning,
+    read_index,
+    two_files_error,
+    unindexed_error,
+)
 from shardckpt.format.ranks.fsdp1_metadata import read_metadata
 from shardckpt.format.ranks.merged_reader import merge_rank_files
 from shardckpt.format.reader import Evidence, Format, Reader, Source
@@ -90,8 +95,13 @@ def open_hf(source: Source) -> Reader:
     sizes = {e.name: e.size for e in store.list() if not e.is_folder}
     indexes = [source.file] if source.file is not None else [n for n in sizes if n.endswith(INDEX_SUFFIX)]
     weight_map: dict[str, str] = {}
+    warnings: list[str] = []
     for index in indexes:
-        weight_map |= read_index(store, index, sizes.get(index, 0))[0]
+        files = read_index(store, index, sizes.get(index, 0))[0]
+        if f"{index.removesuffix(INDEX_SUFFIX)}.bin" in sizes and not any(file in sizes for file in files.values()):
+            warnings.append(old_index_warning(index))
+        else:
+            weight_map |= files
     chosen = sorted(set(weight_map.values())) or _unindexed(store, sizes)
     missing = [name for name in chosen if name not in sizes]
     if missing:
@@ -107,9 +117,8 @@ def open_hf(source: Source) -> Reader:
     ignored = [n for n in _loose_names(sizes) if n not in (*chosen, *optimizer)]
     if ignored:
         shown = ", ".join(sorted(ignored)[:4])
-        warnings = (*reader.manifest.warnings, f"other torch files here are ignored, name one to read it: {shown}")
-        reader = reader.with_manifest(replace(reader.manifest, warnings=warnings))
-    return reader
+        warnings.append(f"other torch files here are ignored, name one to read it: {shown}")
+    return reader.with_manifest(replace(reader.manifest, warnings=(*reader.manifest.warnings, *warnings)))
 
 
 def _unindexed(store: Store, sizes: Mapping[str, int]) -> list[str]:

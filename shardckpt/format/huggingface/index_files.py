@@ -79,6 +79,8 @@ def choose(store: Store, sizes: Mapping[str, int], indexes: Sequence[str]) -> Fi
         UnsupportedError: The files are those of vLLM's ranks.
     """
     read = {name: _read_index(store, name) for name in indexes}
+    old = [name for name, index in read.items() if _is_replaced(name, index, sizes)]
+    read = {name: index for name, index in read.items() if name not in old}
     model = [index for name, index in read.items() if not name.startswith(OPTIMIZER)]
     if not read and len({found["rank"] for found in map(_VLLM_RANK.fullmatch, sizes) if found}) > 1:
         raise UnsupportedError(
@@ -102,8 +104,20 @@ def choose(store: Store, sizes: Mapping[str, int], indexes: Sequence[str]) -> Fi
     else:
         groups = PARAM_GROUPS if any(name.startswith(OPTIMIZER) for name in chosen) else ""
     ignored = sorted(name for name in sizes if name not in chosen)
-    warning = f"{len(ignored)} safetensors files are not in the index and are ignored: {', '.join(ignored[:4])}"
-    return Files(chosen, weight_map, groups, (warning,) if ignored else (), tuple(islice(_holes(chosen), _MOST_HOLES)))
+    warnings = [old_index_warning(name) for name in old]
+    if ignored:
+        shown = ", ".join(ignored[:4])
+        warnings.append(f"{len(ignored)} safetensors files are not in the index and are ignored: {shown}")
+    return Files(chosen, weight_map, groups, tuple(warnings), tuple(islice(_holes(chosen), _MOST_HOLES)))
+
+
+def _is_replaced(name: str, index: _Index, sizes: Mapping[str, int]) -> bool:
+    """Return True if a save in one file replaced the files of an index.
+
+    transformers removes these files, leaves their index, and loads the one file.
+    """
+    has_one = name.removesuffix(INDEX_SUFFIX) + SUFFIX in sizes and index.optimizer_files is None
+    return has_one and not any(file in sizes for file in index.weight_map.values())
 
 
 def _choose_preferred(loose: Sequence[str]) -> list[str]:
@@ -159,6 +173,11 @@ def _read_index(store: Store, name: str) -> _Index:
     _require_plain((*(files or ()), str(groups) or PARAM_GROUPS), f"{store.url}/{name}")
     folder = name.rpartition("/")[0]
     return _Index({key: f"{folder}/{file}" if folder else file for key, file in weight_map.items()}, files, str(groups))
+
+
+def old_index_warning(name: str) -> str:
+    """Return the warning of an index whose files a save in one file replaced."""
+    return f"{name} is of an earlier save, none of its files is there, and it is ignored"
 
 
 def two_files_error(name: str, where: str, other: str) -> FormatError:

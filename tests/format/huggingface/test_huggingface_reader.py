@@ -138,6 +138,28 @@ class TestWithIndex:
         assert manifest.files[self.FILES[1]] == -1
         assert ("t1",) in manifest.tensors
 
+    @pytest.mark.parametrize("is_torch", [False, True])
+    def test_an_index_of_an_earlier_save_in_several_files_is_ignored(self, is_torch: bool, tmp_path: Path) -> None:
+        """transformers removes the files of such an index, and keeps the index."""
+        name = "pytorch_model.bin" if is_torch else "model.safetensors"
+        stem, suffix = name.split(".")
+        index = {"weight_map": {"a": f"{stem}-00001-of-00002.{suffix}", "b": f"{stem}-00002-of-00002.{suffix}"}}
+        (tmp_path / f"{name}.index.json").write_text(json.dumps(index))
+        tensors = {"a": ones(3)}
+        torch.save(tensors, tmp_path / name) if is_torch else save_file(tensors, tmp_path / name, {"format": "pt"})
+        manifest = open_checkpoint(str(tmp_path)).manifest
+        assert [entry.shape for entry in manifest.tensors.values()] == [(3,)]
+        assert manifest.warnings == (
+            f"{name}.index.json is of an earlier save, none of its files is there, and it is ignored",
+        )
+
+    def test_an_index_with_one_of_its_files_counts(self, tmp_path: Path) -> None:
+        index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+        url = write(
+            tmp_path, {"model.safetensors": {"a": ones(3)}, "model-00001-of-00002.safetensors": {"a": ones()}}, index
+        )
+        assert open_checkpoint(url).manifest.files["model-00002-of-00002.safetensors"] == -1
+
     def test_an_index_that_names_a_tensor_its_file_lacks(self, tmp_path: Path) -> None:
         url = self.shards(tmp_path, weight_map={"t0": self.FILES[0], "gone": self.FILES[1]})
         with pytest.raises(IncompleteError, match="gone"):
