@@ -27,7 +27,7 @@ from shardckpt.offline.consolidate import export, parse_options
 from shardckpt.offline.select.options import MergeParams
 from shardckpt.offline.select.selection import Selection
 from shardckpt.offline.write.report import Report
-from shardckpt.plan.adapter import LowRank, plan_merge
+from shardckpt.plan.adapter import LowRank, list_changed, plan_merge
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.layout.output_files import Change
 from shardckpt.storage.resolve_url import as_url
@@ -35,6 +35,9 @@ from shardckpt.storage.resolve_url import as_url
 _CONFIG = "adapter_config.json"
 _EMBEDDINGS = (["embed_tokens"], ["wte"], ["word_embeddings"], ["embed_in"], ["tok_embeddings"])
 """Last parts of the names of modules that embed tokens, in models of transformers."""
+_HEADS = ("lm_head", "embed_out")
+"""Last parts of the names of modules that their config may tie to the embeddings."""
+_UNTIED = "{} and {} are tied in the base, and no more: config.json may have to say so"
 
 
 def merge_adapter(
@@ -84,7 +87,7 @@ def merge_adapter(
     opened = [_open_adapter(as_url(path), weight) for path, weight in zip(paths, weights, strict=True)]
 
     def change(selection: Selection, config: Mapping[str, object]) -> Selection:
-        merged = _merge(selection, opened)
+        merged = _merge(_add_tied_heads(selection, config, opened), opened)
         return replace(merged, warnings=(*merged.warnings, *_warnings_of_ties(merged, config)))
 
     return export(base, dst, chosen, on_progress, change=change)
@@ -137,6 +140,25 @@ def _open_adapter(path: str, weight: float) -> _Adapter:
     return _Adapter(opened, read_json(opened.store, _CONFIG), weight)
 
 
+def _add_tied_heads(selection: Selection, config: Mapping[str, object], adapters: Sequence[_Adapter]) -> Selection:
+    """Return the base's tensors with heads that adapters change and that the files lack, since the config ties them.
+
+    Such a head begins as a copy of the embeddings.
+    """
+    known = {tensor.name for tensor in selection.model} | selection.ties.keys()
+    embedding = next((tensor for tensor in selection.model if _is_embedding(tensor.name)), None)
+    if embedding is None or not _ties_embeddings(config):
+        return selection
+    changed = {name for each in adapters for name in list_changed(map(dotted, each.reader.manifest.tensors))}
+    heads = sorted(name for name in changed - known if name.rpartition(".")[0].split(".")[-1] in _HEADS)
+    return replace(
+        selection,
+        model=(*selection.model, *(replace(embedding, name=head) for head in heads)),
+        order=(*selection.order, *heads),
+        warnings=(*selection.warnings, *(_UNTIED.format(head, embedding.name) for head in heads)),
+    )
+
+
 def _merge(selection: Selection, adapters: Sequence[_Adapter]) -> Selection:
     """Return the base's tensors with their changes."""
     tensors = {tensor.name: tensor for tensor in selection.model}
@@ -150,7 +172,7 @@ def _merge(selection: Selection, adapters: Sequence[_Adapter]) -> Selection:
         if name in own or kept in own:
             del ties[name]
             tensors[name] = replace(tensors[kept], name=name)
-            warnings.append(f"{name} and {kept} are tied in the base, and no more: config.json may have to say so")
+            warnings.append(_UNTIED.format(name, kept))
         elif name in changes:
             if kept in changes:
                 raise UnsupportedError("the adapter changes two names of one tensor", found=f"{name}, {kept}")
@@ -174,8 +196,7 @@ def _merge(selection: Selection, adapters: Sequence[_Adapter]) -> Selection:
 
 def _warnings_of_ties(merged: Selection, config: Mapping[str, object]) -> list[str]:
     """Return warnings of changed embeddings that only the head of the merged model uses too."""
-    text = config.get("text_config")
-    if not any(isinstance(each, Mapping) and each.get("tie_word_embeddings") is True for each in (config, text)):
+    if not _ties_embeddings(config):
         return []
     names = {tensor.name for tensor in merged.model} | merged.ties.keys()
     changed = [tensor.name for tensor in merged.model if tensor.change is not None]
@@ -183,8 +204,18 @@ def _warnings_of_ties(merged: Selection, config: Mapping[str, object]) -> list[s
         f"{name} is changed, and config.json ties the head to it (tie_word_embeddings): the head of the merged model"
         " changes too, that of the model with the adapter does not"
         for name in changed
-        if name.split(".")[-2:-1] in _EMBEDDINGS and not any(each.endswith("lm_head.weight") for each in names)
+        if _is_embedding(name) and not any(each.endswith("lm_head.weight") for each in names)
     ]
+
+
+def _ties_embeddings(config: Mapping[str, object]) -> bool:
+    """Return True if a model's config ties the head to the embeddings."""
+    text = config.get("text_config")
+    return any(isinstance(each, Mapping) and each.get("tie_word_embeddings") is True for each in (config, text))
+
+
+def _is_embedding(name: str) -> bool:
+    return name.split(".")[-2:-1] in _EMBEDDINGS
 
 
 def _add_changes(adapter: _Adapter, known: Mapping[str, Shape], changes: dict[str, Change]) -> frozenset[str]:

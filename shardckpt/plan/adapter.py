@@ -112,6 +112,17 @@ def plan_merge(config: Mapping[str, Any], adapter: Mapping[str, Shape], base: Ma
     return Merge(added, replaced)
 
 
+def list_changed(adapter: Iterable[str]) -> set[str]:
+    """Return the names in the base of the tensors that an adapter changes.
+
+    Args:
+        adapter: Names of the adapter's tensors.
+    """
+    matches = ((name, _FACTOR.fullmatch(name)) for name in adapter)
+    names = (_OTHERS.sub("", name) if match is None else f"{match['module']}.weight" for name, match in matches)
+    return {name.removeprefix(_PREFIX) for name in names}
+
+
 def _require_lora(config: Mapping[str, Any], names: Iterable[str], where: str) -> None:
     kind = config.get("peft_type")
     if kind != "LORA":

@@ -317,6 +317,39 @@ def test_an_adapter_is_merged_into_the_base_as_saved_only_where_peft_gives_the_s
         torch.testing.assert_close(found[name], truth[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["q_proj", "lm_head"]},
+    ],
+    ids=["saved-both", "saved-head", "lora-head"],
+)
+def test_a_head_that_the_files_of_the_base_lack_is_merged_as_the_adapter_computes(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """transformers writes a head that is tied to the embeddings under their name alone."""
+    peft = pytest.importorskip("peft")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(6)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, tie_word_embeddings=True, **sizes))
+    model.save_pretrained(tmp_path / "base")
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, lora_alpha=4, init_lora_weights=False, **settings))
+    for name, parameter in wrapped.named_parameters():
+        parameter.data += torch.randn_like(parameter) * ("modules_to_save.default" in name)
+    wrapped.save_pretrained(tmp_path / "adapter")
+    report = shardckpt.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    base = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    truth = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    merged = LlamaForCausalLM.from_pretrained(tmp_path / "out").eval()
+    tokens = torch.arange(8)[None]
+    torch.testing.assert_close(merged(tokens).logits, truth(tokens).logits, rtol=1e-4, atol=1e-4)
+    assert any("tied in the base, and no more" in warning for warning in report.warnings)
+
+
 def _two_adapters(folder: Path) -> Any:
     """Write a base and two adapters with peft itself; return the wrapped model."""
     peft = pytest.importorskip("peft")
