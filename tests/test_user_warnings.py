@@ -63,3 +63,18 @@ def test_a_thread_without_a_line_of_the_user_warns_with_its_own_name() -> None:
     assert caught[0].filename == "<thread shardckpt-promote>", "threading.py says nothing"
     shown = warnings.formatwarning(caught[0].message, caught[0].category, caught[0].filename, caught[0].lineno)
     assert shown == "<thread shardckpt-promote>:0: UserWarning: careful\n"
+
+
+def test_where_warnings_are_errors_a_background_thread_logs_them_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    ended: list[bool] = []
+
+    warn = define_calls("shardckpt.checkpoint.anything")
+    work = eval("lambda: (warn(), ended.append(True))", {"__name__": "shardckpt.work", "warn": warn, "ended": ended})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        with pytest.raises(UserWarning, match="careful"):
+            define_calls("shardckpt.checkpoint.anything")()
+    assert ended and caplog.messages == ["careful"]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 import threading
 import warnings
+
+_LOG = logging.getLogger("shardckpt")
 
 _BETWEEN = sys.stdlib_module_names | {
     "accelerate",
@@ -27,7 +30,8 @@ _OF_THREADS: dict[str | tuple[str, type[Warning], int], int] = {}
 def warn_user(message: str) -> None:
     """Warn at the innermost line that is neither of this package nor of a library that called it.
 
-    A background thread has no such line: there the warning names the thread, and no file of the standard library.
+    A background thread has no such line: there the warning names the thread, and no file of the standard library. Where
+    warnings are errors, it is logged there: nobody would get the error, and the work of the thread would end.
 
     Args:
         message: Text of the warning.
@@ -39,4 +43,9 @@ def warn_user(message: str) -> None:
             return
         frame, level = frame.f_back, level + 1
     place = f"<thread {threading.current_thread().name}>"
-    warnings.warn_explicit(message, UserWarning, place, 0, "shardckpt", _OF_THREADS)
+    try:
+        warnings.warn_explicit(message, UserWarning, place, 0, "shardckpt", _OF_THREADS)
+    except UserWarning:
+        if threading.current_thread() is threading.main_thread():
+            raise
+        _LOG.warning("%s", message)

@@ -158,6 +158,23 @@ def test_a_copy_that_fails_is_one_warning_an_event_and_no_claim(tmp_path, monkey
     assert run.list_local() == [6], "one attempt is left out"
 
 
+def test_where_warnings_are_errors_a_copy_that_fails_ends_no_later_copies(tmp_path, monkeypatch):
+    def refuse(source: str, target: str) -> int:
+        raise NoSpaceError("no space")
+
+    run = Run(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with monkeypatch.context() as full:
+            full.setattr(promoter, "copy_stored_step", refuse)
+            run.save(2)
+            run.ck.wait()
+        run.save(4, 6)
+        run.ck.wait()
+    assert run.list_local() == [6], "one attempt is left out"
+    assert [holder.steps for holder in shardckpt.tiers().holders] == [(6,)], "nothing waits for a copy"
+
+
 def test_a_step_that_is_saved_again_while_it_is_copied_is_no_fault_of_the_tier(tmp_path, monkeypatch):
     run, begun, may_read = Run(tmp_path), threading.Event(), threading.Event()
     read = copy_files.read_blocks
