@@ -206,7 +206,7 @@ def _copy_and_start(
     """Plan with the other ranks, start the thread that writes, and copy the state."""
     with lane.pending.entry, gc_paused():
         with task.phase("waiting"):
-            refusal = fault or _refusal(lane.pending, on_busy)
+            refusal = fault or _refusal(lane, on_busy)
         with task.phase("capture"):
             saver = lane.savers.get(group, refusal)
             task.recorder.values["rank"] = saver.channels.main.rank
@@ -272,13 +272,17 @@ def _require_way_when_busy(on_busy: Any) -> None:
         raise UsageError("`on_busy` must be 'wait' or 'raise'", found=repr(on_busy))
 
 
-def _refusal(pending: PendingSave, on_busy: OnBusy) -> Exception | None:
-    """Return why this rank cannot save now; wait for a running save if requested."""
+def _refusal(lane: SaveLane, on_busy: OnBusy) -> Exception | None:
+    """Return why this rank cannot save now; wait for a running save if requested.
+
+    A capture does not fail for another one that did: the tier of that one finds it, and it may be of another run.
+    """
+    pending = lane.pending
     busy = pending.busy_with
     if busy and on_busy == "raise":
         return UsageError("another save is under way", where=busy, fix="Ask for its result, or pass on_busy='wait'.")
     pending.wait()
-    return pending.unretrieved_error()
+    return None if lane.is_for_captures else pending.unretrieved_error()
 
 
 class _Copy:

@@ -600,6 +600,17 @@ def test_a_run_never_restores_captures_of_another_one_whose_root_has_the_same_pa
     assert found["w"].tolist() == [1.0] * 3
 
 
+def test_captures_of_one_run_go_on_while_those_of_another_one_of_the_process_fail(tmp_path):
+    large, small = make(tmp_path / "large", max_bytes=100_000), make(tmp_path / "small")
+    with pytest.warns(UserWarning, match="too many bytes") as warned:
+        for step in (1, 2, 3):
+            large.save(step, {"w": torch.zeros(100_000)})
+            save(small, step)
+            assert small.durability(step).survives == {"process"}
+        large.wait()
+    assert len(warned) == 1
+
+
 def test_a_wait_that_is_interrupted_can_be_repeated(tmp_path, monkeypatch):
     ck, results = make(tmp_path / "run"), []
 
