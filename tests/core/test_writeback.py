@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from harness import raised_everywhere, run
@@ -94,3 +96,46 @@ def test_a_module_may_be_wrapped_anew_after_it_was_trained_below_another_root():
         return torch.equal(before, after) and second.check_is_root() and inner[0]._flat_param.grad is not None
 
     assert run(2, body) == [True, True]
+
+
+def answer(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.ones(2, 5))
+
+
+@STYLES
+@pytest.mark.parametrize("strategy", [Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP, Strategy.NO_SHARD])
+def test_a_call_with_other_parameters_changes_no_parameter(style: Style, strategy: Strategy):
+    def body(rank: int, world: int) -> list[bool]:
+        model = sharder(style, strategy)(pair())
+        before = answer(model)
+        found = []
+        for factor in (0.5, 2.0):
+            if not style.wraps:
+                model.reshard()  # full parameters may be registered after a forward
+            others = {name: each.detach() * factor for name, each in model.named_parameters()}
+            plain = {name: each.detach() * factor for name, each in pair().named_parameters()}
+            with torch.no_grad() if factor < 1 else contextlib.nullcontext():
+                inside = torch.func.functional_call(model, others, (torch.ones(2, 5),))
+            found.append(torch.allclose(inside, torch.func.functional_call(pair(), plain, (torch.ones(2, 5),))))
+            found.append(torch.equal(answer(model), before))
+        return found
+
+    assert run(2, body) == [[True] * 4] * 2
+
+
+@pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
+@pytest.mark.parametrize("strategy", [Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP])
+def test_data_that_is_exchanged_and_put_back_has_the_values_of_before(orig: bool, strategy: Strategy):
+    def body(rank: int, world: int) -> list[bool]:
+        model = shard(pair(), use_orig_params=orig, sharding_strategy=strategy)
+        before = answer(model)
+        averages = [each.detach().clone() * 0.5 for each in model.parameters()]
+        outputs = []
+        for _ in range(4):
+            for index, each in enumerate(model.parameters()):
+                each.data, averages[index] = averages[index], each.data
+            outputs.append(answer(model))
+        return [torch.equal(output, before) for output in outputs]
+
+    assert run(2, body) == [[False, True, False, True]] * 2

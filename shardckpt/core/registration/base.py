@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from shardckpt.core.errors import ChangedError, NotGatheredError, StateError
 from shardckpt.core.modules import autograd_hooks
-from shardckpt.core.modules.fqn_and_params import Name, register
+from shardckpt.core.modules.fqn_and_params import Name, ParamLocation, register
 from shardckpt.core.params.gradient_reduction import ReducedGrad
 from shardckpt.core.params.param_bucket import Bucket
 from shardckpt.core.registration.placeholders import WAYS_OUT
@@ -105,12 +105,15 @@ class ParamRegistration(ABC):
     Args:
         bucket: Bucket of the parameters.
         unit: Name of the unit, for messages.
+
+    Attributes:
+        kept: Full parameters that stay registered between forward and backward.
     """
 
     def __init__(self, bucket: Bucket, unit: Name) -> None:
         self.bucket = bucket
         self._unit = unit
-        self._kept = KeptParams(bucket, unit)
+        self.kept = KeptParams(bucket, unit)
         for member in bucket.members:
             member.identity.hold(self)
 
@@ -140,10 +143,9 @@ class ParamRegistration(ABC):
     def parameters(self) -> list[nn.Parameter]:
         """Parameters that an optimizer updates."""
 
-    @property
-    def is_outdated(self) -> bool:
-        """Return True if `parameters` were changed in place since full parameters were kept."""
-        return self._kept.is_outdated
+    def find_replaced(self) -> list[tuple[ParamLocation, nn.Parameter]]:
+        """Return places of parameters where a user registered others, with these."""
+        return []
 
     def restore(self) -> None:
         """Undo the sharding: register full parameters again. Collective."""
@@ -377,20 +379,33 @@ class PerParamRegistration(ParamRegistration):
         """Parameters that an optimizer updates."""
         return self._parameters
 
+    def find_replaced(self) -> list[tuple[ParamLocation, nn.Parameter]]:
+        """Return places of parameters where a user registered others, with these."""
+        found = []
+        rows = zip(self.bucket.members, self._parameters, self.bucket.unsharded.params, strict=True)
+        for member, parameter, leaf in rows:
+            for place in member.places:
+                registered = place.module._parameters.get(place.attribute)
+                if registered is not None and registered is not parameter and registered is not leaf:
+                    found.append((place, registered))
+        return found
+
     def register_unsharded(self) -> None:
         """Register the unsharded leaves."""
-        if self._kept.versions:
-            self._kept.check_unmodified()
+        if self.kept.versions:
+            if self.find_replaced():
+                raise self.kept.changed_error()
+            self.kept.check_unmodified()
         self._register(self.bucket.unsharded.params)
 
     def register_post_forward(self) -> None:
         """Keep the unsharded leaves registered."""
-        self._kept.record(self.bucket.unsharded.params, self._parameters)
+        self.kept.record(self.bucket.unsharded.params, self._parameters)
 
     def register_sharded(self) -> None:
         """Register the sharded parameters."""
-        if self._kept.versions:
-            self._kept.write_back()
+        if self.kept.versions:
+            self.kept.write_back()
         self._register(self._parameters, are_shards=True)
 
     def _register(self, parameters: Sequence[nn.Parameter], *, are_shards: bool = False) -> None:
@@ -437,7 +452,7 @@ class PerParamRegistration(ParamRegistration):
         """Copy data that a user set on the parameters into the shard; alias it again."""
         current = self._get_local_data()
         pairs = list(zip(current, self._views, strict=True))
-        moved = [(data, view) for data, view in pairs if self._is_moved(data, view)]
+        moved = [index for index, (data, view) in enumerate(pairs) if self._is_moved(data, view)]
         for member, (data, view) in zip(self.bucket.members, pairs, strict=True):
             if data.shape != view.shape:
                 raise StateError(
@@ -459,16 +474,18 @@ class PerParamRegistration(ParamRegistration):
         """Return True if a user replaced the memory of a view."""
         return _has_moved(data, view)
 
-    def _copy_moved(self, current: list[torch.Tensor], moved: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        like = moved[0][0]
-        if like.dtype != self.bucket.dtype or like.device != self.bucket.shard.device:
-            shard = self.bucket.shard
-            self.bucket.replace_shard(like.new_zeros(shard.shape, dtype=like.dtype, device=like.device))
-            self._views = self.bucket.local_shards
-            moved = list(zip(current, self._views, strict=True))
-        for data, view in moved:
-            view.copy_(data)
-        self.bucket.mark_shard_written()
+    def _copy_moved(self, current: list[torch.Tensor], moved: list[int]) -> None:
+        bucket, like = self.bucket, current[moved[0]]
+        shard = bucket.shard
+        if like.dtype != bucket.dtype or like.device != shard.device:
+            bucket.replace_shard(like.new_zeros(shard.shape, dtype=like.dtype, device=like.device))
+            moved = list(range(len(current)))
+        elif not bucket.unsharded.is_aliased:  # a user who keeps what was there, to put it back, has the old memory
+            bucket.replace_shard(shard.data.clone())
+        self._views = bucket.local_shards
+        for index in moved:
+            self._views[index].copy_(current[index])
+        bucket.mark_shard_written()
         self._reset_data()
 
 

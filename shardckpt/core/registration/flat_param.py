@@ -69,21 +69,21 @@ class FlatParamRegistration(UnshardedGradRegistration):
 
     def register_unsharded(self) -> None:
         """Set the unsharded leaves as attributes of the modules."""
-        self._kept.check_unmodified()
+        self.kept.check_unmodified()
         for member, leaf in zip(self.bucket.members, self.bucket.unsharded.params, strict=True):
             for place in member.places:
                 put(place, leaf)
 
     def register_post_forward(self) -> None:
         """Keep the unsharded leaves as attributes."""
-        self._kept.record(self.bucket.unsharded.params, [self.flat])
+        self.kept.record(self.bucket.unsharded.params, [self.flat])
 
     def register_sharded(self) -> None:
         """Set placeholders on the modules: reading freed memory would end the process."""
         if self.bucket.unsharded.is_aliased:
             self.register_unsharded()
             return
-        self._kept.write_back()
+        self.kept.write_back()
         for member, placeholder in zip(self.bucket.members, self._placeholders, strict=True):
             for place in member.places:
                 put(place, placeholder)
@@ -92,6 +92,8 @@ class FlatParamRegistration(UnshardedGradRegistration):
         """Copy parameters that a user registered, and replaced data, into the bucket."""
         registered = self._home.module._parameters.get(self._home.attribute)
         if registered is not None and registered is not self.flat:
+            if self.bucket.unsharded.is_aliased:  # the memory gets other values, which are not those of this one
+                self.flat.data = self.flat.data.clone()
             self.flat = mark_flat(registered)
         self._pull_flat_param_data()
         for index, member in enumerate(self.bucket.members):

@@ -58,8 +58,8 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
 
     def register_unsharded(self) -> None:
         """Register the unsharded leaves."""
-        if (self._kept.versions and self._is_replaced()) or (self._shows_shards and self._is_any_replaced()):
-            raise self._kept.changed_error()
+        if self._shows_shards and self._is_any_replaced():
+            raise self.kept.changed_error()
         self._shows_shards = False
         super().register_unsharded()
 
@@ -71,13 +71,13 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
         if not self.has_unsharded_grads and any(original.grad is not None for original in self._parameters):
             self.register_sharded()
             self._shows_shards = True
-            self._kept.record((), self._parameters)
+            self.kept.record((), self._parameters)
             return
         for index, (original, full) in enumerate(zip(self._parameters, self.bucket.unsharded.tensors, strict=True)):
             original.data = full
             self._hook(index, original)
         self._shows_full = True
-        self._kept.record(self._parameters, self._parameters)
+        self.kept.record(self._parameters, self._parameters)
         self._register(self._parameters)
         for guard in self._guards:
             guard.install(is_allowed=True)
@@ -108,9 +108,9 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
         self._shows_full = False
         if self._shows_shards:  # what a user has changed since is taken over by the next all-gather
             self._shows_shards = False
-            self._kept.write_back()
+            self.kept.write_back()
             return
-        self._kept.write_back()
+        self.kept.write_back()
         self._reset_data()
         super().register_sharded()
 
@@ -119,20 +119,15 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
         for index, member in enumerate(self.bucket.members):
             user_param = find_user_param(member, self._parameters[index], self.bucket.unsharded.params[index])
             if user_param is not None and not isinstance(user_param, DTensor):
+                if self.bucket.unsharded.is_aliased:  # the memory gets other values, which are not those of this one
+                    self._parameters[index].data = self._parameters[index].data.clone()
                 self._parameters[index] = user_param
         super().pull_user_changes()
-
-    def _is_replaced(self) -> bool:
-        """Return True if a user registered another parameter instead of a managed one."""
-        places = [member.places[0] for member in self.bucket.members]
-        registered = [place.module._parameters.get(place.attribute) for place in places]
-        pairs = zip(registered, self._parameters, strict=True)
-        return any(parameter is not None and parameter is not ours for parameter, ours in pairs)
 
     def _is_any_replaced(self) -> bool:
         """Return True if a user replaced a parameter or its data while shards are registered."""
         moved = zip(self._get_local_data(), self._views, strict=True)
-        return self._is_replaced() or any(self._is_moved(data, view) for data, view in moved)
+        return bool(self.find_replaced()) or any(self._is_moved(data, view) for data, view in moved)
 
     def _get_local_data(self) -> list[torch.Tensor]:
         return [original.data for original in self._parameters]

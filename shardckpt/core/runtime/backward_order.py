@@ -125,12 +125,14 @@ class BackwardOrder(Generic[Unit]):
         Args:
             units: Units, outer ones first.
         """
-        began: dict[Unit, int] = {}
-        for call in sorted(self._calls, key=lambda call: (call.finished_before, -self._positions[call])):
-            began.setdefault(call.unit, len(began))
-        ordered = list(units)
-        ordered.reverse()
-        ordered.sort(key=lambda unit: began.get(unit, -1), reverse=True)
+        begins = []
+        for position, call in enumerate(self._calls):
+            begins.append((call.finished_before, -position))
+        first: dict[Unit, int] = {}
+        for index, (_, position) in enumerate(sorted(begins)):
+            first.setdefault(self._calls[-position].unit, index)
+        ordered = list(reversed(units))
+        ordered.sort(key=lambda unit: first.get(unit, -1), reverse=True)
         return ordered
 
     def _skip_after(self, position: int) -> Steps[Unit]:

@@ -37,7 +37,7 @@ from shardckpt.core.config import UnitConfig
 from shardckpt.core.errors import ExtensionError
 from shardckpt.core.modules.autograd_hooks import BufferOwners, leave_inference_mode, profile_range
 from shardckpt.core.modules.compile_guard import apply_compiler_disable
-from shardckpt.core.modules.fqn_and_params import Name, ParamInfo
+from shardckpt.core.modules.fqn_and_params import Name, ParamInfo, register
 from shardckpt.core.params.grad_accum import has_gradient_hooks, is_read_at_once
 from shardckpt.core.params.gradient_reduction import PendingFlags, ReducedGrad
 from shardckpt.core.params.param_bucket import Bucket
@@ -213,7 +213,7 @@ class UnitParams:
             if address:
                 self.addresses.append(address)
             registration.register_unsharded()
-        self.is_registered = True
+        self.is_registered, self.is_kept = True, False
 
     def register_post_forward(self) -> None:
         """Register parameters that stay unsharded after forward or after backward."""
@@ -224,8 +224,8 @@ class UnitParams:
 
     @property
     def is_outdated(self) -> bool:
-        """Return True if the parameters were changed, as by a step, since full ones were kept."""
-        return self.is_kept and any(registration.is_outdated for registration in self.active)
+        """Return True if the parameters were changed, as by a step, or replaced since full ones were kept."""
+        return self.is_kept and any(each.kept.is_outdated or each.find_replaced() for each in self.active)
 
     def reshard(self, *, keep_partial_shard: bool = False) -> None:
         """Register the sharded parameters and free the full ones.
@@ -234,10 +234,13 @@ class UnitParams:
             keep_partial_shard: Keep the larger shard over `post_forward_group` for the unshard in backward.
         """
         self.addresses.clear()
-        self.is_kept = False
+        kept, self.is_kept = self.is_kept, False
         for registration in self.active:
+            replaced = registration.find_replaced() if kept else ()
             registration.register_sharded()
             registration.bucket.unsharded.reshard(keep_partial_shard=keep_partial_shard)
+            for place, parameter in replaced:  # taken over by the next all-gather
+                register(place, parameter)
         self.is_registered = False
 
     def drop_partial_shards(self) -> None:
