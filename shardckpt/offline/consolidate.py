@@ -14,7 +14,7 @@ from typing import Any
 from shardckpt.errors import UsageError, require_keywords, require_torch
 from shardckpt.events.progress import OnProgress
 from shardckpt.format.registry import detect, open_source
-from shardckpt.offline.select.config_files import CONFIG, add_kept_files, find_config_files
+from shardckpt.offline.select.config_files import CONFIG, add_kept_files, find_config_files, untie_head
 from shardckpt.offline.select.options import ConversionParams, Options, parse_globs, parse_memory
 from shardckpt.offline.select.param_shapes import load_param_shapes
 from shardckpt.offline.select.selection import Selection, read_param_names, select
@@ -190,6 +190,8 @@ def export(
     selection = _with_warning_of_fp8(selection, options)
     selection = drop_unsupported(selection, target, allow_loss=options.allow_loss)
     selection = _rekey(change(selection, config.config), options)
+    if selection.unties_head:
+        config = untie_head(config)
     if options.quantize:
         selection, config = _import_fp8().quantize(reader, options, selection, config)
     conversion = Conversion(dst, options, reader, config, selection, is_file, keeps_split)

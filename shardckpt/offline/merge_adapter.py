@@ -24,6 +24,7 @@ from shardckpt.format.reader import Reader
 from shardckpt.format.registry import open_checkpoint
 from shardckpt.manifest import TensorEntry, dotted
 from shardckpt.offline.consolidate import export, parse_options
+from shardckpt.offline.select.config_files import TIE
 from shardckpt.offline.select.options import MergeParams
 from shardckpt.offline.select.selection import Selection
 from shardckpt.offline.write.report import Report
@@ -35,9 +36,12 @@ from shardckpt.storage.resolve_url import as_url
 _CONFIG = "adapter_config.json"
 _EMBEDDINGS = (["embed_tokens"], ["wte"], ["word_embeddings"], ["embed_in"], ["tok_embeddings"])
 """Last parts of the names of modules that embed tokens, in models of transformers."""
-_HEADS = ("lm_head", "embed_out")
+_HEADS = (["lm_head"], ["embed_out"])
 """Last parts of the names of modules that their config may tie to the embeddings."""
-_UNTIED = "{} and {} are tied in the base, and no more: config.json may have to say so"
+_UNTIED = (
+    "{} and {} are tied in the base, and no more: config.json may have to say so (a written one has"
+    " tie_word_embeddings false for a head)"
+)
 
 
 def merge_adapter(
@@ -88,7 +92,12 @@ def merge_adapter(
 
     def change(selection: Selection, config: Mapping[str, object]) -> Selection:
         merged = _merge(_add_tied_heads(selection, config, opened), opened)
-        return replace(merged, warnings=(*merged.warnings, *_warnings_of_ties(merged, config)))
+        new = {tensor.name for tensor in merged.model} - {tensor.name for tensor in selection.model}
+        return replace(
+            merged,
+            warnings=(*merged.warnings, *_warnings_of_ties(merged, config)),
+            unties_head=_ties_embeddings(config) and any(map(_is_head, new)),
+        )
 
     return export(base, dst, chosen, on_progress, change=change)
 
@@ -150,7 +159,7 @@ def _add_tied_heads(selection: Selection, config: Mapping[str, object], adapters
     if embedding is None or not _ties_embeddings(config):
         return selection
     changed = {name for each in adapters for name in list_changed(map(dotted, each.reader.manifest.tensors))}
-    heads = sorted(name for name in changed - known if name.rpartition(".")[0].split(".")[-1] in _HEADS)
+    heads = sorted(filter(_is_head, changed - known))
     return replace(
         selection,
         model=(*selection.model, *(replace(embedding, name=head) for head in heads)),
@@ -211,11 +220,15 @@ def _warnings_of_ties(merged: Selection, config: Mapping[str, object]) -> list[s
 def _ties_embeddings(config: Mapping[str, object]) -> bool:
     """Return True if a model's config ties the head to the embeddings."""
     text = config.get("text_config")
-    return any(isinstance(each, Mapping) and each.get("tie_word_embeddings") is True for each in (config, text))
+    return any(isinstance(each, Mapping) and each.get(TIE) is True for each in (config, text))
 
 
 def _is_embedding(name: str) -> bool:
     return name.split(".")[-2:-1] in _EMBEDDINGS
+
+
+def _is_head(name: str) -> bool:
+    return name.split(".")[-2:-1] in _HEADS
 
 
 def _add_changes(adapter: _Adapter, known: Mapping[str, Shape], changes: dict[str, Change]) -> frozenset[str]:

@@ -142,6 +142,19 @@ def test_changed_embeddings_are_told_where_the_config_ties_the_head_to_them(
     assert any("the head of the merged model changes too" in warning for warning in report.warnings) == is_warned
 
 
+def test_the_config_of_a_model_whose_head_is_untied_says_so_in_its_parts_too(tmp_path: Path) -> None:
+    embed = torch.zeros(3, 2)
+    base, adapter = write(tmp_path, {"model.embed_tokens.weight": embed}, {"lm_head.weight": embed + 1})
+    config = {"model_type": "x", "text_config": {"tie_word_embeddings": True, "a": 1}, "vision_config": {"b": 2}}
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    shardckpt.merge_adapter(base, adapter, tmp_path / "out")
+    found = json.loads((tmp_path / "out" / "config.json").read_text())
+    text = {"tie_word_embeddings": False, "a": 1}
+    assert found == {**config, "text_config": text, "tie_word_embeddings": False}
+    shardckpt.merge_adapter(base, adapter, tmp_path / "one.safetensors")
+    assert sorted(load_file(tmp_path / "one.safetensors")) == ["lm_head.weight", "model.embed_tokens.weight"]
+
+
 def test_both_names_of_a_tied_weight_change_together_and_a_trained_head_is_its_own(tmp_path: Path) -> None:
     embed = torch.randn(6, 4)
     torch.save({"embed.weight": embed, "head.weight": embed}, tmp_path / "base.pt")
@@ -347,6 +360,7 @@ def test_a_head_that_the_files_of_the_base_lack_is_merged_as_the_adapter_compute
     merged = LlamaForCausalLM.from_pretrained(tmp_path / "out").eval()
     tokens = torch.arange(8)[None]
     torch.testing.assert_close(merged(tokens).logits, truth(tokens).logits, rtol=1e-4, atol=1e-4)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
     assert any("tied in the base, and no more" in warning for warning in report.warnings)
 
 

@@ -40,6 +40,9 @@ _NAMES = (
     "processor_config.json",
     "audio_tokenizer_config.json",
 )
+TIE = "tie_word_embeddings"
+"""Key of a config that ties the head to the embeddings."""
+
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 _MAX_BYTES = 256 * 2**20
 _MAX_CONFIG_BYTES = 16 * 2**20
@@ -150,6 +153,14 @@ def read_config(store: Store, size: int) -> dict[str, object]:
 def _require_config_size(size: int, where: str) -> None:
     if size > _MAX_CONFIG_BYTES:
         raise FormatError("too large for a model's config", where=where, found=f"{size} bytes")
+
+
+def untie_head(carried: ConfigFiles) -> ConfigFiles:
+    """Return config files that say that the head of the model is not tied to its embeddings."""
+    config, text = dict(carried.config), carried.config.get("text_config")
+    if isinstance(text, dict) and TIE in text:
+        config["text_config"] = {**text, TIE: False}
+    return replace(carried, config={**config, TIE: False}, is_changed=True)
 
 
 def with_dtype(config: Mapping[str, object], dtype: str) -> dict[str, object]:

@@ -56,6 +56,7 @@ class Selection:
         warnings: Oddities, one sentence each.
         order: All names of the model in state-dict order, including those that are not written.
         keeps_order: Whether the checkpoint keeps that order; otherwise the names are sorted, for example.
+        unties_head: Whether a head that the model's config ties to the embeddings has got values of its own.
     """
 
     model: tuple[OutputTensor, ...]
@@ -67,6 +68,7 @@ class Selection:
     warnings: tuple[str, ...]
     order: tuple[str, ...] = ()
     keeps_order: bool = True
+    unties_head: bool = False
 
 
 def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Selection:
