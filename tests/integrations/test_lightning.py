@@ -315,19 +315,23 @@ def test_evaluation_takes_the_weights_that_a_hook_put_into_the_checkpoint(tmp_pa
     assert run(2, evaluate_averages, tmp_path) == [True, True]
 
 
-def train_in_epochs(rank: int, world: int, folder: Path) -> tuple[dict[int, float], dict[int, float]]:
+def train_in_epochs(
+    rank: int, world: int, folder: Path, is_saved_at_the_end: bool
+) -> tuple[dict[int, float], dict[int, float]]:
     """Train two epochs, and one after the other in two jobs; losses of the second epoch."""
     import lightning_trainers as trainers
 
-    given = {"data": trainers.ShuffledData, "saving": {"every_n_train_steps": None}}
+    saving = {"every_n_train_steps": None, "save_on_train_epoch_end": is_saved_at_the_end}
+    given = {"data": trainers.ShuffledData, "saving": saving}
     _, expected = fit(rank, world, "one", folder / "alone", None, **given)
     fit(rank, world, "one", folder, None, max_epochs=1, **given)
     _, resumed = fit(rank, world, "one", folder, "last", seed=2, **given)
     return expected.losses, resumed.losses
 
 
-def test_a_new_epoch_is_shuffled_as_without_interruption(tmp_path: Path) -> None:
-    ((expected, resumed),) = run(1, train_in_epochs, tmp_path)
+@pytest.mark.parametrize("is_saved_at_the_end", [True, False], ids=["at its end", "after its validation"])
+def test_a_new_epoch_is_shuffled_as_without_interruption(is_saved_at_the_end: bool, tmp_path: Path) -> None:
+    ((expected, resumed),) = run(1, train_in_epochs, tmp_path, is_saved_at_the_end)
     assert resumed == {step: expected[step] for step in (5, 6, 7, 8)}
 
 

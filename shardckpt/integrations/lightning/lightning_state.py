@@ -213,9 +213,9 @@ class StepLoading:
         Args:
             is_epoch_running: Whether the data loaders have been iterated since the generators were loaded.
         """
-        if self._generators is not None and not (
-            is_epoch_running and self._fit_loop.epoch_loop.batch_progress.is_last_batch
-        ):
+        epoch = self._fit_loop.epoch_progress.current
+        is_iterated_for_new_epoch = is_epoch_running and epoch.processed == epoch.ready
+        if self._generators is not None and not is_iterated_for_new_epoch:
             RNGState().load_state_dict(self._generators)
         if is_epoch_running:
             self._generators = None  # training draws its own numbers from now on
