@@ -331,3 +331,17 @@ def test_unsupported_trainers_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(shardckpt.UnsupportedError, match=words), callback.attach(trainer):
             pass
+
+
+def train_in_a_loop_of_its_own(rank: int, world: int, folder: Path) -> None:
+    """Call events of a training that is not that of `Trainer`, as some subclasses do."""
+    import trainers
+
+    trainers.be_rank(rank, world)
+    trainer, _ = trainers.build("ddp", folder, trainers.ShardckptCallback(folder / "run"))
+    with pytest.raises(shardckpt.UnsupportedError, match="whose own `train` does not call that"):
+        trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
+
+
+def test_a_trainer_with_a_loop_of_its_own_is_refused_since_nothing_would_be_saved(tmp_path: Path) -> None:
+    run(1, train_in_a_loop_of_its_own, tmp_path)

@@ -32,7 +32,12 @@ from shardckpt.integrations.transformers.trainer_folder import (
     load_weights,
     unwrap_optimizer,
 )
-from shardckpt.integrations.transformers.trainer_state import collect_metrics, dump_state, note_best_step
+from shardckpt.integrations.transformers.trainer_state import (
+    collect_metrics,
+    dump_state,
+    note_best_step,
+    require_attached,
+)
 from shardckpt.integrations.transformers.trainer_step import TrainerStep, require_steps_for_drill
 
 __all__ = ["ShardckptCallback"]
@@ -178,6 +183,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
 
     def on_train_begin(self, _args: TrainingArguments, state: TrainerState, _control: TrainerControl, **_: Any) -> None:
         """Find the best step of the run, which may have moved, or be behind a URL."""
+        require_attached(self._trainer)
         note_best_step(state, self.checkpointer)
 
     def on_train_end(self, *_args: Any, **_: Any) -> None:
@@ -238,8 +244,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         if self._is_drill_due:
             self._is_drill_due = False
             step = TrainerStep(self._trainer, functools.partial(original, model), inputs, args, kwargs)
-            state = self._build_state("", RNGState(), is_model_alone=False)
-            step.prove_resume(model, state, self.checkpointer.root)
+            step.prove_resume(model, self._build_state("", RNGState(), is_model_alone=False), self.checkpointer.root)
         return original(model, inputs, *args, **kwargs)
 
     def _load_model(self, original: Callable[..., object], *args: Any, **kwargs: Any) -> None:
@@ -248,10 +253,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             original(*args, **kwargs)
 
     def _load_all(self, original: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-        """Load the checkpoint to resume from, now that the model is sharded and its optimizer exists. Collective.
-
-        In place of `Trainer._load_optimizer_and_scheduler`: `on_train_begin` of other callbacks sees what is loaded.
-        """
+        """Load all before callbacks begin. In place of `Trainer._load_optimizer_and_scheduler`. Collective."""
         if self._restore is None:
             original(*args, **kwargs)
         else:

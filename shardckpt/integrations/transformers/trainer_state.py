@@ -10,9 +10,9 @@ from accelerate.utils import broadcast_object_list
 from transformers import TrainerState
 from transformers.trainer_callback import ExportableState
 
-from shardckpt import Checkpointer
+from shardckpt import Checkpointer, UnsupportedError
 
-__all__ = ["collect_metrics", "dump_state", "note_best_step"]
+__all__ = ["collect_metrics", "dump_state", "note_best_step", "require_attached"]
 
 
 def collect_metrics(state: TrainerState) -> dict[str, float]:
@@ -51,3 +51,19 @@ def note_best_step(state: TrainerState, checkpointer: Checkpointer, saved: int |
     path = None if best is None else checkpointer.path(best)
     if path is not None and path != state.best_model_checkpoint and (best == saved or best in checkpointer.steps()):
         state.best_model_checkpoint = path
+
+
+def require_attached(trainer: object) -> None:
+    """Require that the callback saves the steps of the training that begins.
+
+    Args:
+        trainer: Trainer that the callback is attached to; None for a subclass whose `train` does not call the original.
+
+    Raises:
+        UnsupportedError: The callback is not attached.
+    """
+    if trainer is None:
+        raise UnsupportedError(
+            "ShardckptCallback saves nothing in a Trainer whose own `train` does not call that of transformers.Trainer",
+            fix="Remove the callback, or use `shardckpt.Checkpointer` in that loop.",
+        )
