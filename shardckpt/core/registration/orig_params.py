@@ -53,7 +53,7 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
         super().__init__(bucket, unit, parameters, computes_sharded=bucket.keeps_full)
         self._grads_before: list[torch.Tensor | None] | None = None
         self._shows_shards = False  # between forward and backward, while the full parameters are kept
-        self._shows_full = False  # in that time, otherwise
+        self._shows_full = False  # in that time, otherwise; from the first forward on if nothing is sharded
         self.register_sharded()
 
     def register_unsharded(self) -> None:
@@ -105,7 +105,7 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
 
     def register_sharded(self) -> None:
         """Register the user's parameters as views of the shard."""
-        self._shows_full = False
+        self._shows_full = self._shows_full and self.bucket.keeps_full
         if self._shows_shards:  # what a user has changed since is taken over by the next all-gather
             self._shows_shards = False
             self.kept.write_back()
@@ -162,6 +162,7 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
         self, values: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None] | None
     ) -> list[nn.Parameter]:
         """Give the user's parameters their full shapes."""
+        self._shows_full = False  # gradients inside are those of this rank
         self._grads_before = None if gradients is None else self.gradients()
         for index, (original, value) in enumerate(zip(self._parameters, values, strict=True)):
             if gradients is not None:

@@ -46,6 +46,13 @@ class Shared(nn.Module):
         return self.second(self.first(x))
 
 
+class SharedLater(Shared):
+    """The unit that has the shared module computes behind the other."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(self.second(x))
+
+
 def penalty(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Return a penalty that differs between ranks."""
     return (x.mean() * net.head.weight.square()).sum() + x.sum() * net.head.bias.prod()
@@ -53,6 +60,11 @@ def penalty(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def with_penalty(model: nn.Module, net: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).square().mean() + penalty(net, x)
+
+
+def with_penalty_before(model: nn.Module, net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    before = penalty(net, x)
+    return before + model(x).square().mean()
 
 
 def of_penalty_alone(model: nn.Module, net: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -64,7 +76,9 @@ def of_result(model: nn.Module, _: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).square().mean()
 
 
-def compare(kind: type[nn.Module], loss: Loss, strategy: str, *, accumulates: bool = False) -> None:
+def compare(
+    kind: type[nn.Module], loss: Loss, strategy: str, *, accumulates: bool = False, syncs: bool = False
+) -> None:
     """Train on two ranks, and compare with an unsharded model that has the data of both."""
 
     def body(rank: int, world: int) -> float:
@@ -82,7 +96,7 @@ def compare(kind: type[nn.Module], loss: Loss, strategy: str, *, accumulates: bo
                 data = torch.randn(world, 3, 4, generator=torch.Generator().manual_seed(2 * step + micro))
                 for each in data:
                     (loss(plain, plain, each) / world).backward()
-                with no_sync(model) if micro < accumulates else contextlib.nullcontext():
+                with no_sync(model) if micro < accumulates and not syncs else contextlib.nullcontext():
                     loss(model, net, data[rank]).backward()
             ours.step()
             theirs.step()
@@ -108,6 +122,15 @@ def test_a_penalty_of_kept_parameters_accumulates_without_reduction(strategy: st
 @pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD"])
 def test_units_that_keep_their_parameters_may_share_a_module(strategy: str) -> None:
     compare(Shared, of_result, strategy)
+
+
+def test_without_shards_all_that_computes_with_parameters_is_reduced() -> None:
+    compare(Net, with_penalty_before, "NO_SHARD")
+    compare(Net, with_penalty_before, "NO_SHARD", accumulates=True)
+    compare(Net, with_penalty, "NO_SHARD", accumulates=True, syncs=True)
+    compare(Net, with_penalty_before, "NO_SHARD", accumulates=True, syncs=True)
+    compare(SharedLater, of_result, "NO_SHARD")
+    compare(SharedLater, of_result, "NO_SHARD", accumulates=True, syncs=True)
 
 
 def test_hooks_of_users_are_called_once_with_the_reduced_gradient() -> None:
