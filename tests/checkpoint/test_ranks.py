@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardckpt
-from shardckpt.core import fully_shard
+from shardckpt.core import FullyShardedDataParallel, fully_shard
 from shardckpt.errors import RankError, StorageError, UsageError
 from shardckpt.offline.verify import verify
 from shardckpt.storage.fsspec_writer import FsspecWriter
@@ -100,6 +100,47 @@ class TestElastic:
                     if differs or told != 5:
                         wrong[f"{face} to {others[face]}, rank {rank} of {ranks}"] = (told, differs[:4])
         assert wrong == {}
+
+    @pytest.mark.parametrize("face", ["in place", "flat"])
+    def test_one_optimizer_may_have_the_parameters_of_several_models(self, tmp_path: Path, face: str) -> None:
+        def pair(shard: Callable, steps: int) -> dict:
+            torch.manual_seed(0)
+            a, b = shard(nn.Linear(3, 5)), shard(nn.Linear(5, 3))
+            optim = torch.optim.Adam([{"params": a.parameters()}, {"params": b.parameters(), "lr": 0.5}])
+            for _ in range(steps):
+                b(a(torch.ones(1, 3))).sum().backward()
+                optim.step()
+            return {"models": {"a": a, "b": b}, "optim": optim}
+
+        def body(rank: int, world: int) -> None:
+            shard = fully_shard if face == "in place" else FullyShardedDataParallel
+            shardckpt.save(pair(shard, 2), tmp_path / "sharded")
+            again = pair(shard, 1)
+            shardckpt.load(again, tmp_path / "whole")
+            shardckpt.save(again, tmp_path / "again")
+
+        whole = pair(lambda module: module, 2)
+        shardckpt.save(whole, tmp_path / "whole")
+        expected = flat(shardckpt.load(tmp_path / "whole")["optim"])
+        assert ("models.a.weight", "exp_avg") in expected
+        run(2, body)
+        shardckpt.load(into := pair(lambda module: module, 0), tmp_path / "sharded")
+        shardckpt.save(into, tmp_path / "elastic")
+        for step_name in ("again", "elastic"):
+            found = shardckpt.load(tmp_path / step_name)["optim"]
+            assert differing(flat(found), expected, False) == []
+            assert [group["lr"] for group in found["param_groups"]] == [0.001, 0.5]
+
+    def test_an_optimizer_of_several_models_that_was_saved_by_ids_is_loaded_by_position(self, tmp_path: Path) -> None:
+        a, b = nn.Linear(2, 2), nn.Linear(2, 2)
+        optim = torch.optim.SGD([*a.parameters(), *b.parameters()], momentum=0.9)
+        b(a(torch.ones(1, 2))).sum().backward()
+        optim.step()
+        shardckpt.save({"a": a.state_dict(), "b": b.state_dict(), "optim": optim.state_dict()}, tmp_path / "c")
+        again = torch.optim.SGD([*a.parameters(), *b.parameters()], momentum=0.9)
+        shardckpt.load({"a": a, "b": b, "optim": again}, tmp_path / "c")
+        for parameter, slots in optim.state.items():
+            assert torch.equal(again.state[parameter]["momentum_buffer"], slots["momentum_buffer"])
 
     @pytest.mark.parametrize("where", ["open", "verify", "read"])
     @pytest.mark.parametrize("what", ["torch wrapper", "object"])

@@ -93,6 +93,7 @@ class LocalModels:
 
     def __init__(self, state: Any) -> None:
         self._models: dict[int, tuple[nn.Module, LocalModel]] = {}
+        self._paths: dict[int, Path] = {}
         with torch.inference_mode(False):  # in inference mode a view of a DTensor raises
             self._add_models(state, ())
 
@@ -100,6 +101,7 @@ class LocalModels:
         if isinstance(value, nn.Module):
             if id(value) not in self._models:
                 self._models[id(value)] = _unwrap_local_model(value, path)
+                self._paths[id(value)] = path
         elif isinstance(value, Variant):
             self._add_models(value.of, path)
             self._add_models(value.module, path)
@@ -132,20 +134,15 @@ class LocalModels:
         return self._models[id(model)][1]
 
     def find_index_for(self, optim: torch.optim.Optimizer) -> ModelIndex | None:
-        """Return the index of the model with all parameters of an optimizer, or None."""
-        from shardckpt.state.optim.optim_state_dict import (  # noqa: PLC0415  (tensors alone need no engine)
-            ForeignParameterError,
-            map_optimizer_params,
-        )
+        """Return the index of the model with all parameters of an optimizer; None without one.
 
-        for _, model in self._models.values():
-            if model.index is not None:
-                try:
-                    map_optimizer_params(model.index, optim)
-                except ForeignParameterError:
-                    continue
-                return model.index
-        return None
+        If several models have them together, the result is an index of these models, whose names begin with the path of
+        the model in the state.
+        """
+        from shardckpt.state.local.optim_shards import find_index  # noqa: PLC0415  (tensors alone need no engine)
+
+        models = {dotted(self._paths[number]): each for number, each in self._models.items()}
+        return find_index(models, optim)
 
     def find_foreign_for(self, optim: torch.optim.Optimizer) -> nn.Module | None:
         """Return the model under torch's wrapper with an optimizer's parameters, or None."""

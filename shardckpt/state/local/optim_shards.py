@@ -16,12 +16,18 @@ from shardckpt.core.modules.dtensors import local, wrap_local
 from shardckpt.errors import UnsupportedError
 from shardckpt.plan.optim.param_groups import match_settings, settings
 from shardckpt.state.adapters.engine_bucket import EngineBucketAdapter
-from shardckpt.state.adapters.model_index import ModelIndex
+from shardckpt.state.adapters.model_index import ModelIndex, index_complete_model
 from shardckpt.state.keys.slots import LARGEST_NOTE, OpaqueStateError, UnequalSteps, is_placed_as, largest
-from shardckpt.state.local.local_shards import get_adapter_shards, get_member_shards
+from shardckpt.state.local.local_shards import LocalModel, get_adapter_shards, get_member_shards
 from shardckpt.state.local.tensor_shards import LocalShard, TensorShards, get_tensor_shards
 from shardckpt.state.optim.load_optim_state_dict import put_in_optimizer
-from shardckpt.state.optim.optim_state_dict import AdapterParams, OptimizerLike, OptimizerParams, map_optimizer_params
+from shardckpt.state.optim.optim_state_dict import (
+    AdapterParams,
+    ForeignParameterError,
+    OptimizerLike,
+    OptimizerParams,
+    map_optimizer_params,
+)
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,35 @@ def local_optimizer(index: ModelIndex, optim: OptimizerLike) -> LocalOptimizer:
         {**settings(live), "params": list(names)} for live, names in zip(optim.param_groups, of.groups, strict=True)
     ]
     return LocalOptimizer(arrays, values, groups, _list_names(of))
+
+
+def find_index(models: Mapping[str, tuple[nn.Module, LocalModel]], optim: torch.optim.Optimizer) -> ModelIndex | None:
+    """Return the index of the model with all parameters of an optimizer; None without one.
+
+    If several models have them together, the result is an index of these models, with their names before their FQNs.
+
+    Args:
+        models: Models by name.
+        optim: Optimizer of some or all of their parameters.
+    """
+    wanted = {id(parameter) for group in optim.param_groups for parameter in group["params"]}
+    parts = nn.Module()
+    for name, (module, model) in models.items():
+        if model.index is not None:
+            if _has_all(model.index, optim):
+                return model.index
+            if any(id(parameter) in wanted for adapter in model.index.adapters for parameter in adapter.exposed):
+                parts._modules[name] = module
+    joint = index_complete_model(parts) if len(parts._modules) > 1 else None
+    return joint if joint is not None and _has_all(joint, optim) else None
+
+
+def _has_all(index: ModelIndex, optim: torch.optim.Optimizer) -> bool:
+    try:
+        map_optimizer_params(index, optim)
+    except ForeignParameterError:
+        return False
+    return True
 
 
 def find_unsaved_values(optim: torch.optim.Optimizer) -> list[str]:
