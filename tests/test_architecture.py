@@ -180,7 +180,6 @@ LATE_IMPORTS: dict[tuple[str, str], str] = {
     ("shardckpt.checkpoint.stateful.flatten", "shardckpt.state.local.local_shards"): TENSORS_ALONE,
     ("shardckpt.checkpoint.stateful.flatten", "shardckpt.state.local.optim_shards"): TENSORS_ALONE,
     ("shardckpt.checkpoint.stateful.flatten", "shardckpt.state.model.module_hooks"): TENSORS_ALONE,
-    ("shardckpt.checkpoint.stateful.flatten", "shardckpt.state.optim.optim_state_dict"): TENSORS_ALONE,
     ("shardckpt.state.adapters.flat_shard_check", "shardckpt.core.params.param_bucket"): TENSORS_ALONE,
     ("shardckpt.state.adapters.flat_shard_check", "shardckpt.core.registration.base"): TENSORS_ALONE,
     ("shardckpt.state.adapters.flat_shard_check", "shardckpt.layout"): TENSORS_ALONE,

@@ -14,8 +14,10 @@ from shardckpt.checkpoint.load.source import torch_dtype
 from shardckpt.checkpoint.stateful.flatten import LocalModels, require_model_for
 from shardckpt.errors import ShardckptError, UsageError
 from shardckpt.manifest import Path, TensorEntry, dotted
+from shardckpt.plan.naming.fqn import strip_wrappers
 from shardckpt.plan.naming.sections import find_sections
 from shardckpt.plan.optim import optimizer_state as optimizers
+from shardckpt.plan.optim.param_groups import read_param_names
 from shardckpt.state.adapters import torch_fsdp1
 from shardckpt.state.adapters.flat_shard_check import FlatShards
 from shardckpt.state.adapters.model_index import ModelIndex
@@ -139,7 +141,8 @@ class OptimizerLoadPlanner:
             {path[n:]: entry for path, entry in tensors.items() if path not in small},
             {path[n:]: value for path, value in values.items()},
         )
-        numbers = _names_by_number(parameter_names(index, optim), raw.values.get(("param_groups",)))
+        groups = raw.values.get(("param_groups",))
+        numbers = _stored_names(groups, index) or _names_by_number(parameter_names(index, optim), groups)
         return optimizers.key_by_name(raw, shapes, numbers, clean=lambda name: _first(name, index))
 
     def _select(self, state: optimizers.OptimizerState, path: Path) -> optimizers.OptimizerState:
@@ -205,6 +208,15 @@ class OptimizerLoadPlanner:
         number = torch.empty((), dtype=torch_dtype(entry))
         self._builder.source.fill([(entry, get_tensor_shards(number))])
         return number.item()
+
+
+def _stored_names(groups: Any, index: ModelIndex) -> dict[int, str] | None:
+    """Return FQNs by parameter id, as an optimizer of named parameters stores them; None unless all are the model's."""
+    if not isinstance(groups, (list, tuple)) or not all(isinstance(group, Mapping) for group in groups):
+        return None
+    names = {number: _first(strip_wrappers(name), index) for number, name in read_param_names(groups).items()}
+    numbers = {number for group in groups for number in group.get("params", ())}
+    return names if numbers == names.keys() and index.entries.keys() >= set(names.values()) else None
 
 
 def _names_by_number(live: Sequence[Sequence[str]], groups: Any) -> dict[int, str] | None:

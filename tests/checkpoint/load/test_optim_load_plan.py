@@ -8,6 +8,7 @@ import pytest
 import torch
 from harness import raised_everywhere, run
 from states import FRONT_ENDS, Net, step
+from torch import nn
 
 import shardckpt
 
@@ -47,3 +48,25 @@ def test_settings_without_slots_are_loaded_without_the_model(style: str, tmp_pat
         return float(optim.param_groups[0]["lr"])
 
     assert run(2, body) == [0.1, 0.1]
+
+
+class Two(nn.Module):
+    """Two layers of one shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+
+
+@pytest.mark.parametrize("prefix", ["", "_orig_mod.", "unknown."])
+def test_ids_are_matched_by_stored_names_that_the_model_has_else_by_position(prefix: str, tmp_path: Path) -> None:
+    model = Two()
+    optim = torch.optim.SGD([(prefix + name, each) for name, each in model.named_parameters()], 0.1, 0.9)
+    model.b(model.a(torch.ones(1, 2))).sum().backward()
+    optim.step()
+    torch.save({"model": model.state_dict(), "optim": optim.state_dict()}, tmp_path / "c.pt")
+    again = torch.optim.SGD([model.b.weight, model.a.weight], 0.1, 0.9)
+    shardckpt.load({"model": model, "optim": again}, tmp_path / "c.pt")
+    source = model.b if prefix == "unknown." else model.a
+    expected = optim.state[source.weight]["momentum_buffer"]
+    assert torch.equal(again.state[model.a.weight]["momentum_buffer"], expected)
