@@ -14,7 +14,14 @@ from typing import Any
 from shardckpt.errors import UsageError, require_keywords, require_torch
 from shardckpt.events.progress import OnProgress
 from shardckpt.format.registry import detect, open_source
-from shardckpt.offline.select.config_files import CONFIG, add_kept_files, find_config_files, untie_head
+from shardckpt.offline.select.config_files import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    add_kept_files,
+    drop_adapter_config,
+    find_config_files,
+    untie_head,
+)
 from shardckpt.offline.select.options import ConversionParams, Options, parse_globs, parse_memory
 from shardckpt.offline.select.param_shapes import load_param_shapes
 from shardckpt.offline.select.selection import Selection, read_param_names, select
@@ -35,7 +42,7 @@ _LISTS = {
     **dict.fromkeys(("keep_fp32", "include", "exclude", "quantize_include", "quantize_exclude"), "globs of names"),
     "rename": "texts FROM=TO",
 }
-_CONFIGS = frozenset({CONFIG, "adapter_config.json"})
+_CONFIGS = frozenset({CONFIG, ADAPTER_CONFIG})
 _NO_CONFIG = (
     "no config.json was found to go with the model: give --config-from FOLDER (config_from=) where transformers is to"
     " load it"
@@ -181,6 +188,8 @@ def export(
     if reader.is_flat:
         reader = load_param_shapes(reader, options.shapes_from, ids)
     config = find_config_files(source, options.config_from)
+    if reader.manifest.format != "adapter":
+        config = drop_adapter_config(config)
     if options.overwrite and target.keeps_config and not is_file:
         config = add_kept_files(config, dst, CONFIG_FILES)
     watch.end_phase("open")

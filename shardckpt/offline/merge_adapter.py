@@ -24,7 +24,7 @@ from shardckpt.format.reader import Reader
 from shardckpt.format.registry import open_checkpoint
 from shardckpt.manifest import TensorEntry, dotted
 from shardckpt.offline.consolidate import export, parse_options
-from shardckpt.offline.select.config_files import TIE
+from shardckpt.offline.select.config_files import ADAPTER_CONFIG, TIE
 from shardckpt.offline.select.options import MergeParams
 from shardckpt.offline.select.selection import Selection
 from shardckpt.offline.write.report import Report
@@ -33,7 +33,7 @@ from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.layout.output_files import Change
 from shardckpt.storage.resolve_url import as_url
 
-_CONFIG = "adapter_config.json"
+_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _EMBEDDINGS = (["embed_tokens"], ["wte"], ["word_embeddings"], ["embed_in"], ["tok_embeddings"])
 """Last parts of the names of modules that embed tokens, in models of transformers."""
 _HEADS = (["lm_head"], ["embed_out"])
@@ -140,13 +140,17 @@ class _Adapter:
 
 def _open_adapter(path: str, weight: float) -> _Adapter:
     opened = open_checkpoint(path)
-    if not any(entry.name == _CONFIG for entry in opened.store.list()):
+    names = {entry.name for entry in opened.store.list()}
+    if ADAPTER_CONFIG not in names:
         raise UsageError(
-            f"found no adapter: {_CONFIG} is missing",
+            f"found no adapter: {ADAPTER_CONFIG} is missing",
             where=path,
             fix="The base comes first, then adapters: the folders that peft wrote.",
         )
-    return _Adapter(opened, read_json(opened.store, _CONFIG), weight)
+    file = next((name for name in _FILES if name in names), "")
+    if file and file not in opened.manifest.files:  # readers prefer the model in a folder that has both
+        opened = open_checkpoint(f"{opened.store.url.rstrip('/')}/{file}")
+    return _Adapter(opened, read_json(opened.store, ADAPTER_CONFIG), weight)
 
 
 def _add_tied_heads(selection: Selection, config: Mapping[str, object], adapters: Sequence[_Adapter]) -> Selection:

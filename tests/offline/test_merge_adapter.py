@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable
 from math import sqrt
@@ -232,6 +233,22 @@ def test_a_folder_without_an_adapter_is_the_callers_fault(tmp_path: Path) -> Non
     base, _ = write(tmp_path, {"m.weight": torch.zeros(3, 4)}, FACTORS)
     with pytest.raises(UsageError, match=r"no adapter: adapter_config\.json is missing\. The base comes first"):
         shardckpt.merge_adapter(base, base, tmp_path / "out")
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_an_adapter_in_the_folder_of_its_base_is_found_there(suffix: str, tmp_path: Path) -> None:
+    base, adapter = write(tmp_path, {"m.weight": torch.zeros(3, 4)}, FACTORS)
+    for file in Path(adapter).iterdir():
+        shutil.move(file, base)
+    if suffix == "bin":
+        torch.save(load_file(Path(base) / "adapter_model.safetensors"), Path(base) / "adapter_model.bin")
+        (Path(base) / "adapter_model.safetensors").unlink()
+    shardckpt.merge_adapter(base, base, tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(found["m.weight"], torch.full((3, 4), 6.0))
+    shardckpt.consolidate(base, tmp_path / "alone")
+    for written in ("out", "alone"):  # transformers would look for an adapter there
+        assert not (tmp_path / written / "adapter_config.json").exists()
 
 
 def test_a_quantised_base_and_a_sum_that_overflows_are_refused(tmp_path: Path) -> None:

@@ -15,10 +15,11 @@ from shardckpt.storage.resolve_url import kind, open_store, split
 from shardckpt.storage.store import Store, read_bytes
 
 CONFIG = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 _NAMES = (
     CONFIG,
     "generation_config.json",
-    "adapter_config.json",
+    ADAPTER_CONFIG,
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -96,6 +97,18 @@ def find_config_files(source: Source, config_from: str = "") -> ConfigFiles:
         return carried
     found = _list_config_files(above)
     return found if "model_type" in found.config or "architectures" in found.config else carried
+
+
+def drop_adapter_config(carried: ConfigFiles) -> ConfigFiles:
+    """Return the config files of a model without that of an adapter whose tensors are in the same folder.
+
+    Readers that found it beside a model would look for the adapter.
+    """
+    if carried.store is None or ADAPTER_CONFIG not in carried.files:
+        return carried
+    if not any(entry.name.startswith("adapter_model.") for entry in carried.store.list()):
+        return carried
+    return replace(carried, files={name: size for name, size in carried.files.items() if name != ADAPTER_CONFIG})
 
 
 def add_kept_files(carried: ConfigFiles, target: str, is_config: re.Pattern[str]) -> ConfigFiles:
