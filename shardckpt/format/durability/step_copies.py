@@ -19,10 +19,10 @@ FAILURES = (PROCESS, NODE, TWO_NODES)
 
 _REMOTE = re.compile(r"(s3a?|gs|gcs|abfss?|az|adl|hf|oci|oss|obs|tos|r2|sftp|ssh|hdfs|webhdfs|dbfs)://")
 _NETWORK = {
-    "9p", "afs", "beegfs", "ceph", "cifs", "fuse.ceph", "fuse.glusterfs", "fuse.juicefs", "fuse.s3fs", "fuse.sshfs",
+    "afs", "beegfs", "ceph", "cifs", "fuse.ceph", "fuse.glusterfs", "fuse.juicefs", "fuse.s3fs", "fuse.sshfs",
     "gpfs", "lustre", "nfs", "nfs4", "pvfs2", "smb3", "wekafs",
 }  # fmt: skip
-"""Types of file systems whose files are on other machines."""
+"""Types of file systems whose files are on other machines; not 9p, by which virtual machines see their host."""
 
 _MOUNTS = "/proc/self/mountinfo"
 

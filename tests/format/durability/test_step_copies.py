@@ -16,6 +16,7 @@ MOUNTS = """\
 30 22 0:26 / /mnt/shared rw shared:9 - nfs4 server:/export rw
 31 30 0:27 / /mnt/shared/local\\040disk rw - xfs /dev/nvme0n1 rw
 32 22 0:28 / /dev/shm rw - tmpfs tmpfs rw
+34 22 0:30 / /mnt/c rw - 9p C:\\ rw
 33 22 0:29 / /lustre rw - lustre mds:/fs rw
 junk
 """
@@ -42,6 +43,7 @@ def test_the_file_system_of_a_path_is_that_of_the_longest_mount_above_it(path, k
     [
         ("/nowhere/run", {"process"}),
         ("/lustre/run", {"process", "node", "2 nodes"}),
+        ("/mnt/c/run", {"process"}),
         ("s3://bucket/run", {"process", "node", "2 nodes"}),
         ("gs://bucket/run", {"process", "node", "2 nodes"}),
         ("memory://run", set()),
