@@ -39,16 +39,25 @@ def socket_folder() -> str:
 
     Raises:
         UsageError: The environment variable `SHARDCKPT_NODE` is not a name.
+        StorageError: No folder for temporary files can be written.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if os.path.isabs(runtime) and os.path.isdir(runtime):
         base = os.path.join(runtime, "shardckpt")
     else:
-        base = os.path.join(tempfile.gettempdir(), f"shardckpt-{os.geteuid()}-{_read_boot_id()[:_BOOT_CHARACTERS]}")
+        base = os.path.join(_find_temporary(), f"shardckpt-{os.geteuid()}-{_read_boot_id()[:_BOOT_CHARACTERS]}")
     node = os.environ.get(NODE, "")
     if node and (not _NODE_NAME.fullmatch(node) or set(node) == {"."}):
         raise UsageError(f"{NODE} must have letters, digits, '.', '_' and '-' only", found=node)
     return f"{base}-{node}" if node else base
+
+
+def _find_temporary() -> str:
+    try:
+        return tempfile.gettempdir()
+    except OSError as error:  # a container may have no folder that can be written
+        fix = "Set TMPDIR to a folder of this machine."
+        raise StorageError("no folder can be used for the sockets of holders", found=error, fix=fix) from error
 
 
 def _read_boot_id() -> str:

@@ -284,6 +284,15 @@ def test_a_holder_listens_in_the_folder_for_temporary_files_that_its_client_uses
     stop_holders()
 
 
+def test_without_a_folder_for_temporary_files_there_is_no_folder_of_sockets(monkeypatch):
+    with monkeypatch.context() as container:
+        container.delenv("XDG_RUNTIME_DIR")
+        container.setattr(tempfile, "tempdir", None)
+        container.setattr(tempfile, "_candidate_tempdir_list", list)
+        with pytest.raises(StorageError, match=r"no folder can be used for the sockets .* Set TMPDIR"):
+            start()
+
+
 def test_machines_that_share_the_folder_for_temporary_files_have_holders_of_their_own(tmp_path, monkeypatch):
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
