@@ -131,6 +131,27 @@ class TestElastic:
             assert differing(flat(found), expected, False) == []
             assert [group["lr"] for group in found["param_groups"]] == [0.001, 0.5]
 
+    def test_one_optimizer_may_have_a_parameter_beside_a_sharded_model(self, tmp_path: Path) -> None:
+        def build(steps: int) -> dict:
+            torch.manual_seed(0)
+            model, scale = fully_shard(nn.Linear(3, 5)), nn.Parameter(torch.ones(2))
+            optim = torch.optim.Adam([*model.parameters(), scale])
+            for _ in range(steps):
+                (model(torch.ones(1, 3)).sum() * scale.sum()).backward()
+                optim.step()
+            return {"model": model, "scale": scale, "optim": optim}
+
+        def body(rank: int, world: int) -> bool:
+            first, again = build(2), build(0)
+            shardckpt.save(first, tmp_path / "c")
+            shardckpt.load(again, tmp_path / "c")
+            found, expected = (each["optim"].state[each["scale"]]["exp_avg"] for each in (again, first))
+            return torch.equal(found, expected) and torch.equal(again["scale"], first["scale"])
+
+        assert run(2, body) == [True] * 2
+        saved = shardckpt.load(tmp_path / "c")["optim"]["state"]
+        assert set(saved) == {"model.weight", "model.bias", "scale"}
+
     def test_an_optimizer_of_several_models_that_was_saved_by_ids_is_loaded_by_position(self, tmp_path: Path) -> None:
         a, b = nn.Linear(2, 2), nn.Linear(2, 2)
         optim = torch.optim.SGD([*a.parameters(), *b.parameters()], momentum=0.9)

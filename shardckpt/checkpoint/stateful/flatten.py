@@ -94,6 +94,7 @@ class LocalModels:
     def __init__(self, state: Any) -> None:
         self._models: dict[int, tuple[nn.Module, LocalModel]] = {}
         self._paths: dict[int, Path] = {}
+        self._parameters: dict[str, nn.Parameter] = {}  # beside the models
         with torch.inference_mode(False):  # in inference mode a view of a DTensor raises
             self._add_models(state, ())
 
@@ -107,7 +108,9 @@ class LocalModels:
             self._add_models(value.module, path)
         elif isinstance(value, (Mapping, list, tuple)) and len(path) < tagged_json.MAX_DEPTH:
             for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
-                if type(item) not in PLAIN_TENSORS:
+                if type(item) is nn.Parameter:
+                    self._parameters[dotted((*path, path_key(key)))] = item
+                elif type(item) is not torch.Tensor:
                     self._add_models(item, (*path, path_key(key)))
 
     def __iter__(self) -> Iterator[LocalModel]:
@@ -136,13 +139,13 @@ class LocalModels:
     def find_index_for(self, optim: torch.optim.Optimizer) -> ModelIndex | None:
         """Return the index of the model with all parameters of an optimizer; None without one.
 
-        If several models have them together, the result is an index of these models, whose names begin with the path of
-        the model in the state.
+        If several models have them together, or with parameters in the state beside them, the result is an index of all
+        of these, whose names begin with their paths in the state.
         """
         from shardckpt.state.local.optim_shards import find_index  # noqa: PLC0415  (tensors alone need no engine)
 
         models = {dotted(self._paths[number]): each for number, each in self._models.items()}
-        return find_index(models, optim)
+        return find_index(models, self._parameters, optim)
 
     def find_foreign_for(self, optim: torch.optim.Optimizer) -> nn.Module | None:
         """Return the model under torch's wrapper with an optimizer's parameters, or None."""

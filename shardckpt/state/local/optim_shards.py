@@ -73,13 +73,19 @@ def local_optimizer(index: ModelIndex, optim: OptimizerLike) -> LocalOptimizer:
     return LocalOptimizer(arrays, values, groups, _list_names(of))
 
 
-def find_index(models: Mapping[str, tuple[nn.Module, LocalModel]], optim: torch.optim.Optimizer) -> ModelIndex | None:
+def find_index(
+    models: Mapping[str, tuple[nn.Module, LocalModel]],
+    parameters: Mapping[str, nn.Parameter],
+    optim: torch.optim.Optimizer,
+) -> ModelIndex | None:
     """Return the index of the model with all parameters of an optimizer; None without one.
 
-    If several models have them together, the result is an index of these models, with their names before their FQNs.
+    If several models have them together, or with parameters beside them, the result is an index of all of these, with
+    their names before their FQNs.
 
     Args:
         models: Models by name.
+        parameters: Parameters beside the models by name.
         optim: Optimizer of some or all of their parameters.
     """
     wanted = {id(parameter) for group in optim.param_groups for parameter in group["params"]}
@@ -90,8 +96,11 @@ def find_index(models: Mapping[str, tuple[nn.Module, LocalModel]], optim: torch.
                 return model.index
             if any(id(parameter) in wanted for adapter in model.index.adapters for parameter in adapter.exposed):
                 parts._modules[name] = module
-    joint = index_complete_model(parts) if len(parts._modules) > 1 else None
-    return joint if joint is not None and _has_all(joint, optim) else None
+    parts._parameters.update({name: each for name, each in parameters.items() if id(each) in wanted})
+    if not parts._modules or len(parts._modules) + len(parts._parameters) == 1:
+        return None
+    joint = index_complete_model(parts)
+    return joint if _has_all(joint, optim) else None
 
 
 def _has_all(index: ModelIndex, optim: torch.optim.Optimizer) -> bool:
