@@ -80,3 +80,27 @@ def differentiated_behind_prefetch(rank: int, world: int) -> bool:
 def test_parameters_that_are_prefetched_in_inference_mode_may_be_trained(monkeypatch):
     monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
     assert run(2, differentiated_behind_prefetch) == [True, True]
+
+
+def differentiated_around_inference(rank: int, world: int, original: bool) -> bool:
+    """Compare gradients of a forward with those of one that is followed by a forward in full precision."""
+    found = []
+    for evaluates in (False, True):
+        torch.manual_seed(0)
+        low = {"mixed_precision": core.MixedPrecision(torch.bfloat16), "use_orig_params": original}
+        model = shard(nn.Sequential(shard(nn.Linear(4, 4), **low), nn.Tanh(), nn.Linear(4, 4)), **low)
+        x = torch.randn(3, 4)
+        loss = model(x).square().sum()
+        if evaluates:
+            with torch.no_grad():
+                model.eval()(x)
+            model.train()
+        loss.backward()
+        found.append([each.grad for each in model.parameters() if each.grad is not None])
+    return all(map(torch.equal, *found)) and bool(found[0])
+
+
+@pytest.mark.parametrize("original", [False, True], ids=["flat", "orig"])
+def test_a_forward_in_full_precision_before_the_backward_of_another_changes_nothing(monkeypatch, original):
+    monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+    assert run(2, differentiated_around_inference, original) == [True, True]

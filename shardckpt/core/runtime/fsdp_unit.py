@@ -366,7 +366,7 @@ class FSDPUnit:
         self.open_calls: set[ForwardCall[FSDPUnit]] = set()  # recorded calls whose gradients are not complete
         self.pending_forward_ids: set[int] = set()  # forwards whose gradients have not been reduced
         self._has_unsynced_grads = False
-        self.full_precision = False  # whether the last forward used the stored dtypes
+        self.full_precision = False  # whether the last forward with gradients used the stored dtypes
         self._inputs_event: Event | None = None  # after copies of inputs from pinned memory
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FSDPUnit:
@@ -516,16 +516,17 @@ class FSDPUnit:
     def pre_forward(self, forward_id: int) -> None:
         """Unshard before a call computes; `forward_id` is that of its forward. Collective."""
         self._running_calls += 1
+        full_precision = self.full_precision
         if forward_id != RECOMPUTED:
-            self.full_precision = self.runs_in_full_precision
-            self.phase = Phase.FORWARD
+            full_precision, self.phase = self.runs_in_full_precision, Phase.FORWARD
         for registration in self.params.active:
             unsharded = registration.bucket.unsharded
-            if unsharded.has_storage and unsharded.has_wrong_dtype(full_precision=self.full_precision):
+            if unsharded.has_storage and unsharded.has_wrong_dtype(full_precision=full_precision):
                 self.reshard()  # gathered by or for a forward in the other precision
                 break
-        self.unshard(full_precision=self.full_precision)
-        if torch.is_grad_enabled():
+        self.unshard(full_precision=full_precision)
+        if torch.is_grad_enabled():  # otherwise the backward of an earlier forward may be next
+            self.full_precision = full_precision
             self.pending_forward_ids.add(forward_id)
 
     def post_forward(self, call: ForwardCall[FSDPUnit], *, is_root: bool, is_recorded: bool) -> None:
@@ -546,8 +547,7 @@ class FSDPUnit:
         if not self._modules_run or self._running_calls:
             return
         config = self.config
-        self._modules_run = 0
-        self.phase = Phase.IDLE
+        self._modules_run, self.phase = 0, Phase.IDLE
         has_backward = torch.is_grad_enabled()
         frees = config.reshard_after_forward and not (config.keeps_root_unsharded and is_root)
         if frees or not (has_backward or config.keeps_unsharded_without_grad):
