@@ -87,7 +87,7 @@ _Nodes = list[_Place | _Branch]
 
 
 class ModulePattern:
-    """A pattern that matches a module's name, or its end after a dot.
+    """A pattern that matches a module's name, or its end after a dot; with `^` the full name alone.
 
     Args:
         text: Pattern, as peft writes it.
@@ -100,7 +100,7 @@ class ModulePattern:
         UnsafeError: The patterns exceed the budget.
     """
 
-    __slots__ = ("_automaton", "_parts", "_steps", "_tail")
+    __slots__ = ("_automaton", "_is_full", "_parts", "_steps", "_tail")
 
     def __init__(self, text: object, where: str, steps: MatchBudget) -> None:
         if not isinstance(text, str):
@@ -113,13 +113,15 @@ class ModulePattern:
         self._steps = steps
         self._automaton: _Automaton | None = None
         self._parts = ""
+        self._is_full = text.startswith("^")
         inner = text.removeprefix("^").removesuffix("$")
         if _PLAIN.fullmatch(inner):
             self._parts = _PLAIN_PART.sub(lambda found: found[1] or "\n", inner)  # "\n" represents any character
             self._tail = self._parts.rpartition("\n")[2]
             return
         self._tail = _literal_tail(inner)
-        self._automaton = _Automaton(_Parser(inner, text, where, steps).parse(), steps)
+        nodes = _Parser(inner, text, where, steps).parse(is_full=self._is_full)
+        self._automaton = _Automaton(nodes, steps, is_full=self._is_full)
 
     def fits(self, name: str) -> bool:
         """Return True if the pattern matches the end of a name."""
@@ -131,7 +133,7 @@ class ModulePattern:
     def _fits_parts(self, name: str) -> bool:
         """Compare the parts between dots, which match any character, with a name's end."""
         at = len(name) - len(self._parts)
-        if at < 0 or (at and name[at - 1] != "."):
+        if at < 0 or (at and (self._is_full or name[at - 1] != ".")):
             return False
         for part in self._parts.split("\n"):
             self._steps.spend(_PART_STEPS)
@@ -157,10 +159,11 @@ class _Automaton:
     Args:
         nodes: Pattern: each node continues at the next one, and branches lead forward.
         steps: Budget for matching; each new state is counted.
+        is_full: Whether a match begins at the start of a name alone, not after a dot too.
     """
 
-    def __init__(self, nodes: _Nodes, steps: MatchBudget) -> None:
-        self._nodes, self._steps = nodes, steps
+    def __init__(self, nodes: _Nodes, steps: MatchBudget, *, is_full: bool) -> None:
+        self._nodes, self._steps, self._is_full = nodes, steps, is_full
         self._numbers: dict[frozenset[int], int] = {}
         self._states: list[frozenset[int]] = []
         self._arcs: list[dict[str, int]] = []
@@ -176,7 +179,7 @@ class _Automaton:
 
     def _add_arc(self, state: int, character: str) -> int:
         """Return the state after a character."""
-        starts = [0] if character == "." else []
+        starts = [0] if character == "." and not self._is_full else []
         for at in self._states[state]:
             node = self._nodes[at] if at < len(self._nodes) else None
             if isinstance(node, _Place) and node.fits(character):
@@ -221,11 +224,14 @@ class _Parser:
         self._nodes: _Nodes = []
         self._at = 0
 
-    def parse(self) -> _Nodes:
+    def parse(self, *, is_full: bool) -> _Nodes:
         self._steps.spend(_NODE_STEPS * len(self._text))
         self._parse_alternatives(0)
         if self._at < len(self._text):
             raise self._malformed()
+        first = self._nodes[0]
+        if is_full and isinstance(first, _Branch) and len(first.targets) > 1:
+            raise self._refused()  # `^` would belong to the first alternative alone
         return self._nodes
 
     def _parse_alternatives(self, depth: int) -> None:
