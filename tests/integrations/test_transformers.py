@@ -345,3 +345,21 @@ def train_in_a_loop_of_its_own(rank: int, world: int, folder: Path) -> None:
 
 def test_a_trainer_with_a_loop_of_its_own_is_refused_since_nothing_would_be_saved(tmp_path: Path) -> None:
     run(1, train_in_a_loop_of_its_own, tmp_path)
+
+
+def finish_beside_a_folder(rank: int, world: int, folder: Path) -> Any:
+    """Resume a folder of the Trainer, and keep the best step alone in a run behind a URL."""
+    import trainers
+
+    trainers.be_rank(rank, world)
+    best = {"save_total_limit": 1, "metric_for_best_model": "loss"}
+    given = {"save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, **best}
+    trainers.build("ddp", folder, max_steps=2, **given)[0].train()
+    trainer, _ = trainers.build("ddp", folder, trainers.ShardckptCallback("memory://best/run"), max_steps=4, **given)
+    trainer.train(resume_from_checkpoint=True)
+    return trainer.state.best_model_checkpoint, trainer.args.save_total_limit
+
+
+def test_a_training_ends_beside_folders_of_the_trainer_if_its_run_is_behind_a_url(tmp_path: Path) -> None:
+    assert run(1, finish_beside_a_folder, tmp_path) == [("memory://best/run/step-00000004", 1)]
+    assert (tmp_path / "checkpoint-2").is_dir()

@@ -35,8 +35,10 @@ from shardckpt.integrations.transformers.trainer_folder import (
 from shardckpt.integrations.transformers.trainer_state import (
     collect_metrics,
     dump_state,
+    finish_without_removal,
     note_best_step,
     require_attached,
+    require_methods,
 )
 from shardckpt.integrations.transformers.trainer_step import TrainerStep, require_steps_for_drill
 
@@ -119,11 +121,9 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         if self._has_drill:
             require_steps_for_drill(trainer.args)
             methods["training_step"] = self._train_step
-        missing = [name for name in methods if not hasattr(trainer, name)]
-        if missing:
-            raise UnsupportedError(
-                "this version of transformers is not supported", found=f"a Trainer without {', '.join(missing)}"
-            )
+        require_methods(trainer, methods)
+        if hasattr(trainer, "_finalize_training"):  # not in early versions
+            methods["_finalize_training"] = functools.partial(finish_without_removal, trainer.args)
         earlier = {name: vars(trainer)[name] for name in methods if name in vars(trainer)}
         vars(trainer).update({name: functools.partial(new, getattr(trainer, name)) for name, new in methods.items()})
         self._trainer, self._is_drill_due = trainer, self._has_drill

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
-from transformers import TrainerState
+from transformers import TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from shardckpt import Checkpointer, UnsupportedError
 
-__all__ = ["collect_metrics", "dump_state", "note_best_step", "require_attached"]
+__all__ = [
+    "collect_metrics",
+    "dump_state",
+    "finish_without_removal",
+    "note_best_step",
+    "require_attached",
+    "require_methods",
+]
 
 
 def collect_metrics(state: TrainerState) -> dict[str, float]:
@@ -67,3 +75,39 @@ def require_attached(trainer: object) -> None:
             "ShardckptCallback saves nothing in a Trainer whose own `train` does not call that of transformers.Trainer",
             fix="Remove the callback, or use `shardckpt.Checkpointer` in that loop.",
         )
+
+
+def require_methods(trainer: object, names: Iterable[str]) -> None:
+    """Require that a Trainer has the methods that are replaced.
+
+    Args:
+        trainer: Trainer that is to train.
+        names: Names of the methods.
+
+    Raises:
+        UnsupportedError: One is missing.
+    """
+    missing = [name for name in names if not hasattr(trainer, name)]
+    if missing:
+        found = f"a Trainer without {', '.join(missing)}"
+        raise UnsupportedError("this version of transformers is not supported", found=found)
+
+
+def finish_without_removal(
+    arguments: TrainingArguments, original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Finish a training without the removal of folders, which compares each with the path of the best step.
+
+    That may be a URL, or not be complete yet. In place of `Trainer._finalize_training`.
+
+    Args:
+        arguments: Arguments of the Trainer.
+        original: The method of the Trainer.
+        *args: Its arguments.
+        **kwargs: The same by name.
+    """
+    limit, arguments.save_total_limit = arguments.save_total_limit, None
+    try:
+        return original(*args, **kwargs)
+    finally:
+        arguments.save_total_limit = limit
