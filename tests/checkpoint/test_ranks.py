@@ -152,14 +152,19 @@ class TestElastic:
         saved = shardckpt.load(tmp_path / "c")["optim"]["state"]
         assert set(saved) == {"model.weight", "model.bias", "scale"}
 
-    def test_an_optimizer_of_several_models_that_was_saved_by_ids_is_loaded_by_position(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("form", ["native", "torch.save"])
+    def test_an_optimizer_of_several_models_that_was_saved_by_ids_is_loaded_by_position(
+        self, tmp_path: Path, form: str
+    ) -> None:
         a, b = nn.Linear(2, 2), nn.Linear(2, 2)
         optim = torch.optim.SGD([*a.parameters(), *b.parameters()], momentum=0.9)
         b(a(torch.ones(1, 2))).sum().backward()
         optim.step()
-        shardckpt.save({"a": a.state_dict(), "b": b.state_dict(), "optim": optim.state_dict()}, tmp_path / "c")
+        state = {"a": a.state_dict(), "b": b.state_dict(), "optim": optim.state_dict()}
+        path = tmp_path / ("c" if form == "native" else "c.pt")
+        (shardckpt.save if form == "native" else torch.save)(state, path)
         again = torch.optim.SGD([*a.parameters(), *b.parameters()], momentum=0.9)
-        shardckpt.load({"a": a, "b": b, "optim": again}, tmp_path / "c")
+        shardckpt.load({"a": a, "b": b, "optim": again}, path)
         for parameter, slots in optim.state.items():
             assert torch.equal(again.state[parameter]["momentum_buffer"], slots["momentum_buffer"])
 

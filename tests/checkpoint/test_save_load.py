@@ -276,6 +276,20 @@ class TestObjects:
         shardckpt.load({"m": again, "mean": shardckpt.PerRank(again["mean"])}, tmp_path / "c")
         assert again["mean"].total == 3 and torch.equal(again["net"].weight, model["net"].weight)
 
+    def test_an_optimizer_of_two_models_keeps_values_that_belong_to_no_parameter(self, tmp_path: Path) -> None:
+        a, b = nn.Linear(2, 2), nn.Linear(2, 2)
+        optim, again = (torch.optim.SGD([*a.parameters(), *b.parameters()], momentum=0.9) for _ in range(2))
+        b(a(torch.ones(1, 2))).sum().backward()
+        optim.step()
+        optim.state["seen"] = {"samples": torch.tensor(7)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            shardckpt.save({"a": a, "b": b, "optim": optim}, tmp_path / "c")
+        shardckpt.load({"a": a, "b": b, "optim": again}, tmp_path / "c")
+        assert again.state["seen"]["samples"] == 7
+        momentum = [each.state[b.weight]["momentum_buffer"] for each in (optim, again)]
+        assert torch.equal(*momentum)
+
     def test_values_that_modules_with_parameters_add_to_their_state_are_named(self, tmp_path: Path) -> None:
         class Scaled(nn.Linear):
             def _save_to_state_dict(self, made: dict, prefix: str, keep_vars: bool) -> None:

@@ -22,7 +22,13 @@ from shardckpt.state.adapters import torch_fsdp1
 from shardckpt.state.adapters.flat_shard_check import FlatShards
 from shardckpt.state.adapters.model_index import ModelIndex
 from shardckpt.state.keys.slots import LARGEST_NOTE
-from shardckpt.state.local.optim_shards import OptimTargets, SavedSlot, parameter_names, plan_optim_targets
+from shardckpt.state.local.optim_shards import (
+    OptimTargets,
+    SavedSlot,
+    has_ids_too,
+    parameter_names,
+    plan_optim_targets,
+)
 from shardckpt.state.local.tensor_shards import get_tensor_shards
 
 
@@ -50,7 +56,7 @@ class OptimizerLoadPlanner:
         if root is None:
             self._builder.add_missing(path)
             return
-        if index is None:
+        if index is None or (has_ids_too(index) and self._has_ids(root)):
             self._plan_unnamed(optim, path, root)
             return
         self._builder.plan.taken.add(root)
@@ -92,6 +98,13 @@ class OptimizerLoadPlanner:
             return path
         roots = find_sections(self._builder.source.manifest).optimizers
         return roots[0] if len(roots) == 1 and not self._builder.source.is_native else None
+
+    def _has_ids(self, root: Path) -> bool:
+        """Return True if a saved state has ids for keys, as an optimizer's own `state_dict()`."""
+        tree = self._builder.source.read_tree(_without_state(self._builder.source.find(root)[0]))
+        groups = tree.get("param_groups") if isinstance(tree, dict) else None
+        listed = [group for group in groups if isinstance(group, dict)] if isinstance(groups, (list, tuple)) else []
+        return any(type(member) is int for group in listed for member in group.get("params", ()))
 
     def _plan_unnamed(self, optim: torch.optim.Optimizer, path: Path, root: Path) -> None:
         model = self._models.find_foreign_for(optim)

@@ -396,9 +396,15 @@ class _StateFlattener:
 
     def _optimizer(self, optim: torch.optim.Optimizer, path: Path) -> Any:
         from shardckpt.state.adapters import torch_fsdp1  # noqa: PLC0415  (tensors alone need no engine)
-        from shardckpt.state.local.optim_shards import find_unsaved_values, local_optimizer  # noqa: PLC0415  (as above)
+        from shardckpt.state.local.optim_shards import (  # noqa: PLC0415  (as above)
+            find_unsaved_values,
+            has_ids_too,
+            local_optimizer,
+        )
 
         index = self._models.find_index_for(optim)
+        if index is not None and has_ids_too(index) and find_unsaved_values(optim):
+            index = None  # its `state_dict()` has these values too
         if index is None:
             model = self._models.find_foreign_for(optim)
             if model is None:

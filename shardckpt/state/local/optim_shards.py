@@ -17,6 +17,7 @@ from shardckpt.errors import UnsupportedError
 from shardckpt.plan.optim.param_groups import match_settings, settings
 from shardckpt.state.adapters.engine_bucket import EngineBucketAdapter
 from shardckpt.state.adapters.model_index import ModelIndex, index_complete_model
+from shardckpt.state.adapters.replicated import ReplicatedAdapter
 from shardckpt.state.keys.slots import LARGEST_NOTE, OpaqueStateError, UnequalSteps, is_placed_as, largest
 from shardckpt.state.local.local_shards import LocalModel, get_adapter_shards, get_member_shards
 from shardckpt.state.local.tensor_shards import LocalShard, TensorShards, get_tensor_shards
@@ -73,6 +74,10 @@ def local_optimizer(index: ModelIndex, optim: OptimizerLike) -> LocalOptimizer:
     return LocalOptimizer(arrays, values, groups, _list_names(of))
 
 
+class _Parts(nn.Module):
+    """Models and parameters beside them, by their paths in a state."""
+
+
 def find_index(
     models: Mapping[str, tuple[nn.Module, LocalModel]],
     parameters: Mapping[str, nn.Parameter],
@@ -89,7 +94,7 @@ def find_index(
         optim: Optimizer of some or all of their parameters.
     """
     wanted = {id(parameter) for group in optim.param_groups for parameter in group["params"]}
-    parts = nn.Module()
+    parts = _Parts()
     for name, (module, model) in models.items():
         if model.index is not None:
             if _has_all(model.index, optim):
@@ -101,6 +106,14 @@ def find_index(
         return None
     joint = index_complete_model(parts)
     return joint if _has_all(joint, optim) else None
+
+
+def has_ids_too(index: ModelIndex) -> bool:
+    """Return True if an optimizer's own `state_dict()`, by ids, can be loaded too.
+
+    It is one of several models without sharding.
+    """
+    return isinstance(index.root, _Parts) and all(isinstance(each, ReplicatedAdapter) for each in index.adapters)
 
 
 def _has_all(index: ModelIndex, optim: torch.optim.Optimizer) -> bool:
