@@ -210,7 +210,8 @@ class LocalStore:
         """
         path = self._path(name, follow=False)
         with convert_os_errors("cannot create", path):
-            make_folders(self._root)
+            if not os.path.isdir(self._root):
+                make_folders(self._root)
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             parts = name.split("/")[:-1]
             folders = [os.path.join(self._root, *parts[:depth]) for depth in range(len(parts), -1, -1)]
@@ -524,18 +525,31 @@ class LocalWriter(ClosingWriter):
 
 
 def make_folders(path: str) -> None:
-    """Make a folder and its missing parents; a power failure does not take them away.
+    """Make a folder and its missing parents; a power failure does not take them away, even if they were there.
 
     Raises:
         OSError: A folder cannot be made.
     """
     if os.path.isdir(path):
+        sync_name(path)
         return
     parent = os.path.dirname(os.path.abspath(path))
     make_folders(parent)
     with suppress(FileExistsError):
         os.mkdir(path)
     sync_folder(parent)
+
+
+def sync_name(path: str) -> None:
+    """Sync the name of a folder that is there: the process that made it may have been killed before it did.
+
+    Does nothing if this user may not read the folder above.
+
+    Raises:
+        OSError: The disk failed.
+    """
+    with suppress(PermissionError):
+        sync_folder(os.path.dirname(os.path.abspath(path)))
 
 
 def sync_folder(path: str) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 
 from shardckpt.errors import NoSpaceError, StorageError, TargetExistsError, UsageError
 from shardckpt.storage.linux_syscalls import exchange
-from shardckpt.storage.local import LocalStore, LocalWriter, open_folder, sync_folder, sync_open_folder
+from shardckpt.storage.local import LocalStore, LocalWriter, open_folder, sync_folder, sync_name, sync_open_folder
 from shardckpt.storage.orphans import (
     OLD,
     PARTIAL,
@@ -239,6 +239,7 @@ class LocalPublication(Publication):
         while not os.path.lexists(folder):
             missing.append(folder)
             folder = os.path.dirname(folder)
+        sync_name(folder)
         for new in reversed(missing):
             try:
                 os.mkdir(new)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 from shardckpt.errors import TargetExistsError, UsageError
-from shardckpt.storage.local import LocalStore, LocalWriter
-from shardckpt.storage.store import Capabilities
+from shardckpt.storage.local import LocalStore, LocalWriter, make_folders
+from shardckpt.storage.store import Capabilities, convert_os_errors
 
 SCHEME = "shardckpt-local"
 """Protocol of the URLs of such folders: `shardckpt-local://RUN`."""
@@ -57,6 +57,7 @@ class NodeFolder(LocalStore):
         super().__init__(path)
         self.url = url
         self.capabilities = Capabilities(renames=False, is_local=True)
+        self._is_made = False
 
     def create(self, name: str, *, is_new: bool = False, needed: str = "") -> LocalWriter:  # noqa: ARG002
         """Start a new file and create its parent folders.
@@ -71,6 +72,10 @@ class NodeFolder(LocalStore):
             UnsafeError: The name leaves the root.
             StorageError: The file cannot be created.
         """
+        if not self._is_made:
+            with convert_os_errors("cannot create", self._shown(name)):
+                make_folders(self._root)
+            self._is_made = True
         writer = super().create(name)
         if is_new and os.path.lexists(self._shown(name)):
             writer.abort()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from shardckpt.errors import TargetExistsError, UnsafeError, UsageError
 from shardckpt.format.native.commit import COMMIT, STEP
+from shardckpt.storage import local
 from shardckpt.storage.node_folder import find_folder, name_folder
 from shardckpt.storage.publish import JoinedPublication, begin
 from shardckpt.storage.resolve_url import kind, mount_store, open_store
@@ -27,6 +30,19 @@ def test_a_url_leads_to_the_folder_that_this_process_has_given_it(tmp_path):
     assert [kind(f"{url}{name}") for name in ("", "/step-00000001/x", "/y")] == ["folder", "file", "missing"]
     name_folder("abc", str(tmp_path / "two"))
     assert kind(f"{url}/step-00000001") == "missing" and find_folder(str(tmp_path)) is None
+
+
+def test_a_power_failure_does_not_take_a_folder_whose_maker_was_killed_before_it_was_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run").mkdir()
+    synced: list[str] = []
+    sync_folder = local.sync_folder
+    monkeypatch.setattr(local, "sync_folder", lambda path: synced.append(path) or sync_folder(path))
+    store = open_store(name_folder("abc", str(tmp_path / "run")))
+    write(store, "x", b"data")
+    write(store, "COMMIT", b"1")
+    assert synced.count(str(tmp_path)) == 1
 
 
 def test_a_file_that_has_to_be_new_is_refused_if_its_name_is_used_and_names_stay_below_the_folder(tmp_path):

@@ -16,7 +16,7 @@ from forks import is_killed
 from kinds import FILE, FOLDER
 
 from shardckpt.errors import MissingFileError, NoSpaceError, StorageError, TargetExistsError, UsageError
-from shardckpt.storage import local_publication, orphans, retry
+from shardckpt.storage import local, local_publication, orphans, retry
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.publish import overlaps, publish
 from shardckpt.storage.resolve_url import open_store
@@ -671,8 +671,39 @@ def test_a_result_is_made_safe_before_and_after_its_rename(tmp_path, monkeypatch
     monkeypatch.setattr(os, "rename", watched_rename)
     publish_files(tmp_path / "out", {"sub/a.bin": b"1"})
     shown = [".out.partial" if name.startswith(".out.partial") else name for name in order]
-    assert shown[0].startswith(".a.bin.partial-")
-    assert shown[1:] == ["sub", ".out.partial", "rename", tmp_path.name]
+    assert shown[0] == tmp_path.parent.name and shown[1].startswith(".a.bin.partial-")
+    assert shown[2:] == ["sub", ".out.partial", "rename", tmp_path.name]
+
+
+def test_a_power_failure_does_not_take_a_folder_whose_maker_was_killed_before_it_was_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs" / "run").mkdir(parents=True)
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def watched_fsync(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    publish_files(tmp_path / "runs" / "run" / "step-1", {"a.bin": b"1"})
+    assert synced[0] == str(tmp_path / "runs")
+
+
+def test_a_folder_below_one_that_cannot_be_read_takes_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "runs" / "run"
+    run.mkdir(parents=True)
+    open_folder = local.open_folder
+
+    def refuse(path: str) -> int:
+        if path == str(run.parent):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return open_folder(path)
+
+    monkeypatch.setattr(local, "open_folder", refuse)
+    publish_files(run / "step-1", {"a.bin": b"1"})
+    assert (run / "step-1" / "a.bin").read_bytes() == b"1"
 
 
 def test_a_local_store_is_what_a_local_publication_writes_to(tmp_path):

@@ -15,7 +15,7 @@ from shardckpt.checkpoint.run.step_finder import FoundStep, PlaceReads, StepFaul
 from shardckpt.checkpoint.tiers.capture_tier import TierPlace
 from shardckpt.errors import CheckpointError, MissingFileError, RankError, ShardckptError
 from shardckpt.format.durability.step_copies import FAILURES, StepCopy, describe_copy
-from shardckpt.format.native.run_directory import RunDirectory, StepFolder, delete_steps, read_about, step_name
+from shardckpt.format.native.run_directory import AFTER, StepFolder, delete_steps, read_about, step_name
 from shardckpt.storage.store import Store
 
 _LOG = logging.getLogger("shardckpt")
@@ -187,12 +187,21 @@ def list_node_copies(place: TierPlace, catalog: NodeCatalog, number: int) -> lis
     return [describe_copy(place.open_own(), step, place.name, FAILURES[:machines])]
 
 
-def drop_capture(place: TierPlace, run: RunDirectory, step: StepFolder, root: str) -> None:
+def read_captures(place: TierPlace) -> list[tuple[StepFolder, str]]:
+    """Return the complete captures in a tier, each with the text of its `RootPosition`; empty if unknown.
+
+    Raises:
+        ShardckptError: The tier cannot be read.
+    """
+    store = place.finder.open_store()
+    return [(step, read_capture_about(store, step).get(AFTER, "")) for step in place.finder.read().complete]
+
+
+def drop_capture(place: TierPlace, step: StepFolder, root: str) -> None:
     """Delete a capture that does not belong to the steps of the root; log it if that fails: it is left out anyway.
 
     Args:
         place: The tier.
-        run: Steps in the tier.
         step: The capture.
         root: Path or URL of the root.
 
@@ -202,7 +211,7 @@ def drop_capture(place: TierPlace, run: RunDirectory, step: StepFolder, root: st
     shown = f"step {step.number} in {place.finder.root}"
     _LOG.warning("%s does not belong to the steps in %s: dropped", shown, root)
     try:
-        delete_steps(place.finder.open_store(), run, [step.name])
+        delete_steps(place.finder.open_store(), place.finder.read(), [step.name])
     except RankError:
         raise
     except ShardckptError as error:

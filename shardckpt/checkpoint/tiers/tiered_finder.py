@@ -40,10 +40,11 @@ from shardckpt.checkpoint.tiers.tier_steps import (
     list_node_copies,
     open_own,
     read_capture_about,
+    read_captures,
     read_tier,
     report_step,
 )
-from shardckpt.errors import ShardckptError
+from shardckpt.errors import CheckpointError, MissingFileError, ShardckptError
 from shardckpt.events import FallbackEvent, OnEvent, emit
 from shardckpt.events.warn_user import warn_user
 from shardckpt.format.durability.run_record import NOTHING_LOST, RECORD
@@ -120,8 +121,7 @@ class TieredFinder(StepFinder):
         captures: list[Capture] = []
         unused: set[str] = set()
         for place in self._places:
-            drop = partial(self._drop_captures_of_another_run, place, state)
-            here = read_tier(place, drop, list[Capture]())
+            here = self._drop_captures_of_another_run(place, state)
             captures += here
             unused |= find_unknown(here, self.last_start, self.root) if place.name == MEMORY else set()
         unused |= {each.save for each in captures if not each.is_of_run}
@@ -224,13 +224,13 @@ class TieredFinder(StepFinder):
 
     def _drop_captures_of_another_run(self, place: TierPlace, root: RootSteps) -> list[Capture]:
         """Delete the captures of a tier that do not belong to the steps of the root; return all that it had."""
-        store, run, captures = place.finder.open_store(), place.finder.read(), list[Capture]()
-        for step in run.complete:
-            order, text = (step.branch, step.number), read_capture_about(store, step).get(AFTER, "")
+        captures = list[Capture]()
+        for step, text in read_tier(place, partial(read_captures, place), list[tuple[StepFolder, str]]()):
+            order = (step.branch, step.number)
             is_of_run, is_in_root = self._compare(order, text, root)
             captures.append(Capture(step.save, order, text, is_of_run, is_in_root))
             if not is_of_run:
-                drop_capture(place, run, step, self.root)
+                drop_capture(place, step, self.root)
         return captures
 
     def _compare(self, order: tuple[int, int], after: str, root: RootSteps) -> tuple[bool, bool]:
@@ -266,12 +266,15 @@ class TieredFinder(StepFinder):
             text: Position that the capture has.
 
         Returns:
-            None if the step of the root is damaged or cannot be read now: then captures of all attempts that the run
-            began to save in the root belong to it.
+            None if the step of the root is damaged: then captures of all attempts that the run began to save in the
+            root belong to it.
+
+        Raises:
+            StorageError: The root cannot be read now: the capture may be older than the step there.
         """
         try:
             return read_about(super().open_store(), step).get(AFTER) == text
-        except ShardckptError:
+        except (CheckpointError, MissingFileError):
             return None
 
     def find_finder(self, path: str) -> StepFinder:

@@ -19,7 +19,7 @@ from tier_runs import DAMAGES, damage_step, make_state, restore, save
 import shardckpt
 from shardckpt import Checkpointer, FallbackEvent, Local, PeerMemory, RestoreEvent, WithdrawalEvent
 from shardckpt.checkpoint.run import step_restore
-from shardckpt.checkpoint.tiers import tier_steps
+from shardckpt.checkpoint.tiers import tier_steps, tiered_finder
 from shardckpt.errors import NoCompleteCheckpoint, StorageError, UsageError
 
 
@@ -431,6 +431,21 @@ def test_steps_of_a_course_that_was_given_up_are_not_restored_if_they_cannot_be_
     shutil.rmtree(tmp_path / "run")
     monkeypatch.setattr(tier_steps, "delete_steps", fail)
     assert restore(make(tmp_path)) is None
+
+
+def test_a_capture_is_not_restored_while_a_newer_save_of_its_step_in_the_root_cannot_be_read(tmp_path, monkeypatch):
+    save(make(tmp_path, save_every=1), 2)
+    Checkpointer(tmp_path / "run").save(2, make_state(22), overwrite=True)
+
+    def fail(*_: object) -> None:
+        raise StorageError("the connection was reset")
+
+    state = make_state()
+    with monkeypatch.context() as patch:
+        patch.setattr(tiered_finder, "read_about", fail)
+        with pytest.raises(StorageError, match="the connection was reset"):
+            make(tmp_path).restore(state)
+    assert make(tmp_path).restore(state) == 2 and state["step"] == 22
 
 
 def test_ranks_of_one_node_capture_one_step_together(tmp_path):
