@@ -45,6 +45,11 @@ class LastStart:
         self.lost = NOTHING_LOST
         self.is_in_doubt = False
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the root got the record that this start captures."""
+        return self._recorded is not None
+
     def make_attempt(self) -> str:
         """Return text that no other attempt to save has, and that names this start."""
         return f"{self._id}-{secrets.token_hex(8)}"
@@ -127,19 +132,20 @@ class LastStart:
         self._known = tuple(dict.fromkeys([*self._known, *(each for each in found if each)]))
 
     def find_replaced(self, captured: Mapping[str, tuple[tuple[int, int], str]]) -> set[str]:
-        """Return the captures of earlier starts that are not older than the first one of the last start in its branch.
+        """Return the captures of earlier starts that are not older than the first one of the last start.
 
         A start that can read neither captures nor the record, because the root was emptied, begins anew: its captures
-        have lower numbers than those of earlier starts on other nodes, and the same branch.
+        have lower numbers than those of earlier starts on other nodes, and the same branch or a lower one.
 
         Args:
             captured: Branch and number, and result of `make_attempt`, by the id of the save.
         """
-        last, behind_all = self._last, (self._last.branch + 1, 0)
-        of_branch = {save: at for save, (at, attempt) in captured.items() if at[0] == last.branch and attempt}
-        own = {save for save in of_branch if captured[save][1].partition("-")[0] == last.id}
-        first = min((of_branch[save] for save in own), default=behind_all)
-        return {save for save, at in of_branch.items() if at >= first} - own
+        known = {save: at for save, (at, attempt) in captured.items() if attempt}
+        own = {save for save in known if captured[save][1].partition("-")[0] == self._last.id}
+        if not own:
+            return set()
+        first = min(known[save] for save in own)
+        return {save for save, at in known.items() if at >= first} - own
 
     def find_least_branch(self, attempts: Iterable[str]) -> int:
         """Return the least branch of the steps that this start may save, by the record that was read last.

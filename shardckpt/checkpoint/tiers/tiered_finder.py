@@ -121,8 +121,7 @@ class TieredFinder(StepFinder):
         captures: list[Capture] = []
         unused: set[str] = set()
         for place in self._places:
-            here = self._drop_captures_of_another_run(place, state)
-            captures += here
+            captures += (here := self._drop_captures_of_another_run(place, state))
             unused |= find_unknown(here, self.last_start, self.root) if place.name == MEMORY else set()
         unused |= {each.save for each in captures if not each.is_of_run}
         self.last_start.add_found(each.attempt for each in captures if each.save not in unused)
@@ -198,6 +197,9 @@ class TieredFinder(StepFinder):
         committed = self.find_position().committed
         if not root.is_empty or (committed == NO_STEP and self.last_start.lost == NOTHING_LOST):
             return
+        if not self.last_start.is_recorded:  # what it captures follows no step that is gone
+            self.position = self.find_position()._replace(committed=NO_STEP)
+            return
         text = f"all steps in {self.root} are gone while the run goes on"
         try:
             if self.last_start.record_lost(committed):
@@ -253,10 +255,6 @@ class TieredFinder(StepFinder):
         if order < root.newest or position.leads_to(root.newest, is_empty=root.is_empty):
             return True, False  # under a newer step of the root it is never the newest
         return root.is_empty and self.last_start.has_lost(position.committed, RootPosition.read_attempt(after)), False
-
-    def _is_of_run(self, order: tuple[int, int], after: str, root: RootSteps) -> bool:
-        """Return True if a capture belongs to the steps of the root; arguments as for `_compare`. On rank 0."""
-        return self._compare(order, after, root)[0]
 
     def _is_same_attempt(self, step: StepFolder, text: str) -> bool | None:
         """Return True if a step of the root and a capture come from one attempt to save. On rank 0.
@@ -363,10 +361,10 @@ class TieredFinder(StepFinder):
             place = next(place for place in self._places if place.name == copy.tier)
             return read_tier(place, partial(self._is_capture_of_run, place, number, root), otherwise=False)
         is_own = own.order in root.steps and root.steps[own.order].save in own.saves
-        return is_own or self._is_of_run(own.order, own.after, root)
+        return is_own or self._compare(own.order, own.after, root)[0]
 
     def _is_capture_of_run(self, place: TierPlace, number: int, root: RootSteps) -> bool:
         """Return True if a capture in the store of this node belongs to the steps of the root. On rank 0."""
         store = place.open_own()
         step = read_step(store, number)
-        return self._is_of_run((step.branch, number), read_capture_about(store, step).get(AFTER, ""), root)
+        return self._compare((step.branch, number), read_capture_about(store, step).get(AFTER, ""), root)[0]

@@ -232,9 +232,10 @@ class Trainer:
         try:
             checkpointer.wait()
             number, content = self._unsettled[-1]
-            if not number % 2:
-                checkpointer.durability(number - 1)
-            self._claim(checkpointer, number, content)
+            if self._job.has_tiers:  # without, the copy in the root counts whoever has saved it
+                if not number % 2:
+                    checkpointer.durability(number - 1)
+                self._claim(checkpointer, number, content)
         except RankError:
             raise
         except ShardckptError as error:

@@ -433,6 +433,20 @@ def test_steps_of_a_course_that_was_given_up_are_not_restored_if_they_cannot_be_
     assert restore(make(tmp_path)) is None
 
 
+def test_a_start_that_has_seen_an_emptied_root_before_its_first_capture_is_restored_though_it_never_looks_again(
+    tmp_path, monkeypatch
+):
+    save(make(tmp_path, save_every=2), 2)
+    ck = make(tmp_path, save_every=100, keep_last=1)
+    assert restore(ck) == 2
+    shutil.rmtree(tmp_path / "run")
+    assert [copy.tier for copy in ck.durability(2).copies] == ["local"]
+    monkeypatch.setattr(tiered_finder.TieredFinder, "look_at_root", lambda _: None)
+    save(ck, 3)
+    assert [step.number for step in shardckpt.ls(tmp_path / "local").complete] == [3]
+    assert restore(make(tmp_path)) == 3
+
+
 def test_a_capture_is_not_restored_while_a_newer_save_of_its_step_in_the_root_cannot_be_read(tmp_path, monkeypatch):
     save(make(tmp_path, save_every=1), 2)
     Checkpointer(tmp_path / "run").save(2, make_state(22), overwrite=True)
