@@ -203,11 +203,11 @@ class RemoteFolder(Publication):
         """
         self._is_doubtful = True  # the request may succeed although its answer is lost
         is_new = self._last not in self._old
-        named = [] if is_new else self._list_named()
+        replaced = [] if is_new else [*self._list_named(), *self._list_dead()]
         last.finish(is_new=is_new, needed=self._written[-1] if self._written else "")
         self._is_done = True
-        gone = {*named, *(self._old if is_new and self._is_only() else self._list_dead())}
-        for name in self._list_unneeded(gone - set(self._deferred)):
+        gone = replaced if not is_new else self._old if self._is_only() else self._list_dead()
+        for name in self._list_unneeded(set(gone) - set(self._deferred)):
             with suppress(StorageError):
                 self._store.delete(name)
 

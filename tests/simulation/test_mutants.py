@@ -283,7 +283,7 @@ class _DamagingStore:
 
 
 MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
-    without_fsync: 98,
+    without_fsync: 165,
     pruning_deletes_bases: 0,
     ranks_are_answered_before_the_commit: 0,
     hashes_are_not_checked: 63,
@@ -301,7 +301,7 @@ MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     partners_are_on_the_own_machine: 195,
     copies_are_acknowledged_before_the_hash: 2,
     captures_go_before_they_are_promoted: 18,
-    bases_are_not_read: 1162,
+    bases_are_not_read: 751,
     failed_restores_are_not_counted: 6,
     overwritten_files_go_first: 9,
     steps_of_other_jobs_are_claimed: 116,

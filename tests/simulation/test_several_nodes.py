@@ -70,9 +70,12 @@ def test_captures_of_a_job_without_some_nodes_are_newer_than_those_that_it_could
 
 
 def test_captures_of_a_start_on_other_nodes_are_newer() -> None:
-    """The third start has no part of what the second one captured: it begins anew, with memory for one step."""
-    history = run_history(507_035)
-    assert subjects(history, "claims", of="job2")[0] == "step 1 in memory (process)"
+    """The third start has no part of what the second one captured, and begins anew; the fourth one can read both."""
+    places = ((0,), (0,), (1,), (0, 1))
+    history = run_history(1, replace(ON_TWO, worlds=(1, 1, 1, 2), places=places, copies=0, memory_bytes=1 << 30))
+    assert subjects(history, "claims", of="job1") == ["step 2 in memory (process)"]
+    assert subjects(history, "claims", of="job2") == ["step 1 in memory (process)"]
+    assert subjects(history, "restored", of="job3") == ["step 1"] * 2
     assert history.failure is None
 
 

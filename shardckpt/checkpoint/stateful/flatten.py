@@ -379,9 +379,8 @@ class _StateFlattener:
                 if array.shards and array.shards[0].tensor.is_meta:
                     check_tensor(array.shards[0].tensor, place)
                 has_all = len(array.shards) == 1 and array.shards[0].box.size == array.shape and array.shape
-                is_full = (
-                    has_all and name not in weights.sharded
-                )  # as on other ranks, which have nothing of a small one
+                # Of a small sharded one other ranks may have nothing, so they cannot know its memory.
+                is_full = has_all and name not in weights.sharded
                 self._add(place, array, _memory(array) if is_full else ("model", id(weights), name))
                 tree[name] = TensorRef(place)
                 if name in weights.buffers and name not in weights.sharded:

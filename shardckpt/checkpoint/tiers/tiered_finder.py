@@ -132,16 +132,14 @@ class TieredFinder(StepFinder):
             run = place.finder.read()
             faults[place.name] = place.finder.list_faults(run, self._node_faults)
             unwanted = {(place.finder.path(step.name), step.save) for step in run.complete if step.save in left_out}
-            found = place.finder.find_on_rank0(wanted, unwanted.union(passed), avoided)
-            return found._replace(faults=[], unreadable="")
+            return place.finder.find_on_rank0(wanted, {*unwanted, *passed}, avoided)._replace(faults=[], unreadable="")
 
         held = [read_tier(place, partial(find, place), FoundStep([])) for place in self._places]
         found = choose_newest([*held, root])
         self._least_branch = self.last_start.find_least_branch(each.attempt for each in captures)
         if self._least_branch:
             self._log_missing_captures()
-        after, saves = find_attempt(found, captures, state.steps.get(found.order))
-        self.own.note_found(found.number, found.order, after, saves)
+        self.own.note_found(found.number, found.order, *find_attempt(found, captures, state.steps.get(found.order)))
         self._found = found
         passed_over = select_faults(faults, found, self.find_finder(found.path).tier, wanted)
         return found._replace(branch=max(found.branch, self._least_branch), tier_faults=passed_over)
@@ -197,15 +195,17 @@ class TieredFinder(StepFinder):
         committed = self.find_position().committed
         if not root.is_empty or (committed == NO_STEP and self.last_start.lost == NOTHING_LOST):
             return
-        if not self.last_start.is_recorded:  # what it captures follows no step that is gone
-            self.position = self.find_position()._replace(committed=NO_STEP)
-            return
         text = f"all steps in {self.root} are gone while the run goes on"
         try:
             if self.last_start.record_lost(committed):
                 text += ": what this start has captured is restored all the same, unless its record there goes too"
-                emit(FallbackEvent(self.root, warnings=(text,)), self._on_event)
-                warn_user(text)
+            elif not self.last_start.is_recorded and committed != NO_STEP:  # it has captured nothing that follows these
+                text += ": its captures follow the empty root from now on"
+                self.position = self.find_position()._replace(committed=NO_STEP)
+            else:
+                return
+            emit(FallbackEvent(self.root, warnings=(text,)), self._on_event)
+            warn_user(text)
         except ShardckptError as error:
             _LOG.warning("%s, and it cannot be recorded that captures are still needed: %s", text, error)
 

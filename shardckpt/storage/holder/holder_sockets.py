@@ -10,6 +10,7 @@ import struct
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 
 from shardckpt.errors import StorageError, UnsafeError, UsageError
 from shardckpt.storage.store import convert_os_errors
@@ -45,7 +46,7 @@ def socket_folder() -> str:
     if os.path.isabs(runtime) and os.path.isdir(runtime):
         base = os.path.join(runtime, "shardckpt")
     else:
-        base = os.path.join(_find_temporary(), f"shardckpt-{os.geteuid()}-{_read_boot_id()[:_BOOT_CHARACTERS]}")
+        base = os.path.join(_find_temporary(), f"shardckpt-{os.geteuid()}-{_read_boot_id(_BOOT_ID)[:_BOOT_CHARACTERS]}")
     node = os.environ.get(NODE, "")
     if node and (not _NODE_NAME.fullmatch(node) or set(node) == {"."}):
         raise UsageError(f"{NODE} must have letters, digits, '.', '_' and '-' only", found=node)
@@ -60,9 +61,10 @@ def _find_temporary() -> str:
         raise StorageError("no folder can be used for the sockets of holders", found=error, fix=fix) from error
 
 
-def _read_boot_id() -> str:
+@cache
+def _read_boot_id(path: str) -> str:
     """Return the id of this machine, which it has until it is started again; empty if unknown."""
-    with suppress(OSError), open(_BOOT_ID, encoding="ascii") as file:
+    with suppress(OSError), open(path, encoding="ascii") as file:
         return file.read().strip()
     return ""
 
