@@ -16,7 +16,11 @@ from shardckpt.format.native.run_directory import (
     without_steps,
 )
 from shardckpt.plan.retention import Retention, SavedStep, is_expired, steps_to_delete, with_trusted_times
+from shardckpt.storage.resolve_url import open_remote
 from shardckpt.storage.store import Store
+
+_CLOCK = ".shardckpt-clock"
+"""File that is written into a run and removed, to know the time of the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +90,32 @@ def apply_retention(
         on_delete(deleted)
     content = other_content(deleted) if dry_run else delete_steps(store, run, [step.name for step in deleted])
     kept = run if dry_run else without_steps(run, deleted)
-    expired, waiting = list[Orphan](), list[Orphan]()
-    for left in find_orphans(store, kept):
+    expired, waiting, orphans = list[Orphan](), list[Orphan](), find_orphans(store, kept)
+    if not dry_run and any(is_expired(left.changed_at, now, orphan_age_s) for left in orphans):
+        now = min(now, _read_store_time(store, now))
+    for left in orphans:
         if is_expired(left.changed_at, now, orphan_age_s):
             expired.append(left)
         else:
             waiting.append(left)
     gone = expired if dry_run else [orphan for orphan in expired if delete_orphan(store, orphan)]
     return Deleted(tuple(deleted), tuple(orphan.name for orphan in gone), tuple(content), tuple(waiting))
+
+
+def _read_store_time(store: Store, now: float) -> float:
+    """Return the time by the clock of a store; the given one on this machine, and if the store has no times.
+
+    A clock of this machine that is days ahead would make a save that is under way elsewhere look like an orphan.
+    """
+    if store.capabilities.is_local:
+        return now
+    remote = open_remote(store.url)
+    with remote.create(_CLOCK) as writer:
+        writer.write(b"\n")
+    try:
+        return remote.written_at(_CLOCK) or now
+    finally:
+        remote.delete(_CLOCK)
 
 
 def _describe(

@@ -242,8 +242,16 @@ class RemoteFolder(Publication):
         """Return True if a file is older than `_DEAD_S`, or its age is unknown."""
         with suppress(StorageError):
             written = self._store.written_at(name)
-            return written is None or time.time() - written > _DEAD_S
+            return written is None or all(now() - written > _DEAD_S for now in (time.time, self._read_store_time))
         return False
+
+    def _read_store_time(self) -> float:
+        """Return the time at which the store got a file of this save: the clock of this machine may be days ahead.
+
+        Raises StorageError.
+        """
+        written = self._store.written_at(self._written[-1]) if self._written else None
+        return time.time() if written is None else written
 
     def rollback(self) -> None:
         """Delete the written files, the last first; never raises.

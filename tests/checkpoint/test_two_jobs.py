@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
-from datetime import datetime, timezone
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import botocore.session
-import fsspec
 import pytest
 import s3fs
 import torch
 import torch.distributed.checkpoint as torch_dcp
-from bucket import Bucket
+from bucket import Bucket, DatedBucket
 from faulty import faulty
 
 import shardckpt
@@ -127,16 +127,13 @@ def test_of_two_first_saves_one_is_told_though_the_other_ends_right_before_its_l
     s3fs.S3FileSystem.clear_instance_cache()
 
 
-class PlainBucket(Bucket):
-    """A bucket of a protocol without conditional requests, whose objects are new."""
+class PlainBucket(DatedBucket):
+    """A bucket of a protocol without conditional requests."""
 
-    protocol: tuple[str, ...] = ("plain", "hf")
-
-    def info(self, path: str, **options: Any) -> dict[str, Any]:
-        return {**super().info(path, **options), "LastModified": datetime.now(timezone.utc)}
+    protocol = ("plain", "hf")
 
 
-class OldServer(PlainBucket):
+class OldServer(DatedBucket):
     """A bucket whose server does not know conditional requests."""
 
     protocol = ("old", "s3a")
@@ -153,7 +150,6 @@ def test_of_two_first_saves_without_conditional_requests_the_later_stays_complet
 ) -> None:
     """The other one ends while the request for `COMMIT` is under way, and finds files of a save that has none."""
     kind.reset()
-    fsspec.register_implementation("bucket", kind, clobber=True)
     ended: list[bool] = []
 
     def end_other(_count: int, verb: str, path: str) -> None:
@@ -232,4 +228,19 @@ def test_what_another_save_has_written_stays_until_it_is_old(s3_bucket: str, mon
     names = {entry.name for entry in open_store(url).list()}
     assert ("0mwqtjgtgd749fa-00000-00.safetensors" in names) != is_dead
     assert len(names) == 3 + (not is_dead)
+    assert shardckpt.load(url)["step"] == MINE
+
+
+@pytest.mark.parametrize("days", [0, 2])
+def test_its_age_is_that_by_the_clock_of_the_store(days: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    DatedBucket.reset()
+    url, left = "bucket://b/c", "0mwqtjgtgd749fa-00000-00.safetensors"
+    shardckpt.save(state(OLD), url)
+    with open_store(url).create(left) as writer:
+        writer.write(b"of another save")
+    DatedBucket.dates[f"b/c/{left}"] = days
+    clock = SimpleNamespace(time=lambda: time.time() + 3 * 24 * 3600)  # of this machine: three days ahead
+    monkeypatch.setattr(remote_publication, "time", clock)
+    shardckpt.save(state(MINE), url, overwrite=True)
+    assert (f"b/c/{left}" in DatedBucket.objects) == (days == 0)
     assert shardckpt.load(url)["step"] == MINE

@@ -13,7 +13,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from bucket import Bucket, Dead, broken_at
+from bucket import Bucket, DatedBucket, Dead, broken_at
 from disk import watched
 from forks import is_killed
 from native_writer import write_step
@@ -246,6 +246,19 @@ class TestOrphans:
         (root / partial).mkdir()
         (root / partial / "x.safetensors").write_bytes(b"half")
         return [partial, step_name(2)]
+
+    @pytest.mark.parametrize("days", [0, 2])
+    def test_the_age_of_an_unfinished_save_is_that_by_the_clock_of_the_store(
+        self, days: float, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        DatedBucket.reset()
+        for number in (1, 2):
+            shardckpt.save({"w": torch.zeros(4)}, f"bucket://b/run/{step_name(number)}")
+        del DatedBucket.objects[f"b/run/{step_name(1)}/COMMIT"]
+        DatedBucket.dates = dict.fromkeys([*DatedBucket.objects], days)
+        days_pass(monkeypatch, 3)  # on this machine alone
+        assert shardckpt.prune("bucket://b/run", keep_last=1).orphans == ((step_name(1),) if days else ())
+        assert {name.split("/")[2] for name in DatedBucket.objects} == {step_name(2), *([] if days else [step_name(1)])}
 
     def test_what_a_dead_save_left_stays_for_a_day(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         left = self.make(tmp_path)

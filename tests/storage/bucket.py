@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import datetime, timedelta, timezone
 from io import BytesIO
 
 import fsspec
@@ -23,6 +24,7 @@ class Bucket(AbstractFileSystem):
     requests: list[tuple[str, str]] = []  # noqa: RUF012
     fault: Callable[[int, str, str], object] | None = None
     answer: Callable[[int, str, str], object] | None = None
+    dates: dict[str, float] = {}  # noqa: RUF012  (days since an object of a DatedBucket was written)
 
     @classmethod
     def reset(cls) -> None:
@@ -95,6 +97,29 @@ class Bucket(AbstractFileSystem):
     def _open(self, path, mode="rb", block_size=None, **kwargs):
         assert mode in {"wb", "xb"}
         return Upload(self, path, mode, block_size)
+
+
+class DatedBucket(Bucket):
+    """A bucket that tells when an object was written: now, by a clock of its own."""
+
+    protocol = ("dated", "s3a")
+
+    @classmethod
+    def reset(cls) -> None:
+        super().reset()
+        cls.dates = {}
+
+    def ls(self, path, detail=True, **kwargs):
+        found = super().ls(path, detail=True, **kwargs)
+        for entry in found:
+            entry["LastModified"] = self._date(entry["name"])
+        return found if detail else [entry["name"] for entry in found]
+
+    def info(self, path, **kwargs):
+        return {**super().info(path, **kwargs), "LastModified": self._date(self._strip_protocol(path))}
+
+    def _date(self, path):
+        return datetime.now(timezone.utc) - timedelta(days=self.dates.get(path, 0))
 
 
 class Upload(AbstractBufferedFile):
