@@ -15,7 +15,7 @@ from shardckpt.checkpoint.run.step_finder import FoundStep, PlaceReads, StepFaul
 from shardckpt.checkpoint.tiers.capture_tier import TierPlace
 from shardckpt.errors import CheckpointError, MissingFileError, RankError, ShardckptError
 from shardckpt.format.durability.step_copies import FAILURES, StepCopy, describe_copy
-from shardckpt.format.native.run_directory import AFTER, StepFolder, delete_steps, read_about, step_name
+from shardckpt.format.native.run_directory import AFTER, StepFolder, delete_steps, read_about, read_step, step_name
 from shardckpt.storage.store import Store
 
 _LOG = logging.getLogger("shardckpt")
@@ -57,6 +57,12 @@ class Capture(NamedTuple):
     def attempt(self) -> str:
         """Attempt to save that it comes from; empty if unknown."""
         return RootPosition.read_attempt(self.after)
+
+    @property
+    def is_overwrite(self) -> bool:
+        """Whether the root had a step of its order when it was captured."""
+        position = RootPosition.decode(self.after)
+        return position is not None and position.committed == self.order
 
 
 class TierReads(PlaceReads):
@@ -195,6 +201,32 @@ def read_captures(place: TierPlace) -> list[tuple[StepFolder, str]]:
     """
     store = place.finder.open_store()
     return [(step, read_capture_about(store, step).get(AFTER, "")) for step in place.finder.read().complete]
+
+
+def read_own_capture(place: TierPlace, number: int) -> tuple[tuple[int, int], str]:
+    """Return the order of a capture in the store of this node, and the text of its `RootPosition`; empty if unknown.
+
+    Raises:
+        ShardckptError: The tier cannot be read.
+    """
+    store = place.open_own()
+    step = read_step(store, number)
+    return (step.branch, number), read_capture_about(store, step).get(AFTER, "")
+
+
+def describe_missing_captures(places: Sequence[TierPlace], root: str) -> str:
+    """Return the message that no capture of the last start is in some tiers.
+
+    Args:
+        places: The tiers.
+        root: Path or URL of the root.
+    """
+    shown = " or ".join(place.name for place in places)
+    return (
+        f"no capture of the last start of {root} is in {shown}: it completed none (its own log has the reason), or its "
+        "machines are not those of this start, or their holders have ended or do not answer; steps that are saved from "
+        "now on count as newer"
+    )
 
 
 def drop_capture(place: TierPlace, step: StepFolder, root: str) -> None:

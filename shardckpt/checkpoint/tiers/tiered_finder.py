@@ -34,13 +34,14 @@ from shardckpt.checkpoint.tiers.tier_steps import (
     Capture,
     TierReads,
     choose_newest,
+    describe_missing_captures,
     drop_capture,
     find_attempt,
     find_unknown,
     list_node_copies,
     open_own,
-    read_capture_about,
     read_captures,
+    read_own_capture,
     read_tier,
     report_step,
 )
@@ -61,7 +62,6 @@ from shardckpt.format.native.run_directory import (
     AFTER,
     StepFolder,
     read_about,
-    read_step,
     step_name,
 )
 
@@ -121,7 +121,7 @@ class TieredFinder(StepFinder):
         captures: list[Capture] = []
         unused: set[str] = set()
         for place in self._places:
-            captures += (here := self._drop_captures_of_another_run(place, state))
+            captures += (here := self._drop_captures_of_another_run(place, state, passed))
             unused |= find_unknown(here, self.last_start, self.root) if place.name == MEMORY else set()
         unused |= {each.save for each in captures if not each.is_of_run}
         self.last_start.add_found(each.attempt for each in captures if each.save not in unused)
@@ -156,12 +156,7 @@ class TieredFinder(StepFinder):
 
     def _log_missing_captures(self) -> None:
         """Log once that no capture of the last start is here. On rank 0."""
-        shown = " or ".join(place.name for place in self._places)
-        text = (
-            f"no capture of the last start of {self.root} is in {shown}: it completed none (its own log has the "
-            "reason), or its machines are not those of this start, or their holders have ended or do not answer; steps "
-            "that are saved from now on count as newer"
-        )
+        text = describe_missing_captures(self._places, self.root)
         if text != self._logged:
             self._logged = text
             _LOG.warning("%s", text)
@@ -224,24 +219,29 @@ class TieredFinder(StepFinder):
         matching = [each for each in untried if wanted in (None, each.order[1])]
         return self.last_start.find_replaced({each.save: (each.order, each.attempt) for each in matching})
 
-    def _drop_captures_of_another_run(self, place: TierPlace, root: RootSteps) -> list[Capture]:
+    def _drop_captures_of_another_run(
+        self, place: TierPlace, root: RootSteps, passed: Collection[StepKey]
+    ) -> list[Capture]:
         """Delete the captures of a tier that do not belong to the steps of the root; return all that it had."""
         captures = list[Capture]()
         for step, text in read_tier(place, partial(read_captures, place), list[tuple[StepFolder, str]]()):
             order = (step.branch, step.number)
-            is_of_run, is_in_root = self._compare(order, text, root)
+            is_of_run, is_in_root = self._compare(order, text, root, passed)
             captures.append(Capture(step.save, order, text, is_of_run, is_in_root))
-            if not is_of_run:
+            if not is_of_run and not (order in root.steps and captures[-1].is_overwrite):  # that step may be damaged
                 drop_capture(place, step, self.root)
         return captures
 
-    def _compare(self, order: tuple[int, int], after: str, root: RootSteps) -> tuple[bool, bool]:
+    def _compare(
+        self, order: tuple[int, int], after: str, root: RootSteps, passed: Collection[StepKey] = ()
+    ) -> tuple[bool, bool]:
         """Compare a capture with the steps of the root. On rank 0.
 
         Args:
             order: Branch and number of its step.
             after: Text of its `RootPosition`; other text if it has none.
             root: Steps of the root now.
+            passed: Copies that were tried already, and are damaged.
 
         Returns:
             Whether it belongs to them, so that a restore may load it, and whether one comes from the same attempt.
@@ -250,7 +250,10 @@ class TieredFinder(StepFinder):
         if position is None:
             return True, False
         if order in root.steps:  # the root may have it from a process that did not know of the capture
-            is_same = self._is_same_attempt(root.steps[order], after)
+            step = root.steps[order]
+            if position.committed == order and (self.path(step.name), step.save) in passed:
+                return True, False  # an overwrite that the root does not have
+            is_same = self._is_same_attempt(step, after)
             return (order in position if is_same is None else is_same), is_same is True
         if order < root.newest or position.leads_to(root.newest, is_empty=root.is_empty):
             return True, False  # under a newer step of the root it is never the newest
@@ -359,12 +362,7 @@ class TieredFinder(StepFinder):
         own = self.own.find(number)
         if own is None:
             place = next(place for place in self._places if place.name == copy.tier)
-            return read_tier(place, partial(self._is_capture_of_run, place, number, root), otherwise=False)
+            order, after = read_tier(place, partial(read_own_capture, place, number), (NO_STEP, ""))
+            return order != NO_STEP and self._compare(order, after, root)[0]
         is_own = own.order in root.steps and root.steps[own.order].save in own.saves
         return is_own or self._compare(own.order, own.after, root)[0]
-
-    def _is_capture_of_run(self, place: TierPlace, number: int, root: RootSteps) -> bool:
-        """Return True if a capture in the store of this node belongs to the steps of the root. On rank 0."""
-        store = place.open_own()
-        step = read_step(store, number)
-        return self._compare((step.branch, number), read_capture_about(store, step).get(AFTER, ""), root)[0]

@@ -433,6 +433,20 @@ def test_steps_of_a_course_that_was_given_up_are_not_restored_if_they_cannot_be_
     assert restore(make(tmp_path)) is None
 
 
+def test_an_overwrite_that_the_root_does_not_have_is_restored_if_the_step_there_is_damaged(tmp_path):
+    ck, step = make(tmp_path, save_every=1), tmp_path / "run" / "step-00000002"
+    save(ck, 2)
+    shutil.copytree(step, tmp_path / "kept")
+    ck.save(2, make_state(22), overwrite=True)
+    ck.wait()
+    shutil.rmtree(step)
+    shutil.copytree(tmp_path / "kept", step)  # as if the save into the root had failed
+    state = make_state()
+    assert make(tmp_path).restore(state) == 2 and state["step"] == 2
+    flip(step)
+    assert make(tmp_path).restore(state) == 2 and state["step"] == 22
+
+
 def test_a_start_that_has_seen_an_emptied_root_before_its_first_capture_is_restored_though_it_never_looks_again(
     tmp_path, monkeypatch
 ):
@@ -440,7 +454,8 @@ def test_a_start_that_has_seen_an_emptied_root_before_its_first_capture_is_resto
     ck = make(tmp_path, save_every=100, keep_last=1)
     assert restore(ck) == 2
     shutil.rmtree(tmp_path / "run")
-    assert [copy.tier for copy in ck.durability(2).copies] == ["local"]
+    with pytest.warns(UserWarning, match="its captures follow the empty root from now on"):
+        assert [copy.tier for copy in ck.durability(2).copies] == ["local"]
     monkeypatch.setattr(tiered_finder.TieredFinder, "look_at_root", lambda _: None)
     save(ck, 3)
     assert [step.number for step in shardckpt.ls(tmp_path / "local").complete] == [3]
