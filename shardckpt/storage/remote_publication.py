@@ -221,7 +221,7 @@ class RemoteFolder(Publication):
             return []
 
     def _is_only(self) -> bool:
-        """Return True if no other save of now can succeed after the request for `last`, which has shown it."""
+        """Return True if no other running save can succeed any more. Known after the request for `last`."""
         with suppress(ShardckptError):
             return open_remote(self.staging_url).capabilities.creates_once
         return False
