@@ -17,6 +17,9 @@ from shardckpt.format.durability.run_record import (
 )
 from shardckpt.storage.store import Store
 
+_MOST_DIGITS = 9
+"""Maximum number of digits of the number of an attempt."""
+
 
 class LastStart:
     """The start of a run that captured last. On rank 0.
@@ -39,6 +42,7 @@ class LastStart:
     def __init__(self, open_root: Callable[[], Store], local: str = "") -> None:
         self._open_root, self._local = open_root, local
         self._id = secrets.token_hex(4)
+        self._attempts = 0
         self._recorded: int | None = None
         self._last = RunRecord().start
         self._known: tuple[str, ...] = ()
@@ -51,8 +55,9 @@ class LastStart:
         return self._recorded is not None
 
     def make_attempt(self) -> str:
-        """Return text that no other attempt to save has, and that names this start."""
-        return f"{self._id}-{secrets.token_hex(8)}"
+        """Return text that no other attempt to save has, with the id of this start and the number of the attempt."""
+        self._attempts += 1
+        return f"{self._id}-{self._attempts}-{secrets.token_hex(8)}"
 
     def record(self, branch: int) -> None:
         """Record that this start captures, before its first capture in a branch; again if the record is gone.
@@ -132,20 +137,23 @@ class LastStart:
         self._known = tuple(dict.fromkeys([*self._known, *(each for each in found if each)]))
 
     def find_replaced(self, captured: Mapping[str, tuple[tuple[int, int], str]]) -> set[str]:
-        """Return the captures of earlier starts that are not older than the first one of the last start.
+        """Return the captures of earlier attempts of a step, and of earlier starts behind the first of the last start.
 
         A start that can read neither captures nor the record, because the root was emptied, begins anew: its captures
         have lower numbers than those of earlier starts on other nodes, and the same branch or a lower one.
+
+        A tier that could not take a step keeps what it has of an earlier attempt to save that step.
 
         Args:
             captured: Branch and number, and result of `make_attempt`, by the id of the save.
         """
         known = {save: at for save, (at, attempt) in captured.items() if attempt}
+        replaced = _find_earlier_attempts(captured)
         own = {save for save in known if captured[save][1].partition("-")[0] == self._last.id}
-        if not own:
-            return set()
-        first = min(known[save] for save in own)
-        return {save for save, at in known.items() if at >= first} - own
+        if own:
+            first = min(known[save] for save in own)
+            replaced |= {save for save, at in known.items() if at >= first} - own
+        return replaced
 
     def find_least_branch(self, attempts: Iterable[str]) -> int:
         """Return the least branch of the steps that this start may save, by the record that was read last.
@@ -156,3 +164,23 @@ class LastStart:
         last = self._last
         is_seen = last.id in ("", self._id) or any(each.partition("-")[0] == last.id for each in attempts)
         return 0 if is_seen else last.branch + 1
+
+
+def _find_earlier_attempts(captured: Mapping[str, tuple[tuple[int, int], str]]) -> set[str]:
+    """Return the captures of a step that the same start saved again; arguments as for `LastStart.find_replaced`."""
+    numbers: dict[tuple[tuple[int, int], str], dict[str, int]] = {}
+    for save, (at, attempt) in captured.items():
+        start, _, rest = attempt.partition("-")
+        numbers.setdefault((at, start), {})[save] = _read_number(rest)
+    return {
+        save
+        for attempts in numbers.values()
+        for save, number in attempts.items()
+        if 0 < number < max(attempts.values())
+    }
+
+
+def _read_number(text: str) -> int:
+    """Return the number of an attempt from the text behind its start; 0 if an older version made it."""
+    number, has_number, _ = text.partition("-")
+    return int(number) if has_number and number.isdecimal() and len(number) <= _MOST_DIGITS else 0

@@ -110,6 +110,24 @@ def test_captures_of_earlier_starts_count_only_below_those_of_the_last_one(open_
     assert start.find_replaced(captured) == set(), "nothing of the last start is left"
 
 
+def test_of_a_step_that_was_saved_again_the_captures_of_the_last_attempt_count(open_root):
+    start, other = LastStart(open_root), LastStart(open_root)
+    first, second, of_next = start.make_attempt(), start.make_attempt(), start.make_attempt()
+    captured = {
+        "first": ((0, 2), first),
+        "second": ((0, 2), second),
+        "next step": ((0, 3), of_next),
+        "branch": ((1, 2), first),
+        "other start": ((0, 2), other.make_attempt()),
+        "version before": ((0, 2), f"{start.make_attempt().partition('-')[0]}-{'1' * 16}"),
+        "hostile": ((0, 2), f"{start.make_attempt().partition('-')[0]}-{'9' * 5000}-0"),
+        "without attempt": ((0, 2), ""),
+    }
+    assert start.find_replaced(captured) == {"first"}
+    del captured["second"]
+    assert start.find_replaced(captured) == set(), "nothing of the last attempt is left"
+
+
 def test_captures_of_starts_that_captured_for_this_root_are_known_to_later_starts(open_root, tmp_path):
     first, second, elsewhere = LastStart(open_root), LastStart(open_root), LastStart(open_root)
     attempts = [each.make_attempt() for each in (first, second)]

@@ -20,6 +20,7 @@ import shardckpt
 from shardckpt import Checkpointer, FallbackEvent, Local, PeerMemory, RestoreEvent, WithdrawalEvent
 from shardckpt.checkpoint.run import step_restore
 from shardckpt.checkpoint.tiers import tier_steps, tiered_finder
+from shardckpt.checkpoint.tiers.memory_tier import MemoryTier
 from shardckpt.errors import NoCompleteCheckpoint, StorageError, UsageError
 
 
@@ -445,6 +446,25 @@ def test_an_overwrite_that_the_root_does_not_have_is_restored_if_the_step_there_
     assert make(tmp_path).restore(state) == 2 and state["step"] == 2
     flip(step)
     assert make(tmp_path).restore(state) == 2 and state["step"] == 22
+
+
+def test_of_a_step_that_was_saved_again_no_tier_gives_the_first_attempt(tmp_path, monkeypatch):
+    tiers = [PeerMemory(), Local(tmp_path / "local")]
+    ck, state = Checkpointer(tmp_path / "run", save_every=100, tiers=tiers), make_state()
+    save(ck, 1, 2)
+
+    def fail(*_: object) -> None:
+        raise StorageError("the holder did not answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryTier, "open_node", fail)
+        with pytest.warns(UserWarning, match="not captured in memory"):
+            ck.save(2, make_state(22), overwrite=True)
+        ck.wait()
+    assert Checkpointer(tmp_path / "run", tiers=tiers, save_every=100).restore(state) == 2 and state["step"] == 22
+    flip(tmp_path / "local" / "step-00000002")
+    with pytest.warns(UserWarning, match="restored step 2 from the memory tier"):
+        assert Checkpointer(tmp_path / "run", tiers=tiers, save_every=100).restore(state) == 2 and state["step"] == 2
 
 
 def test_a_start_that_has_seen_an_emptied_root_before_its_first_capture_is_restored_though_it_never_looks_again(
