@@ -295,6 +295,44 @@ def test_a_unit_that_runs_by_itself_has_the_values_of_the_step_before(style: Sty
         assert max(gaps) < 1e-4
 
 
+class Thin(nn.Module):
+    """Units of one element: most ranks have no element of any of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+        for each in (self.first, self.second):
+            nn.init.constant_(each.weight, 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).tanh())
+
+
+@STYLES
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.enable_grad])
+def test_a_unit_that_runs_by_itself_has_the_values_of_a_step_that_most_ranks_cannot_see(
+    style: Style, strategy: Strategy, guard: Any
+):
+    def body(rank: int, world: int) -> list[float]:
+        apply, net = sharder(style, strategy), Thin()
+        net.first, net.second = apply(net.first), apply(net.second)
+        model = apply(net)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        x, values = torch.ones(1, 1), []
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            with guard():
+                net.first(x)
+            optimizer.step()
+            values.append(float(net.first(x)))
+        return values
+
+    outputs = run(3, body)
+    assert outputs[0] == outputs[1] == outputs[2] and len({*outputs[0]}) == 3
+
+
 class Reversed(nn.Module):
     """Units that are registered in another order than they compute in; two have inputs without gradients."""
 

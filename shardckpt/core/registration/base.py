@@ -43,8 +43,11 @@ class KeptParams:
         self._unit = unit
         self.versions: list[tuple[torch.Tensor, int, int]] = []
         self._versions_of_shards: list[tuple[torch.Tensor, int]] = []
+        self._is_outdated_anyway = False
 
-    def record(self, params: Sequence[torch.Tensor], exposed: Sequence[torch.Tensor]) -> None:
+    def record(
+        self, params: Sequence[torch.Tensor], exposed: Sequence[torch.Tensor], *, is_outdated: bool = False
+    ) -> None:
         """Record the versions of full parameters, unless they alias the shard.
 
         A user may change the shard at any time.
@@ -52,9 +55,11 @@ class KeptParams:
         Args:
             params: Full parameters that are registered.
             exposed: Parameters that an optimizer updates.
+            is_outdated: Whether they count as outdated from now on, since not all ranks see updates of `exposed`.
         """
         self.versions.clear()
         self._versions_of_shards.clear()
+        self._is_outdated_anyway = is_outdated
         if self._bucket.unsharded.is_aliased:
             return
         for param in params:
@@ -66,8 +71,8 @@ class KeptParams:
 
     @property
     def is_outdated(self) -> bool:
-        """Return True if a parameter that an optimizer updates was changed in place."""
-        return any(param._version != version for param, version in self._versions_of_shards)
+        """Return True if an optimizer may have updated parameters since; the same on all ranks."""
+        return self._is_outdated_anyway or any(param._version != version for param, version in self._versions_of_shards)
 
     def check_unmodified(self) -> None:
         """Raise an error if a user changed parameters after forward.
