@@ -17,9 +17,9 @@ import torch.distributed as dist
 from shardckpt.checkpoint.coordinator import get_channels
 from shardckpt.checkpoint.peers.node_files import NodeCatalog, NodeReport
 from shardckpt.checkpoint.peers.open_peers import NodeFault, NodeTier, open_peers
-from shardckpt.checkpoint.run.last_start import LastStart
+from shardckpt.checkpoint.run.known_root import KnownRoot
 from shardckpt.checkpoint.run.own_attempts import OwnAttempts
-from shardckpt.checkpoint.run.root_position import RootPosition, RootSteps
+from shardckpt.checkpoint.run.root_position import RootSteps
 from shardckpt.checkpoint.run.step_finder import (
     NO_STEP,
     FoundStep,
@@ -45,10 +45,8 @@ from shardckpt.checkpoint.tiers.tier_steps import (
     read_tier,
     report_step,
 )
-from shardckpt.errors import CheckpointError, MissingFileError, ShardckptError
-from shardckpt.events import FallbackEvent, OnEvent, emit
-from shardckpt.events.warn_user import warn_user
-from shardckpt.format.durability.run_record import NOTHING_LOST, RECORD
+from shardckpt.errors import ShardckptError
+from shardckpt.events import OnEvent
 from shardckpt.format.durability.step_copies import (
     LOCAL,
     MEMORY,
@@ -59,9 +57,7 @@ from shardckpt.format.durability.step_copies import (
 )
 from shardckpt.format.native.commit import find_save
 from shardckpt.format.native.run_directory import (
-    AFTER,
     StepFolder,
-    read_about,
     step_name,
 )
 
@@ -78,8 +74,7 @@ class TieredFinder(StepFinder):
         on_event: Called with the event of a root that was emptied; None without a callback.
 
     Attributes:
-        position: Steps of the root that this process knows; None before it has looked. On rank 0.
-        last_start: The start of the run that captured last. On rank 0.
+        known: The root as this start knows it. On rank 0.
         own: Attempts to save steps that this process made or restored. On rank 0.
     """
 
@@ -95,14 +90,11 @@ class TieredFinder(StepFinder):
         for place in self._places:
             place.finder.tier = place.name
         self.has_other_places = True
-        self.position: RootPosition | None = None
         local = next((place.finder.root for place in self._places if place.name == LOCAL), "")
-        self.last_start = LastStart(super().open_store, local)
+        self.known = KnownRoot(self, local, on_event)
         self.own = OwnAttempts()
-        self._on_event = on_event
         self._least_branch = 0
         self._found: FoundStep | None = None
-        self._is_root_in_doubt = False
         self._damaged_files: frozenset[str] = frozenset()
         self._node_faults: Sequence[NodeFault] = ()
         self._has_peers = False
@@ -113,18 +105,15 @@ class TieredFinder(StepFinder):
     ) -> FoundStep:
         """Return the newest step that can be loaded, in a tier or in the root. On rank 0."""
         root, state = super().find_on_rank0(wanted, passed, avoided), RootSteps.from_run(super().read())
-        if self.position is not None:
-            self._follow_root(state)
-        # A save that is under way in the root may complete behind the next captures.
-        self.position = (self.position or RootPosition())._replace(committed=state.newest)
-        self.last_start.read()
+        self.known.begin_restore(state)
+        last_start = self.known.last_start
         captures: list[Capture] = []
         unused: set[str] = set()
         for place in self._places:
             captures += (here := self._drop_captures_of_another_run(place, state, passed))
-            unused |= find_unknown(here, self.last_start, self.root) if place.name == MEMORY else set()
+            unused |= find_unknown(here, last_start, self.root) if place.name == MEMORY else set()
         unused |= {each.save for each in captures if not each.is_of_run}
-        self.last_start.add_found(each.attempt for each in captures if each.save not in unused)
+        last_start.add_found(each.attempt for each in captures if each.save not in unused)
         left_out = unused.union(self._find_replaced(captures, wanted, passed))
         faults: dict[str, Sequence[TierFault]] = {}
 
@@ -136,7 +125,7 @@ class TieredFinder(StepFinder):
 
         held = [read_tier(place, partial(find, place), FoundStep([])) for place in self._places]
         found = choose_newest([*held, root])
-        self._least_branch = self.last_start.find_least_branch(each.attempt for each in captures)
+        self._least_branch = last_start.find_least_branch(each.attempt for each in captures)
         if self._least_branch:
             self._log_missing_captures()
         self.own.note_found(found.number, found.order, *find_attempt(found, captures, state.steps.get(found.order)))
@@ -161,49 +150,6 @@ class TieredFinder(StepFinder):
             self._logged = text
             _LOG.warning("%s", text)
 
-    def find_position(self) -> RootPosition:
-        """Return the steps of the root that this process knows; read them if it has not looked. On rank 0."""
-        if self.position is None:
-            self.position = RootPosition(super().find_on_rank0(None, ()).newest)
-        return self.position
-
-    def look_at_root(self) -> None:
-        """Look if the root still has the record of the run and its newest step: one list. On rank 0, in the background.
-
-        If it has not, the next save reads it, and records there that this start goes on.
-        """
-        position = self.position or RootPosition()
-        needed = {RECORD, *([step_name(position.committed[1])] if position.committed != NO_STEP else [])}
-        with suppress(ShardckptError):  # a root that cannot be listed is seen by the saves into it
-            if not needed <= {entry.name for entry in super().open_store().list()}:
-                self._is_root_in_doubt = True
-
-    def check_root(self) -> None:
-        """Read the root if `look_at_root` missed something there, and record again what was lost. On rank 0."""
-        if self._is_root_in_doubt:
-            self._is_root_in_doubt, self.last_start.is_in_doubt = False, True
-            with suppress(ShardckptError):  # without its record nothing is captured
-                self._follow_root(RootSteps.from_run(super().read()))
-
-    def _follow_root(self, root: RootSteps) -> None:
-        """Record that this start goes on, if the root has lost all its steps meanwhile. On rank 0."""
-        committed = self.find_position().committed
-        if not root.is_empty or (committed == NO_STEP and self.last_start.lost == NOTHING_LOST):
-            return
-        text = f"all steps in {self.root} are gone while the run goes on"
-        try:
-            if self.last_start.record_lost(committed):
-                text += ": what this start has captured is restored all the same, unless its record there goes too"
-            elif not self.last_start.is_recorded and committed != NO_STEP:  # it has captured nothing that follows these
-                text += ": its captures follow the empty root from now on"
-                self.position = self.find_position()._replace(committed=NO_STEP)
-            else:
-                return
-            emit(FallbackEvent(self.root, warnings=(text,)), self._on_event)
-            warn_user(text)
-        except ShardckptError as error:
-            _LOG.warning("%s, and it cannot be recorded that captures are still needed: %s", text, error)
-
     def _find_replaced(
         self, captures: Sequence[Capture], wanted: int | None, passed: Collection[StepKey]
     ) -> Collection[str]:
@@ -217,7 +163,7 @@ class TieredFinder(StepFinder):
         tried = {save for _, save in passed}
         untried = [each for each in captures if each.is_of_run and each.save not in tried]
         matching = [each for each in untried if wanted in (None, each.order[1])]
-        return self.last_start.find_replaced({each.save: (each.order, each.attempt) for each in matching})
+        return self.known.last_start.find_replaced({each.save: (each.order, each.attempt) for each in matching})
 
     def _drop_captures_of_another_run(
         self, place: TierPlace, root: RootSteps, passed: Collection[StepKey]
@@ -226,57 +172,11 @@ class TieredFinder(StepFinder):
         captures = list[Capture]()
         for step, text in read_tier(place, partial(read_captures, place), list[tuple[StepFolder, str]]()):
             order = (step.branch, step.number)
-            is_of_run, is_in_root = self._compare(order, text, root, passed)
+            is_of_run, is_in_root = self.known.compare(order, text, root, passed)
             captures.append(Capture(step.save, order, text, is_of_run, is_in_root))
             if not is_of_run and not (order in root.steps and captures[-1].is_overwrite):  # that step may be damaged
                 drop_capture(place, step, self.root)
         return captures
-
-    def _compare(
-        self, order: tuple[int, int], after: str, root: RootSteps, passed: Collection[StepKey] = ()
-    ) -> tuple[bool, bool]:
-        """Compare a capture with the steps of the root. On rank 0.
-
-        Args:
-            order: Branch and number of its step.
-            after: Text of its `RootPosition`; other text if it has none.
-            root: Steps of the root now.
-            passed: Copies that were tried already, and are damaged.
-
-        Returns:
-            Whether it belongs to them, so that a restore may load it, and whether one comes from the same attempt.
-        """
-        position = RootPosition.decode(after)
-        if position is None:
-            return True, False
-        if order in root.steps:  # the root may have it from a process that did not know of the capture
-            step = root.steps[order]
-            if position.committed == order and (self.path(step.name), step.save) in passed:
-                return True, False  # an overwrite that the root does not have
-            is_same = self._is_same_attempt(step, after)
-            return (order in position if is_same is None else is_same), is_same is True
-        if order < root.newest or position.leads_to(root.newest, is_empty=root.is_empty):
-            return True, False  # under a newer step of the root it is never the newest
-        return root.is_empty and self.last_start.has_lost(position.committed, RootPosition.read_attempt(after)), False
-
-    def _is_same_attempt(self, step: StepFolder, text: str) -> bool | None:
-        """Return True if a step of the root and a capture come from one attempt to save. On rank 0.
-
-        Args:
-            step: The step of the root.
-            text: Position that the capture has.
-
-        Returns:
-            None if the step of the root is damaged: then captures of all attempts that the run began to save in the
-            root belong to it.
-
-        Raises:
-            StorageError: The root cannot be read now: the capture may be older than the step there.
-        """
-        try:
-            return read_about(super().open_store(), step).get(AFTER) == text
-        except (CheckpointError, MissingFileError):
-            return None
 
     def find_finder(self, path: str) -> StepFinder:
         """Return the finder of the place that a step is in."""
@@ -350,7 +250,7 @@ class TieredFinder(StepFinder):
         if own is not None:
             held = [copy for copy in held if copy.save in own.saves]
         if held:
-            self._follow_root(root)
+            self.known.follow(root)
         kept = [copy for copy in held if self._is_found_again(number, copy, root)]
         if not find_survived(self.root, mounts=""):  # a new process finds an empty root, and drops captures
             kept = [replace(copy, survives=()) for copy in kept]
@@ -363,6 +263,6 @@ class TieredFinder(StepFinder):
         if own is None:
             place = next(place for place in self._places if place.name == copy.tier)
             order, after = read_tier(place, partial(read_own_capture, place, number), (NO_STEP, ""))
-            return order != NO_STEP and self._compare(order, after, root)[0]
+            return order != NO_STEP and self.known.compare(order, after, root)[0]
         is_own = own.order in root.steps and root.steps[own.order].save in own.saves
-        return is_own or self._compare(own.order, own.after, root)[0]
+        return is_own or self.known.compare(own.order, own.after, root)[0]

@@ -306,7 +306,7 @@ class TieredSaver:
                         target.apply_rules()
                     self._promoter.add(Promotion(number, source, target, rank))
                 if not rank:
-                    self._finder.look_at_root()
+                    self._finder.known.look()
 
             self._promoter.note_capture(places.number, source)
             source.capture(places.number, state, notes, _choose_copy_options(given), share, promote, early)
@@ -354,9 +354,9 @@ class TieredSaver:
         self, places: _Places, state: Any, metrics: Mapping[str, SupportsFloat] | None, options: Mapping[str, Any]
     ) -> SaveHandle:
         def note_newest(event: OperationEvent) -> None:
-            position = self._finder.position
-            if event.error is None and position is not None:
-                self._finder.position = position._replace(committed=(places.branch, places.number))
+            known = self._finder.known
+            if event.error is None and known.position is not None:
+                known.position = known.position._replace(committed=(places.branch, places.number))
 
         on_event = join_on_event(note_newest, options.get("on_event"))
         notes = RunNotes({**read_notes(options.get("custom_metadata")), AFTER: places.after})
@@ -420,10 +420,11 @@ class TieredSaver:
         branch = self._saver.find_branch(number)
         if not self._record_captures(number, branch, ready):
             ready, opened = [], []
-        position = self._finder.find_position()
+        known = self._finder.known
+        position = known.find_position()
         if in_root:
-            position = self._finder.position = position.start((branch, number))
-        after = position.encode(self._finder.last_start.make_attempt())
+            position = known.position = position.start((branch, number))
+        after = position.encode(known.last_start.make_attempt())
         self._finder.own.begin((branch, number), after)
         places = _Places(number, branch, after, ready, opened, in_root)
         places = places._replace(common=find_common_steps([copied[rank] for rank in first.values()]))
@@ -449,8 +450,7 @@ class TieredSaver:
         """Record in the root that this start captures; without that no step is captured. On rank 0."""
         try:
             if ready:
-                self._finder.check_root()
-                self._finder.last_start.record(branch)
+                self._finder.known.record_captures(branch)
         except ShardckptError as error:
             for index in ready:
                 self._tiers[index].refuse(number, error)

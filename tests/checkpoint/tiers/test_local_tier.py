@@ -18,8 +18,8 @@ from tier_runs import DAMAGES, damage_step, make_state, restore, save
 
 import shardckpt
 from shardckpt import Checkpointer, FallbackEvent, Local, PeerMemory, RestoreEvent, WithdrawalEvent
-from shardckpt.checkpoint.run import step_restore
-from shardckpt.checkpoint.tiers import tier_steps, tiered_finder
+from shardckpt.checkpoint.run import known_root, step_restore
+from shardckpt.checkpoint.tiers import tier_steps
 from shardckpt.checkpoint.tiers.memory_tier import MemoryTier
 from shardckpt.errors import NoCompleteCheckpoint, StorageError, UsageError
 
@@ -476,7 +476,7 @@ def test_a_start_that_has_seen_an_emptied_root_before_its_first_capture_is_resto
     shutil.rmtree(tmp_path / "run")
     with pytest.warns(UserWarning, match="its captures follow the empty root from now on"):
         assert [copy.tier for copy in ck.durability(2).copies] == ["local"]
-    monkeypatch.setattr(tiered_finder.TieredFinder, "look_at_root", lambda _: None)
+    monkeypatch.setattr(known_root.KnownRoot, "look", lambda _: None)
     save(ck, 3)
     assert [step.number for step in shardckpt.ls(tmp_path / "local").complete] == [3]
     assert restore(make(tmp_path)) == 3
@@ -491,7 +491,7 @@ def test_a_capture_is_not_restored_while_a_newer_save_of_its_step_in_the_root_ca
 
     state = make_state()
     with monkeypatch.context() as patch:
-        patch.setattr(tiered_finder, "read_about", fail)
+        patch.setattr(known_root, "read_about", fail)
         with pytest.raises(StorageError, match="the connection was reset"):
             make(tmp_path).restore(state)
     assert make(tmp_path).restore(state) == 2 and state["step"] == 22

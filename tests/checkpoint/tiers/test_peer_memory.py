@@ -23,8 +23,9 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import shardckpt
 from shardckpt import Checkpointer, FallbackEvent, Local, PeerMemory
+from shardckpt.checkpoint.run import known_root
 from shardckpt.checkpoint.save.handle import AsyncSaveTask, SaveHandle
-from shardckpt.checkpoint.tiers import peer_memory, tiered_finder
+from shardckpt.checkpoint.tiers import peer_memory
 from shardckpt.errors import MissingFileError, NoSpaceError, StorageError, UnsupportedError, UsageError
 from shardckpt.format.durability.run_record import RECORD, read_run_record
 from shardckpt.storage.holder import holder_connection, hung_holder
@@ -852,7 +853,7 @@ def test_a_root_that_cannot_be_read_for_a_moment_does_not_lose_the_capture_of_a_
     tmp_path, monkeypatch
 ):
     save(make(tmp_path / "run", save_every=2), 2)
-    read = tiered_finder.read_about
+    read = known_root.read_about
 
     def fail_in_root(store, step):
         if not store.url.startswith("shardckpt-memory"):
@@ -860,7 +861,7 @@ def test_a_root_that_cannot_be_read_for_a_moment_does_not_lose_the_capture_of_a_
         return read(store, step)
 
     with monkeypatch.context() as away:
-        away.setattr(tiered_finder, "read_about", fail_in_root)
+        away.setattr(known_root, "read_about", fail_in_root)
         with pytest.raises(StorageError, match="the root does not answer now"):  # it may have a newer save of the step
             restore(tmp_path / "run")
     assert restore(tmp_path / "run") == 2

@@ -1,0 +1,156 @@
+"""`KnownRoot`: the root of a run as this start knows it, and which captures belong to its steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from contextlib import suppress
+
+from shardckpt.checkpoint.run.last_start import LastStart
+from shardckpt.checkpoint.run.root_position import RootPosition, RootSteps
+from shardckpt.checkpoint.run.step_finder import NO_STEP, StepFinder, StepKey
+from shardckpt.errors import CheckpointError, MissingFileError, ShardckptError
+from shardckpt.events import FallbackEvent, OnEvent, emit
+from shardckpt.events.warn_user import warn_user
+from shardckpt.format.durability.run_record import NOTHING_LOST, RECORD
+from shardckpt.format.native.run_directory import AFTER, StepFolder, read_about, step_name
+
+_LOG = logging.getLogger("shardckpt")
+
+
+class KnownRoot:
+    """The root of a run as this start knows it. On rank 0.
+
+    Captures follow steps of the root. Another process may have saved other steps there since, or removed them.
+
+    Args:
+        finder: Finder of the steps of the root.
+        local: Folder of the local tier, for a record that was lost; empty without one.
+        on_event: Called with the event of a root that was emptied; None without a callback.
+
+    Attributes:
+        position: Steps of the root that this start knows; None before it has looked.
+        last_start: The start of the run that captured last.
+    """
+
+    def __init__(self, finder: StepFinder, local: str = "", on_event: OnEvent | None = None) -> None:
+        self._finder, self._on_event = finder, on_event
+        self.position: RootPosition | None = None
+        self.last_start = LastStart(finder.open_store, local)
+        self._is_in_doubt = False
+
+    def find_position(self) -> RootPosition:
+        """Return the steps of the root that this start knows; read them if it has not looked."""
+        if self.position is None:
+            self.position = RootPosition(RootSteps.from_run(self._finder.read()).newest)
+        return self.position
+
+    def follow(self, root: RootSteps) -> None:
+        """Record that this start goes on, if the root has lost all its steps meanwhile.
+
+        Args:
+            root: Steps of the root now.
+        """
+        committed = self.find_position().committed
+        if not root.is_empty or (committed == NO_STEP and self.last_start.lost == NOTHING_LOST):
+            return
+        text = f"all steps in {self._finder.root} are gone while the run goes on"
+        try:
+            if self.last_start.record_lost(committed):
+                text += ": what this start has captured is restored all the same, unless its record there goes too"
+            elif not self.last_start.is_recorded and committed != NO_STEP:  # it has captured nothing that follows these
+                text += ": its captures follow the empty root from now on"
+                self.position = self.find_position()._replace(committed=NO_STEP)
+            else:
+                return
+            emit(FallbackEvent(self._finder.root, warnings=(text,)), self._on_event)
+            warn_user(text)
+        except ShardckptError as error:
+            _LOG.warning("%s, and it cannot be recorded that captures are still needed: %s", text, error)
+
+    def begin_restore(self, root: RootSteps) -> None:
+        """Follow the root and take its steps for known, since a restore begins.
+
+        Args:
+            root: Steps of the root now.
+
+        Raises:
+            ShardckptError: The record of the run cannot be read.
+        """
+        if self.position is not None:
+            self.follow(root)
+        # A save that is under way in the root may complete behind the next captures.
+        self.position = (self.position or RootPosition())._replace(committed=root.newest)
+        self.last_start.read()
+
+    def look(self) -> None:
+        """Look if the root still has the record of the run and its newest step: one list. In the background.
+
+        If it has not, the next save reads it, and records there that this start goes on.
+        """
+        position = self.position or RootPosition()
+        needed = {RECORD, *([step_name(position.committed[1])] if position.committed != NO_STEP else [])}
+        with suppress(ShardckptError):  # a root that cannot be listed is seen by the saves into it
+            if not needed <= {entry.name for entry in self._finder.open_store().list()}:
+                self._is_in_doubt = True
+
+    def record_captures(self, branch: int) -> None:
+        """Record in the root that this start captures, and read it first if `look` missed something there.
+
+        Args:
+            branch: Branch of the run that the capture belongs to.
+
+        Raises:
+            ShardckptError: The root cannot be read or written: without its record nothing may be captured.
+        """
+        if self._is_in_doubt:
+            self._is_in_doubt, self.last_start.is_in_doubt = False, True
+            with suppress(ShardckptError):
+                self.follow(RootSteps.from_run(self._finder.read()))
+        self.last_start.record(branch)
+
+    def compare(
+        self, order: tuple[int, int], after: str, root: RootSteps, passed: Collection[StepKey] = ()
+    ) -> tuple[bool, bool]:
+        """Compare a capture with the steps of the root.
+
+        Args:
+            order: Branch and number of its step.
+            after: Text of its `RootPosition`; other text if it has none.
+            root: Steps of the root now.
+            passed: Copies that were tried already, and are damaged.
+
+        Returns:
+            Whether it belongs to them, so that a restore may load it, and whether one comes from the same attempt.
+
+        Raises:
+            StorageError: The root cannot be read now: the capture may be older than the step there.
+        """
+        position = RootPosition.decode(after)
+        if position is None:
+            return True, False
+        if order in root.steps:  # the root may have it from a process that did not know of the capture
+            step = root.steps[order]
+            if position.committed == order and (self._finder.path(step.name), step.save) in passed:
+                return True, False  # an overwrite that the root does not have
+            is_same = self._is_same_attempt(step, after)
+            return (order in position if is_same is None else is_same), is_same is True
+        if order < root.newest or position.leads_to(root.newest, is_empty=root.is_empty):
+            return True, False  # under a newer step of the root it is never the newest
+        return root.is_empty and self.last_start.has_lost(position.committed, RootPosition.read_attempt(after)), False
+
+    def _is_same_attempt(self, step: StepFolder, text: str) -> bool | None:
+        """Return True if a step of the root and a capture come from one attempt to save.
+
+        Args:
+            step: The step of the root.
+            text: Position that the capture has.
+
+        Returns:
+            None if the step of the root is damaged: then captures of all attempts that the run began to save in the
+            root belong to it.
+        """
+        try:
+            return read_about(self._finder.open_store(), step).get(AFTER) == text
+        except (CheckpointError, MissingFileError):
+            return None
