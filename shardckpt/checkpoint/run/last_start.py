@@ -137,23 +137,20 @@ class LastStart:
         self._known = tuple(dict.fromkeys([*self._known, *(each for each in found if each)]))
 
     def find_replaced(self, captured: Mapping[str, tuple[tuple[int, int], str]]) -> set[str]:
-        """Return the captures of earlier attempts of a step, and of earlier starts behind the first of the last start.
+        """Return the captures of earlier starts that are not older than the first one of the last start.
 
         A start that can read neither captures nor the record, because the root was emptied, begins anew: its captures
         have lower numbers than those of earlier starts on other nodes, and the same branch or a lower one.
-
-        A tier that could not take a step keeps what it has of an earlier attempt to save that step.
 
         Args:
             captured: Branch and number, and result of `make_attempt`, by the id of the save.
         """
         known = {save: at for save, (at, attempt) in captured.items() if attempt}
-        replaced = _find_earlier_attempts(captured)
         own = {save for save in known if captured[save][1].partition("-")[0] == self._last.id}
-        if own:
-            first = min(known[save] for save in own)
-            replaced |= {save for save, at in known.items() if at >= first} - own
-        return replaced
+        if not own:
+            return set()
+        first = min(known[save] for save in own)
+        return {save for save, at in known.items() if at >= first} - own
 
     def find_least_branch(self, attempts: Iterable[str]) -> int:
         """Return the least branch of the steps that this start may save, by the record that was read last.
@@ -166,21 +163,12 @@ class LastStart:
         return 0 if is_seen else last.branch + 1
 
 
-def _find_earlier_attempts(captured: Mapping[str, tuple[tuple[int, int], str]]) -> set[str]:
-    """Return the captures of a step that the same start saved again; arguments as for `LastStart.find_replaced`."""
-    numbers: dict[tuple[tuple[int, int], str], dict[str, int]] = {}
-    for save, (at, attempt) in captured.items():
-        start, _, rest = attempt.partition("-")
-        numbers.setdefault((at, start), {})[save] = _read_number(rest)
-    return {
-        save
-        for attempts in numbers.values()
-        for save, number in attempts.items()
-        if 0 < number < max(attempts.values())
-    }
+def read_attempt(attempt: str) -> tuple[str, int]:
+    """Return the id of the start that made an attempt, and its number there; 0 if an older version made it.
 
-
-def _read_number(text: str) -> int:
-    """Return the number of an attempt from the text behind its start; 0 if an older version made it."""
-    number, has_number, _ = text.partition("-")
-    return int(number) if has_number and number.isdecimal() and len(number) <= _MOST_DIGITS else 0
+    Args:
+        attempt: Result of `LastStart.make_attempt`.
+    """
+    start, _, rest = attempt.partition("-")
+    number, has_number, _ = rest.partition("-")
+    return start, int(number) if has_number and number.isdecimal() and len(number) <= _MOST_DIGITS else 0

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 from shardckpt.checkpoint.coordinator import Coordinator
 from shardckpt.checkpoint.peers.node_files import NodeCatalog, NodeReport, report_files
 from shardckpt.checkpoint.peers.open_peers import OpenedTiers
-from shardckpt.checkpoint.run.last_start import LastStart
+from shardckpt.checkpoint.run.last_start import LastStart, read_attempt
 from shardckpt.checkpoint.run.root_position import RootPosition
 from shardckpt.checkpoint.run.step_finder import FoundStep, PlaceReads, StepFault, find_next_branch
 from shardckpt.checkpoint.tiers.capture_tier import TierPlace
@@ -21,17 +21,18 @@ from shardckpt.storage.store import Store
 _LOG = logging.getLogger("shardckpt")
 
 
-def choose_newest(found: Sequence[FoundStep]) -> FoundStep:
-    """Return the newest of some steps; of equal ones the nearest.
+def choose_newest(found: Sequence[FoundStep], earlier: Collection[str] = ()) -> FoundStep:
+    """Return the newest of some steps; of equal ones the nearest of the last attempt.
 
     Args:
         found: Newest step of each place that can be loaded, the nearest first, that of the root last.
+        earlier: Result of `find_earlier_attempts`.
     """
     root, newest = found[-1], max(each.newest for each in found)
     loadable = [each for each in found if each.save is not None]
     if not loadable:
         return root._replace(newest=newest)
-    chosen = max(loadable, key=lambda each: each.order)  # the first of equal ones
+    chosen = max(loadable, key=lambda each: (each.order, each.save not in earlier))  # the first of equal ones
     branch = find_next_branch(chosen.order, newest)
     return chosen._replace(faults=root.faults, unreadable=root.unreadable, branch=branch, newest=newest)
 
@@ -63,6 +64,22 @@ class Capture(NamedTuple):
         """Whether the root had a step of its order when it was captured."""
         position = RootPosition.decode(self.after)
         return position is not None and position.committed == self.order
+
+
+def find_earlier_attempts(captures: Sequence[Capture]) -> set[str]:
+    """Return the saves of captures of a step that the same start has saved again.
+
+    A tier that could not take the step the second time keeps the first capture.
+
+    Args:
+        captures: Captures in all tiers.
+    """
+    numbers: dict[tuple[tuple[int, int], str], dict[str, int]] = {}
+    for capture in captures:
+        start, number = read_attempt(capture.attempt)
+        if number:
+            numbers.setdefault((capture.order, start), {})[capture.save] = number
+    return {save for of_step in numbers.values() for save in of_step if of_step[save] < max(of_step.values())}
 
 
 class TierReads(PlaceReads):

@@ -37,6 +37,7 @@ from shardckpt.checkpoint.tiers.tier_steps import (
     describe_missing_captures,
     drop_capture,
     find_attempt,
+    find_earlier_attempts,
     find_unknown,
     list_node_copies,
     open_own,
@@ -124,7 +125,7 @@ class TieredFinder(StepFinder):
             return place.finder.find_on_rank0(wanted, {*unwanted, *passed}, avoided)._replace(faults=[], unreadable="")
 
         held = [read_tier(place, partial(find, place), FoundStep([])) for place in self._places]
-        found = choose_newest([*held, root])
+        found = choose_newest([*held, root], find_earlier_attempts(captures))
         self._least_branch = last_start.find_least_branch(each.attempt for each in captures)
         if self._least_branch:
             self._log_missing_captures()

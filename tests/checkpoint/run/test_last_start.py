@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from shardckpt.checkpoint.run.last_start import LastStart
+from shardckpt.checkpoint.run.last_start import LastStart, read_attempt
 from shardckpt.errors import StorageError
 from shardckpt.format.durability.run_record import RECORD, RunRecord, read_run_record, write_run_record
 from shardckpt.storage.resolve_url import open_store
@@ -110,22 +110,16 @@ def test_captures_of_earlier_starts_count_only_below_those_of_the_last_one(open_
     assert start.find_replaced(captured) == set(), "nothing of the last start is left"
 
 
-def test_of_a_step_that_was_saved_again_the_captures_of_the_last_attempt_count(open_root):
+def test_attempts_of_a_start_are_numbered(open_root):
     start, other = LastStart(open_root), LastStart(open_root)
-    first, second, of_next = start.make_attempt(), start.make_attempt(), start.make_attempt()
-    captured = {
-        "first": ((0, 2), first),
-        "second": ((0, 2), second),
-        "next step": ((0, 3), of_next),
-        "branch": ((1, 2), first),
-        "other start": ((0, 2), other.make_attempt()),
-        "version before": ((0, 2), f"{start.make_attempt().partition('-')[0]}-{'1' * 16}"),
-        "hostile": ((0, 2), f"{start.make_attempt().partition('-')[0]}-{'9' * 5000}-0"),
-        "without attempt": ((0, 2), ""),
-    }
-    assert start.find_replaced(captured) == {"first"}
-    del captured["second"]
-    assert start.find_replaced(captured) == set(), "nothing of the last attempt is left"
+    first, second, of_other = (read_attempt(each.make_attempt()) for each in (start, start, other))
+    assert [first[1], second[1], of_other[1]] == [1, 2, 1]
+    assert first[0] == second[0] != of_other[0]
+
+
+@pytest.mark.parametrize("text", ["", "id", f"id-{'1' * 16}", f"id-{'9' * 5000}-0", "id-1.5-0", "id--0"])
+def test_an_attempt_of_an_older_version_or_of_other_text_has_no_number(text):
+    assert read_attempt(text)[1] == 0
 
 
 def test_captures_of_starts_that_captured_for_this_root_are_known_to_later_starts(open_root, tmp_path):

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from shardckpt.checkpoint.run.root_position import RootPosition
 from shardckpt.checkpoint.run.step_finder import NO_STEP, FoundStep
-from shardckpt.checkpoint.tiers.tier_steps import Capture, choose_newest, find_attempt
+from shardckpt.checkpoint.tiers.tier_steps import Capture, choose_newest, find_attempt, find_earlier_attempts
 from shardckpt.format.native.run_directory import StepFolder
 
 ORDERS = st.tuples(st.integers(0, 3), st.integers(0, 9))
@@ -33,6 +33,23 @@ def test_the_newest_step_that_can_be_loaded_is_chosen_and_its_successors_are_new
     assert chosen.save == "memory" or held.save is None or root.order > held.order, "the nearer one of equal steps"
     newest = max(held.newest, root.newest)
     assert (chosen.branch, chosen.number) >= newest if chosen.order == newest else chosen.branch > newest[0]
+
+
+def test_of_a_step_that_a_start_saved_twice_the_last_attempt_is_chosen_if_it_can_be_loaded():
+    order, names = (
+        (0, 2),
+        {"memory": "a-1-x", "local": "a-2-x", "other start": "b-1-x", "old version": "a-x", "none": ""},
+    )
+    captures = [Capture(name, order, RootPosition().encode(attempt)) for name, attempt in names.items()]
+    captures += [Capture("other step", (0, 1), RootPosition().encode("a-1-x"))]
+    earlier = find_earlier_attempts(captures)
+    assert earlier == {"memory"}
+    memory, local = (FoundStep([], 2, "step-00000002", name, order=order, newest=order) for name in ("memory", "local"))
+    lost = FoundStep([], newest=order)
+    assert choose_newest([memory, local, FoundStep([])], earlier).save == "local"
+    assert choose_newest([memory, lost, FoundStep([])], earlier).save == "memory"
+    newer = memory._replace(number=3, order=(0, 3))
+    assert choose_newest([newer, local, FoundStep([])], earlier).save == "memory", "it may be of another step"
 
 
 FIRST, SECOND = (RootPosition().encode(attempt) for attempt in ("first", "second"))
