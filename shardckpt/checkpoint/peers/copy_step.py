@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import NamedTuple
 
 from shardckpt.checkpoint.coordinator import Coordinator
@@ -111,7 +111,9 @@ class CopiedPart(NamedTuple):
     older: tuple[str, ...] = ()
 
 
-def copy_part(own: Store, target: Store, folder: str) -> CopiedPart:
+def copy_part(
+    own: Store, target: Store, folder: str, replacing: Callable[[], AbstractContextManager[object]] = nullcontext
+) -> CopiedPart:
     """Copy the files of a step that a node has to a farther tier of the node.
 
     Every block is compared with its hash. `COMMIT` is the last file. The files of older saves stay: the new one is
@@ -121,6 +123,7 @@ def copy_part(own: Store, target: Store, folder: str) -> CopiedPart:
         own: Store of the node's files in the nearer tier, whose root is the run.
         target: Store of its files in the farther one.
         folder: Name of the step's folder.
+        replacing: Returns the context in which the copy gets its marks.
 
     Raises:
         CheckpointError: A file is damaged.
@@ -133,7 +136,8 @@ def copy_part(own: Store, target: Store, folder: str) -> CopiedPart:
     before = {entry.name for entry in inside.list()}
     try:
         _copy_files(source, inside, held, commit=commit)
-        write_marks(inside, marks)
+        with replacing():
+            write_marks(inside, marks)
     except ShardckptError:
         with suppress(ShardckptError):  # the error of the copy says more
             if find_save(target, folder) != commit.save:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import NamedTuple
 from weakref import WeakSet
 
@@ -11,13 +14,17 @@ from shardckpt.checkpoint.background_thread import BackgroundThread, run_before_
 from shardckpt.checkpoint.peers.copy_step import CopiedPart, copy_part
 from shardckpt.checkpoint.peers.promoted_steps import PromotedStep
 from shardckpt.checkpoint.tiers.capture_tier import CaptureTier
-from shardckpt.errors import CheckpointError, MissingFileError, ShardckptError
+from shardckpt.errors import CheckpointError, MissingFileError, ShardckptError, TargetExistsError
 from shardckpt.events import FallbackEvent, OnEvent, PromotionEvent, emit, record_operation
 from shardckpt.format.native.copy_files import copy_stored_step
 from shardckpt.format.native.run_directory import step_name
+from shardckpt.storage.holder.holder_connection import STALL_S
 
 _MOST_WAITING = 2
 """Maximum number of promotions that wait for the running one."""
+
+_MOST_REMEMBERED = 4096
+"""Maximum number of steps whose last captures are remembered."""
 
 
 _PROMOTERS: WeakSet[Promoter] = WeakSet()
@@ -31,14 +38,14 @@ class Promotion(NamedTuple):
         source: Tier that has its capture.
         target: Tier that takes the copy.
         rank: This rank.
-        is_overwritten: Whether the step was captured again since: its files may go, and another promotion follows.
+        capture: Number of the capture, from `Promoter.note_capture`.
     """
 
     number: int
     source: CaptureTier
     target: CaptureTier
     rank: int = 0
-    is_overwritten: bool = False
+    capture: int = 0
 
 
 class Promoter:
@@ -47,7 +54,8 @@ class Promoter:
     If the ranks are on several nodes, each node copies the files that it has.
 
     Nobody waits for a slow tier: if too many promotions wait, the oldest is given up, with an event. A capture that
-    is being promoted, or will be, stays in its tier whatever the rules there; then the rules count again.
+    is being promoted, or will be, stays in its tier whatever the rules there; then the rules count again. A copy never
+    replaces a later capture of its step.
 
     Args:
         on_event: Called with a `PromotionEvent` for each copy, and a `FallbackEvent` for each that was given up; None
@@ -56,7 +64,9 @@ class Promoter:
 
     def __init__(self, on_event: OnEvent | None) -> None:
         self._on_event = on_event
-        self._lock = threading.Lock()
+        self._lock, self._replacing = threading.Lock(), threading.Lock()
+        self._captures = 0
+        self._last: dict[tuple[int, CaptureTier], int] = {}
         self._waiting: deque[Promotion] = deque()
         self._running: Promotion | None = None
         self._thread: BackgroundThread | None = None
@@ -77,15 +87,23 @@ class Promoter:
             path = given_up.target.path(given_up.number)
             emit(FallbackEvent(path, step=given_up.number, rank=given_up.rank, warnings=(reason,)), self._on_event)
 
-    def note_capture(self, number: int, source: CaptureTier) -> None:
-        """Record that a step is captured now: earlier captures of it are overwritten, also while they are promoted."""
+    def note_capture(self, number: int, source: CaptureTier) -> int:
+        """Record that a step is captured now, and return the number of this capture.
 
-        def mark(each: Promotion) -> Promotion:
-            return each._replace(is_overwritten=True) if (each.number, each.source) == (number, source) else each
-
+        It overwrites earlier captures of the step in its tier, also while they are promoted. Copies of earlier ones to
+        that tier are given up. If one replaces the step there at this moment, this waits for up to `STALL_S` seconds.
+        """
         with self._lock:
-            self._waiting = deque(map(mark, self._waiting))
-            self._running = None if self._running is None else mark(self._running)
+            self._captures = capture = self._captures + 1
+            self._last.pop((number, source), None)
+            self._last[number, source] = capture
+            if len(self._last) > _MOST_REMEMBERED:
+                del self._last[next(iter(self._last))]
+            running = self._running
+        is_copied = running is not None and (running.number, running.target) == (number, source)
+        if is_copied and self._replacing.acquire(timeout=STALL_S):
+            self._replacing.release()
+        return capture
 
     def list_promoted(self, tier: CaptureTier) -> frozenset[int]:
         """Return the steps of a tier that are being promoted from there or to there, or will be."""
@@ -115,7 +133,7 @@ class Promoter:
             promotion.source.apply_rules()
 
     def _promote(self, promotion: Promotion) -> None:
-        number, source, target, rank, _ = promotion
+        number, source, target, rank, capture = promotion
         place = target.place.name
         try:
             with record_operation(
@@ -123,10 +141,11 @@ class Promoter:
             ) as recorder:
                 recorder.values.update(source=source.path(number), rank=rank)
                 try:
-                    copied = _copy(promotion)
+                    self._require_last(promotion)
+                    copied = _copy(promotion, partial(self._replace, promotion))
                     recorder.values["nbytes"] = copied.nbytes
-                except (CheckpointError, MissingFileError):
-                    if not self._is_overwritten():
+                except (CheckpointError, MissingFileError, TargetExistsError):
+                    if self._find_last(number, source, target) <= capture:
                         raise
                     reason = f"not copied from {source.path(number)}: it was saved again meanwhile"
                     recorder.kind, recorder.values = FallbackEvent, {"rank": rank, "warnings": (reason,)}
@@ -139,18 +158,36 @@ class Promoter:
                 target.promoted.add(PromotedStep(number, copied.save), copied.older)
             target.apply_rules(number)
 
-    def _is_overwritten(self) -> bool:
-        """Return True if the step that is being promoted was captured again since. On the promoter's thread."""
+    @contextmanager
+    def _replace(self, promotion: Promotion) -> Iterator[None]:
+        """Replace a step in the farther tier within the context; raises as `_require_last`."""
+        with self._replacing:
+            self._require_last(promotion)
+            yield
+
+    def _require_last(self, promotion: Promotion) -> None:
+        """Require that the farther tier takes no later capture of a step. Raises TargetExistsError."""
+        number, _, target, _, capture = promotion
+        if self._find_last(number, target) > capture:
+            raise TargetExistsError("the step was saved again meanwhile", where=target.path(number))
+
+    def _find_last(self, number: int, *tiers: CaptureTier) -> int:
+        """Return the number of the last capture of a step in some tiers; 0 without one."""
         with self._lock:
-            return self._running is not None and self._running.is_overwritten
+            return max(self._last.get((number, tier), 0) for tier in tiers)
 
 
-def _copy(promotion: Promotion) -> CopiedPart:
-    """Copy a step, or the part of this node. Raises ShardckptError."""
+def _copy(promotion: Promotion, replacing: Callable[[], AbstractContextManager[object]]) -> CopiedPart:
+    """Copy a step, or the part of this node. Raises ShardckptError.
+
+    Args:
+        promotion: The step and its tiers.
+        replacing: As for `copy_stored_step`.
+    """
     number, source, target = promotion[:3]
     if source.is_spread:
-        return copy_part(source.place.open_own(), target.place.open_own(), step_name(number))
-    return CopiedPart(copy_stored_step(source.path(number), target.path(number)))
+        return copy_part(source.place.open_own(), target.place.open_own(), step_name(number), replacing)
+    return CopiedPart(copy_stored_step(source.path(number), target.path(number), replacing))
 
 
 def _end_promotions() -> None:

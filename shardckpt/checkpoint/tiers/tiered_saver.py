@@ -299,16 +299,16 @@ class TieredSaver:
         if opened:
             source, *targets = opened
             rank = get_channels(self._finder.group).main.rank
+            capture = self._promoter.note_capture(places.number, source)
 
             def promote(number: int) -> None:
                 for target in targets:
                     if target.is_spread:
                         target.apply_rules()
-                    self._promoter.add(Promotion(number, source, target, rank))
+                    self._promoter.add(Promotion(number, source, target, rank, capture))
                 if not rank:
                     self._finder.known.look()
 
-            self._promoter.note_capture(places.number, source)
             source.capture(places.number, state, notes, _choose_copy_options(given), share, promote, early)
             self._captured_in = self._list_captured(places, source, targets)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 from shardckpt.errors import UnsupportedError
 from shardckpt.format.native.commit import COMMIT, STEP
@@ -17,7 +18,9 @@ from shardckpt.storage.store import Read, Store
 _BUFFER_BYTES = 4 * BLOCK_BYTES
 
 
-def copy_stored_step(source: str, target: str) -> int:
+def copy_stored_step(
+    source: str, target: str, replacing: Callable[[], AbstractContextManager[object]] = nullcontext
+) -> int:
     """Copy a step that refers to no other, in place of an earlier one; return its bytes.
 
     The files are copied one after the other, through one buffer. `COMMIT` is the last.
@@ -25,6 +28,7 @@ def copy_stored_step(source: str, target: str) -> int:
     Args:
         source: Path or URL of the step.
         target: Path or URL of its copy.
+        replacing: Returns the context in which the copy appears under its name; entered when all is written.
 
     Raises:
         UnsupportedError: The step refers to files of another.
@@ -35,11 +39,15 @@ def copy_stored_step(source: str, target: str) -> int:
     if folder.commit is not None and folder.commit.bases:
         raise UnsupportedError("a step that refers to others is not copied alone", where=source)
     store = VerifiedStore(folder.raw_store, folder.hashes)
-    with publish(target, STEP, overwrite=True, needed_bytes=folder.nbytes, last=COMMIT) as publication:
+    with (
+        ExitStack() as stack,  # it ends after the publication
+        publish(target, STEP, overwrite=True, needed_bytes=folder.nbytes, last=COMMIT) as publication,
+    ):
         for file in folder.files.values():
             with publication.create(file.name) as writer:
                 for block in read_blocks(store, file.name, file.nbytes):
                     writer.write(block)
+        stack.enter_context(replacing())
         write_commit(folder, publication)
     return folder.nbytes
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 import shardckpt
 from shardckpt.checkpoint.peers import copy_step
-from shardckpt.errors import NoSpaceError, StorageError
+from shardckpt.errors import NoSpaceError, StorageError, TargetExistsError
 from shardckpt.storage.local import LocalStore, LocalWriter
 from shardckpt.storage.store import Read, Store
 
@@ -171,3 +172,20 @@ def test_a_step_that_is_saved_again_during_its_copy_does_not_give_the_copy_marks
     monkeypatch.setattr(copy_step, "_copy_files", save_meanwhile)
     copy_step.copy_part(UncachedStore(str(near)), LocalStore(str(far)), STEP)
     assert torch.equal(shardckpt.load(far / STEP)["w"], older)
+
+
+def test_a_part_that_may_not_replace_a_step_leaves_the_files_and_marks_of_that_step(tmp_path):
+    near, far = tmp_path / "near", tmp_path / "far"
+    shardckpt.save({"w": torch.arange(4.0)}, near / STEP)
+    shardckpt.save({"w": torch.arange(4.0) + 1}, far / STEP)
+    before = {file.name: file.read_bytes() for file in (far / STEP).iterdir()}
+
+    @contextmanager
+    def refuse() -> Iterator[None]:
+        assert len([*(far / STEP).glob("*.safetensors")]) == 2, "all files have been copied"
+        raise TargetExistsError("the step was saved again meanwhile")
+        yield
+
+    with pytest.raises(TargetExistsError, match="saved again"):
+        copy_step.copy_part(LocalStore(str(near)), LocalStore(str(far)), STEP, refuse)
+    assert {file.name: file.read_bytes() for file in (far / STEP).iterdir()} == before

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,9 @@ from tier_runs import make_state
 import shardckpt
 from shardckpt import Checkpointer, FallbackEvent, Local, PeerMemory, PromotionEvent
 from shardckpt.checkpoint.tiers import promoter
-from shardckpt.errors import ChecksumError, NoSpaceError
+from shardckpt.checkpoint.tiers.memory_tier import MemoryTier
+from shardckpt.checkpoint.tiers.promoter import Promotion
+from shardckpt.errors import ChecksumError, NoSpaceError, StorageError
 from shardckpt.format.native import copy_files
 from shardckpt.storage.holder import holder_connection
 from shardckpt.storage.linux_syscalls import LOW_PRIORITY
@@ -104,10 +108,10 @@ def begin_a_copy(run: Run, may_copy: threading.Event, monkeypatch: pytest.Monkey
     """Save two steps, of which the first begins to be copied; copies go on once they may."""
     begun, copy = threading.Event(), promoter.copy_stored_step
 
-    def copy_later(source: str, target: str) -> int:
+    def copy_later(*args: object) -> int:
         begun.set()
         assert may_copy.wait(DEADLINE_S)
-        return copy(source, target)
+        return copy(*args)
 
     monkeypatch.setattr(promoter, "copy_stored_step", copy_later)
     run.save(2, 3)
@@ -141,7 +145,7 @@ def test_if_a_tier_is_too_slow_the_oldest_step_is_given_up_with_an_event_and_tra
 
 
 def test_a_copy_that_fails_is_one_warning_an_event_and_no_claim(tmp_path, monkeypatch):
-    def refuse(source: str, target: str) -> int:
+    def refuse(*args: object) -> int:
         raise NoSpaceError("no space")
 
     run = Run(tmp_path)
@@ -159,7 +163,7 @@ def test_a_copy_that_fails_is_one_warning_an_event_and_no_claim(tmp_path, monkey
 
 
 def test_where_warnings_are_errors_a_copy_that_fails_ends_no_later_copies(tmp_path, monkeypatch):
-    def refuse(source: str, target: str) -> int:
+    def refuse(*args: object) -> int:
         raise NoSpaceError("no space")
 
     run = Run(tmp_path)
@@ -202,6 +206,67 @@ def test_a_step_that_is_saved_again_while_it_is_copied_is_no_fault_of_the_tier(t
     run.save(4)
     run.ck.wait()
     assert run.list_local() == [2, 4], "no step is left out"
+
+
+@contextmanager
+def memory_refused() -> Iterator[None]:
+    """Let memory take no step within the context: the folder takes it."""
+
+    def refuse(*_: object) -> None:
+        raise StorageError("the holder did not answer")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.warns(UserWarning, match="not captured in memory"):
+        patch.setattr(MemoryTier, "open_node", refuse)
+        yield
+
+
+def test_a_copy_does_not_replace_a_later_save_of_its_step_in_the_folder(tmp_path, monkeypatch):
+    run, may_copy = Run(tmp_path), threading.Event()
+    begin_a_copy(run, may_copy, monkeypatch)
+    with memory_refused():
+        run.ck.save(2, make_state(22), overwrite=True)
+    run.ck._saver._tiers[1].settle()
+    may_copy.set()
+    run.ck.wait()
+    (given_up,) = [event for event in run.list(FallbackEvent) if "saved again" in event.warnings[0]]
+    assert given_up.step == 2 and not run.list(PromotionEvent)
+    assert [copy.tier for copy in run.ck.durability(2).copies] == ["local"]
+    assert shardckpt.load(run.local / "step-00000002")["step"] == 22
+
+
+def test_a_save_into_the_folder_waits_while_a_copy_replaces_its_step_there(tmp_path, monkeypatch):
+    run, is_replacing, may_end = Run(tmp_path), threading.Event(), threading.Event()
+    write = copy_files.write_commit
+
+    def write_late(*args: object) -> int:
+        is_replacing.set()
+        assert may_end.wait(DEADLINE_S)
+        return write(*args)
+
+    monkeypatch.setattr(copy_files, "write_commit", write_late)
+    run.save(2)
+    assert is_replacing.wait(DEADLINE_S)
+    threading.Timer(0.2, may_end.set).start()
+    with memory_refused():
+        run.ck.save(2, make_state(22), overwrite=True)
+    assert may_end.is_set()
+    run.ck.wait()
+    assert shardckpt.load(run.local / "step-00000002")["step"] == 22
+
+
+def test_a_capture_that_completes_behind_a_later_save_of_its_step_is_not_copied(tmp_path):
+    run = Run(tmp_path)
+    memory, local = run.ck._saver._tiers
+    promoter = run.ck._saver._promoter
+    late = promoter.note_capture(2, memory)
+    with memory_refused():
+        run.save(2)
+    run.ck.wait()
+    before = shardckpt.ls(run.local)
+    promoter.add(Promotion(2, memory, local, capture=late))
+    run.ck.wait()
+    (given_up,) = [event for event in run.list(FallbackEvent) if "saved again" in event.warnings[0]]
+    assert given_up.step == 2 and shardckpt.ls(run.local) == before
 
 
 def test_a_capture_that_is_damaged_in_memory_is_not_copied(tmp_path, monkeypatch):
@@ -253,9 +318,9 @@ from shardckpt.checkpoint.tiers import promoter
 
 copy, is_ending = promoter._copy, threading.Event()
 
-def copy_late(promotion):
+def copy_late(*args):
     is_ending.wait()
-    return copy(promotion)
+    return copy(*args)
 
 promoter._copy = copy_late
 folder = sys.argv[1]
