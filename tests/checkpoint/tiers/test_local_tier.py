@@ -19,7 +19,7 @@ from tier_runs import DAMAGES, damage_step, make_state, restore, save
 import shardckpt
 from shardckpt import Checkpointer, FallbackEvent, Local, PeerMemory, RestoreEvent, WithdrawalEvent
 from shardckpt.checkpoint.run import known_root, step_restore
-from shardckpt.checkpoint.tiers import tier_steps
+from shardckpt.checkpoint.tiers import capture_tier, tier_steps
 from shardckpt.checkpoint.tiers.memory_tier import MemoryTier
 from shardckpt.errors import NoCompleteCheckpoint, StorageError, UsageError
 
@@ -127,6 +127,28 @@ def test_rules_of_the_tier_keep_steps_and_every_rule_is_checked(tmp_path):
     for name, value in {"every": 0, "keep_last": 0, "keep_every": -1, "keep_for": "x"}.items():
         with pytest.raises(UsageError, match=f"{name}|not a time"):
             Local("folder", **{name: value})
+
+
+def test_the_rules_leave_an_earlier_save_of_the_step_that_is_being_captured(tmp_path, monkeypatch):
+    ck = make(tmp_path, keep_last=1)
+    (tier,) = ck._saver._tiers
+    tier.list_needed = lambda: (4,)  # as if it were being promoted
+    save(ck, 4, 6)
+    tier.list_needed = tuple
+    tier.promoted.count_all()
+    start, found = capture_tier.start_async_save, list[int]()
+
+    def apply_and_start(*args: object, **options: object) -> object:
+        with monkeypatch.context() as several:
+            several.setattr(tier, "is_spread", True)  # then whole folders are removed
+            tier.apply_rules()
+        found.extend(step.number for step in shardckpt.ls(tmp_path / "local").complete)
+        return start(*args, **options)
+
+    monkeypatch.setattr(capture_tier, "start_async_save", apply_and_start)
+    ck.save(4, make_state(44), overwrite=True)
+    ck.wait()
+    assert found == [4, 6]
 
 
 def test_a_damaged_copy_falls_to_the_next_copy_then_to_the_step_before_each_with_a_word(tmp_path):
