@@ -94,8 +94,8 @@ class CaptureTier(ABC):
         self.place, self.every = place, every
         self._shown, self._lane, self._group, self._on_event = shown, lane, group, on_event
         self.list_needed: Callable[[], Collection[int]] = tuple
-        self._begun: tuple[int, ...] = ()
-        self._retention = StepRetention(rules, place.finder, on_event, self._list_kept)
+        self._begun: tuple[int, ...] = ()  # the last step: its files may be in the folder of an earlier save
+        self._retention = StepRetention(rules, place.finder, on_event, lambda: {*self.list_needed(), *self._begun})
         self._parts = NodeRetention(rules, place.open_own, place.finder.damaged, place.finder.removed)
         self.promoted = self._parts.promoted
         self._attempts = _CaptureAttempts()
@@ -327,18 +327,11 @@ class CaptureTier(ABC):
         if not self.is_spread:
             self._retention.apply(saved)
             return
-        needed = {*self._list_kept(), *([] if saved is None else [saved])}
+        needed = {*self.list_needed(), *self._begun, *([] if saved is None else [saved])}
         try:
             self._parts.apply(needed, self.list_copied(), is_idle=is_idle)
         except ShardckptError as error:
             warn_user(f"old steps in {self._shown} could not be removed: {error}")
-
-    def _list_kept(self) -> Collection[int]:
-        """Return the numbers of the steps that stay regardless of the rules, and of the last one that was begun here.
-
-        Files of that one may be in the folder of an earlier save of it.
-        """
-        return {*self.list_needed(), *self._begun}
 
     def _withdraw(self, number: int, error: Exception) -> None:
         """Emit that a step is not in this tier; on rank 0 warn too."""
