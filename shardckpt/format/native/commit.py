@@ -243,7 +243,7 @@ def read_mark(store: Store, sizes: Mapping[str, int]) -> bytes:
 
 
 def read_commit(store: Store, sizes: Mapping[str, int]) -> Commit:
-    """Read and check `COMMIT`.
+    """Read and check `COMMIT`, from the first copy that is not damaged.
 
     Args:
         store: Store whose root is the step.
@@ -253,7 +253,14 @@ def read_commit(store: Store, sizes: Mapping[str, int]) -> Commit:
         IncompleteError: `COMMIT` does not exist.
         CheckpointError: `COMMIT` is damaged, or of a newer format.
     """
-    return decode_commit(read_mark(store, sizes), where=f"{store.url}/{COMMIT}")
+    while True:
+        data = read_mark(store, sizes)
+        try:
+            return decode_commit(data, where=f"{store.url}/{COMMIT}")
+        except (ChecksumError, TruncatedError):
+            copied = as_copied(store)
+            if copied is None or not copied.reject(COMMIT, 0, len(data)):
+                raise
 
 
 def find_save(store: Store, step: str) -> str | None:

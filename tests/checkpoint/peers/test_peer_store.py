@@ -22,6 +22,7 @@ from shardckpt.checkpoint.peers.peer_exchange import PeerExchange
 from shardckpt.checkpoint.peers.peer_store import PeerStore
 from shardckpt.checkpoint.peers.tier_files import TierFiles
 from shardckpt.errors import ChecksumError, MissingFileError, StorageError, TruncatedError
+from shardckpt.format.native.commit import COMMIT, decode_commit, encode_commit, read_commit
 from shardckpt.format.native.verified_store import Hashed, VerifiedStore
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.store import Read, SubfolderStore, read_bytes
@@ -208,6 +209,24 @@ def test_a_file_is_read_exactly_if_every_block_is_good_in_one_of_its_copies(nbyt
     else:
         with pytest.raises(ChecksumError):
             read_bytes(verified, "f", start, stop - start)
+
+
+@pytest.mark.parametrize("damaged", [{0}, {0, 1}, {1}, {0, 1, 2}], ids=str)
+def test_a_commit_mark_is_read_from_a_copy_that_is_not_damaged(damaged):
+    good = encode_commit("0123456789abcde", b"{}", [])
+    copies = [bytearray(good) for _ in range(3)]
+    for at in damaged:
+        copies[at][20] ^= 1
+    report = {FOLDER: NodeStep("save", 1, {COMMIT: len(good)})}
+    catalog = NodeCatalog.from_reports([NodeReport(Node(str(at), str(at)), report) for at in range(3)])
+    store = PeerStore(MemoryStore(copies[0]), AllFiles(catalog, 0), 0)
+    store.exchange = DirectExchange(copies)
+    inside, sizes = SubfolderStore(store, FOLDER), {COMMIT: len(good)}
+    if len(damaged) == 3:
+        with pytest.raises(ChecksumError):
+            read_commit(inside, sizes)
+    else:
+        assert read_commit(inside, sizes) == decode_commit(good)
 
 
 class MemoryStore:
