@@ -333,6 +333,33 @@ def test_a_unit_that_runs_by_itself_has_the_values_of_a_step_that_most_ranks_can
     assert outputs[0] == outputs[1] == outputs[2] and len({*outputs[0]}) == 3
 
 
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([0.5, 2.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_unit_that_is_called_behind_a_penalty_over_another_one_leaves_its_gradients(strategy: Strategy):
+    def body(rank: int, world: int) -> list[list[float]]:
+        apply, net = sharder(Style.ORIGINAL, strategy), nn.Sequential(Scale(), Scale())
+        net[0], net[1] = apply(net[0]), apply(net[1])
+        model, x = apply(net), torch.ones(1, 2)
+        with torch.no_grad():
+            model(x)
+        first = net[0](x)
+        penalty = next(net[0].parameters()).square().sum() if strategy is not Strategy.FULL_SHARD else 0.0
+        (net[1](first).sum() + penalty).backward()
+        with FSDP.summon_full_params(model, with_grads=True):
+            return [each.grad.tolist() for each in model.parameters()]
+
+    penalized = [1.5, 6.0] if strategy is not Strategy.FULL_SHARD else [0.5, 2.0]
+    assert run(2, body) == [[penalized, [0.5, 2.0]]] * 2
+
+
 class Reversed(nn.Module):
     """Units that are registered in another order than they compute in; two have inputs without gradients."""
 

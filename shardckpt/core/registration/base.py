@@ -23,6 +23,7 @@ from shardckpt.core.modules.fqn_and_params import Name, ParamLocation, register
 from shardckpt.core.params.gradient_reduction import ReducedGrad
 from shardckpt.core.params.param_bucket import Bucket
 from shardckpt.core.registration.placeholders import WAYS_OUT
+from shardckpt.core.registration.step_watch import StepWatch
 
 
 class KeptParams:
@@ -43,10 +44,10 @@ class KeptParams:
         self._unit = unit
         self.versions: list[tuple[torch.Tensor, int, int]] = []
         self._versions_of_shards: list[tuple[torch.Tensor, int]] = []
-        self._is_outdated_anyway = False
+        self._steps = StepWatch()
 
     def record(
-        self, params: Sequence[torch.Tensor], exposed: Sequence[torch.Tensor], *, is_outdated: bool = False
+        self, params: Sequence[torch.Tensor], exposed: Sequence[torch.Tensor], *, has_hidden: bool = False
     ) -> None:
         """Record the versions of full parameters, unless they alias the shard.
 
@@ -55,11 +56,11 @@ class KeptParams:
         Args:
             params: Full parameters that are registered.
             exposed: Parameters that an optimizer updates.
-            is_outdated: Whether they count as outdated from now on, since not all ranks see updates of `exposed`.
+            has_hidden: Whether a rank may have no elements of them: then it sees steps of optimizers, not updates.
         """
         self.versions.clear()
         self._versions_of_shards.clear()
-        self._is_outdated_anyway = is_outdated
+        self._steps.begin(exposed if has_hidden else ())
         if self._bucket.unsharded.is_aliased:
             return
         for param in params:
@@ -72,7 +73,7 @@ class KeptParams:
     @property
     def is_outdated(self) -> bool:
         """Return True if an optimizer may have updated parameters since; the same on all ranks."""
-        return self._is_outdated_anyway or any(param._version != version for param, version in self._versions_of_shards)
+        return self._steps.has_stepped or any(param._version != version for param, version in self._versions_of_shards)
 
     def check_unmodified(self) -> None:
         """Raise an error if a user changed parameters after forward.
@@ -82,7 +83,7 @@ class KeptParams:
         for param, version, memory in self.versions:
             if param._version != version or param.data_ptr() != memory:
                 raise self.changed_error()
-        self.versions, self._versions_of_shards = [], []
+        self._forget()
 
     def changed_error(self) -> ChangedError:
         """Return the error about a parameter that was changed or replaced."""
@@ -101,7 +102,11 @@ class KeptParams:
                 self._bucket.write_back()
             else:  # a copy of the rounded values would also round parameters that did not change
                 warnings.warn(f"{self._unit}: changes of parameters in their compute dtype are lost", stacklevel=2)
+        self._forget()
+
+    def _forget(self) -> None:
         self.versions, self._versions_of_shards = [], []
+        self._steps.end()
 
 
 class ParamRegistration(ABC):

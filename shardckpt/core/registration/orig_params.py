@@ -66,20 +66,19 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
     def register_post_forward(self) -> None:
         """Register the user's parameters with full shapes, or as shards if they have reduced gradients.
 
-        An optimizer may step with those before the backward of this forward, and has states of their shape. Ranks that
-        have no element of a parameter do not see the step, so all of them take the full parameters for outdated.
+        An optimizer may step with those before the backward of this forward, and has states of their shape.
         """
-        is_outdated = not self.bucket.keeps_full
+        has_hidden = not self.bucket.keeps_full
         if not self.has_unsharded_grads and any(original.grad is not None for original in self._parameters):
             self.register_sharded()
             self._shows_shards = True
-            self.kept.record((), self._parameters, is_outdated=is_outdated)
+            self.kept.record((), self._parameters, has_hidden=has_hidden)
             return
         for index, (original, full) in enumerate(zip(self._parameters, self.bucket.unsharded.tensors, strict=True)):
             original.data = full
             self._hook(index, original)
         self._shows_full = True
-        self.kept.record(self._parameters, self._parameters, is_outdated=is_outdated)
+        self.kept.record(self._parameters, self._parameters, has_hidden=has_hidden)
         self._register(self._parameters)
         for guard in self._guards:
             guard.install(is_allowed=True)

@@ -1,0 +1,59 @@
+"""`StepWatch`: steps of optimizers, which ranks see whether or not they have elements of the updated parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+
+class StepWatch:
+    """Watch of parameters for the steps of the optimizers that have one of them.
+
+    Attributes:
+        has_stepped: Whether such an optimizer has made a step since the watch began.
+    """
+
+    def __init__(self) -> None:
+        self._ids: frozenset[int] = frozenset()
+        self.has_stepped = False
+
+    def begin(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Watch parameters from now on, which stay until the watch ends; without any, watch nothing."""
+        self._ids, self.has_stepped = frozenset(map(id, parameters)), False
+        if parameters:
+            _install_hook()
+            _WATCHING.add(self)
+
+    def end(self) -> None:
+        """End the watch."""
+        self._ids, self.has_stepped = frozenset(), False
+        _WATCHING.discard(self)
+
+    def note_step(self, stepped: frozenset[int]) -> None:
+        """Record the step of an optimizer.
+
+        Args:
+            stepped: Ids of its parameters.
+        """
+        self.has_stepped = self.has_stepped or not self._ids.isdisjoint(stepped)
+
+
+_WATCHING: WeakSet[StepWatch] = WeakSet()
+
+
+@cache
+def _install_hook() -> None:
+    """Note the steps of all optimizers of torch from now on."""
+    register_optimizer_step_post_hook(_note_step)
+
+
+def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001  (given by torch)
+    if _WATCHING:
+        stepped = frozenset(id(each) for group in optimizer.param_groups for each in group["params"])
+        for watch in [*_WATCHING]:
+            watch.note_step(stepped)
