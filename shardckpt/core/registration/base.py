@@ -44,7 +44,7 @@ class KeptParams:
         self._unit = unit
         self.versions: list[tuple[torch.Tensor, int, int]] = []
         self._versions_of_shards: list[tuple[torch.Tensor, int]] = []
-        self._steps = StepWatch()
+        self._steps: StepWatch | None = None
 
     def record(
         self, params: Sequence[torch.Tensor], exposed: Sequence[torch.Tensor], *, has_hidden: bool = False
@@ -60,7 +60,7 @@ class KeptParams:
         """
         self.versions.clear()
         self._versions_of_shards.clear()
-        self._steps.begin(exposed if has_hidden else ())
+        self._steps = StepWatch(exposed) if has_hidden else None
         if self._bucket.unsharded.is_aliased:
             return
         for param in params:
@@ -73,7 +73,9 @@ class KeptParams:
     @property
     def is_outdated(self) -> bool:
         """Return True if an optimizer may have updated parameters since; the same on all ranks."""
-        return self._steps.has_stepped or any(param._version != version for param, version in self._versions_of_shards)
+        if self._steps is not None and self._steps.has_stepped:
+            return True
+        return any(param._version != version for param, version in self._versions_of_shards)
 
     def check_unmodified(self) -> None:
         """Raise an error if a user changed parameters after forward.
@@ -83,7 +85,7 @@ class KeptParams:
         for param, version, memory in self.versions:
             if param._version != version or param.data_ptr() != memory:
                 raise self.changed_error()
-        self._forget()
+        self.versions, self._versions_of_shards, self._steps = [], [], None
 
     def changed_error(self) -> ChangedError:
         """Return the error about a parameter that was changed or replaced."""
@@ -102,11 +104,7 @@ class KeptParams:
                 self._bucket.write_back()
             else:  # a copy of the rounded values would also round parameters that did not change
                 warnings.warn(f"{self._unit}: changes of parameters in their compute dtype are lost", stacklevel=2)
-        self._forget()
-
-    def _forget(self) -> None:
-        self.versions, self._versions_of_shards = [], []
-        self._steps.end()
+        self.versions, self._versions_of_shards, self._steps = [], [], None
 
 
 class ParamRegistration(ABC):

@@ -12,27 +12,20 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 class StepWatch:
-    """Watch of parameters for the steps of the optimizers that have one of them.
+    """Watch of parameters, for as long as something refers to it.
+
+    Args:
+        parameters: The parameters.
 
     Attributes:
-        has_stepped: Whether such an optimizer has made a step since the watch began.
+        has_stepped: Whether an optimizer that has one of them has made a step since the watch began.
     """
 
-    def __init__(self) -> None:
-        self._ids: frozenset[int] = frozenset()
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._ids = frozenset(map(id, parameters))
         self.has_stepped = False
-
-    def begin(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Watch parameters from now on, which stay until the watch ends; without any, watch nothing."""
-        self._ids, self.has_stepped = frozenset(map(id, parameters)), False
-        if parameters:
-            _install_hook()
-            _WATCHING.add(self)
-
-    def end(self) -> None:
-        """End the watch."""
-        self._ids, self.has_stepped = frozenset(), False
-        _WATCHING.discard(self)
+        _install_hook()
+        _WATCHING.add(self)
 
     def note_step(self, stepped: frozenset[int]) -> None:
         """Record the step of an optimizer.
