@@ -77,8 +77,7 @@ class CaptureTier(ABC):
         promoted: Steps that this node has copied to the tier, if each node has a part of them.
         is_spread: Whether the ranks were on several nodes at the last capture: each node has a part of it.
         pending: The last capture; None once it was settled.
-        list_needed: Returns the numbers of the steps that stay regardless of the rules. On the ranks that act for
-            nodes.
+        list_needed: Returns the numbers of steps that stay whatever the rules. On the ranks that act for nodes.
     """
 
     def __init__(
@@ -94,8 +93,8 @@ class CaptureTier(ABC):
         self.place, self.every = place, every
         self._shown, self._lane, self._group, self._on_event = shown, lane, group, on_event
         self.list_needed: Callable[[], Collection[int]] = tuple
-        self._begun: tuple[int, ...] = ()  # the last step: its files may be in the folder of an earlier save
-        self._retention = StepRetention(rules, place.finder, on_event, lambda: {*self.list_needed(), *self._begun})
+        self._begun: int | None = None
+        self._retention = StepRetention(rules, place.finder, on_event, lambda: _list_kept(self))
         self._parts = NodeRetention(rules, place.open_own, place.finder.damaged, place.finder.removed)
         self.promoted = self._parts.promoted
         self._attempts = _CaptureAttempts()
@@ -241,6 +240,8 @@ class CaptureTier(ABC):
         has_retention = get_channels(self._group).main.rank == 0 and share.nodes == 1
 
         def finish(coordinator: Coordinator) -> None:
+            if share.is_first and notes.require_replaceable is not None:
+                notes.require_replaceable()
             self.finish(coordinator, number, share)
             if share.is_first:
                 on_committed(number)
@@ -255,15 +256,16 @@ class CaptureTier(ABC):
                 self.apply_rules(number)
 
         given, limited = _list_params(notes, self._group, on_event), _limit_staging(options)
-        self._begun = (number,)
+        self._begun = number
         try:
             handle = start_async_save(self._lane, state, self.target(number), given, early=early, **limited)
         except Exception as error:
+            self._begun = None
             if has_lost_rank(self._group) or not _is_fault_of_tier(get_channels(self._group).main, error):
                 raise
             self._withdraw(number, error)
         else:
-            self.pending = StepTask(number, handle)
+            self.pending, self._begun = StepTask(number, handle), None
 
     def is_over(self, number: int) -> bool:
         """Return True if the capture of a step has ended on this rank."""
@@ -327,7 +329,7 @@ class CaptureTier(ABC):
         if not self.is_spread:
             self._retention.apply(saved)
             return
-        needed = {*self.list_needed(), *self._begun, *([] if saved is None else [saved])}
+        needed = {*_list_kept(self), *([] if saved is None else [saved])}
         try:
             self._parts.apply(needed, self.list_copied(), is_idle=is_idle)
         except ShardckptError as error:
@@ -353,6 +355,16 @@ class CaptureTier(ABC):
         """Count a failure; warn about the first one in a row. On rank 0."""
         if self._attempts.note_failure(error):
             warn_user(f"steps are not captured in {self._shown}, training goes on: {describe(error)}")
+
+
+def _list_kept(tier: CaptureTier) -> set[int]:
+    """Return the numbers of the steps that stay whatever the rules, and of the one that is being captured.
+
+    Files of that one may be in the folder of an earlier save of it.
+    """
+    begun, pending = tier._begun, tier.pending
+    running = [] if pending is None or pending.handle.done() else [pending.number]
+    return {*tier.list_needed(), *running, *([] if begun is None else [begun])}
 
 
 class _CaptureAttempts:

@@ -18,13 +18,14 @@ from shardckpt.errors import CheckpointError, MissingFileError, ShardckptError, 
 from shardckpt.events import FallbackEvent, OnEvent, PromotionEvent, emit, record_operation
 from shardckpt.format.native.copy_files import copy_stored_step
 from shardckpt.format.native.run_directory import step_name
-from shardckpt.storage.holder.holder_connection import STALL_S
 
 _MOST_WAITING = 2
 """Maximum number of promotions that wait for the running one."""
 
 _MOST_REMEMBERED = 4096
 """Maximum number of steps whose last captures are remembered."""
+
+_SAVED_AGAIN = "it was saved again meanwhile"
 
 
 _PROMOTERS: WeakSet[Promoter] = WeakSet()
@@ -66,7 +67,8 @@ class Promoter:
         self._on_event = on_event
         self._lock, self._replacing = threading.Lock(), threading.Lock()
         self._captures = 0
-        self._last: dict[tuple[int, CaptureTier], int] = {}
+        self._begun: dict[tuple[int, CaptureTier], int] = {}
+        self._committed: dict[tuple[int, CaptureTier], int] = {}
         self._waiting: deque[Promotion] = deque()
         self._running: Promotion | None = None
         self._thread: BackgroundThread | None = None
@@ -74,36 +76,37 @@ class Promoter:
 
     def add(self, promotion: Promotion) -> None:
         """Promote a committed capture in the background."""
-        given_up = None
+        given_up: list[tuple[Promotion, str]] = []
         with self._lock:
+            given_up += [(each, _SAVED_AGAIN) for each in self._waiting if each[:3] == promotion[:3]]
+            self._waiting = deque(each for each in self._waiting if each[:3] != promotion[:3])
             self._waiting.append(promotion)
             if len(self._waiting) > _MOST_WAITING:
-                given_up = self._waiting.popleft()
+                given_up.append((self._waiting.popleft(), "newer steps wait"))
             if self._thread is None:  # its priority is that of the thread of the capture
                 self._thread = BackgroundThread(self._run, "shardckpt-promote")
                 self._thread.start()
-        if given_up is not None:
-            reason = f"not copied from {given_up.source.path(given_up.number)}: newer steps wait"
-            path = given_up.target.path(given_up.number)
-            emit(FallbackEvent(path, step=given_up.number, rank=given_up.rank, warnings=(reason,)), self._on_event)
+        for each, reason in given_up:
+            text, path = f"not copied from {each.source.path(each.number)}: {reason}", each.target.path(each.number)
+            emit(FallbackEvent(path, step=each.number, rank=each.rank, warnings=(text,)), self._on_event)
 
     def note_capture(self, number: int, source: CaptureTier) -> int:
-        """Record that a step is captured now, and return the number of this capture.
+        """Record that a capture of a step begins, and return its number among all captures.
 
-        It overwrites earlier captures of the step in its tier, also while they are promoted. Copies of earlier ones to
-        that tier are given up. If one replaces the step there at this moment, this waits for up to `STALL_S` seconds.
+        It overwrites earlier ones in its tier, also while they are promoted.
         """
         with self._lock:
-            self._captures = capture = self._captures + 1
-            self._last.pop((number, source), None)
-            self._last[number, source] = capture
-            if len(self._last) > _MOST_REMEMBERED:
-                del self._last[next(iter(self._last))]
-            running = self._running
-        is_copied = running is not None and (running.number, running.target) == (number, source)
-        if is_copied and self._replacing.acquire(timeout=STALL_S):
-            self._replacing.release()
-        return capture
+            self._captures += 1
+            _remember(self._begun, (number, source), self._captures)
+            return self._captures
+
+    def note_commit(self, number: int, source: CaptureTier, capture: int) -> None:
+        """Record that a capture is about to be committed: no copy of an earlier one replaces it. In the background.
+
+        If such a copy replaces the step at this moment, this waits for that.
+        """
+        with self._replacing, self._lock:
+            _remember(self._committed, (number, source), capture)
 
     def list_promoted(self, tier: CaptureTier) -> frozenset[int]:
         """Return the steps of a tier that are being promoted from there or to there, or will be."""
@@ -145,9 +148,11 @@ class Promoter:
                     copied = _copy(promotion, partial(self._replace, promotion))
                     recorder.values["nbytes"] = copied.nbytes
                 except (CheckpointError, MissingFileError, TargetExistsError):
-                    if self._find_last(number, source, target) <= capture:
+                    with self._lock:
+                        is_overwritten = self._begun.get((number, source), 0) > capture
+                    if not (is_overwritten or self._has_later(promotion)):
                         raise
-                    reason = f"not copied from {source.path(number)}: it was saved again meanwhile"
+                    reason = f"not copied from {source.path(number)}: {_SAVED_AGAIN}"
                     recorder.kind, recorder.values = FallbackEvent, {"rank": rank, "warnings": (reason,)}
                     return
         except ShardckptError as error:
@@ -166,15 +171,21 @@ class Promoter:
             yield
 
     def _require_last(self, promotion: Promotion) -> None:
-        """Require that the farther tier takes no later capture of a step. Raises TargetExistsError."""
-        number, _, target, _, capture = promotion
-        if self._find_last(number, target) > capture:
-            raise TargetExistsError("the step was saved again meanwhile", where=target.path(number))
+        """Require that the farther tier has no later capture of a step. Raises TargetExistsError."""
+        if self._has_later(promotion):
+            where = promotion.target.path(promotion.number)
+            raise TargetExistsError("a later save of the step is there, which no copy replaces", where=where)
 
-    def _find_last(self, number: int, *tiers: CaptureTier) -> int:
-        """Return the number of the last capture of a step in some tiers; 0 without one."""
+    def _has_later(self, promotion: Promotion) -> bool:
         with self._lock:
-            return max(self._last.get((number, tier), 0) for tier in tiers)
+            return self._committed.get((promotion.number, promotion.target), 0) > promotion.capture
+
+
+def _remember(captures: dict[tuple[int, CaptureTier], int], key: tuple[int, CaptureTier], capture: int) -> None:
+    """Set the last capture of a step in a tier, and forget that of the step for which none was set for longest."""
+    captures[key] = max(captures.pop(key, 0), capture)
+    if len(captures) > _MOST_REMEMBERED:
+        del captures[next(iter(captures))]
 
 
 def _copy(promotion: Promotion, replacing: Callable[[], AbstractContextManager[object]]) -> CopiedPart:

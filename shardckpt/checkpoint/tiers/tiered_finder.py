@@ -110,8 +110,10 @@ class TieredFinder(StepFinder):
         last_start = self.known.last_start
         captures: list[Capture] = []
         unused: set[str] = set()
+        seen: dict[str, set[str]] = {}
         for place in self._places:
             captures += (here := self._drop_captures_of_another_run(place, state, passed))
+            seen[place.name] = {each.save for each in here}
             unused |= find_unknown(here, last_start, self.root) if place.name == MEMORY else set()
         unused |= {each.save for each in captures if not each.is_of_run}
         last_start.add_found(each.attempt for each in captures if each.save not in unused)
@@ -121,7 +123,8 @@ class TieredFinder(StepFinder):
         def find(place: TierPlace) -> FoundStep:
             run = place.finder.read()
             faults[place.name] = place.finder.list_faults(run, self._node_faults)
-            unwanted = {(place.finder.path(step.name), step.save) for step in run.complete if step.save in left_out}
+            usable = seen[place.name] - left_out  # others are unknown: that tier could not be read before
+            unwanted = {(place.finder.path(step.name), step.save) for step in run.complete if step.save not in usable}
             return place.finder.find_on_rank0(wanted, {*unwanted, *passed}, avoided)._replace(faults=[], unreadable="")
 
         held = [read_tier(place, partial(find, place), FoundStep([])) for place in self._places]

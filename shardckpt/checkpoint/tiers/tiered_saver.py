@@ -91,6 +91,20 @@ class _Places(NamedTuple):
         notes.on_begin = partial(on_begin, self.number)
 
 
+class _CommitNote:
+    """Called before a capture is committed, by its thread; the tier is chosen later than the options of the save.
+
+    Attributes:
+        act: Function to call.
+    """
+
+    def __init__(self) -> None:
+        self.act: Callable[[], object] = lambda: None
+
+    def __call__(self) -> None:
+        self.act()
+
+
 class RunParts(NamedTuple):
     """Parts of a `Checkpointer`.
 
@@ -218,11 +232,12 @@ class TieredSaver:
         self._require_own_process()
         self._settle_tiers(step)
         with gc_paused(), ExitStack() as stack:
-            notes, early = RunNotes(), None
+            notes, early, before_commit = RunNotes(), None, _CommitNote()
             message: bytes | Exception
             try:
                 given = check_options(async_save, options, self._finder.group)
                 notes = build_notes(metrics, given.get("custom_metadata"))
+                notes.require_replaceable = before_commit
                 number = require_step_number(step)
                 early = self._begin_early_copy(number, state, given, stack)
                 message = self._describe(number, early)
@@ -231,7 +246,7 @@ class TieredSaver:
             places = self._agree(message, notes, early)
             self._last = places.number
             places.complete(notes, self._finder.own.add_save)
-            self._capture(places, state, notes, given, None if places.begun is None else early)
+            self._capture(places, state, notes, given, before_commit, None if places.begun is None else early)
         if places.in_root:
             return self._save_in_root(places, state, metrics, options)
         self._saver.record_save(places.number, places.branch, None)
@@ -285,7 +300,13 @@ class TieredSaver:
         return places
 
     def _capture(
-        self, places: _Places, state: Any, notes: RunNotes, given: Mapping[str, Any], early: EarlyCopy | None
+        self,
+        places: _Places,
+        state: Any,
+        notes: RunNotes,
+        given: Mapping[str, Any],
+        before_commit: _CommitNote,
+        early: EarlyCopy | None,
     ) -> None:
         """Capture a step in the first of its tiers that are ready. Collective."""
         share = NodeShare(*places.share)
@@ -300,6 +321,7 @@ class TieredSaver:
             source, *targets = opened
             rank = get_channels(self._finder.group).main.rank
             capture = self._promoter.note_capture(places.number, source)
+            before_commit.act = partial(self._promoter.note_commit, places.number, source, capture)
 
             def promote(number: int) -> None:
                 for target in targets:

@@ -19,7 +19,7 @@ from tier_runs import DAMAGES, damage_step, make_state, restore, save
 import shardckpt
 from shardckpt import Checkpointer, FallbackEvent, Local, PeerMemory, RestoreEvent, WithdrawalEvent
 from shardckpt.checkpoint.run import known_root, step_restore
-from shardckpt.checkpoint.tiers import capture_tier, tier_steps
+from shardckpt.checkpoint.tiers import capture_tier, tier_steps, tiered_finder
 from shardckpt.checkpoint.tiers.memory_tier import MemoryTier
 from shardckpt.errors import NoCompleteCheckpoint, StorageError, UsageError
 
@@ -149,6 +149,20 @@ def test_the_rules_leave_an_earlier_save_of_the_step_that_is_being_captured(tmp_
     ck.save(4, make_state(44), overwrite=True)
     ck.wait()
     assert found == [4, 6]
+
+
+def test_a_step_that_was_captured_here_leaves_when_copies_of_newer_ones_come(tmp_path, monkeypatch):
+    tiers = [PeerMemory(), Local(tmp_path / "local", keep_last=1)]
+    ck = Checkpointer(tmp_path / "run", save_every=100, tiers=tiers)
+
+    def fail(*_: object) -> None:
+        raise StorageError("the holder did not answer")
+
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="not captured in memory"):
+        patch.setattr(MemoryTier, "open_node", fail)
+        save(ck, 1)
+    save(ck, 2, 3)
+    assert [step.number for step in shardckpt.ls(tmp_path / "local").complete] == [3]
 
 
 def test_a_damaged_copy_falls_to_the_next_copy_then_to_the_step_before_each_with_a_word(tmp_path):
@@ -487,6 +501,26 @@ def test_of_a_step_that_was_saved_again_no_tier_gives_the_first_attempt(tmp_path
     flip(tmp_path / "local" / "step-00000002")
     with pytest.warns(UserWarning, match="restored step 2 from the memory tier"):
         assert Checkpointer(tmp_path / "run", tiers=tiers, save_every=100).restore(state) == 2 and state["step"] == 2
+
+
+def test_a_tier_whose_captures_could_not_be_compared_is_not_used(tmp_path, monkeypatch):
+    tiers = [PeerMemory(), Local(tmp_path / "local")]
+    ck, state, read = (
+        Checkpointer(tmp_path / "run", save_every=100, tiers=tiers),
+        make_state(),
+        tier_steps.read_captures,
+    )
+    save(ck, 2)
+
+    def fail(*_: object) -> None:
+        raise StorageError("the holder did not answer")
+
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="not captured in memory"):
+        patch.setattr(MemoryTier, "open_node", fail)
+        ck.save(2, make_state(22), overwrite=True)
+        ck.wait()
+    monkeypatch.setattr(tiered_finder, "read_captures", lambda place: (fail if place.name == "memory" else read)(place))
+    assert Checkpointer(tmp_path / "run", tiers=tiers, save_every=100).restore(state) == 2 and state["step"] == 22
 
 
 def test_a_start_that_has_seen_an_emptied_root_before_its_first_capture_is_restored_though_it_never_looks_again(
