@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from shardckpt.errors import CheckpointError, FormatError, MissingFileError
@@ -185,21 +186,22 @@ class NodeCatalog:
     files: Mapping[str, Mapping[str, FileCopies]]
 
     @classmethod
-    def from_reports(cls, reports: Sequence[NodeReport]) -> NodeCatalog:
+    def from_reports(
+        cls, reports: Sequence[NodeReport], wanted: Mapping[str, Collection[str]] = MappingProxyType({})
+    ) -> NodeCatalog:
         """Return the catalog of the reports of all ranks, in rank order.
 
         Of ranks on one node the report of the lowest counts. If nodes have different saves of one step, one counts of
         which they have all files, since an overwrite may have been interrupted; then the newest of the newest branch.
+
+        Args:
+            reports: The reports.
+            wanted: Ids of the saves of which one counts, by the name of the folder, if not all of them may.
         """
-        ranks: dict[str, list[int]] = {}
-        for rank, report in enumerate(reports):
-            ranks.setdefault(report.node.name, []).append(rank)
+        ranks = _group_ranks(reports)
         first = [reports[members[0]] for members in ranks.values()]
-        steps: dict[str, list[tuple[int, NodeStep]]] = {}
-        for index, report in enumerate(first):
-            for folder, step in report.steps.items():
-                steps.setdefault(folder, []).append((index, step))
-        chosen = {folder: _choose_save(held) for folder, held in steps.items()}
+        steps = _group_steps(first)
+        chosen = {folder: _choose_save(held, wanted.get(folder)) for folder, held in steps.items()}
         return cls(
             tuple(report.node for report in first),
             tuple(map(tuple, ranks.values())),
@@ -282,18 +284,62 @@ class NodeCatalog:
         return max(self.files, key=rank_step, default=folder)
 
 
-def _choose_save(held: Sequence[tuple[int, NodeStep]]) -> Sequence[tuple[int, NodeStep]]:
-    """Return the parts of the save that counts, of those of one step; each with the index of its node."""
+def find_doubled(reports: Sequence[NodeReport]) -> dict[str, list[str]]:
+    """Return the folders of steps of which nodes have several complete saves, with the ids of these.
+
+    Args:
+        reports: Reports of all ranks.
+    """
+    first = [reports[members[0]] for members in _group_ranks(reports).values()]
+    found = {}
+    for folder, held in _group_steps(first).items():
+        complete = [save for save, parts in _group_saves(held).items() if _is_complete(parts)]
+        found.update({folder: complete} if len(complete) > 1 else {})
+    return found
+
+
+def _group_ranks(reports: Sequence[NodeReport]) -> dict[str, list[int]]:
+    """Return the ranks of each node by its name."""
+    ranks: dict[str, list[int]] = {}
+    for rank, report in enumerate(reports):
+        ranks.setdefault(report.node.name, []).append(rank)
+    return ranks
+
+
+def _group_steps(reports: Sequence[NodeReport]) -> dict[str, list[tuple[int, NodeStep]]]:
+    """Return the parts of each step by the name of its folder, each with the index of its node."""
+    steps: dict[str, list[tuple[int, NodeStep]]] = {}
+    for index, report in enumerate(reports):
+        for folder, step in report.steps.items():
+            steps.setdefault(folder, []).append((index, step))
+    return steps
+
+
+def _group_saves(held: Sequence[tuple[int, NodeStep]]) -> dict[str, list[tuple[int, NodeStep]]]:
+    """Return the parts of each save of one step by its id, each with the index of its node."""
     saves = dict.fromkeys(step.save for _, step in held)
+    return {save: [(index, part) for index, step in held if (part := step.select(save)) is not None] for save in saves}
+
+
+def _is_complete(parts: Sequence[tuple[int, NodeStep]]) -> bool:
+    """Return True if nodes together have all files of a save."""
+    return len({name for _, step in parts for name in step.files}) == max(step.total for _, step in parts)
+
+
+def _choose_save(
+    held: Sequence[tuple[int, NodeStep]], wanted: Collection[str] | None
+) -> Sequence[tuple[int, NodeStep]]:
+    """Return the parts of the save that counts, of those of one step; each with the index of its node.
+
+    Args:
+        held: Parts of all saves.
+        wanted: Ids of the saves of which one counts; None for all.
+    """
+    saves = _group_saves(held)
     if len(saves) == 1:
         return held
-
-    def rank_save(parts: Sequence[tuple[int, NodeStep]]) -> tuple[bool, tuple[int, str]]:
-        names = {name for _, step in parts for name in step.files}
-        return len(names) == max(step.total for _, step in parts), max(step.order for _, step in parts)
-
-    of_saves = [[(index, part) for index, step in held if (part := step.select(save)) is not None] for save in saves]
-    return max(of_saves, key=rank_save)
+    chosen = [parts for save, parts in saves.items() if wanted is None or save in wanted]
+    return max(chosen, key=lambda parts: (_is_complete(parts), max(step.order for _, step in parts)))
 
 
 def _merge_files(held: Sequence[tuple[int, NodeStep]]) -> dict[str, FileCopies]:

@@ -23,15 +23,19 @@ from shardckpt.checkpoint.peers.known_files import (
     collect_files,
     find_files,
 )
-from shardckpt.checkpoint.peers.node_files import Node, NodeCatalog, NodeReport, report_files
+from shardckpt.checkpoint.peers.node_files import Node, NodeCatalog, NodeReport, find_doubled, report_files
 from shardckpt.checkpoint.peers.peer_exchange import LoneExchange, PeerExchange, PieceExchange
 from shardckpt.checkpoint.peers.peer_store import PeerStore
 from shardckpt.checkpoint.peers.tier_files import FileReader, TierFiles
 from shardckpt.errors import ShardckptError
+from shardckpt.format.native.run_directory import AFTER, StepFolder, read_about
 from shardckpt.storage.resolve_url import mount_store
 from shardckpt.storage.store import Store
 
 _LOG = logging.getLogger("shardckpt")
+
+_DOUBLED = b"doubled\n"
+"""Begin of the answer that nodes have several saves of one step."""
 
 MOST_LISTED = 256
 """Files of all nodes that every rank gets, if there are not more: a rank that asks for them waits for a round."""
@@ -115,8 +119,14 @@ class OpenedTiers(NamedTuple):
         return SharedFaults(files, [(name.split("/")[1], *fault) for (_, name), fault in merged.items()])
 
 
+ChooseSaves = Callable[[Mapping[str, str]], Sequence[str]]
+"""Returns those of several complete saves of one step that may count, from the text of `AFTER` of each by its id."""
+
+
 @contextmanager
-def open_peers(tiers: Sequence[NodeTier], node: Node, group: dist.ProcessGroup | None) -> Iterator[OpenedTiers]:
+def open_peers(
+    tiers: Sequence[NodeTier], node: Node, group: dist.ProcessGroup | None, choose: ChooseSaves = list
+) -> Iterator[OpenedTiers]:
     """Open the path or URL of each tier as the store of the files that all nodes have there together. Collective.
 
     The stores are found under the paths of rank 0. Until the end of the context, which all ranks have to reach, each
@@ -126,6 +136,7 @@ def open_peers(tiers: Sequence[NodeTier], node: Node, group: dist.ProcessGroup |
         tiers: The tiers, the nearest first.
         node: Node of this rank.
         group: Process group of the ranks; None for all ranks.
+        choose: Chooses among the saves of a step of which nodes have several. On rank 0.
 
     Yields:
         The stores; none if all ranks are on one node, and none of its steps is in several tiers: then files are read
@@ -146,7 +157,7 @@ def open_peers(tiers: Sequence[NodeTier], node: Node, group: dist.ProcessGroup |
             for folder, fault in each.faults.items()
         },
     )
-    shared = share_files(channels.main, own, report, tiers)
+    shared = share_files(channels.main, own, report, tiers, DoubledSteps(partial(_read_after, own), choose))
     if shared.is_alone and all(len(sources) < 2 for each in shared.known.values() for sources in each.sources.values()):
         yield OpenedTiers(shared.node, {}, shared.faults)
         return
@@ -214,34 +225,80 @@ class SharedFiles(NamedTuple):
     faults: Sequence[NodeFault]
 
 
+class DoubledSteps(NamedTuple):
+    """Comparison of the saves of a step of which nodes have several.
+
+    Attributes:
+        read: Returns the text of `AFTER` of the save that this node has, by the name of its folder.
+        choose: Chooses among the saves. On rank 0.
+    """
+
+    read: Callable[[str], str] = str
+    choose: ChooseSaves = list
+
+
+def _read_after(own: TierFiles, folder: str) -> str:
+    """Return the text of `AFTER` of the save that this node has in a folder; empty if it cannot be read."""
+    tier, _, name = folder.partition("/")
+    try:
+        return read_about(own.stores[tier], StepFolder(int(name.rpartition("-")[2]), name)).get(AFTER, "")
+    except ShardckptError:
+        return ""
+
+
 def share_files(
-    coordinator: Coordinator, own: FileReader, report: NodeReport, tiers: Sequence[NodeTier]
+    coordinator: Coordinator,
+    own: FileReader,
+    report: NodeReport,
+    tiers: Sequence[NodeTier],
+    doubled: DoubledSteps = DoubledSteps(),  # noqa: B008  (immutable)
 ) -> SharedFiles:
     """Share which steps the nodes have; rank 0 gets the files of all nodes. Collective.
 
     Other ranks get them too if they are few. Otherwise they ask rank 0 for those that they need, so that the answer to
-    a rank does not grow with the number of nodes.
+    a rank does not grow with the number of nodes. A second message follows if nodes have several saves of one step.
 
     Args:
         coordinator: Coordinator of the ranks.
         own: Reader of the files of this node.
         report: Files of this node, in folders such as `memory/step-00000010`.
         tiers: The tiers, the nearest first.
+        doubled: Comparison of several saves of one step.
     """
     merged: NodeCatalog | None = None
     faults: list[NodeFault] = []
+    reports: list[NodeReport] = []
 
     def decide(messages: list[bytes]) -> list[bytes]:
-        nonlocal merged, faults
+        nonlocal reports
         reports = [NodeReport.decode(message) for message in messages]
-        merged, faults = NodeCatalog.from_reports(reports), list_node_faults(reports)
+        folders = [*find_doubled(reports)]
+        return [_DOUBLED + json.dumps(folders).encode()] * len(messages) if folders else answer_all({})
+
+    def compare(messages: list[bytes]) -> list[bytes]:
+        texts: dict[str, dict[str, str]] = {}
+        for message in messages:
+            for folder, (save, after) in json.loads(message).items():
+                texts.setdefault(folder, {}).setdefault(save, after)
+        wanted = {}
+        for folder, saves in find_doubled(reports).items():
+            wanted[folder] = doubled.choose({save: texts.get(folder, {}).get(save, "") for save in saves})
+        return answer_all(wanted)
+
+    def answer_all(wanted: Mapping[str, Sequence[str]]) -> list[bytes]:
+        nonlocal merged, faults
+        merged, faults = NodeCatalog.from_reports(reports, wanted), list_node_faults(reports)
         urls = {tier.name: tier.url for tier in tiers}
         steps = json.dumps([len(merged.nodes), urls, find_shared_steps(merged, [*urls])]).encode()
         text = steps + b"\n" + (merged.encode() if sum(map(len, merged.files.values())) <= MOST_LISTED else b"")
         nodes = {rank: at for at, members in enumerate(merged.ranks) for rank in members}
-        return [f"{nodes[rank]}\n".encode() + text for rank in range(len(messages))]
+        return [f"{nodes[rank]}\n".encode() + text for rank in range(len(reports))]
 
     answer = coordinator.coordinate("finding files on all nodes", report.encode(), decide)
+    if answer.startswith(_DOUBLED):
+        folders = [folder for folder in json.loads(answer.removeprefix(_DOUBLED)) if folder in report.steps]
+        held = {folder: (report.steps[folder].save, doubled.read(folder)) for folder in folders}
+        answer = coordinator.coordinate("comparing saves of steps on all nodes", json.dumps(held).encode(), compare)
     line, text, listed = answer.split(b"\n")
     node, (count, urls, shared) = int(line), json.loads(text)
     steps = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 
 from shardckpt.checkpoint.run.last_start import LastStart
@@ -82,6 +82,18 @@ class KnownRoot:
         # A save that is under way in the root may complete behind the next captures.
         self.position = (self.position or RootPosition())._replace(committed=root.newest)
         self.last_start.read()
+
+    def choose_saves(self, positions: Mapping[str, str]) -> list[str]:
+        """Return those of several captures of one step that may count, before a restore begins.
+
+        Args:
+            positions: Texts of their `RootPosition`, empty if unknown, by the ids of their saves.
+
+        Raises:
+            ShardckptError: The record of the run cannot be read.
+        """
+        self.last_start.read()
+        return self.last_start.select_saves({save: RootPosition.read_attempt(text) for save, text in positions.items()})
 
     def look(self) -> None:
         """Look if the root still has the record of the run and its newest step: one list. In the background.

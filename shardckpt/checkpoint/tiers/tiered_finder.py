@@ -208,7 +208,7 @@ class TieredFinder(StepFinder):
         """Read the steps that nodes and tiers have together, within the context. Collective."""
         tiers = [NodeTier(place.name, place.finder.root, partial(open_own, place)) for place in self._places]
         with ExitStack() as stack:
-            opened = stack.enter_context(open_peers(tiers, find_node(), self.group))
+            opened = stack.enter_context(open_peers(tiers, find_node(), self.group, self.known.choose_saves))
             self._node_faults, self._has_peers = opened.node_faults, bool(opened.stores)
             if not opened.stores:
                 yield PlaceReads()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardckpt
-from shardckpt.checkpoint.peers.node_files import Node, NodeCatalog, NodeReport, NodeStep, report_files
+from shardckpt.checkpoint.peers.node_files import Node, NodeCatalog, NodeReport, NodeStep, find_doubled, report_files
 from shardckpt.errors import FormatError, UnsafeError
 from shardckpt.storage.local import LocalStore
 
@@ -56,6 +56,18 @@ def test_an_older_save_counts_while_its_files_are_all_there_and_those_of_the_new
     old = NodeReport(Node("b", "b"), {FOLDER: NodeStep("0001", 1, {"x": 1})})
     catalog = NodeCatalog.from_reports([new, old])
     assert catalog.saves == {FOLDER: "0001"} and catalog.is_complete(FOLDER)
+
+
+def test_of_several_complete_saves_of_a_step_a_wanted_one_counts_whatever_its_branch():
+    first = NodeReport(
+        Node("a", "a"), {FOLDER: NodeStep("0002", 1, {"x": 1}, branch=1), "else": NodeStep("1", 1, {"x": 1})}
+    )
+    other = NodeReport(Node("b", "b"), {FOLDER: NodeStep("0001", 1, {"y": 1}), "else": NodeStep("2", 2, {"y": 1})})
+    reports = [first, first, other]
+    assert find_doubled(reports) == {FOLDER: ["0002", "0001"]}, "of the other step one save is complete"
+    assert NodeCatalog.from_reports(reports).saves == {FOLDER: "0002", "else": "1"}
+    assert NodeCatalog.from_reports(reports, {FOLDER: ["0001"]}).saves == {FOLDER: "0001", "else": "1"}
+    assert NodeCatalog.from_reports(reports, {FOLDER: ["0001", "0002"]}).saves[FOLDER] == "0002"
 
 
 OLD, NEW = "0mwzeuyy4tiuc2l", "0mwzeuyy5tiuc2l"

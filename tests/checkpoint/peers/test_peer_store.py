@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from shardckpt.checkpoint.coordinator import get_channels
 from shardckpt.checkpoint.peers import exchange_round, open_peers
 from shardckpt.checkpoint.peers.known_files import AllFiles, FoundFiles
 from shardckpt.checkpoint.peers.node_files import Node, NodeCatalog, NodeReport, NodeStep
-from shardckpt.checkpoint.peers.open_peers import NodeTier, share_files
+from shardckpt.checkpoint.peers.open_peers import DoubledSteps, NodeTier, share_files
 from shardckpt.checkpoint.peers.peer_exchange import PeerExchange
 from shardckpt.checkpoint.peers.peer_store import PeerStore
 from shardckpt.checkpoint.peers.tier_files import TierFiles
@@ -60,6 +61,29 @@ def join(rank: int, root: Path, nodes: str, held: dict[str, list[int]]) -> tuple
     exchange = PeerExchange(channels.background_coordinator(None, "peers"), own, store.forget, shared.find)
     store.exchange = exchange
     return store, exchange
+
+
+@pytest.mark.usefixtures("files_of_others")
+def test_rank_0_chooses_among_the_complete_saves_of_a_step_that_nodes_have(tmp_path):
+    saves, seen = {"a": "0002", "b": "0001"}, []
+
+    def choose(positions: Mapping[str, str]) -> list[str]:
+        seen.append(dict(positions))
+        return ["0001"]
+
+    def body(rank: int, world: int) -> tuple:
+        node = "aab"[rank]
+        step = NodeStep(saves[node], 1, {f"{node}.safetensors": 5}, branch=1 if node == "a" else 0)
+        report = NodeReport(Node(node, node), {f"memory/{FOLDER}": step})
+        doubled = DoubledSteps(lambda folder: f"{folder} of {node}", choose)
+        own, tiers = TierFiles({}), [NodeTier("memory", "url", lambda: None)]
+        shared = share_files(get_channels(None).main, own, report, tiers, doubled)
+        return seen, shared.known["memory"].sources, shared.known["memory"].find(f"{FOLDER}/b.safetensors") is not None
+
+    found = run(3, body)
+    folder = f"memory/{FOLDER}"
+    assert found[0][0] == [{"0002": f"{folder} of a", "0001": f"{folder} of b"}] and not found[1][0]
+    assert [each[1] for each in found] == [{FOLDER: (folder,)}] * 3 and found[0][2] and found[2][2]
 
 
 @pytest.mark.usefixtures("files_of_others")

@@ -110,6 +110,24 @@ def test_captures_of_earlier_starts_count_only_below_those_of_the_last_one(open_
     assert start.find_replaced(captured) == set(), "nothing of the last start is left"
 
 
+def test_of_several_saves_of_a_step_those_of_the_last_start_count_then_those_of_this_run(open_root):
+    last, other, elsewhere = LastStart(open_root), LastStart(open_root), LastStart(open_root)
+    other.record(1)
+    last.record(0)
+    attempts = {
+        "other": other.make_attempt(),
+        "own": last.make_attempt(),
+        "foreign": elsewhere.make_attempt(),
+        "old": "",
+    }
+    start = LastStart(open_root)
+    start.read()
+    assert start.select_saves(attempts) == ["own"]
+    del attempts["own"]
+    assert start.select_saves(attempts) == ["other", "old"]
+    assert start.select_saves({"foreign": attempts["foreign"]}) == ["foreign"]
+
+
 def test_attempts_of_a_start_are_numbered(open_root):
     start, other = LastStart(open_root), LastStart(open_root)
     first, second, of_other = (read_attempt(each.make_attempt()) for each in (start, start, other))
