@@ -143,7 +143,8 @@ def copy_part(
             if find_save(target, folder) != commit.save:
                 target.delete_files(folder, {*held, commit.manifest} - before)
         raise
-    return CopiedPart(sum(commit.files[name] for name in held), commit.save, tuple(list_other_files(inside)))
+    older = tuple(name for name in list_other_files(inside) if name in before)  # a later capture may be under way
+    return CopiedPart(sum(commit.files[name] for name in held), commit.save, older)
 
 
 def _copy_files(

@@ -333,13 +333,13 @@ def _choose_save(
 
     Args:
         held: Parts of all saves.
-        wanted: Ids of the saves of which one counts; None for all.
+        wanted: Ids of the saves of which one counts if it is there; None for all.
     """
     saves = _group_saves(held)
     if len(saves) == 1:
         return held
     chosen = [parts for save, parts in saves.items() if wanted is None or save in wanted]
-    return max(chosen, key=lambda parts: (_is_complete(parts), max(step.order for _, step in parts)))
+    return max(chosen or saves.values(), key=lambda parts: (_is_complete(parts), max(step.order for _, step in parts)))
 
 
 def _merge_files(held: Sequence[tuple[int, NodeStep]]) -> dict[str, FileCopies]:

@@ -43,7 +43,7 @@ class NodeRetention:
         """
         uncounted = {step_name(step.number) for step in self.promoted.uncounted}
         own = self._open_own()
-        for number, older in self.promoted.take_removable():
+        for number, older in self.promoted.take_removable(needed):
             remove_older_files(own, step_name(number), older)
         commits = read_commits(own)
         saves = {name: (commits[name].save, number) for name, (_, number) in find_orders(commits).items()}

@@ -279,7 +279,8 @@ def share_files(
         texts: dict[str, dict[str, str]] = {}
         for message in messages:
             for folder, (save, after) in json.loads(message).items():
-                texts.setdefault(folder, {}).setdefault(save, after)
+                if after:  # another node may read what this one cannot
+                    texts.setdefault(folder, {}).setdefault(save, after)
         wanted = {}
         for folder, saves in find_doubled(reports).items():
             wanted[folder] = doubled.choose({save: texts.get(folder, {}).get(save, "") for save in saves})

@@ -63,9 +63,14 @@ class PromotedSteps:
         self._older.clear()
         self._has_common = True
 
-    def take_removable(self) -> list[tuple[int, Collection[str]]]:
-        """Return the numbers of steps, each with the names of files that no node needs any more, and forget them."""
-        taken, self._removable = self._removable, []
+    def take_removable(self, kept: Collection[int]) -> list[tuple[int, Collection[str]]]:
+        """Return the numbers of steps, each with the names of files that no node needs any more, and forget them.
+
+        Args:
+            kept: Numbers of steps whose files stay for now: a capture may write into their folders.
+        """
+        taken = [each for each in self._removable if each[0] not in kept]
+        self._removable = [each for each in self._removable if each[0] in kept]
         return taken
 
     def list_protected(self, held: Collection[int]) -> set[int]:

@@ -153,7 +153,7 @@ class LastStart:
         return {save for save, at in known.items() if at >= first} - own
 
     def select_saves(self, attempts: Mapping[str, str]) -> list[str]:
-        """Return those of several saves of one step that may count: of the last start, or else of this run.
+        """Return those of several saves of one step that may count: of the last start, or else of this run, or unknown.
 
         If the root was emptied, an earlier start may have captured the step on machines that the last one did not use,
         in a higher branch.
@@ -162,8 +162,9 @@ class LastStart:
             attempts: Results of `make_attempt` by the ids of the saves.
         """
         starts = {save: attempt.partition("-")[0] for save, attempt in attempts.items()}
-        by_last = [save for save, start in starts.items() if start and start == self._last.id]
-        return by_last or [save for save in attempts if self.has_captured(attempts[save])] or [*attempts]
+        if self._last.id and self._last.id in starts.values():
+            return [save for save, start in starts.items() if start in ("", self._last.id)]
+        return [save for save in attempts if self.has_captured(attempts[save])] or [*attempts]
 
     def find_least_branch(self, attempts: Iterable[str]) -> int:
         """Return the least branch of the steps that this start may save, by the record that was read last.

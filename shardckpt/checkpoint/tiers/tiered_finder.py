@@ -237,7 +237,9 @@ class TieredFinder(StepFinder):
                 for place, saves in zip(self._places, removed_there, strict=True):
                     place.finder.removed.update(dict.fromkeys(saves, number))
             parts = [[NodeReport.decode(text.encode()) for text in texts] for texts, _ in decoded]
-            catalogs = [NodeCatalog.from_reports(column) for column in zip(*parts, strict=True)]
+            own = self.own.find(number)
+            wanted = {} if own is None else {folder: own.saves}
+            catalogs = [NodeCatalog.from_reports(column, wanted) for column in zip(*parts, strict=True)]
             return [json.dumps(encode_copies(self._list_all_copies(number, catalogs))).encode()] * len(messages)
 
         coordinator, message = get_channels(self.group).main, json.dumps([reports, removed]).encode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -25,7 +26,8 @@ class StepWatch:
         self._ids = frozenset(map(id, parameters))
         self.has_stepped = False
         _install_hook()
-        _WATCHING.add(self)
+        with _LOCK:
+            _WATCHING.add(self)
 
     def note_step(self, stepped: frozenset[int]) -> None:
         """Record the step of an optimizer.
@@ -36,6 +38,7 @@ class StepWatch:
         self.has_stepped = self.has_stepped or not self._ids.isdisjoint(stepped)
 
 
+_LOCK = threading.Lock()
 _WATCHING: WeakSet[StepWatch] = WeakSet()
 
 
@@ -48,5 +51,7 @@ def _install_hook() -> None:
 def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001  (given by torch)
     if _WATCHING:
         stepped = frozenset(id(each) for group in optimizer.param_groups for each in group["params"])
-        for watch in [*_WATCHING]:
+        with _LOCK:
+            watching = [*_WATCHING]
+        for watch in watching:
             watch.note_step(stepped)

@@ -189,3 +189,19 @@ def test_a_part_that_may_not_replace_a_step_leaves_the_files_and_marks_of_that_s
     with pytest.raises(TargetExistsError, match="saved again"):
         copy_step.copy_part(LocalStore(str(near)), LocalStore(str(far)), STEP, refuse)
     assert {file.name: file.read_bytes() for file in (far / STEP).iterdir()} == before
+
+
+def test_files_that_a_capture_writes_during_a_copy_are_not_those_of_an_older_save(tmp_path, monkeypatch):
+    near, far = tmp_path / "near", tmp_path / "far"
+    shardckpt.save({"w": torch.arange(4.0)}, near / STEP)
+    shardckpt.save({"w": torch.arange(4.0) + 1}, far / STEP)
+    older = {file.name for file in (far / STEP).iterdir()} - {"COMMIT"}
+    copy_files, later = copy_step._copy_files, "0zzzzzzzzzzzzzz-00000-00.safetensors"
+
+    def write_meanwhile(*args: object, **options: object) -> None:
+        copy_files(*args, **options)
+        (far / STEP / later).write_bytes(b"x")
+
+    monkeypatch.setattr(copy_step, "_copy_files", write_meanwhile)
+    copied = copy_step.copy_part(LocalStore(str(near)), LocalStore(str(far)), STEP)
+    assert {*copied.older} == older

@@ -67,7 +67,8 @@ def test_of_several_complete_saves_of_a_step_a_wanted_one_counts_whatever_its_br
     assert find_doubled(reports) == {FOLDER: ["0002", "0001"]}, "of the other step one save is complete"
     assert NodeCatalog.from_reports(reports).saves == {FOLDER: "0002", "else": "1"}
     assert NodeCatalog.from_reports(reports, {FOLDER: ["0001"]}).saves == {FOLDER: "0001", "else": "1"}
-    assert NodeCatalog.from_reports(reports, {FOLDER: ["0001", "0002"]}).saves[FOLDER] == "0002"
+    for wanted in (["0001", "0002"], ["0003"], []):
+        assert NodeCatalog.from_reports(reports, {FOLDER: wanted}).saves[FOLDER] == "0002"
 
 
 OLD, NEW = "0mwzeuyy4tiuc2l", "0mwzeuyy5tiuc2l"

@@ -75,7 +75,7 @@ def test_rank_0_chooses_among_the_complete_saves_of_a_step_that_nodes_have(tmp_p
         node = "aab"[rank]
         step = NodeStep(saves[node], 1, {f"{node}.safetensors": 5}, branch=1 if node == "a" else 0)
         report = NodeReport(Node(node, node), {f"memory/{FOLDER}": step})
-        doubled = DoubledSteps(lambda folder: f"{folder} of {node}", choose)
+        doubled = DoubledSteps(lambda folder: f"{folder} of {node}" if rank else "", choose)  # rank 0 cannot read it
         own, tiers = TierFiles({}), [NodeTier("memory", "url", lambda: None)]
         shared = share_files(get_channels(None).main, own, report, tiers, doubled)
         return seen, shared.known["memory"].sources, shared.known["memory"].find(f"{FOLDER}/b.safetensors") is not None

@@ -21,12 +21,21 @@ def test_the_files_of_an_older_save_go_when_all_nodes_have_the_newer_one() -> No
     first, second = PromotedSteps(), PromotedSteps()
     first.add(NEW, ["old-00000-00.safetensors"])
     share(first, second)
-    assert first.take_removable() == [] and first.uncounted == [NEW]
+    assert first.take_removable(()) == [] and first.uncounted == [NEW]
     second.add(NEW, ["old-00001-00.safetensors"])
     share(first, second)
-    assert first.take_removable() == [(1, ["old-00000-00.safetensors"])]
-    assert second.take_removable() == [(1, ["old-00001-00.safetensors"])]
-    assert first.take_removable() == [] and first.uncounted == []
+    assert first.take_removable(()) == [(1, ["old-00000-00.safetensors"])]
+    assert second.take_removable(()) == [(1, ["old-00001-00.safetensors"])]
+    assert first.take_removable(()) == [] and first.uncounted == []
+
+
+def test_the_files_of_an_older_save_stay_while_a_capture_may_write_into_their_folder() -> None:
+    node = PromotedSteps()
+    for step in (NEW, NEXT):
+        node.add(step, ["old"])
+        share(node)
+    assert node.take_removable({NEW.number}) == [(NEXT.number, ["old"])]
+    assert node.take_removable(()) == [(NEW.number, ["old"])]
 
 
 def test_another_save_of_the_step_on_another_node_is_not_the_same_step() -> None:
@@ -35,8 +44,8 @@ def test_another_save_of_the_step_on_another_node_is_not_the_same_step() -> None
     first.add(NEW, ["older", "old"])
     second.add(OLD, ["older"])
     share(first, second)
-    assert first.uncounted == [NEW] and first.take_removable() == []
-    assert second.take_removable() == [(1, ["older"])], "the first node has the files of `old` too"
+    assert first.uncounted == [NEW] and first.take_removable(()) == []
+    assert second.take_removable(()) == [(1, ["older"])], "the first node has the files of `old` too"
 
 
 def test_the_files_of_an_older_save_stay_if_a_node_never_had_the_newer_one() -> None:
@@ -45,7 +54,7 @@ def test_the_files_of_an_older_save_stay_if_a_node_never_had_the_newer_one() -> 
     for node in (first, second):
         node.add(NEXT, [])
     share(first, second)
-    assert first.uncounted == second.uncounted == [] and first.take_removable() == []
+    assert first.uncounted == second.uncounted == [] and first.take_removable(()) == []
 
 
 def test_only_the_newest_of_uncounted_steps_is_protected_once_one_is_counted() -> None:
