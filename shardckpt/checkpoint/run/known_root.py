@@ -66,6 +66,7 @@ class KnownRoot:
             emit(FallbackEvent(self._finder.root, warnings=(text,)), self._on_event)
             warn_user(text)
         except ShardckptError as error:
+            self._is_in_doubt = True  # the next save tries again, before captures follow steps that are gone
             _LOG.warning("%s, and it cannot be recorded that captures are still needed: %s", text, error)
 
     def begin_restore(self, root: RootSteps) -> None:

@@ -305,6 +305,21 @@ def test_a_claim_is_withdrawn_if_the_emptied_root_does_not_take_the_record(tmp_p
     assert restore(root) is None
 
 
+def test_captures_behind_an_emptied_root_that_did_not_take_the_record_are_restored_once_it_does(tmp_path, monkeypatch):
+    root = tmp_path / "run"
+    ck = make(root, save_every=10)
+    save(ck, 10)
+    save(ck, 11)
+    empty(root)
+    (root / RECORD).mkdir()
+    assert not ck.durability(11).survives
+    (root / RECORD).rmdir()
+    monkeypatch.setattr(known_root.KnownRoot, "look", lambda _: None)
+    with pytest.warns(UserWarning, match="are gone while the run goes on"):
+        save(ck, 12)
+    assert restore(root) == 12
+
+
 def test_a_restored_capture_is_not_claimed_in_an_emptied_root_and_those_of_this_start_are(tmp_path):
     root, events = tmp_path / "run", []
     save(make(root, save_every=10), 10)
