@@ -289,11 +289,7 @@ def share_files(
     def answer_all(wanted: Mapping[str, Sequence[str]]) -> list[bytes]:
         nonlocal merged, faults
         merged, faults = NodeCatalog.from_reports(reports, wanted), list_node_faults(reports)
-        urls = {tier.name: tier.url for tier in tiers}
-        steps = json.dumps([len(merged.nodes), urls, find_shared_steps(merged, [*urls])]).encode()
-        text = steps + b"\n" + (merged.encode() if sum(map(len, merged.files.values())) <= MOST_LISTED else b"")
-        nodes = {rank: at for at, members in enumerate(merged.ranks) for rank in members}
-        return [f"{nodes[rank]}\n".encode() + text for rank in range(len(reports))]
+        return _encode_answers(merged, tiers)
 
     answer = coordinator.coordinate("finding files on all nodes", report.encode(), decide)
     if answer.startswith(_DOUBLED):
@@ -318,6 +314,15 @@ def share_files(
 
     known = {tier: know(held) for tier, held in steps.items()}
     return SharedFiles(node, count == 1, urls, known, partial(find_files, merged), faults)
+
+
+def _encode_answers(catalog: NodeCatalog, tiers: Sequence[NodeTier]) -> list[bytes]:
+    """Return what each rank gets: its node, the steps, and the files of all nodes if they are few."""
+    urls = {tier.name: tier.url for tier in tiers}
+    steps = json.dumps([len(catalog.nodes), urls, find_shared_steps(catalog, [*urls])]).encode()
+    listed = catalog.encode() if sum(map(len, catalog.files.values())) <= MOST_LISTED else b""
+    nodes = {rank: at for at, members in enumerate(catalog.ranks) for rank in members}
+    return [f"{nodes[rank]}\n".encode() + steps + b"\n" + listed for rank in range(len(nodes))]
 
 
 def list_node_faults(reports: Sequence[NodeReport]) -> list[NodeFault]:

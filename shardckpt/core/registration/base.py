@@ -72,7 +72,7 @@ class KeptParams:
 
     @property
     def is_outdated(self) -> bool:
-        """Return True if an optimizer may have updated parameters since; the same on all ranks."""
+        """Return True if parameters may have been updated since: seen by every rank if an optimizer of torch did."""
         if self._steps is not None and self._steps.has_stepped:
             return True
         return any(param._version != version for param, version in self._versions_of_shards)

@@ -28,7 +28,8 @@ def copy_stored_step(
     Args:
         source: Path or URL of the step.
         target: Path or URL of its copy.
-        replacing: Returns the context in which the copy appears under its name; entered when all is written.
+        replacing: Returns the context in which the copy appears under its name; entered before the manifest and
+            `COMMIT` are written.
 
     Raises:
         UnsupportedError: The step refers to files of another.
