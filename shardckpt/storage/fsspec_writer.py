@@ -12,7 +12,8 @@ from weakref import WeakSet
 import fsspec
 from fsspec.asyn import AsyncFileSystem
 
-from shardckpt.errors import ShardckptError, StorageError, TargetExistsError
+from shardckpt.errors import ShardckptError, TargetExistsError
+from shardckpt.storage.publication import files_removed_error
 from shardckpt.storage.range_cache import MAX_REQUEST
 from shardckpt.storage.retry import remote_error, retry
 from shardckpt.storage.sftp import SftpFiles
@@ -218,12 +219,7 @@ class ObjectWriter(FsspecWriter):
         try:
             self._fs.info(self._needed)
         except FileNotFoundError as error:
-            raise StorageError(
-                "another process removed the files of this while its answer was awaited",
-                where=self._shown,
-                found=f"no {self._needed.rpartition('/')[2]}",
-                fix="Save again, unless a later step was saved meanwhile.",
-            ) from error
+            raise files_removed_error(self._shown, self._needed.rpartition("/")[2]) from error
 
     def _drop(self) -> None:
         self._kept = bytearray()

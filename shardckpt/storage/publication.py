@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 
-from shardckpt.errors import TargetExistsError
+from shardckpt.errors import StorageError, TargetExistsError
 from shardckpt.storage.store import Writer
 
 FindKept = Callable[[], Collection[str]]
@@ -18,6 +18,7 @@ def keep_no_file() -> Collection[str]:
 
 
 _REPLACE_IT = "Pass overwrite=True (--overwrite) to replace it."
+"""Remedy for messages about an existing target."""
 
 
 def target_exists_error(target: str) -> TargetExistsError:
@@ -32,7 +33,19 @@ def folder_exists_error(target: str) -> TargetExistsError:
     )
 
 
-"""Remedy for messages about an existing target."""
+def files_removed_error(last: str, missing: str) -> StorageError:
+    """Return the error for a file that stands for others, which another process has removed.
+
+    Args:
+        last: The file, as shown in messages.
+        missing: Name of one of the others.
+    """
+    return StorageError(
+        "another process removed the files of this before its request was answered",
+        where=last,
+        found=f"no {missing}",
+        fix="Save again, unless a later step was saved meanwhile.",
+    )
 
 
 class Publication(ABC):

@@ -11,7 +11,14 @@ from contextlib import suppress
 
 from shardckpt.errors import MissingFileError, ShardckptError, StorageError, TargetExistsError, UsageError
 from shardckpt.storage.orphans import is_partial
-from shardckpt.storage.publication import FindKept, Publication, folder_exists_error, keep_no_file, target_exists_error
+from shardckpt.storage.publication import (
+    FindKept,
+    Publication,
+    files_removed_error,
+    folder_exists_error,
+    keep_no_file,
+    target_exists_error,
+)
 from shardckpt.storage.replaceable import FileKind, FolderKind, files_below, find_replaceable_files, require_file
 from shardckpt.storage.resolve_url import kind as kind_at
 from shardckpt.storage.resolve_url import open_remote, split
@@ -205,11 +212,30 @@ class RemoteFolder(Publication):
         is_new = self._last not in self._old
         replaced = [] if is_new else [*self._list_named(), *self._list_dead()]
         last.finish(is_new=is_new, needed=self._written[-1] if self._written else "")
+        self._require_written(last)
         self._is_done = True
         gone = replaced if not is_new else self._old if self._is_only() else self._list_dead()
         for name in self._list_unneeded(set(gone) - set(self._deferred)):
             with suppress(StorageError):
                 self._store.delete(name)
+
+    def _require_written(self, last: BufferedWriter) -> None:
+        """Remove `last` if the file before it is missing.
+
+        The request for `last` may succeed late: after another process has published this folder, removed the files of
+        this publication, and removed its own `last`.
+
+        Raises:
+            StorageError: The file is missing.
+        """
+        if not self._written:
+            return
+        try:
+            open_remote(self.staging_url).written_at(self._written[-1])
+        except MissingFileError as error:
+            if last.is_written():
+                self._store.delete(self._last or "")
+            raise files_removed_error(f"{self._store.url}/{self._last}", self._written[-1]) from error
 
     def _list_unneeded(self, names: Collection[str]) -> list[str]:
         """Return those of the old files that do not stay."""

@@ -452,6 +452,29 @@ class TestTheRequestForACommitIsRepeated:
         assert (ck.steps(), values(ck.path(2))) == ((2,), (7, 7, 7))
         assert not [name for name in Bucket.objects if name.endswith(f"{step_name(1)}/{COMMIT}")]
 
+    @pytest.mark.parametrize("saves", [1, 2])
+    def test_it_fails_if_the_request_comes_after_another_save_of_the_step_was_removed(
+        self, saves: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.001)
+        Bucket.reset()
+        ck = Checkpointer("bucket://b/run", dedup=True)
+        for number in range(1, saves):
+            ck.save(1, state(0, number, 0))
+
+        def come_late(count: int, verb: str, path: str) -> None:
+            if verb == "put" and path.endswith(f"{step_name(1)}/{COMMIT}"):
+                Bucket.fault = None
+                other = Checkpointer(ck.root, keep_last=1)
+                other.save(1, state(6, 6, 6), overwrite=True)
+                other.save(2, state(7, 7, 7))
+
+        Bucket.fault = come_late
+        with pytest.raises(StorageError, match=r"step-00000001/COMMIT: another process removed the files"):
+            ck.save(1, state(0, 5, 0), overwrite=True)
+        assert (ck.steps(), values(ck.path(2))) == ((2,), (7, 7, 7))
+        assert not [name for name in Bucket.objects if name.startswith(f"b/run/{step_name(1)}/")]
+
     def test_it_succeeds_while_its_files_are_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.001)
         Bucket.reset()

@@ -1,4 +1,4 @@
-"""Which claims of a copy in the root the model of a history accepts."""
+"""Which claims of a copy in the root, and which late requests, the model of a history accepts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from shardckpt.format.durability.step_copies import ROOT, Durability, StepCopy
-from shardckpt.testing.simulation.auditor import Auditor, CommittedStep
+from shardckpt.testing.simulation.auditor import Auditor, CommittedStep, ReplacedFiles
 from shardckpt.testing.simulation.scheduler import HistoryError
 from shardckpt.testing.simulation.stores.disk import ChangeCount
 from shardckpt.testing.simulation.tier_claims import Claims
@@ -66,3 +66,29 @@ def test_a_step_that_a_flipped_bit_makes_unreadable_may_be_any_attempt() -> None
     auditor = build_auditor(0)
     auditor.begin_claim(CALL, 1, (), None)
     claim(auditor, OLD)
+
+
+class TestACommitThatNamesMissingFiles:
+    FOLDER = "step-00000001"
+    MANIFEST = f"{FOLDER}/1.manifest.json"
+
+    def remove_manifest(self, step: CommittedStep) -> ReplacedFiles:
+        """Return what the model knows after the manifest was removed while `step` was in the root."""
+        replaced = ReplacedFiles()
+        replaced.follow({self.MANIFEST: 1}, {})
+        replaced.follow({}, {self.FOLDER: step})
+        return replaced
+
+    def test_is_excused_if_another_save_of_the_step_was_there_when_they_were_removed(self) -> None:
+        replaced = self.remove_manifest(CommittedStep(1, NEW, 0, object(), {}))
+        assert replaced.excuse(self.FOLDER, [self.MANIFEST], {})
+        assert replaced.folders == {self.FOLDER}
+
+    def test_is_not_excused_if_the_step_itself_was_removed(self) -> None:
+        replaced = self.remove_manifest(CommittedStep(1, OLD, 0, object(), {self.MANIFEST: 1}))
+        assert not replaced.excuse(self.FOLDER, [self.MANIFEST], {})
+        assert not replaced.folders
+
+    def test_is_not_excused_if_they_were_written_again(self) -> None:
+        replaced = self.remove_manifest(CommittedStep(1, NEW, 0, object(), {}))
+        assert not replaced.excuse(self.FOLDER, [self.MANIFEST], {self.MANIFEST: 2})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,6 +95,37 @@ class RestoreCounts:
 
 
 @dataclass
+class ReplacedFiles:
+    """Files that were removed while the step of their folder was another save.
+
+    A request for the `COMMIT` that names them may still succeed, after that step was removed.
+    """
+
+    _before: Set[str] = frozenset()
+    _removed: set[str] = field(default_factory=set)
+    _late: set[str] = field(default_factory=set)
+
+    def follow(self, files: Mapping[str, object], steps: Mapping[str, CommittedStep]) -> None:
+        """Record the files that are gone. `steps` are those before."""
+        for name in self._before - files.keys():
+            step = steps.get(name.rpartition("/")[0])
+            if step is not None and name not in step.files:
+                self._removed.add(name)
+        self._before = files.keys()
+
+    def excuse(self, folder: str, needed: Iterable[str], files: Mapping[str, object]) -> bool:
+        """Return True if a step lacks such files, and record its folder."""
+        is_late = any(name in self._removed and name not in files for name in needed)
+        self._late |= {folder} if is_late else set()
+        return is_late
+
+    @property
+    def folders(self) -> Set[str]:
+        """Folders in which a killed job may have left such a `COMMIT`."""
+        return self._late
+
+
+@dataclass
 class Auditor:
     """Auditor of one run.
 
@@ -134,6 +165,7 @@ class Auditor:
     _version: int = -1
     _flipped: list[object] = field(default_factory=list)
     _emptied: set[str] = field(default_factory=set)
+    _replaced: ReplacedFiles = field(default_factory=ReplacedFiles)
     _unreadable: set[int] = field(default_factory=set)
     _in_root: dict[tuple[str, int], set[int]] = field(default_factory=dict)
     _flips_before: dict[int, int] = field(default_factory=dict)
@@ -283,6 +315,7 @@ class Auditor:
             return
         self._version = self.storage.version
         files = self.storage.list_files()
+        self._replaced.follow(files, self.steps)
         for folder, step in list(self.steps.items()):
             self._check_step(folder, step, files)
         marks = {name.rpartition("/")[0]: each for name, each in files.items() if name.endswith(_MARK)}
@@ -315,7 +348,10 @@ class Auditor:
             commit = decode_commit(self.storage.read(f"{folder}/{COMMIT}"))
             content = read_content(self.scheduler.observe(lambda: load(url)))
         except ShardckptError as error:
-            is_emptied = commit is not None and _lacks_emptied(self, url, commit, files)
+            needed = [] if commit is None else _list_needed(url, commit)
+            if self._replaced.excuse(folder, needed, files):
+                return  # the save has to notice it: no rank may report success
+            is_emptied = any(name in self._emptied and name not in files for name in needed)
             is_flipped = any(each in self._flipped for each in files.values()) and not _has_read_damage(self, number)
             if not (is_emptied or is_flipped):
                 raise HistoryError(f"{folder} is committed, but cannot be loaded: {error}") from error
@@ -387,13 +423,7 @@ class Auditor:
             self._add_step(folder, mark, files)
         for folder, old in before.items():
             if old.is_acknowledged and not old.is_damaged:
-                self._require_survived(old, self.steps.get(folder))
-
-    def _require_survived(self, old: CommittedStep, new: CommittedStep | None) -> None:
-        if new is None:
-            raise HistoryError(f"step {old.number} was saved, but a power failure lost it")
-        if old.content in self._acknowledged and not new.is_damaged:
-            self._require_later(new.content, old.content, "a step that a power failure had to leave")
+                _require_survived(self, old, self.steps.get(folder))
 
 
 def _note_root(auditor: Auditor, call: tuple[str, int], number: int) -> None:
@@ -419,11 +449,6 @@ def _list_needed(url: str, commit: Commit) -> list[str]:
     return [f"{folder.rpartition('/')[2]}/{name}" for folder, names in folders.items() for name in names]
 
 
-def _lacks_emptied(auditor: Auditor, url: str, commit: Commit, files: Mapping[str, object]) -> bool:
-    """Return True if a step lacks files that went with the root's: it was committed a moment later."""
-    return any(name in auditor._emptied and name not in files for name in _list_needed(url, commit))
-
-
 def require_tidy(auditor: Auditor) -> None:
     """Require that the folders of the run have no files but those that a step needs. Raises HistoryError."""
     auditor.check()
@@ -431,10 +456,19 @@ def require_tidy(auditor: Auditor) -> None:
     files = auditor.storage.list_files()
     damaged = {step.folder for step in auditor.steps.values() if step.is_damaged}
     damaged |= {name.partition("/")[0] for name, each in files.items() if each in auditor._flipped}
+    damaged |= auditor._replaced.folders
     unneeded = [name for name in files if name not in needed]
     left = [name for name in unneeded if "/" in name and name.partition("/")[0] not in damaged]
     if left:
         raise HistoryError(f"no step needs {left[0]}, which stays ({len(left)} in all)")
+
+
+def _require_survived(auditor: Auditor, old: CommittedStep, new: CommittedStep | None) -> None:
+    """Require that a power failure left an acknowledged step, or a later save of it. Raises HistoryError."""
+    if new is None:
+        raise HistoryError(f"step {old.number} was saved, but a power failure lost it")
+    if old.content in auditor._acknowledged and not new.is_damaged:
+        auditor._require_later(new.content, old.content, "a step that a power failure had to leave")
 
 
 def _has_read_damage(auditor: Auditor, number: int) -> bool:
