@@ -160,8 +160,8 @@ def test_requests_are_few(s3_bucket: str, s3_server: str, monkeypatch: pytest.Mo
             act()
             return len(front.requests)
 
-        assert requests(lambda: shardckpt.save(state(1), url)) <= 8
-        assert requests(lambda: shardckpt.save(state(2), url, overwrite=True)) <= 15
+        assert requests(lambda: shardckpt.save(state(1), url)) <= 9
+        assert requests(lambda: shardckpt.save(state(2), url, overwrite=True)) <= 16
         assert requests(lambda: shardckpt.load(url)) <= 6
         assert requests(lambda: shardckpt.open(url)["w"][0]) <= 6
         ck = Checkpointer(run_url, keep_last=1)
