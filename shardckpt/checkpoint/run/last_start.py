@@ -108,7 +108,7 @@ class LastStart:
             committed: Order of the newest step of the root that the capture follows.
             attempt: Result of `make_attempt` that it has.
         """
-        return attempt.partition("-")[0] == self.lost.start and committed <= (self.lost.branch, self.lost.number)
+        return read_start(attempt) == self.lost.start and committed <= (self.lost.branch, self.lost.number)
 
     def read(self) -> None:
         """Read the record of the starts before. Raises ShardckptError if the root cannot be read."""
@@ -128,12 +128,11 @@ class LastStart:
         Args:
             attempt: Result of `make_attempt` that it has.
         """
-        start = attempt.partition("-")[0]
-        return not self._known or start in ("", self._id, *self._known)
+        return not self._known or read_start(attempt) in ("", self._id, *self._known)
 
     def add_found(self, attempts: Iterable[str]) -> None:
         """Record that the captures of some attempts are of this root: a record that was lost does not name them."""
-        found = dict.fromkeys(each.partition("-")[0] for each in attempts)
+        found = dict.fromkeys(map(read_start, attempts))
         self._known = tuple(dict.fromkeys([*self._known, *(each for each in found if each)]))
 
     def find_replaced(self, captured: Mapping[str, tuple[tuple[int, int], str]]) -> set[str]:
@@ -146,7 +145,7 @@ class LastStart:
             captured: Branch and number, and result of `make_attempt`, by the id of the save.
         """
         known = {save: at for save, (at, attempt) in captured.items() if attempt}
-        own = {save for save in known if captured[save][1].partition("-")[0] == self._last.id}
+        own = {save for save in known if read_start(captured[save][1]) == self._last.id}
         if not own:
             return set()
         first = min(known[save] for save in own)
@@ -161,7 +160,7 @@ class LastStart:
         Args:
             attempts: Results of `make_attempt` by the ids of the saves.
         """
-        starts = {save: attempt.partition("-")[0] for save, attempt in attempts.items()}
+        starts = {save: read_start(attempt) for save, attempt in attempts.items()}
         if self._last.id and self._last.id in starts.values():
             return [save for save, start in starts.items() if start in ("", self._last.id)]
         return [save for save in attempts if self.has_captured(attempts[save])] or [*attempts]
@@ -173,16 +172,24 @@ class LastStart:
             attempts: Results of `make_attempt` in the captures that this start can read.
         """
         last = self._last
-        is_seen = last.id in ("", self._id) or any(each.partition("-")[0] == last.id for each in attempts)
+        is_seen = last.id in ("", self._id) or last.id in map(read_start, attempts)
         return 0 if is_seen else last.branch + 1
 
 
-def read_attempt(attempt: str) -> tuple[str, int]:
-    """Return the id of the start that made an attempt, and its number there; 0 if an older version made it.
+def read_start(attempt: str) -> str:
+    """Return the id of the start that made an attempt; empty if it is unknown.
 
     Args:
         attempt: Result of `LastStart.make_attempt`.
     """
-    start, _, rest = attempt.partition("-")
-    number, has_number, _ = rest.partition("-")
-    return start, int(number) if has_number and number.isdecimal() and len(number) <= _MOST_DIGITS else 0
+    return attempt.partition("-")[0]
+
+
+def read_number(attempt: str) -> int:
+    """Return the number of an attempt among those of its start; 0 if an older version made it.
+
+    Args:
+        attempt: Result of `LastStart.make_attempt`.
+    """
+    number, has_number, _ = attempt.partition("-")[2].partition("-")
+    return int(number) if has_number and number.isdecimal() and len(number) <= _MOST_DIGITS else 0

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 from shardckpt.checkpoint.coordinator import Coordinator
 from shardckpt.checkpoint.peers.node_files import NodeCatalog, NodeReport, report_files
 from shardckpt.checkpoint.peers.open_peers import OpenedTiers
-from shardckpt.checkpoint.run.last_start import LastStart, read_attempt
+from shardckpt.checkpoint.run.last_start import LastStart, read_number, read_start
 from shardckpt.checkpoint.run.root_position import RootPosition
 from shardckpt.checkpoint.run.step_finder import FoundStep, PlaceReads, StepFault, find_next_branch
 from shardckpt.checkpoint.tiers.capture_tier import TierPlace
@@ -76,9 +76,9 @@ def find_earlier_attempts(captures: Sequence[Capture]) -> set[str]:
     """
     numbers: dict[tuple[tuple[int, int], str], dict[str, int]] = {}
     for capture in captures:
-        start, number = read_attempt(capture.attempt)
+        number = read_number(capture.attempt)
         if number:
-            numbers.setdefault((capture.order, start), {})[capture.save] = number
+            numbers.setdefault((capture.order, read_start(capture.attempt)), {})[capture.save] = number
     return {save for of_step in numbers.values() for save in of_step if of_step[save] < max(of_step.values())}
 
 

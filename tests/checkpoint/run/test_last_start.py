@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from shardckpt.checkpoint.run.last_start import LastStart, read_attempt
+from shardckpt.checkpoint.run.last_start import LastStart, read_number, read_start
 from shardckpt.errors import StorageError
 from shardckpt.format.durability.run_record import RECORD, RunRecord, read_run_record, write_run_record
 from shardckpt.storage.resolve_url import open_store
@@ -130,14 +130,14 @@ def test_of_several_saves_of_a_step_those_of_the_last_start_count_then_those_of_
 
 def test_attempts_of_a_start_are_numbered(open_root):
     start, other = LastStart(open_root), LastStart(open_root)
-    first, second, of_other = (read_attempt(each.make_attempt()) for each in (start, start, other))
-    assert [first[1], second[1], of_other[1]] == [1, 2, 1]
-    assert first[0] == second[0] != of_other[0]
+    first, second, of_other = (each.make_attempt() for each in (start, start, other))
+    assert [read_number(each) for each in (first, second, of_other)] == [1, 2, 1]
+    assert read_start(first) == read_start(second) != read_start(of_other)
 
 
 @pytest.mark.parametrize("text", ["", "id", f"id-{'1' * 16}", f"id-{'9' * 5000}-0", "id-1.5-0", "id--0"])
 def test_an_attempt_of_an_older_version_or_of_other_text_has_no_number(text):
-    assert read_attempt(text)[1] == 0
+    assert read_number(text) == 0
 
 
 def test_captures_of_starts_that_captured_for_this_root_are_known_to_later_starts(open_root, tmp_path):
