@@ -253,8 +253,8 @@ class TieredFinder(StepFinder):
             held += read_tier(place, partial(list_node_copies, place, catalog, number), [])
         run = super().read()
         root, own = RootSteps.from_run(run), self.own.find(number)
-        if own is not None:
-            held = [copy for copy in held if copy.save in own.saves]
+        saves = self._find_last_saves(number, held) if own is None else own.saves
+        held = [copy for copy in held if copy.save in saves]
         if held:
             self.known.follow(root)
         kept = [copy for copy in held if self._is_found_again(number, copy, root)]
@@ -263,12 +263,24 @@ class TieredFinder(StepFinder):
         copies = [*kept, *self.select_copies(run, number)]
         return [copy for copy in copies if own is None or copy.save in own.saves]
 
+    def _find_last_saves(self, number: int, held: Sequence[StepCopy]) -> set[str]:
+        """Return the saves of copies of a step except those whose start has saved it again. On rank 0.
+
+        A restore would take the last one.
+        """
+        captures = [Capture(copy.save, *self._read_capture(number, copy.tier)) for copy in held]
+        return {copy.save for copy in held} - find_earlier_attempts(captures)
+
+    def _read_capture(self, number: int, tier: str) -> tuple[tuple[int, int], str]:
+        """Return the order of a capture in a tier, and the text of its position; `NO_STEP` if it cannot be read."""
+        place = next(place for place in self._places if place.name == tier)
+        return read_tier(place, partial(read_own_capture, place, number), (NO_STEP, ""))
+
     def _is_found_again(self, number: int, copy: StepCopy, root: RootSteps) -> bool:
         """Return True if a new start would not drop a copy of a step in a tier. On rank 0."""
         own = self.own.find(number)
         if own is None:
-            place = next(place for place in self._places if place.name == copy.tier)
-            order, after = read_tier(place, partial(read_own_capture, place, number), (NO_STEP, ""))
+            order, after = self._read_capture(number, copy.tier)
             return order != NO_STEP and self.known.compare(order, after, root)[0]
         is_own = own.order in root.steps and root.steps[own.order].save in own.saves
         return is_own or self.known.compare(own.order, own.after, root)[0]

@@ -234,6 +234,16 @@ def test_a_copy_does_not_replace_a_later_save_of_its_step_in_the_folder(tmp_path
     assert shardckpt.load(run.local / "step-00000002")["step"] == 22
 
 
+def test_a_process_that_restored_nothing_claims_no_copy_of_an_earlier_save_of_the_step(tmp_path):
+    run = Run(tmp_path)
+    run.save(2)
+    run.ck.wait()
+    with memory_refused():
+        run.ck.save(2, make_state(22), overwrite=True)
+    run.ck.wait()
+    assert [copy.tier for copy in Run(tmp_path).ck.durability(2).copies] == ["local"]
+
+
 def test_a_save_into_the_folder_is_committed_behind_a_copy_that_replaces_its_step_at_this_moment(tmp_path, monkeypatch):
     run, is_replacing, may_end = Run(tmp_path), threading.Event(), threading.Event()
     write = copy_files.write_commit
