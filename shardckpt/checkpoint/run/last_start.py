@@ -46,6 +46,7 @@ class LastStart:
         self._recorded: int | None = None
         self._last = RunRecord().start
         self._known: tuple[str, ...] = ()
+        self._is_listed = False
         self.lost = NOTHING_LOST
         self.is_in_doubt = False
 
@@ -80,6 +81,23 @@ class LastStart:
             self._recorded = branch
         self.is_in_doubt = False
 
+    def record_save(self) -> None:
+        """Record that this start saves in the root, before its first save there, if the record names no start.
+
+        The root is new, or was emptied: captures of other starts, which this one may be unable to read, follow other
+        steps than those that it saves.
+
+        Raises:
+            ShardckptError: The root cannot be read or written.
+        """
+        if self._is_listed:
+            return
+        store = self._open_root()
+        found = read_run_record(store)
+        if not (found.starts or found.start.id):
+            write_run_record(store, replace(found, starts=self._list_starts(found)))
+        self._is_listed = True
+
     def record_lost(self, committed: tuple[int, int]) -> bool:
         """Record that the root lost its steps while this start went on; return True if that is new.
 
@@ -89,7 +107,7 @@ class LastStart:
         Raises:
             ShardckptError: The root cannot be read or written.
         """
-        self.lost = NOTHING_LOST
+        self.lost, self._is_listed = NOTHING_LOST, False
         store = self._open_root()
         found = read_run_record(store)
         self.lost, lost = found.lost, LostSteps(self._id, *committed)
@@ -114,6 +132,7 @@ class LastStart:
         """Read the record of the starts before. Raises ShardckptError if the root cannot be read."""
         record = read_run_record(self._open_root())
         self._last, self.lost = record.start, record.lost
+        self._is_listed = bool(record.starts)
         if record.starts:
             self._known = self._list_starts(record)[:-1]
 

@@ -148,8 +148,8 @@ def find_unknown(captures: Sequence[Capture], last_start: LastStart, root: str) 
     unknown = {each.save for each in captures if not (each.is_in_root or last_start.has_captured(each.attempt))}
     if unknown:
         _LOG.warning(
-            "captures in memory of another run, whose root has the path %s elsewhere, as in another container, are not "
-            "used: set SHARDCKPT_NODE to another name for each of these runs",
+            "captures in memory of another run are not used: the root of that run has the path %s elsewhere, as in "
+            "another container (set SHARDCKPT_NODE to another name for each of these runs), or this root was emptied",
             root,
         )
     return unknown

@@ -440,7 +440,7 @@ class TieredSaver:
                 opened.append(index)
         in_root = self._schedule.is_for_root(number)
         branch = self._saver.find_branch(number)
-        if not self._record_captures(number, branch, ready):
+        if not self._record_start(number, branch, ready, in_root=in_root):
             ready, opened = [], []
         known = self._finder.known
         position = known.find_position()
@@ -468,15 +468,17 @@ class TieredSaver:
             return None
         return self._tiers[taking[0]].begin_capture(places.number, notes, early, nodes)
 
-    def _record_captures(self, number: int, branch: int, ready: Sequence[int]) -> bool:
-        """Record in the root that this start captures; without that no step is captured. On rank 0."""
+    def _record_start(self, number: int, branch: int, ready: Sequence[int], *, in_root: bool) -> bool:
+        """Record in the root that this start captures or saves; without that no step is captured. On rank 0."""
         try:
             if ready:
                 self._finder.known.record_captures(branch)
+            elif in_root:
+                self._finder.known.last_start.record_save()
         except ShardckptError as error:
             for index in ready:
                 self._tiers[index].refuse(number, error)
-            return False
+            return False  # a save finds by itself that the root cannot be written
         return True
 
 

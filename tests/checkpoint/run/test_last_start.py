@@ -166,6 +166,33 @@ def test_starts_whose_captures_were_found_without_a_record_are_known_from_the_ne
     assert not later.has_captured(last.make_attempt())
 
 
+def test_a_start_that_only_saves_in_a_root_without_starts_is_recorded_once(open_root, tmp_path):
+    elsewhere, start = LastStart(open_root), LastStart(open_root)
+    write_run_record(open_root(), RunRecord(local="/nvme/run"))
+    start.read()
+    start.record_save()
+    later = LastStart(open_root)
+    later.read()
+    assert later.has_captured(start.make_attempt()) and not later.has_captured(elsewhere.make_attempt())
+    assert later.find_least_branch([]) == 0, "it has captured nothing that a later start could miss"
+    assert read_run_record(open_root()).local == "/nvme/run"
+    (tmp_path / RECORD).unlink()
+    start.record_save()
+    assert not (tmp_path / RECORD).exists()
+    start.record_lost((0, 2))
+    start.record_save()
+    assert (tmp_path / RECORD).exists(), "the root was emptied meanwhile"
+
+
+def test_a_start_that_only_saves_leaves_the_record_of_starts_that_captured(open_root):
+    first = LastStart(open_root)
+    first.record(0)
+    before = read_run_record(open_root())
+    for start in (LastStart(open_root), LastStart(open_root)):
+        start.record_save()
+        assert read_run_record(open_root()) == before
+
+
 def test_the_record_names_the_last_64_starts(open_root):
     starts = [LastStart(open_root) for _ in range(66)]
     for start in starts:

@@ -26,6 +26,7 @@ from shardckpt import Checkpointer, FallbackEvent, Local, PeerMemory
 from shardckpt.checkpoint.run import known_root
 from shardckpt.checkpoint.save.handle import AsyncSaveTask, SaveHandle
 from shardckpt.checkpoint.tiers import peer_memory
+from shardckpt.checkpoint.tiers.memory_tier import MemoryTier
 from shardckpt.errors import MissingFileError, NoSpaceError, StorageError, UnsupportedError, UsageError
 from shardckpt.format.durability.run_record import RECORD, read_run_record
 from shardckpt.storage.holder import holder_connection, hung_holder
@@ -214,6 +215,23 @@ def test_after_an_older_step_is_restored_its_successors_are_newer_than_all_captu
     assert ck.restore(state(), step=5) == 5
     save(ck, 6)
     assert restore(tmp_path / "run") == 6
+
+
+def test_captures_that_a_start_in_an_emptied_root_could_not_reach_are_not_restored_over_its_steps(
+    tmp_path, monkeypatch, caplog
+):
+    root = tmp_path / "run"
+    save(make(root, save_every=2, keep_last=3), 1, 2, 3)
+    shutil.rmtree(root)
+
+    def refuse(*_: object) -> None:
+        raise StorageError("the holder did not answer")
+
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="not captured in memory"):
+        patch.setattr(MemoryTier, "open_node", refuse)
+        save(make(root, save_every=2), 1, 2)
+    assert restore(root) == 2
+    assert "captures in memory of another run are not used" in caplog.text
 
 
 def test_captures_of_a_run_whose_root_was_emptied_are_dropped(tmp_path):
