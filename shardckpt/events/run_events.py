@@ -97,12 +97,12 @@ class BackpressureEvent(OperationEvent):
 
 @dataclass(frozen=True)
 class WithdrawalEvent(OperationEvent):
-    """A copy of a step that was claimed and is lost, other than by retention; on rank 0.
+    """A copy of a step that was claimed and is lost, other than by retention, or survives less; on rank 0.
 
     The path is that of the copy.
 
     Attributes:
-        tier: Place of the lost copy.
+        tier: Place of the copy.
         survives: Failures that the step survives now.
     """
 

@@ -26,16 +26,20 @@ class DurabilityClaims:
         self._claimed: dict[int, Sequence[StepCopy]] = {}
 
     def claim(self, step: int) -> Durability:
-        """Claim the complete copies of a step, and withdraw earlier claims of those that are lost. Collective.
+        """Claim the complete copies of a step, and withdraw earlier claims that are false now. Collective.
+
+        A copy may be lost, or be on fewer machines than before.
 
         Args:
             step: Number of the step.
         """
         copies = self._finder.find_copies(step)
         is_first = get_channels(self._finder.group).main.rank == 0
-        present = {(copy.path, copy.save) for copy in copies}
+        now = {(copy.path, copy.save): copy for copy in copies}
         for copy in self._claimed.pop(step, ()) if is_first else ():
-            if (copy.path, copy.save) not in present and copy.save not in self._finder.find_finder(copy.path).removed:
+            left = now.get((copy.path, copy.save))
+            is_held = left is not None and {*copy.survives} <= {*left.survives}
+            if not is_held and copy.save not in self._finder.find_finder(copy.path).removed:
                 survives = find_survived_by(copies)
                 emit(WithdrawalEvent(copy.path, step=step, tier=copy.tier, survives=survives), self._on_event)
         self._claimed[step] = copies

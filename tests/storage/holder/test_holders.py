@@ -8,15 +8,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from shardckpt.errors import MissingFileError, NoSpaceError, StorageError, UnsafeError, UsageError
-from shardckpt.storage.holder import holder_connection, holder_sockets
+from shardckpt.storage.holder import holder_connection, holder_sockets, holders
 from shardckpt.storage.holder.holder_connection import get_holder_connection
-from shardckpt.storage.holder.holder_messages import MAX_MESSAGE_BYTES
-from shardckpt.storage.holder.holder_sockets import connect_socket, open_socket_folder, require_own_peer, socket_folder
+from shardckpt.storage.holder.holder_messages import MAX_MESSAGE_BYTES, encode_message
+from shardckpt.storage.holder.holder_sockets import bind_socket, connect_socket, open_socket_folder, socket_folder
 from shardckpt.storage.holder.holder_store import HolderStore
 from shardckpt.storage.holder.holders import find_holders, is_reachable, start_holder, stop_holders
 from shardckpt.storage.store import read_bytes
@@ -61,6 +62,23 @@ def is_gone(pid):
 
 def count_sockets(pid):
     return sum("socket" in os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir())
+
+
+@contextmanager
+def forked(act, *, user):
+    """Run a function in a process of a user, which is killed at the end of the context; yields its id."""
+    pid = os.fork()
+    if not pid:
+        try:
+            os.setuid(user)
+            act()
+        finally:
+            os._exit(0)
+    try:
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def run_python(code, **popen):
@@ -237,29 +255,75 @@ def test_a_folder_that_others_may_use_is_refused(sockets):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_a_process_of_another_user_is_refused_at_both_ends(tmp_path):
-    own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    require_own_peer(own)
-    own.close()
-    other.close()
+def test_a_client_refuses_a_holder_of_another_user(tmp_path):
     tmp_path.chmod(0o777)
-    path = f"/proc/self/fd/{os.open(tmp_path, os.O_RDONLY)}/s"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
-        pid = os.fork()
-        if not pid:
-            os.setuid(65534)
-            listening.bind(path)
-            listening.listen()
-            time.sleep(60)
-            os._exit(0)
+    folder = os.open(tmp_path, os.O_RDONLY)
+
+    def listen():
+        holding = bind_socket(folder, RUN)
+        holding.listen()
+        time.sleep(60)
+
+    def connect():
         try:
+            connect_socket(folder, RUN, 1.0).close()
+        except FileNotFoundError:
+            return False
+        except ConnectionRefusedError:  # it is bound, and does not listen yet
+            return False
+        return True
+
+    with forked(listen, user=65534), pytest.raises(UnsafeError, match="belongs to another user"):
+        wait_for(connect)
+    os.unlink(tmp_path / f"{RUN}.sock")
+    with forked(listen, user=os.geteuid()):
+        wait_for(connect)
+    os.close(folder)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_holder_answers_no_process_of_another_user(sockets):
+    start()
+    folder = os.open(sockets / "shardckpt", os.O_RDONLY)
+    os.fchmod(folder, 0o755)  # as if the permissions of the folder did not hold others off
+    os.chmod(sockets / "shardckpt" / f"{RUN}.sock", 0o666)
+    answers = {}
+    for user in (os.geteuid(), 65534):
+        reads, writes = os.pipe()
+
+        def ask(writes=writes):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
-                wait_for(lambda: client.connect_ex(path) == 0)
-                with pytest.raises(UnsafeError, match="belongs to another user"):
-                    require_own_peer(client)
-        finally:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+                client.connect(f"/proc/self/fd/{folder}/{RUN}.sock")
+                with suppress(OSError):
+                    client.send(encode_message({"op": "hello", "id": 1}))
+                    os.write(writes, client.recv(MAX_MESSAGE_BYTES)[:1])
+
+        with forked(ask, user=user) as pid:
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        os.close(writes)
+        answers[user] = os.read(reads, 1)
+        os.close(reads)
+    os.fchmod(folder, 0o700)
+    os.close(folder)
+    assert answers == {os.geteuid(): b"{", 65534: b""}
+
+
+def test_a_holder_has_no_socket_of_a_network():
+    pid = start()
+    found = {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()}
+    inodes = {link.removeprefix("socket:[").rstrip("]") for link in found if link.startswith("socket:")}
+    local = {line.split()[6] for line in Path("/proc/net/unix").read_text().splitlines()[1:]}
+    assert inodes and inodes <= local
+
+
+def test_the_holder_of_a_newer_run_ends_those_that_no_process_uses(monkeypatch):
+    older = start()
+    holder_connection._forget_connections()
+    monkeypatch.setattr(holders, "SUPERSEDED_S", 0.0)
+    start_holder("newer", 1 << 20, last="COMMIT")
+    wait_for(lambda: is_gone(older))
+    (left,) = find_holders().running
+    assert left.run == "newer"
 
 
 def test_nodes_of_two_names_have_holders_of_their_own(monkeypatch):
