@@ -35,7 +35,7 @@ from shardckpt.format.witness.resume_file import copy_resumes
 from shardckpt.offline.prune import StepInfo, describe_steps
 from shardckpt.storage.local_publication import require_space
 from shardckpt.storage.publication import Publication, target_exists_error
-from shardckpt.storage.publish import missing_files, publish, require_apart
+from shardckpt.storage.publish import find_missing_files, publish, require_apart
 from shardckpt.storage.replaceable import find_replaceable_files, is_ignored
 from shardckpt.storage.resolve_url import as_url, kind, local_path, not_found_error, open_store, split
 from shardckpt.storage.store import Store, read_bytes
@@ -298,7 +298,7 @@ def _check_bases(transfer: _Transfer, transfers: Collection[_Transfer]) -> list[
         if name is None:
             if not may_open(transfer.target, where):
                 notes.append(f"{transfer.shown} refers to {where}: to load the copy, name it as base=")
-        elif not sizes.keys() <= copied.get(name, {}).keys() and (missing := missing_files(where, sizes)):
+        elif not sizes.keys() <= copied.get(name, {}).keys() and (missing := find_missing_files(where, [sizes])):
             raise UsageError(
                 "the step refers to files that are not beside the target",
                 where=transfer.target,

@@ -23,7 +23,14 @@ from shardckpt.storage.orphans import (
     sweep,
     take,
 )
-from shardckpt.storage.publication import FindKept, Publication, folder_exists_error, keep_no_file, target_exists_error
+from shardckpt.storage.publication import (
+    FindKept,
+    FindMissing,
+    Publication,
+    folder_exists_error,
+    keep_no_file,
+    target_exists_error,
+)
 from shardckpt.storage.replaceable import FileKind, Kind, find_replaceable_files, require_file
 from shardckpt.storage.store import Listed, convert_os_errors, storage_error
 
@@ -96,7 +103,7 @@ class LocalPublication(Publication):
     def _get_name(self, name: str) -> str:
         return os.path.basename(self._target) if isinstance(self._kind, FileKind) else name
 
-    def commit(self) -> None:
+    def commit(self, find_missing: FindMissing | None = None) -> None:  # noqa: ARG002  (the result appears as one)
         """Move the result to its path, sync, and remove old content.
 
         Raises StorageError.

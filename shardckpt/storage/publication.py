@@ -12,6 +12,10 @@ FindKept = Callable[[], Collection[str]]
 """Returns the names of files of the old content that stay."""
 
 
+FindMissing = Callable[[], Collection[str]]
+"""Returns the names of files of the result that are missing. Raises StorageError if the store failed."""
+
+
 def keep_no_file() -> Collection[str]:
     """Return no name: all old content is replaced."""
     return ()
@@ -86,11 +90,15 @@ class Publication(ABC):
         return ""
 
     @abstractmethod
-    def commit(self) -> None:
+    def commit(self, find_missing: FindMissing | None = None) -> None:
         """Move the result to its target atomically. Called by `publish`.
 
+        Args:
+            find_missing: Called on a store without rename when the last file is there; None without a look. If files
+                are missing, the last file is removed again.
+
         Raises:
-            StorageError: The store failed.
+            StorageError: The store failed, or files are missing.
         """
 
     @abstractmethod

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 
 from shardckpt.errors import MissingFileError, StorageError, UsageError
 from shardckpt.storage.local_publication import LocalPublication
-from shardckpt.storage.publication import FindKept, Publication, keep_no_file
+from shardckpt.storage.publication import FindKept, FindMissing, Publication, keep_no_file
 from shardckpt.storage.remote_publication import RemoteFile, RemoteFolder
 from shardckpt.storage.replaceable import FileKind, Kind
 from shardckpt.storage.resolve_url import local_path, open_place
@@ -132,7 +132,7 @@ class JoinedPublication(Publication):
         path = local_path(self.staging_url)
         return "" if path is None else os.path.join(path, name)
 
-    def commit(self) -> None:
+    def commit(self, find_missing: FindMissing | None = None) -> None:
         """Do nothing: the process that began the publication commits it."""
 
     def rollback(self) -> None:
@@ -219,22 +219,23 @@ def _is_within(one: str, other: str) -> bool:
     return one.startswith(other) or other.startswith(one)
 
 
-def missing_files(url: str, sizes: Mapping[str, int]) -> dict[str, int | None]:
-    """Return the incomplete files with the sizes that this process sees.
+def find_missing_files(place: str, sizes: Sequence[Mapping[str, int]]) -> dict[str, int | None]:
+    """Return the incomplete files of all ranks with the sizes that this process sees.
 
     Sizes are in bytes; None for a missing file. Takes one listing if all files are complete.
 
     Args:
-        url: Path or URL of the folder.
-        sizes: Expected sizes in bytes, by name.
+        place: Path or URL of the folder that the ranks wrote into.
+        sizes: For each rank, the bytes of its files by name.
 
     Raises:
         StorageError: The store failed.
     """
-    there = {entry.name: entry.size for entry in open_place(url).list()}
-    unseen = [name for name, nbytes in sizes.items() if there.get(name) != nbytes]
-    nbytes_now = {name: _size(url, name) for name in unseen}  # listings may be out of date
-    return {name: size for name, size in nbytes_now.items() if size != sizes[name]}
+    expected = {name: nbytes for each in sizes for name, nbytes in each.items()}
+    there = {entry.name: entry.size for entry in open_place(place).list()}
+    unseen = [name for name, nbytes in expected.items() if there.get(name) != nbytes]
+    nbytes_now = {name: _size(place, name) for name in unseen}  # listings may be out of date
+    return {name: size for name, size in nbytes_now.items() if size != expected[name]}
 
 
 def require_files(url: str, place: str, sizes: Sequence[Mapping[str, int]]) -> None:
@@ -248,7 +249,7 @@ def require_files(url: str, place: str, sizes: Sequence[Mapping[str, int]]) -> N
     Raises:
         StorageError: This process does not see all of them; the message names the ranks that wrote the missing files.
     """
-    missing = missing_files(place, {name: nbytes for each in sizes for name, nbytes in each.items()})
+    missing = find_missing_files(place, sizes)
     if not missing:
         return
     unseen = {name for name, size in missing.items() if size is None}

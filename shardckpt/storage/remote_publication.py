@@ -13,6 +13,7 @@ from shardckpt.errors import MissingFileError, ShardckptError, StorageError, Tar
 from shardckpt.storage.orphans import is_partial
 from shardckpt.storage.publication import (
     FindKept,
+    FindMissing,
     Publication,
     files_removed_error,
     folder_exists_error,
@@ -185,14 +186,14 @@ class RemoteFolder(Publication):
         self._written.append(name)
         return writer
 
-    def commit(self) -> None:
+    def commit(self, find_missing: FindMissing | None = None) -> None:
         """Remove old content and close the deferred files, `last` at the end.
 
         Raises StorageError.
         """
         last = self._deferred.get(self._last or "")
         if isinstance(last, BufferedWriter) and len(self._deferred) == 1 and (self._prefix or not self._old):
-            self._flip(last)
+            self._flip(last, find_missing)
             return
         if self._last in self._old:
             self._store.delete(self._last)
@@ -203,7 +204,7 @@ class RemoteFolder(Publication):
             self._deferred[name].finish()
         self._is_done = True
 
-    def _flip(self, last: BufferedWriter) -> None:
+    def _flip(self, last: BufferedWriter, find_missing: FindMissing | None) -> None:
         """Create or replace `last`, then remove old files.
 
         Readers are not affected if this removal fails.
@@ -212,30 +213,30 @@ class RemoteFolder(Publication):
         is_new = self._last not in self._old
         replaced = [] if is_new else [*self._list_named(), *self._list_dead()]
         last.finish(is_new=is_new, needed=self._written[-1] if self._written else "")
-        self._require_written(last)
+        if find_missing is not None:
+            self._require_written(last, find_missing)
         self._is_done = True
         gone = replaced if not is_new else self._old if self._is_only() else self._list_dead()
         for name in self._list_unneeded(set(gone) - set(self._deferred)):
             with suppress(StorageError):
                 self._store.delete(name)
 
-    def _require_written(self, last: BufferedWriter) -> None:
-        """Remove `last` if the file before it is missing.
+    def _require_written(self, last: BufferedWriter, find_missing: FindMissing) -> None:
+        """Remove `last` if files are missing.
 
-        The request for `last` may succeed late: after another process has published this folder, removed the files of
-        this publication, and removed its own `last`.
+        The request for `last` may succeed late: after another process has published this folder, removed files of this
+        publication, and removed its own `last`. If they cannot be looked for, they are there as before.
 
         Raises:
-            StorageError: The file is missing.
+            StorageError: Files are missing.
         """
-        if not self._written:
-            return
-        try:
-            open_remote(self.staging_url).written_at(self._written[-1])
-        except MissingFileError as error:
+        missing: Collection[str] = ()
+        with suppress(StorageError):
+            missing = find_missing()
+        if missing:
             if last.is_written():
                 self._store.delete(self._last or "")
-            raise files_removed_error(f"{self._store.url}/{self._last}", self._written[-1]) from error
+            raise files_removed_error(f"{self._store.url}/{self._last}", min(missing))
 
     def _list_unneeded(self, names: Collection[str]) -> list[str]:
         """Return those of the old files that do not stay."""
@@ -352,7 +353,7 @@ class RemoteFile(Publication):
         self._writer = DeferredWriter(self._store.create(name, is_new=self._is_new))
         return self._writer
 
-    def commit(self) -> None:
+    def commit(self, find_missing: FindMissing | None = None) -> None:  # noqa: ARG002  (there is one file)
         """Make the file appear. Raises StorageError."""
         if self._writer is not None:
             self._writer.finish()

@@ -9,7 +9,7 @@ import pytest
 
 from shardckpt.errors import MissingFileError, StorageError, TruncatedError, UnsafeError
 from shardckpt.storage.local import LocalStore
-from shardckpt.storage.publish import missing_files
+from shardckpt.storage.publish import find_missing_files
 from shardckpt.storage.store import Listed, Read, Store, read_bytes
 
 CONTENT = bytes(range(256)) * 40
@@ -98,8 +98,8 @@ class StoreSuite:
     def test_a_file_that_is_not_there_or_of_another_size_is_missing_for_every_reader(self, store: Store) -> None:
         put(store, "a.bin", b"123")
         put(store, "b.bin", b"12")
-        assert missing_files(store.url, {"a.bin": 3, "b.bin": 2}) == {}
-        assert missing_files(store.url, {"c.bin": 3, "a.bin": 3, "b.bin": 3}) == {"c.bin": None, "b.bin": 2}
+        assert find_missing_files(store.url, [{"a.bin": 3, "b.bin": 2}]) == {}
+        assert find_missing_files(store.url, [{"c.bin": 3, "a.bin": 3, "b.bin": 3}]) == {"c.bin": None, "b.bin": 2}
 
     def test_a_folder_that_is_not_there_lists_as_empty(self, store: Store) -> None:
         assert store.list() == []

@@ -475,6 +475,40 @@ class TestTheRequestForACommitIsRepeated:
         assert (ck.steps(), values(ck.path(2))) == ((2,), (7, 7, 7))
         assert not [name for name in Bucket.objects if name.startswith(f"b/run/{step_name(1)}/")]
 
+    def test_it_fails_if_a_file_of_the_save_is_gone_behind_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.001)
+        Bucket.reset()
+
+        def remove_payload(count: int, verb: str, path: str) -> None:
+            if verb == "put" and path.endswith(COMMIT):
+                Bucket.fault = None
+                del Bucket.objects[min(name for name in Bucket.objects if name.endswith(".safetensors"))]
+
+        Bucket.fault = remove_payload
+        with pytest.raises(StorageError, match=r"another process removed the files.*found no .*safetensors"):
+            Checkpointer("bucket://b/run").save(1, state(0, 5, 0))
+        assert not Bucket.objects
+
+    @pytest.mark.parametrize("verb", ["list", "head"])
+    def test_it_succeeds_if_the_store_does_not_answer_behind_it(
+        self, verb: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.001)
+        Bucket.reset()
+
+        def refuse(count: int, asked: str, path: str) -> None:
+            if asked == verb:
+                raise PermissionError("denied")
+
+        def begin_to_refuse(count: int, verb: str, path: str) -> None:
+            if verb == "put" and path.endswith(COMMIT):
+                Bucket.fault = refuse
+
+        Bucket.answer = begin_to_refuse
+        shardckpt.save(state(0, 5, 0), "bucket://b/run")
+        Bucket.fault = Bucket.answer = None
+        assert values("bucket://b/run") == (0, 5, 0)
+
     def test_it_succeeds_while_its_files_are_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.001)
         Bucket.reset()

@@ -92,3 +92,7 @@ class TestACommitThatNamesMissingFiles:
     def test_is_not_excused_if_they_were_written_again(self) -> None:
         replaced = self.remove_manifest(CommittedStep(1, NEW, 0, object(), {}))
         assert not replaced.excuse(self.FOLDER, [self.MANIFEST], {self.MANIFEST: 2})
+
+    def test_is_not_excused_if_it_lacks_another_file_too(self) -> None:
+        replaced = self.remove_manifest(CommittedStep(1, NEW, 0, object(), {}))
+        assert not replaced.excuse(self.FOLDER, [self.MANIFEST, f"{self.FOLDER}/1-0.safetensors"], {})

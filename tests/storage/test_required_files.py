@@ -9,13 +9,13 @@ import pytest
 
 from shardckpt.errors import StorageError
 from shardckpt.storage.local import LocalStore
-from shardckpt.storage.publish import JoinedPublication, format_ranks, missing_files, require_files
+from shardckpt.storage.publish import JoinedPublication, find_missing_files, format_ranks, require_files
 
 
 def test_a_listing_that_lags_behind_is_no_loss(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "a").write_bytes(b"123")
     monkeypatch.setattr(LocalStore, "list", lambda self, folder="": [])
-    assert missing_files(str(tmp_path), {"a": 3, "b": 3}) == {"b": None}
+    assert find_missing_files(str(tmp_path), [{"a": 3, "b": 3}]) == {"b": None}
 
 
 def test_ranks_of_which_nothing_is_seen_see_another_folder(tmp_path: Path) -> None:

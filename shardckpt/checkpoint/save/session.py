@@ -68,7 +68,7 @@ from shardckpt.format.value_stats import ValueStats
 from shardckpt.manifest import Path
 from shardckpt.plan.layout.box_codec import pack_message, unpack_message
 from shardckpt.storage.publication import FindKept, Publication
-from shardckpt.storage.publish import JoinedPublication, begin, require_files
+from shardckpt.storage.publish import JoinedPublication, begin, find_missing_files, require_files
 from shardckpt.storage.resolve_url import open_store
 from shardckpt.torchrun import has_second_core
 
@@ -577,8 +577,8 @@ class SaveSession:
         rank0_sizes, *other_sizes = [_sizes(part.files) for part in parts]
         if not self._options.is_shared:
             other_sizes = []
-        sizes = [{**rank0_sizes, **own}, *other_sizes]
-        require = partial(require_files, self._options.path, self._publication.staging_url, sizes)
+        sizes, place = [{**rank0_sizes, **own}, *other_sizes], self._publication.staging_url
+        require = partial(require_files, self._options.path, place, sizes)
         if not self._publication.is_hidden:
             require()
         # From here on, a process that removes the base sees the manifest, and keeps the files that it refers to.
@@ -590,7 +590,7 @@ class SaveSession:
         _write_file(self._publication, COMMIT, commit)
         if self._publication.is_hidden:  # as late as possible: another process may remove the run meanwhile
             require()
-        self._publication.commit()
+        self._publication.commit(partial(find_missing_files, place, sizes))
         return b""
 
 

@@ -114,8 +114,9 @@ class ReplacedFiles:
         self._before = files.keys()
 
     def excuse(self, folder: str, needed: Iterable[str], files: Mapping[str, object]) -> bool:
-        """Return True if a step lacks such files, and record its folder."""
-        is_late = any(name in self._removed and name not in files for name in needed)
+        """Return True if a step lacks such files and no others, and record its folder."""
+        missing = {name for name in needed if name not in files}
+        is_late = bool(missing) and missing <= self._removed
         self._late |= {folder} if is_late else set()
         return is_late
 
@@ -349,7 +350,7 @@ class Auditor:
             content = read_content(self.scheduler.observe(lambda: load(url)))
         except ShardckptError as error:
             needed = [] if commit is None else _list_needed(url, commit)
-            if self._replaced.excuse(folder, needed, files):
+            if old is None and self._replaced.excuse(folder, needed, files):
                 return  # the save has to notice it: no rank may report success
             is_emptied = any(name in self._emptied and name not in files for name in needed)
             is_flipped = any(each in self._flipped for each in files.values()) and not _has_read_damage(self, number)
