@@ -298,6 +298,18 @@ def find_doubled(reports: Sequence[NodeReport]) -> dict[str, list[str]]:
     return found
 
 
+def find_sharing_hosts(reports: Sequence[NodeReport]) -> list[str]:
+    """Return the names of machines that have one store together, which spares none of them; empty without such ones.
+
+    Args:
+        reports: Reports of all ranks.
+    """
+    hosts: dict[str, dict[str, str]] = {}
+    for report in reports:
+        hosts.setdefault(report.node.name, {})[report.node.machine] = report.node.host
+    return next((sorted(each.values()) for each in hosts.values() if len(each) > 1), [])
+
+
 def _group_ranks(reports: Sequence[NodeReport]) -> dict[str, list[int]]:
     """Return the ranks of each node by its name."""
     ranks: dict[str, list[int]] = {}

@@ -15,7 +15,7 @@ from itertools import chain
 import torch.distributed as dist
 
 from shardckpt.checkpoint.coordinator import get_channels
-from shardckpt.checkpoint.peers.node_files import NodeCatalog, NodeReport
+from shardckpt.checkpoint.peers.node_files import NodeCatalog, NodeReport, find_sharing_hosts
 from shardckpt.checkpoint.peers.open_peers import NodeFault, NodeTier, open_peers
 from shardckpt.checkpoint.run.known_root import KnownRoot
 from shardckpt.checkpoint.run.own_attempts import OwnAttempts
@@ -48,6 +48,7 @@ from shardckpt.checkpoint.tiers.tier_steps import (
 )
 from shardckpt.errors import ShardckptError
 from shardckpt.events import OnEvent
+from shardckpt.events.warn_user import warn_user
 from shardckpt.format.durability.step_copies import (
     LOCAL,
     MEMORY,
@@ -63,6 +64,9 @@ from shardckpt.format.native.run_directory import (
 )
 
 _LOG = logging.getLogger("shardckpt")
+
+_MOST_HOSTS = 10
+"""Maximum number of machines that a warning names."""
 
 
 class TieredFinder(StepFinder):
@@ -99,7 +103,7 @@ class TieredFinder(StepFinder):
         self._damaged_files: frozenset[str] = frozenset()
         self._node_faults: Sequence[NodeFault] = ()
         self._has_peers = False
-        self._logged = ""
+        self._logged, self._has_warned = "", False
 
     def find_on_rank0(
         self, wanted: int | None, passed: Collection[StepKey], avoided: Collection[tuple[int, int]] = ()
@@ -239,12 +243,29 @@ class TieredFinder(StepFinder):
             parts = [[NodeReport.decode(text.encode()) for text in texts] for texts, _ in decoded]
             own = self.own.find(number)
             wanted = {} if own is None else {folder: own.saves}
+            self._warn_of_shared_folder(parts)
             catalogs = [NodeCatalog.from_reports(column, wanted) for column in zip(*parts, strict=True)]
             return [json.dumps(encode_copies(self._list_all_copies(number, catalogs))).encode()] * len(messages)
 
         coordinator, message = get_channels(self.group).main, json.dumps([reports, removed]).encode()
         answer = coordinator.coordinate(f"asking for copies of {self.root}", message, decide)
         return decode_durability(number, json.loads(answer)).copies
+
+    def _warn_of_shared_folder(self, parts: Sequence[Sequence[NodeReport]]) -> None:
+        """Warn once if machines have the folder of `Local` together. On rank 0.
+
+        Args:
+            parts: Reports of each rank about each tier.
+        """
+        for place, reports in zip(self._places, zip(*parts, strict=True), strict=True):
+            hosts = [] if self._has_warned or place.name != LOCAL else find_sharing_hosts(reports)
+            if hosts:
+                self._has_warned = True
+                warn_user(
+                    f"machines share the folder of Local, {place.finder.root}: it is one place, whose steps do not "
+                    "survive the loss of a machine. Choose a folder on a disk of each machine, or save into the root. "
+                    f"Machines: {', '.join(hosts[:_MOST_HOSTS])}"
+                )
 
     def _list_all_copies(self, number: int, catalogs: Sequence[NodeCatalog]) -> list[StepCopy]:
         """Return the complete copies of a step, from what the nodes have of it in each tier. On rank 0."""

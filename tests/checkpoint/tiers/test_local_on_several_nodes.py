@@ -297,15 +297,19 @@ def test_ranks_of_one_node_with_different_folders_are_one_warning_and_no_claim(t
     assert run(2, body) == [([True], set(), (2,)), ([], set(), (2,))]
 
 
-def test_a_folder_that_nodes_share_is_one_place(tmp_path):
+def test_a_folder_that_nodes_share_is_one_place_and_one_warning(tmp_path):
     def body(rank: int, world: int) -> tuple:
         enter("ab"[rank])
         ck = make(tmp_path / "run", tmp_path / "one-folder", memory={"copies": 1})
         ck.save(1, state(world, 1))
         ck.wait()
-        return {copy.tier: sorted(copy.survives) for copy in ck.durability(1).copies}
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            claims = [{copy.tier: sorted(copy.survives) for copy in ck.durability(1).copies} for _ in range(2)]
+        return claims, ["machines share the folder of Local" in text for text in get_texts(warned)]
 
-    assert run(2, body) == [{"memory": ["node", "process"], "local": ["process"]}] * 2
+    claims = [{"memory": ["node", "process"], "local": ["process"]}] * 2
+    assert run(2, body) == [(claims, [True]), (claims, [])]
     assert [step.number for step in shardckpt.ls(tmp_path / "one-folder").complete] == [1]
 
 
