@@ -387,14 +387,16 @@ class TestTheBaseIsOverwritten:
         assert (values(ck.path(1)), values(ck.path(2))) == ((7, 7, 7), (0, 2, 0))
 
 
+@pytest.fixture
+def ck(monkeypatch: pytest.MonkeyPatch) -> Checkpointer:
+    """A run in a bucket, whose requests are repeated at once."""
+    monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.001)
+    Bucket.reset()
+    return Checkpointer("bucket://b/run", dedup=True)
+
+
 class TestASaveFailsThatAnotherJobHasSeen:
     """Its `COMMIT` was there for a while: the other job's next step refers to its files."""
-
-    @pytest.fixture
-    def ck(self, monkeypatch: pytest.MonkeyPatch) -> Checkpointer:
-        monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.001)
-        Bucket.reset()
-        return Checkpointer("bucket://b/run", dedup=True)
 
     def save_next(self, ck: Checkpointer, **options: int) -> None:
         """Save step 2 as the other job, before another request of the first one."""
@@ -429,16 +431,18 @@ class TestASaveFailsThatAnotherJobHasSeen:
         assert (ck.steps(), values(ck.path(2))) == ((2,), (0, 2, 0))
 
 
+def save_earlier(ck: Checkpointer, saves: int) -> None:
+    """Save step 1 once less than `saves`: the test makes the last of them."""
+    for number in range(1, saves):
+        ck.save(1, state(0, number, 0), overwrite=True)
+
+
 class TestTheRequestForACommitIsRepeated:
     """Its answer was lost, and another job's retention removed the step before the request was repeated."""
 
     @pytest.mark.parametrize("saves", [1, 2])
-    def test_it_leaves_no_step_without_files(self, saves: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.001)
-        Bucket.reset()
-        ck = Checkpointer("bucket://b/run", dedup=True)
-        for number in range(1, saves):
-            ck.save(1, state(0, number, 0))
+    def test_it_leaves_no_step_without_files(self, ck: Checkpointer, saves: int) -> None:
+        save_earlier(ck, saves)
 
         def lose_answer(count: int, verb: str, path: str) -> None:
             if verb == "put" and path.endswith(f"{step_name(1)}/{COMMIT}"):
@@ -452,15 +456,27 @@ class TestTheRequestForACommitIsRepeated:
         assert (ck.steps(), values(ck.path(2))) == ((2,), (7, 7, 7))
         assert not [name for name in Bucket.objects if name.endswith(f"{step_name(1)}/{COMMIT}")]
 
+    def test_it_succeeds_while_its_files_are_there(self, ck: Checkpointer) -> None:
+        def lose_answer(count: int, verb: str, path: str) -> None:
+            if verb == "put" and path.endswith(COMMIT):
+                Bucket.answer = None
+                raise ConnectionResetError
+
+        save_earlier(ck, 2)
+        Bucket.answer = lose_answer
+        ck.save(1, state(0, 5, 0), overwrite=True)
+        assert Bucket.answer is None
+        assert values(ck.path(1)) == (0, 5, 0)
+
+
+class TestTheRequestForACommitComesLate:
+    """Files of the save are gone when it succeeds; the save looks for them behind it."""
+
     @pytest.mark.parametrize("saves", [1, 2])
     def test_it_fails_if_the_request_comes_after_another_save_of_the_step_was_removed(
-        self, saves: int, monkeypatch: pytest.MonkeyPatch
+        self, ck: Checkpointer, saves: int
     ) -> None:
-        monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.001)
-        Bucket.reset()
-        ck = Checkpointer("bucket://b/run", dedup=True)
-        for number in range(1, saves):
-            ck.save(1, state(0, number, 0))
+        save_earlier(ck, saves)
 
         def come_late(count: int, verb: str, path: str) -> None:
             if verb == "put" and path.endswith(f"{step_name(1)}/{COMMIT}"):
@@ -475,10 +491,7 @@ class TestTheRequestForACommitIsRepeated:
         assert (ck.steps(), values(ck.path(2))) == ((2,), (7, 7, 7))
         assert not [name for name in Bucket.objects if name.startswith(f"b/run/{step_name(1)}/")]
 
-    def test_it_fails_if_a_file_of_the_save_is_gone_behind_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.001)
-        Bucket.reset()
-
+    def test_it_fails_if_a_file_of_the_save_is_gone_behind_it(self, ck: Checkpointer) -> None:
         def remove_payload(count: int, verb: str, path: str) -> None:
             if verb == "put" and path.endswith(COMMIT):
                 Bucket.fault = None
@@ -486,16 +499,11 @@ class TestTheRequestForACommitIsRepeated:
 
         Bucket.fault = remove_payload
         with pytest.raises(StorageError, match=r"another process removed the files.*found no .*safetensors"):
-            Checkpointer("bucket://b/run").save(1, state(0, 5, 0))
+            ck.save(1, state(0, 5, 0))
         assert not Bucket.objects
 
     @pytest.mark.parametrize("verb", ["list", "head"])
-    def test_it_succeeds_if_the_store_does_not_answer_behind_it(
-        self, verb: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.001)
-        Bucket.reset()
-
+    def test_it_succeeds_if_the_store_does_not_answer_behind_it(self, ck: Checkpointer, verb: str) -> None:
         def refuse(count: int, asked: str, path: str) -> None:
             if asked == verb:
                 raise PermissionError("denied")
@@ -505,24 +513,8 @@ class TestTheRequestForACommitIsRepeated:
                 Bucket.fault = refuse
 
         Bucket.answer = begin_to_refuse
-        shardckpt.save(state(0, 5, 0), "bucket://b/run")
+        ck.save(1, state(0, 5, 0))
         Bucket.fault = Bucket.answer = None
-        assert values("bucket://b/run") == (0, 5, 0)
-
-    def test_it_succeeds_while_its_files_are_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.001)
-        Bucket.reset()
-
-        def lose_answer(count: int, verb: str, path: str) -> None:
-            if verb == "put" and path.endswith(COMMIT):
-                Bucket.answer = None
-                raise ConnectionResetError
-
-        ck = Checkpointer("bucket://b/run", dedup=True)
-        ck.save(1, state(0, 1, 0))
-        Bucket.answer = lose_answer
-        ck.save(1, state(0, 5, 0), overwrite=True)
-        assert Bucket.answer is None
         assert values(ck.path(1)) == (0, 5, 0)
 
 

@@ -81,18 +81,18 @@ class TestACommitThatNamesMissingFiles:
 
     def test_is_excused_if_another_save_of_the_step_was_there_when_they_were_removed(self) -> None:
         replaced = self.remove_manifest(CommittedStep(1, NEW, 0, object(), {}))
-        assert replaced.excuse(self.FOLDER, [self.MANIFEST], {})
+        assert replaced.note_late_commit(self.FOLDER, [self.MANIFEST], {})
         assert replaced.folders == {self.FOLDER}
 
     def test_is_not_excused_if_the_step_itself_was_removed(self) -> None:
         replaced = self.remove_manifest(CommittedStep(1, OLD, 0, object(), {self.MANIFEST: 1}))
-        assert not replaced.excuse(self.FOLDER, [self.MANIFEST], {})
+        assert not replaced.note_late_commit(self.FOLDER, [self.MANIFEST], {})
         assert not replaced.folders
 
     def test_is_not_excused_if_they_were_written_again(self) -> None:
         replaced = self.remove_manifest(CommittedStep(1, NEW, 0, object(), {}))
-        assert not replaced.excuse(self.FOLDER, [self.MANIFEST], {self.MANIFEST: 2})
+        assert not replaced.note_late_commit(self.FOLDER, [self.MANIFEST], {self.MANIFEST: 2})
 
     def test_is_not_excused_if_it_lacks_another_file_too(self) -> None:
         replaced = self.remove_manifest(CommittedStep(1, NEW, 0, object(), {}))
-        assert not replaced.excuse(self.FOLDER, [self.MANIFEST, f"{self.FOLDER}/1-0.safetensors"], {})
+        assert not replaced.note_late_commit(self.FOLDER, [self.MANIFEST, f"{self.FOLDER}/1-0.safetensors"], {})

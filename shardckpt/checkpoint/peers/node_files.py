@@ -299,7 +299,7 @@ def find_doubled(reports: Sequence[NodeReport]) -> dict[str, list[str]]:
 
 
 def find_sharing_hosts(reports: Sequence[NodeReport]) -> list[str]:
-    """Return the names of machines that have one store together, which spares none of them; empty without such ones.
+    """Return the names of the machines that share one store; empty if none do.
 
     Args:
         reports: Reports of all ranks.

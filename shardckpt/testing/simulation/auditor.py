@@ -113,8 +113,8 @@ class ReplacedFiles:
                 self._removed.add(name)
         self._before = files.keys()
 
-    def excuse(self, folder: str, needed: Iterable[str], files: Mapping[str, object]) -> bool:
-        """Return True if a step lacks such files and no others, and record its folder."""
+    def note_late_commit(self, folder: str, needed: Iterable[str], files: Mapping[str, object]) -> bool:
+        """Record the folder of a `COMMIT` that lacks such files and no others; return True if it does."""
         missing = {name for name in needed if name not in files}
         is_late = bool(missing) and missing <= self._removed
         self._late |= {folder} if is_late else set()
@@ -350,7 +350,7 @@ class Auditor:
             content = read_content(self.scheduler.observe(lambda: load(url)))
         except ShardckptError as error:
             needed = [] if commit is None else _list_needed(url, commit)
-            if old is None and self._replaced.excuse(folder, needed, files):
+            if old is None and self._replaced.note_late_commit(folder, needed, files):
                 return  # the save has to notice it: no rank may report success
             is_emptied = any(name in self._emptied and name not in files for name in needed)
             is_flipped = any(each in self._flipped for each in files.values()) and not _has_read_damage(self, number)
