@@ -20,6 +20,7 @@ from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.plan.naming.fqn import make_cleaner
 from shardckpt.plan.naming.peft_names import to_file_name
 from shardckpt.plan.naming.sections import find_sections, model_paths
+from shardckpt.state.keys.kinds import has_own_elements
 from shardckpt.state.keys.slots import UnequalSteps
 from shardckpt.state.local.shared_bytes import SharedBytes, share_bytes
 from shardckpt.state.local.tensor_shards import LocalShard, TensorShards, end_address
@@ -395,6 +396,8 @@ def _find_mismatches(path: Path, entry: TensorEntry, array: TensorShards, *, can
     name, dtype = dotted(path), dtype_name(array.dtype)
     if any(shard.tensor.is_meta for shard in array.shards):
         yield f"no memory for {name}: it is on the meta device (`to_empty` gives some)"
+    elif opaque := [type(shard.tensor).__name__ for shard in array.shards if not has_own_elements(shard.tensor)]:
+        yield f"a tensor of the class {opaque[0]} cannot be filled: {name} (leave it out by `include`)"
     elif not all(has_memory(shard.tensor) for shard in array.shards):
         yield f"no memory for {name}: its storage was freed or made smaller (`untyped_storage().resize_` gives some)"
     if entry.shape != array.shape:

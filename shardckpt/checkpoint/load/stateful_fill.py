@@ -216,7 +216,6 @@ def _can_be_filled(own: torch.Tensor, entry: TensorEntry) -> bool:
     return (
         tuple(own.shape) == entry.shape
         and dtype_name(own.dtype) == entry.dtype
-        and type(own).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
         and own.layout is torch.strided
         and own.is_contiguous()
         and not (own.is_meta or own.is_inference() or own.is_quantized)

@@ -16,7 +16,7 @@ from shardckpt import dtypes
 from shardckpt.errors import ShardckptError, StateDictError, UnsupportedError, UsageError, describe_with_class
 from shardckpt.format.encodings.tagged_json import SCALARS, NamedValue
 from shardckpt.manifest import Path, dotted
-from shardckpt.state.keys.kinds import tensors
+from shardckpt.state.keys.kinds import has_own_elements, tensors
 
 PLAIN_TENSORS = frozenset({torch.Tensor, nn.Parameter})
 """Tensor classes without data besides their elements."""
@@ -195,14 +195,14 @@ def check_tensor(value: torch.Tensor, path: Path) -> None:
         kind = f"a tensor of type {dtype_name(value.dtype)}"
     elif value.is_meta:
         kind = "a tensor without data (on the meta device)"
-    elif not isinstance(value, DTensor) and type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    elif not isinstance(value, DTensor) and not has_own_elements(value):
         kind = f"a tensor of the class {type(value).__name__}"
     if kind:
         raise UnsupportedError(
             f"{kind} can be neither saved nor filled",
             where=dotted(path),
             expected="a dense tensor",
-            fix="Leave it out, or save it dense.",
+            fix="Leave it out and keep it with `torch.save`, or save it dense (`dequantize()`, `to_dense()`).",
         )
 
 
@@ -220,7 +220,10 @@ def has_memory(tensor: torch.Tensor) -> bool:
     """Return True if a strided tensor's storage has the bytes of all its elements.
 
     `tensor.untyped_storage().resize_(0)` frees a storage below its tensor, as FSDP does.
+    A tensor that its class makes of others has a storage that nobody writes.
     """
+    if not has_own_elements(tensor):
+        return False
     elements = tensor.numel()
     if elements and not tensor.is_contiguous():
         elements = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -232,9 +235,10 @@ def require_memory(tensor: torch.Tensor, path: Path) -> None:
     """Refuse a tensor whose storage does not have the bytes of all its elements.
 
     Raises:
-        UnsupportedError: Its storage was freed or made smaller.
+        UnsupportedError: Its storage was freed or made smaller, or its class makes it of other tensors.
     """
     if not has_memory(tensor):
+        check_tensor(tensor, path)
         raise UnsupportedError(
             "the storage of this tensor was freed or made smaller",
             where=dotted(path),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -161,10 +163,9 @@ def get_mesh_placements(tensor: torch.Tensor) -> MeshPlacements | None:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of a DTensor; a plain tensor itself."""
+    """Return the local tensor of a DTensor, after the collective that computes it; a plain tensor itself."""
     if not isinstance(tensor, DTensor):
         return tensor
-    if not torch.is_grad_enabled():
-        return tensor.to_local()
-    with torch.no_grad():
-        return tensor.to_local()
+    with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+        own = tensor.to_local()
+    return own.wait() if isinstance(own, AsyncCollectiveTensor) else own

@@ -62,6 +62,12 @@ class Buffer:
         assert tensor is not None
         return tensor
 
+    @property
+    def saved_value(self) -> torch.Tensor:
+        """The current tensor, detached, in the dtype that state dicts have; a copy only if the engine cast it."""
+        value = self.value.detach()
+        return value if value.dtype == self.dtype else value.to(self.dtype)
+
 
 @dataclass(frozen=True)
 class ModelIndex:

@@ -128,7 +128,7 @@ def local_model(model: nn.Module) -> LocalModel:
         for entry, shards in zip(adapter.entries, get_adapter_shards(adapter, values), strict=True):
             arrays[entry.name] = TensorShards(entry.shape, values.dtype, shards)
     buffers = {buffer.name: buffer for buffer in index.buffers if buffer.persistent}
-    shown = {name: buffer.value.detach().to(buffer.dtype) for name, buffer in buffers.items()}
+    shown = {name: buffer.saved_value for name, buffer in buffers.items()}
     arrays.update({name: get_tensor_shards(value) for name, value in shown.items()})
 
     def finish() -> None:

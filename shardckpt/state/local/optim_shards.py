@@ -18,6 +18,7 @@ from shardckpt.plan.optim.param_groups import match_settings, settings
 from shardckpt.state.adapters.engine_bucket import EngineBucketAdapter
 from shardckpt.state.adapters.model_index import ModelIndex, index_complete_model
 from shardckpt.state.adapters.replicated import ReplicatedAdapter
+from shardckpt.state.keys.kinds import has_own_elements
 from shardckpt.state.keys.slots import LARGEST_NOTE, OpaqueStateError, UnequalSteps, is_placed_as, largest
 from shardckpt.state.local.local_shards import LocalModel, get_adapter_shards, get_member_shards
 from shardckpt.state.local.tensor_shards import LocalShard, TensorShards, get_tensor_shards
@@ -201,8 +202,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 def _is_dense(own: torch.Tensor) -> bool:
     """Return True if a tensor is strided, not quantized and not a wrapper subclass."""
-    plain = type(own).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-    return plain and own.layout is torch.strided and not own.is_quantized
+    return has_own_elements(own) and own.layout is torch.strided and not own.is_quantized
 
 
 def _is_shaped(parameter: nn.Parameter, value: torch.Tensor) -> bool:

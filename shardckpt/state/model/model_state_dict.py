@@ -65,7 +65,7 @@ def _iter_full(index: ModelIndex, offload: bool, first_only: bool) -> Iterator[t
 def _buffers(index: ModelIndex, kind: StateKind, offload: bool) -> Iterator[tuple[str, torch.Tensor]]:
     for buffer in index.buffers:
         if buffer.persistent:
-            value = _to_kind(buffer.value.detach().to(buffer.dtype), kind)
+            value = _to_kind(buffer.saved_value, kind)
             yield buffer.name, _on_cpu(value) if offload else value
 
 
