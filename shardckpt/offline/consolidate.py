@@ -22,7 +22,7 @@ from shardckpt.offline.select.config_files import (
     find_config_files,
     untie_head,
 )
-from shardckpt.offline.select.options import ConversionParams, Options, parse_globs, parse_memory
+from shardckpt.offline.select.options import ConversionParams, Options, parse_dtype, parse_globs, parse_memory
 from shardckpt.offline.select.param_shapes import load_param_shapes
 from shardckpt.offline.select.selection import Selection, read_param_names, select
 from shardckpt.offline.targets.base import CONFIG_FILES, Conversion, drop_unsupported, require_quantization
@@ -196,7 +196,7 @@ def export(
     selection = select(reader, options, config.config)
     if options.dtype and any(tensor.dtype == FP8 for tensor in selection.model):
         selection, config = _import_fp8().dequantize(reader, options, selection, config)
-    selection = _with_warning_of_fp8(selection, options)
+    selection = _with_warning_of_uncast(selection, options)
     selection = drop_unsupported(selection, target, allow_loss=options.allow_loss)
     selection = _rekey(change(selection, config.config), options)
     if selection.unties_head:
@@ -223,16 +223,17 @@ def export(
     return run_conversion(plan, watch, on_progress, write)
 
 
-def _with_warning_of_fp8(selection: Selection, options: Options) -> Selection:
-    """Add a warning of the fp8 tensors that are written as they are although a cast is requested."""
-    left = [t.name for t in selection.model if options.dtype and t.dtype.startswith("float8")]
+def _with_warning_of_uncast(selection: Selection, options: Options) -> Selection:
+    """Add a warning of the parts of quantized weights that are written as they are although a cast is requested."""
+    dtype = parse_dtype(options.dtype)
+    left = [t.name for t in selection.model if dtype and t.dtype == t.entry.dtype != dtype and "float" in t.dtype]
     left = [name for name in left if not any(fnmatchcase(name, glob) for glob in options.keep_fp32)]
     if not left:
         return selection
-    count = "1 tensor in fp8 is" if len(left) == 1 else f"{len(left)} tensors in fp8 are"
+    count = "1 part of quantized weights is" if len(left) == 1 else f"{len(left)} parts of quantized weights are"
     warning = (
-        f"{count} not cast, such as {left[0]}: only weights with scales of blocks beside them,"
-        " named *_scale_inv, are taken back"
+        f"{count} not cast, such as {left[0]}: only fp8 with scales beside it, named *_scale_inv, is taken back; the"
+        " rest keeps its type and its scales"
     )
     return replace(selection, warnings=(*selection.warnings, warning))
 

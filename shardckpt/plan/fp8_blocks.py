@@ -16,6 +16,7 @@ from shardckpt.dtypes import FLOATS
 from shardckpt.errors import UnsupportedError, UsageError
 from shardckpt.manifest import TensorEntry
 from shardckpt.plan.naming.fqn import require_matches
+from shardckpt.plan.quantized_weights import QUANTIZATION_CONFIG
 
 METHOD = "fp8-block"
 """Name of the method in `--quantize`."""
@@ -29,9 +30,6 @@ Blocks = tuple[int, int]
 
 BLOCK: Blocks = (128, 128)
 """The blocks that are written."""
-
-QUANTIZATION_CONFIG = "quantization_config"
-"""Key of `config.json`."""
 
 _KEPT_KEY = "modules_to_not_convert"
 _SCALE_SUFFIX = "_scale_inv"
@@ -140,23 +138,43 @@ def _dots(name: str) -> list[int]:
     return [*(match.start() for match in re.finditer(r"\.", name)), len(name)]
 
 
-def find_scaled(tensors: Mapping[str, TensorEntry], config: Mapping[str, object]) -> tuple[list[str], Blocks]:
-    """Return the fp8 weights that have scales beside them, and the shape of a block.
+def find_scaled(
+    tensors: Mapping[str, TensorEntry], config: Mapping[str, object], keep: Sequence[str] = ()
+) -> dict[str, Blocks]:
+    """Return the fp8 weights that have scales beside them, each with the shape of its blocks.
+
+    A weight with one scale is one block.
+
+    Args:
+        tensors: Tensors of the model by name.
+        config: Content of `config.json`.
+        keep: Globs of weights to leave out.
 
     Raises:
         UnsupportedError: Scales do not have the shape that the blocks need.
     """
-    found = [name for name, entry in tensors.items() if entry.dtype == DTYPE and name_scale(name) in tensors]
     block = _read_block(config)
-    for name in found:
-        shape, scales = tensors[name].shape, tensors[name_scale(name)].shape
-        if len(shape) != 2 or scales != count_blocks(shape, block):
-            raise UnsupportedError(
-                f"the scales of {name} do not have the shape that its blocks need",
-                found=list(scales),
-                expected=f"a scale for each block of {' x '.join(map(str, block))} of {list(shape)}",
-            )
-    return found, block
+    found: dict[str, Blocks] = {}
+    for name, entry in tensors.items():
+        if entry.dtype == DTYPE and name_scale(name) in tensors and not _matches(name, keep):
+            found[name] = _fit_block(name, entry.shape, tensors[name_scale(name)].shape, block)
+    return found
+
+
+def _fit_block(name: str, shape: Shape, scales: Shape, block: Blocks | None) -> Blocks:
+    """Return the shape of the blocks of a weight, which its scales have to fit."""
+    if len(shape) == 2:
+        if scales in ((), (1,)) or (block is None and scales == (1, 1)):
+            return (shape[0], shape[1])
+        if block is not None and scales == count_blocks(shape, block):
+            return block
+    size = "one for the weight" if block is None else f"one for each block of {' x '.join(map(str, block))}"
+    raise UnsupportedError(
+        f"the scales of {name} do not have the shape that its blocks need",
+        found=list(scales),
+        expected=f"{size}, of {list(shape)}",
+        fix="Leave the weight as it is with --keep-fp32.",
+    )
 
 
 def drop_quantization(config: Mapping[str, object], names: Iterable[str] | None) -> dict[str, object]:
@@ -175,10 +193,12 @@ def drop_quantization(config: Mapping[str, object], names: Iterable[str] | None)
     return {**rest, QUANTIZATION_CONFIG: {**quantization, _KEPT_KEY: kept}}
 
 
-def _read_block(config: Mapping[str, object]) -> Blocks:
-    """Return the shape of a block; the usual one if the config does not say."""
+def _read_block(config: Mapping[str, object]) -> Blocks | None:
+    """Return the shape of a block; the usual one if the config does not say, None if it says that there are none."""
     quantization = config.get(QUANTIZATION_CONFIG)
-    block = quantization.get("weight_block_size") if isinstance(quantization, Mapping) else None
+    block = quantization.get("weight_block_size", BLOCK) if isinstance(quantization, Mapping) else BLOCK
+    if block is None:
+        return None
     if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
         return (block[0], block[1])
     return BLOCK

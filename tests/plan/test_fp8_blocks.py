@@ -89,7 +89,8 @@ def test_scales_that_do_not_fit_the_blocks_are_refused() -> None:
         **entries(["a.weight"], "float8_e4m3fn", (256, 100)),
         **entries(["a.weight_scale_inv"], "float32", (2, 1)),
     }
-    assert find_scaled(tensors, {}) == (["a.weight"], (128, 128))
-    assert find_scaled(entries(["a.weight"], "float8_e4m3fn"), {})[0] == []
+    assert find_scaled(tensors, {}) == {"a.weight": (128, 128)}
+    assert find_scaled(tensors, {}, ["a.*"]) == {}
+    assert find_scaled(entries(["a.weight"], "float8_e4m3fn"), {}) == {}
     with pytest.raises(UnsupportedError, match=r"a\.weight .*\[2, 1\].*64 x 128"):
         find_scaled(tensors, {"quantization_config": {"weight_block_size": [64, 128]}})

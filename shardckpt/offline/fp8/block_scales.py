@@ -172,7 +172,8 @@ class BlockDequantizer:
 
     def _read(self, index: int) -> NDArray[np.float32]:
         entry = self._entry
-        box = Box((index, 0), (1, entry.shape[1]))
+        one_row = (1, entry.shape[1]) if len(entry.shape) == 2 else entry.shape  # a weight may have one scale
+        box = Box((index, 0)[: len(one_row)], one_row)
         data = memoryview(bytearray(nbytes(entry.stored, box.volume)))
         with self._lock:  # threads share the decoders of encoded scales
             self._pieces.fill([ReadItem(entry.pieces, box, entry.stored, data)])

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from fnmatch import fnmatchcase
 
 from shardckpt.errors import UsageError
 from shardckpt.format.reader import Reader
@@ -15,6 +14,7 @@ from shardckpt.offline.select.options import Options, parse_dtype
 from shardckpt.offline.select.selection import Selection
 from shardckpt.plan import fp8_blocks
 from shardckpt.plan.layout.output_files import OutputTensor
+from shardckpt.plan.quantized_weights import QUANTIZATION_CONFIG, find_quantized, list_uncast
 
 
 def quantize(
@@ -45,7 +45,7 @@ def quantize(
     model: list[OutputTensor] = []
     for name, tensor in tensors.items():
         model += _quantize_weight(reader, tensor) if name in set(chosen) else [tensor]
-    changed = {**config.config, fp8_blocks.QUANTIZATION_CONFIG: fp8_blocks.plan_config(entries, chosen)}
+    changed = {**config.config, QUANTIZATION_CONFIG: fp8_blocks.plan_config(entries, chosen)}
     warnings = (*selection.warnings, *_warn_of_shapes([tensors[name] for name in chosen]))
     return replace(selection, model=tuple(model), warnings=warnings), replace(config, config=changed, is_changed=True)
 
@@ -81,15 +81,26 @@ def dequantize(
     """
     tensors = {tensor.name: tensor for tensor in selection.model}
     entries = {name: tensor.entry for name, tensor in tensors.items()}
-    found, block = fp8_blocks.find_scaled(entries, config.config)
-    found = [name for name in found if not any(fnmatchcase(name, glob) for glob in options.keep_fp32)]
+    found = fp8_blocks.find_scaled(entries, config.config, options.keep_fp32)
     if not found:
         return selection, config
     dtype = parse_dtype(options.dtype)
-    for name in found:
+    for name, block in found.items():
         scales = tensors.pop(fp8_blocks.name_scale(name)).entry
         tensors[name] = replace(tensors[name], dtype=dtype, change=BlockDequantizer(reader.store, scales, block))
     rest = [name for name, tensor in tensors.items() if tensor.dtype == fp8_blocks.DTYPE]
     changed = fp8_blocks.drop_quantization(config.config, found if rest else None)
     config = replace(config, config=changed, is_changed=changed != config.config)
-    return replace(selection, model=tuple(tensors.values())), config
+    unused = _list_unused(entries, tensors, found)
+    left_out = (*selection.left_out, *(f"{name} (of a weight that is fp8 no more)" for name in unused))
+    model = tuple(tensor for name, tensor in tensors.items() if name not in unused)
+    return replace(selection, model=model, left_out=left_out), config
+
+
+def _list_unused(
+    entries: Mapping[str, TensorEntry], tensors: Mapping[str, OutputTensor], found: Iterable[str]
+) -> list[str]:
+    """Return what only the fp8 of weights needed that have been taken back, such as scales of their inputs."""
+    written = {name: entries[name]._replace(stored=tensor.dtype, delivered="") for name, tensor in tensors.items()}
+    plain = {name.rpartition(".")[0] for name in found} - find_quantized(written).keys()
+    return [name for name in list_uncast(entries, {}) if name in tensors and name.rpartition(".")[0] in plain]

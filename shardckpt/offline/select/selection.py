@@ -30,6 +30,7 @@ from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.plan.naming import fqn as names
 from shardckpt.plan.naming import sections, weights
 from shardckpt.plan.naming.fqn import NamedModel, name_model
+from shardckpt.plan.quantized_weights import list_uncast
 from shardckpt.storage.resolve_url import open_store, split
 from shardckpt.storage.store import read_bytes
 
@@ -101,10 +102,11 @@ def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Se
     state = chosen.state
     wanted = [chosen.tensors[n] for n in kept] + (list(state.tensors.values()) if state else [])
     resolved = iter(locate(reader, manifest, wanted))
+    uncast = list_uncast(chosen.tensors, config) if options.dtype else frozenset()
     unasked = [r for r in (found.model, *found.optimizers) if _is_unasked(r, found, options)]
     return Selection(
         model=tuple(
-            OutputTensor(n, next(resolved), chosen.casts.get(n) or _target_dtype(n, chosen.tensors[n], options))
+            OutputTensor(n, next(resolved), chosen.casts.get(n) or _target_dtype(n, chosen.tensors[n], options, uncast))
             for n in kept
         ),
         optim=tuple(OutputTensor(n, e, e.dtype) for n, e in zip(state.tensors, resolved, strict=True)) if state else (),
@@ -291,9 +293,10 @@ def _tops(manifest: Manifest) -> str:
     return ", ".join(list(tops)[:8]) or "nothing"
 
 
-def _target_dtype(name: str, entry: TensorEntry, options: Options) -> str:
+def _target_dtype(name: str, entry: TensorEntry, options: Options, uncast: Set[str]) -> str:
     dtype = parse_dtype(options.dtype)
-    if not dtype or entry.dtype not in FLOATS or any(fnmatchcase(name, glob) for glob in options.keep_fp32):
+    is_kept = not dtype or entry.dtype not in FLOATS or name in uncast
+    if is_kept or any(fnmatchcase(name, glob) for glob in options.keep_fp32):
         return entry.dtype
     return dtype
 

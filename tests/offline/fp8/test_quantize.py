@@ -229,7 +229,9 @@ def test_blocks_of_another_shape_are_taken_back_and_excepted_weights_stay(tmp_pa
     )
     (src / "config.json").write_text('{"quantization_config": {"weight_block_size": [64, 32]}}')
     report = shardckpt.convert(src, tmp_path / "out", dtype="fp32", keep_fp32="b.*")
-    assert [line.partition(":")[0] for line in report.warnings] == ["1 tensor in fp8 is not cast, such as plain.weight"]
+    assert [line.partition(":")[0] for line in report.warnings] == [
+        "1 part of quantized weights is not cast, such as plain.weight"
+    ]
     found = load_folder(tmp_path / "out")
     assert sorted(found) == ["a.weight", "b.weight", "b.weight_scale_inv", "plain.weight"]
     wide = scales.repeat_interleave(64, 0).repeat_interleave(32, 1)[:100, :90]
