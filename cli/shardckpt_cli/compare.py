@@ -121,10 +121,9 @@ def _layer_row(found: LayerDifference) -> tuple[str, ...]:
 def _tensor_row(found: TensorDifference) -> tuple[str, ...]:
     numbers = ""
     if found.max_abs is not None:
-        numbers = (
-            f"max abs {found.max_abs:.3g}, max rel {found.max_rel:.3g}, NaN {found.nans[0]} / {found.nans[1]},"
-            f" L2 {found.l2:.3g}, rel L2 {found.relative_l2:.3g}"
-        )
+        numbers = f"max abs {found.max_abs:.3g}, max rel {found.max_rel:.3g}, NaN {found.nans[0]} / {found.nans[1]}"
+        if found.l2 is not None:
+            numbers += f", L2 {found.l2:.3g}, rel L2 {found.relative_l2:.3g}"
         if found.kind == "values" and found.max_abs == 0:
             numbers += ": other bits of equal numbers (-0.0, or a NaN)"
     return output.show_name(found.name), _say(found.kind), _both(f"{found.a or ''}", f"{found.b or ''}"), numbers

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from shardckpt.errors import UsageError, escape
@@ -129,6 +129,9 @@ def _diff(
         first, second = (_Side(side.reader, side.rules, side.read(asked, by_ids=True)) for side in (first, second))
     for prefix in _list_differently_named(first, second):
         _refuse_optimizer(prefix, first.held, second.held)
+    taken = {*first.tensors, *second.tensors}
+    for side in (first, second):
+        side.held.merge_slots(taken)
     return _compare_sides(a, b, first, second, asked, on_progress)
 
 
@@ -142,7 +145,7 @@ def _refuse_optimizer(prefix: str, *sides: Canonical) -> None:
     """Exclude an optimizer from the comparison, with the reason."""
     for held in sides:
         found = held.optimizers[prefix]
-        held.tensors = {name: entry for name, entry in held.tensors.items() if name not in found.tensors}
+        held.slots = {name: entry for name, entry in held.slots.items() if name not in found.tensors}
         held.values = {path: value for path, value in held.values.items() if path not in found.values}
         held.groups.pop(prefix, None)
     names = sorted({held.optimizers[prefix].root or "optimizer" for held in sides})
@@ -337,7 +340,9 @@ def _compare(name: str, a: _Side, b: _Side, tolerance: Tolerance) -> TensorDiffe
         return _compare_types(name, left, right)
     [left] = locate(a.reader, a.reader.manifest, [left])
     [right] = locate(b.reader, b.reader.manifest, [right])
-    return compare_tensors(name, (a.reader, left), (b.reader, right), tolerance)
+    found = compare_tensors(name, (a.reader, left), (b.reader, right), tolerance)
+    is_counter = name in a.held.counters and name in b.held.counters
+    return replace(found, l2=None, norm=None) if found and is_counter else found
 
 
 def _compare_types(name: str, left: TensorEntry | None, right: TensorEntry | None) -> TensorDifference | None:

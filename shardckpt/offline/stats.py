@@ -67,6 +67,7 @@ def stats(
     with gc_paused():
         reader = open_checkpoint(source, base)
         found = read_canonical(reader, parse_part(part or "all"))
+        found.merge_slots()
     entries, unwanted = found.tensors, set[str]() if part == "all" or include else found.counters
     chosen = select_names(entries, include, exclude)
     tensors = tuple(

@@ -446,3 +446,51 @@ def test_numbers_of_half_a_byte_are_compared_and_not_measured(tmp_path: Path) ->
     [found] = shardckpt.diff(a, b).differences
     assert (found.kind, found.max_abs, found.l2) == ("values", None, None)
     assert shardckpt.diff(a, a).same
+
+
+def save_optimizer(path: Path, model: dict[str, torch.Tensor], moment: float = 5.0, step: float = 1.0) -> str:
+    """Save a model with the state of its optimizer, whose moments differ by parameter."""
+    state = {
+        number: {"step": torch.tensor(step), "exp_avg": torch.full((2,), moment + number)}
+        for number in range(len(model))
+    }
+    groups = [{"lr": 0.1, "params": list(state), "param_names": list(model)}]
+    torch.save({"model": model, "optimizer": {"state": state, "param_groups": groups}}, path)
+    return str(path)
+
+
+def test_a_parameter_with_the_name_of_a_slot_is_compared_and_so_is_the_slot(tmp_path: Path) -> None:
+    model = {"x": torch.zeros(2), "x/exp_avg": torch.ones(2)}
+    a = save_optimizer(tmp_path / "a.pt", model)
+    shardckpt.consolidate(a, tmp_path / "folder", part="all")
+    found = shardckpt.diff(a, tmp_path / "folder")
+    assert (found.compared, found.differences) == (6, ())
+    b = save_optimizer(tmp_path / "b.pt", model | {"x/exp_avg": torch.ones(2) + 3})
+    [difference] = shardckpt.diff(a, b).differences
+    assert (difference.name, difference.max_abs) == ("x/exp_avg", 3.0)
+    c = save_optimizer(tmp_path / "c.pt", model, moment=7.0)
+    names = [difference.name for difference in shardckpt.diff(a, c).differences]
+    assert names == ["x/exp_avg (of the optimizer)", "x/exp_avg/exp_avg"]
+    [alone] = shardckpt.diff(a, c, part="optim", include=["x/exp_avg"]).differences
+    assert alone.max_abs == 2.0
+
+
+def test_a_slot_equals_no_parameter_of_its_name(tmp_path: Path) -> None:
+    a = save_optimizer(tmp_path / "a.pt", {"x": torch.zeros(2)})
+    torch.save({"model": {"x": torch.zeros(2), "x/exp_avg": torch.full((2,), 5.0)}}, tmp_path / "b.pt")
+    found = shardckpt.diff(a, tmp_path / "b.pt")
+    assert [(each.name, each.kind) for each in found.differences] == [
+        ("x/exp_avg", "only_in_b"),
+        ("x/exp_avg (of the optimizer)", "only_in_a"),
+        ("x/step", "only_in_a"),
+    ]
+
+
+def test_counters_differ_and_have_no_part_in_norms(tmp_path: Path) -> None:
+    model = {"layers.0.w": torch.zeros(2)}
+    a, b = (save_optimizer(tmp_path / f"{step}.pt", model, step, step) for step in (1.0, 1001.0))
+    found = shardckpt.diff(a, b)
+    moment, counter = found.differences
+    assert (counter.name, counter.max_abs, counter.l2, counter.norm) == ("layers.0.w/step", 1000.0, None, None)
+    [layer] = found.layers
+    assert (layer.tensor_count, layer.l2, layer.norm) == (2, moment.l2, moment.norm)

@@ -97,3 +97,12 @@ def test_numbers_of_four_bits_are_counted_as_numbers(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data)
     [found] = shardckpt.stats(tmp_path).tensors
     assert (found.min, found.max, found.zeros, found.mean) == (-6.0, 6.0, 4, 1.5 / 8)
+
+
+def test_a_parameter_with_the_name_of_a_slot_has_statistics_and_so_has_the_slot(tmp_path: Path) -> None:
+    state = {"x": {"step": torch.tensor(3.0), "m": torch.full((4,), 2.0)}}
+    optimizer = {"state": state, "param_groups": [{"params": ["x", "x/m"]}]}
+    torch.save({"model": {"x": torch.zeros(4), "x/m": torch.ones(4)}, "optimizer": optimizer}, tmp_path / "a.pt")
+    found = shardckpt.stats(tmp_path / "a.pt")
+    assert {each.name: each.max for each in found.tensors} == {"x": 0.0, "x/m": 1.0, "x/m (of the optimizer)": 2.0}
+    assert found.left_out == ("x/step",)

@@ -6,7 +6,7 @@ beside a model: `optimizer*.safetensors` and `param_groups.json`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -100,20 +100,24 @@ def _open_files(store: Store, files: Files) -> Reader:
     sizes = files.sizes
     headers = read_headers(store, {name: size for name, size in sizes.items() if size >= 0})
     is_dcp = any(_SHARDING_INFO in header.metadata for header in headers.values())
-    tensors = _join_dcp_boxes(store, headers) if is_dcp else _full_tensors(store, headers, files.weight_map)
+    of_model, of_optimizer = (
+        _join_dcp_boxes(store, chosen) if is_dcp else _full_tensors(store, chosen, weight_map)
+        for chosen, weight_map in _split_files(headers, files.weight_map)
+    )
     notes = [
         f"{name} is {sizes[name] - header.data_start - header.data_bytes} bytes longer than its header says"
         for name, header in headers.items()
         if sizes[name] > header.data_start + header.data_bytes
     ]
     metadata = dict(chain.from_iterable(h.metadata.items() for h in headers.values()))
-    aliases = _aliases(tensors, metadata)
+    tensors, aliases = of_model, _aliases(of_model, metadata)
     for name in aliases:
         tensors[name] = TensorEntry(name, *_same_as(tensors[aliases[name]]))
     objects: dict[Path, ObjectEntry] = {}
     if any(name.startswith(OPTIMIZER) for name in sizes):
         groups = _param_groups(store, files.param_groups)
-        tensors = _split_optimizer(tensors, groups)
+        tensors = {("model", *path): entry._replace(path=("model", *path)) for path, entry in tensors.items()}
+        tensors |= _name_slots(of_optimizer, groups)
         values = {(OPTIMIZER, "param_groups"): groups.groups, **_state_values(groups.values)}
         if not any(path[:2] == (OPTIMIZER, _STATE) for path in (*tensors, *values)):
             values[OPTIMIZER, _STATE] = {}
@@ -223,19 +227,25 @@ def _same_as(entry: TensorEntry) -> tuple[Shape, str, tuple[Piece, ...]]:
     return entry.shape, entry.stored, entry.pieces
 
 
-def _split_optimizer(tensors: Mapping[Path, TensorEntry], groups: OptimizerFile) -> dict[Path, TensorEntry]:
-    """Move optimizer tensors below `optimizer`, all others below `model`."""
-    moved: dict[Path, TensorEntry] = {}
+def _split_files(
+    headers: Mapping[str, Header], weight_map: Mapping[str, str]
+) -> Iterator[tuple[dict[str, Header], dict[str, str]]]:
+    """Yield the files of the model and their index, then those of the optimizer, whose names are apart."""
+    for is_optimizer in (False, True):
+        yield (
+            {file: header for file, header in headers.items() if file.startswith(OPTIMIZER) == is_optimizer},
+            {name: file for name, file in weight_map.items() if file.startswith(OPTIMIZER) == is_optimizer},
+        )
+
+
+def _name_slots(tensors: Mapping[Path, TensorEntry], groups: OptimizerFile) -> dict[Path, TensorEntry]:
+    """Return the tensors of the optimizer's files by parameter and slot."""
+    named: dict[Path, TensorEntry] = {}
     for path, entry in tensors.items():
-        name = str(path[0])
-        file = entry.pieces[0].file if entry.pieces else ""
-        if not file.startswith(OPTIMIZER):
-            moved["model", name] = entry._replace(path=("model", name))
-            continue
-        for rest, each in groups.entries(name, entry):
-            path = (OPTIMIZER, _STATE, *rest)
-            moved[path] = each._replace(path=path)
-    return moved
+        for rest, each in groups.entries(str(path[0]), entry):
+            place = (OPTIMIZER, _STATE, *rest)
+            named[place] = each._replace(path=place)
+    return named
 
 
 def _state_values(values: object) -> dict[Path, object]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
@@ -53,8 +53,9 @@ class Canonical:
     """Content of the requested part of a checkpoint.
 
     Attributes:
-        tensors: Name to array. Model tensors have the names of the unwrapped model, optimizer state has names
-            `<parameter>/<slot>`, other tensors their dotted paths.
+        tensors: Name to array. Model tensors have the names of the unwrapped model, other tensors their dotted paths;
+            `merge_slots` adds the optimizers' state.
+        slots: `<parameter>/<slot>` to array, of the optimizers.
         values: Path to value, for all values that are not tensors; the first key of an optimizer's value is its prefix.
         groups: Prefix of an optimizer's names to its groups; the prefix of the only optimizer is empty.
         refused: Name to the reason why its value cannot be read.
@@ -68,6 +69,7 @@ class Canonical:
     """
 
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    slots: dict[str, TensorEntry] = field(default_factory=dict)
     values: dict[Path, object] = field(default_factory=dict)
     groups: dict[str, Groups] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
@@ -76,6 +78,17 @@ class Canonical:
     left_out: tuple[str, ...] = ()
     counters: set[str] = field(default_factory=set)
     warnings: list[str] = field(default_factory=list)
+
+    def merge_slots(self, taken: Set[str] = frozenset()) -> None:
+        """Add the slots to the tensors; the name of a slot says so if another tensor, here or in `taken`, has it."""
+        for slot, entry in self.slots.items():
+            name = slot
+            while name in self.tensors or name in taken:
+                name += " (of the optimizer)"
+            self.tensors[name] = entry
+            if slot.rpartition("/")[2] == _STEP_SLOT:
+                self.counters.add(name)
+        self.slots = {}
 
 
 def read_canonical(reader: Reader, part: Part, rules: Sequence[Rule] = (), *, by_ids: bool = False) -> Canonical:
@@ -149,8 +162,7 @@ class _Naming:
             values.update({(f"{prefix}{name}/{slot}",): value for slot, value in slots.items()})
         values.update({(*root, *path): v for path, v in raw.values.items() if not _is_known(path)})
         made = self._made
-        made.tensors.update(tensors)
-        made.counters.update(key for key in tensors if key.rpartition("/")[2] == _STEP_SLOT)
+        made.slots.update(tensors)
         made.values.update(values)
         if state.groups:
             made.groups[prefix] = index_groups(state.groups, are_stored=state.has_groups)
@@ -182,7 +194,8 @@ class _Naming:
             if path in known or (root is not None and self._is_read(root, path)):
                 continue
             name = dotted(path)
-            name = name if name not in self._made.tensors else f"{name} (beside the model)"
+            while name in self._made.tensors:
+                name += " (beside the model)"
             self._made.tensors[name] = entry
             if _is_integer(entry) or entry.shape == ():
                 self._made.counters.add(name)

@@ -25,8 +25,9 @@ class TensorDifference:
         max_abs: Largest absolute difference; None if values were not compared.
         max_rel: Largest difference relative to the larger magnitude; None if values were not compared.
         nans: Number of NaNs in the first and in the second.
-        l2: L2 norm of the difference, infinite if it is not finite; None if values were not compared.
-        norm: L2 norm of the finite elements of the second; None if values were not compared.
+        l2: L2 norm of the difference, infinite if it is not finite; None if values were not compared, and for a counter
+            (of steps, of batches) or a random generator's state, which have no part in the norms of layers.
+        norm: L2 norm of the finite elements of the second; None where `l2` is.
     """
 
     name: str
@@ -52,7 +53,8 @@ class TensorDifference:
     @property
     def message(self) -> str:
         """The difference as one sentence."""
-        numbers = "" if self.l2 is None else f"; max abs {self.max_abs:.3g}, L2 {self.l2:.3g}"
+        numbers = "" if self.max_abs is None else f"; max abs {self.max_abs:.3g}"
+        numbers += "" if self.l2 is None else f", L2 {self.l2:.3g}"
         return _describe_difference(self.name, self.kind, f"{self.a or ''}", f"{self.b or ''}") + numbers
 
 

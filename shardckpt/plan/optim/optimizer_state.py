@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardckpt.boxes import Shape
-from shardckpt.errors import AmbiguousError, UsageError
+from shardckpt.errors import AmbiguousError, NameCollisionError, UsageError
 from shardckpt.layout import FlatLayout, from_json
 from shardckpt.manifest import Manifest, Path, TensorEntry, dotted
 from shardckpt.plan.optim.match_ids import GIVE_NAMES, has_match, match_by_kind, match_in_order
@@ -136,7 +136,10 @@ def key_by_name(
     for name, slots in named[STATE].items():
         for slot, value in slots.items():
             if isinstance(value, TensorEntry):
-                tensors[f"{name}/{slot}"] = value
+                key = f"{name}/{slot}"
+                if key in tensors:
+                    raise NameCollisionError(f"two slots would both be named {key!r}", where=dotted(value.path))
+                tensors[key] = value
             else:
                 scalars.setdefault(name, {})[slot] = value
     stored_order = {id(entry): at for at, entry in enumerate(raw.tensors.values())}

@@ -355,3 +355,12 @@ def test_all_kinds_of_elements_are_found(tmp_path: Path) -> None:
     reader = open_checkpoint(write(tmp_path, {"model.safetensors": tensors}))
     for name, tensor in load_file(tmp_path / "model.safetensors").items():
         assert_same(reader, (name,), tensor)
+
+
+@pytest.mark.parametrize("has_index", [False, True])
+def test_a_slot_and_a_parameter_of_one_name_are_both_read(has_index: bool, tmp_path: Path) -> None:
+    index = {"weight_map": {"x/m": "model.safetensors"}, "metadata": {"optimizer_files": ["optimizer.safetensors"]}}
+    files = {"model.safetensors": {"x/m": ones(1)}, "optimizer.safetensors": {"x/m": ones(2)}}
+    url = write(tmp_path, files, index if has_index else None)
+    shapes = {path: entry.shape for path, entry in open_checkpoint(url).manifest.tensors.items()}
+    assert shapes == {("model", "x/m"): (1,), ("optimizer", "state", "x", "m"): (2,)}

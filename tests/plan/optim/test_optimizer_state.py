@@ -76,6 +76,11 @@ class TestByName:
         with pytest.raises(NameCollisionError, match="c/m"):
             key_by_name(clashing, MODEL, clean=make_cleaner(["c"]))
 
+    def test_two_slots_of_one_name_are_refused(self) -> None:
+        clashing = raw({("state", "c", "m/v"): (5,), ("state", "c/m", "v"): (5,)})
+        with pytest.raises(NameCollisionError, match="c/m/v"):
+            key_by_name(clashing, MODEL)
+
     def test_groups_stored_value_by_value_are_put_back_in_order(self) -> None:
         values: dict[Path, object] = {("param_groups", i, "lr"): i / 10 for i in (10, 2, 0)}
         found = key_by_name(raw({}, values), MODEL)
