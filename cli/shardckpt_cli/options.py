@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Annotated
 
 import typer
@@ -106,3 +106,16 @@ def require_order(sort: str, orders: Collection[str]) -> None:
     """Refuse a value of `--sort` that is not one of `orders`."""
     if sort not in orders:
         raise typer.BadParameter(f"--sort must be one of {', '.join(orders)}, got {sort}")
+
+
+def require_with(needed: str, is_given: object, others: Mapping[str, object]) -> None:
+    """Refuse options that do nothing without another one.
+
+    Args:
+        needed: The other option.
+        is_given: Its value; false if it was not given.
+        others: Options to their values.
+    """
+    for name, value in others.items():
+        if value and not is_given:
+            raise typer.BadParameter(f"{name} does nothing without {needed}")

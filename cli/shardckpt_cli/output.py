@@ -175,9 +175,10 @@ def list_members(cls: type) -> tuple[str, ...]:
 def warn(lines: Iterable[str]) -> None:
     """Print warnings to stderr, one per line."""
     from shardckpt.errors import escape
+    from shardckpt_cli.exits import to_shell
 
     for line in lines:
-        print(f"warning: {escape(line)}", file=sys.stderr)
+        print(f"warning: {to_shell(escape(line))}", file=sys.stderr)
 
 
 def left_out(places: Sequence[str]) -> None:

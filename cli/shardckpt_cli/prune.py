@@ -13,11 +13,14 @@ from shardckpt_cli import exits, options, output
 if TYPE_CHECKING:
     from shardckpt import UnfinishedFolder
 
+_UNFINISHED_FOR = "1d"
 _Last = Annotated[int | None, typer.Option("--keep-last", metavar="N", help="Keep the newest N steps.")]
 _Every = Annotated[int | None, typer.Option("--keep-every", metavar="N", help="Keep steps that N divides.")]
 _Best = Annotated[int | None, typer.Option("--keep-best", metavar="N", help="Keep the best N steps by --metric.")]
-_Metric = Annotated[str, typer.Option("--metric", metavar="NAME", help="Metric that --keep-best compares.")]
-_Mode = Annotated[str, typer.Option("--mode", help="Which metric is the best: min or max.")]
+_Metric = Annotated[
+    str, typer.Option("--metric", metavar="NAME", help="Metric that --keep-best compares. Default: loss.")
+]
+_Mode = Annotated[str, typer.Option("--mode", help="Which metric is the best: min (the default) or max.")]
 _For = Annotated[
     str | None, typer.Option("--keep-for", metavar="TIME", help="Keep steps that are younger than this: 36h, 7d, 2w.")
 ]
@@ -38,11 +41,11 @@ def prune(
     keep_last: _Last = None,
     keep_every: _Every = None,
     keep_best: _Best = None,
-    metric: _Metric = "loss",
-    mode: _Mode = "min",
+    metric: _Metric = "",
+    mode: _Mode = "",
     keep_for: _For = None,
     verify: _Verify = False,
-    unfinished_for: _Unfinished = "1d",
+    unfinished_for: _Unfinished = _UNFINISHED_FOR,
     dry_run: _Dry = False,
     as_json: options.AllAsJson = False,
 ) -> None:
@@ -53,14 +56,15 @@ def prune(
     import shardckpt
     from shardckpt.errors import escape
 
+    options.require_with("--keep-best", keep_best, {"--metric": metric, "--mode": mode})
     exits.on_interrupt_message("steps removed so far are gone, all others are complete")
     done = shardckpt.prune(
         root,
         keep_last=keep_last,
         keep_every=keep_every,
         keep_best=keep_best,
-        metric=metric,
-        mode=mode,  # type: ignore[arg-type]  # checked there
+        metric=metric or "loss",
+        mode=mode or "min",  # type: ignore[arg-type]  # checked there
         keep_for=keep_for,
         verify=verify,
         unfinished_for=unfinished_for,
@@ -69,6 +73,8 @@ def prune(
     if as_json:
         output.print_json(done)
         return
+    if not (keep_last or keep_every or keep_best or keep_for) and unfinished_for == _UNFINISHED_FOR:
+        print(_NO_RULE, file=sys.stderr)
     output.show_incomplete([step for step in done.incomplete if not step.is_unfinished])
     _show_unfinished(done.unfinished)
     verb = "would remove" if dry_run else "removed"
@@ -82,6 +88,9 @@ def prune(
     print(
         f"{stay} {len(done.kept)}, the newest {done.kept[-1].number}" if done.kept else f"{stay} none: none is complete"
     )
+
+
+_NO_RULE = "no rule: all complete steps stay; name --keep-last, --keep-every, --keep-best or --keep-for"
 
 
 def _show_unfinished(folders: Sequence[UnfinishedFolder]) -> None:

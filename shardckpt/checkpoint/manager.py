@@ -55,7 +55,7 @@ class Checkpointer:
             are given.
         metric: Name of the metric that `keep_best` and `best` rank by.
         mode: Whether the best step has the smallest or the largest metric.
-        keep_for: Age up to which steps are kept: a timedelta, seconds, or text such as `"7d"`.
+        keep_for: Age up to which steps are kept: a timedelta, or text with a unit such as `"36h"`, `"7d"`, `"2w"`.
         save_every: `should_save` returns True for multiples of this.
         dedup: Write only tensors that changed since the newest complete step, after a restore from the root since the
             loaded one, and refer to older steps for the others. Removing a step keeps the files that others refer to.

@@ -223,7 +223,7 @@ def prune(
     *,
     steps: Collection[int] | None = None,
     verify: bool = False,
-    unfinished_for: timedelta | float | str = "1d",
+    unfinished_for: timedelta | str | int = "1d",
     dry_run: bool = False,
     **rules: Unpack[RetentionParams],
 ) -> Pruned:
@@ -241,11 +241,11 @@ def prune(
             other rules. Without any rule all steps are kept.
         metric: Metric for `keep_best`, one of those saved with the steps.
         mode: Whether the best step has the smallest or the largest metric.
-        keep_for: Minimum age of removed steps: a timedelta, seconds, or text such as `"36h"` or `"7d"`.
+        keep_for: Minimum age of removed steps: a timedelta, or text with a unit such as `"36h"`, `"7d"`, `"2w"`.
         verify: Check every block of the newest step before removing any; a damaged step is ignored, and the one before
             is checked. Without it only its manifest is read.
         unfinished_for: Minimum time without a change after which folders of unfinished saves and removals are removed:
-            as for `keep_for`. With less than the time of a save, no job may save into the run.
+            as for `keep_for`, or 0. With less than the time of a save, no job may save into the run.
         dry_run: Remove nothing.
 
     Returns:

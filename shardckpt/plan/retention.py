@@ -22,8 +22,9 @@ ORPHAN_TTL_S = 24 * 3600.0
 PAUSE_S = 30 * 24 * 3600.0
 """Seconds between two steps above which the elapsed time is not trusted."""
 
-_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_TIME = re.compile(rf"(\d+(?:\.\d+)?) ?([{''.join(_SECONDS)}]?)")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_TIME = re.compile(rf"(\d+(?:\.\d+)?) ?([{''.join(_SECONDS)}])")
+_NO_UNIT = re.compile(r"-?\d+(\.\d+)?")
 
 
 class SavedStep(NamedTuple):
@@ -53,7 +54,7 @@ class RetentionParams(TypedDict, total=False):
     keep_best: int | None
     metric: str
     mode: Literal["min", "max"]
-    keep_for: timedelta | float | str | None
+    keep_for: timedelta | str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,9 @@ class Retention:
             UsageError: A rule has an invalid value.
         """
         require_keywords(function, rules, RetentionParams.__annotations__)
-        keep_for_s = parse_seconds(rules.pop("keep_for", None))
+        keep_for_s = parse_age("keep_for", rules.pop("keep_for", None))
+        if keep_for_s == 0:
+            raise UsageError("`keep_for` must be longer than nothing", found="0", expected="a time such as 7d")
         return cls(**rules, keep_for_s=keep_for_s)  # type: ignore[misc]  # mypy does not see that `keep_for` is gone
 
     def __post_init__(self) -> None:
@@ -132,46 +135,29 @@ def _is_duration(seconds: object) -> bool:
         return False
 
 
-def parse_seconds(time: timedelta | float | str | None) -> float | None:
-    """Parse a time in seconds; None stays None.
-
-    Args:
-        time: A timedelta, a number of seconds, or text: a number and `s`, `m`, `h`, `d` or `w`.
-
-    Raises:
-        UsageError: The value is not a time.
-    """
-    seconds = _seconds(time)
-    if seconds == 0:
-        raise UsageError("`keep_for` must be longer than nothing", found=repr(time), expected="a time such as 7d")
-    return seconds
-
-
-def parse_age(name: str, time: timedelta | float | str | None) -> float | None:
-    """Parse an age in seconds, which may be 0; None stays None.
+def parse_age(name: str, time: timedelta | str | int | None) -> float | None:
+    """Parse an age in seconds; None stays None.
 
     Args:
         name: Name of the argument, for messages.
-        time: As for `parse_seconds`.
+        time: A timedelta, or text: a number and `s`, `m`, `h`, `d` or `w`. A number without a unit is refused, since
+            its reader would have to guess: 7 days, or 7 seconds. 0 needs none.
 
     Raises:
         UsageError: The value is not a time.
     """
-    seconds = _seconds(time)
-    if seconds is not None and not _is_duration(seconds):
-        raise UsageError(f"`{name}` must be a time", found=repr(time), expected="0 seconds or more")
-    return seconds
-
-
-def _seconds(time: timedelta | float | str | None) -> float | None:
-    if isinstance(time, timedelta):
+    text = str(time).strip() if isinstance(time, (str, Real)) else ""
+    match = _TIME.fullmatch(text)
+    if match:
+        return float(match[1]) * _SECONDS[match[2]]
+    if time is None or text == "0":
+        return None if time is None else 0.0
+    if _NO_UNIT.fullmatch(text):
+        units = ", ".join(f"{text}{unit}" for unit in "hd")
+        raise UsageError(f"`{name}` must have a unit", found=repr(time), expected=f"{units} or {text}w")
+    if isinstance(time, timedelta) and time >= timedelta(0):
         return time.total_seconds()
-    if not isinstance(time, str):
-        return time
-    match = _TIME.fullmatch(time.strip())
-    if not match:
-        raise UsageError("this is not a time", found=repr(time), expected="a number and s, m, h, d or w, such as 7d")
-    return float(match[1]) * _SECONDS[match[2]]
+    raise UsageError(f"`{name}` must be a time", found=repr(time), expected="a number and s, m, h, d or w, such as 7d")
 
 
 def with_trusted_times(steps: Iterable[SavedStep], now: float, *, may_be_over: bool = False) -> list[SavedStep]:

@@ -174,6 +174,8 @@ class TestSaveAndRestore:
             {"save_every": 0},
             {"keep_for": -1},
             {"keep_for": "0d"},
+            {"keep_for": timedelta(days=-1)},
+            {"keep_for": True},
             {"keep_for": [1]},
             {"mode": "most"},
             {"metric": 5},
@@ -671,7 +673,7 @@ class TestRetention:
         assert ck.steps() == (2, 3, 4)
         assert saved(Checkpointer(tmp_path, keep_best=1, keep_last=1), 5).steps() == (4, 5)
 
-    @pytest.mark.parametrize("told", [timedelta(hours=1), 3600, "1h", "60 m"], ids=str)
+    @pytest.mark.parametrize("told", [timedelta(hours=1), "3600s", "1h", "60 m"], ids=str)
     def test_those_of_the_last_hour_stay(self, told, tmp_path, monkeypatch):
         ck = saved(Checkpointer(tmp_path, keep_for=told), 1, 2)
         assert ck.steps() == (1, 2)

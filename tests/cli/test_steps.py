@@ -217,7 +217,26 @@ def test_prune_knows_the_rules_that_a_checkpointer_has(tmp_path: Path) -> None:
     assert run_here("ls", tmp_path).out == "2\n3\n4\n"
     wrong = run_here("prune", tmp_path, "--keep-for", "soon")
     assert wrong.code == 2
-    assert "this is not a time; found 'soon'" in wrong.err
+    assert "--keep-for must be a time; found 'soon'" in wrong.err
+    bare = run_here("prune", tmp_path, "--keep-for", "7")
+    assert bare.code == 2
+    assert "--keep-for must have a unit; found '7'; expected 7h, 7d or 7w" in bare.err
+    assert run_here("ls", tmp_path).out == "2\n3\n4\n"
+
+
+def test_prune_without_a_rule_says_that_all_steps_stay(root: Path) -> None:
+    found = run_here("prune", root)
+    assert found.out == "kept 3, the newest 15\n"
+    assert "no rule: all complete steps stay; name --keep-last, --keep-every, --keep-best or --keep-for" in found.err
+    assert "no rule" not in run_here("prune", root, "--keep-last", 9).err
+
+
+@pytest.mark.parametrize("option", [("--metric", "loss"), ("--mode", "max")])
+def test_a_metric_without_keep_best_is_refused(option: tuple[str, str], root: Path) -> None:
+    found = run_here("prune", root, *option, "--keep-last", 1)
+    assert found.code == 2
+    assert f"{option[0]} does nothing without --keep-best" in found.err
+    assert run_here("ls", root).out == "5\n10\n15\n"
 
 
 def test_prune_says_what_it_leaves_in_a_removed_step(root: Path) -> None:
@@ -270,7 +289,7 @@ def test_prune_says_what_a_killed_prune_left_and_from_when_it_may_go(root: Path)
     killed = root / f".{step_name(25)}.partial-0123456789ab"
     killed.mkdir()
     (killed / "data").write_bytes(bytes(5000))
-    (line,) = run_here("prune", root).err.splitlines()
+    (line,) = run_here("prune", root, "--keep-last", 9).err.splitlines()
     assert line.startswith("not complete: 4 folders, ")
     assert f"{killed.name}, {step_name(5)}, {step_name(10)}, {step_name(20)}. They may go from 20" in line
     assert line.endswith("if no job saves into this run, --unfinished-for 0 removes them now")

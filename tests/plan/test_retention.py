@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt.errors import UsageError
-from shardckpt.plan.retention import ORPHAN_TTL_S, Retention, SavedStep, is_expired, steps_to_delete, with_trusted_times
+from shardckpt.plan.retention import (
+    ORPHAN_TTL_S,
+    Retention,
+    SavedStep,
+    is_expired,
+    parse_age,
+    steps_to_delete,
+    with_trusted_times,
+)
 
 NOW = 1_000_000.0
 DAY = 24 * 3600.0
@@ -218,3 +226,14 @@ class TestLeftovers:
         assert not is_expired(NOW - ORPHAN_TTL_S + 1, NOW)
         assert not is_expired(NOW + 5, NOW)
         assert not is_expired(None, NOW)
+
+
+@pytest.mark.parametrize("time", [7, 7.5, "7", " 7 ", "0.5"], ids=repr)
+@pytest.mark.parametrize("name", ["keep_for", "unfinished_for"])
+def test_a_time_without_a_unit_is_refused_with_the_units(name: str, time: float | str) -> None:
+    with pytest.raises(UsageError, match=rf"`{name}` must have a unit.*expected [\d.]+h, [\d.]+d or [\d.]+w"):
+        parse_age(name, time)  # type: ignore[arg-type]  # what users pass
+
+
+def test_nothing_needs_no_unit() -> None:
+    assert (parse_age("unfinished_for", 0), parse_age("unfinished_for", "0")) == (0, 0)

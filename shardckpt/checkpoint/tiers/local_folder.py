@@ -23,7 +23,7 @@ class Local:
         every: Capture the steps whose number is a multiple of this.
         keep_last: Number of newest steps to keep; without rules all steps are kept.
         keep_every: Keep steps whose number is a multiple of this.
-        keep_for: Age up to which steps are kept: a timedelta, seconds, or text such as `"7d"`.
+        keep_for: Age up to which steps are kept: a timedelta, or text with a unit such as `"36h"`, `"7d"`, `"2w"`.
 
     Raises:
         UsageError: An argument has an invalid value, or the path is a URL of a store.
@@ -33,7 +33,7 @@ class Local:
     every: int = 1
     keep_last: int | None = 1
     keep_every: int | None = None
-    keep_for: timedelta | float | str | None = None
+    keep_for: timedelta | str | None = None
 
     def __post_init__(self) -> None:
         if type(self.every) is not int or self.every < 1:
