@@ -46,6 +46,7 @@ def ls(
     Others are reported on stderr.
     """
     import shardckpt
+    from shardckpt.errors import escape
 
     long = long or bool(metric)
     found = shardckpt.ls(root, metrics=long or as_json, proof=proof or as_json, durability=durability)
@@ -69,6 +70,8 @@ def ls(
         for step in found.complete:
             print(step.number)
     output.show_incomplete(found.incomplete)
+    if not (found.complete or found.incomplete or found.durability or found.captures):
+        print(f"{escape(found.root)}: no step is here; the folder is empty", file=sys.stderr)
 
 
 _COLUMNS = ("step", "size", "saved", "metrics", "best", "statistics", "proof")

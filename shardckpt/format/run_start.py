@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 
-from shardckpt.errors import UnknownFormatError, UsageError
-from shardckpt.format.native.run_directory import read_run
+from shardckpt.errors import CheckpointError, StorageError, UnknownFormatError, UsageError
+from shardckpt.format.native.run_directory import StepFolder, read_run
 from shardckpt.format.registry import checkpoint_in
 from shardckpt.storage.resolve_url import find_missing_bucket, kind, local_path, missing_bucket_error, open_store
+from shardckpt.storage.store import Store
 
 _FIX = (
     "Name the folder that holds the steps of a run (step-00000100, ...). "
@@ -38,6 +39,35 @@ def require_start_of_run(url: str) -> None:
             raise missing_bucket_error(bucket)
     else:
         _require_parent(os.path.abspath(path))
+
+
+def describe_fault(store: Store, step: StepFolder) -> str:
+    """Return why a step is not complete; of a folder that no save wrote, what it is and how to start from it.
+
+    Args:
+        store: Store whose root is the run.
+        step: Incomplete step.
+    """
+    if not step.is_foreign:
+        return step.fault
+    url = f"{store.url.rstrip('/')}/{step.name}"
+    try:
+        found = checkpoint_in(url)
+    except (CheckpointError, StorageError):
+        found = ""
+    return str(
+        UnknownFormatError(
+            "this is named like a step, but no save of shardckpt wrote it",
+            where=url,
+            found=found or ", ".join(step.others[:_SHOWN]),
+            fix=f"To start from it, load it with shardckpt.load({url!r}, state), and save steps into another folder."
+            if found
+            else "Save steps into another folder.",
+        )
+    )
+
+
+_SHOWN = 3
 
 
 def _require_parent(path: str) -> None:

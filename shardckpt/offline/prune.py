@@ -32,7 +32,7 @@ from shardckpt.format.native.run_directory import (
     read_run_to_remove,
     with_sound_newest,
 )
-from shardckpt.format.run_start import require_start_of_run
+from shardckpt.format.run_start import describe_fault, require_start_of_run
 from shardckpt.format.witness.step_witness import CaptureWitness, read_capture_witnesses, read_step_witness
 from shardckpt.offline.results.proofs import StepProof
 from shardckpt.offline.verify import verify as verification
@@ -384,7 +384,7 @@ def describe_steps(store: Store, steps: Iterable[StepFolder]) -> tuple[StepInfo,
             _path(store, each),
             each.nbytes,
             each.saved_at,
-            each.fault,
+            describe_fault(store, each),
             is_unfinished=each.is_unfinished and not each.is_base,
         )
         for each in steps

@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -701,6 +702,18 @@ class TestRetention:
         ck = saved(Checkpointer(tmp_path, keep_last=1), 1, 2)
         assert ck.steps() == (2,)
         assert sorted(os.listdir(tmp_path)) == [step_name(2), "step-1"]
+
+    @pytest.mark.parametrize("files", ["dcp", "notes"])
+    def test_a_restore_calls_what_no_save_wrote_no_interrupted_save(self, files, fixtures, tmp_path):
+        if files == "dcp":
+            shutil.copytree(fixtures / "dcp_plain_nasty_w1" / "ckpt", tmp_path / "step-100")
+        else:
+            (tmp_path / "step-100").mkdir()
+            (tmp_path / "step-100" / "notes.txt").write_bytes(b"precious")
+        with pytest.raises(NoCompleteCheckpoint, match="no save of shardckpt wrote it") as raised:
+            Checkpointer(tmp_path).restore(state())
+        assert ("shardckpt.load(" in str(raised.value)) == (files == "dcp")
+        assert not any(word in str(raised.value) for word in ("interrupted", "repair", "remove"))
 
     @pytest.mark.parametrize("store", ["disk", "memory", "bucket"])
     def test_what_no_save_wrote_stays_in_a_removed_step_and_is_named_once(self, store, tmp_path, monkeypatch):

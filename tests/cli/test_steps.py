@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -191,9 +192,27 @@ def test_a_plain_ls_reads_no_manifest(root: Path, monkeypatch: pytest.MonkeyPatc
     assert len(read) == 3
 
 
-def test_ls_of_an_empty_folder_prints_nothing(tmp_path: Path) -> None:
+def test_ls_of_an_empty_folder_says_so_on_stderr(tmp_path: Path) -> None:
     found = run_here("ls", tmp_path)
-    assert (found.code, found.out, found.err) == (0, "", "")
+    assert (found.code, found.out) == (0, "")
+    assert found.err == f"{tmp_path}: no step is here; the folder is empty\n"
+
+
+@pytest.mark.parametrize("verb", ["ls", "prune"])
+def test_a_dcp_folder_named_like_a_step_is_called_one(verb: str, fixtures: Path, tmp_path: Path) -> None:
+    shutil.copytree(fixtures / "dcp_plain_nasty_w1" / "ckpt", tmp_path / "step-100")
+    found = run_here(verb, tmp_path)
+    assert found.code == 0
+    assert "named like a step, but no save of shardckpt wrote it; found a checkpoint (torch distributed" in found.err
+    assert f"shardckpt.load('{tmp_path}/step-100', state), and save steps into another folder" in found.err
+    assert not any(word in found.err for word in ("interrupted", "repair", "remove"))
+
+
+def test_ls_of_an_accelerate_project_names_its_checkpoints(fixtures: Path, tmp_path: Path) -> None:
+    shutil.copytree(fixtures / "accelerate_fsdp2_full_llama_w2" / "ckpt", tmp_path / "checkpoints" / "checkpoint_0")
+    found = run_here("ls", tmp_path)
+    assert found.code == 2
+    assert "no step of a run is here; found checkpoints/checkpoint_0 (accelerate)" in found.err
 
 
 def test_prune_removes_what_no_rule_keeps(root: Path) -> None:

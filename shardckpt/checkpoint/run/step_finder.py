@@ -29,7 +29,7 @@ from shardckpt.format.native.run_directory import (
     read_step,
     step_name,
 )
-from shardckpt.format.run_start import require_start_of_run
+from shardckpt.format.run_start import describe_fault, require_start_of_run
 from shardckpt.storage.publication import target_exists_error
 from shardckpt.storage.resolve_url import as_place, fix_folder, local_path, open_store
 from shardckpt.storage.store import Store
@@ -254,7 +254,8 @@ class StepFinder:
         newest = next((step for step in reversed(run.complete) if step in matching), None)
         faulty = [step for step in reversed(matching) if not step.is_complete]
         newer = [step for step in faulty if newest is None or step.number > newest.number]
-        faults = [StepFault(step.number, step.fault) for step in newer if newest is None or not step.is_foreign]
+        shown = [step for step in newer if newest is None or not step.is_foreign]
+        faults = [StepFault(step.number, describe_fault(self.open_store(), step)) for step in shown]
         if wanted is None and newest is None and all(step.has_only_begun for step in faulty):
             faults = []  # the first save of the run was killed
         unreadable = next((step.fault for step in newer if step.is_newer), "")

@@ -159,7 +159,7 @@ def _build_no_checkpoint_error(
     what = "no step here is complete" if wanted is None else f"step {wanted} is not complete, or not here"
     listed = [fault.text for fault in (*damages, *faults)]
     more = f"; and {len(listed) - SHOWN} more" if len(listed) > SHOWN else ""
-    fix = "To begin anew, choose another folder or remove these steps." if listed else "Choose one that `ls` lists."
+    fix = "To begin anew, choose another folder." if listed else "Choose one that `ls` lists."
     shown = "; ".join(fault.rstrip(".") for fault in listed[:SHOWN])
     return NoCompleteCheckpoint(what, where=root, found=shown + more, fix=f"{fix} {MIXED}" if damages else fix)
 
