@@ -224,7 +224,7 @@ FOUND: dict[str, tuple[Scenario, Style]] = {
         EACH,
     ),
     "core.params.tensor_extension:_PendingAll.wait:wait": (scenarios.gathers_by_extensions, EACH),
-    "core.params.unsharded_params:UnshardedParams._wait_for_kept_memory:make_gathers_wait": (
+    "core.params.unsharded_params:UnshardedParams._make_gather_wait:make_gathers_wait": (
         scenarios.gathers_into_kept_storage,
         EACH,
     ),
@@ -243,7 +243,7 @@ FOUND: dict[str, tuple[Scenario, Style]] = {
         scenarios.drops_extended_parameters_that_are_gathered,
         EACH,
     ),
-    "core.params.unsharded_params:UnshardedParams._launch_all_gather:make_gathers_wait": (
+    "core.params.unsharded_params:UnshardedParams._make_gather_wait:make_gathers_wait again": (
         scenarios.keeps_slices_within_a_forward,
         EACH,
     ),

@@ -630,11 +630,15 @@ class Twice(nn.Module):
         return self.inner(self.inner(x))
 
 
-def keeps_slices_within_a_forward(style: Style) -> None:
+def twice_in_slices() -> Any:
     """The second call gathers the slices that the first one keeps."""
     model = Twice()
     core.fully_shard(model.inner, reshard_after_forward=2)
-    core.fully_shard(model)
+    return core.fully_shard(model)
+
+
+def keeps_slices_within_a_forward(style: Style) -> None:
+    model = twice_in_slices()
     train(model, torch.optim.SGD(model.parameters()))
 
 
@@ -658,20 +662,29 @@ class TwiceExtended(nn.Module):
         return self.inner(x) + self.inner(2 * x)
 
 
-def gathers_into_kept_storage(style: Style) -> None:
+def twice_into_kept_storage() -> Any:
     """The second call gathers into the memory that the first one reads."""
     model = core.fully_shard(TwiceExtended())
     model.set_keep_unsharded_storage(True)
-    train_extended(model)
+    return model
 
 
-def casts_into_kept_storage(style: Style) -> None:
+def gathers_into_kept_storage(style: Style) -> None:
+    train_extended(twice_into_kept_storage())
+
+
+def twice_cast_into_kept_storage() -> Any:
     """The second call casts parameters into the memory that the first one reads; each rank stores everything."""
     model = Twice()
     settings = {"mesh": grid(2), "mp_policy": core.MixedPrecisionPolicy(param_dtype=LOW)}
     core.fully_shard(model.inner, **settings)
     core.fully_shard(model, **settings)
     model.set_keep_unsharded_storage(True)
+    return model
+
+
+def casts_into_kept_storage(style: Style) -> None:
+    model = twice_cast_into_kept_storage()
     train(model, torch.optim.SGD(model.parameters()))
 
 
@@ -869,6 +882,24 @@ def test_a_graph_can_capture_forward_and_backward(style, keeps):
             return checker.operations
 
     assert min(run(2, body)) > 0
+
+
+@pytest.mark.parametrize(
+    ("world", "make", "width"),
+    [(4, twice_in_slices, 5), (2, twice_into_kept_storage, 6), (2, twice_cast_into_kept_storage, 5)],
+)
+def test_a_graph_can_capture_a_unit_that_runs_twice(world, make, width):
+    """The second gather waits for what the first run does with the memory that it reads or fills."""
+
+    def body(rank: int, world: int) -> None:
+        with checked() as checker:
+            model = make()
+            model(torch.ones(2, width)).sum().backward()
+            with checker.capturing():
+                for _ in range(2):
+                    model(torch.ones(2, width)).sum().backward()
+
+    run(world, body)
 
 
 @pytest.mark.parametrize(("world", "strategy"), [(2, NONE), (4, HYBRID)], ids=["no shards", "replicas"])

@@ -286,13 +286,13 @@ class ExtendedParams(UnshardedParams):
         size = self._layout.group.size
         if self.is_unsharded or self._pending is not None:
             return False
+        self._make_gather_wait()
         with profile_range("all_gather", self._layout.name.text), self.streams.use_gather_stream():
             self._inputs, self._metadata = self._call_pre_all_gather()
             if self._outputs is None:
                 self._outputs = _Outputs(
                     [ResizableStorage(part.numel() * size, part.dtype, part.device) for part in self._inputs]
                 )
-            self._wait_for_kept_memory()
             self._outputs.allocate()
             pairs = zip(self._outputs.gathered, self._inputs, strict=True)
             what = f"gather {self._layout.name}"

@@ -234,6 +234,7 @@ class UnshardedParams:
             return False
         if full_precision and not self.is_full_precision:
             self._use_stored_dtype()
+        self._make_gather_wait()
         with profile_range("all_gather", self._layout.name.text), self.streams.use_gather_stream():
             try:
                 self._pending = self._launch_all_gather(self._current.buffer)
@@ -252,7 +253,6 @@ class UnshardedParams:
             self._current.set_requires_grad(index, on)
 
     def _launch_all_gather(self, buffer: ResizableStorage) -> Pending:
-        self._wait_for_kept_memory()
         what, dtype = f"gather {self._layout.name.text}", buffer.tensor.dtype
         if self._layout.packing.is_direct:
             buffer.allocate()
@@ -261,7 +261,6 @@ class UnshardedParams:
             numel = self._layout.packing.all_gather_numel
             incoming = self._gather_output = allocate(self.custom_all_gather, numel, dtype, self.device)
         if self._partial_shard is not None and self.post_forward_group is not None:
-            self.streams.make_gathers_wait(self._partial_shard_event)
             return self.post_forward_group.all_gather(incoming, self._partial_shard, what)
         shard = self._stored.data.detach()
         if shard.dtype != dtype or shard.device != incoming.device:
@@ -270,11 +269,16 @@ class UnshardedParams:
             shard = incoming[rank * chunk : (rank + 1) * chunk].copy_(shard, non_blocking=True)
         return self._layout.group.all_gather(incoming, shard, what, self.custom_all_gather)
 
-    def _wait_for_kept_memory(self) -> None:
-        """Make an all-gather into kept memory wait for the computation that reads it."""
+    def _make_gather_wait(self) -> None:
+        """Make an all-gather wait for the computation that reads kept memory, and for the copy of a kept shard.
+
+        The current stream has to be that of the computation: in a graph the all-gather waits for it, without events.
+        """
         if self._kept_event is not None or (self.keeps_storage and self.streams.is_capturing):
             self.streams.make_gathers_wait(self._kept_event)
             self._kept_event = None
+        if self._partial_shard is not None:
+            self.streams.make_gathers_wait(self._partial_shard_event)
 
     def wait_all_gather(self, *, keep_partial_shard: bool = False) -> int:
         """Wait for the all-gather, so that the full parameters can be read.
