@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import site
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import NamedTuple, ParamSpec, TypeVar
 
@@ -37,7 +38,7 @@ class Plugin(NamedTuple):
 
 
 def find_plugins(groups: tuple[str, ...], built_in: tuple[str, ...]) -> tuple[Plugin, ...]:
-    """Return the entry points of some groups, by name.
+    """Return the entry points of some groups of installed distributions, by name.
 
     Entry points with clashing names are ignored, with a warning.
 
@@ -45,25 +46,55 @@ def find_plugins(groups: tuple[str, ...], built_in: tuple[str, ...]) -> tuple[Pl
         groups: Names of entry point groups.
         built_in: Names that the package itself defines.
     """
-    return _find_plugins(groups, built_in, tuple(sys.path))
+    return _find_plugins(groups, built_in, find_installed())
+
+
+def find_installed() -> tuple[str, ...]:
+    """Return the folders of `sys.path` whose distributions are installed.
+
+    They are the folders from which Python itself runs code as it starts: those of packages, those that their `.pth`
+    files name, and absolute ones in `PYTHONPATH`. Neither the working directory nor the folder of a script counts: it
+    may be that of a checkpoint.
+    """
+    named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    installed = {os.path.realpath(each) for each in named if os.path.isabs(each)}
+    with suppress(OSError):  # the working directory was removed
+        installed.discard(os.getcwd())
+    installed |= _find_site_folders()
+    return tuple(each for each in sys.path if os.path.isabs(each) and os.path.realpath(each) in installed)
+
+
+@cache
+def _find_site_folders() -> frozenset[str]:
+    """Return the folders of installed packages, and those that their `.pth` files name."""
+    folders = [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
+    for folder in tuple(folders):
+        for name in os.listdir(folder) if os.path.isdir(folder) else ():
+            if name.endswith(".pth"):
+                with open(os.path.join(folder, name), encoding="utf-8-sig", errors="surrogateescape") as lines:
+                    folders += (os.path.join(folder, line.rstrip()) for line in lines)
+    return frozenset(map(os.path.realpath, folders))
 
 
 @cache
 def _find_plugins(groups: tuple[str, ...], built_in: tuple[str, ...], path: tuple[str, ...]) -> tuple[Plugin, ...]:
     if not _has_entry_points(groups, path):
         return ()
-    from importlib.metadata import entry_points  # noqa: PLC0415  (0.03 s, which most commands can do without)
+    from importlib.metadata import distributions  # noqa: PLC0415  (0.03 s, which most commands can do without)
 
     plugins: dict[str, list[Plugin]] = {}
-    for group in groups:
+    seen = set()
+    for each in distributions(path=[*path]):
         try:
-            points = tuple(entry_points(group=group))
-        except Exception as error:  # noqa: BLE001  (one distribution's file that cannot be parsed raises whatever it raises)
-            warn_of_plugin(f"no plugin of {group} is used: an entry_points.txt cannot be read: {error}")
-            return ()
-        for point in points:
-            owner = f"{point.dist.name} {point.dist.version}" if point.dist else "an unknown distribution"
-            plugins.setdefault(point.name, []).append(Plugin(point.name, group, owner, point.load))
+            points = [point for point in each.entry_points if point.group in groups]
+        except Exception as error:  # noqa: BLE001  (a file that cannot be parsed raises whatever it raises)
+            warn_of_plugin(f"no plugin of {each.name} is used: its entry_points.txt cannot be read: {error}")
+            continue
+        if points and each.name not in seen:  # one distribution may be installed in two folders
+            seen.add(each.name)
+            for point in points:
+                owner = f"{each.name} {each.version}"
+                plugins.setdefault(point.name, []).append(Plugin(point.name, point.group, owner, point.load))
     for name, rivals in plugins.items():
         owners = [*(["shardckpt"] if name in built_in else []), *(each.distribution for each in rivals)]
         if len(owners) > 1:
@@ -81,7 +112,7 @@ def _has_entry_points(groups: tuple[str, ...], path: tuple[str, ...]) -> bool:
     sections = [f"[{group}]".encode() for group in groups]
     for folder in path:
         try:
-            names = os.listdir(folder or ".")
+            names = os.listdir(folder)
         except NotADirectoryError:
             return True  # an archive, which `importlib.metadata` can read
         except OSError:
@@ -89,7 +120,7 @@ def _has_entry_points(groups: tuple[str, ...], path: tuple[str, ...]) -> bool:
         for name in names:
             if name.endswith((".dist-info", ".egg-info")):
                 try:
-                    with open(f"{folder or '.'}/{name}/entry_points.txt", "rb") as file:
+                    with open(f"{folder}/{name}/entry_points.txt", "rb") as file:
                         text = file.read()
                         if any(section in text for section in sections):
                             return True

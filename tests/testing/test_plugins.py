@@ -21,6 +21,7 @@ from command import ENVIRONMENT
 from safetensors.numpy import save_file
 
 import shardckpt
+from shardckpt import plugins
 from shardckpt.errors import FormatError, ShardckptError, UnknownFormatError, UnsupportedError, UsageError
 from shardckpt.offline.targets.target_registry import BUILT_IN
 from shardckpt.testing import ReaderSuite, TargetSuite
@@ -46,6 +47,7 @@ def site(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
     """A folder of installed distributions, empty."""
     folder = tmp_path_factory.mktemp("site")
     monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
     return folder
 
 
@@ -296,7 +298,7 @@ def test_entry_points_that_cannot_be_read_leave_the_built_in_formats(site: Path,
     install(site, "[shardckpt.formats]\nnpy = npy_reader:FORMAT\n", npy_reader=READER)
     install(site, "[console_scripts]\njunk\n", "junk")
     save_file({"w": np.ones(3, np.float32)}, tmp_path / "model.safetensors")
-    with pytest.warns(RuntimeWarning, match=r"an entry_points\.txt cannot be read"):
+    with pytest.warns(RuntimeWarning, match=r"no plugin of junk is used: its entry_points\.txt cannot be read"):
         shardckpt.consolidate(tmp_path / "model.safetensors", tmp_path / "out", to="dcp")
     assert shardckpt.inspect(tmp_path / "out").format == "dcp"
 
@@ -669,3 +671,60 @@ def test_the_suite_finds_a_broken_target_without_a_reader(
     source = write_source(tmp_path / "source", {"w": np.arange(6, dtype=np.float32).reshape(2, 3)})
     with pytest.raises((AssertionError, UsageError)):
         suite.test_every_value_is_read_back("convert", "5GB", source, tmp_path / "out")
+
+
+@pytest.fixture
+def downloaded(tmp_path: Path) -> Path:
+    """A checkpoint beside a module and an entry point of it, which nobody installed."""
+    folder = tmp_path / "downloaded"
+    folder.mkdir()
+    save_file({"w": np.ones(3, np.float32)}, folder / "model.safetensors")
+    points = "[shardckpt.formats.first]\nnotes = notes:FORMAT\n[fsspec.specs]\nmemory = notes:FORMAT\n"
+    install(folder, points, "notes", notes="print('executed')", safetensors="print('executed')")
+    return folder
+
+
+def run_there(folder: Path, *command: str, path: str = "") -> str:
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    env = kept | ({"PYTHONPATH": path} if path else {})
+    done = subprocess.run([sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+INSPECT = "import shardckpt; print(shardckpt.inspect({!r}).format); print(*shardckpt.list_targets())"
+
+
+def test_nothing_in_the_working_directory_runs_in_a_program(downloaded: Path) -> None:
+    (downloaded / "safetensors.py").unlink()  # Python itself looks there first for a module that a program imports
+    for path in ("", ".", os.pathsep, str(downloaded)):
+        assert "executed" not in run_there(downloaded, "-c", INSPECT.format("."), path=path)
+
+
+def test_the_command_as_a_module_imports_nothing_from_the_working_directory(downloaded: Path) -> None:
+    assert "executed" not in run_there(downloaded, "-m", "shardckpt_cli", "inspect", ".")
+    run_there(downloaded, "-m", "shardckpt_cli", "consolidate", ".", "memory://out")
+
+
+def test_a_plugin_beside_the_script_or_in_an_earlier_working_directory_is_not_used(downloaded: Path) -> None:
+    (downloaded / "safetensors.py").unlink()
+    (downloaded / "script.py").write_text(INSPECT.format(str(downloaded)))
+    assert "executed" not in run_there(downloaded.parent, str(downloaded / "script.py"))
+    code = "import os; os.chdir('..'); " + INSPECT.format(str(downloaded))
+    assert "executed" not in run_there(downloaded, "-c", f"import sys; sys.path[0] = {str(downloaded)!r}; {code}")
+
+
+def test_a_plugin_in_a_folder_that_site_packages_name_is_used(
+    site: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a legacy editable install writes it."""
+    monkeypatch.delenv("PYTHONPATH")
+    install(site, "[shardckpt.formats]\nnpy = npy_reader:FORMAT\n", npy_reader=READER)
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    monkeypatch.setattr("site.getsitepackages", lambda: [str(packages), str(tmp_path / "missing")])
+    monkeypatch.setattr(plugins, "_find_site_folders", plugins._find_site_folders.__wrapped__)
+    with pytest.raises(UnknownFormatError):
+        shardckpt.inspect(folder)
+    (packages / "easy-install.pth").write_text(f"# folders\nimport os\n{site}\n")
+    monkeypatch.syspath_prepend(str(packages))
+    assert shardckpt.inspect(folder).format == "npy"
