@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from shardckpt.checkpoint.run.step_finder import require_step_number
 from shardckpt.errors import UsageError
 
 _SIGNAL, _FAILURE = 1, 2
+
+_handlers_before: list[dict[int, Any]] = []  # of each `watch`, the outermost first
 
 
 @dataclass
@@ -115,12 +118,13 @@ class SaveSchedule:
         try:
             for number in numbers:
                 before[number] = _set_handler(number, self._note)
+            _handlers_before.append(before)
             self._is_watching = True
             yield
         finally:
             self._is_watching = False
-            for number, handler in before.items():
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            _restore_handlers(before)
+            _handlers_before[:] = filter(None, _handlers_before)
 
     def _note(self, _number: int, _frame: FrameType | None) -> None:
         self.has_signal = True
@@ -148,6 +152,25 @@ def _set_handler(number: int, handler: Callable[[int, FrameType | None], None]) 
         return signal.signal(number, handler)
     except (ValueError, OSError) as error:
         raise UsageError("this signal cannot be handled here", found=error, expected="the main thread") from error
+
+
+def _restore_handlers(before: dict[int, Any]) -> None:
+    while before:
+        number, handler = before.popitem()
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def _restore_handlers_in_child() -> None:
+    """Make a fork end as it would outside of the blocks: `multiprocessing` ends its daemons and pools by SIGTERM."""
+    while _handlers_before:
+        numbers = [*_handlers_before[-1]]
+        _restore_handlers(_handlers_before.pop())
+        for number in numbers:  # schedulers send these to loader workers too, which must live until the save
+            if number != signal.SIGTERM and signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, signal.SIG_IGN)
+
+
+os.register_at_fork(after_in_child=_restore_handlers_in_child)
 
 
 def _merge_flags(messages: list[bytes]) -> list[bytes]:
