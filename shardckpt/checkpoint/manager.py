@@ -45,7 +45,7 @@ class Checkpointer:
 
     A step is kept if one of the `keep_` rules keeps it; without rules all steps are kept. Only complete steps count.
     The newest complete step and the step that was just saved are never removed. Files of saves that never committed are
-    removed a day after their last change.
+    removed a day after their last change. A copy, also one by pickle, has the same arguments and begins anew.
 
     Args:
         root: Folder of the run: a path, or a URL that fsspec supports.
@@ -115,6 +115,19 @@ class Checkpointer:
         self._on_event, self._claims = on_event, DurabilityClaims(self._finder, on_event)
         self._attempts = open_attempts(self._finder, self._schedule, max_failed_restores, has_tiers=bool(tiers))
         self.root, self._group = self._finder.root, process_group
+        self._arguments = {
+            "save_every": save_every,
+            "dedup": dedup,
+            "tiers": tiers,
+            "max_failed_restores": max_failed_restores,
+            "process_group": process_group,
+            "on_event": on_event,
+            "witness": witness,
+            **rules,
+        }
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return _make_again, (type(self), self.root, self._arguments)
 
     def path(self, step: int) -> str:
         """Return the path or URL of a step; UsageError unless it is an integer from 0."""
@@ -337,6 +350,10 @@ class Checkpointer:
                 alone receives signals.
         """
         return self._schedule.watch(require_signals(numbers) or (signal.SIGTERM,))
+
+
+def _make_again(kind: type[Checkpointer], root: str, arguments: dict[str, Any]) -> Checkpointer:
+    return kind(root, **arguments)
 
 
 class _AskedStep(NamedTuple):

@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import json
 import os
+import pickle
 import shutil
 import signal
 import threading
@@ -1057,6 +1058,17 @@ class TestWhenToSave:
             assert not ck.should_save(1)
         finally:
             signal.signal(signal.SIGTERM, before)
+
+
+def test_a_pickled_one_has_the_same_arguments_wherever_it_arrives(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ck = saved(Checkpointer("run", keep_last=1, save_every=10), 1)
+    data = pickle.dumps(ck)
+    monkeypatch.chdir("/")
+    other = pickle.loads(data)
+    assert other.root == ck.root == str(tmp_path / "run")
+    assert other.should_save(10)
+    assert saved(other, 2).steps() == (2,)
 
 
 class TestInTheBackground:

@@ -120,6 +120,9 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         self._unremoved: set[int] = set()  # steps that were no longer kept when the step to resume from was saved
         self._last_found = ""
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_handle": None, "_loading": None}  # those of this process
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Replace the methods of the strategy that load, until the end of this run of the Trainer.
 

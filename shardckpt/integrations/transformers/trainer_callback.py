@@ -95,6 +95,13 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self._handle: SaveHandle | None = None
         _wrap_train()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_trainer": None, "_restore": None, "_generators": None, "_handle": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _wrap_train()  # the process may be another one
+
     @contextmanager
     def attach(self, trainer: Any) -> Iterator[None]:
         """Replace the methods of a trainer that save and load, until the context ends.
