@@ -242,6 +242,24 @@ class LoadPlanBuilder:
             self.plan.problems += _find_mismatches(path, entry, array, can_cast=self.options.cast)
         self.plan.arrays.append(LoadItem(path, entry, array))
 
+    def require_equal(self, path: Path, source: Path, array: TensorShards) -> bool:
+        """Add a problem if a saved array differs from quantized weights, whose scales the checkpoint does not have.
+
+        Returns:
+            Whether no more is to do: it is equal, or there is a problem. If not, it does not fit, or is not wanted.
+        """
+        entry = self.source.arrays.get(source)
+        if entry is None or not self.wants(path) or any(_find_mismatches(path, entry, array, can_cast=False)):
+            return False
+        self.plan.taken.add(source)
+        item = LoadItem(path, entry, array)
+        if not all(_are_alike(self._read_shard(item, shard), shard.tensor.cpu()) for shard in array.shards):
+            self.plan.problems.append(
+                f"{dotted(path)} is quantized otherwise than the saved one, whose scales are not in the checkpoint"
+                " (build the model from the same base with the same settings, or leave it out by `include`)"
+            )
+        return True
+
     def add_shared_array(self, spellings: Mapping[Path, Path | None], array: TensorShards) -> None:
         """Add a parameter with several names; add a problem if the checkpoint has different values of them.
 

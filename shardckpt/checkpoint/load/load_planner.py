@@ -231,12 +231,17 @@ class _LoadPlanner:
         self._builder.plan.taken |= {(*path, name) for name in EXTRAS}
 
     def _module(self, module: nn.Module, path: Path) -> None:
+        from shardckpt.state.model.module_hooks import find_quantized  # noqa: PLC0415  (tensors alone need no engine)
+
         model = self._models.get(module, path)
         names = model_names(self._builder.source, path, (*model.arrays, *model.aliases))
         others: dict[str, list[str]] = {}
         for alias, first in model.aliases.items():
             others.setdefault(first, []).append(alias)
+        quantized = find_quantized(model.index)
         for name, array in model.arrays.items():
+            if name in quantized and self._builder.require_equal((*path, name), names.get(name, (*path, name)), array):
+                continue
             if name in others:
                 spellings = {(*path, each): names.get(each) for each in (name, *others[name])}
                 self._builder.add_shared_array(spellings, array)

@@ -74,6 +74,26 @@ def find_unsaved(index: ModelIndex | None) -> list[str]:
     return [*found]
 
 
+def find_quantized(index: ModelIndex | None) -> frozenset[str]:
+    """Return FQNs of parameters that mean nothing without values for which a checkpoint has no place.
+
+    Such as the weights of bitsandbytes, whose scales only `state_dict()` has.
+
+    Args:
+        index: Index of a model in a state to load; None under torch's own wrapper.
+    """
+    if index is None or index.flats:
+        return frozenset()  # as above
+    found = set()
+    for name, module in index.root.named_modules():
+        added = _list_added(module)
+        for key, parameter in module._parameters.items() if added else ():
+            is_packed = parameter is not None and not (parameter.is_floating_point() or parameter.is_complex())
+            if is_packed or any(each.startswith(f"{key}.") for each in added):
+                found.add(clean(f"{name}.{key}" if name else key))
+    return frozenset(index.aliases.get(name, name) for name in found)
+
+
 def _list_added(module: nn.Module) -> list[str]:
     """Return the names that a module adds to its state besides parameters, buffers and extra state."""
     adds_own = _overrides(module, "_save_to_state_dict") or type(module).__module__.startswith(_QUANTIZED)
