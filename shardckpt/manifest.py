@@ -105,6 +105,8 @@ class TensorEntry(NamedTuple):
         stored: Dtype in the files, in torch's spelling.
         pieces: Disjoint boxes of the array. `plan.coverage` checks whether they cover it.
         delivered: Dtype to deliver, if it differs from `stored`.
+        order: Dimensions from the slowest to the fastest in the memory that was saved; empty if row-major or unknown.
+            Files are row-major.
     """
 
     path: Path
@@ -112,6 +114,7 @@ class TensorEntry(NamedTuple):
     stored: str
     pieces: tuple[Piece, ...]
     delivered: str = ""
+    order: tuple[int, ...] = ()
 
     @property
     def dtype(self) -> str:

@@ -13,6 +13,7 @@ from shardckpt.checkpoint.load.load_plan import LoadItem, LoadPlanBuilder, Put, 
 from shardckpt.checkpoint.load.source import torch_dtype
 from shardckpt.checkpoint.stateful.flatten import LocalModels, require_model_for
 from shardckpt.errors import ShardckptError, UsageError
+from shardckpt.format.opened.state_tree import iter_refs
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.plan.naming.fqn import strip_wrappers
 from shardckpt.plan.naming.sections import find_sections
@@ -25,7 +26,8 @@ from shardckpt.state.keys.slots import LARGEST_NOTE
 from shardckpt.state.local.optim_shards import (
     OptimTargets,
     SavedSlot,
-    has_ids_too,
+    can_take_ids,
+    find_unsaved_values,
     parameter_names,
     plan_optim_targets,
 )
@@ -56,7 +58,7 @@ class OptimizerLoadPlanner:
         if root is None:
             self._builder.add_missing(path)
             return
-        if index is None or (has_ids_too(index) and self._has_ids(root)):
+        if index is None or (can_take_ids(index, optim) and self._is_as_returned(root)):
             self._plan_unnamed(optim, path, root)
             return
         self._builder.plan.taken.add(root)
@@ -72,6 +74,9 @@ class OptimizerLoadPlanner:
         self._builder.plan.problems += [f"{dotted(path)}.{text}" for text in targets.problems]
         if self._builder.options.strict:
             self._compare_parameters(optim, index, state, path)
+            for name in find_unsaved_values(optim):
+                text = "is neither a slot nor a setting: it is not loaded (strict=False keeps what is there)"
+                self._builder.add_problem((*path, name), f"{dotted((*path, name))} {text}")
         self._builder.plan.after.append(lambda: targets.put(optim))
 
     def _compare_parameters(
@@ -99,9 +104,12 @@ class OptimizerLoadPlanner:
         roots = find_sections(self._builder.source.manifest).optimizers
         return roots[0] if len(roots) == 1 and not self._builder.source.is_native else None
 
-    def _has_ids(self, root: Path) -> bool:
-        """Return True if a saved state has ids for keys, as an optimizer's own `state_dict()`."""
-        tree = self._builder.source.read_tree(_without_state(self._builder.source.find(root)[0]))
+    def _is_as_returned(self, root: Path) -> bool:
+        """Return True if a saved state is an optimizer's own `state_dict()`: it has ids, or keys of its own alone."""
+        found = self._builder.source.find(root)[0]
+        if isinstance(found, dict) and not any(str(key).startswith(("state", "param_groups")) for key in found):
+            return True
+        tree = self._builder.source.read_tree(_without_state(found))
         groups = tree.get("param_groups") if isinstance(tree, dict) else None
         listed = [group for group in groups if isinstance(group, dict)] if isinstance(groups, (list, tuple)) else []
         return any(type(member) is int for group in listed for member in group.get("params", ()))
@@ -148,10 +156,11 @@ class OptimizerLoadPlanner:
         shapes = {name: entry.shape for name, entry in index.entries.items()}
         n = len(root)
         tensors = {path: entry for path, entry in self._builder.source.arrays.items() if path[:n] == root}
-        small = {path: entry for path, entry in tensors.items() if path[n : n + 1] == ("param_groups",)}
-        values = _leaves(self._builder.source.read_tree(_without_state(self._builder.source.find(root)[0])), root)
+        others = _without_state(self._builder.source.find(root)[0])
+        inside = {ref.path for ref in iter_refs(others)}  # of groups, and of lists and dicts in slots
+        values = _leaves(self._builder.source.read_tree(others), root)
         raw = optimizers.RawOptimizer(
-            {path[n:]: entry for path, entry in tensors.items() if path not in small},
+            {path[n:]: entry for path, entry in tensors.items() if path not in inside},
             {path[n:]: value for path, value in values.items()},
         )
         groups = raw.values.get(("param_groups",))
@@ -180,7 +189,7 @@ class OptimizerLoadPlanner:
         slots: dict[str, dict[str, SavedSlot]] = {}
         for key, entry in state.tensors.items():
             name, _, slot = key.rpartition("/")
-            slots.setdefault(name, {})[slot] = SavedSlot(entry.shape, torch_dtype(entry))
+            slots.setdefault(name, {})[slot] = SavedSlot(entry.shape, torch_dtype(entry), entry.order)
         return plan_optim_targets(
             index,
             optim,

@@ -25,7 +25,7 @@ from shardckpt.format.registry import open_checkpoint
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.naming.sections import split_flat_names
-from shardckpt.state.local.tensor_shards import LocalShard, TensorShards
+from shardckpt.state.local.tensor_shards import LocalShard, TensorShards, empty_in_order
 from shardckpt.storage.store import Read, Store
 
 KeyMap = Mapping[str, str] | None
@@ -339,7 +339,7 @@ def allocate(entry: TensorEntry, size: Sequence[int]) -> torch.Tensor:
     """
     dtype = torch_dtype(entry)
     try:
-        return torch.empty(tuple(size), dtype=dtype)
+        return empty_in_order(tuple(size), entry.order, dtype)
     except (RuntimeError, MemoryError) as error:
         fix = "Load it into a sharded model, or a part of it with shardckpt.open(path)[name][rows]."
         nbytes = prod(size) * dtype.itemsize

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardckpt.checkpoint.planning.save_plan import GlobalSavePlan
@@ -12,7 +12,7 @@ from shardckpt.checkpoint.stateful.flatten import FlattenedState, encoded
 from shardckpt.errors import UsageError
 from shardckpt.format.encodings import tagged_json
 from shardckpt.format.encodings.tagged_json import ArrayRef, NamedValue
-from shardckpt.format.native.manifest_json import ManifestContents
+from shardckpt.format.native.manifest_json import MEMORY_ORDERS, ManifestContents
 from shardckpt.format.native.payload import encode_canonical
 from shardckpt.format.opened.state_tree import TensorRef
 from shardckpt.manifest import Path, dotted
@@ -71,6 +71,7 @@ class RankReport:
         path: Target path or URL of the save.
         is_traced: Whether the state fits the cached save without being flattened; `values` is then
             the digest of the trace's values.
+        orders: Memory orders of the arrays that are not row-major on this rank.
     """
 
     cached: str
@@ -80,17 +81,28 @@ class RankReport:
     per_rank_values: Mapping[Path, RankSubtree]
     path: str = ""
     is_traced: bool = False
+    orders: Mapping[Path, tuple[int, ...]] = field(default_factory=dict)
 
     def encode(self) -> bytes:
         """Return the report as bytes."""
         head = [self.cached, self.values, _rows(self.optional_values), _rows(self.per_rank_values), self.path]
-        return pack_message([*head, self.is_traced], self.local_plan)
+        orders = [[list(path), list(order)] for path, order in self.orders.items()]
+        return pack_message([*head, self.is_traced, orders], self.local_plan)
 
     @classmethod
     def decode(cls, data: bytes) -> RankReport:
         """Return the report from the bytes of `encode`."""
-        (cached, values, optional_values, per_rank_values, path, is_traced), local_plan = unpack_message(data)
-        return cls(cached, local_plan, values, _parts(optional_values), _parts(per_rank_values), path, is_traced)
+        (cached, values, optional_values, per_rank_values, path, is_traced, orders), local_plan = unpack_message(data)
+        return cls(
+            cached,
+            local_plan,
+            values,
+            _parts(optional_values),
+            _parts(per_rank_values),
+            path,
+            is_traced,
+            {tuple(at): tuple(order) for at, order in orders},
+        )
 
 
 def build_report(flattened: FlattenedState) -> RankReport:
@@ -101,7 +113,8 @@ def build_report(flattened: FlattenedState) -> RankReport:
     """
     optional_values = {path: RankSubtree.encode(value, path) for path, value in flattened.optional_values.items()}
     per_rank_values = {path: RankSubtree.encode(value, path) for path, value in flattened.per_rank_values.items()}
-    return RankReport("", b"", "", optional_values, per_rank_values)
+    orders = {path: order for path, array in flattened.arrays.items() if (order := array.order)}
+    return RankReport("", b"", "", optional_values, per_rank_values, orders=orders)
 
 
 def require_one_path(reports: Sequence[RankReport]) -> None:
@@ -203,13 +216,15 @@ def build_contents(
         for path, item in report.per_rank_values.items():
             _at(tree, path)[rank] = item.decode()
     numbers = plan.numbers
+    orders = {numbers[path]: order for report in reversed(reports) for path, order in report.orders.items()}
+    rows = [[number, list(order)] for number, order in sorted(orders.items())]
     return ManifestContents(
         save,
         (),
         plan.records,
         encoded(tree, lambda item: numbers[item.path]),
         {path: numbers[path] for path in plan.ties},
-        {"world_size": len(reports)},
+        {"world_size": len(reports), **({MEMORY_ORDERS: rows} if rows else {})},
         {**ABOUT, **custom_metadata},
         variants=dict(flattened.variants),
     )

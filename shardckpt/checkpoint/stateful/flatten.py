@@ -397,13 +397,13 @@ class _StateFlattener:
         from shardckpt.state.adapters import torch_fsdp1  # noqa: PLC0415  (tensors alone need no engine)
         from shardckpt.state.local.optim_shards import (  # noqa: PLC0415  (as above)
             find_unsaved_values,
-            has_ids_too,
+            is_saved_as_returned,
             local_optimizer,
         )
 
         index = self._models.find_index_for(optim)
-        if index is not None and has_ids_too(index) and find_unsaved_values(optim):
-            index = None  # its `state_dict()` has these values too
+        if index is not None and is_saved_as_returned(index, optim):
+            index = None
         if index is None:
             model = self._models.find_foreign_for(optim)
             if model is None:
@@ -425,8 +425,13 @@ class _StateFlattener:
         root = (*path, "state")
         self._made.slots[root] = taken.names
         unsaved = find_unsaved_values(optim)  # on all ranks, as above
-        if self._rank == 0:
-            _warn_of_unsaved_values(unsaved, path)
+        if unsaved:
+            raise UnsupportedError(
+                "values that an optimizer of a sharded model has besides slots and groups cannot be saved with it",
+                where=_list_some(unsaved, path),
+                fix="Put `optim_state_dict(model, optim)` into the state to leave them out, and add those to keep under"
+                " names of their own.",
+            )
         groups = self._visit(taken.groups, (*path, "param_groups"))
         return {"state": {}, "param_groups": groups}
 
@@ -443,14 +448,6 @@ def _warn_of_unsaved(names: Sequence[str], path: Path) -> None:
             "values of a `state_dict()` other than parameters, buffers and extra state are not saved:"
             f" {_list_some(names, path)}. Put the modules that have them into the state too, each as"
             " shardckpt.PerRank(module)."
-        )
-
-
-def _warn_of_unsaved_values(names: Sequence[str], path: Path) -> None:
-    if names:
-        warn_user(
-            "values that an optimizer has besides the state of its parameters and its groups are not saved:"
-            f" {_list_some(names, path)}. Put them into the state under names of their own, and back after a load."
         )
 
 

@@ -223,10 +223,10 @@ class _Tracer:
 
     def _visit_optimizer(self, optim: torch.optim.Optimizer, path: Path) -> None:
         _require(type(optim).state_dict is torch.optim.Optimizer.state_dict)
+        # With these it is saved as its `state_dict()`, or refused.
+        _require(all(isinstance(key, torch.Tensor) for key in optim.state))
+        _require(not getattr(optim, "_optimizer_state_dict_post_hooks", None))
         self._structure.append((type(optim), len(optim.param_groups)))
-        # A save that is planned anew warns of these.
-        self._structure.append([str(key) for key in optim.state if not isinstance(key, torch.Tensor)])
-        self._structure.append(bool(getattr(optim, "_optimizer_state_dict_post_hooks", None)))
         self._optimizers.append([list(map(id, group["params"])) for group in optim.param_groups])
         for at, group in enumerate(optim.param_groups):
             _require(type(group) is dict)
@@ -295,7 +295,8 @@ def _describe(tensors: list[torch.Tensor], local_tensors: list[torch.Tensor]) ->
     devices = [tensor.device for tensor in local_tensors]
     layouts = [tensor.layout for tensor in local_tensors]
     _require(set(layouts) <= {torch.strided})
-    return shapes, dtypes, devices, _describe_sharing(tensors, local_tensors)
+    strides = [None if tensor.is_contiguous() else tensor.stride() for tensor in local_tensors]
+    return shapes, dtypes, devices, strides, _describe_sharing(tensors, local_tensors)
 
 
 def _describe_sharing(tensors: list[torch.Tensor], local_tensors: list[torch.Tensor]) -> object:

@@ -43,6 +43,9 @@ from shardckpt.manifest import Path, dotted
 KEEPS_ORDER = "keeps_order"
 """Key of `topology`: false if arrays were converted from a checkpoint in another order than the state dicts."""
 
+MEMORY_ORDERS = "memory_orders"
+"""Key of `topology`: `[index, [dimensions from the slowest to the fastest]]` of arrays not row-major in memory."""
+
 _MANIFEST_FIELDS: Mapping[str, type] = {
     "format": str,
     "version": list,
@@ -167,6 +170,30 @@ def _read_arrays(raw: Mapping[str, Any], files: int, where: object) -> tuple[Arr
 def _variants_json(variants: Mapping[Path, Path | None]) -> dict[str, object]:
     rows = [[list(path), None if of is None else list(of)] for path, of in variants.items()]
     return {"variants": rows} if rows else {}
+
+
+def read_memory_orders(contents: ManifestContents, where: object) -> dict[int, tuple[int, ...]]:
+    """Check and return the memory orders of arrays, by index.
+
+    Args:
+        contents: Content of a manifest.
+        where: Name of the file, for messages.
+
+    Raises:
+        FormatError: An entry is no permutation of an array's dimensions.
+    """
+    found: dict[int, tuple[int, ...]] = {}
+    for entry in read_list(contents.topology.get(MEMORY_ORDERS, []), MEMORY_ORDERS, where):
+        index, dims = read_fixed(entry, 2, MEMORY_ORDERS, where)
+        number = read_integer(index, MEMORY_ORDERS, where, below=len(contents.arrays))
+        rank = len(contents.arrays[number].shape)
+        order = [
+            read_integer(d, MEMORY_ORDERS, where, below=rank) for d in read_fixed(dims, rank, MEMORY_ORDERS, where)
+        ]
+        if len(set(order)) != rank:
+            raise field_error(f"an entry of {MEMORY_ORDERS!r} is no permutation", order, "", where)
+        found[number] = tuple(order)
+    return found
 
 
 def read_variants(value: object, where: object) -> dict[Path, Path | None]:

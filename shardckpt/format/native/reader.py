@@ -15,7 +15,7 @@ from shardckpt.format.encodings import tagged_json
 from shardckpt.format.encodings.tagged_json import ArrayRef
 from shardckpt.format.native.base_store import BasedStore, FoundBases, find_bases
 from shardckpt.format.native.commit import COMMIT, MANIFEST_SUFFIX, Commit, read_commit, read_contents
-from shardckpt.format.native.manifest_json import KEEPS_ORDER, ManifestContents
+from shardckpt.format.native.manifest_json import KEEPS_ORDER, ManifestContents, read_memory_orders
 from shardckpt.format.native.payload import BLOCK_BYTES, KEY, SUB_BLOCK_BYTES
 from shardckpt.format.native.records import HASH_BYTES, ArrayRecord, FileRecord, pack_hashes, unpack_hashes
 from shardckpt.format.native.verified_store import Hashed, VerifiedStore
@@ -190,17 +190,20 @@ def _sub_block_checksums(file: FileRecord, start: int, nbytes: int, label: str) 
 class _Entries(Mapping[Path, TensorEntry]):
     """Arrays by path; pieces are created on demand, since a step may have a million."""
 
-    def __init__(self, contents: ManifestContents) -> None:
+    def __init__(self, contents: ManifestContents, where: str) -> None:
         self._places = [file.place for file in contents.files]
         self._records: dict[Path, ArrayRecord] = {record.path: record for record in contents.arrays}
         self._records |= {path: contents.arrays[index] for path, index in contents.ties.items()}
+        orders = read_memory_orders(contents, where)
+        self._orders = {contents.arrays[index].path: order for index, order in orders.items()}
         self._built: dict[Path, TensorEntry] = {}
 
     def __getitem__(self, path: Path) -> TensorEntry:
         entry = self._built.get(path)
         if entry is None:
             record = self._records[path]
-            entry = TensorEntry(path, record.shape, record.dtype, record.pieces(self._places))
+            order = self._orders.get(record.path, ())
+            entry = TensorEntry(path, record.shape, record.dtype, record.pieces(self._places), order=order)
             self._built[path] = entry
         return entry
 
@@ -258,7 +261,7 @@ def build_manifest(
         files=files,
         elsewhere={} if bases is None else bases.folders,
         closed={} if bases is None else bases.closed,
-        tensors=_Entries(contents),
+        tensors=_Entries(contents, store.url),
         objects=_objects(contents, store.url),
         variants={dotted(path): (path, of) for path, of in contents.variants.items()},
         aliases={path: contents.arrays[index].path for path, index in contents.ties.items()},

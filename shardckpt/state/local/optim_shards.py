@@ -13,15 +13,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 
 from shardckpt.boxes import Box
 from shardckpt.core.modules.dtensors import local, wrap_local
+from shardckpt.core.params.buffer_layout import memory_order
 from shardckpt.errors import UnsupportedError
 from shardckpt.plan.optim.param_groups import match_settings, settings
 from shardckpt.state.adapters.engine_bucket import EngineBucketAdapter
 from shardckpt.state.adapters.model_index import ModelIndex, index_complete_model
 from shardckpt.state.adapters.replicated import ReplicatedAdapter
-from shardckpt.state.keys.kinds import has_own_elements
+from shardckpt.state.keys.kinds import has_own_elements, tensors
 from shardckpt.state.keys.slots import LARGEST_NOTE, OpaqueStateError, UnequalSteps, is_placed_as, largest
 from shardckpt.state.local.local_shards import LocalModel, get_adapter_shards, get_member_shards
-from shardckpt.state.local.tensor_shards import LocalShard, TensorShards, get_tensor_shards
+from shardckpt.state.local.tensor_shards import LocalShard, TensorShards, empty_in_order, get_tensor_shards
 from shardckpt.state.optim.load_optim_state_dict import put_in_optimizer
 from shardckpt.state.optim.optim_state_dict import (
     AdapterParams,
@@ -109,12 +110,15 @@ def find_index(
     return joint if _has_all(joint, optim) else None
 
 
-def has_ids_too(index: ModelIndex) -> bool:
-    """Return True if an optimizer's own `state_dict()`, by ids, can be loaded too.
+def is_saved_as_returned(index: ModelIndex, optim: torch.optim.Optimizer) -> bool:
+    """Return True if an optimizer's own `state_dict()` is saved: it has more than slots, and no model is sharded."""
+    return all(isinstance(each, ReplicatedAdapter) for each in index.adapters) and bool(find_unsaved_values(optim))
 
-    It is one of several models without sharding.
-    """
-    return isinstance(index.root, _Parts) and all(isinstance(each, ReplicatedAdapter) for each in index.adapters)
+
+def can_take_ids(index: ModelIndex, optim: torch.optim.Optimizer) -> bool:
+    """Return True if an optimizer may take its own `state_dict()`, by ids: also one of several unsharded models."""
+    is_joint = isinstance(index.root, _Parts) and all(isinstance(each, ReplicatedAdapter) for each in index.adapters)
+    return is_joint or is_saved_as_returned(index, optim)
 
 
 def _has_all(index: ModelIndex, optim: torch.optim.Optimizer) -> bool:
@@ -211,15 +215,23 @@ def _is_shaped(parameter: nn.Parameter, value: torch.Tensor) -> bool:
     return value.shape == parameter.shape and is_placed and (isinstance(value, DTensor) or value.dim() > 0)
 
 
-def _make_zeros(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros of a parameter's shape and placements.
+def _make_zeros(parameter: nn.Parameter, dtype: torch.dtype, order: tuple[int, ...]) -> torch.Tensor:
+    """Return zeros of a parameter's shape and placements, with its memory order unless another is known.
 
     `torch.zeros_like` of a DTensor would note the dtype of an earlier result, not of this one, in torch 2.6.
     """
     zeros = torch.zeros_like(local(parameter.detach()), dtype=dtype)
+    if len(order) == zeros.dim():
+        zeros = empty_in_order(zeros.shape, order, dtype, zeros.device).zero_()
     if not isinstance(parameter, DTensor):
         return zeros
     return wrap_local(zeros, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
+
+
+def _has_order(own: torch.Tensor, order: tuple[int, ...]) -> bool:
+    """Return True unless a saved memory order is known that fits a tensor, and is not its own."""
+    held = local(own)
+    return len(order) != held.dim() or not order or memory_order(held) == order
 
 
 def _shaped(params: AdapterParams, position: int, value: torch.Tensor) -> Iterator[tuple[str, TensorShards]]:
@@ -244,10 +256,12 @@ class SavedSlot(NamedTuple):
     Attributes:
         shape: Saved shape, in elements.
         dtype: Saved dtype.
+        order: Dimensions from the slowest to the fastest in the saved memory; empty if row-major or unknown.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    order: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -357,7 +371,7 @@ class _TargetBuilder:
                 state[slot] = self._scalar(parameter, slot, saved, kept.get(slot))
             else:
                 state[slot] = self._other(params, parameter, slot, saved, kept.get(slot))
-        values = self._plain_values(names)
+        values = {slot: _on_device(value, parameter.device) for slot, value in self._plain_values(names).items()}
         state.update(values if has_part else {slot: value for slot, value in values.items() if slot in kept})
         self.targets.state[parameter] = state
 
@@ -369,7 +383,9 @@ class _TargetBuilder:
             values = list(by_name.values())
             top = largest(values)
             values_by_name[slot] = values[0] if top is None else top
-            if any(other != values[0] for other in values) and (top is None or self.unequal_steps == "error"):
+            if not all(_are_alike(other, values[0]) for other in values) and (
+                top is None or self.unequal_steps == "error"
+            ):
                 firsts = {value: name for name, value in reversed(by_name.items())}
                 text = ", ".join(f"{value} of {name}" for value, name in list(firsts.items())[:4])
                 end = LARGEST_NOTE if top is not None else ""
@@ -379,12 +395,15 @@ class _TargetBuilder:
     def _shaped(self, params: AdapterParams, position: int, slot: str, saved: Mapping[str, SavedSlot], own: Any) -> Any:
         parameter = params.adapter.exposed[position]
         dtype = self._one_type(slot, saved)
+        order = next(iter(saved.values())).order if len(saved) == 1 else ()
         if isinstance(own, DTensor) and own.shape == parameter.shape and own.dtype == dtype:
             if not _is_shaped(parameter, own):  # the optimizer shards this tensor in another way
                 self.targets.arrays.append((next(iter(saved)), slot, get_tensor_shards(own)))
                 return own
         elif not (isinstance(own, torch.Tensor) and _is_shaped(parameter, own) and own.dtype == dtype):
-            own = _make_zeros(parameter, dtype)
+            own = _make_zeros(parameter, dtype, order)
+        if not _has_order(own, order):
+            own = _make_zeros(parameter, dtype, order)
         elif len(saved) < len(params.names(position)) and not self.keeps_rest:
             own = own.detach().clone().zero_()
         for name, array in _shaped(params, position, own.detach()):
@@ -409,7 +428,8 @@ class _TargetBuilder:
         It is the existing tensor, or a new one if the sharding is known.
         """
         name, first = next(iter(saved.items()))
-        if isinstance(own, torch.Tensor) and tuple(own.shape) == first.shape and own.dtype == first.dtype:
+        fits = isinstance(own, torch.Tensor) and tuple(own.shape) == first.shape and own.dtype == first.dtype
+        if fits and _has_order(own, first.order):
             self.targets.arrays.append((name, slot, get_tensor_shards(own)))
             return own
         if isinstance(parameter, DTensor):
@@ -421,7 +441,7 @@ class _TargetBuilder:
                 f"{name}/{slot}: size mismatch: found {first.shape}, expected {tuple(parameter.shape)}"
             )
             return None
-        plain = torch.zeros(first.shape, dtype=first.dtype, device=parameter.device)
+        plain = empty_in_order(first.shape, first.order, first.dtype, parameter.device).zero_()
         self.targets.arrays.append((name, slot, get_tensor_shards(plain)))
         return plain
 
@@ -431,6 +451,21 @@ class _TargetBuilder:
             dtypes = ", ".join(f"{dtype} of {name}" for dtype, name in types.items())
             self.targets.problems.append(f"{slot} differs among parameters of one flat parameter: {dtypes}")
         return next(iter(types))
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    """Return True if two values are equal; of values with tensors in them, the tensors are compared."""
+    held = tensors(one), tensors(other)
+    return bool(one == other) if held == ([], []) else len(held[0]) == len(held[1]) and all(map(torch.equal, *held))
+
+
+def _on_device(value: Any, device: torch.device) -> Any:
+    """Return a value with the tensors in its lists, tuples and dicts on a device; single numbers stay on the CPU."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device) if value.dim() else value
+    if isinstance(value, dict):
+        return {key: _on_device(item, device) for key, item in value.items()}
+    return type(value)(_on_device(item, device) for item in value) if type(value) in (list, tuple) else value
 
 
 def _beside(parameter: DTensor, slot: SavedSlot) -> DTensor:
@@ -445,4 +480,9 @@ def _beside(parameter: DTensor, slot: SavedSlot) -> DTensor:
     like_parameter = [
         p if isinstance(p, Shard) and slot.shape[p.dim] == parameter.shape[p.dim] else Replicate() for p in placements
     ]
-    return zeros(*slot.shape, dtype=slot.dtype, device_mesh=mesh, placements=like_parameter)
+    target = zeros(*slot.shape, dtype=slot.dtype, device_mesh=mesh, placements=like_parameter)
+    if not slot.order:
+        return target
+    own = local(target)
+    held = empty_in_order(own.shape, slot.order, slot.dtype, own.device).zero_()
+    return wrap_local(held, mesh, like_parameter, target.shape, target.stride())

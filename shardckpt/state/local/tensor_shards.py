@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -13,6 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardckpt.boxes import Box, Shape, chunk_range, full_box
 from shardckpt.core.modules.dtensors import get_mesh_placements, local, sort_by_split_order
+from shardckpt.core.params.buffer_layout import memory_order, view_in_order
 from shardckpt.errors import UnsupportedError
 
 
@@ -40,6 +43,25 @@ class TensorShards(NamedTuple):
     shape: Shape
     dtype: torch.dtype
     shards: tuple[LocalShard, ...]
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Dimensions from the slowest to the fastest in the memory of the shards; empty if row-major, or not dense."""
+        return next(filter(None, (memory_order(shard.tensor) for shard in self.shards)), ())
+
+
+def empty_in_order(
+    shape: Sequence[int], order: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None
+) -> torch.Tensor:
+    """Return an uninitialized tensor with a memory order of dimensions.
+
+    Args:
+        shape: Shape of the tensor, in elements.
+        order: Dimensions from the slowest to the fastest; empty for row-major.
+        dtype: Dtype of the tensor.
+        device: Device of the tensor; None for torch's default.
+    """
+    return view_in_order(torch.empty(prod(shape), dtype=dtype, device=device), shape, order)
 
 
 def get_tensor_shards(tensor: torch.Tensor, parameter: torch.Tensor | None = None) -> TensorShards:

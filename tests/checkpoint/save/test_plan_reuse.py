@@ -391,7 +391,7 @@ def test_a_second_save_of_one_state_plans_nothing(tmp_path: Path) -> None:
         save(saver, state, tmp_path)
 
 
-FITTING = [write_in_place, replace_tensor, move_storage, transpose, count_step, change_values, change_rate]
+FITTING = [write_in_place, replace_tensor, move_storage, count_step, change_values, change_rate]
 
 
 @pytest.mark.parametrize("change", [*FITTING, step_schedule, take_dicts_again], ids=lambda change: change.__name__)
