@@ -10,7 +10,7 @@ from cases import assert_same, load_folder
 from safetensors.torch import load_file
 
 import shardckpt
-from shardckpt.errors import UsageError
+from shardckpt.errors import NameCollisionError, UsageError
 
 CASES = ("deepspeed_zero1_bf16_gpt2_w2", "deepspeed_zero2_bf16_nasty_w2", "deepspeed_zero3_bf16_llama_w2")
 LIVE = {"w": torch.arange(6.0).bfloat16(), "b": torch.ones(2)}
@@ -48,6 +48,12 @@ def test_an_average_beside_the_model_is_one_too(tmp_path: Path) -> None:
     report = shardckpt.consolidate(tmp_path / "a.pt", tmp_path / "live")
     assert_same(load_folder(tmp_path / "live"), LIVE)
     assert report.left_out == ("ema",)
+
+
+def test_an_average_with_two_tensors_of_one_name_is_refused(tmp_path: Path) -> None:
+    torch.save({"model": LIVE, "ema": {**EMA, "module.w": EMA["w"] + 1}}, tmp_path / "a.pt")
+    with pytest.raises(NameCollisionError, match=r"'ema\.w' and 'ema\.module\.w' would both be named 'w'"):
+        shardckpt.consolidate(tmp_path / "a.pt", tmp_path / "ema", weights="ema")
 
 
 def test_weights_that_are_not_there_and_words_that_mean_none(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from shardckpt.format.torchsave.dtensor_spec import SHARDED_TENSOR, ShardInfo
 from shardckpt.format.torchsave.tensor_views import UnreadableTensor
 from shardckpt.layout import FlatLayout, ParamSpec
 from shardckpt.manifest import Lazy, Path, Piece, TensorEntry
-from shardckpt.plan.naming.fqn import strip_wrappers
+from shardckpt.plan.naming.fqn import require_unique, strip_wrappers
 
 GIVE_SHAPES = (
     "Give --shapes-from SRC, any checkpoint of the same model that holds full tensors, or load into the model."
@@ -98,9 +98,10 @@ def read_flat_model(group: RankGroup, base: Path, url: str, known: ParamShapes |
 
     Raises:
         FormatError: Files contradict each other.
-        UsageError: The shapes do not match the flat parameters.
+        UsageError: The shapes do not match the flat parameters, or two names become equal.
     """
     paths = {path: contents for path, contents in group.paths().items() if len(path) > 0 and path[:-1] == base}
+    require_unique({str(path[-1]): strip_wrappers(str(path[-1])) for path in paths})
     units: dict[str, FlatParamUnit] = {}
     places: dict[int, int] = {}
     stored: dict[str, Path] = {}

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Literal
 
 from shardckpt.errors import UsageError
-from shardckpt.manifest import Manifest, Path, TensorEntry
+from shardckpt.manifest import Manifest, Path, TensorEntry, dotted
+from shardckpt.plan.naming.fqn import require_unique
 from shardckpt.plan.naming.sections import find_sections
 
 Weights = Literal["live", "master", "ema"] | str
@@ -63,16 +64,17 @@ def _by_name(manifest: Manifest, root: Path, live: set[Path], *, is_variant: boo
 
     For a variant, only tensors that the model also has.
     """
-    found: dict[Path, TensorEntry] = {}
-    for path, entry in manifest.tensors.items():
+    found: dict[Path, Path] = {}
+    for path in manifest.tensors:
         if path[: len(root)] == root and len(path) > len(root):
             name = path[len(root) :]
             plain = _split_name(name)
             if name not in live and plain in live:
                 name = plain
             if name in live or not (is_variant and live):
-                found[name] = entry
-    return found
+                found[path] = name
+    require_unique({dotted(path): dotted(name) for path, name in found.items()})
+    return {name: manifest.tensors[path] for path, name in found.items()}
 
 
 def _split_name(name: Path) -> Path:

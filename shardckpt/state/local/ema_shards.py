@@ -13,6 +13,7 @@ from shardckpt.boxes import full_box
 from shardckpt.core.modules.dtensors import local
 from shardckpt.core.modules.fqn_and_params import clean
 from shardckpt.errors import UnsupportedError
+from shardckpt.state.adapters.name_collision import clean_keys
 from shardckpt.state.local.tensor_shards import LocalShard, TensorShards, get_tensor_shards
 
 if TYPE_CHECKING:
@@ -34,9 +35,10 @@ def map_ema_shards(
             of wrappers; the tensor of a flat parameter contains all of its members. Other names are unsharded tensors.
 
     Raises:
+        NameCollisionError: Two names become equal.
         UnsupportedError: A tensor has neither the local nor the full shape of its parameter.
     """
-    given = {clean(name): tensor for name, tensor in tensors.items()}
+    given = clean_keys(tensors)
     arrays: dict[str, TensorShards] = {}
     live = {id(parameter): clean(name) for name, parameter in model.named_parameters()}
     for adapter in local_model.index.adapters if local_model.index is not None else ():

@@ -15,7 +15,7 @@ from materialise import assert_same
 from share_writers import as_rank, sharded
 
 from shardckpt.boxes import Box
-from shardckpt.errors import FormatError, UnsupportedError, UsageError
+from shardckpt.errors import FormatError, NameCollisionError, UnsupportedError, UsageError
 from shardckpt.format.ranks.merge_dtensors import merge_dtensor_shards
 from shardckpt.format.ranks.rank_files import RankFile
 from shardckpt.format.reader import ParamShapes, Reader
@@ -93,6 +93,17 @@ def numbered(shapes: Mapping[str, Mapping[str, tuple[int, ...]]]) -> Units:
             units[prefix][name] = torch.arange(at, at + prod(shape), dtype=torch.float32).view(shape)
             at += prod(shape)
     return units
+
+
+def test_two_names_that_differ_in_a_wrapper_alone_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a", numbered({"": {"p": (4,)}}), world=2, alignment=8)
+    for rank in range(2):
+        with as_rank(rank, 2):
+            state = torch.load(tmp_path / "a" / f"model_rank{rank}.pt", weights_only=False)
+            state["_fsdp_wrapped_module.buffer"] = torch.ones(3)
+            torch.save(state, tmp_path / "a" / f"model_rank{rank}.pt")
+    with pytest.raises(NameCollisionError, match="both be named 'buffer'"):
+        open_checkpoint(str(tmp_path / "a"))
 
 
 @st.composite
