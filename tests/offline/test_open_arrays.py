@@ -14,6 +14,7 @@ from samples import SAMPLES
 
 import shardckpt
 from shardckpt.errors import AmbiguousError, ChecksumError, UnsupportedError, UsageError
+from shardckpt.storage.local import LocalStore
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 VARIANTS = [(form, variant) for form, variants in SAMPLES.items() for variant in variants]
@@ -123,10 +124,54 @@ def test_values_are_those_that_python_and_numpy_have(step: Path) -> None:
     assert repr(opened["deep.half"]) == "SavedArray('deep.half', shape=[3], dtype=bfloat16)"
 
 
-def test_a_subtree_is_read_into_arrays(step: Path) -> None:
-    deep = open_arrays(step)["deep"]
-    assert list(deep) == ["t", "half"]
-    assert deep["t"].tolist() == torch.arange(60.0).reshape(5, 4, 3).tolist()
+def test_a_subtree_is_a_mapping_of_unread_tensors(step: Path) -> None:
+    for opened in (open_arrays(step), shardckpt.open(step)):
+        deep = opened["deep"]
+        assert (list(deep), len(deep), "t" in deep, "u" in deep) == (["t", "half"], 2, True, False)
+        assert repr(deep["t"]) == repr(opened["deep.t"])
+        assert deep["t"][1:3].tolist() == torch.arange(60.0).reshape(5, 4, 3)[1:3].tolist()
+        assert deep[...]["t"].tolist() == torch.arange(60.0).reshape(5, 4, 3).tolist()
+        opened.close()
+        with pytest.raises(UsageError, match="is closed"):
+            deep["t"]
+
+
+def test_tensors_in_a_list_are_unread_too(tmp_path: Path) -> None:
+    shardckpt.save({"rows": [torch.ones(2), {"w": torch.zeros(3)}, 5]}, tmp_path / "step")
+    rows = open_arrays(tmp_path / "step")["rows"]
+    assert (rows[0][...].tolist(), rows[1]["w"][...].tolist(), rows[2]) == ([1, 1], [0, 0, 0], 5)
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize("form", ["native", "safetensors", "torch", "dcp"])
+def test_tensors_of_a_subtree_cost_the_reads_of_their_full_names(
+    form: str, framework: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = {f"layers.{at}.w": torch.full((1000,), float(at)) for at in range(6)}
+    source = str(tmp_path / "step")
+    shardckpt.save({"model": model, "optimizer": {"state": {}, "param_groups": []}}, source)
+    if form != "native":
+        shardckpt.convert(source, tmp_path / "out", to=form, part="all")
+        source = str(tmp_path / "out")
+    reads: list[tuple[str, int, int]] = []
+    read, names = LocalStore.read, list(model)
+
+    def count(store: LocalStore, items: Any) -> None:
+        reads.extend((each.name, each.offset, len(each.buffer)) for each in items)
+        read(store, items)
+
+    monkeypatch.setattr(LocalStore, "read", count)
+    opened = shardckpt.open(source, framework=framework)
+    places = {name: next(key for key in opened if key.endswith(name)) for name in names}
+    reads.clear()
+    by_name = [opened[places[name]][...].tolist() for name in names]
+    expected = [*reads]
+    opened = shardckpt.open(source, framework=framework)
+    part = opened[places[names[0]].removesuffix(f".{names[0]}")]
+    assert list(part) == names
+    reads.clear()
+    assert [part[name][...].tolist() for name in names] == by_name
+    assert reads == expected
 
 
 def test_a_type_that_numpy_lacks_is_named(step: Path) -> None:

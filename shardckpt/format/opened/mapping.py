@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from typing_extensions import Self
 
 from shardckpt.boxes import Box
 from shardckpt.errors import AmbiguousError, UnknownNameError, UsageError
-from shardckpt.format.opened.state_tree import TensorRef
+from shardckpt.format.opened.state_tree import TensorRef, iter_refs
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.plan.layout.index_to_box import Index, index_to_box
 
@@ -127,6 +128,42 @@ class StoredTensor(ABC, Generic[SourceT, ArrayT]):
         )
 
 
+class OpenedSubtree(Mapping[Any, Any]):
+    """A part of an open checkpoint by its keys; its tensors are read when indexed, `[...]` reads all of them.
+
+    Args:
+        tree: Part of the state tree.
+        open_value: Returns a value of the tree for the user.
+        read_tree: Returns a part of the tree with its tensors loaded.
+    """
+
+    def __init__(
+        self, tree: Mapping[Any, Any], open_value: Callable[[Any], Any], read_tree: Callable[[Any], Any]
+    ) -> None:
+        self._tree, self._open, self._read_tree = tree, open_value, read_tree
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return a tensor, a value, or the part below a key; with `...` all of this part, loaded.
+
+        Raises:
+            KeyError: There is no such key.
+            UsageError: The checkpoint was closed.
+        """
+        return self._read_tree(self._tree) if key is ... else self._open(self._tree[key])
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._tree)
+
+    def __len__(self) -> int:
+        return len(self._tree)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self)} keys: {', '.join(map(repr, islice(self, _SHOWN)))}, ...)"
+
+
+_SHOWN = 3
+
+
 class Opened(Mapping[Any, Any], Generic[SourceT]):
     """An open checkpoint: names to tensors, read when indexed, and to plain values.
 
@@ -148,7 +185,7 @@ class Opened(Mapping[Any, Any], Generic[SourceT]):
             self._paths.setdefault(dotted(path), []).append(path)
 
     def __getitem__(self, name: str | Path) -> Any:
-        """Return a tensor, a value, or the subtree below a name.
+        """Return a tensor, a value, or the subtree below a name, a mapping whose tensors are unread too.
 
         Raises:
             UnknownNameError: The name is unknown; also a KeyError.
@@ -174,9 +211,21 @@ class Opened(Mapping[Any, Any], Generic[SourceT]):
                 where=saved.url,
                 fix="`list(opened)` gives every name.",
             )
+        return self._open(value)
+
+    def _open(self, value: Any) -> Any:
+        """Return a value of the tree, with its tensors unread."""
+        saved = self._source.saved
         if isinstance(value, TensorRef):
             return self._make_tensor(self._source, saved.arrays[value.path])
-        return saved.read_tree(value)
+        if next(iter_refs(value), None) is None:
+            return saved.read_tree(value)
+        if isinstance(value, dict):
+            return OpenedSubtree(value, self._open, self._read_tree)
+        return type(value)(map(self._open, value))
+
+    def _read_tree(self, tree: Any) -> Any:
+        return self._source.saved.read_tree(tree)
 
     def close(self) -> None:
         """Close the files.
