@@ -199,7 +199,31 @@ def test_sharded_states_are_cut_over_the_mesh_that_the_wrapper_was_given(front_e
     assert run(4, body) == [([], [])] * 4
 
 
-def test_dcp_refuses_local_states_of_which_it_would_keep_one_ranks(tmp_path):
+class Planner(dcp.DefaultSavePlanner):
+    """A planner of a user, which adds to torch's."""
+
+    def set_up_planner(self, *args, **kwargs):
+        super().set_up_planner(*args, **kwargs)
+
+
+def save_by_dcp(way, state, path):
+    if way == "save":
+        dcp.save(state, checkpoint_id=path)
+    elif way == "background":
+        dcp.async_save(state, checkpoint_id=path).result()
+    else:  # an older name, which does not go through the others
+        options = {"planner": Planner()} if way == "planner" else {}
+        quiet(dcp.save_state_dict, state, dcp.FileSystemWriter(path), **options)
+
+
+@pytest.mark.parametrize("way", ["save", "background", "save_state_dict", "planner"])
+def test_dcp_refuses_local_states_of_which_it_would_keep_one_ranks(tmp_path, way):
+    def told_of(state, path):
+        try:
+            return refused(save_by_dcp, way, state, path)
+        except dcp.CheckpointException as error:
+            return str(error)
+
     def body(rank, world, front_end):
         model = FRONT_ENDS[front_end](Net((1,)))
         optim = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -209,9 +233,9 @@ def test_dcp_refuses_local_states_of_which_it_would_keep_one_ranks(tmp_path):
             kind = ours.StateDictType.LOCAL_STATE_DICT
             with quiet(ours.FullyShardedDataParallel.state_dict_type, model, kind):
                 states += [model.state_dict(), {"deep": {"model": model.state_dict()}}]
-        told = [refused(dcp.save, state, checkpoint_id=str(tmp_path / front_end)) for state in states]
-        quiet(dcp.save, model_state_dict(model, "SHARDED"), checkpoint_id=str(tmp_path / f"{front_end} rows"))
+        told = [told_of(state, str(tmp_path / front_end)) for state in states]
+        save_by_dcp(way, model_state_dict(model, "SHARDED"), str(tmp_path / f"{front_end} rows"))
         return [each for each in told if "LOCAL" not in each]
 
     over(["flat", "orig", "in place"], body)
-    assert not any((tmp_path / front_end).exists() for front_end in ("flat", "orig", "in place"))
+    assert not any((tmp_path / front_end / ".metadata").exists() for front_end in ("flat", "orig", "in place"))

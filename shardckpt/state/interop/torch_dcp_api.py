@@ -7,14 +7,15 @@ so the functions only have to find either class. Models without our wrapper use 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint import default_planner, state_dict_saver
 from torch.distributed.checkpoint import state_dict as functions
-from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.fsdp import api as theirs
 
 from shardckpt.core import api
@@ -137,6 +138,16 @@ def _saved(state_dict: Any) -> Any:
     return saved
 
 
+_torch_set_up: Any = getattr(default_planner.DefaultSavePlanner, "set_up_planner", None)
+
+
+def _set_up(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> None:
+    """Set up torch's planner, through which every save goes; refuse a LOCAL state."""
+    if has_peers():
+        require_not_local(state_dict, "")
+    _torch_set_up(self, state_dict, *args, **kwargs)
+
+
 _KNOWN = {
     "FSDP": _Either,
     "_get_fqns": _names,
@@ -152,6 +163,9 @@ def register_with_torch_dcp() -> None:
     """
     if _torch_saved is not None:
         state_dict_saver._stateful_to_state_dict = _saved
+    if _torch_set_up is not None:
+        planner: Any = default_planner.DefaultSavePlanner
+        planner.set_up_planner = functools.wraps(_torch_set_up)(_set_up)
     lacking = [name for name in _KNOWN if not hasattr(functions, name)]
     if lacking:
         warnings.warn(
