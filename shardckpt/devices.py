@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -22,6 +22,7 @@ __all__ = [
     "Stream",
     "TorchStreams",
     "copy_to_pinned",
+    "find_generators",
     "get_current_stream",
     "has_pinned_copies",
     "has_pinned_memory",
@@ -267,3 +268,16 @@ def is_gpu_used() -> bool:
     if found is None or found.type in _WITHOUT_PINNED_MEMORY:
         return False
     return bool(torch.get_device_module(found).is_initialized())
+
+
+def find_generators(*, in_use: bool) -> dict[str, Any]:
+    """Return the accelerator's module, which has `get_rng_state` and `set_rng_state`, by its kind; empty without one.
+
+    Args:
+        in_use: Whether this process must use it already. `torch.mps` cannot say so: it counts as in use.
+    """
+    found = find_accelerator()
+    module = None if found is None else torch.get_device_module(found)
+    is_available = getattr(module, "is_available", lambda: False)
+    is_there = getattr(module, "is_initialized", is_available) if in_use else is_available
+    return {found.type: module} if found is not None and is_there() else {}

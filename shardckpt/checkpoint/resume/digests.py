@@ -17,7 +17,7 @@ import xxhash
 from torch.distributed.tensor import DTensor
 
 from shardckpt.checkpoint.stateful.tensor_bytes import tensor_bytes, view_as_bytes
-from shardckpt.torch_features import find_accelerator
+from shardckpt.devices import find_generators
 
 _CHUNK_BYTES = 4 << 20
 """Bytes of a tensor that are reduced at a time; each takes up to eight times its size."""
@@ -248,11 +248,8 @@ def digest_random_states(others: Mapping[str, torch.Generator] | None = None) ->
         "numpy": digest_bytes(f"{kind}{rest}".encode() + np.asarray(keys).tobytes()),
         "torch": digest_bytes(torch.get_rng_state().numpy().tobytes()),
     }
-    accelerator = find_accelerator()
-    if accelerator is not None:
-        module = torch.get_device_module(accelerator)
-        if getattr(module, "is_initialized", lambda: False)():
-            found[accelerator.type] = digest_bytes(module.get_rng_state().cpu().numpy().tobytes())
+    for name, module in find_generators(in_use=True).items():
+        found[name] = digest_bytes(module.get_rng_state().cpu().numpy().tobytes())
     for name, generator in (others or {}).items():
         found[name] = digest_bytes(generator.get_state().cpu().numpy().tobytes())
     return found

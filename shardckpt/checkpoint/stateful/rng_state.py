@@ -10,7 +10,10 @@ import numpy as np
 import torch
 
 from shardckpt.checkpoint.stateful.stateful import PerRank
+from shardckpt.devices import find_generators
 from shardckpt.events.warn_user import warn_user
+
+_HOST = ("python", "numpy", "torch")
 
 
 class RNGState(PerRank):
@@ -25,16 +28,14 @@ class RNGState(PerRank):
         super().__init__(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the generators' states: `python`, `numpy`, `torch`, and `cuda` if in use."""
+        """Return the generators' states: `python`, `numpy`, `torch`, and that of the accelerator in use (`cuda`)."""
         kind, keys, at, has_gauss, gauss = np.random.get_state(legacy=True)
         state: dict[str, Any] = {
             "python": random.getstate(),
             "numpy": {"kind": kind, "keys": np.array(keys), "at": at, "has_gauss": has_gauss, "gauss": gauss},
             "torch": torch.get_rng_state(),
         }
-        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            state["cuda"] = torch.cuda.get_rng_state()
-        return state
+        return state | {name: module.get_rng_state() for name, module in find_generators(in_use=True).items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the states of the generators.
@@ -46,8 +47,14 @@ class RNGState(PerRank):
         random.setstate(state["python"])
         np.random.set_state((saved["kind"], saved["keys"], saved["at"], saved["has_gauss"], saved["gauss"]))
         torch.set_rng_state(state["torch"].cpu())
-        if "cuda" in state and torch.cuda.is_available():
-            torch.cuda.set_rng_state(state["cuda"].cpu())
+        there, used = find_generators(in_use=False), find_generators(in_use=True)
+        for name, module in there.items():
+            if name in state:
+                module.set_rng_state(state[name].cpu())
+        lost = [f"that of {name} is not here" for name in state if name not in {*_HOST, *there}]
+        lost += [f"that of {name} was not saved" for name in used if name not in state]
+        if lost:
+            warn_user(f"not every random number generator continues where it was saved: {', '.join(lost)}")
 
     def load_other_world(self, states: list[Any], rank: int, world: int) -> bool:
         """Start a new stream on this rank. For the arguments see `PerRank`."""
