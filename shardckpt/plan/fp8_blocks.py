@@ -37,7 +37,7 @@ _WEIGHT_SUFFIX = ".weight"
 _NOT_LINEAR = re.compile(r".*embed.*|wte|wpe|shared|(.*_)?(head|gate|router)|output|score|classifier")
 """Last part of a module's name, for modules that stay as they are: embeddings, heads and routers."""
 
-_TRANSPOSED = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
+TRANSPOSED = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
 """Model types of transformers with `Conv1D` layers; their weights are transposed, and no reader takes them as fp8."""
 
 
@@ -60,7 +60,8 @@ def choose_weights(
 ) -> list[str]:
     """Return the names of the weights to quantize.
 
-    These are the matrices of floats named `*.weight`, except those of embeddings, heads and routers.
+    These are the matrices of floats named `*.weight`, except those of embeddings, heads and routers, and matrices that
+    end in smaller blocks, since readers refuse them or take them back wrongly.
 
     Args:
         tensors: Tensors of the model by name.
@@ -78,7 +79,7 @@ def choose_weights(
             found=_describe(config.get(QUANTIZATION_CONFIG)),
             fix="Convert the model from which it was made; --dtype bf16 takes fp8 in blocks back.",
         )
-    if config.get("model_type") in _TRANSPOSED:
+    if config.get("model_type") in TRANSPOSED:
         raise UnsupportedError(
             "the weights of this model are transposed (Conv1D), and no reader takes such weights as fp8",
             found=f"model_type {config['model_type']}",
@@ -87,18 +88,41 @@ def choose_weights(
     taken = [name for name, entry in tensors.items() if _is_taken(name, entry, include)]
     found = [name for name in taken if not _matches(name, exclude)]
     if not found:
-        raise UsageError("found no weights to quantize", found=f"{len(tensors)} tensors", fix="Choose them by globs.")
+        odd = sum(ends_in_smaller_blocks(tensors[name].shape) for name in tensors if is_linear(name, tensors[name]))
+        raise UsageError(
+            "found no weights to quantize",
+            found=f"{len(tensors)} tensors{f', {odd} of a width that {BLOCK[0]} does not divide' if odd else ''}",
+            fix="Choose them by globs.",
+        )
     return found
+
+
+def ends_in_smaller_blocks(shape: Shape) -> bool:
+    """Return True if a weight has several blocks in a dimension, and the last one is smaller."""
+    return len(shape) == 2 and any(n > step and n % step for n, step in zip(shape, BLOCK, strict=True))
+
+
+def is_stacked(name: str, entry: TensorEntry) -> bool:
+    """Return True for the weights of several experts in one tensor, which are not quantized."""
+    return len(entry.shape) == 3 and entry.dtype in FLOATS and "experts" in name.split(".")
+
+
+def is_linear(name: str, entry: TensorEntry) -> bool:
+    """Return True for the weight of a linear layer, by its name and shape."""
+    return _is_matrix(name, entry) and not _NOT_LINEAR.fullmatch(_module(name).rpartition(".")[2])
+
+
+def _is_matrix(name: str, entry: TensorEntry) -> bool:
+    return name.endswith(_WEIGHT_SUFFIX) and len(entry.shape) == 2 and entry.dtype in FLOATS and all(entry.shape)
 
 
 def _is_taken(name: str, entry: TensorEntry, include: Sequence[str]) -> bool:
     """Return True if a tensor is quantized unless it is excluded."""
-    is_matrix = name.endswith(_WEIGHT_SUFFIX) and len(entry.shape) == 2 and entry.dtype in FLOATS and all(entry.shape)
     if not include:
-        return is_matrix and not _NOT_LINEAR.fullmatch(_module(name).rpartition(".")[2])
+        return is_linear(name, entry) and not ends_in_smaller_blocks(entry.shape)
     if not _matches(name, include):
         return False
-    if not is_matrix:
+    if not _is_matrix(name, entry):
         raise UsageError(
             f"--quantize-include matches {name}, which cannot be quantized",
             found=f"{entry.dtype} {list(entry.shape)}",

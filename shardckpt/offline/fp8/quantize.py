@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
 from shardckpt.errors import UsageError
 from shardckpt.format.reader import Reader
@@ -46,7 +47,12 @@ def quantize(
     for name, tensor in tensors.items():
         model += _quantize_weight(reader, tensor) if name in set(chosen) else [tensor]
     changed = {**config.config, QUANTIZATION_CONFIG: fp8_blocks.plan_config(entries, chosen)}
-    warnings = (*selection.warnings, *_warn_of_shapes([tensors[name] for name in chosen]))
+    left = [name for name in tensors if name not in set(chosen) and not any(fnmatchcase(name, g) for g in exclude)]
+    warnings = (
+        *selection.warnings,
+        *_warn_of_shapes([tensors[name] for name in chosen]),
+        *(() if options.quantize_include else _warn_of_left([tensors[name] for name in left])),
+    )
     return replace(selection, model=tuple(model), warnings=warnings), replace(config, config=changed, is_changed=True)
 
 
@@ -61,12 +67,31 @@ def _quantize_weight(reader: Reader, weight: OutputTensor) -> list[OutputTensor]
 
 
 def _warn_of_shapes(weights: list[OutputTensor]) -> Iterator[str]:
-    odd = [w for w in weights if any(n > step and n % step for n, step in zip(w.shape, fp8_blocks.BLOCK, strict=True))]
+    odd = [weight for weight in weights if fp8_blocks.ends_in_smaller_blocks(weight.shape)]
     if odd:
         yield (
             f"{len(odd)} quantized weights end in smaller blocks, such as {odd[0].name} of {list(odd[0].shape)}: vLLM"
             " refuses some of them, and transformers takes them back wrongly where it finds no GPU"
         )
+
+
+def _warn_of_left(tensors: list[OutputTensor]) -> Iterator[str]:
+    """Yield warnings of weights that are not quantized, although no option says so."""
+    if odd := [t for t in tensors if fp8_blocks.is_linear(t.name, t.entry)]:
+        yield (
+            f"not quantized, since 128 does not divide a width: {_name_first(odd)} (--quantize-include takes such"
+            " weights, and not all readers do)"
+        )
+    if stacked := [t for t in tensors if fp8_blocks.is_stacked(t.name, t.entry)]:
+        yield (
+            f"not quantized, since experts are stacked: {_name_first(stacked)} (give each expert its own weights"
+            " before, with rules that unstack)"
+        )
+
+
+def _name_first(tensors: list[OutputTensor]) -> str:
+    more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
+    return f"{tensors[0].name} of {list(tensors[0].shape)}{more}"
 
 
 def dequantize(

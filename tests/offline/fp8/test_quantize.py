@@ -12,7 +12,7 @@ import torch
 from cases import load_folder, read_case
 from command import run_here
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import shardckpt
 from shardckpt.boxes import Box
@@ -31,7 +31,8 @@ def write(folder: Path, **tensors: torch.Tensor) -> Path:
 
 def quantized(folder: Path, weight: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a weight and its scales as the toolkit writes them."""
-    shardckpt.convert(write(folder / "src", a=weight), folder / "out", quantize="fp8-block", **options)
+    options = {"quantize": "fp8-block", "quantize_include": "a.*", **options}
+    shardckpt.convert(write(folder / "src", a=weight), folder / "out", **options)
     found = load_folder(folder / "out")
     assert sorted(found) == ["a.weight", "a.weight_scale_inv"]
     return found["a.weight"], found["a.weight_scale_inv"]
@@ -157,8 +158,23 @@ def test_scales_stay_in_the_file_of_their_weight(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", [(300, 200), (128, 256)])
 def test_ending_in_smaller_blocks_is_a_warning(shape: tuple[int, int], tmp_path: Path) -> None:
-    report = shardckpt.convert(write(tmp_path / "src", a=torch.ones(shape)), tmp_path / "out", quantize="fp8-block")
+    src = write(tmp_path / "src", a=torch.ones(shape))
+    report = shardckpt.convert(src, tmp_path / "out", quantize="fp8-block", quantize_include="a.*")
     assert [("smaller blocks" in warning) for warning in report.warnings] == [True] * (shape == (300, 200))
+
+
+def test_weights_that_are_left_are_named_with_the_reason(tmp_path: Path) -> None:
+    src = write(tmp_path / "src", a=torch.ones(2, 2), b=torch.ones(300, 2), c=torch.ones(300, 2))
+    tensors = {**load_folder(src), "m.experts.up": torch.ones(2, 4, 4)}
+    save_file(tensors, src / "model.safetensors")
+    report = shardckpt.convert(src, tmp_path / "out", quantize="fp8-block", quantize_exclude="c.*")
+    odd, stacked = report.warnings
+    assert odd.startswith("not quantized, since 128 does not divide a width: b.weight of [300, 2] (--quantize-include")
+    assert stacked.startswith("not quantized, since experts are stacked: m.experts.up of [2, 4, 4] (")
+    kept = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
+    assert sorted(kept) == ["b", "c", "m.experts"]
+    with pytest.raises(UsageError, match="no weights to quantize; found 1 tensors, 1 of a width that 128"):
+        shardckpt.convert(write(tmp_path / "odd", b=torch.ones(300, 2)), tmp_path / "no", quantize="fp8-block")
 
 
 @pytest.mark.parametrize(
@@ -191,7 +207,7 @@ def test_an_adapter_is_merged_before_it_is_quantized(tmp_path: Path) -> None:
     factors = {"base_model.model.m.lora_A.weight": a, "base_model.model.m.lora_B.weight": b}
     save_file(factors, tmp_path / "adapter" / "adapter_model.safetensors")
     (tmp_path / "adapter" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 4}')
-    shardckpt.merge_adapter(src, tmp_path / "adapter", tmp_path / "out", quantize="fp8-block")
+    shardckpt.merge_adapter(src, tmp_path / "adapter", tmp_path / "out", quantize="fp8-block", quantize_include="m.*")
     found = load_folder(tmp_path / "out")
     _, scales = reference(weight + 2 * b @ a)
     torch.testing.assert_close(found["m.weight_scale_inv"], scales)
@@ -217,6 +233,32 @@ def test_transformers_reads_it_and_the_cast_back_gives_what_it_reads(tmp_path: P
     for name in ("model.layers.0.mlp.down_proj.weight", "model.layers.0.self_attn.q_proj.weight"):
         expected = dequantized(*reference(source[name])).to(torch.bfloat16)
         assert torch.equal(again[name], expected)
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts", "stacked"])
+def test_transformers_loads_a_model_of_widths_that_128_does_not_divide(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64, "head_dim": 128}
+    if kind == "dense":
+        model: Any = LlamaForCausalLM(LlamaConfig(intermediate_size=192, **sizes))
+    else:
+        more = {"intermediate_size": 192, "moe_intermediate_size": 192, "num_experts": 2, "num_experts_per_tok": 1}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(num_key_value_heads=1, **more, **sizes))
+    model = model.to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "src")
+    source: Path = tmp_path / "src"
+    if kind == "stacked":  # as in memory
+        torch.save(model.state_dict(), tmp_path / "state.pt")
+        source = tmp_path / "state.pt"
+    report = shardckpt.consolidate(source, tmp_path / "fp8", config_from=tmp_path / "src", quantize="fp8-block")
+    assert report.cast == {"bfloat16 -> float8_e4m3fn": 4}
+    shardckpt.convert(tmp_path / "fp8", tmp_path / "back", dtype="bf16")
+    read, info = AutoModelForCausalLM.from_pretrained(tmp_path / "fp8", output_loading_info=True)
+    assert not any(info.values())
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "back").state_dict()
+    assert {name for name, value in read.state_dict().items() if not torch.equal(value, again[name])} == set()
+    left = [name for name in again if "mlp" in name]
+    assert left and all(torch.equal(again[name], model.state_dict()[name]) for name in left)
 
 
 def test_blocks_of_another_shape_are_taken_back_and_excepted_weights_stay(tmp_path: Path) -> None:
