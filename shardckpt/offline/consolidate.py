@@ -20,7 +20,7 @@ from shardckpt.offline.select.config_files import (
     add_kept_files,
     drop_adapter_config,
     find_config_files,
-    untie_head,
+    with_values,
 )
 from shardckpt.offline.select.options import ConversionParams, Options, parse_dtype, parse_globs, parse_memory
 from shardckpt.offline.select.param_shapes import load_param_shapes
@@ -30,6 +30,7 @@ from shardckpt.offline.targets.target_registry import DEFAULT, choose_target
 from shardckpt.offline.write.conversion import ConversionPlan, PlannedFiles, Stopwatch, run_conversion, write_alone
 from shardckpt.offline.write.report import Report
 from shardckpt.plan.fp8_blocks import DTYPE as FP8
+from shardckpt.plan.naming.peft_names import WAY_TO_BASE, is_wrapped
 from shardckpt.storage.publish import require_apart
 from shardckpt.storage.resolve_url import as_url, kind
 
@@ -197,10 +198,11 @@ def export(
     if options.dtype and any(tensor.dtype == FP8 for tensor in selection.model):
         selection, config = _import_fp8().dequantize(reader, options, selection, config)
     selection = _with_warning_of_uncast(selection, options)
+    if target.name == DEFAULT and not is_file and reader.manifest.format != "adapter":
+        selection = _with_warning_of_peft(selection)
     selection = drop_unsupported(selection, target, allow_loss=options.allow_loss)
     selection = _rekey(change(selection, config.config), options)
-    if selection.unties_head:
-        config = untie_head(config)
+    config = with_values(config, selection.config_values)
     if options.quantize:
         selection, config = _import_fp8().quantize(reader, options, selection, config)
     conversion = Conversion(dst, options, reader, config, selection, is_file, keeps_split)
@@ -234,6 +236,18 @@ def _with_warning_of_uncast(selection: Selection, options: Options) -> Selection
     warning = (
         f"{count} not cast, such as {left[0]}: only fp8 with scales beside it, named *_scale_inv, is taken back; the"
         " rest keeps its type and its scales"
+    )
+    return replace(selection, warnings=(*selection.warnings, warning))
+
+
+def _with_warning_of_peft(selection: Selection) -> Selection:
+    """Add a warning if a folder for transformers gets the names of a PEFT model."""
+    names = (tensor.name for tensor in selection.model)
+    wrapped = next((name for name in names if is_wrapped(name) and ".lora_" not in name), "")
+    if not wrapped:
+        return selection
+    warning = (
+        f"{wrapped} and others are names of a PEFT model, and transformers finds no weights by them. {WAY_TO_BASE}"
     )
     return replace(selection, warnings=(*selection.warnings, warning))
 

@@ -15,32 +15,36 @@ from typing_extensions import Unpack
 
 from shardckpt.boxes import Box, Shape, flat_index
 from shardckpt.dtypes import FLOATS, nbytes
-from shardckpt.errors import UnsupportedError, UsageError
+from shardckpt.errors import NameCollisionError, UnsupportedError, UsageError
 from shardckpt.events.progress import OnProgress
-from shardckpt.format.chunk_reader import PieceReader, ReadItem
+from shardckpt.format.chunk_reader import PieceReader, ReadItem, same_bits
 from shardckpt.format.encodings.element_values import numpy_dtype
 from shardckpt.format.huggingface.index_files import read_json
 from shardckpt.format.reader import Reader
 from shardckpt.format.registry import open_checkpoint
-from shardckpt.manifest import TensorEntry, dotted
+from shardckpt.manifest import TensorEntry
 from shardckpt.offline.consolidate import export, parse_options
 from shardckpt.offline.select.config_files import ADAPTER_CONFIG, TIE
-from shardckpt.offline.select.options import MergeParams
+from shardckpt.offline.select.options import MergeParams, parse_dtype
 from shardckpt.offline.select.selection import Selection
 from shardckpt.offline.write.report import Report
-from shardckpt.plan.adapter import LowRank, list_changed, plan_merge
+from shardckpt.plan.adapter import LowRank, Merge, list_changed, plan_merge
+from shardckpt.plan.fp8_blocks import TRANSPOSED
 from shardckpt.plan.layout.coverage import locate
-from shardckpt.plan.layout.output_files import Change
+from shardckpt.plan.layout.output_files import Change, OutputTensor
+from shardckpt.plan.naming.fqn import is_embedding, is_head, name_model, read_tie
+from shardckpt.plan.naming.sections import Sections
+from shardckpt.plan.quantized_weights import QUANTIZATION_CONFIG, find_quantized
 from shardckpt.storage.resolve_url import as_url
 
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")
-_EMBEDDINGS = (["embed_tokens"], ["wte"], ["word_embeddings"], ["embed_in"], ["tok_embeddings"])
-"""Last parts of the names of modules that embed tokens, in models of transformers."""
-_HEADS = (["lm_head"], ["embed_out"])
-"""Last parts of the names of modules that their config may tie to the embeddings."""
 _UNTIED = (
     "{} and {} are tied in the base, and no more: config.json may have to say so (a written one has"
     " tie_word_embeddings false for a head)"
+)
+_NEW = (
+    "{} is not in the base: load the result with the class that the adapter was trained with, a classifier with"
+    " num_labels={}"
 )
 
 
@@ -91,12 +95,14 @@ def merge_adapter(
     opened = [_open_adapter(as_url(path), weight) for path, weight in zip(paths, weights, strict=True)]
 
     def change(selection: Selection, config: Mapping[str, object]) -> Selection:
-        merged = _merge(_add_tied_heads(selection, config, opened), opened)
+        _require_plain_base(selection, config, opened)
+        merged = _merge(_add_tied_heads(selection, config, opened), opened, config, parse_dtype(chosen.dtype))
         new = {tensor.name for tensor in merged.model} - {tensor.name for tensor in selection.model}
+        values = {TIE: False} if any(map(is_head, new)) else {}
         return replace(
             merged,
             warnings=(*merged.warnings, *_warnings_of_ties(merged, config)),
-            unties_head=_ties_embeddings(config) and any(map(_is_head, new)),
+            config_values={**merged.config_values, **values},
         )
 
     return export(base, dst, chosen, on_progress, change=change)
@@ -126,11 +132,13 @@ class _Adapter:
         reader: Open checkpoint of the adapter.
         config: Content of `adapter_config.json`.
         weight: Factor of its products.
+        entries: Tensors by name, without the names of wrappers.
     """
 
     reader: Reader
     config: Mapping[str, Any]
     weight: float
+    entries: Mapping[str, TensorEntry]
 
     @property
     def url(self) -> str:
@@ -150,20 +158,42 @@ def _open_adapter(path: str, weight: float) -> _Adapter:
     file = next((name for name in _FILES if name in names), "")
     if file and file not in opened.manifest.files:  # readers prefer the model in a folder that has both
         opened = open_checkpoint(f"{opened.store.url.rstrip('/')}/{file}")
-    return _Adapter(opened, read_json(opened.store, ADAPTER_CONFIG), weight)
+    entries = name_model(opened.manifest, Sections((), (), ())).tensors
+    return _Adapter(opened, read_json(opened.store, ADAPTER_CONFIG), weight, entries)
+
+
+def _require_plain_base(selection: Selection, config: Mapping[str, object], adapters: Sequence[_Adapter]) -> None:
+    """Require that the weights that adapters change are numbers to which something can be added."""
+    tensors = {tensor.name: tensor for tensor in selection.model}
+    written = {name: each.entry._replace(stored=each.dtype, delivered="") for name, each in tensors.items()}
+    quantized = find_quantized(written)
+    for name in sorted({name for each in adapters for name in list_changed(each.entries, each.url)}):
+        module, _, last = name.rpartition(".")
+        packed = quantized.get(module, "") if last == "weight" else ""
+        if not packed and (name not in tensors or tensors[name].dtype in FLOATS):
+            continue
+        method = config.get(QUANTIZATION_CONFIG)
+        kind = method.get("quant_method") if isinstance(method, Mapping) else None
+        raise UnsupportedError(
+            f"the base is quantized, and nothing can be added to {packed or name}",
+            found=f"{written[packed or name].stored}{f', quant_method {kind}' if kind else ''}",
+            expected=", ".join(sorted(FLOATS)),
+            fix="Merge into the base before it was quantized, or take it back first: --dtype bf16 does for fp8 with"
+            " *_scale_inv, and model.dequantize() of transformers for others.",
+        )
 
 
 def _add_tied_heads(selection: Selection, config: Mapping[str, object], adapters: Sequence[_Adapter]) -> Selection:
-    """Return the base's tensors with heads that adapters change and that the files lack, since the config ties them.
+    """Return the base's tensors with heads that adapters change and that the files lack, since the model ties them.
 
     Such a head begins as a copy of the embeddings.
     """
     known = {tensor.name for tensor in selection.model} | selection.ties.keys()
-    embedding = next((tensor for tensor in selection.model if _is_embedding(tensor.name)), None)
-    if embedding is None or not _ties_embeddings(config):
+    embedding = next((tensor for tensor in selection.model if is_embedding(tensor.name)), None)
+    if embedding is None or not _may_tie(config):
         return selection
-    changed = {name for each in adapters for name in list_changed(map(dotted, each.reader.manifest.tensors))}
-    heads = sorted(filter(_is_head, changed - known))
+    changed = {name for each in adapters for name in list_changed(each.entries, each.url)}
+    heads = sorted(filter(is_head, changed - known))
     return replace(
         selection,
         model=(*selection.model, *(replace(embedding, name=head) for head in heads)),
@@ -172,14 +202,22 @@ def _add_tied_heads(selection: Selection, config: Mapping[str, object], adapters
     )
 
 
-def _merge(selection: Selection, adapters: Sequence[_Adapter]) -> Selection:
-    """Return the base's tensors with their changes."""
+def _merge(selection: Selection, adapters: Sequence[_Adapter], config: Mapping[str, object], dtype: str) -> Selection:
+    """Return the base's tensors with their changes, and new ones, which are cast to `dtype` unless it is empty."""
+    is_transposed = config.get("model_type") in TRANSPOSED
     tensors = {tensor.name: tensor for tensor in selection.model}
     known = {**{n: t.shape for n, t in tensors.items()}, **{n: tensors[k].shape for n, k in selection.ties.items()}}
+    given = {name: tensor.change for name, tensor in tensors.items() if tensor.change is not None}
     changes: dict[str, Change] = {}
     own: set[str] = set()
+    resized: dict[str, TensorEntry] = {}
     for adapter in adapters:
-        own |= _add_changes(adapter, known, changes)
+        shapes = {name: entry.shape for name, entry in resized.items()}
+        merge = _plan_changes(adapter, known | shapes, is_transposed=is_transposed)
+        _add_changes(adapter, merge, known | shapes, changes, given)
+        own |= merge.own
+        for name, shape in merge.shapes.items():
+            resized[name] = TensorEntry((name,), shape, adapter.entries[merge.replaced[name]].stored, ())
     ties, warnings = dict(selection.ties), list(selection.warnings)
     for name, kept in selection.ties.items():
         if name in own or kept in own:
@@ -190,66 +228,82 @@ def _merge(selection: Selection, adapters: Sequence[_Adapter]) -> Selection:
             if kept in changes:
                 raise UnsupportedError("the adapter changes two names of one tensor", found=f"{name}, {kept}")
             changes[kept] = changes.pop(name)  # one tensor with two names: both change, as in the module
-    for name in changes:
-        if tensors[name].entry.stored not in FLOATS:
-            raise UnsupportedError(
-                f"{name} is of a type that nothing can be added to",
-                found=tensors[name].entry.stored,
-                expected=", ".join(sorted(FLOATS)),
-                fix="Merge into the base before it was quantised.",
-            )
     order = [name for name in selection.order if name in tensors] or list(tensors)
+    for name, entry in resized.items():
+        if name not in tensors:
+            order.append(name)
+            warnings.append(_NEW.format(name, entry.shape[0] if entry.shape else 1))
+        chosen = tensors[name].dtype if name in tensors else dtype or entry.stored
+        tensors[name] = OutputTensor(name, entry, chosen)
     return replace(
         selection,
-        model=tuple(replace(tensors[name], change=changes.get(name)) for name in order),
+        model=tuple(replace(tensors[name], change=changes.get(name, tensors[name].change)) for name in order),
         ties=ties,
         warnings=tuple(warnings),
+        config_values={**selection.config_values, **_describe_vocabulary(resized, known)},
     )
+
+
+def _describe_vocabulary(resized: Mapping[str, TensorEntry], known: Mapping[str, Shape]) -> dict[str, object]:
+    """Return the size of a vocabulary that the adapter has changed, as the value of a config."""
+    rows = [entry.shape[0] for name, entry in resized.items() if name in known]
+    return {"vocab_size": rows[0]} if rows else {}
 
 
 def _warnings_of_ties(merged: Selection, config: Mapping[str, object]) -> list[str]:
     """Return warnings of changed embeddings that only the head of the merged model uses too."""
-    if not _ties_embeddings(config):
-        return []
     names = {tensor.name for tensor in merged.model} | merged.ties.keys()
+    if not _may_tie(config) or any(map(is_head, names)):
+        return []
     changed = [tensor.name for tensor in merged.model if tensor.change is not None]
     return [
-        f"{name} is changed, and config.json ties the head to it (tie_word_embeddings): the head of the merged model"
-        " changes too, that of the model with the adapter does not"
+        f"{name} is changed, and the model may tie its head to it ({TIE}): then the head of the merged model changes"
+        " too, that of the model with the adapter does not"
         for name in changed
-        if _is_embedding(name) and not any(each.endswith("lm_head.weight") for each in names)
+        if is_embedding(name)
     ]
 
 
-def _ties_embeddings(config: Mapping[str, object]) -> bool:
-    """Return True if a model's config ties the head to the embeddings."""
-    text = config.get("text_config")
-    return any(isinstance(each, Mapping) and each.get(TIE) is True for each in (config, text))
+def _may_tie(config: Mapping[str, object]) -> bool:
+    """Return True unless a model's config says that the head is not tied; classes have different defaults."""
+    return bool(config) and read_tie(config) is not False
 
 
-def _is_embedding(name: str) -> bool:
-    return name.split(".")[-2:-1] in _EMBEDDINGS
+def _plan_changes(adapter: _Adapter, known: Mapping[str, Shape], *, is_transposed: bool) -> Merge:
+    """Plan the changes of an adapter, and require that two names of one tensor have equal values."""
+    shapes = {name: entry.shape for name, entry in adapter.entries.items()}
+    merge = plan_merge(adapter.config, shapes, known, adapter.url, is_transposed=is_transposed)
+    for pair in merge.repeated:
+        first, second = (adapter.entries[name] for name in pair)
+        is_like = (first.shape, first.stored) == (second.shape, second.stored)
+        if not is_like or not same_bits(adapter.reader, adapter.reader.manifest, first, second):
+            raise NameCollisionError(
+                "two tensors of the adapter belong to one of the base, and their values differ",
+                where=adapter.url,
+                found=", ".join(pair),
+                fix="Write the adapter without one of them: consolidate with --exclude.",
+            )
+    return merge
 
 
-def _is_head(name: str) -> bool:
-    return name.split(".")[-2:-1] in _HEADS
-
-
-def _add_changes(adapter: _Adapter, known: Mapping[str, Shape], changes: dict[str, Change]) -> frozenset[str]:
+def _add_changes(
+    adapter: _Adapter,
+    merge: Merge,
+    known: Mapping[str, Shape],
+    changes: dict[str, Change],
+    given: Mapping[str, Change],
+) -> None:
     """Add the changes of an adapter to those of the adapters before it.
 
     Args:
         adapter: Open adapter.
+        merge: Its planned changes.
         known: Names and shapes of the base's tensors.
         changes: Changes by name, which are completed.
-
-    Returns:
-        Names of fully trained tensors.
+        given: Changes of the base itself, which are applied first.
     """
-    manifest = adapter.reader.manifest
-    entries = {dotted(path): entry for path, entry in manifest.tensors.items()}
-    entries = dict(zip(entries, locate(adapter.reader, manifest, list(entries.values())), strict=True))
-    merge = plan_merge(adapter.config, {name: e.shape for name, e in entries.items()}, known, adapter.url)
+    wanted = list(adapter.entries.values())
+    entries = dict(zip(adapter.entries, locate(adapter.reader, adapter.reader.manifest, wanted), strict=True))
     if merge.own and adapter.weight != 1:
         raise UsageError(
             "an adapter with fully trained tensors must have the weight 1",
@@ -259,16 +313,16 @@ def _add_changes(adapter: _Adapter, known: Mapping[str, Shape], changes: dict[st
     source = _AdapterReader(adapter.reader, entries)
     copies = {name: _TensorCopy(source, stored) for name, stored in merge.replaced.items()}
     sums: dict[str, Change] = {}
+    shapes = {**known, **merge.shapes}
     for each in merge.added:
         low_rank = replace(each, scale=each.scale * adapter.weight)
-        before = copies.get(each.weight, changes.get(each.weight))
-        sums[each.weight] = _LowRankSum(source, low_rank, known[each.weight], before)
+        before = copies.get(each.weight) or changes.get(each.weight) or given.get(each.weight)
+        sums[each.weight] = _LowRankSum(source, low_rank, shapes[each.weight], before)
     for name in copies.keys() | sums.keys():
         before = changes.get(name)
         if before is not None and (name in copies or not isinstance(before, _LowRankSum) or before.has_copy):
             raise UsageError(f"two adapters change {name}, and one of them sets it in full", where=adapter.url)
     changes |= {**copies, **sums}
-    return merge.own
 
 
 class _AdapterReader:
@@ -341,7 +395,8 @@ class _LowRankSum:
     @property
     def has_copy(self) -> bool:
         """Whether an adapter contains the weight to which products are added."""
-        return self._before is not None and (not isinstance(self._before, _LowRankSum) or self._before.has_copy)
+        is_sum_of_copy = isinstance(self._before, _LowRankSum) and self._before.has_copy
+        return is_sum_of_copy or isinstance(self._before, _TensorCopy)
 
     def __call__(self, box: Box, data: memoryview, stored: str) -> tuple[memoryview, str]:
         """Return a block of the weight plus the product, in the computation's dtype."""

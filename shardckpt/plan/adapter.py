@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from math import sqrt
 from typing import Any
 
 from shardckpt.boxes import Shape
-from shardckpt.errors import FormatError, UnsupportedError, UsageError
+from shardckpt.errors import AmbiguousError, FormatError, UnsupportedError, UsageError
 from shardckpt.plan.module_patterns import MatchBudget, ModulePattern
+from shardckpt.plan.naming.fqn import is_embedding, is_head, require_unique
+from shardckpt.plan.naming.peft_names import WAY_TO_BASE, is_wrapped
 
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(
-    r"(?P<module>.+)\.lora_(?P<kind>embedding_)?(?P<side>[AB])(\.(?P<adapter>(?!weight$)[^.]+))?(\.weight)?"
+    r"(?P<module>.+)\.lora_(?P<kind>embedding_)?(?P<side>[AB])(\.(?P<adapter>(?!(weight|bias)$)[^.]+))?(\.weight)?"
 )
-_OTHERS = re.compile(r"\.(modules_to_save|original_module|base_layer)(\.default)?(?=\.)")
+_HEAD = re.compile(r"(.*_)?head|embed_out|score|classifier|qa_outputs")
+"""Last parts of the names of modules that are `Conv1D` in no model."""
+
+_TRAINED = "modules_to_save"
+_ORIGINAL = ".original_module."
+"""Part of the name of the base's own tensor in a state dict that has the trained one too."""
 _LARGEST_ALPHA = 1e30
+_RESIZE = (
+    "Give the base the vocabulary of the adapter with resize_token_embeddings({}), or save the adapter with"
+    " save_embedding_layers=True."
+)
 _REFUSED = {
     "use_dora": "DoRA, which scales what it adds by the norm of the result",
     "use_qalora": "QALoRA",
@@ -61,10 +73,14 @@ class Merge:
         added: Weights with their low-rank products.
         replaced: Name in the base to name in the adapter, of fully trained tensors, and of tensors of the base that the
             adapter contains because products are added to them.
+        repeated: Pairs of names in the adapter of one tensor, whose values have to be equal.
+        shapes: Shapes of replaced tensors that the base lacks, or has in another shape.
     """
 
     added: tuple[LowRank, ...]
     replaced: Mapping[str, str]
+    repeated: tuple[tuple[str, str], ...] = ()
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
 
     @property
     def own(self) -> frozenset[str]:
@@ -73,7 +89,14 @@ class Merge:
         return frozenset(name for name in self.replaced if name not in added)
 
 
-def plan_merge(config: Mapping[str, Any], adapter: Mapping[str, Shape], base: Mapping[str, Shape], where: str) -> Merge:
+def plan_merge(
+    config: Mapping[str, Any],
+    adapter: Mapping[str, Shape],
+    base: Mapping[str, Shape],
+    where: str,
+    *,
+    is_transposed: bool = False,
+) -> Merge:
     """Plan the changes that an adapter makes to its base.
 
     Args:
@@ -81,46 +104,88 @@ def plan_merge(config: Mapping[str, Any], adapter: Mapping[str, Shape], base: Ma
         adapter: Names and shapes of the adapter's tensors.
         base: Names and shapes of the base's tensors.
         where: Name of the adapter, for messages.
+        is_transposed: Whether layers of the base are known to be `Conv1D`, with weights `in x out`. peft keeps one such
+            setting for all layers of an adapter, that of the last one.
 
     Raises:
         UnsupportedError: The kind of adapter cannot be merged; the message names it.
         FormatError: Settings or factors contradict each other.
-        UsageError: The adapter belongs to another base: a weight is missing, or has another shape.
+        UsageError: The adapter belongs to another base: a weight is missing, or has another shape; or the file has
+            several adapters.
     """
     _require_lora(config, adapter, where)
-    factors: dict[str, dict[str, str]] = {}
-    turned: set[str] = set()
-    replaced: dict[str, str] = {}
-    for name in adapter:
-        match = _FACTOR.fullmatch(name)
-        if match is None:
-            replaced[_in_base(_OTHERS.sub("", name), base, where)] = name
-            continue
-        module = match["module"]
-        factors.setdefault(module, {})[match["side"]] = name
-        if match["kind"] or config.get("fan_in_fan_out") is True:
-            turned.add(module)
+    names = _sort_names(adapter, where)
+    replaced = {name: sources[-1] for name, sources in names.replaced.items()}
+    repeated = tuple((sources[0], other) for sources in names.replaced.values() for other in sources[1:])
+    ordered = sorted(base)
+    for name in replaced:
+        if not _is_new_module(name, config, ordered):
+            _require_in_base(name, base, where)
+    shapes = {name: adapter[own] for name, own in replaced.items() if base.get(name) != adapter[own]}
+    _check_shapes(shapes, replaced, base, where)
     settings = _Settings(config, sum(map(len, adapter)), where)
+    known = {**base, **shapes}
+    is_turned = is_transposed or config.get("fan_in_fan_out") is True
     added = tuple(
-        _low_rank(module, sides, module in turned, settings, adapter, base, where) for module, sides in factors.items()
+        _low_rank(module, sides, _choose_turns(module, names.turned, is_turned), settings, adapter, known, where)
+        for module, sides in names.factors.items()
     )
-    for name, own in replaced.items():
-        if adapter[own] != base[name]:
-            raise UsageError(
-                f"{own} has another shape than {name}", where=where, found=adapter[own], expected=base[name]
-            )
-    return Merge(added, replaced)
+    return Merge(added, replaced, repeated, shapes)
 
 
-def list_changed(adapter: Iterable[str]) -> set[str]:
+@dataclass(frozen=True, slots=True)
+class _SortedNames:
+    """The names of an adapter's tensors by what they are in its base.
+
+    Attributes:
+        factors: Module to side to name.
+        turned: Modules whose weight is `in x out`.
+        replaced: Name in the base to names in the adapter, of all other tensors.
+    """
+
+    factors: Mapping[str, Mapping[str, str]]
+    turned: Set[str]
+    replaced: Mapping[str, list[str]]
+
+
+def _sort_names(adapter: Collection[str], where: str) -> _SortedNames:
+    factors = {name: match for name in adapter if (match := _FACTOR.fullmatch(name))}
+    found = sorted({match["adapter"] for match in factors.values() if match["adapter"]})
+    if len(found) > 1:
+        raise AmbiguousError(
+            "the file holds several adapters",
+            where=where,
+            found=", ".join(found),
+            fix=f"Write one of them into a folder: consolidate with --exclude '*.{found[-1]}*', for example.",
+        )
+    modules = {name: match["module"].removeprefix(_PREFIX) for name, match in factors.items()}
+    require_unique({name: f"{modules[name]}.lora_{match['side']}" for name, match in factors.items()})
+    sides: dict[str, dict[str, str]] = {}
+    for name, match in factors.items():
+        sides.setdefault(modules[name], {})[match["side"]] = name
+    known = "|".join(map(re.escape, {"default", *found}))
+    others = re.compile(rf"\.({_TRAINED}|original_module|base_layer)(\.({known}))?(?=\.)")
+    replaced: dict[str, list[str]] = {}
+    for name in adapter:
+        if name not in factors:
+            replaced.setdefault(others.sub("", name).removeprefix(_PREFIX), []).append(name)
+    for name, sources in replaced.items():
+        replaced[name] = [source for source in sources if _ORIGINAL not in source] or sources
+    return _SortedNames(sides, {modules[name] for name, match in factors.items() if match["kind"]}, replaced)
+
+
+def list_changed(adapter: Collection[str], where: str) -> Set[str]:
     """Return the names in the base of the tensors that an adapter changes.
 
     Args:
         adapter: Names of the adapter's tensors.
+        where: Name of the adapter, for messages.
+
+    Raises:
+        UsageError: The file has several adapters.
     """
-    matches = ((name, _FACTOR.fullmatch(name)) for name in adapter)
-    names = (_OTHERS.sub("", name) if match is None else f"{match['module']}.weight" for name, match in matches)
-    return {name.removeprefix(_PREFIX) for name in names}
+    names = _sort_names(adapter, where)
+    return names.replaced.keys() | {f"{module}.weight" for module in names.factors}
 
 
 def _require_lora(config: Mapping[str, Any], names: Iterable[str], where: str) -> None:
@@ -146,23 +211,70 @@ def _require_lora(config: Mapping[str, Any], names: Iterable[str], where: str) -
             raise UnsupportedError(f"this adapter is {_REFUSED['lora_bias']}", where=where, found=name)
 
 
-def _in_base(name: str, base: Mapping[str, Shape], where: str) -> str:
-    """Return the name in the base for a name in the adapter."""
-    found = name.removeprefix(_PREFIX)
-    if found not in base:
-        raise UsageError(
-            f"the base has no {found!r}, which the adapter changes",
-            where=where,
-            found=f"{len(base)} names such as {', '.join(list(base)[:2])}",
-            fix="Name the base that the adapter was trained on; --rename gives it other names.",
-        )
-    return found
+def _is_new_module(name: str, config: Mapping[str, Any], base: Sequence[str]) -> bool:
+    """Return True if a tensor is of a module that the adapter trains in full and that the base lacks, such as a head.
+
+    Names of the base are sorted.
+    """
+    saved, parts = config.get(_TRAINED), name.split(".")
+    at = next((i for i, part in enumerate(parts[:-1], 1) if isinstance(saved, list) and part in saved), 0)
+    prefix = ".".join((*parts[:at], ""))
+    first = bisect_left(base, prefix)
+    return at > 0 and not is_embedding(name) and not (first < len(base) and base[first].startswith(prefix))
+
+
+def _require_in_base(name: str, base: Mapping[str, Shape], where: str) -> None:
+    if name in base:
+        return
+    fix = "Name the base that the adapter was trained on; --rename gives it other names."
+    raise UsageError(
+        f"the base has no {name!r}, which the adapter changes",
+        where=where,
+        found=f"{len(base)} names such as {', '.join(list(base)[:2])}",
+        fix=WAY_TO_BASE if any(map(is_wrapped, base)) else fix,
+    )
+
+
+def _check_shapes(
+    shapes: Mapping[str, Shape], replaced: Mapping[str, str], base: Mapping[str, Shape], where: str
+) -> None:
+    """Require that only a vocabulary has another size than in the base, and the same in all of its tensors."""
+    resized: dict[Shape, tuple[str, Shape]] = {}
+    for name, shape in shapes.items():
+        before = base.get(name, shape)
+        if before != shape:
+            if not _is_of_vocabulary(name) or before[1:] != shape[1:]:
+                raise UsageError(
+                    f"{replaced[name]} has another shape than {name}", where=where, found=shape, expected=before
+                )
+            resized[before] = name, shape
+    for other, size in base.items() if resized else ():
+        name, shape = resized.get(size, ("", size))
+        if name and _is_of_vocabulary(other) and shapes.get(other) != shape:
+            raise UsageError(
+                f"the vocabulary of the adapter has {shape[0]} tokens in {name}, and {other} has another number",
+                where=where,
+                found=size,
+                expected=shape,
+                fix=_RESIZE.format(shape[0]),
+            )
+
+
+def _is_of_vocabulary(name: str) -> bool:
+    return is_embedding(name) or is_head(name)
+
+
+def _choose_turns(module: str, embeddings: Set[str], is_turned: bool) -> tuple[bool, ...]:
+    """Return whether a weight may be `in x out`, the likelier answer first; shapes decide unless it is square."""
+    if module in embeddings:
+        return (True,)
+    return (True, False) if is_turned and not _HEAD.fullmatch(module.rpartition(".")[2]) else (False, True)
 
 
 def _low_rank(
     module: str,
     sides: Mapping[str, str],
-    is_turned: bool,
+    turns: tuple[bool, ...],
     settings: _Settings,
     adapter: Mapping[str, Shape],
     base: Mapping[str, Shape],
@@ -170,7 +282,8 @@ def _low_rank(
 ) -> LowRank:
     if set(sides) != {"A", "B"}:
         raise FormatError(f"{module} has one factor of two", where=where, found=", ".join(sides.values()))
-    weight = _in_base(f"{module}.weight", base, where)
+    weight = f"{module}.weight"
+    _require_in_base(weight, base, where)
     a, b = adapter[sides["A"]], adapter[sides["B"]]
     rank = a[0] if a else 0
     known = settings.rank(module)
@@ -179,9 +292,18 @@ def _low_rank(
             f"the factors of {module} do not fit its rank", where=where, found=f"{a}, {b}", expected=known
         )
     shape = base[weight]
-    wanted = (b[0], *a[1:]) if not is_turned else (*a[1:], b[0])
+    fits = {turn: (*a[1:], b[0]) if turn else (b[0], *a[1:]) for turn in turns}
+    is_turned = next((turn for turn, size in fits.items() if size == shape), turns[0])
+    wanted = fits[is_turned]
     if shape != wanted or any(n != 1 for n in b[2:]):
-        raise UsageError(f"the factors of {module} do not fit its weight", where=where, found=wanted, expected=shape)
+        grown = sum(n != known for n, known in zip(wanted, shape, strict=False)) == 1 and _is_of_vocabulary(weight)
+        raise UsageError(
+            f"the factors of {module} do not fit its weight",
+            where=where,
+            found=wanted,
+            expected=shape,
+            fix=_RESIZE.format(wanted[0]) if grown else "",
+        )
     scale = settings.alpha(module) / (sqrt(rank) if settings.is_stabilised else rank)
     return LowRank(weight, sides["A"], sides["B"], scale, is_turned)
 
@@ -240,8 +362,7 @@ class _Settings:
 
     def _found(self, patterns: list[tuple[ModulePattern, object]], default: str, module: str) -> Any:
         """Return a module's setting by the first matching pattern, or the default."""
-        name = module.removeprefix(_PREFIX)
         for pattern, value in patterns:
-            if pattern.fits(name):
+            if pattern.fits(module):
                 return value
         return self._config.get(default)

@@ -251,9 +251,9 @@ def test_an_adapter_in_the_folder_of_its_base_is_found_there(suffix: str, tmp_pa
         assert not (tmp_path / written / "adapter_config.json").exists()
 
 
-def test_a_quantised_base_and_a_sum_that_overflows_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="quantised"):
-        merged(tmp_path / "a", {"m.weight": torch.zeros(3, 4).to(torch.float8_e4m3fn)}, FACTORS)
+def test_a_base_without_floats_and_a_sum_that_overflows_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"quantized.*found int64"):
+        merged(tmp_path / "a", {"m.weight": torch.zeros(3, 4, dtype=torch.int64)}, FACTORS)
     big = torch.full((3, 4), 6e4, dtype=torch.float16)
     with pytest.raises(shardckpt.PrecisionError, match=r"m\.weight"):
         merged(tmp_path / "b", {"m.weight": big}, {k: 100 * v for k, v in FACTORS.items()})
@@ -460,3 +460,207 @@ def test_the_command_takes_adapters_weights_and_a_dtype(tmp_path: Path) -> None:
     build_command("merge-adapter")(words, standalone_mode=False)
     found = load_file(tmp_path / "out" / "model.safetensors")["m.weight"]
     assert torch.equal(found, torch.full((3, 4), 15.0, dtype=torch.bfloat16))
+
+
+def _factors(adapter: str = "") -> dict[str, torch.Tensor]:
+    return {f"m.lora_{side}{adapter}.weight": torch.randn(FACTORS[f"m.lora_{side}.weight"].shape) for side in "AB"}
+
+
+def test_a_file_of_two_adapters_is_refused_by_their_names(tmp_path: Path) -> None:
+    with pytest.raises(shardckpt.AmbiguousError, match="several adapters; found default, reference"):
+        merged(tmp_path, {"m.weight": torch.zeros(3, 4)}, _factors(".default") | _factors(".reference"))
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("name", ["modules_to_save.", "modules_to_save.default.", ""])
+def test_a_trained_module_wins_over_its_original(name: str, order: int, tmp_path: Path) -> None:
+    trained, original = torch.ones(5, 4), torch.zeros(5, 4)
+    own = {**_factors(".default"), f"head.{name}weight": trained, "head.original_module.weight": original}
+    base = {"m.weight": torch.zeros(3, 4), "head.weight": original}
+    base_folder, adapter = write(tmp_path, base, {})
+    (Path(adapter) / "adapter_model.safetensors").unlink()
+    torch.save({PREFIX + key: own[key] for key in [*own][::order]}, Path(adapter) / "adapter_model.bin")
+    shardckpt.merge_adapter(base_folder, adapter, tmp_path / "out")
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["head.weight"], trained)
+
+
+def test_two_names_of_one_tensor_need_equal_values(tmp_path: Path) -> None:
+    base = {"m.weight": torch.zeros(3, 4), "head.weight": torch.zeros(5, 4)}
+    own = {"head.modules_to_save.weight": torch.ones(5, 4), "head.weight": torch.ones(5, 4)}
+    found = merged(tmp_path / "same", base, {**FACTORS, **own})
+    assert torch.equal(found["head.weight"], torch.ones(5, 4))
+    own["head.weight"][4, 3] = 2
+    with pytest.raises(shardckpt.NameCollisionError, match=r"head\.modules_to_save\.weight"):
+        merged(tmp_path / "other", base, {**FACTORS, **own})
+    with pytest.raises(shardckpt.NameCollisionError, match=r"both be named 'base_model\.model\.head\.weight'"):
+        merged(tmp_path / "third", base, {"head.weight": torch.ones(5, 4), "_orig_mod.head.weight": torch.ones(5, 4)})
+    base_folder, adapter = write(tmp_path / "fourth", base, FACTORS)
+    save_file(
+        {**FACTORS, **{PREFIX + k: v + 1 for k, v in FACTORS.items()}}, Path(adapter) / "adapter_model.safetensors"
+    )
+    with pytest.raises(shardckpt.NameCollisionError, match=r"both be named 'm\.lora_A'"):
+        shardckpt.merge_adapter(base_folder, adapter, tmp_path / "fourth" / "out")
+
+
+@pytest.mark.parametrize("place", ["_orig_mod.base_model.model.", "base_model.model._orig_mod."])
+def test_the_prefix_of_torch_compile_is_not_part_of_a_name(place: str, tmp_path: Path) -> None:
+    base, adapter = write(tmp_path, {"m.weight": torch.zeros(3, 4)}, FACTORS)
+    save_file({place + name: value for name, value in FACTORS.items()}, Path(adapter) / "adapter_model.safetensors")
+    shardckpt.merge_adapter(base, adapter, tmp_path / "out")
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["m.weight"], torch.full((3, 4), 6.0))
+
+
+def _tied_model(kind: str) -> Any:
+    """Return a small model of a class that ties its head by default."""
+    import transformers as hf
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    more = {
+        "gemma": {"intermediate_size": 24, "num_key_value_heads": 1, "head_dim": 8},
+        "cohere": {"intermediate_size": 24},
+        "gpt2": {},
+        "opt": {"ffn_dim": 24, "word_embed_proj_dim": 16, "max_position_embeddings": 32},
+        "bloom": {},
+    }[kind]
+    return hf.AutoModelForCausalLM.from_config(hf.AutoConfig.for_model(kind, **sizes, **ids, **more))
+
+
+LAYERS = {
+    "gemma": ["q_proj"],
+    "cohere": ["q_proj"],
+    "gpt2": ["c_attn", "c_proj"],  # the last one is square in attention
+    "opt": ["q_proj"],
+    "bloom": ["query_key_value"],
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("is_saved", [True, False], ids=["saved-head", "lora-head"])
+def test_a_head_that_the_class_ties_is_merged_as_the_adapter_computes(
+    kind: str, is_saved: bool, tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    _tied_model(kind).save_pretrained(tmp_path / "base")
+    path = tmp_path / "base" / "config.json"
+    config = {key: value for key, value in json.loads(path.read_text()).items() if key != "tie_word_embeddings"}
+    path.write_text(json.dumps(config))
+    settings = {"modules_to_save": ["lm_head"]} if is_saved else {}
+    targets = [*LAYERS[kind], *([] if is_saved else ["lm_head"])]
+    told = peft.LoraConfig(r=2, lora_alpha=4, target_modules=targets, init_lora_weights=False, **settings)
+    wrapped = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), told)
+    for name, parameter in wrapped.named_parameters():
+        parameter.data += torch.randn_like(parameter) * ("modules_to_save.default" in name)
+    wrapped.save_pretrained(tmp_path / "adapter")
+    shardckpt.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    truth = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    tokens = torch.arange(3, 11)[None]
+    torch.testing.assert_close(found(tokens).logits, truth(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("is_saved", [True, False], ids=["saved-modules", "saved-embeddings"])
+@pytest.mark.parametrize("kind", ["llama", "gemma"])
+def test_a_vocabulary_that_grew_is_merged_as_peft_does(kind: str, is_saved: bool, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    if kind == "llama":
+        model = _save_base(tmp_path, seed=7, layers=1)
+    else:
+        model = _tied_model(kind)
+        model.save_pretrained(tmp_path / "base")
+    model.resize_token_embeddings(48)
+    settings = {"modules_to_save": ["embed_tokens", "lm_head"]} if is_saved else {}
+    told = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj"], init_lora_weights=False, **settings)
+    wrapped = peft.get_peft_model(model, told)
+    wrapped.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+    shardckpt.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    truth = wrapped.merge_and_unload().state_dict()
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values())
+    assert loaded.config.vocab_size == 48
+    found = loaded.state_dict()
+    assert set(found) == set(truth)
+    for name in truth:
+        torch.testing.assert_close(found[name], truth[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_vocabulary_that_grew_in_one_of_its_tensors_is_refused(tmp_path: Path) -> None:
+    base = {"model.embed_tokens.weight": torch.zeros(6, 4), "lm_head.weight": torch.zeros(6, 4)}
+    with pytest.raises(UsageError, match=r"has 8 tokens in model\.embed_tokens.*resize_token_embeddings\(8\)"):
+        merged(tmp_path / "a", base, {"model.embed_tokens.weight": torch.ones(8, 4)})
+    own = {
+        "model.embed_tokens.lora_embedding_A": torch.ones(2, 8),
+        "model.embed_tokens.lora_embedding_B": torch.ones(4, 2),
+    }
+    with pytest.raises(UsageError, match=r"do not fit its weight.*resize_token_embeddings\(8\)"):
+        merged(tmp_path / "b", base, own)
+
+
+def test_a_new_head_of_a_classifier_is_merged_as_peft_does(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForSequenceClassification
+
+    _save_base(tmp_path, seed=8, layers=1)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=3)
+    told = peft.LoraConfig(task_type="SEQ_CLS", r=2, lora_alpha=4, target_modules=["q_proj"], init_lora_weights=False)
+    wrapped = peft.get_peft_model(model, told)
+    wrapped.save_pretrained(tmp_path / "adapter")
+    report = shardckpt.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    assert any("score.weight is not in the base" in warning for warning in report.warnings)
+    truth = wrapped.merge_and_unload().state_dict()
+    found = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", num_labels=3).state_dict()
+    assert set(found) == set(truth)
+    for name in truth:
+        torch.testing.assert_close(found[name], truth[name], rtol=1e-5, atol=1e-6)
+
+
+QUANTIZED = {
+    "gptq": {"m.qweight": torch.zeros(2, 3, dtype=torch.int32), "m.scales": torch.ones(1, 3).half()},
+    "bitsandbytes": {"m.weight": torch.zeros(6, 1, dtype=torch.uint8), "m.weight.absmax": torch.ones(1)},
+    "fp8": {"m.weight": torch.ones(3, 4).to(torch.float8_e4m3fn), "m.weight_scale_inv": torch.full((1, 1), 0.5)},
+}
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_a_quantized_base_is_named_with_the_way_out(kind: str, tmp_path: Path) -> None:
+    base, adapter = write(tmp_path, QUANTIZED[kind], FACTORS)
+    (tmp_path / "base" / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": kind}}))
+    with pytest.raises(UnsupportedError, match=rf"base is quantized.* m\.q?weight; found .*{kind}.*dequantize"):
+        shardckpt.merge_adapter(base, adapter, tmp_path / "out")
+    if kind == "fp8":
+        shardckpt.merge_adapter(base, [adapter, adapter], tmp_path / "out", dtype="bf16")
+        found = load_file(tmp_path / "out" / "model.safetensors")
+        assert same_bits(found["m.weight"], torch.full((3, 4), 0.5 + 12).bfloat16())
+        assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def test_the_state_dict_of_a_peft_model_comes_with_the_way_to_its_base(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = _save_base(tmp_path, seed=9, layers=1)
+    told = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj"], init_lora_weights=False)
+    wrapped = peft.get_peft_model(model, told)
+    wrapped.save_pretrained(tmp_path / "truth")
+    torch.save(wrapped.state_dict(), tmp_path / "state.pt")
+    report = shardckpt.consolidate(tmp_path / "state.pt", tmp_path / "out", config_from=tmp_path / "base")
+    [warning] = report.warnings
+    assert "names of a PEFT model" in warning
+    with pytest.raises(UsageError, match=r"the base has no .*--exclude"):
+        shardckpt.merge_adapter(tmp_path / "state.pt", tmp_path / "truth", tmp_path / "merged")
+    to_base = [r"base_model\.model\.(.*)=\1", r"(.*)\.base_layer(\..*)=\1\2"]
+    to_file = r"(.*\.lora_[^.]*)\.default(.*)=\1\2"
+    assert f"--exclude '*.lora_*' --rename '{to_base[0]}' --rename '{to_base[1]}'" in warning
+    assert f"--include '*.lora_*' --rename '{to_file}'" in warning
+    shardckpt.consolidate(tmp_path / "state.pt", tmp_path / "plain", exclude="*.lora_*", rename=to_base)
+    (tmp_path / "adapter").mkdir()
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    assert not shardckpt.consolidate(tmp_path / "state.pt", file, include="*.lora_*", rename=to_file).warnings
+    assert shardckpt.diff(tmp_path / "plain", tmp_path / "base").same
+    found, truth = load_file(file), load_file(tmp_path / "truth" / "adapter_model.safetensors")
+    assert set(found) == set(truth)
+    assert all(torch.equal(found[name], truth[name]) for name in truth)

@@ -168,12 +168,16 @@ def _require_config_size(size: int, where: str) -> None:
         raise FormatError("too large for a model's config", where=where, found=f"{size} bytes")
 
 
-def untie_head(carried: ConfigFiles) -> ConfigFiles:
-    """Return config files that say that the head of the model is not tied to its embeddings."""
+def with_values(carried: ConfigFiles, values: Mapping[str, object]) -> ConfigFiles:
+    """Return config files with other values, also where the config of the text model has them."""
+    if not carried.config or not values:
+        return carried
     config, text = dict(carried.config), carried.config.get("text_config")
-    if isinstance(text, dict) and TIE in text:
-        config["text_config"] = {**text, TIE: False}
-    return replace(carried, config={**config, TIE: False}, is_changed=True)
+    in_text = values.keys() & text.keys() if isinstance(text, dict) else frozenset()
+    if isinstance(text, dict):
+        config["text_config"] = {**text, **{key: values[key] for key in in_text}}
+    config |= {key: value for key, value in values.items() if key == TIE or key in config or key not in in_text}
+    return replace(carried, config=config, is_changed=True)
 
 
 def with_dtype(config: Mapping[str, object], dtype: str) -> dict[str, object]:

@@ -23,6 +23,7 @@ from shardckpt.format.reader import Reader
 from shardckpt.format.registry import open_checkpoint
 from shardckpt.layout import FlatLayout
 from shardckpt.manifest import UNREAD, Manifest, Path, TensorEntry, dotted
+from shardckpt.offline.select.config_files import TIE
 from shardckpt.offline.select.options import Options, parse_dtype
 from shardckpt.offline.write.report import NO_SHAPES
 from shardckpt.plan.layout.coverage import faults, locate
@@ -57,7 +58,7 @@ class Selection:
         warnings: Oddities, one sentence each.
         order: All names of the model in state-dict order, including those that are not written.
         keeps_order: Whether the checkpoint keeps that order; otherwise the names are sorted, for example.
-        unties_head: Whether a head that the model's config ties to the embeddings has got values of its own.
+        config_values: Values that the model's config has to have, such as those of a head with values of its own.
     """
 
     model: tuple[OutputTensor, ...]
@@ -69,7 +70,7 @@ class Selection:
     warnings: tuple[str, ...]
     order: tuple[str, ...] = ()
     keeps_order: bool = True
-    unties_head: bool = False
+    config_values: Mapping[str, object] = field(default_factory=dict)
 
 
 def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Selection:
@@ -119,11 +120,12 @@ def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Se
         warnings=(
             *_needed_warnings(manifest.warnings, unasked),
             *(() if manifest.has_shapes or options.shapes_from else (NO_SHAPES,)),
-            *chosen.warnings,
+            *chosen.found_ties.warnings,
             *_warn_of_order(state),
             *(_warn_of_numbers(manifest, found.optimizers[0]) if state else ()),
             *_unneeded_faults(manifest, chosen.used or wanted),
         ),
+        config_values=chosen.found_ties.config_values if options.part != "optim" else {},
     )
 
 
@@ -196,21 +198,44 @@ class _OpenModel:
             return None
         return _optimizer(self.reader, self.manifest, self.found, self.model, self.options)
 
-    def find_ties(self, chosen: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-        """Return the names that are not written, and warnings about ties."""
+    def find_ties(self, chosen: Sequence[str]) -> _Ties:
+        """Return the names that are not written, and the heads that the config ties although they have own values."""
         tensors = {name: self.model.tensors[name] for name in chosen}
         paths = {name: entry.path for name, entry in tensors.items()}
         tied = names.read_config_ties(self.config, tensors)
         dropped = names.map_kept_names(chosen, paths, self.manifest.aliases, prefer=tied.values())
-        warnings = []
         for head, embedding in tied.items():
             if head in dropped or embedding in dropped:
                 continue
             if same_bits(self.reader, self.manifest, tensors[head], tensors[embedding]):
                 dropped[head] = embedding
-            else:
-                warnings.append(f"config.json ties {head} to {embedding}, but their values differ: both are written")
-        return dropped, warnings
+        has_embedding = any(map(names.is_embedding, tensors))
+        own = filter(names.is_head, tensors) if names.read_tie(self.config) and has_embedding else ()
+        return _Ties(dropped, tuple(head for head in own if head not in dropped))
+
+
+@dataclass(frozen=True, slots=True)
+class _Ties:
+    """Ties of a model.
+
+    Attributes:
+        dropped: Name that is not written to the name that is written for it.
+        own: Heads with values of their own that the model's config ties.
+    """
+
+    dropped: dict[str, str]
+    own: tuple[str, ...]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """A sentence for each head whose config is wrong."""
+        text = f"config.json ties {{}} to the embeddings, but their values differ: a written one has {TIE} false"
+        return tuple(text.format(head) for head in self.own)
+
+    @property
+    def config_values(self) -> dict[str, object]:
+        """Values that the config has to have."""
+        return {TIE: False} if self.own else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +247,7 @@ class _ChosenTensors:
         tensors: Name to array; tied names may be missing.
         ties: Name that is not written to the name that is written for it.
         state: Optimizer state, if it is requested.
-        warnings: Oddities of ties, one sentence each.
+        found_ties: Ties of the source.
         casts: Name to the dtype that a rule sets.
         used: Source tensors, if rules make the results.
         dropped: Names of tensors that rules dropped.
@@ -232,7 +257,7 @@ class _ChosenTensors:
     tensors: Mapping[str, TensorEntry]
     ties: Mapping[str, str]
     state: optimizer_state.OptimizerState | None
-    warnings: Sequence[str]
+    found_ties: _Ties
     casts: Mapping[str, str] = field(default_factory=dict)
     used: Sequence[TensorEntry] = ()
     dropped: tuple[str, ...] = ()
@@ -241,11 +266,11 @@ class _ChosenTensors:
 def _choose_stored(opened: _OpenModel) -> _ChosenTensors:
     model, options = opened.model, opened.options
     chosen = names.select_names(model.tensors, options.include, options.exclude)
-    dropped, warnings = opened.find_ties(chosen)
+    found = opened.find_ties(chosen)
     state = opened.read_optimizer()
     if state is not None and (options.include or options.exclude):
         state = _restrict_state(state, set(chosen))
-    return _ChosenTensors(chosen, model.tensors, dropped, state, warnings)
+    return _ChosenTensors(chosen, model.tensors, found.dropped, state, found)
 
 
 def _choose_remapped(opened: _OpenModel, rules: Sequence[Rule]) -> _ChosenTensors:
@@ -253,9 +278,9 @@ def _choose_remapped(opened: _OpenModel, rules: Sequence[Rule]) -> _ChosenTensor
     from shardckpt.format import remap  # noqa: PLC0415  (as in `_read_rules`)
 
     reader, manifest, model, options = opened.reader, opened.manifest, opened.model, opened.options
-    ties_before, warnings = opened.find_ties(list(model.tensors))
+    before = opened.find_ties(list(model.tensors))
     state = opened.read_optimizer()
-    remapped = remap.plan_rules(rules, model.tensors, state, ties_before)
+    remapped = remap.plan_rules(rules, model.tensors, state, before.dropped)
     chosen = names.select_names(remapped.model, options.include, options.exclude)
     dropped = {name: kept for name, kept in remapped.ties.items() if name in chosen and kept in chosen}
     kept = [name for name in chosen if name not in dropped] if options.part != "optim" else []
@@ -266,7 +291,7 @@ def _choose_remapped(opened: _OpenModel, rules: Sequence[Rule]) -> _ChosenTensor
         state = remap.locate_state(reader, manifest, remap.restrict_plan(remapped.plan, wanted), state)
     casts = {name: remapped.model[name].cast for name in kept if remapped.model[name].cast}
     gone = tuple(f"{name} (by a rule)" for name in remapped.plan.dropped)
-    return _ChosenTensors(chosen, tensors, dropped, state, warnings, casts, used, gone)
+    return _ChosenTensors(chosen, tensors, dropped, state, before, casts, used, gone)
 
 
 def _needed_warnings(warnings: Sequence[str], unasked: Sequence[Path]) -> list[str]:

@@ -90,7 +90,7 @@ class Conversion:
     def encode_config(self) -> dict[str, bytes]:
         """Return config files to keep, and a `config.json` that a cast or a quantization changes."""
         kept, config = dict(self.config.kept), self.config.config
-        if not config or not (self.options.dtype or self.config.is_changed):
+        if not self.config.is_changed and not (config and self.options.dtype):
             return kept
         cast = with_dtype(config, parse_dtype(self.options.dtype)) if self.options.dtype else config
         return {**kept, CONFIG: encode_json(cast)}

@@ -14,8 +14,8 @@ from shardckpt.errors import NameCollisionError, UsageError
 from shardckpt.manifest import Manifest, Path, TensorEntry, dotted
 from shardckpt.plan.naming.sections import Sections, model_paths
 
-WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Segments that torch.compile, FSDP1 and activation checkpointing insert into names, at any depth."""
+WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"})
+"""Segments that torch.compile, FSDP1, activation checkpointing and Lightning insert into names, at any depth."""
 
 _LEADING = "module"
 """Prefix that DDP and DeepSpeed add to every name; inside a name it may belong to the model."""
@@ -156,21 +156,32 @@ def require_matches(globs: Iterable[str], names: Sequence[str]) -> None:
             )
 
 
-def read_config_ties(config: Mapping[str, object], names: Mapping[str, TensorEntry]) -> dict[str, str]:
-    """Return output embedding to input embedding, if a model's config ties them."""
+def is_head(name: str) -> bool:
+    """Return True for the weight of a module that a model's config may tie to the input embedding."""
+    return any(fnmatchcase(name, glob) for glob in _HEADS)
+
+
+def is_embedding(name: str) -> bool:
+    """Return True for the weight of a module that embeds tokens, in models of transformers."""
+    return any(fnmatchcase(name, glob) for glob in _EMBEDDINGS)
+
+
+def read_tie(config: Mapping[str, object]) -> bool | None:
+    """Return whether a model's config ties the head to the embeddings; None if it leaves this to the class."""
     text = config.get("text_config")
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings") if isinstance(text, dict) else None)
-    if tied is not True:
+    return tied if isinstance(tied, bool) else None
+
+
+def read_config_ties(config: Mapping[str, object], names: Mapping[str, TensorEntry]) -> dict[str, str]:
+    """Return output embedding to input embedding, if a model's config ties them and they are alike."""
+    if not read_tie(config):
         return {}
     embedding = next((n for glob in _EMBEDDINGS for n in names if fnmatchcase(n, glob)), None)
     if embedding is None:
         return {}
     same = (names[embedding].shape, names[embedding].dtype)
-    return {
-        name: embedding
-        for name, entry in names.items()
-        if any(fnmatchcase(name, glob) for glob in _HEADS) and (entry.shape, entry.dtype) == same
-    }
+    return {name: embedding for name, entry in names.items() if is_head(name) and (entry.shape, entry.dtype) == same}
 
 
 def map_kept_names(

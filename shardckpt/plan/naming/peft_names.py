@@ -11,6 +11,19 @@ _ADAPTER = re.compile(r"\.(lora_[A-Za-z_]+|trainable_tokens_[a-z]+)\.[^.]+(?=\.|
 _MAGNITUDE = re.compile(r"\.lora_magnitude_vector\.weight$")
 
 
+WAY_TO_BASE = (
+    r"Write the model alone with --exclude '*.lora_*' --rename 'base_model\.model\.(.*)=\1' --rename"
+    r" '(.*)\.base_layer(\..*)=\1\2', and its adapter with --include '*.lora_*' --rename"
+    r" '(.*\.lora_[^.]*)\.default(.*)=\1\2' to adapter_model.safetensors."
+)
+"""Options that write a model and its adapter from the state dict of a PEFT model."""
+
+
+def is_wrapped(name: str) -> bool:
+    """Return True if PEFT has given a tensor of a base model another name."""
+    return to_base_name(name) != name
+
+
 def to_base_name(name: str) -> str:
     """Return the name in the base model of a tensor that PEFT has wrapped; any other name as it is.
 

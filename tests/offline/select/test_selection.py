@@ -189,6 +189,26 @@ class TestTies:
             assert report.ties == {}
             assert any("values differ" in w for w in report.warnings)
         assert len(load_folder(tmp_path / "out")) == 2 - equal
+        config = json.loads((tmp_path / "out" / "config.json").read_text())
+        assert config == {"model_type": "x", "tie_word_embeddings": equal}
+
+    @pytest.mark.parametrize(
+        "head", [torch.ones(4, 2), torch.arange(6.0).reshape(3, 2).bfloat16()], ids=["rows", "dtype"]
+    )
+    def test_a_head_unlike_its_embeddings_is_not_tied_in_the_written_config(
+        self, head: torch.Tensor, tmp_path: Path
+    ) -> None:
+        src = tmp_path / "src"
+        src.mkdir()
+        embed = torch.arange(6.0).reshape(3, 2)
+        save_file({"lm_head.weight": head, "model.embed_tokens.weight": embed}, src / "model.safetensors")
+        text = {"tie_word_embeddings": True, "hidden_size": 2}
+        (src / "config.json").write_text(json.dumps({"model_type": "x", "text_config": text}))
+        report = shardckpt.convert(src, tmp_path / "out")
+        config = json.loads((tmp_path / "out" / "config.json").read_text())
+        untied = {"tie_word_embeddings": False}
+        assert config == {"model_type": "x", "text_config": {**text, **untied}, **untied}
+        assert any("values differ" in warning for warning in report.warnings)
 
 
 def test_a_learning_rate_in_a_tensor_is_written_as_a_number_and_this_is_told(tmp_path: Path) -> None:

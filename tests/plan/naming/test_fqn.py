@@ -20,6 +20,7 @@ plain = st.lists(st.sampled_from(["layers", "0", "w", "attn", "module_x"]), min_
         ("_fsdp_wrapped_module.a._fsdp_wrapped_module.w", "a.w"),
         ("a._checkpoint_wrapped_module._fsdp_wrapped_module.w", "a.w"),
         ("_orig_mod._orig_mod.w", "w"),
+        ("_forward_module.module.a.w", "a.w"),
         ("module.a.w", "a.w"),
         ("module.module.a.w", "a.w"),
         ("module._orig_mod.module.a.w", "a.w"),
