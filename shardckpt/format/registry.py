@@ -9,11 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, partial
 from importlib import import_module
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from typing import NamedTuple
 
 from shardckpt.errors import (
     CheckpointError,
+    FormatError,
     StorageError,
     UnknownFormatError,
     UsageError,
@@ -77,6 +78,7 @@ _FIRST, _LAST = "shardckpt.formats.first", "shardckpt.formats"
 """Entry point groups of plugins: formats that are tried before the built-in ones, and after them."""
 
 _POINT_AT_CHECKPOINT = "Point at the folder or file that holds the checkpoint."
+_READ_ITS_SOURCE = "Name the checkpoint that it was made of; gguf.GGUFReader of the package gguf reads its tensors."
 _FOREIGN = (
     (
         ("_CHECKPOINT_METADATA", "manifest.ocdbt", "_METADATA", "_sharding"),
@@ -359,7 +361,7 @@ def _show_last(shown: list[str]) -> str:
 
 
 def _unknown_error(source: Source, what: str, fix: str) -> UnknownFormatError:
-    looked_for = "one of: " + "; ".join(f.looks_for for f in iter_formats())
+    looked_for = f"one of {len(list(iter_formats()))} formats, which `shardckpt formats` lists"
     return UnknownFormatError(
         f"no reader recognizes this{what}",
         where=source.url,
@@ -379,8 +381,39 @@ def open_checkpoint(url: str, bases: NamedBases = "") -> Reader:
         UnknownFormatError: No format recognizes the source.
         CheckpointError: The checkpoint is damaged or not supported.
     """
-    source = open_source(url, bases)
-    return detect(source).open(source)
+    return open_reader(open_source(url, bases))
+
+
+def open_reader(source: Source) -> Reader:
+    """Open a source in its format.
+
+    Raises:
+        UnknownFormatError: No format recognizes the source.
+        CheckpointError: The checkpoint is damaged or not supported, or a download left something else in its place.
+    """
+    try:
+        return detect(source).open(source)
+    except (CheckpointError, UnknownFormatError) as error:
+        for name in islice(filter(_WEIGHTS.fullmatch, source.files), _LOOKED_AT):
+            _reject_placeholder(source, name, error)
+        raise
+
+
+def _reject_placeholder(source: Source, name: str, cause: Exception) -> None:
+    """Raise FormatError if a file is what a download left in place of its content."""
+    head = source.head(name).lower().lstrip()
+    where = f"{source.store.url.rstrip('/')}/{name}"
+    if head.startswith(b"version https://git-lfs"):
+        what, fix = "a pointer of Git LFS is here in place of the file", "Fetch the file itself: `git lfs pull`."
+        raise FormatError(what, where=where, fix=fix) from cause
+    if head.startswith((b"<!doctype html", b"<html")):
+        what, fix = "an HTML page is here in place of the file", "Download it again: the page says what was missing."
+        raise FormatError(what, where=where, fix=fix) from cause
+
+
+_WEIGHTS = re.compile(r"(?s).*\.(safetensors|bin|pt|pth|ckpt|distcp|gguf|json)|\.metadata")
+_LOOKED_AT = 1000
+"""Maximum files whose first bytes are read after an error."""
 
 
 def _explanation(source: Source) -> tuple[str, str]:
@@ -388,6 +421,8 @@ def _explanation(source: Source) -> tuple[str, str]:
     from shardckpt.format.native.commit import COMMIT, MANIFEST_SUFFIX  # noqa: PLC0415  (as any other format)
 
     names = set(source.listing)
+    if source.file is not None and source.file.endswith(".gguf"):
+        return ": this looks like a GGUF file, which is written and never read", _READ_ITS_SOURCE
     for marks, what, fix in _FOREIGN:
         if names & set(marks):
             return f": this looks like {what}", fix

@@ -13,7 +13,7 @@ from typing import Any
 
 from shardckpt.errors import UsageError, require_keywords, require_torch
 from shardckpt.events.progress import OnProgress
-from shardckpt.format.registry import detect, open_source
+from shardckpt.format.registry import open_reader, open_source
 from shardckpt.offline.select.config_files import (
     ADAPTER_CONFIG,
     CONFIG,
@@ -185,7 +185,7 @@ def export(
         require_torch("parallel=True (--parallel, or a start by torchrun)")  # ranks communicate through torch
     source = open_source(src, options.base)
     ids = read_param_names(options.param_names) if options.param_names else None
-    reader = detect(source).open(source)
+    reader = open_reader(source)
     if reader.is_flat:
         reader = load_param_shapes(reader, options.shapes_from, ids)
     config = find_config_files(source, options.config_from)

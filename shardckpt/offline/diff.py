@@ -16,7 +16,7 @@ from shardckpt.events.progress import Meter, OnProgress
 from shardckpt.format.native.base_store import select_bases
 from shardckpt.format.native.reader import NativeReader
 from shardckpt.format.reader import NamedBases, Reader
-from shardckpt.format.registry import detect, open_checkpoint, open_source
+from shardckpt.format.registry import open_checkpoint, open_reader, open_source
 from shardckpt.format.remap import read_rules
 from shardckpt.manifest import ObjectEntry, Path, Span, TensorEntry
 from shardckpt.offline.compare.canonical import Canonical, read_canonical
@@ -198,7 +198,7 @@ def _open(
     url: str, other: str, base: NamedBases, asked: _DiffOptions, rule_options: tuple[str, Sequence[str]] | None
 ) -> _Side:
     source = open_source(url, base)
-    reader = detect(source).open(source)
+    reader = open_reader(source)
     if reader.needs_param_shapes:
         reader = load_param_shapes(reader, other)
     rules: Sequence[Rule] = read_rules(*rule_options, find_config_files(source).config) if rule_options else ()

@@ -10,11 +10,19 @@ from functools import cached_property
 
 import xxhash
 
-from shardckpt.errors import CheckpointError, ChecksumError, MissingFileError, escape
+from shardckpt.errors import (
+    CheckpointError,
+    ChecksumError,
+    FormatError,
+    MissingFileError,
+    UnsafeError,
+    UsageError,
+    escape,
+)
 from shardckpt.events.progress import Meter, OnProgress
 from shardckpt.format.encodings.codecs import CODECS
-from shardckpt.format.reader import Checksum, NamedBases, Reader
-from shardckpt.format.registry import open_checkpoint
+from shardckpt.format.reader import Checksum, NamedBases, Reader, Source
+from shardckpt.format.registry import open_checkpoint, open_reader, open_source
 from shardckpt.manifest import Encoded, Lazy, Manifest, dotted
 from shardckpt.offline.results.contents import Verification
 from shardckpt.offline.results.problems import FileRange, Problem, from_error, from_fault, missing_file
@@ -64,7 +72,7 @@ def verify(
         if shapes_from:
             reader = load_param_shapes(reader, as_url(shapes_from))
     except CheckpointError as error:
-        return Verification(src, "", 0, 0, (from_error(error, src),), ())
+        return Verification(src, "", 0, 0, tuple(_list_unreadable(src, error)), ())
     manifest = reader.manifest
     dead = _find_dead_links(reader)
     problems = [*dead.values()]
@@ -83,6 +91,25 @@ def verify(
         problems += wrong
     warnings = (*manifest.warnings, *(() if manifest.has_shapes else (NO_SHAPES,)))
     return Verification(src, manifest.format, len(manifest.tensors), checked, tuple(problems), warnings)
+
+
+_ALONE = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+"""Suffixes of files that can be opened without others."""
+
+
+def _list_unreadable(src: str, error: CheckpointError) -> list[Problem]:
+    """Return the fault of a checkpoint that cannot be opened, and those of its other files that cannot."""
+    problems = [from_error(error, src)]
+    source = open_source(src)
+    alone = [name for name in source.files if name.endswith(_ALONE)] if source.file is None else []
+    for name in alone:
+        try:
+            open_reader(Source(source.store, name))
+        except (FormatError, UnsafeError) as other:
+            problems.append(from_error(other, src))
+        except (CheckpointError, UsageError, MissingFileError):
+            continue  # it is no checkpoint by itself
+    return list({problem.message: problem for problem in problems}.values())[:_MOST_FAULTS]
 
 
 def _find_dead_links(reader: Reader) -> dict[str, Problem]:

@@ -15,7 +15,14 @@ from native_writer import write_step
 from safetensors.torch import save_file
 from samples import MODEL, SAMPLES
 
-from shardckpt.errors import CheckpointError, SourceNotFoundError, StorageError, UnknownFormatError, UsageError
+from shardckpt.errors import (
+    CheckpointError,
+    FormatError,
+    SourceNotFoundError,
+    StorageError,
+    UnknownFormatError,
+    UsageError,
+)
 from shardckpt.format import registry as detect_module
 from shardckpt.format.reader import Evidence, Source
 from shardckpt.format.registry import BUILT_IN, checkpoint_in, detect, load_formats, open_checkpoint, open_source
@@ -125,7 +132,10 @@ def test_what_nobody_recognizes_says_what_was_found_and_what_was_looked_for(tmp_
     text = str(caught.value)
     assert text.isprintable()
     assert "notes\\n.txt" in text
-    assert all(form.looks_for in text for form in load_formats())
+    assert text.endswith(
+        "formats, which `shardckpt formats` lists. Point at the folder or file that holds the checkpoint."
+    )
+    assert len(text) < 400
 
 
 def test_a_level_too_high_names_the_checkpoints_below_and_nothing_else(tmp_path: Path) -> None:
@@ -235,3 +245,24 @@ def test_a_manifest_that_lies_alone_is_explained(tmp_path: Path) -> None:
         open_checkpoint(str(tmp_path))
     with pytest.raises(UnknownFormatError, match="the manifest of a shardckpt step"):
         open_checkpoint(str(tmp_path / "0mwqkzsavex3s13.manifest.json"))
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"a" * 64 + b"\nsize 4976698672\n"
+PAGE = b"\n<!DOCTYPE html>\n<html><body>Access to this model is restricted</body></html>"
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "a.pt", "model.safetensors.index.json"])
+@pytest.mark.parametrize(("data", "what"), [(POINTER, "a pointer of Git LFS"), (PAGE, "an HTML page")])
+def test_what_a_download_left_in_place_of_a_file_is_named(
+    data: bytes, what: str, name: str, is_file: bool, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(FormatError, match=rf"{name}: {what} is here in place of the file\. (Fetch|Download)"):
+        open_checkpoint(str(tmp_path / name if is_file else tmp_path))
+
+
+def test_a_gguf_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "i.gguf").write_bytes(b"GGUF" + bytes(60))
+    with pytest.raises(UnknownFormatError, match=r"like a GGUF file, which is written and never read.*GGUFReader"):
+        open_checkpoint(str(tmp_path / "i.gguf"))

@@ -199,3 +199,17 @@ def test_progress_counts_the_bytes_of_all_checksums(tmp_path: Path) -> None:
     found = shardckpt.verify(tmp_path / "step", on_progress=seen.append)
     assert seen[-1].done_bytes == seen[-1].total_bytes == found.checked_bytes
     assert len(seen) == 4, "a block at a time"
+
+
+def test_every_file_that_cannot_be_read_is_listed(tmp_path: Path) -> None:
+    for number in (1, 2, 3, 4):
+        save_file({f"w{number}": torch.ones(4)}, tmp_path / f"model-0000{number}-of-00004.safetensors")
+    (tmp_path / "model-00002-of-00004.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    (tmp_path / "model-00003-of-00004.safetensors").write_bytes(b"")
+    with (tmp_path / "model-00004-of-00004.safetensors").open("ab") as file:
+        file.write(b"tail")
+    (tmp_path / "README.html").write_text("<html></html>")
+    found = [problem.message for problem in shardckpt.verify(tmp_path).problems]
+    assert len(found) == 3
+    for number, what in ((2, "a pointer of Git LFS"), (3, "no room"), (4, "bytes follow the data")):
+        assert any(f"model-0000{number}-of" in message and what in message for message in found), found

@@ -107,7 +107,10 @@ def choose(store: Store, sizes: Mapping[str, int], indexes: Sequence[str]) -> Fi
     warnings = [old_index_warning(name) for name in old]
     if ignored:
         shown = ", ".join(ignored[:4])
-        warnings.append(f"{len(ignored)} safetensors files are not in the index and are ignored: {shown}")
+        one = next((name for name in chosen if not name.startswith(OPTIMIZER)), "the optimizer")
+        why = "not in the index" if read else f"no part of {one}"
+        files = "1 safetensors file is" if len(ignored) == 1 else f"{len(ignored)} safetensors files are"
+        warnings.append(f"{files} {why} and {'is' if len(ignored) == 1 else 'are'} ignored: {shown}")
     return Files(chosen, weight_map, groups, tuple(warnings), tuple(islice(_holes(chosen), _MOST_HOLES)))
 
 

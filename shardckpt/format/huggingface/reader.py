@@ -99,16 +99,13 @@ def _list_ignored(others: Sequence[str]) -> list[str]:
 def _open_files(store: Store, files: Files) -> Reader:
     sizes = files.sizes
     headers = read_headers(store, {name: size for name, size in sizes.items() if size >= 0})
+    for file, header in headers.items():
+        _require_end(f"{store.url}/{file}", sizes[file], header.data_start + header.data_bytes)
     is_dcp = any(_SHARDING_INFO in header.metadata for header in headers.values())
     of_model, of_optimizer = (
         _join_dcp_boxes(store, chosen) if is_dcp else _full_tensors(store, chosen, weight_map)
         for chosen, weight_map in _split_files(headers, files.weight_map)
     )
-    notes = [
-        f"{name} is {sizes[name] - header.data_start - header.data_bytes} bytes longer than its header says"
-        for name, header in headers.items()
-        if sizes[name] > header.data_start + header.data_bytes
-    ]
     metadata = dict(chain.from_iterable(h.metadata.items() for h in headers.values()))
     tensors, aliases = of_model, _aliases(of_model, metadata)
     for name in aliases:
@@ -134,12 +131,20 @@ def _open_files(store: Store, files: Files) -> Reader:
             objects=objects,
             aliases=aliases,
             metadata={k: v for k, v in metadata.items() if (k,) not in aliases and not k.startswith(_OTHERS)},
-            warnings=(*files.warnings, *notes),
+            warnings=files.warnings,
             missing=files.missing,
             unread=files.unread,
             has_shapes=not is_dcp,
         ),
     )
+
+
+def _require_end(where: str, size: int, end: int) -> None:
+    """Reject bytes behind the data, as the safetensors library does: a file of another format may begin there."""
+    if size > end:
+        raise FormatError(
+            "bytes follow the data of the tensors", where=where, found=size, expected=end, fix="Copy the file again."
+        )
 
 
 def _full_tensors(

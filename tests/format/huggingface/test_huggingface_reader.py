@@ -11,6 +11,7 @@ import pytest
 import torch
 from counting import open_counted
 from materialise import assert_same, truth
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file, save_model
 
 from shardckpt.boxes import Box
@@ -87,12 +88,14 @@ class TestOneFile:
         url = write(tmp_path, {"model.bin": {"w": ones()}})
         assert detect(open_source(f"{url}/model.bin")).name == "safetensors"
 
-    def test_bytes_behind_the_data_are_noted(self, tmp_path: Path) -> None:
+    def test_bytes_behind_the_data_are_refused_as_the_library_does(self, tmp_path: Path) -> None:
         url = write(tmp_path, {"a.safetensors": {"w": ones()}})
         with (tmp_path / "a.safetensors").open("ab") as file:
             file.write(b"tail")
-        [warning] = open_checkpoint(url).manifest.warnings
-        assert "4 bytes longer" in warning
+        with pytest.raises(SafetensorError, match="not fully covered"):
+            load_file(tmp_path / "a.safetensors")
+        with pytest.raises(FormatError, match="bytes follow the data of the tensors; found 108; expected 104"):
+            open_checkpoint(url)
 
     def test_names_that_save_model_dropped_are_ties(self, tmp_path: Path) -> None:
         model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2, bias=False), "b": torch.nn.Linear(2, 2, bias=False)})
@@ -364,3 +367,9 @@ def test_a_slot_and_a_parameter_of_one_name_are_both_read(has_index: bool, tmp_p
     url = write(tmp_path, files, index if has_index else None)
     shapes = {path: entry.shape for path, entry in open_checkpoint(url).manifest.tensors.items()}
     assert shapes == {("model", "x/m"): (1,), ("optimizer", "state", "x", "m"): (2,)}
+
+
+def test_files_that_are_left_out_without_an_index_are_not_said_to_be_missing_from_one(tmp_path: Path) -> None:
+    url = write(tmp_path, {"model.safetensors": {"w": ones()}, "consolidated.safetensors": {"v": ones()}})
+    [warning] = open_checkpoint(url).manifest.warnings
+    assert warning == "1 safetensors file is no part of model.safetensors and is ignored: consolidated.safetensors"
