@@ -270,10 +270,7 @@ class UnshardedParams:
         return self._layout.group.all_gather(incoming, shard, what, self.custom_all_gather)
 
     def _make_gather_wait(self) -> None:
-        """Make an all-gather wait for the computation that reads kept memory, and for the copy of a kept shard.
-
-        The current stream has to be that of the computation: in a graph the all-gather waits for it, without events.
-        """
+        """Make an all-gather wait for the current stream, which read kept memory or copied the kept shard."""
         if self._kept_event is not None or (self.keeps_storage and self.streams.is_capturing):
             self.streams.make_gathers_wait(self._kept_event)
             self._kept_event = None

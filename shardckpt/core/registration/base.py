@@ -175,8 +175,12 @@ class ParamRegistration(ABC):
         """Register the unsharded parameters on the modules."""
 
     @abstractmethod
-    def register_post_forward(self) -> None:
-        """Register the parameters to use between forward and backward."""
+    def register_kept(self, *, is_after_backward: bool) -> None:
+        """Register the parameters to use while full ones are kept.
+
+        Args:
+            is_after_backward: Whether that is until the next forward, and not between forward and backward.
+        """
 
     @abstractmethod
     def register_sharded(self) -> None:
@@ -406,8 +410,9 @@ class PerParamRegistration(ParamRegistration):
             self.kept.check_unmodified()
         self._register(self.bucket.unsharded.params)
 
-    def register_post_forward(self) -> None:
+    def register_kept(self, *, is_after_backward: bool) -> None:
         """Keep the unsharded leaves registered."""
+        del is_after_backward
         self.kept.record(self.bucket.unsharded.params, self._parameters)
 
     def register_sharded(self) -> None:

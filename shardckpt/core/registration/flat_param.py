@@ -74,8 +74,9 @@ class FlatParamRegistration(UnshardedGradRegistration):
             for place in member.places:
                 put(place, leaf)
 
-    def register_post_forward(self) -> None:
+    def register_kept(self, *, is_after_backward: bool) -> None:
         """Keep the unsharded leaves as attributes."""
+        del is_after_backward
         self.kept.record(self.bucket.unsharded.params, [self.flat])
 
     def register_sharded(self) -> None:

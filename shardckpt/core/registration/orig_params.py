@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardckpt.core.modules.fqn_and_params import Name, find_user_param, register
+from shardckpt.core.modules.fqn_and_params import Name, ParamLocation, find_user_param, register
 from shardckpt.core.params.grad_accum import (
     EngineHook,
     add_gradient_to,
@@ -52,33 +52,34 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
         parameters = [member.parameter for member in bucket.members]
         super().__init__(bucket, unit, parameters, computes_sharded=bucket.keeps_full)
         self._grads_before: list[torch.Tensor | None] | None = None
-        self._shows_shards = False  # between forward and backward, while the full parameters are kept
-        self._shows_full = False  # in that time, otherwise; from the first forward on if nothing is sharded
+        self._shows_shards = False  # while the full parameters are kept
+        self._shows_full = False  # between forward and backward, otherwise; from the first one on if nothing is sharded
         self.register_sharded()
 
     def register_unsharded(self) -> None:
         """Register the unsharded leaves."""
-        if self._shows_shards and self._is_any_replaced():
+        if self._shows_shards and self.find_replaced():
             raise self.kept.changed_error()
         self._shows_shards = False
         super().register_unsharded()
 
-    def register_post_forward(self) -> None:
+    def register_kept(self, *, is_after_backward: bool) -> None:
         """Register the user's parameters with full shapes, or as shards if they have reduced gradients.
 
-        An optimizer may step with those before the backward of this forward, and has states of their shape.
+        An optimizer may step with those before the backward of this forward, and has states of their shape. After a
+        backward they are shards: unreduced gradients then do not fit a step, as in torch.
         """
-        has_hidden = not self.bucket.keeps_full
-        if not self.has_unsharded_grads and any(original.grad is not None for original in self._parameters):
+        has_reduced = not self.has_unsharded_grads and any(original.grad is not None for original in self._parameters)
+        if is_after_backward or has_reduced:
             self.register_sharded()
             self._shows_shards = True
-            self.kept.record((), self._parameters, has_hidden=has_hidden)
+            self.kept.record((), self._parameters, has_hidden=not self.bucket.keeps_full)
             return
         for index, (original, full) in enumerate(zip(self._parameters, self.bucket.unsharded.tensors, strict=True)):
             original.data = full
             self._hook(index, original)
         self._shows_full = True
-        self.kept.record(self._parameters, self._parameters, has_hidden=has_hidden)
+        self.kept.record(self._parameters, self._parameters, has_hidden=not self.bucket.keeps_full)
         self._register(self._parameters)
         for guard in self._guards:
             guard.install(is_allowed=True)
@@ -125,10 +126,14 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
                 self._parameters[index] = user_param
         super().pull_user_changes()
 
-    def _is_any_replaced(self) -> bool:
-        """Return True if a user replaced a parameter or its data while shards are registered."""
-        moved = zip(self._get_local_data(), self._views, strict=True)
-        return bool(self.find_replaced()) or any(self._is_moved(data, view) for data, view in moved)
+    def find_replaced(self) -> list[tuple[ParamLocation, nn.Parameter]]:
+        """Return places where a user registered other parameters or, of shards, set other data, with these."""
+        found = super().find_replaced()
+        if self._shows_shards:
+            for member, original, view in zip(self.bucket.members, self._parameters, self._views, strict=True):
+                if self._is_moved(original.data, view) or _storage_address(original) != _storage_address(view):
+                    found += [(place, original) for place in member.places]
+        return found
 
     def _get_local_data(self) -> list[torch.Tensor]:
         return [original.data for original in self._parameters]
@@ -210,3 +215,8 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
         for original, leaf in zip(self._parameters, self.bucket.unsharded.params, strict=True):
             if original is parameter:
                 leaf.grad = None
+
+
+def _storage_address(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's memory, also of a part of it without elements."""
+    return tensor.untyped_storage().data_ptr()

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from abc import abstractmethod
+from functools import cache
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from shardckpt.core.errors import StateError
 from shardckpt.core.modules.fqn_and_params import Name
 from shardckpt.core.params.grad_accum import restore_gradient
 from shardckpt.core.params.param_bucket import Bucket
@@ -62,11 +67,30 @@ class UnshardedGradRegistration(ParamRegistration):
             parameter.grad = grad
             self._unsharded_grads.append((parameter, grad, grad._version))
         self._reset_data()
+        if self._unsharded_grads and not self.bucket.keeps_full:  # the user owns what is not sharded, as with DDP
+            _install_hook()
+            with _LOCK:
+                _UNREDUCED.add(self)
+
+    def check_step(self, stepped: frozenset[int]) -> None:
+        """Check that an optimizer does not step with unreduced gradients.
+
+        Args:
+            stepped: Ids of the optimizer's parameters.
+
+        Raises:
+            StateError: It does: each rank would update by its own data alone.
+        """
+        if any(id(parameter) in stepped and parameter.grad is grad for parameter, grad, _ in self._unsharded_grads):
+            raise StateError(
+                "an optimizer steps with gradients that were not reduced, of a backward under no_sync",
+                where=self._unit,
+                fix="Run the last backward before a step outside of no_sync, or drop the gradients by zero_grad.",
+            )
 
     def restore_unsharded_grads(self) -> None:
         """Move unsharded gradients back to the leaves, except those that a user dropped."""
-        shown, self._unsharded_grads = self._unsharded_grads, []
-        parked, self._reduced_grads = self._reduced_grads, []
+        shown, parked = self._take_unsharded_grads()
         for (parameter, grad, version), before in zip(shown, parked, strict=True):
             kept = parameter.grad is grad
             zeroed = kept and grad._version != version and not bool(grad.any())
@@ -80,8 +104,7 @@ class UnshardedGradRegistration(ParamRegistration):
 
     def reset_after_error(self) -> None:
         """Drop the gradients of the iteration after an error, also stashed ones."""
-        shown, self._unsharded_grads = self._unsharded_grads, []
-        parked, self._reduced_grads = self._reduced_grads, []
+        shown, parked = self._take_unsharded_grads()
         try:
             self.bucket.reset_after_error()
         finally:
@@ -90,3 +113,32 @@ class UnshardedGradRegistration(ParamRegistration):
                     parameter.grad = None
                     if before is not None:
                         restore_gradient(parameter, before)
+
+    def _take_unsharded_grads(
+        self,
+    ) -> tuple[list[tuple[nn.Parameter, torch.Tensor, int]], list[torch.Tensor | None]]:
+        """Return and forget the stashed gradients, and the reduced ones that they replaced."""
+        with _LOCK:
+            _UNREDUCED.discard(self)
+        shown, self._unsharded_grads = self._unsharded_grads, []
+        parked, self._reduced_grads = self._reduced_grads, []
+        return shown, parked
+
+
+_LOCK = threading.Lock()
+_UNREDUCED: WeakSet[UnshardedGradRegistration] = WeakSet()
+
+
+@cache
+def _install_hook() -> None:
+    """Check the steps of all optimizers of torch from now on."""
+    register_optimizer_step_pre_hook(_check_step)
+
+
+def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001  (given by torch)
+    if _UNREDUCED:
+        stepped = frozenset(id(each) for group in optimizer.param_groups for each in group["params"])
+        with _LOCK:
+            unreduced = [*_UNREDUCED]
+        for registration in unreduced:
+            registration.check_step(stepped)

@@ -215,10 +215,10 @@ class UnitParams:
             registration.register_unsharded()
         self.is_registered, self.is_kept = True, False
 
-    def register_post_forward(self) -> None:
+    def register_kept(self, *, is_after_backward: bool) -> None:
         """Register parameters that stay unsharded after forward or after backward."""
         for registration in self.active:
-            registration.register_post_forward()
+            registration.register_kept(is_after_backward=is_after_backward)
         self.is_registered = False
         self.is_kept = True
 
@@ -553,7 +553,7 @@ class FSDPUnit:
         if frees or not (has_backward or config.keeps_unsharded_without_grad):
             self.reshard(keep_partial_shard=has_backward and config.post_forward_ranks > 0)
         else:
-            self.params.register_post_forward()
+            self.params.register_kept(is_after_backward=False)
 
     def forward_failed(self, *, recomputes: bool) -> None:
         """Reset after an exception in forward.
@@ -616,7 +616,7 @@ class FSDPUnit:
             for registration in self.params.active:
                 registration.stash_unsharded_grads()
         if stays:
-            self.params.register_post_forward()
+            self.params.register_kept(is_after_backward=True)
         self.phase = Phase.IDLE
 
     def reset_after_error(self) -> None:
