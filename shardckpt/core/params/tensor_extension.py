@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Iterator, Sequence
 from types import MethodType
 from typing import Any
@@ -17,14 +18,14 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardckpt.boxes import chunk_range
-from shardckpt.core.comm.collectives import Pending
+from shardckpt.core.comm.collectives import Pending, ShardGroup
 from shardckpt.core.comm.streams import ResizableStorage
-from shardckpt.core.config import Precision
+from shardckpt.core.config import Offload, Precision
 from shardckpt.core.errors import ExtensionError
 from shardckpt.core.modules.autograd_hooks import profile_range
-from shardckpt.core.modules.fqn_and_params import ParamInfo
+from shardckpt.core.modules.fqn_and_params import Name, ParamInfo
 from shardckpt.core.modules.pytree import tensors
-from shardckpt.core.params.buffer_layout import Packing
+from shardckpt.core.params.buffer_layout import DimPacking, Packing
 from shardckpt.core.params.mesh_placement import MeshPlacement
 from shardckpt.core.params.param_bucket import Bucket, ShardSpec
 from shardckpt.core.params.stored_shard import BucketLayout, StoredShard
@@ -33,6 +34,7 @@ from shardckpt.core.policies import MixedPrecisionPolicy
 from shardckpt.devices import get_current_stream, record_stream
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+_DIVIDE = "Use a number of ranks that divides its rows and blocks, or give it to ignored_params."
 
 
 def is_extended(local: torch.Tensor) -> bool:
@@ -131,10 +133,66 @@ class _Outputs:
             buffer.free(keep_memory=keep_memory)
 
 
+class _ExtensionPacking(DimPacking):
+    """Layout of one parameter of a subclass, by the operations that torch's FSDP needs of it."""
+
+    def split_shard(self, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
+        """Return this rank's rows of the parameter, as a view."""
+        size = self.layout.box(0, rank).size
+        if type(shard) is torch.Tensor or shard.numel() != math.prod(size):
+            return super().split_shard(shard, rank)
+        return [shard.as_strided(size, _row_major_strides(size), shard.storage_offset())]
+
+    def write_shard(self, values: Sequence[torch.Tensor], rank: int, out: torch.Tensor) -> None:
+        """Write a rank's rows to `out`, whose padding stays."""
+        (part,), (value,) = self.split_shard(out, rank), self.shard_values(values, rank)
+        if value is not None:
+            part.copy_(value)
+
+    def shard_values(self, values: Sequence[torch.Tensor | None], rank: int) -> list[torch.Tensor | None]:
+        """Return a rank's rows of the full value, as a view if possible; None if missing."""
+        (value,) = values
+        if value is None or type(value) is torch.Tensor:
+            return super().shard_values(values, rank)
+        chunks, size = value.chunk(self.layout.world), self.layout.box(0, rank).size
+        if rank >= len(chunks):  # this rank has no rows
+            return super().shard_values(values, rank)
+        if chunks[rank].shape != size:
+            raise ExtensionError(
+                f"a {type(value).__name__} cannot be divided by rows among {self.layout.world} ranks",
+                where=self.layout.specs[0].name,
+                found=tuple(chunks[rank].shape),
+                expected=size,
+                fix=_DIVIDE,
+            )
+        return [chunks[rank]]
+
+
 class ExtensionBucket(Bucket):
     """Bucket of one parameter that is gathered by its all-gather extensions."""
 
     unsharded: ExtendedParams
+
+    def __init__(
+        self,
+        members: Sequence[ParamInfo],
+        group: ShardGroup,
+        name: Name,
+        spec: ShardSpec,
+        precision: Precision,
+        offload: Offload,
+    ) -> None:
+        try:
+            super().__init__(members, group, name, spec, precision, offload)
+        except (AssertionError, NotImplementedError) as error:
+            if isinstance(error, ExtensionError):
+                raise
+            raise ExtensionError(
+                f"a tensor subclass lacks an operation that sharding needs: {error}",
+                where=members[0].fqn,
+                found=type(members[0].parameter.data).__name__,
+                fix=_DIVIDE,
+            ) from error
 
     def set_extended_tensor(self, local: torch.Tensor) -> None:
         """Set the tensor around this rank's shard whose extensions gather.
@@ -145,16 +203,20 @@ class ExtensionBucket(Bucket):
         self.unsharded.set_extended_tensor(local)
 
     def _build_packing(self, values: Sequence[torch.Tensor], spec: ShardSpec, precision: Precision) -> Packing:
+        del precision
         if [place.dim for place in spec.placements] != [0]:
             raise ExtensionError(
                 "a tensor subclass with all-gather extensions can be sharded along dimension 0 only",
                 where=self.members[0].fqn,
                 found=spec.placements[0].dim,
             )
-        return super()._build_packing(values, spec, precision)
+        member = self.members[0]
+        aliases = tuple(place.fqn for place in member.places[1:])
+        return _ExtensionPacking([member.fqn], values, [aliases], self.group.size, dims=[0])
 
     def _allocate_shard(self, like: torch.Tensor, numel: int) -> torch.Tensor:
-        return like.new_zeros(numel)
+        rows = numel // max(1, math.prod(like.shape[1:]))  # some subclasses are not made flat
+        return like.new_zeros((rows, *like.shape[1:])).view(-1)
 
     def _build_unsharded(self, device: torch.device, spec: ShardSpec) -> UnshardedParams:
         return ExtendedParams(self.stored, self._layout, self.members[0], spec.placements[0], device)
@@ -300,8 +362,11 @@ class ExtendedParams(UnshardedParams):
             works: list[Pending] = []
             self._pending = _PendingAll(works, what)
             try:
-                for out, part in pairs:
-                    works.append(self._layout.group.all_gather(out.tensor, part.reshape(-1), what, custom))
+                for (
+                    out,
+                    part,
+                ) in pairs:  # `data`: an all-gather in Python would count as a change of what autograd saved
+                    works.append(self._layout.group.all_gather(out.tensor.data, part.reshape(-1), what, custom))
             except BaseException:
                 self.reshard()
                 raise

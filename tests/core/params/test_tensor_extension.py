@@ -14,10 +14,11 @@ import torch
 from extensions import Halved, Scaled
 from test_fully_shard import averaged, batch, full, line
 from torch import nn
+from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from under_test import TORCH, core, torch_is_wrong
+from under_test import LOW, TORCH, core, torch_is_wrong
 
 if not TORCH:
     import shardckpt
@@ -98,6 +99,45 @@ def test_what_is_freed_after_forward_is_gathered_again_for_backward(kind: type[H
             plain.zero_grad()
 
     harness.run(2, body)
+
+
+def cast_to_low(self: torch.Tensor, mesh: Any) -> Any:
+    return (self.detach().as_subclass(torch.Tensor).to(LOW),), None
+
+
+def show_gathered(
+    self: torch.Tensor, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: torch.Tensor | None = None
+) -> Any:
+    return None if out is not None else (outputs[0], outputs)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_extensions_that_show_what_was_gathered_train_on_any_number_of_ranks(world: int) -> None:
+    """Gathering again for backward is no change of the memory that they show, also where one rank copies."""
+
+    def body(rank: int, world: int) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh()) for _ in range(2)))
+        policy = core.MixedPrecisionPolicy(param_dtype=LOW, reduce_dtype=torch.float32)
+        for block in model:
+            core.fully_shard(block, mesh=line(), mp_policy=policy)
+        core.fully_shard(model, mesh=line(), mp_policy=policy)
+        for parameter in model.parameters():
+            local = parameter._local_tensor
+            local.fsdp_pre_all_gather = cast_to_low.__get__(local)
+            local.fsdp_post_all_gather = show_gathered.__get__(local)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        losses = []
+        for _ in range(3):
+            loss = model(torch.ones(2, 8)).float().square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss))
+        return losses
+
+    for losses in harness.run(world, body):
+        assert losses[0] > losses[1] > losses[2]
 
 
 @torch_is_wrong("rows that are missing have to be added by the subclass")
@@ -441,3 +481,59 @@ def test_a_model_that_is_first_evaluated_in_inference_mode_can_be_trained(kind: 
         return all(torch.equal(full(one), full(two)) for one, two in pairs)
 
     assert harness.run(2, body) == [True, True]
+
+
+class FourBits(nn.Module):
+    """A frozen base in NF4 of torchao with a trained LoRA adapter."""
+
+    def __init__(self) -> None:
+        from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
+
+        super().__init__()
+        self.weight = nn.Parameter(to_nf4(torch.randn(64, 64), 64, 16), requires_grad=False)
+        self.down, self.up = nn.Linear(64, 4, bias=False), nn.Linear(4, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import linear_nf4
+
+        return linear_nf4(x, self.weight).tanh() + self.up(self.down(x))
+
+
+def losses_of_four_bits(shard: Callable[..., Any], rank: int) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(FourBits(), FourBits())
+    for block in model:
+        shard(block)
+    shard(model)
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.01)
+    losses = []
+    for _ in range(3):
+        loss = model(torch.randn(2, 64, generator=torch.Generator().manual_seed(rank))).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_frozen_base_in_nf4_trains_as_with_torch(world: int) -> None:
+    """On one rank as the plain model: torch fails there."""
+    pytest.importorskip("torchao")
+
+    def body(rank: int, world: int) -> bool:
+        expected = losses_of_four_bits(torch_fsdp.fully_shard if world > 1 else lambda _: None, rank)
+        return losses_of_four_bits(core.fully_shard, rank) == expected
+
+    assert harness.run(world, body) == [True] * world
+
+
+@pytest.mark.skipif(TORCH, reason="asks for our error")
+def test_a_base_in_nf4_that_the_ranks_do_not_divide_is_refused_by_name() -> None:
+    pytest.importorskip("torchao")
+
+    def body(rank: int, world: int) -> None:
+        with pytest.raises(core_errors.ExtensionError, match=r"weight.*NF4Tensor.*ignored_params"):
+            core.fully_shard(FourBits())
+
+    harness.run(3, body)
