@@ -23,6 +23,7 @@ from under_test import TORCH, core, no_sync
 
 if not TORCH:
     from shardckpt.core.comm.collectives import ShardGroup
+    from shardckpt.core.errors import BackendError
 
 WORLDS = pytest.mark.parametrize("world", [1, 2])
 FRONTS = pytest.mark.parametrize("front_end", FRONT_ENDS)
@@ -476,3 +477,30 @@ def summon(rank: int, world: int, front_end: str, device: str) -> Any:
 def test_summoned_parameters_are_those_of_the_cpu(front_end):
     found, expected = on_both(2, summon, front_end)
     assert found == expected
+
+
+def differing_linear(rank: int) -> nn.Module:
+    module = nn.Linear(4, 4)
+    nn.init.constant_(module.weight, rank + 1)
+    return module
+
+
+def test_states_of_the_cpu_are_made_equal_over_a_backend_without_it():
+    def body(rank: int, world: int) -> list[float]:
+        module = differing_linear(rank)
+        core.sync_module_states(module)
+        wrapped = core.FullyShardedDataParallel(differing_linear(rank), sync_module_states=True)
+        kept = {str(each.device) for each in (*module.parameters(), *wrapped.parameters())}
+        assert kept == {"cpu"}
+        return [float(module.weight.sum()), *wrapped.to("sim").state_dict()["weight"].flatten().tolist()]
+
+    assert sim.ranks(2, body) == [[16.0] + [1.0] * 16] * 2
+
+
+def test_a_module_that_stays_on_the_cpu_is_refused_by_a_backend_without_it():
+    def body(rank: int, world: int) -> None:
+        model = core.FullyShardedDataParallel(nn.Linear(4, 4))
+        with pytest.raises(BackendError, match=r"gather Linear.*device type cpu.*device_id"):
+            model(torch.ones(1, 4))
+
+    sim.ranks(2, body)

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardckpt.core.comm.direct_all_gather import has_direct_messages, is_sent_directly, start_all_gather
-from shardckpt.core.errors import DeviceMemoryError
+from shardckpt.core.errors import BackendError, DeviceMemoryError
 from shardckpt.devices import is_device_error, is_out_of_memory
 from shardckpt.errors import RankError
+from shardckpt.groups import get_group_device
 
 # Names, looked up at each call, so that replacements of functions in torch.distributed are called.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -59,6 +60,7 @@ class Pending:
         Raises:
             RankError: Another rank did not join the collective in time, or is lost.
             DeviceMemoryError: This rank is out of memory.
+            BackendError: The backend of the group cannot send tensors of the device.
         """
         work, self.work = self.work, None
         if work is None:
@@ -88,6 +90,11 @@ class _Named:
             raise DeviceMemoryError(
                 f"rank {rank} ran out of memory to {self._what}: {error}",
                 fix="Use smaller units or batches; other ranks may wait for this one until the timeout of the group.",
+            ) from error
+        if "No backend type associated with device type" in str(error):
+            raise BackendError(
+                f"the process group cannot {self._what}: {error}",
+                fix="Move the module to the device of the group, by device_id or to(), or add a backend for its own.",
             ) from error
         if not is_device_error(error):
             raise RankError(
@@ -279,11 +286,14 @@ class ShardGroup:
             return Pending(dist.all_reduce(shard, group=self.replicate, async_op=True), what)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Broadcast `tensor` of rank 0 to its replicas, then to the shard group."""
+        """Broadcast `tensor` of rank 0 to its replicas, then to the shard group; it may be on any device."""
+        data = _bytes(tensor)
         for group in (self.replicate, self.shard):
             if group is not None and dist.get_world_size(group) > 1:
-                data = tensor if tensor.dtype in _MOVABLE else tensor.view(torch.uint8)
-                dist.broadcast(data, group=group, group_src=0)
+                sent = data.to(get_group_device(group, data.device))
+                dist.broadcast(sent, group=group, group_src=0)
+                if sent is not data:
+                    data.copy_(sent)
 
     @property
     def is_first(self) -> bool:
