@@ -85,6 +85,17 @@ class TestLinks:
             with pytest.raises(UnsafeError):
                 ask()
 
+    def test_a_link_to_a_neighbor_whose_name_begins_with_that_of_the_root_is_refused(self, store, tmp_path):
+        put(LocalStore(str(tmp_path / "root-of-another")), "a.bin", b"1")
+        os.makedirs(tmp_path / "root", exist_ok=True)
+        os.symlink("../root-of-another/a.bin", tmp_path / "root" / "b.bin")
+        os.symlink("../root-of-another", tmp_path / "root" / "sub")
+        for name in ("b.bin", "sub/a.bin"):
+            with pytest.raises(UnsafeError, match="link out of"):
+                read_bytes(store, name, 0, 1)
+        with pytest.raises(UnsafeError):
+            store.delete("sub/a.bin")
+
     @pytest.mark.parametrize("name", ["a.bin", "sub/deep/a.bin"])
     def test_a_link_that_is_swapped_in_later_is_refused(self, name, tmp_path):
         put(LocalStore(str(tmp_path / "root")), name, b"1")

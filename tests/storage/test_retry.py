@@ -82,6 +82,17 @@ def test_settings_of_fsspec_for_http_are_kept(monkeypatch):
     assert fsspec_store.connect("http://127.0.0.1:9/run")[0].client_kwargs["timeout"].sock_read == 30.0
 
 
+@pytest.mark.parametrize(
+    ("status", "is_repeated"),
+    [(400, False), (403, False), (404, False), (412, False), (501, True)]
+    + [(status, True) for status in (408, 425, 429, 500, 503)],
+)
+def test_statuses_that_may_pass_are_asked_for_again_and_refusals_are_not(status: int, is_repeated: bool) -> None:
+    error = Exception()
+    error.status = status
+    assert retry.is_transient(error) == is_repeated
+
+
 def test_a_missing_file_with_a_failure_behind_it_is_asked_for_again():
     calls = []
 

@@ -141,6 +141,13 @@ def test_filled_buffers_that_overlap_or_have_no_hashes_are_not_known_to_be_equal
     assert store.find_unequal([Read(payload(step).name, SIZE - 1, memoryview(bytearray(2)))]) == [0]
 
 
+@pytest.mark.parametrize("start", [0, BLOCK_BYTES, SIZE - 9])
+def test_a_buffer_that_goes_beyond_the_end_of_its_file_is_not_equal_to_it(step: Path, start: int) -> None:
+    store, right = open_checkpoint(str(step)).store, payload(step).read_bytes()[start:]
+    assert store.find_unequal([Read(payload(step).name, start, memoryview(bytearray(right)))]) == []
+    assert store.find_unequal([Read(payload(step).name, start, memoryview(bytearray(right + b"x")))]) == [0]
+
+
 def test_of_a_file_only_bytes_that_no_buffer_has_are_read(step: Path, grain: int) -> None:
     data = payload(step).read_bytes()
     source, counted = open_counted(str(step))
