@@ -386,6 +386,8 @@ def connect(url: str, **storage_options: object) -> tuple[Any, str]:
     protocol = url.partition(":")[0]
     if protocol in _SFTP:
         return _connect_sftp(url, protocol, storage_options)
+    if protocol in {"s3", "s3a"} and "\n" in url:  # s3fs finds no key in it
+        raise UsageError("a URL of S3 must not contain a line break", where=repr(url), fix="Choose another name.")
     if protocol in {"s3", "s3a"} and not {"AWS_MAX_ATTEMPTS", "AWS_RETRY_MODE"} & os.environ.keys():
         # Reads are retried by `retry`; these retries apply to uploads.
         storage_options = {"config_kwargs": {"retries": _S3_RETRIES}, **storage_options}

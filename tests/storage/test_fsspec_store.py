@@ -402,6 +402,11 @@ class TestSetup:
         with pytest.raises(UsageError, match="nosuch"):
             FsspecStore("nosuch://x")
 
+    @pytest.mark.parametrize("act", [FsspecStore, kind])
+    def test_a_line_break_in_a_url_of_s3_is_refused_at_once(self, act):
+        with pytest.raises(UsageError, match=r"'s3://b/a\\nb': a URL of S3 must not contain a line break"):
+            act("s3://b/a\nb")
+
     def test_a_missing_package_is_named_with_what_installs_it(self, monkeypatch):
         def missing(url, **_):
             raise ImportError("Install s3fs to access S3")
