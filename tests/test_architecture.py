@@ -638,3 +638,8 @@ def test_one_module_asks_torch_for_streams():
         if name != "shardckpt.devices" and not name.startswith("shardckpt.format")
     }
     assert found == set(OTHER_CALLS)
+
+
+def test_one_module_has_a_pool_of_threads_which_works_until_the_process_is_gone():
+    found = {name for name, text in SOURCES.items() if "ThreadPoolExecutor" in text}
+    assert found == {"shardckpt.storage.thread_pool"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, partial
 from importlib import import_module
@@ -27,6 +26,7 @@ from shardckpt.plugins import find_plugins, load_plugin, warn_of_plugin
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.resolve_url import kind, not_found_error, open_store, split
 from shardckpt.storage.store import Listed, Store, SubfolderStore, WrappedStore
+from shardckpt.storage.thread_pool import ThreadPool
 
 
 class BuiltIn(NamedTuple):
@@ -255,7 +255,7 @@ def _checkpoints_below(source: Source) -> list[tuple[str, Format]]:
     store = _FirstNames(source.store, _NAMES)
     left = _FOLDERS[store.capabilities.is_local]
     level = [name for name in _list_folders(source) if not name.startswith(".")]
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shardckpt-look") as pool:
+    with ThreadPool(_AT_ONCE, thread_name_prefix="shardckpt-look") as pool:
         for depth in range(1, _LEVELS + 1):
             level, left = level[:left], left - len(level)
             found: list[tuple[str, Format]] = []

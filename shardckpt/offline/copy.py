@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -39,6 +39,7 @@ from shardckpt.storage.publish import find_missing_files, publish, require_apart
 from shardckpt.storage.replaceable import find_replaceable_files, is_ignored
 from shardckpt.storage.resolve_url import as_url, kind, local_path, not_found_error, open_store, split
 from shardckpt.storage.store import Store, read_bytes
+from shardckpt.storage.thread_pool import ThreadPool
 
 _AT_ONCE = 4
 """Files that are copied concurrently, each through one buffer."""
@@ -375,7 +376,7 @@ def _find_good_files(transfer: _Transfer, meter: Meter) -> frozenset[str]:
 def _copy_files(folder: StoredFolder, names: Collection[str], publication: Publication, meter: Meter) -> None:
     """Copy files side by side; once one fails, the others stop."""
     store = VerifiedStore(folder.raw_store, folder.hashes)
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shardckpt-copy") as pool:
+    with ThreadPool(_AT_ONCE, thread_name_prefix="shardckpt-copy") as pool:
         started = [pool.submit(_copy_file, store, folder.files[name], publication, meter) for name in names]
         try:
             for done in as_completed(started):

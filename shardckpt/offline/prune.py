@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -40,6 +39,7 @@ from shardckpt.plan.resume.resumes import StepVerdict
 from shardckpt.plan.retention import ORPHAN_TTL_S, Retention, RetentionParams, SavedStep, find_best, parse_age
 from shardckpt.storage.resolve_url import as_url, kind, not_found_error, open_store
 from shardckpt.storage.store import Store, SubfolderStore
+from shardckpt.storage.thread_pool import ThreadPool
 
 _SHOWN = 8
 _AT_ONCE = 8
@@ -186,7 +186,7 @@ def ls(
         return StepList(root, (), (), copies)
     store, run = open_run(root)
     complete = describe_steps(store, run.complete)
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shardckpt-ls") as pool:
+    with ThreadPool(_AT_ONCE, thread_name_prefix="shardckpt-ls") as pool:
         if metrics:
             read = pool.map(partial(read_measures, store), run.complete)
             complete = tuple(replace(step, **found._asdict()) for step, found in zip(complete, read, strict=True))

@@ -6,7 +6,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import datetime, timezone
 from importlib import import_module
@@ -22,6 +22,7 @@ from shardckpt.storage.range_cache import MAX_REQUEST, BlockCache, ByteRange, pl
 from shardckpt.storage.retry import ShortBodyError, remote_error, retry
 from shardckpt.storage.sftp import SftpFiles, get_connection
 from shardckpt.storage.store import Capabilities, Listed, Read, check_name
+from shardckpt.storage.thread_pool import ThreadPool
 
 CACHE_BYTES = 32 << 20
 """Cached bytes of one store, so that a small checkpoint is fetched only once, in whatever order it is read."""
@@ -175,7 +176,7 @@ class FsspecStore:
 
     def _fetch_all(self, requests: _Requests, wanted: dict[str, _Parts]) -> None:
         stop = threading.Event()
-        pool = ThreadPoolExecutor(min(CONCURRENT, len(requests)), "shardckpt-read")
+        pool = ThreadPool(min(CONCURRENT, len(requests)), "shardckpt-read")
         running: _Running = deque()
         try:
             for request in requests:
@@ -267,7 +268,7 @@ class FsspecStore:
 
     def _delete_all(self, names: Sequence[str]) -> None:
         """Remove files at the same time. Raises UnsafeError or StorageError."""
-        with ThreadPoolExecutor(CONCURRENT, "shardckpt-delete") as pool:
+        with ThreadPool(CONCURRENT, "shardckpt-delete") as pool:
             for done in [pool.submit(self.delete, name) for name in names]:
                 done.result()
 

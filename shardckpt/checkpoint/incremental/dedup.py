@@ -6,7 +6,6 @@ Rank 0 finds the chunks that the base has; each rank compares its own chunks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +30,7 @@ from shardckpt.format.native.records import FileRecord
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.plan.layout.write_plan import TensorSpec
 from shardckpt.state.local.tensor_shards import TensorShards
+from shardckpt.storage.thread_pool import ThreadPool
 
 _HASHERS = 4
 _WORTH_THREADS_BYTES = 64 << 20
@@ -67,7 +67,7 @@ def chunk_digests(chunks: Sequence[PayloadChunk], arrays: Mapping[Path, TensorSh
         with streams.use():
             return chunk_digest(chunk, arrays)
 
-    with ThreadPoolExecutor(_HASHERS, thread_name_prefix="shardckpt-hash") as pool:
+    with ThreadPool(_HASHERS, thread_name_prefix="shardckpt-hash") as pool:
         return list(pool.map(digest, chunks))
 
 

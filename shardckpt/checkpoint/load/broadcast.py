@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from itertools import chain
 
 import torch
@@ -19,6 +19,7 @@ from shardckpt.errors import RankError
 from shardckpt.events.progress import Meter
 from shardckpt.plan.layout.read_sharing import BroadcastGroup, FileSegments
 from shardckpt.storage.store import Read, Store
+from shardckpt.storage.thread_pool import ThreadPool
 
 _AHEAD = 4
 """Number of segments to read ahead; each is kept until all receiving ranks have it."""
@@ -112,7 +113,7 @@ class BroadcastReader:
         self._failure = failure
         self._is_over = failure is not None
         if self._groups:
-            with ThreadPoolExecutor(_AHEAD, thread_name_prefix="shardckpt-read") as pool:
+            with ThreadPool(_AHEAD, thread_name_prefix="shardckpt-read") as pool:
                 self._go_round(pool)
         return self._failure
 
@@ -121,7 +122,7 @@ class BroadcastReader:
         """Whether this rank stopped, because of its own error or that of another rank."""
         return self._is_over
 
-    def _go_round(self, pool: ThreadPoolExecutor) -> None:
+    def _go_round(self, pool: ThreadPool) -> None:
         numbers = self._own_numbers()
         ahead: deque[Future[torch.Tensor]] = deque()
         rounds = max(group.rounds for group in self._groups)

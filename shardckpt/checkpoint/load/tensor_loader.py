@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
@@ -28,6 +28,7 @@ from shardckpt.format.chunk_reader import PieceReader, ReadItem, straight_reads
 from shardckpt.manifest import Encoded, TensorEntry
 from shardckpt.state.local.tensor_shards import LocalShard, TensorShards
 from shardckpt.storage.store import Read, Store, as_copied
+from shardckpt.storage.thread_pool import ThreadPool
 from shardckpt.torchrun import count_cores
 
 BATCH_BYTES = 64 << 20
@@ -127,7 +128,7 @@ class ElementReader:
             for batch in chain(begun, batches):
                 self._carry_out(batch, open_pieces(batch))
             return
-        with ThreadPoolExecutor(readers, thread_name_prefix="shardckpt-read") as pool:
+        with ThreadPool(readers, thread_name_prefix="shardckpt-read") as pool:
             running: deque[Future[None]] = deque()
             for batch in chain(begun, batches):
                 running.append(pool.submit(self._carry_out, batch, open_pieces(batch)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from shardckpt.format.native.commit import Commit, find_save, read_commit, read_
 from shardckpt.format.native.reader import find_hashes
 from shardckpt.format.native.verified_store import VerifiedStore
 from shardckpt.storage.store import ExtendedWriter, Read, Store, SubfolderStore, Writer
+from shardckpt.storage.thread_pool import ThreadPool
 
 _STEP_BYTES = 16 << 20
 """Bytes that a rank receives and compares with their hashes at a time."""
@@ -67,7 +68,7 @@ def copy_step(coordinator: Coordinator, own: Store, node: Node, folder: str, cop
     with PeerExchange(coordinator, own, store.forget) as exchange:
         store.exchange = exchange
         try:
-            with ThreadPoolExecutor(1, thread_name_prefix="shardckpt-copy") as threads:
+            with ThreadPool(1, thread_name_prefix="shardckpt-copy") as threads:
                 _copy_files(SubfolderStore(store, folder), SubfolderStore(own, folder), order.names, threads)
         except RankError:
             raise
@@ -151,7 +152,7 @@ def _copy_files(
     source: Store,
     target: Store,
     names: Sequence[str],
-    threads: ThreadPoolExecutor | None = None,
+    threads: ThreadPool | None = None,
     commit: Commit | None = None,
 ) -> None:
     """Copy files, of which each appears in the target when all its blocks match the hashes in the manifest.
@@ -197,7 +198,7 @@ def _copy_file(
     nbytes: int,
     writer: Writer,
     buffers: Sequence[memoryview],
-    threads: ThreadPoolExecutor | None,
+    threads: ThreadPool | None,
 ) -> None:
     """Copy a file.
 

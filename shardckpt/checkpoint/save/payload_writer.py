@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import closing
 from time import perf_counter
 from typing import Protocol
@@ -16,6 +16,7 @@ from shardckpt.format.native.manifest_json import WrittenPayload
 from shardckpt.format.native.payload import BLOCK_BYTES, FileHasher, HashTask, PayloadFile
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.store import Writer
+from shardckpt.storage.thread_pool import ThreadPool
 
 SLICE_BYTES = 256 << 20
 """Most bytes per write; threads hash them at the same time.
@@ -112,12 +113,12 @@ class _Hashing:
 
     def __init__(self, *, prefers_threads: bool) -> None:
         self._prefers_threads = self.needs_threads = prefers_threads
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool: ThreadPool | None = None
 
     def start(self, tasks: Iterable[HashTask]) -> list[Future[float]]:
         """Start tasks on the threads; each returns its seconds."""
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(_HASH_THREADS, thread_name_prefix="shardckpt-hash")
+            self._pool = ThreadPool(_HASH_THREADS, thread_name_prefix="shardckpt-hash")
         return [self._pool.submit(_measure, task) for task in tasks]
 
     def run(self, tasks: Iterable[HashTask]) -> float:

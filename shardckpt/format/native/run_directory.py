@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -38,6 +37,7 @@ from shardckpt.storage.orphans import PARTIAL, is_partial, remove_orphan
 from shardckpt.storage.replaceable import is_ignored
 from shardckpt.storage.resolve_url import local_path, open_store, split
 from shardckpt.storage.store import Listed, Store, SubfolderStore, read_bytes
+from shardckpt.storage.thread_pool import ThreadPool
 
 _STEP = re.compile(r"step-([0-9]{1,18})")
 _PARTIAL = re.compile(rf"\.{_STEP.pattern}\.{PARTIAL}-[0-9a-f]{{12}}")
@@ -322,7 +322,7 @@ def _other_folders(store: Store, folders: Sequence[str], steps: Iterable[StepFol
     """
     names = [name for name in folders if not _STEP.fullmatch(name)]
     names += [f"{step.name}/{folder}" for step in steps for folder in step.folders]
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shardckpt-steps") as pool:
+    with ThreadPool(_AT_ONCE, thread_name_prefix="shardckpt-steps") as pool:
         return [step for found in pool.map(lambda name: _find_referring(store, name, depth=2), names) for step in found]
 
 
@@ -391,7 +391,7 @@ def _look_at_run(store: Store, known: Mapping[str, StepFolder]) -> RunDirectory:
     def read(number: int, name: str) -> StepFolder:
         return known.get(name) or _read_step(store, number, name)
 
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shardckpt-steps") as pool:
+    with ThreadPool(_AT_ONCE, thread_name_prefix="shardckpt-steps") as pool:
         newest_first = list(pool.map(lambda each: read(*each), reversed(named)))
     steps = _with_newer(store, _with_bases(store, newest_first[::-1]))
     return RunDirectory(tuple(_once(steps)), tuple(name for name in folders if _PARTIAL.fullmatch(name)))

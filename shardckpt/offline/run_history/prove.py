@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 
 from shardckpt.errors import escape
 from shardckpt.format.native.run_directory import StepFolder
@@ -14,6 +13,7 @@ from shardckpt.offline.report_html.proof_lines import describe_proof
 from shardckpt.offline.results.proofs import Proof, StepProof
 from shardckpt.storage.resolve_url import as_url
 from shardckpt.storage.store import Store
+from shardckpt.storage.thread_pool import ThreadPool
 
 _AT_ONCE = 8
 
@@ -42,7 +42,7 @@ def prove(root: str | os.PathLike[str], *, html: str | os.PathLike[str] = "") ->
     if html:
         require_report_target(html)
     store, run = open_run(root)
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shardckpt-prove") as pool:
+    with ThreadPool(_AT_ONCE, thread_name_prefix="shardckpt-prove") as pool:
         steps = tuple(pool.map(lambda step: _read_step(store, step), run.complete))
     captures, faults = read_capture_witnesses(store)
     found = Proof(root, steps, describe_captures(captures), faults)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import posixpath
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,6 +30,7 @@ from shardckpt.storage.publish import publish
 from shardckpt.storage.replaceable import FolderKind, Kind
 from shardckpt.storage.resolve_url import local_path
 from shardckpt.storage.store import Store
+from shardckpt.storage.thread_pool import ThreadPool
 
 _Publication = TypeVar("_Publication")
 
@@ -228,7 +229,7 @@ class ConversionPlan:
 
 def _write_files(files: Sequence[OutputFile], writers: int, stream: TensorStream, publication: Publication) -> Hashes:
     """Write files side by side; once one fails, the others stop."""
-    with ThreadPoolExecutor(writers) as pool:
+    with ThreadPool(writers) as pool:
         started = {pool.submit(_write_file, file, stream, publication): file.name for file in files}
         try:
             return {started[done]: done.result() for done in as_completed(started)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +14,7 @@ from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 from shardckpt.errors import UsageError
+from shardckpt.storage.thread_pool import ThreadPool
 from shardckpt.torchrun import count_cores, local_world_size
 
 _T = TypeVar("_T")
@@ -103,7 +104,7 @@ class WorkerPool:
         self.threads = threads
         self.ahead = max(threads // files, 1)
         self._plans_tasks = threads > files == 1
-        self._pool = ThreadPoolExecutor(threads)
+        self._pool = ThreadPool(threads)
 
     def close(self) -> None:
         """Wait for the threads to end."""
@@ -140,8 +141,8 @@ class WorkerPool:
         """Run the tasks of a line on all threads."""
         working: list[Future[None]] = []
         try:
-            working += (self._pool.submit(line.work) for _ in range(self.threads))
-            yield line.results()
+            working += filter(None, (self._pool.start(line.work) for _ in range(self.threads)))
+            yield line.results() if working else line.run_all()
         finally:
             line.stop()
             wait(working)
@@ -234,6 +235,10 @@ class _TaskLine(Generic[_T]):
         while (future := self._taken.get()) is not None:
             yield future.result()
             self._permits.put(None)
+
+    def run_all(self) -> Iterator[_T]:
+        """Run the tasks in order without threads, and yield the results."""
+        return (task.run() for task in self._tasks)
 
     def stop(self) -> None:
         """Make the threads end after the tasks that they run."""

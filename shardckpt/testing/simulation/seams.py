@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from functools import cache, cached_property, lru_cache
 from importlib import import_module
@@ -42,6 +42,7 @@ from shardckpt.storage.linux_syscalls import exchange, lower_priority, start_wri
 from shardckpt.storage.request_watch import WATCH
 from shardckpt.storage.resolve_url import MOUNTED
 from shardckpt.storage.retry import LOST, PAUSES
+from shardckpt.storage.thread_pool import ThreadPool
 from shardckpt.testing.simulation.scheduler import Process, Scheduler, Task
 from shardckpt.testing.simulation.stores.operating_system import OperatingSystem
 from shardckpt.testing.simulation.stores.simulated_holders import SimulatedHolders
@@ -181,7 +182,7 @@ class Machine:
             (threading, _Twin(threading, **self._primitives())),
             *((getattr(threading, name), twin) for name, twin in self._primitives().items()),
             (queue.SimpleQueue, lambda: SimulatedQueue(scheduler)),
-            (ThreadPoolExecutor, InlineExecutor),
+            (ThreadPool, InlineExecutor),
             *self._holders.twins(_Twin),
             (decode_commit, lru_cache(_MOST_DECODED)(decode_commit)),
             (decode_manifest, _remember_manifests()),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from harness import run
 import shardckpt
 from shardckpt.checkpoint.load import tensor_loader
 from shardckpt.checkpoint.load.tensor_loader import choose_readers, count_neighbors
+from shardckpt.storage.thread_pool import ThreadPool
 
 NUMEL = 60_000
 
@@ -43,14 +43,14 @@ def test_ranks_that_fill_the_cores_start_no_threads(
     def body(rank: int, world: int) -> int:
         started = 0
 
-        class Pool(ThreadPoolExecutor):
+        class Pool(ThreadPool):
             def submit(self, fn: Callable[..., Any], /, *args: Any, **more: Any) -> Any:
                 future = super().submit(fn, *args, **more)
                 nonlocal started
                 started = max(started, len(self._threads))
                 return future
 
-        tensor_loader.ThreadPoolExecutor = Pool  # type: ignore[misc]  # of this forked rank
+        tensor_loader.ThreadPool = Pool  # type: ignore[misc]  # of this forked rank
         state = {"w": torch.zeros(NUMEL)}
         shardckpt.load(state, tmp_path / "s")
         assert state["w"].eq(1).all()

@@ -1,0 +1,49 @@
+"""Pool of threads that works until the process is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class ThreadPool(ThreadPoolExecutor):
+    """Threads that run tasks; without them, as after the main thread has ended, the caller runs its tasks itself.
+
+    A last save may come from `atexit`, or from a thread that outlives the main thread: Python refuses both a thread.
+    """
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Start a task, or run it.
+
+        Args:
+            fn: Function to run.
+            *args: Its arguments.
+            **kwargs: Its keyword arguments.
+        """
+        future = self.start(fn, *args, **kwargs)
+        if future is None:
+            future = Future()
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except Exception as error:  # noqa: BLE001  (raised where the result is taken)
+                future.set_exception(error)
+        return future
+
+    def start(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T] | None:
+        """Start a task on a thread; return None if the process ends and has no more threads.
+
+        Args:
+            fn: Function to run.
+            *args: Its arguments.
+            **kwargs: Its keyword arguments.
+        """
+        try:
+            return super().submit(fn, *args, **kwargs)
+        except RuntimeError as error:
+            if "interpreter shutdown" not in str(error):
+                raise
+            return None
