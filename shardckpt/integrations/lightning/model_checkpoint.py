@@ -28,6 +28,7 @@ from shardckpt import (
 )
 from shardckpt.checkpoint.run.step_finder import parse_root
 from shardckpt.checkpoint.save.async_save import StepSaveParams, require_known_options
+from shardckpt.errors import require_bools
 from shardckpt.events.warn_user import warn_user
 from shardckpt.integrations.lightning.lightning_state import (
     COMMIT,
@@ -92,9 +93,7 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         names = {"dirpath", "filename", "auto_insert_metric_name", "enable_version_counter"} & arguments.keys()
         if names:
             raise UsageError("steps have the names of shardckpt", found=", ".join(sorted(names)))
-        for name, flag in (("background", background), ("drill", drill)):
-            if not isinstance(flag, bool):
-                raise UsageError(f"`{name}` is neither True nor False", found=repr(flag))
+        require_bools(background=background, drill=drill)
         require_known_options(f"{type(self).__name__}.options", options or {}, background=background, has_metrics=True)
         inherited = ("_save_checkpoint", "_save_last_checkpoint", "_remove_checkpoint", "_monitor_candidates")
         missing = [name for name in (*inherited, "_find_last_checkpoints") if not hasattr(ModelCheckpoint, name)]
@@ -278,7 +277,8 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
     def _choose_removed(self, trainer: Trainer, filepath: str) -> None:
         """Choose the steps that were kept until now; each goes once the step that is being saved is complete."""
         kept = self._list_kept()
-        removed = set() if self.save_top_k == -1 else self._kept - kept
+        has_list = self.save_top_k != -1 or self.monitor is not None  # -1 lists the steps with a metric
+        removed = self._kept - kept if has_list else set()
         self._kept = kept
         paths = [path for path in removed if self._should_remove_checkpoint(trainer, path, filepath)]
         self._remove_steps(trainer, [number for path in paths if (number := self._find_number(path)) is not None])

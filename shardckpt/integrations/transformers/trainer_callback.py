@@ -21,6 +21,7 @@ from typing_extensions import Unpack
 
 from shardckpt import Checkpointer, RNGState, SaveHandle, UnsupportedError, UsageError
 from shardckpt.checkpoint.save.async_save import StepSaveParams, require_known_options
+from shardckpt.errors import require_bools
 from shardckpt.integrations.step_removal import StepRemoval
 from shardckpt.integrations.transformers.step_rotation import choose_removed
 from shardckpt.integrations.transformers.trainer_folder import (
@@ -39,6 +40,7 @@ from shardckpt.integrations.transformers.trainer_state import (
     note_best_step,
     require_attached,
     require_methods,
+    require_resume_from,
 )
 from shardckpt.integrations.transformers.trainer_step import TrainerStep, require_steps_for_drill
 
@@ -83,9 +85,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     ) -> None:
         self._removal = StepRemoval(root)
         self.checkpointer = Checkpointer(root, on_event=self._removal.take_event)
-        for name, flag in (("background", background), ("drill", drill)):
-            if not isinstance(flag, bool):
-                raise UsageError(f"`{name}` is neither True nor False", found=repr(flag))
+        require_bools(background=background, drill=drill)
         require_known_options(type(self).__name__, options, background=background, has_metrics=True)
         self._background, self._has_drill, self._options = background, drill, options
         self._is_drill_due = False
@@ -154,13 +154,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         Raises:
             UsageError: Training would start in a run that has steps, or the argument is neither a bool nor a path.
         """
-        if not isinstance(resume_from, (str, os.PathLike, bool, type(None))):
-            raise UsageError(
-                "resume_from_checkpoint must be True or the path of a checkpoint",
-                where=self.checkpointer.root,
-                found=repr(resume_from),
-                fix="Give `callback.checkpointer.path(step)` for a step of this run.",
-            )
+        require_resume_from(resume_from, self.checkpointer)
         numbers = self.checkpointer.steps()
         if not resume_from and numbers:
             raise UsageError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from typing import Any
@@ -11,7 +12,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from shardckpt import Checkpointer, UnsupportedError
+from shardckpt import Checkpointer, UnsupportedError, UsageError
 
 __all__ = [
     "collect_metrics",
@@ -20,6 +21,7 @@ __all__ = [
     "note_best_step",
     "require_attached",
     "require_methods",
+    "require_resume_from",
 ]
 
 
@@ -91,6 +93,25 @@ def require_methods(trainer: object, names: Iterable[str]) -> None:
     if missing:
         found = f"a Trainer without {', '.join(missing)}"
         raise UnsupportedError("this version of transformers is not supported", found=found)
+
+
+def require_resume_from(resume_from: object, checkpointer: Checkpointer) -> None:
+    """Require a value that `Trainer.train` may resume from.
+
+    Args:
+        resume_from: Argument `resume_from_checkpoint`.
+        checkpointer: Manager of the run.
+
+    Raises:
+        UsageError: The argument is neither a bool nor a path.
+    """
+    if not isinstance(resume_from, (str, os.PathLike, bool, type(None))):
+        raise UsageError(
+            "resume_from_checkpoint must be True or the path of a checkpoint",
+            where=checkpointer.root,
+            found=repr(resume_from),
+            fix="Give `callback.checkpointer.path(step)` for a step of this run.",
+        )
 
 
 def finish_without_removal(
