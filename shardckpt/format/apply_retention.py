@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from shardckpt.format.native.run_directory import (
     Orphan,
@@ -40,6 +42,30 @@ class Deleted:
     waiting: tuple[Orphan, ...] = ()
 
 
+class StepClock:
+    """Clock of a process that saves steps and removes them, which never jumps ahead as the one of the machine may.
+
+    A step whose time is ahead of it counts as saved when it was first seen.
+    """
+
+    def __init__(self) -> None:
+        self._start = time.time() - time.monotonic()
+        self._seen: dict[str, float] = {}  # by save
+
+    def read(self) -> float:
+        """Return the current time, in seconds since the epoch."""
+        return min(time.time(), self._count())
+
+    def find_saved_at(self, step: StepFolder) -> float | None:
+        """Return the start time of the save of a step; None if unknown."""
+        if step.saved_at is not None and step.saved_at > (counted := self._count()):
+            self._seen.setdefault(step.save, counted)
+        return self._seen.get(step.save, step.saved_at)
+
+    def _count(self) -> float:
+        return self._start + time.monotonic()
+
+
 def apply_retention(
     store: Store,
     run: RunDirectory,
@@ -48,6 +74,7 @@ def apply_retention(
     now: float,
     is_complete: Callable[[StepFolder], bool],
     get_metrics: Callable[[StepFolder], Mapping[str, float]],
+    find_saved_at: Callable[[StepFolder], float | None] = attrgetter("saved_at"),
     chosen: Collection[int] | None = None,
     may_be_over: bool = False,
     protected: Collection[int] = (),
@@ -65,6 +92,7 @@ def apply_retention(
         is_complete: Returns True if a step can be loaded. Incomplete steps are deleted only as duplicates of deleted
             steps.
         get_metrics: Returns the metrics of a complete step; called if a rule needs them.
+        find_saved_at: Returns the start time of the save of a step; None if unknown.
         chosen: Numbers of the steps to delete, except the newest complete one; None for those that no rule keeps.
         may_be_over: Whether the run may have ended, so that any time since its newest step counts in full.
         protected: Numbers of steps that stay regardless of the rules.
@@ -78,7 +106,8 @@ def apply_retention(
         StorageError: The store failed.
     """
     steps = [
-        _describe(step, is_complete(step), get_metrics if rules.keep_best is not None else None) for step in run.steps
+        _describe(step, is_complete(step), find_saved_at(step), get_metrics if rules.keep_best is not None else None)
+        for step in run.steps
     ]
     trusted = with_trusted_times(steps, now, may_be_over=may_be_over)
     if chosen is None:
@@ -119,8 +148,11 @@ def _read_store_time(store: Store, now: float) -> float:
 
 
 def _describe(
-    step: StepFolder, is_complete: bool, get_metrics: Callable[[StepFolder], Mapping[str, float]] | None
+    step: StepFolder,
+    is_complete: bool,
+    saved_at: float | None,
+    get_metrics: Callable[[StepFolder], Mapping[str, float]] | None,
 ) -> SavedStep:
     """Return the description of a step for the retention rules."""
     metrics = get_metrics(step) if get_metrics is not None and is_complete else {}
-    return SavedStep(step.number, is_complete, step.saved_at, metrics, step.branch)
+    return SavedStep(step.number, is_complete, saved_at, metrics, step.branch)

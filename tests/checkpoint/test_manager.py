@@ -679,8 +679,9 @@ class TestRetention:
     def test_those_of_the_last_hour_stay(self, told, tmp_path, monkeypatch):
         ck = saved(Checkpointer(tmp_path, keep_for=told), 1, 2)
         assert ck.steps() == (1, 2)
-        now = time.time
+        now, steady = time.time, time.monotonic
         monkeypatch.setattr(time, "time", lambda: now() + 3601)
+        monkeypatch.setattr(time, "monotonic", lambda: steady() + 3601)
         ck.save(3, state(3.0))
         assert ck.steps() == (3,)
 
@@ -888,14 +889,27 @@ class TestArgumentsThatAreWrong:
         assert run(2, body, group_timeout=20) == [["True", "(1, 2)", "False"]] * 2
 
 
-def test_one_clock_that_is_ten_years_ahead_removes_nothing(tmp_path, monkeypatch):
+@pytest.mark.parametrize("days", [0.5, 29, 3650, -0.5, -29])
+def test_a_clock_that_jumps_during_a_training_removes_nothing(days, tmp_path, monkeypatch):
     ck = saved(Checkpointer(tmp_path, keep_for="1h"), 1, 2)
-    now = time.time
-    monkeypatch.setattr(time, "time", lambda: now() + 10 * 365 * DAY)
+    now, now_ns = time.time, time.time_ns
+    monkeypatch.setattr(time, "time", lambda: now() + days * DAY)
+    monkeypatch.setattr(time, "time_ns", lambda: now_ns() + int(days * DAY * 1e9))
     saved(ck, 3, 4)
     assert ck.steps() == (1, 2, 3, 4)
     monkeypatch.undo()
     assert saved(ck, 5).steps() == (1, 2, 3, 4, 5)
+    assert saved(Checkpointer(tmp_path, keep_for="1h"), 6).steps() == (1, 2, 3, 4, 5, 6)
+
+
+def test_steps_saved_while_the_clock_is_ahead_grow_old_as_any_other(tmp_path, monkeypatch):
+    ck = saved(Checkpointer(tmp_path, keep_for="1h"), 1)
+    now, now_ns, steady = time.time, time.time_ns, time.monotonic
+    for passed, ahead, kept in ((1800, 3 * DAY, (1, 2)), (3700, 3 * DAY, (2, 3)), (5500, 0, (3, 4))):
+        monkeypatch.setattr(time, "time", lambda by=passed + ahead: now() + by)
+        monkeypatch.setattr(time, "time_ns", lambda by=passed + ahead: now_ns() + int(by * 1e9))
+        monkeypatch.setattr(time, "monotonic", lambda by=passed: steady() + by)
+        assert saved(ck, kept[-1]).steps() == kept
 
 
 class TestStatesThatAreNone:

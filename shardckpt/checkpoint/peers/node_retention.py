@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 
 from shardckpt.checkpoint.peers.node_steps import find_orders, read_commits, remove_old_steps, remove_older_files
 from shardckpt.checkpoint.peers.promoted_steps import PromotedSteps
+from shardckpt.format.apply_retention import StepClock
 from shardckpt.format.native.run_directory import step_name
 from shardckpt.plan.retention import Retention
 from shardckpt.storage.store import Store
@@ -28,7 +29,7 @@ class NodeRetention:
         self, rules: Retention, open_own: Callable[[], Store], damaged: Collection[str], removed: dict[str, int]
     ) -> None:
         self._rules, self._open_own, self._damaged, self._removed = rules, open_own, damaged, removed
-        self.promoted = PromotedSteps()
+        self._clock, self.promoted = StepClock(), PromotedSteps()
 
     def apply(self, needed: Collection[int], copied: Collection[str], *, is_idle: bool) -> None:
         """Remove the steps of this node that no rule keeps, and the files of replaced saves.
@@ -54,4 +55,4 @@ class NodeRetention:
         def note(names: Collection[str]) -> None:
             self._removed.update(saves[name] for name in names if name in saves)
 
-        remove_old_steps(own, self._rules, protected, damaged, is_idle=is_idle, on_removal=note)
+        remove_old_steps(own, self._rules, protected, damaged, is_idle=is_idle, on_removal=note, clock=self._clock)

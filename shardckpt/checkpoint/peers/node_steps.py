@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -13,6 +12,7 @@ import torch
 
 from shardckpt.checkpoint.coordinator import Coordinator
 from shardckpt.errors import CheckpointError, MissingFileError, ShardckptError
+from shardckpt.format.apply_retention import StepClock
 from shardckpt.format.native.commit import COMMIT, Commit, decode_commit, read_commit
 from shardckpt.format.native.run_directory import StepFolder, is_step_name, resumes_name, witness_name
 from shardckpt.plan.layout.box_codec import pack_message, unpack_message
@@ -207,6 +207,7 @@ def remove_old_steps(
     *,
     is_idle: bool,
     on_removal: Callable[[Sequence[str]], object],
+    clock: StepClock,
 ) -> None:
     """Remove the steps of a node that no rule keeps.
 
@@ -218,12 +219,13 @@ def remove_old_steps(
         is_idle: Whether nothing is written into folders that are not protected: then those without a valid `COMMIT`
             are removed too.
         on_removal: Called with the names of the steps' folders before they are removed.
+        clock: Clock of this process.
 
     Raises:
         StorageError: The store failed.
     """
     commits = read_commits(own)
-    kept = {*protected, *choose_kept(commits, rules, damaged, time.time())}
+    kept = {*protected, *choose_kept(commits, rules, damaged, clock)}
     names = [entry.name for entry in own.list() if is_step_name(entry.name)]
     removed = [name for name in names if name not in kept and (is_idle or name in commits)]
     on_removal(removed)
@@ -234,21 +236,28 @@ def remove_old_steps(
             own.delete(beside)
 
 
-def choose_kept(commits: Mapping[str, Commit], rules: Retention, damaged: Collection[str], now: float) -> list[str]:
+def choose_kept(
+    commits: Mapping[str, Commit], rules: Retention, damaged: Collection[str], clock: StepClock
+) -> list[str]:
     """Return the folders of the steps that rules keep.
 
     Args:
         commits: `COMMIT` of each step, by the name of its folder.
         rules: Rules that select the steps to keep.
         damaged: Ids of saves that do not count.
-        now: Current time, in seconds since the epoch.
+        clock: Clock of this process.
     """
     good = {name: commit for name, commit in commits.items() if commit.save not in damaged}
     numbers = {name: number for name, (_, number) in find_orders(good).items()}
     steps = [
-        SavedStep(numbers[name], saved_at=StepFolder(numbers[name], name, commit.save).saved_at, branch=commit.branch)
+        SavedStep(
+            numbers[name],
+            saved_at=clock.find_saved_at(StepFolder(numbers[name], name, commit.save)),
+            branch=commit.branch,
+        )
         for name, commit in good.items()
     ]
+    now = clock.read()
     deleted = steps_to_delete(with_trusted_times(steps, now), rules, now=now)
     return [name for name in good if numbers[name] not in deleted]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -12,7 +11,7 @@ from shardckpt.checkpoint.run.step_finder import SHOWN, StepFinder, find_unreada
 from shardckpt.errors import CheckpointError, StorageError, UsageError, escape
 from shardckpt.events import OnEvent, PruneEvent, Recorder, emit
 from shardckpt.events.warn_user import warn_user
-from shardckpt.format.apply_retention import apply_retention
+from shardckpt.format.apply_retention import StepClock, apply_retention
 from shardckpt.format.native.run_directory import RunDirectory, StepFolder, read_metrics, read_run
 from shardckpt.plan.retention import Retention, SavedStep, find_best, require_metric
 from shardckpt.storage.store import Store
@@ -38,6 +37,7 @@ class StepRetention:
         self._rules, self._finder, self._on_event = rules, finder, on_event
         self._list_needed, self._lock = list_needed, threading.Lock()
         self._metrics: dict[str, Mapping[str, float]] = {}
+        self._clock = StepClock()
         self._is_tidy = False
 
     def apply(self, saved: int | None) -> None:
@@ -73,7 +73,8 @@ class StepRetention:
             store,
             run,
             self._rules,
-            now=time.time(),
+            now=self._clock.read(),
+            find_saved_at=self._clock.find_saved_at,
             is_complete=self._finder.is_good,
             get_metrics=lambda step: self._read_metrics(store, step),
             protected={*self._list_needed(), *([] if saved is None else [saved])},

@@ -19,6 +19,7 @@ from shardckpt.checkpoint.peers.node_steps import (
     remove_older_files,
 )
 from shardckpt.errors import RankError, StorageError
+from shardckpt.format.apply_retention import StepClock
 from shardckpt.plan.retention import Retention
 from shardckpt.storage.resolve_url import open_store
 from shardckpt.storage.store import Store, SubfolderStore, Writer
@@ -126,6 +127,8 @@ def test_a_step_is_known_to_be_removed_before_its_commit_is_gone(tmp_path):
     def note(names):
         told.extend((name, (tmp_path / name / "COMMIT").exists()) for name in names)
 
-    remove_old_steps(open_store(str(tmp_path)), Retention(keep_last=1), [], [], is_idle=False, on_removal=note)
+    remove_old_steps(
+        open_store(str(tmp_path)), Retention(keep_last=1), [], [], is_idle=False, on_removal=note, clock=StepClock()
+    )
     assert told == [(FOLDER, True)]
     assert [folder.name for folder in tmp_path.iterdir()] == ["step-00000002"]
