@@ -20,6 +20,8 @@ NODE = "SHARDCKPT_NODE"
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _BOOT_CHARACTERS = 8
+_NAMES = 64
+"""Names of the folder that are tried where other users have folders of these names."""
 _NODE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _RUN_NAME = re.compile(r"[0-9a-z]{1,32}")
 _SUFFIX = ".sock"
@@ -50,7 +52,23 @@ def socket_folder() -> str:
     node = os.environ.get(NODE, "")
     if node and (not _NODE_NAME.fullmatch(node) or set(node) == {"."}):
         raise UsageError(f"{NODE} must have letters, digits, '.', '_' and '-' only", found=node)
-    return f"{base}-{node}" if node else base
+    first = f"{base}-{node}" if node else base
+    missing = ""
+    for name in (first, *(f"{first}+{number}" for number in range(1, _NAMES))):
+        owner = _find_owner(name)
+        if owner == os.geteuid():
+            return name
+        if owner is None:
+            missing = missing or name
+    return missing or first
+
+
+def _find_owner(path: str) -> int | None:
+    """Return the id of the user who has made a file, folder or link; None without one."""
+    try:
+        return os.stat(path, follow_symlinks=False).st_uid
+    except OSError:
+        return None
 
 
 def _find_temporary() -> str:
@@ -103,13 +121,14 @@ def open_socket_folder(folder: str, *, is_made: bool) -> Iterator[int | None]:
 
 
 def _require_own(status: os.stat_result, folder: str) -> None:
-    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+    is_own = status.st_uid == os.geteuid()
+    if not is_own or stat.S_IMODE(status.st_mode) & 0o077:
         raise UnsafeError(
             "the folder of sockets must belong to this user, who alone may use it",
             where=folder,
             found=f"owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}",
             expected=f"owner {os.geteuid()}, mode 700",
-            fix="Remove it, or set XDG_RUNTIME_DIR to a folder of your own.",
+            fix=f"{'Remove it, or set' if is_own else 'Set'} XDG_RUNTIME_DIR to a folder of your own.",
         )
 
 

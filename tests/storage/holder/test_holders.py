@@ -189,8 +189,15 @@ def test_no_process_can_change_a_file_that_has_appeared():
     assert read_bytes(store, "a", 0, 3) == b"123"
 
 
-def test_a_holder_without_clients_ends_after_its_idle_time_and_frees_its_name():
-    pid = start(idle_s=0.2)
+def test_a_holder_without_clients_ends_after_its_idle_time_and_frees_its_name(sockets):
+    name = sockets / "shardckpt" / f"{RUN}.sock"
+    holders._start_process([RUN, str(1 << 20), "0.2", "COMMIT"])  # no client that could come too late
+    wait_for(lambda: not name.exists())
+    assert find_holders() == ((), ())
+
+
+def test_a_holder_with_a_client_stays_until_its_idle_time_after_that(sockets):
+    pid = start(idle_s=DEADLINE_S / 4)
     holder_connection.get_holder_connection(RUN).close()
     wait_for(lambda: is_gone(pid))
     assert find_holders() == ((), ())
@@ -365,6 +372,41 @@ def test_machines_that_share_the_folder_for_temporary_files_have_holders_of_thei
     monkeypatch.setattr(holder_sockets, "_BOOT_ID", str(boot_id))
     assert Path(socket_folder()).parent == Path(own).parent
     assert socket_folder() != own
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+class TestNamesThatAnotherUserHasTaken:
+    @pytest.fixture(autouse=True)
+    def first(self, tmp_path, monkeypatch):
+        monkeypatch.delenv("XDG_RUNTIME_DIR")
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        return Path(socket_folder())
+
+    @pytest.mark.parametrize("kind", ["folder", "file", "link", "pipe"])
+    def test_the_next_free_name_is_used_also_once_the_first_is_free_again(self, kind, first):
+        make = {
+            "folder": Path.mkdir,
+            "file": Path.touch,
+            "link": lambda path: path.symlink_to("/tmp"),
+            "pipe": os.mkfifo,
+        }
+        for name in (first, f"{first}+1"):
+            make[kind](Path(name))
+            os.chown(name, 65534, 65534, follow_symlinks=False)
+        assert start()
+        assert Path(socket_folder()) == Path(f"{first}+2")
+        first.rmdir() if kind == "folder" else first.unlink()
+        assert [info.run for info in find_holders().running] == [RUN], "the folder that is there is found first"
+        stop_holders()
+
+    def test_where_all_are_taken_the_error_says_what_the_user_can_do(self, first, monkeypatch):
+        monkeypatch.setattr(holder_sockets, "_NAMES", 2)
+        for name in (first, f"{first}+1"):
+            os.mkdir(name)
+            os.chown(name, 65534, 65534)
+        with pytest.raises(UnsafeError, match=r"must belong to this user.* Set XDG_RUNTIME_DIR"):
+            find_holders()
+        first.rmdir()
 
 
 def test_a_holder_starts_with_an_interpreter_that_needs_the_path_of_its_library(tmp_path, monkeypatch):
