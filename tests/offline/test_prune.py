@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import warnings
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -291,6 +292,20 @@ class TestOrphans:
         os.close(held)
         assert shardckpt.prune(str(tmp_path)).orphans == (os.path.basename(path),)
         assert os.listdir(tmp_path) == []
+
+    @pytest.mark.parametrize("name", [".step-00000007.partial-0123456789ab", "step-00000002"])
+    @pytest.mark.parametrize("target", ["outside", "missing"])
+    def test_a_link_is_no_orphan_and_does_not_stop_the_removal_of_steps(self, name, target, tmp_path):
+        ck = shardckpt.Checkpointer(tmp_path / "run", keep_last=1)
+        ck.save(3, {"a": 1})
+        (tmp_path / "outside").mkdir()
+        (tmp_path / "run" / name).symlink_to(tmp_path / target)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            ck.save(4, {"a": 1})
+        assert ck.steps() == (4,)
+        assert shardckpt.prune(str(tmp_path / "run"), unfinished_for=0).orphans == ()
+        assert (tmp_path / "run" / name).is_symlink()
 
     def test_a_file_that_changed_lately_keeps_its_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         partial, _ = self.make(tmp_path)

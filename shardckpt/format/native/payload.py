@@ -112,7 +112,7 @@ class PayloadFile:
 
 def new_save_id() -> str:
     """Return a new save id: digits and lower-case letters, sortable by start time."""
-    stamp, digits = time.time_ns() // 1_000_000, ""
+    stamp, digits = min(max(time.time_ns() // 1_000_000, 0), 36**9 - 1), ""  # the clock may be wrong
     while stamp:
         stamp, digit = divmod(stamp, 36)
         digits = _DIGITS[digit] + digits

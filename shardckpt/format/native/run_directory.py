@@ -818,7 +818,7 @@ def _delete_unneeded(store: Store, step: StepFolder, files: Set[str]) -> None:
 
 
 def find_orphans(store: Store, run: RunDirectory) -> tuple[Orphan, ...]:
-    """Find the folders that killed saves and removals left in a run.
+    """Find the folders that killed saves and removals left in a run. No link is one: they leave none.
 
     Args:
         store: Store whose root is the run.
@@ -827,7 +827,9 @@ def find_orphans(store: Store, run: RunDirectory) -> tuple[Orphan, ...]:
     """
     unfinished = [step for step in run.steps if step.is_unfinished and not step.is_base]
     found = [(name, frozenset[str]()) for name in run.partial] + [(step.name, step.saved) for step in unfinished]
-    return tuple(Orphan(name, _read_change_time(store, name), files) for name, files in found)
+    return tuple(
+        Orphan(name, _read_change_time(store, name), files) for name, files in found if not _is_link(store, name)
+    )
 
 
 def _read_change_time(store: Store, name: str) -> float | None:

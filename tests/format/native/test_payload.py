@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import time
 from pathlib import Path
 from unittest.mock import patch
 
@@ -51,6 +53,14 @@ def test_ids_are_short_and_sort_by_time() -> None:
     assert len(set(ids)) == 50
     assert [i[:9] for i in ids] == sorted(i[:9] for i in ids)
     assert all(i.isalnum() and i == i.lower() and len(i) == 15 for i in ids)
+
+
+@pytest.mark.parametrize(("year", "start"), [(-50, "000000000"), (0, "000000000"), (9999, "zzzzzzzzz")])
+def test_a_clock_before_1970_or_after_5188_gives_an_id_as_any_other(
+    year: int, start: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "time_ns", lambda: year * 365 * 86400 * 10**9)
+    assert re.fullmatch(rf"{start}[0-9a-z]{{6}}", new_save_id())
 
 
 def test_files_open_with_the_format_s_own_library(tmp_path: Path) -> None:
