@@ -67,7 +67,8 @@ def emit(event: OperationEvent, *on_event: OnEvent | None, is_tolerated: bool = 
     """
     is_failure = event.error is not None and not (is_tolerated or _TOLERATED.get())
     level = logging.DEBUG if event.rank else logging.ERROR if is_failure else logging.INFO
-    if _LOG.isEnabledFor(level):
+    # Until logging is configured, Python prints errors on stderr: this one is raised, and would be there twice.
+    if _LOG.isEnabledFor(level) and _LOG.hasHandlers():
         _LOG.log(level, "%s", _describe(event))
     deliver(event, *_SUBSCRIBED, *on_event)
 

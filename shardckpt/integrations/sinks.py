@@ -73,9 +73,10 @@ class PrometheusSink:
     """Count events as metrics of Prometheus, for its client or for the textfile collector of the node exporter.
 
     Args:
-        registry: Registry for the metrics; None for the default one, which the client serves.
-        textfile: File that is replaced with the metrics after each event, such as `/var/lib/node/shardckpt.prom`; one
-            for each process.
+        registry: Registry for the metrics; None for the default one, which the client serves, or with `textfile` for a
+            new one.
+        textfile: File that is replaced with the metrics of the registry after each event, such as
+            `/var/lib/node/shardckpt-rank0.prom`; one for each rank.
 
     Raises:
         UsageError: The registry has the metrics of another sink, or the package prometheus_client is not installed.
@@ -86,7 +87,9 @@ class PrometheusSink:
         with _importing("prometheus_client"):
             import prometheus_client  # noqa: PLC0415 (an optional library)
 
-        self._registry = prometheus_client.REGISTRY if registry is None else registry
+        if registry is None:  # a textfile has no metrics of the process: the exporter has its own, other ranks theirs
+            registry = prometheus_client.REGISTRY if textfile is None else prometheus_client.CollectorRegistry()
+        self._registry = registry
         self._write = prometheus_client.write_to_textfile
         self._textfile = None if textfile is None else os.path.expanduser(textfile)
         self._lock = threading.Lock()
@@ -95,7 +98,7 @@ class PrometheusSink:
                 self._write(os.path.expanduser(textfile), self._registry)
 
         def add(kind: Any, name: str, text: str, *labels: str) -> Any:
-            return kind(f"shardckpt_{name}", text, ["operation", "store", *labels], registry=self._registry)
+            return kind(f"shardckpt_{name}", text, ["operation", "store", "rank", *labels], registry=self._registry)
 
         counter, gauge = prometheus_client.Counter, prometheus_client.Gauge
         try:
@@ -115,7 +118,7 @@ class PrometheusSink:
 
     def __call__(self, event: OperationEvent) -> None:
         """Count an event."""
-        labels = (event.operation, event.store)
+        labels = (event.operation, event.store, event.rank)
         self._operations.labels(*labels, "success" if event.error is None else "failure").inc()
         self._bytes.labels(*labels).inc(event.nbytes)
         self._retries.labels(*labels).inc(event.retries)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -45,6 +47,32 @@ def test_saves_and_loads_give_one_event_each(tmp_path: Path) -> None:
     assert list(into_state.phases) == ["plan", "read"]
     assert into_state.nbytes == tree.nbytes == 4000
     assert all(event.seconds >= sum(event.phases.values()) * 0.99 > 0 for event in (save, into_state, tree))
+
+
+FAILING = """
+import logging, sys, torch, shardckpt
+from shardckpt.storage.local import LocalWriter
+
+def fail(self, data):
+    raise OSError(28, "No space left on device")
+
+LocalWriter.write = fail
+if sys.argv[2] == "logged":
+    logging.basicConfig()
+    shardckpt.async_save({"t": torch.ones(9)}, sys.argv[1]).result()
+shardckpt.async_save({"t": torch.ones(9)}, sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "begin"), [("unasked", "the save in the background"), ("logged", "ERROR:shardckpt:save ")]
+)
+def test_a_failure_is_on_stderr_once_unless_logging_is_configured(how: str, begin: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FAILING, str(tmp_path / "step-1"), how]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    first, *others = [line for line in done.stderr.splitlines() if "No space left" in line]
+    assert first.startswith(begin)
+    assert (others == []) == (how == "unasked")
 
 
 def test_what_fails_gives_an_event_with_the_error(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,10 @@ def test_prometheus_counts_events_and_replaces_a_textfile(tmp_path: Path) -> Non
     send(PrometheusSink(registry, tmp_path / "shardckpt.prom"))
     text = (tmp_path / "shardckpt.prom").read_text()
     samples = {
-        (sample.name, *(value for name, value in sorted(sample.labels.items()) if name != "store")): sample.value
+        (
+            sample.name,
+            *(value for name, value in sorted(sample.labels.items()) if name not in {"store", "rank"}),
+        ): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
@@ -72,7 +76,9 @@ def test_prometheus_counts_events_and_replaces_a_textfile(tmp_path: Path) -> Non
     assert samples["shardckpt_last_seconds", "save"] == 1.0
     assert samples["shardckpt_last_phase_seconds", "save", "write"] == 1.5
     assert samples["shardckpt_last_success_step", "save"] == 6
-    assert registry.get_sample_value("shardckpt_last_seconds", {"operation": "prune", "store": "s3"}) == 0.5
+    assert (
+        registry.get_sample_value("shardckpt_last_seconds", {"operation": "prune", "store": "s3", "rank": "0"}) == 0.5
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["shardckpt.prom"]
 
 
@@ -81,7 +87,25 @@ def test_a_second_sink_of_a_prometheus_registry_is_refused() -> None:
     PrometheusSink(registry)(SAVE)
     with pytest.raises(UsageError, match="Give that sink to both"):
         PrometheusSink(registry)
-    assert registry.get_sample_value("shardckpt_last_seconds", {"operation": "save", "store": "s3"}) == SAVE.seconds
+    labels = {"operation": "save", "store": "s3", "rank": "0"}
+    assert registry.get_sample_value("shardckpt_last_seconds", labels) == SAVE.seconds
+
+
+def test_textfiles_of_two_ranks_have_no_sample_in_common_and_none_of_the_process(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    from prometheus_client.parser import text_string_to_metric_families
+
+    for rank in range(2):
+        sink = PrometheusSink(textfile=tmp_path / f"rank{rank}.prom")
+        for event in (SAVE, FAILED, PRUNE):
+            sink(replace(event, rank=rank))
+    texts = [(tmp_path / f"rank{rank}.prom").read_text() for rank in range(2)]
+    families = [family for text in texts for family in text_string_to_metric_families(text)]
+    assert {family.name.partition("_")[0] for family in families} == {"shardckpt"}
+    assert len({(family.name, family.type, family.documentation) for family in families}) * 2 == len(families)
+    samples = [(sample.name, *sorted(sample.labels.items())) for family in families for sample in family.samples]
+    assert len(set(samples)) == len(samples), "the exporter refuses a sample that two files have"
+    assert {dict(labels)["rank"] for _, *labels in samples} == {"0", "1"}
 
 
 def test_tensorboard_reads_scalars_by_step(tmp_path: Path) -> None:
