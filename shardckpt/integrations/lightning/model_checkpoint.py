@@ -110,14 +110,13 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         )
         self._removal = StepRemoval(self.dirpath)
         self.checkpointer = Checkpointer(self.dirpath, on_event=self._removal.take_event)
-        self._background = background
+        self._background, self._last_found = background, ""
         self._options: StepSaveParams = {**options} if options else {}
         self._handle: SaveHandle | None = None
         self._has_drill, self._is_drill_due, self._has_warned = drill, False, False
         self._loading: StepLoading | None = None
-        self._kept: set[str] = set()  # when the newest step was saved
+        self._unlasting: set[str] = set()  # steps that may go; as when the newest step was saved
         self._unremoved: set[int] = set()  # steps that were no longer kept when the step to resume from was saved
-        self._last_found = ""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_handle": None, "_loading": None}  # those of this process
@@ -207,7 +206,7 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         if self._loading is not None and self._loading.folder == self.dirpath != state_dict.get("dirpath"):
             state_dict = move_paths(state_dict, self.checkpointer, self.dirpath)  # the run is a copy, or was moved
         super().load_state_dict(state_dict)
-        self._kept = self._list_kept()
+        _, self._unlasting = self._list_kept()
         self._unremoved = set(state_dict.get("unremoved", ()) if state_dict.get("dirpath") == self.dirpath else ())
 
     def _find_last_checkpoints(self, _trainer: Trainer) -> set[str]:
@@ -271,16 +270,15 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         else:
             self.checkpointer.save(number, build_state(trainer, checkpoint), **arguments)
 
-    def _list_kept(self) -> set[str]:
-        return {*self.best_k_models, self.best_model_path, self.last_model_path} - {""}
+    def _list_kept(self) -> tuple[set[str], set[str]]:
+        """Return the paths of the steps that are kept now, and those of them that may go later."""
+        best, last = {*self.best_k_models, self.best_model_path, ""}, {self.last_model_path}
+        return best | last, last - best if self.save_top_k == -1 else best | last
 
     def _choose_removed(self, trainer: Trainer, filepath: str) -> None:
         """Choose the steps that were kept until now; each goes once the step that is being saved is complete."""
-        kept = self._list_kept()
-        has_list = self.save_top_k != -1 or self.monitor is not None  # -1 lists the steps with a metric
-        removed = self._kept - kept if has_list else set()
-        self._kept = kept
-        paths = [path for path in removed if self._should_remove_checkpoint(trainer, path, filepath)]
+        earlier, (kept, self._unlasting) = self._unlasting, self._list_kept()
+        paths = [path for path in earlier - kept if self._should_remove_checkpoint(trainer, path, filepath)]
         self._remove_steps(trainer, [number for path in paths if (number := self._find_number(path)) is not None])
 
     def _find_number(self, path: str) -> int | None:
