@@ -1,20 +1,29 @@
 """Merge the shards that ranks wrote into full tensors.
 
-Parsers of formats return the box of each tensor in a file, as `Shard`. This module drops replicas, compares dtypes, and
+Parsers of formats return the box of each tensor in a file, as `Shard`. This module joins replicas, compares dtypes, and
 names elements that no file contains with the file that should contain them.
+
+Replicas whose checksums prove that they are equal are dropped. Others are kept in a `Replicas`, and `resolve_replicas`
+compares them where their bytes are read; opening a checkpoint reads none of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 from math import prod
 from typing import NamedTuple
 
-from shardckpt.boxes import Box, Shape
-from shardckpt.errors import FormatError
-from shardckpt.format.torchsave.tensor_views import LEAVE_OUT, UnreadableTensor, slice_layout
+from shardckpt.boxes import Box, Shape, full_box
+from shardckpt.dtypes import nbytes
+from shardckpt.errors import FormatError, OverlapError
+from shardckpt.format.chunk_reader import read_blocks
+from shardckpt.format.encodings.pickle_stubs import PerRankValue
+from shardckpt.format.reader import Reader
+from shardckpt.format.torchsave.rank_values import combine_values
+from shardckpt.format.torchsave.reader import TorchReader
+from shardckpt.format.torchsave.tensor_views import LEAVE_OUT, UnreadableTensor, ZipView, slice_layout
 from shardckpt.manifest import Lazy, Manifest, ObjectEntry, Path, Piece, TensorEntry, dotted
 
 KEEP_ONE_SAVE = "Keep the files of one save, and nothing else, in a folder of their own."
@@ -25,6 +34,14 @@ MOST_MISSING = 64
 
 _MOST_SEARCHED = 1 << 16
 """Maximum boxes of a tensor for which missing boxes are searched."""
+
+_MOST_SHOWN = 4
+"""Maximum names in a warning."""
+
+_NAME_ALL = (
+    "Ranks with different tensors (experts, pipeline stages) must name them differently, or save DTensors of a mesh"
+    " that has all of them. If they should be equal, the files are of different saves. --exclude leaves the tensor out."
+)
 
 
 class Shard(NamedTuple):
@@ -39,6 +56,29 @@ class Shard(NamedTuple):
     file: str
     dtype: str
     pieces: Sequence[Piece]
+
+
+class Replicas(NamedTuple):
+    """Details of a `Lazy` layout: pieces of several files with one box, which must have equal elements.
+
+    Attributes:
+        tensor: Dotted path of the tensor.
+        dtype: Stored dtype.
+        pieces: The pieces; the first is the one to use.
+    """
+
+    tensor: str
+    dtype: str
+    pieces: tuple[Piece, ...]
+
+    @property
+    def are_different(self) -> bool:
+        """Whether the checksums of the files prove that the elements differ."""
+        first = _full_checksum(self.pieces[0], self.dtype)
+        return first is not None and any(
+            other is not None and other != first
+            for other in (_full_checksum(piece, self.dtype) for piece in self.pieces[1:])
+        )
 
 
 class RankOrigin(NamedTuple):
@@ -132,6 +172,7 @@ class ManifestBuilder:
 
     def build_manifest(self, source: Manifest, format_name: str) -> Manifest:
         """Return the merged checkpoint's manifest; files and warnings are kept."""
+        self.warnings += _list_different(self.content)
         return replace(
             source,
             format=format_name,
@@ -146,6 +187,18 @@ class ManifestBuilder:
         )
 
 
+class RankFilesReader(TorchReader):
+    """A reader of merged rank files, which compares replicas before it reads them."""
+
+    def resolve(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Locate the storages of the pieces, and compare replicas that may differ.
+
+        Raises:
+            OverlapError: Replicas differ.
+        """
+        return resolve_replicas(self, pieces, super().resolve)
+
+
 def merge_shards(
     builder: ManifestBuilder,
     path: Path,
@@ -154,7 +207,7 @@ def merge_shards(
     missing: Iterable[tuple[Box, str]] = (),
     dtype: str = "",
 ) -> TensorEntry:
-    """Merge the shards of one tensor; the first of several replicas is used.
+    """Merge the shards of one tensor; of equal replicas, the first is used.
 
     Args:
         builder: Records missing files.
@@ -181,7 +234,8 @@ def merge_shards(
             )
         first = first or shard
         for piece in shard.pieces:
-            pieces.setdefault(piece.box, piece)
+            known = pieces.get(piece.box)
+            pieces[piece.box] = piece if known is None else join_replicas(dotted(path), expected, known, piece)
     if sum(box.volume for box in pieces) < prod(shape):
         lost = ((box, file) for box, file in islice(missing, _MOST_SEARCHED) if box not in pieces)
         for box, file in islice(lost, MOST_MISSING):
@@ -190,6 +244,146 @@ def merge_shards(
             pieces[box] = Piece(box, file, Lazy(0, 0, UnreadableTensor(path, kind)))
     stored = dtype or (first.dtype if first else "float32")
     return TensorEntry(path, shape, stored, tuple(pieces.values()))
+
+
+def join_replicas(tensor: str, dtype: str, first: Piece, other: Piece) -> Piece:
+    """Return the first of two pieces with one box.
+
+    If their elements may differ, they are compared when the result is resolved.
+
+    Args:
+        tensor: Dotted path of the tensor, for messages.
+        dtype: Stored dtype.
+        first: Piece to use, or the result of an earlier call.
+        other: Piece of another file.
+    """
+    if isinstance(other.layout, Lazy) and isinstance(other.layout.detail, UnreadableTensor):
+        return other
+    known = list_replicas(first)
+    if not first.box.volume or _is_equal_storage(known[0], other):
+        return first
+    detail = Replicas(tensor, dtype, (*known, other))
+    return first._replace(layout=Lazy(first.layout.offset, first.layout.nbytes, detail))
+
+
+def join_entries(path: Path, entries: Sequence[TensorEntry]) -> TensorEntry:
+    """Return the first of several ranks' tensors, each with at most one piece, like `join_replicas`.
+
+    Args:
+        path: Path of the tensor, for messages.
+        entries: Tensor of each rank; at least one.
+
+    Raises:
+        FormatError: They have different shapes or dtypes.
+    """
+    first = entries[0]
+    pieces = first.pieces
+    for other in entries[1:]:
+        if (first.shape, first.stored) != (other.shape, other.stored):
+            raise FormatError(
+                f"{dotted(path)!r} differs between ranks",
+                found=f"{other.stored} {other.shape}",
+                expected=f"{first.stored} {first.shape}",
+                fix=OTHER_SAVE,
+            )
+        pairs = zip(pieces, other.pieces, strict=True)
+        pieces = tuple(join_replicas(dotted(path), first.stored, a, b) for a, b in pairs)
+    return first._replace(pieces=pieces)
+
+
+def merge_equal(
+    path: Path, files: Sequence[str], entries: Sequence[TensorEntry | ObjectEntry]
+) -> TensorEntry | ObjectEntry:
+    """Return the one tensor or value of several ranks.
+
+    Args:
+        path: Path of the result.
+        files: File of each rank, in rank order.
+        entries: Tensor or known value of each rank.
+    """
+    tensors = [entry for entry in entries if isinstance(entry, TensorEntry)]
+    if len(tensors) == len(entries) and len({(entry.shape, entry.stored) for entry in tensors}) == 1:
+        return join_entries(path, tensors)
+    values = (entry.value if isinstance(entry, ObjectEntry) else entry for entry in entries)
+    return ObjectEntry(path, combine_values(path, zip(files, values, strict=True)))
+
+
+def list_replicas(piece: Piece) -> tuple[Piece, ...]:
+    """Return the pieces that have to be equal; the piece itself without others."""
+    if isinstance(piece.layout, Lazy) and isinstance(piece.layout.detail, Replicas):
+        return piece.layout.detail.pieces
+    return (piece,)
+
+
+def resolve_replicas(
+    reader: Reader, pieces: Sequence[Piece], resolve: Callable[[Sequence[Piece]], list[Piece]]
+) -> list[Piece]:
+    """Return resolved pieces, after a comparison of replicas that may differ.
+
+    Args:
+        reader: Reader whose store has the files.
+        pieces: Pieces to resolve.
+        resolve: Resolves pieces without replicas, in one batch.
+
+    Raises:
+        OverlapError: Replicas differ.
+    """
+    found = iter(resolve([each for piece in pieces for each in list_replicas(piece)]))
+    results = []
+    for piece in pieces:
+        first, *others = [next(found) for _ in list_replicas(piece)]
+        if others:
+            assert isinstance(piece.layout, Lazy) and isinstance(piece.layout.detail, Replicas)
+            _require_equal(reader, piece.layout.detail, first, others)
+        results.append(first)
+    return results
+
+
+def _require_equal(reader: Reader, replicas: Replicas, first: Piece, others: Iterable[Piece]) -> None:
+    """Compare the elements of resolved replicas, block by block."""
+
+    def read(piece: Piece) -> Iterator[bytearray]:
+        region = full_box(piece.box.size)
+        return read_blocks(reader, TensorEntry((), region.size, replicas.dtype, (piece._replace(box=region),)))
+
+    for other in others:
+        if not all(a == b for a, b in zip(read(first), read(other), strict=True)):
+            raise OverlapError(
+                f"{replicas.tensor!r} differs between ranks",
+                where=f"{reader.store.url}/{other.file}",
+                found=f"other values for {first.box} than in {first.file}",
+                fix=_NAME_ALL,
+            )
+
+
+def _is_equal_storage(first: Piece, other: Piece) -> bool:
+    """Return True if checksums prove that two pieces are equal views of equal storages."""
+    a, b = (piece.layout.detail if isinstance(piece.layout, Lazy) else None for piece in (first, other))
+    if not (isinstance(a, ZipView) and isinstance(b, ZipView)):
+        return False
+    return bool(a.entry.crc32) and (a.entry.crc32, a.entry.size, a.view) == (b.entry.crc32, b.entry.size, b.view)
+
+
+def _full_checksum(piece: Piece, dtype: str) -> int | None:
+    """Return the checksum of a piece that fills its storage; None if it is unknown."""
+    detail = piece.layout.detail if isinstance(piece.layout, Lazy) else None
+    if not isinstance(detail, ZipView) or detail.view.start or detail.view.strides is not None:
+        return None
+    return detail.entry.crc32 or None if detail.entry.size == nbytes(dtype, piece.box.volume) else None
+
+
+def _list_different(content: PathContent) -> Iterator[str]:
+    """Yield a warning that names the tensors and values that are known to differ between ranks."""
+    names = [dotted(path) for path, entry in content.tensors.items() if any(map(_is_different, entry.pieces))]
+    names += [dotted(path) for path, entry in content.objects.items() if isinstance(entry.value, PerRankValue)]
+    if names:
+        more = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
+        yield f"{', '.join(names[:_MOST_SHOWN])}{more}: the values differ between ranks and cannot be read"
+
+
+def _is_different(piece: Piece) -> bool:
+    layout = piece.layout
+    return type(layout) is Lazy and type(layout.detail) is Replicas and layout.detail.are_different
 
 
 def slice_shard(entry: TensorEntry, boxes: Iterable[tuple[Box, int]], order: Sequence[int] = ()) -> list[Piece]:
@@ -201,8 +395,16 @@ def slice_shard(entry: TensorEntry, boxes: Iterable[tuple[Box, int]], order: Seq
         order: Dimensions of the full tensor from the slowest to the fastest in memory; empty means row-major.
     """
     [piece] = entry.pieces
-    assert isinstance(piece.layout, Lazy), "files of torch.save are opened lazily"
-    return [piece._replace(box=box, layout=slice_layout(piece.layout, first, box.size, order)) for box, first in boxes]
+    return [_slice_piece(piece, box, first, order) for box, first in boxes]
+
+
+def _slice_piece(piece: Piece, box: Box, first: int, order: Sequence[int]) -> Piece:
+    layout = piece.layout
+    assert isinstance(layout, Lazy), "files of torch.save are opened lazily"
+    if not isinstance(layout.detail, Replicas):
+        return piece._replace(box=box, layout=slice_layout(layout, first, box.size, order))
+    parts = tuple(_slice_piece(each, box, first, order) for each in layout.detail.pieces)
+    return piece._replace(box=box, layout=layout._replace(detail=layout.detail._replace(pieces=parts)))
 
 
 def label_rank_file(place: int, parts: int, world: int) -> str:

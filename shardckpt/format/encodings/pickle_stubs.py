@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn
 
-from shardckpt.errors import FormatError, UnsafeError
+from shardckpt.errors import FormatError, UnsafeError, UnsupportedError
 
 Builder = Callable[["Global", tuple[object, ...]], object]
 """Returns the stub for a call of a global."""
@@ -101,6 +101,32 @@ class InstanceStub:
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
+
+
+class PerRankValue:
+    """A value of which the files of ranks have several; it is an error where the one value is needed.
+
+    Args:
+        file: File of the lowest rank.
+        other: First file with another value.
+    """
+
+    __slots__ = ("file", "other")
+
+    def __init__(self, file: str, other: str) -> None:
+        self.file = file
+        self.other = other
+
+    def __repr__(self) -> str:
+        return f"<other values in {self.file} than in {self.other}>"
+
+    def error(self, name: str) -> UnsupportedError:
+        """Return the error for the use of the value under a dotted name."""
+        return UnsupportedError(
+            f"{name!r} differs between ranks, and nothing says which value to take",
+            found=f"other values in {self.file} than in {self.other}",
+            fix="Read the file of one rank, or make the values equal before the save.",
+        )
 
 
 class Ordered(dict[object, object]):

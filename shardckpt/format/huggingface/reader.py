@@ -6,9 +6,9 @@ beside a model: `optimizer*.safetensors` and `param_groups.json`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 
 from shardckpt.boxes import Box, Shape, full_box
 from shardckpt.dtypes import UNKNOWN
@@ -26,6 +26,7 @@ from shardckpt.format.huggingface.index_files import (
     unindexed_error,
 )
 from shardckpt.format.huggingface.optimizer_keys import OptimizerFile
+from shardckpt.format.merge_shards import join_replicas, resolve_replicas
 from shardckpt.format.native.payload import KEY
 from shardckpt.format.reader import Evidence, Format, Reader, Source
 from shardckpt.format.torchsave.reader import CONFIGURATION, SUFFIXES
@@ -96,6 +97,13 @@ def _list_ignored(others: Sequence[str]) -> list[str]:
     return [f"torch files here are ignored, name one to read it: {shown}{more}"] if others else []
 
 
+class _ShardReader(Reader):
+    """A reader of shards that several ranks wrote, which compares replicas before it reads them."""
+
+    def resolve(self, pieces: Sequence[Piece]) -> list[Piece]:
+        return resolve_replicas(self, pieces, super().resolve)
+
+
 def _open_files(store: Store, files: Files) -> Reader:
     sizes = files.sizes
     headers = read_headers(store, {name: size for name, size in sizes.items() if size >= 0})
@@ -122,7 +130,7 @@ def _open_files(store: Store, files: Files) -> Reader:
             values[OPTIMIZER, "units"] = groups.units_json
         objects = {path: ObjectEntry(path, value) for path, value in values.items()}
         aliases = {("model", *name): ("model", *kept) for name, kept in aliases.items()}
-    return Reader(
+    return (_ShardReader if is_dcp else Reader)(
         store,
         Manifest(
             format="adapter" if any(n.startswith("adapter_model") for n in sizes) else "safetensors",
@@ -177,15 +185,15 @@ def _join_dcp_boxes(store: Store, headers: Mapping[str, Header]) -> dict[Path, T
 
     A tensor's shape is the bounding box of its chunks, since the layout does not store it; `--shapes-from` checks it.
     """
-    chunks: dict[str, list[Piece]] = {}
+    chunks: dict[str, dict[Box, Piece]] = {}
     dtypes: dict[str, str] = {}
     for file, header in headers.items():
         offsets = _sharding_info(header, f"{store.url}/{file}")
         for name, (dtype, shape, begin, end) in header.tensors.items():
             offset = offsets.get(name, (0,) * len(shape))
             piece = Piece(Box(offset, shape), file, Span(header.data_start + begin, end - begin))
-            known = chunks.setdefault(name, [])
-            if len(offset) != len(shape) or (known and len(known[0].box.size) != len(shape)):
+            known = chunks.setdefault(name, {})
+            if len(offset) != len(shape) or any(len(box.size) != len(shape) for box in islice(known, 1)):
                 raise FormatError(f"chunks of {name!r} differ in their dimensions", where=f"{store.url}/{file}")
             if dtypes.setdefault(name, dtype) != dtype:
                 raise FormatError(
@@ -194,16 +202,16 @@ def _join_dcp_boxes(store: Store, headers: Mapping[str, Header]) -> dict[Path, T
                     found=dtype,
                     expected=dtypes[name],
                 )
-            if all(piece.box != other.box for other in known):
-                known.append(piece)
+            same = known.get(piece.box)
+            known[piece.box] = piece if same is None else join_replicas(name, dtype, same, piece)
     return {
-        (name,): TensorEntry((name,), _hull(pieces), dtypes[name], tuple(p for p in pieces if p.box.volume))
-        for name, pieces in chunks.items()
+        (name,): TensorEntry((name,), _hull(known), dtypes[name], tuple(p for p in known.values() if p.box.volume))
+        for name, known in chunks.items()
     }
 
 
-def _hull(pieces: Sequence[Piece]) -> Shape:
-    return tuple(max(stops) for stops in zip(*(piece.box.stop for piece in pieces), strict=True))
+def _hull(boxes: Iterable[Box]) -> Shape:
+    return tuple(max(stops) for stops in zip(*(box.stop for box in boxes), strict=True))
 
 
 def _sharding_info(header: Header, where: str) -> dict[str, Shape]:

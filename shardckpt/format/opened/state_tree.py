@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from shardckpt.errors import UnsupportedError
-from shardckpt.format.encodings.pickle_stubs import Dtype, InstanceStub
+from shardckpt.format.encodings.pickle_stubs import Dtype, InstanceStub, PerRankValue
 from shardckpt.format.encodings.tagged_json import ArrayRef, NamedValue
 from shardckpt.format.native.reader import NativeReader
 from shardckpt.format.reader import Reader
@@ -174,6 +174,8 @@ def _plain(value: Any, path: Path, skipped: list[Path] | None, decode: DecodeNam
         return type(value)(_plain(part, (*path, at), skipped, decode) for at, part in enumerate(value))
     if isinstance(value, Dtype):
         return decode(NamedValue("dtype", value.name))
+    if isinstance(value, PerRankValue):
+        raise value.error(dotted(path))
     if isinstance(value, InstanceStub) or type(value).__module__.startswith("shardckpt."):
         raise UnsupportedError("this value can only be read by what wrote it", where=dotted(path), found=repr(value))
     return value

@@ -10,7 +10,14 @@ from math import prod
 from shardckpt.boxes import Box, Shape, chunk_range
 from shardckpt.dtypes import bits
 from shardckpt.errors import FormatError
-from shardckpt.format.merge_shards import ManifestBuilder, Shard, label_rank_file, merge_shards, slice_shard
+from shardckpt.format.merge_shards import (
+    ManifestBuilder,
+    Shard,
+    join_entries,
+    label_rank_file,
+    merge_shards,
+    slice_shard,
+)
 from shardckpt.format.ranks.rank_files import RankContent
 from shardckpt.format.torchsave.dtensor_spec import ShardInfo, ShardList
 from shardckpt.layout import ALIGNMENT, FlatLayout, ParamSpec
@@ -20,6 +27,16 @@ FLAT = "_flat_param"
 
 Fragments = dict[int, tuple[RankContent, TensorEntry]]
 """Rank in the sharding group to the file that contains its part, and the part."""
+
+
+def add_part(path: Path, parts: Fragments, place: int, content: RankContent, entry: TensorEntry) -> None:
+    """Add the part of one rank; parts of several ranks with one place must be equal.
+
+    Raises:
+        FormatError: They have different lengths or dtypes.
+    """
+    known = parts.get(place)
+    parts[place] = (content, entry) if known is None else (known[0], join_entries(path, [known[1], entry]))
 
 
 @dataclass(frozen=True)

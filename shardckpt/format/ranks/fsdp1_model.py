@@ -12,7 +12,14 @@ from math import prod
 from shardckpt.boxes import Box, Shape
 from shardckpt.errors import FormatError, UsageError
 from shardckpt.format.merge_shards import OTHER_SAVE, ManifestBuilder
-from shardckpt.format.ranks.fsdp1_flat_param import FLAT, FlatParamUnit, Fragments, are_fragments, storage_key
+from shardckpt.format.ranks.fsdp1_flat_param import (
+    FLAT,
+    FlatParamUnit,
+    Fragments,
+    add_part,
+    are_fragments,
+    storage_key,
+)
 from shardckpt.format.ranks.rank_files import RankContent, RankGroup
 from shardckpt.format.reader import ParamShapes
 from shardckpt.format.torchsave.dtensor_spec import SHARDED_TENSOR, ShardInfo
@@ -132,7 +139,7 @@ def _read_unit(name: str, path: Path, contents: Sequence[RankContent], world: in
     unit = FlatParamUnit(name, name.removesuffix(FLAT), first.shape[0], first.parts, world, chunks)
     for content in contents:
         unit.require_chunk(url, content, content.tensors[path], content.shards[path])
-        chunks.setdefault(content.shards[path].place, (content, content.tensors[path]))
+        add_part(path, chunks, content.shards[path].place, content, content.tensors[path])
     return unit
 
 
@@ -187,7 +194,7 @@ def _collect_fragments(model: FlatModel, name: str, unit: FlatParamUnit) -> Frag
     for content in model.paths[path]:
         entry, place = content.tensors.get(path), model.places.get(content.rank)
         if path not in content.shards and entry is not None and place is not None:
-            parts.setdefault(place % unit.parts, (content, entry))
+            add_part(path, parts, place % unit.parts, content, entry)
     return parts
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from shardckpt.errors import FormatError
-from shardckpt.format.merge_shards import ManifestBuilder
-from shardckpt.format.ranks.fsdp1_flat_param import FlatParamUnit, Fragments
+from shardckpt.format.merge_shards import ManifestBuilder, join_entries
+from shardckpt.format.ranks.fsdp1_flat_param import FlatParamUnit, Fragments, add_part
 from shardckpt.format.ranks.fsdp1_model import GIVE_SHAPES, FlatModel, list_candidates
-from shardckpt.format.ranks.rank_files import GROUPS, STATE, RankContent, RankGroup
+from shardckpt.format.ranks.rank_files import GROUPS, STATE, RankContent, RankGroup, merge_values
 from shardckpt.format.reader import ParamShapes
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.plan.naming.fqn import strip_wrappers
@@ -45,10 +45,13 @@ class _FlatOptimizer:
         self._state = (*root, STATE)
         self._target = (*group.root, *root)
         self._slots: dict[str | int, dict[Path, list[RankContent]]] = {}
+        self._groups: dict[Path, object] = {}
         n = len(self._state)
         for path, contents in group.paths().items():
             if path[:n] == self._state and len(path) >= n + 2:
                 self._slots.setdefault(path[n], {})[path[n + 1 :]] = contents
+            elif path[:n] == (*root, GROUPS) and path in contents[0].objects:
+                self._groups[path] = merge_values(path, contents).value
 
     def put(self) -> set[Path]:
         names = self._find_names()
@@ -58,9 +61,7 @@ class _FlatOptimizer:
                 done.add((*self._state, key, *slot))
                 self._put_slot((*self._state, key, *slot), names.get(key, ""), slot, contents)
         if names:
-            for path, value in self._group.ranks[0].objects.items():
-                if path[: len(self._root) + 1] == (*self._root, GROUPS) and self._put_groups(path, value.value, names):
-                    done.add(path)
+            done |= {path for path, value in self._groups.items() if self._put_groups(path, value, names)}
         layouts: list[object] = []
         for name in dict.fromkeys(names.values()):
             unit = self._model.units.get(name)
@@ -91,24 +92,22 @@ class _FlatOptimizer:
         return {**names, **dict(zip((number for ids in lists for number in ids), match, strict=True))}
 
     def _list_params(self) -> Iterator[Sequence[object]]:
-        """Yield the `params` of each group of the lowest rank."""
-        n = len(self._root) + 1
-        for path, value in self._group.ranks[0].objects.items():
-            if path[:n] != (*self._root, GROUPS) or not isinstance(value.value, list | tuple):
+        """Yield the `params` of each group."""
+        for path, value in self._groups.items():
+            if not isinstance(value, list | tuple):
                 continue
-            if len(path) == n:
-                for group in value.value:
+            if len(path) == len(self._root) + 1:
+                for group in value:
                     params = group.get("params") if isinstance(group, dict) else None
                     yield params if isinstance(params, list | tuple) else ()
             elif path[-1] == "params":
-                yield value.value
+                yield value
 
     def _find_given_names(self, lists: Sequence[Sequence[int]], candidates: set[str]) -> Names:
         """Return the ids' names from the caller or the groups; empty if one lacks a name."""
         given = dict(self._known.ids) if self._known else {}
         if not given:
-            value = self._group.ranks[0].objects.get((*self._root, GROUPS))
-            groups = value.value if value is not None else ()
+            groups = self._groups.get((*self._root, GROUPS))
             for group in groups if isinstance(groups, list | tuple) else ():
                 fields = group if isinstance(group, dict) else {}
                 params, stored = fields.get("params"), fields.get("param_names")
@@ -177,12 +176,16 @@ class _FlatOptimizer:
         if not entries:
             targets = [self._slot_path(member, slot) for member in members] or [(*self._group.root, *path)]
             for target in targets:
-                self._builder.put(target, contents[0].objects[path])
+                self._builder.put(target, merge_values(path, contents))
             return
         first = next(iter(entries.values()))[1]
-        if not members:
+        is_full = not first.shape or (unit is None and name not in self._model.fragments)
+        has_one_shape = len({entry.shape for _, entry in entries.values()}) == 1
+        if has_one_shape and (is_full or not members):
+            first = join_entries(path, [entry for _, entry in entries.values()])
+        if not members or (is_full and not has_one_shape):
             self._put_unnamed(path, first)
-        elif not first.shape or (unit is None and name not in self._model.fragments):
+        elif is_full:
             for member in members:
                 self._builder.put(self._slot_path(member, slot), first)
         else:
@@ -211,7 +214,7 @@ class _FlatOptimizer:
         parts: Fragments = {}
         for rank, pair in entries.items():
             if (place := self._model.places.get(rank)) is not None:
-                parts.setdefault(place, pair)
+                add_part(path, parts, place, *pair)
         for place, (content, entry) in parts.items():
             lengths = (
                 {unit.chunk, unit.count_elements(place)} if unit else {self._model.fragments[name][place][1].shape[0]}

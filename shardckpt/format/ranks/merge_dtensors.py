@@ -1,7 +1,7 @@
 """Merge rank files of DTensors and ShardedTensors into full tensors.
 
-If several ranks have a box, the lowest rank's is used; a missing box is named with its rank. Of values that each rank
-has in full (buffers, steps, groups), the lowest rank's is used.
+A missing box is named with its rank. Replicas of a box, and data that each rank has in full (buffers, steps, groups),
+must be equal: tensors are compared by checksums, or where they are read, and other values here.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from shardckpt.format.ranks.rank_files import (
     checksum,
     group_rank_files,
     is_small,
+    merge_values,
 )
 from shardckpt.format.reader import ParamShapes
 from shardckpt.format.torchsave.dtensor_spec import ShardInfo
@@ -37,8 +38,6 @@ FORMAT_NAME = "ranks"
 
 _STEPS = frozenset({"step", "global_step", "iteration", "epoch", "last_epoch"})
 _STEP = "step"
-_MOST_SHOWN = 4
-"""Maximum names in a warning."""
 
 
 def merge_dtensor_shards(
@@ -87,30 +86,17 @@ def _strip_prefix(warning: str, names: Sequence[str]) -> str:
 
 def _put_group(builder: ManifestBuilder, group: RankGroup, done: Collection[Path]) -> None:
     """Add all content of a group of rank files, except the paths in `done`."""
-    states = [(*root, STATE) for root in group.optimizers()]
-    differing: list[str] = []
     paths = {path: contents for path, contents in group.paths().items() if path not in done}
     for path, contents in paths.items():
         target = (*group.root, *path)
         if any(path in content.shards for content in contents):
             builder.put(target, _merge_tensor(builder, target, path, contents))
         elif path not in contents[0].tensors:
-            builder.put(target, contents[0].objects[path])
-        elif _is_equal_on_ranks(path, contents, builder.url):
-            builder.put(target, contents[0].tensors[path])
-        elif contents[0].tensors[path].shape and any(path[: len(state)] == state for state in states):
-            kind = "one rank's part of a tensor of unknown layout: the ranks hold different values"
-            builder.warnings.append(f"{dotted(target)} is {kind}")
-            builder.put_unreadable(target, contents[0].tensors[path], kind)
+            builder.put(target, merge_values(path, contents))
         else:
-            builder.put(target, contents[0].tensors[path])
-            differing.append(dotted(target))
+            builder.put(target, _merge_equal(builder, target, path, contents))
     for path in paths:
         _put_alias(builder, group, path)
-    if differing:
-        shown = ", ".join(differing[:_MOST_SHOWN])
-        more = f" and {len(differing) - _MOST_SHOWN} more" if len(differing) > _MOST_SHOWN else ""
-        builder.warnings.append(f"{shown}{more}: full on all ranks, but not equal; that of the lowest rank is taken")
 
 
 def _merge_tensor(builder: ManifestBuilder, target: Path, path: Path, contents: Sequence[RankContent]) -> TensorEntry:
@@ -154,26 +140,25 @@ def _require_shard(path: Path, content: RankContent, url: str) -> ShardInfo:
     return layout
 
 
-def _is_equal_on_ranks(path: Path, contents: Sequence[RankContent], url: str) -> bool:
-    """Return True if an unsharded tensor's checksums are equal, or unknown.
+def _merge_equal(builder: ManifestBuilder, target: Path, path: Path, contents: Sequence[RankContent]) -> TensorEntry:
+    """Return a tensor that each rank has in full.
 
     Raises:
         FormatError: Ranks have different shapes or dtypes.
     """
     entry = contents[0].tensors[path]
-    checksums = {checksum(entry)}
     for content in contents[1:]:
         other = content.tensors.get(path)
         if other is None or (other.shape, other.stored) != (entry.shape, entry.stored):
             raise FormatError(
                 f"{dotted(path)!r} differs between ranks, and nothing says how it is sharded",
-                where=f"{url}/{content.file}",
+                where=f"{builder.url}/{content.file}",
                 found=f"{other.stored} {other.shape}" if other else "no tensor",
                 expected=f"{entry.stored} {entry.shape}, as in {contents[0].file}",
                 fix="Save DTensors, ShardedTensors or LOCAL states of shardckpt.state, which describe their layout.",
             )
-        checksums.add(checksum(other))
-    return len(checksums) < 2 or None in checksums
+    shards = (Shard(c.file, c.tensors[path].stored, c.tensors[path].pieces) for c in contents)
+    return merge_shards(builder, target, entry.shape, shards)
 
 
 def _put_alias(builder: ManifestBuilder, group: RankGroup, path: Path) -> None:

@@ -1,7 +1,7 @@
 """Merge the LOCAL states of all ranks into full tensors, without running ranks.
 
-Each part of a shard is a box of a tensor, and a piece in the rank's file. If several ranks have a part (hybrid
-sharding, replicas), the lowest rank's is used.
+Each part of a shard is a box of a tensor, and a piece in the rank's file. Replicas, as of hybrid sharding, and values
+beside the shards must be equal: tensors are compared by checksums, or where they are read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from shardckpt.format.merge_shards import (
     PathContent,
     RankOrigin,
     Shard,
+    join_entries,
     label_rank_file,
+    merge_equal,
     merge_shards,
     note_missing_ranks,
     require_one_save,
@@ -30,6 +32,7 @@ from shardckpt.format.merge_shards import (
 )
 from shardckpt.format.ranks.local_state_metadata import Known, Member, RankState, RankUnit, group_units, parse
 from shardckpt.format.ranks.rank_files import GROUPS, STATE
+from shardckpt.format.torchsave.rank_values import combine_values
 from shardckpt.format.torchsave.tensor_views import RankNote
 from shardckpt.layout import DimLayout, FlatLayout
 from shardckpt.manifest import Manifest, Path, Piece, TensorEntry, dotted
@@ -76,41 +79,37 @@ def merge_local_states(manifest: Manifest, notes: Sequence[RankNote], url: str) 
 
 
 def _move_others(builder: ManifestBuilder, rest: PathContent, states: Sequence[RankState]) -> PathContent:
-    """Return the content outside of the states.
-
-    Other files, and the lowest rank's values beside its state.
-    """
-    lowest = min(states, key=lambda state: state.rank)
-    prefixes = {state.prefix: state for state in states}
-    targets: dict[Path, Path] = {}
+    """Return the content outside of the states: other files, and values beside the states, which must be equal."""
+    owners = {state.prefix: state for state in states}
+    sources: dict[Path, list[tuple[int, Path]]] = {}
     for path in rest.paths():
-        owner = prefixes.get(path[:1]) or prefixes.get(())
-        if owner is None:
-            targets[path] = path
-        elif owner.rank == lowest.rank:
-            targets[path] = path[len(owner.prefix) :]
-    if len(set(targets.values())) < len(targets):
+        owner = owners.get(path[:1]) or owners.get(())
+        rank, target = (-1, path) if owner is None else (owner.rank, path[len(owner.prefix) :])
+        sources.setdefault(target, []).append((rank, path))
+    if any(len(found) > 1 and min(found)[0] < 0 for found in sources.values()):
         raise FormatError("a file has the name of a value in the rank files", where=builder.url)
-    if len(targets) < len(rest.tensors) + len(rest.objects):
-        kept = f"values beside the states are those of rank {lowest.rank}"
-        builder.warnings.append(f"{kept}; those of the other ranks are left out")
-    return PathContent(
-        {to: rest.tensors[path] for path, to in targets.items() if path in rest.tensors},
-        {to: replace(rest.objects[path], path=to) for path, to in targets.items() if path in rest.objects},
-        {targets[a]: targets[b] for a, b in rest.aliases.items() if a in targets and b in targets},
-    )
+    others = PathContent()
+    moved: dict[Path, Path] = {}
+    for target, found in sources.items():
+        paths = [path for _, path in sorted(found, key=lambda pair: pair[0])]
+        moved |= dict.fromkeys(paths, target)
+        entries = [rest.tensors.get(path) or rest.objects[path] for path in paths]
+        merged = merge_equal(target, [str(path[0]) for path in paths], entries)
+        if isinstance(merged, TensorEntry):
+            others.tensors[target] = merged
+        else:
+            others.objects[target] = merged
+    others.aliases |= {moved[a]: moved[b] for a, b in rest.aliases.items() if a in moved and b in moved}
+    return others
 
 
 @dataclass(frozen=True)
 class _Unit:
-    """A unit, with one rank for each of its parts."""
+    """A unit, with the ranks that have each of its parts."""
 
-    parts: Mapping[int, tuple[RankState, RankUnit]]
+    parts: Mapping[int, Sequence[RankState]]
+    first: RankUnit
     world: int
-
-    @property
-    def first(self) -> RankUnit:
-        return next(iter(self.parts.values()))[1]
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -127,7 +126,7 @@ class _Unit:
 
     @cached_property
     def _boxes(self) -> dict[int, dict[int, list[tuple[Box, int]]]]:
-        return {place: unit.boxes(place) for place, (_, unit) in self.parts.items()}
+        return {place: self.first.boxes(place) for place in self.parts}
 
     def boxes(self, place: int, index: int) -> list[tuple[Box, int]]:
         """Return a member's boxes in one part, each with its first element in the shard."""
@@ -189,10 +188,10 @@ class _LocalStateMerger:
         self._builder, self._contents, self._root, self._states = builder, contents, root, states
         self._units: list[_Unit] = []
         for ranks in group_units(states, builder.url):
-            parts: dict[int, tuple[RankState, RankUnit]] = {}
+            parts: dict[int, list[RankState]] = {}
             for state, unit in ranks:
-                parts.setdefault(unit.place, (state, unit))
-            self._units.append(_Unit(parts, states[0].world))
+                parts.setdefault(unit.place, []).append(state)
+            self._units.append(_Unit(parts, ranks[0][1], states[0].world))
         self._names = {name for unit in self._units for name in unit.names()}
 
     def put_model(self) -> None:
@@ -212,8 +211,8 @@ class _LocalStateMerger:
                 self._builder.put(params[name].path, params[name])
                 for alias in members[name].aliases:
                     self._builder.tie((*self._root, alias), (*self._root, name))
-            for state, path in rest.get(name, ()):
-                self._put_rest(state, path)
+            for path, states in rest.get(name, {}).items():
+                self._put_rest(path, states)
 
     def _sort_names(self, names: Iterable[str | int]) -> list[Any]:
         """Return names in the order of the unsharded model."""
@@ -233,8 +232,8 @@ class _LocalStateMerger:
             lambda path: path[0] != _UNITS and (path[0] != STATE or path[1:2] == () or path[1] not in self._names)
         )
         for paths in rest.values():
-            for state, path in paths:
-                self._put_rest(state, path)
+            for path, states in paths.items():
+                self._put_rest(path, states)
 
     def _list_slots(self) -> dict[str, dict[Path, None]]:
         """Return the slots of each parameter or flat parameter."""
@@ -248,31 +247,34 @@ class _LocalStateMerger:
     def _put_slot(self, unit: _Unit, index: int, path: Path, slot: Path) -> None:
         """Add a slot of a member: a value, a tensor sharded like it, or another."""
         source: Path = (STATE, unit.key(index), *slot)
-        contents = {place: self._contents[state.root] for place, (state, _) in unit.parts.items()}
-        values = [content.objects[source] for content in contents.values() if source in content.objects]
-        tensors = {place: c.tensors[source] for place, c in contents.items() if source in c.tensors}
-        scalars = [tensor for tensor in tensors.values() if not tensor.shape]
-        if values or scalars:
-            self._builder.put(path, values[0] if values else scalars[0])
-        elif all(tensor.shape in unit.shapes(place, index) for place, tensor in tensors.items()):
+        ranks = [(place, state, self._contents[state.root]) for place, each in unit.parts.items() for state in each]
+        values = [
+            (state.file, content.objects[source].value) for _, state, content in ranks if source in content.objects
+        ]
+        tensors = [(place, content.tensors[source]) for place, _, content in ranks if source in content.tensors]
+        if values:
+            self._builder.put_value(path, combine_values(path, values))
+        elif any(not tensor.shape for _, tensor in tensors):
+            self._builder.put(path, join_entries(path, [tensor for _, tensor in tensors]))
+        elif all(tensor.shape in unit.shapes(place, index) for place, tensor in tensors):
             if (entry := self._merge(unit, index, path, source)) is not None:
                 self._builder.put(path, entry)
         else:
-            self._put_opaque(next(iter(tensors.values())), path, unit.first.parts)
+            self._put_opaque([tensor for _, tensor in tensors], path, unit.first.parts)
 
-    def _put_opaque(self, tensor: TensorEntry, path: Path, parts: int) -> None:
+    def _put_opaque(self, tensors: Sequence[TensorEntry], path: Path, parts: int) -> None:
         """Add a tensor of another shape: complete if there is one part, else unknown."""
         if parts == 1:
-            self._builder.put(path, tensor)
+            self._builder.put(path, join_entries(path, tensors))
             return
         kind = "a part of a tensor that is not shaped like its parameter"
         self._builder.warnings.append(f"{dotted(path)} is {kind} and cannot be read")
-        self._builder.put_unreadable(path, tensor, kind)
+        self._builder.put_unreadable(path, tensors[0], kind)
 
     def _merge(self, unit: _Unit, index: int, path: Path, source: Path) -> TensorEntry | None:
         """Return a member, or a slot of it, merged from all ranks; None if no rank has it."""
         shards: list[Shard] = []
-        for place, (state, _) in unit.parts.items():
+        for place, state in ((place, state) for place, ranks in unit.parts.items() for state in ranks):
             if shards and unit.first.flat and not unit.boxes(place, index):
                 continue  # most ranks have no elements of a given member of a flat parameter
             entry = self._contents[state.root].tensors.get(source)
@@ -290,26 +292,24 @@ class _LocalStateMerger:
 
     # ----------------------------------------------------------------------------------------------------- rest
 
-    def _list_rest(self, is_rest: Callable[[Path], bool]) -> dict[str | int, list[tuple[RankState, Path]]]:
-        """Return the paths outside of units by first key, from the lowest rank."""
-        found: dict[str | int, list[tuple[RankState, Path]]] = {}
+    def _list_rest(self, is_rest: Callable[[Path], bool]) -> dict[str | int, dict[Path, list[RankState]]]:
+        """Return the paths outside of units by first key, with the ranks that have each."""
+        found: dict[str | int, dict[Path, list[RankState]]] = {}
         for state in self._states:
-            mine: dict[str | int, list[tuple[RankState, Path]]] = {}
             for path in self._contents[state.root].paths():
                 if path and is_rest(path):
-                    mine.setdefault(path[0], []).append((state, path))
-            found = {**mine, **found}
+                    found.setdefault(path[0], {}).setdefault(path, []).append(state)
         return found
 
-    def _put_rest(self, state: RankState, path: Path) -> None:
-        content, target = self._contents[state.root], (*self._root, *path)
-        first = (*self._root, *content.aliases.get(path, path))
-        if path not in content.tensors:
-            self._builder.put(target, content.objects[path])
-        elif first in self._builder.tensors:
+    def _put_rest(self, path: Path, states: Sequence[RankState]) -> None:
+        contents, target = [self._contents[state.root] for state in states], (*self._root, *path)
+        firsts = {content.aliases.get(path, path) for content in contents}
+        first = (*self._root, *firsts.pop())
+        if not firsts and first in self._builder.tensors:
             self._builder.tie(target, first)
-        else:
-            self._builder.put(target, content.tensors[path])
+            return
+        entries = [content.tensors.get(path) or content.objects[path] for content in contents]
+        self._builder.put(target, merge_equal(path, [state.file for state in states], entries))
 
     def _refuse(
         self, what: str, found: object, expected: object, kind: type[FormatError | UnsupportedError] = FormatError

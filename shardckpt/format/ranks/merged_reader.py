@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardckpt.format.budget import gc_paused
+from shardckpt.format.merge_shards import RankFilesReader
 from shardckpt.format.ranks.fsdp1_model import has_flat_parameters
 from shardckpt.format.ranks.merge_dtensors import merge_dtensor_shards
 from shardckpt.format.ranks.merge_local_states import merge_local_states
@@ -14,7 +15,7 @@ from shardckpt.format.reader import ParamShapes, Reader
 from shardckpt.format.torchsave.reader import TorchReader
 
 
-class MergedTorchReader(TorchReader):
+class MergedTorchReader(RankFilesReader):
     """A reader of merged rank files, which can merge again after shapes become known.
 
     Args:
@@ -72,7 +73,8 @@ def merge_rank_files(reader: TorchReader, known: ParamShapes | None = None) -> T
     """
     with gc_paused():
         if reader.notes:
-            return reader.with_manifest(merge_local_states(reader.manifest, reader.notes, reader.store.url))
+            manifest = merge_local_states(reader.manifest, reader.notes, reader.store.url)
+            return RankFilesReader(reader.store, manifest, reader.archives)
         if not reader.shards:
             return reader
         names = list(reader.manifest.files)

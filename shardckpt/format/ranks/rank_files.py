@@ -10,8 +10,9 @@ from typing import NamedTuple
 from shardckpt.errors import FormatError
 from shardckpt.format.merge_shards import PathContent, RankOrigin, require_one_save, split_content
 from shardckpt.format.torchsave.dtensor_spec import ShardInfo
+from shardckpt.format.torchsave.rank_values import combine_values
 from shardckpt.format.torchsave.tensor_views import ZipView
-from shardckpt.manifest import Lazy, Manifest, Path, TensorEntry
+from shardckpt.manifest import Lazy, Manifest, ObjectEntry, Path, TensorEntry
 
 STATE, GROUPS = "state", "param_groups"
 
@@ -110,6 +111,12 @@ class RankGroup:
                 if key in (STATE, GROUPS):
                     seen.setdefault(path[:at], set()).add(str(key))
         return [root for root, kinds in seen.items() if len(kinds) == 2]
+
+
+def merge_values(path: Path, contents: Sequence[RankContent]) -> ObjectEntry:
+    """Return the value that several ranks have at a path, like `combine_values`."""
+    found = ((c.file, c.objects[path].value if path in c.objects else c.tensors[path]) for c in contents)
+    return ObjectEntry(path, combine_values(path, found))
 
 
 def group_rank_files(

@@ -8,6 +8,7 @@ from math import prod
 from typing import Literal
 
 from shardckpt.errors import AmbiguousError, CheckpointError, UsageError
+from shardckpt.format.encodings.pickle_stubs import PerRankValue
 from shardckpt.format.reader import Reader
 from shardckpt.format.remap import locate_model, locate_state, plan_rules
 from shardckpt.manifest import UNREAD, Manifest, ObjectEntry, Path, Span, TensorEntry, dotted
@@ -236,6 +237,8 @@ class _Naming:
             self._made.sources[dotted(under)] = entry
         try:
             value = self._reader.load_object(entry) if entry.value is UNREAD else entry.value
+            if isinstance(value, PerRankValue):
+                raise value.error(dotted(under))
         except CheckpointError as error:
             self._made.refused[dotted(under)] = str(error)
         else:

@@ -18,6 +18,7 @@ from shardckpt.errors import (
 )
 from shardckpt.format.chunk_reader import read_blocks, same_bits
 from shardckpt.format.encodings.element_values import numpy_dtype
+from shardckpt.format.encodings.pickle_stubs import PerRankValue
 from shardckpt.format.encodings.safetensors import parse_json
 from shardckpt.format.reader import Reader
 from shardckpt.format.registry import open_checkpoint
@@ -425,7 +426,9 @@ def load_values(reader: Reader, manifest: Manifest, root: Path) -> dict[Path, ob
     values: dict[Path, object] = {}
     for path, entry in manifest.objects.items():
         if path[:n] == root:
-            values[path] = reader.load_object(entry) if entry.value is UNREAD else entry.value
+            value = values[path] = reader.load_object(entry) if entry.value is UNREAD else entry.value
+            if isinstance(value, PerRankValue):
+                raise value.error(dotted(path))
     for path, tensor in _iter_settings(manifest, root):
         [located] = locate(reader, manifest, [tensor])
         data = b"".join(read_blocks(reader, located))

@@ -49,6 +49,39 @@ def group_by_settings(hypers: Mapping[str, Mapping[str, Any]]) -> list[dict[str,
     return list(groups.values())
 
 
+def merge_groups(lists: Sequence[object]) -> list[dict[str, Any]] | None:
+    """Return the groups of several ranks as one list, such as those of pipeline stages.
+
+    Groups with the same index and settings, else with the same settings, become one.
+
+    Args:
+        lists: The `param_groups` of each rank.
+
+    Returns:
+        The groups; None if they have ids, which count the parameters of one rank, or if they contradict each other.
+    """
+    merged: list[dict[str, Any]] = []
+    for groups in lists:
+        if not isinstance(groups, list | tuple) or not all(map(_has_names, groups)):
+            return None
+        known = dict(enumerate(merged))
+        for index, group in enumerate(groups):
+            order = [at for at in (index, *known) if at in known]
+            same = next((at for at in order if settings(known[at]) == settings(group)), None)
+            if same is None:
+                merged.append({**settings(group), "params": list(group["params"])})
+            else:
+                target = known.pop(same)
+                target["params"] = list(dict.fromkeys([*target["params"], *group["params"]]))
+    names = [name for group in merged for name in group["params"]]
+    return merged if len(set(names)) == len(names) else None
+
+
+def _has_names(group: object) -> bool:
+    params = group.get("params") if isinstance(group, dict) else None
+    return isinstance(params, list | tuple) and all(isinstance(name, str) for name in params)
+
+
 def read_param_names(groups: Sequence[Mapping[str, Any]]) -> dict[int, str]:
     """Return the name of each id, from groups that list a name for each id."""
     names: dict[int, str] = {}

@@ -9,13 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from counting import open_counted
 from materialise import assert_same, truth
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file, save_model
+from share_writers import as_rank
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
+from shardckpt import verify
 from shardckpt.boxes import Box
-from shardckpt.errors import CheckpointError, FormatError, IncompleteError, UnsafeError
+from shardckpt.errors import CheckpointError, FormatError, IncompleteError, OverlapError, UnsafeError
 from shardckpt.format.huggingface.index_files import read_json
 from shardckpt.format.registry import detect, open_checkpoint, open_source
 from shardckpt.storage.resolve_url import open_store
@@ -243,6 +249,31 @@ class TestTorchsWriter:
     def test_a_replicated_chunk_counts_once(self, tmp_path: Path) -> None:
         reader = open_checkpoint(self.ranks(tmp_path, [([0], ones()), ([0], ones())]))
         assert_same(reader, ("w",), ones())
+
+    def test_replicated_chunks_that_differ_are_refused_where_they_are_read(self, tmp_path: Path) -> None:
+        reader = open_checkpoint(self.ranks(tmp_path, [([0], ones()), ([0], 2 * ones())]))
+        with pytest.raises(OverlapError, match=r"shard-00002-.*: 'w' differs between ranks; .* than in shard-00001-"):
+            assert_same(reader, ("w",), ones())
+        assert [problem.kind for problem in verify(tmp_path).problems] == ["overlap"]
+
+    @pytest.mark.parametrize("is_equal", [True, False])
+    def test_shards_of_meshes_that_torchs_writer_does_not_know_are_compared(
+        self, is_equal: bool, tmp_path: Path
+    ) -> None:
+        """Experts of two ranks under one name, each written by `HuggingFaceStorageWriter`."""
+        for rank in range(2):
+            with as_rank(rank, 2):
+                mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "dp"))
+                value = torch.full((2, 3), 0.0 if is_equal else float(rank))
+                state = {"experts": DTensor.from_local(value, mesh["dp"], [Shard(0)]), f"own.{rank}": torch.ones(3)}
+                writer = HuggingFaceStorageWriter(str(tmp_path / f"{rank}"), save_distributed=True)
+                dcp.save(state, storage_writer=writer, no_dist=True)
+            [file] = (tmp_path / f"{rank}").glob("*.safetensors")
+            file.rename(tmp_path / f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors")
+            file.parent.rmdir()
+        found = verify(tmp_path)
+        assert found.ok is is_equal and found.tensor_count == 3
+        assert [str(p).count("'experts' differs between ranks") for p in found.problems] == ([] if is_equal else [1])
 
     def test_an_empty_chunk_takes_no_part(self, tmp_path: Path) -> None:
         reader = open_checkpoint(self.ranks(tmp_path, [([0], ones()), ([2], ones(0))]))

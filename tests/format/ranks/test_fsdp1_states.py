@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -15,14 +16,14 @@ from materialise import assert_same
 from share_writers import as_rank, sharded
 
 from shardckpt.boxes import Box
-from shardckpt.errors import FormatError, NameCollisionError, UnsupportedError, UsageError
+from shardckpt.errors import FormatError, NameCollisionError, OverlapError, UnsupportedError, UsageError
 from shardckpt.format.ranks.merge_dtensors import merge_dtensor_shards
 from shardckpt.format.ranks.rank_files import RankFile
 from shardckpt.format.reader import ParamShapes, Reader
 from shardckpt.format.registry import open_checkpoint
 from shardckpt.format.torchsave.dtensor_spec import SHARDED_TENSOR, ShardInfo, ShardList
 from shardckpt.manifest import Lazy, Manifest, Piece, TensorEntry
-from shardckpt.plan.layout.coverage import require_complete
+from shardckpt.plan.layout.coverage import locate, require_complete
 
 pytestmark = pytest.mark.filterwarnings("ignore:Please use DTensor:FutureWarning")
 Units = Mapping[str, Mapping[str, torch.Tensor]]
@@ -52,8 +53,8 @@ def write(folder: Path, units: Units, world: int, alignment: int, copies: int = 
         place = rank % world
         model: dict[str, Any] = {"buffer": torch.arange(3.0)}
         state: dict[int, Any] = {}
-        with as_rank(place, world):
-            shares = {prefix: sharded(flat, place, world) for prefix, (flat, _) in flats.items()}
+        with as_rank(rank, world * copies):
+            shares = {prefix: sharded(flat, place, world, rank // world) for prefix, (flat, _) in flats.items()}
             for prefix, (flat, starts) in flats.items():
                 chunk = -(-flat.numel() // world)
                 low, mine = place * chunk, flat[place * chunk : (place + 1) * chunk].clone()
@@ -149,13 +150,37 @@ def test_of_hybrid_groups_one_replica_is_enough(alignment: int, tmp_path: Path) 
     write(tmp_path / "src", SMALL, 2, alignment, copies=2)
     for file in (tmp_path / "src").glob("*rank[12].pt"):
         file.unlink()
-    for name in ("model", "optim"):
-        (tmp_path / "src" / f"{name}_rank3.pt").rename(tmp_path / "src" / f"{name}_rank1.pt")
     reader = opened(tmp_path / "src", shapes_of(SMALL))
     for members in SMALL.values():
         for name, value in members.items():
             assert_same(reader, ("model", name), value)
             assert_same(reader, ("optim", "state", name, "exp_avg"), 2 * value)
+
+
+@pytest.mark.parametrize("alignment", [1, 4])
+@pytest.mark.parametrize("kind", ["model", "optim"])
+def test_replicas_of_hybrid_groups_that_differ_are_refused(alignment: int, kind: str, tmp_path: Path) -> None:
+    """As of pipeline stages whose flat parameters have one name."""
+    write(tmp_path / "src", SMALL, 2, alignment, copies=2)
+    reader = opened(tmp_path / "src", shapes_of(SMALL))
+    assert len(locate(reader, reader.manifest, list(reader.manifest.tensors.values()))) == len(reader.manifest.tensors)
+    other = numbered({prefix: {n: tuple(v.shape) for n, v in unit.items()} for prefix, unit in SMALL.items()})
+    other["a."]["a.w"] += 1
+    write(tmp_path / "other", other, 2, alignment, copies=2)
+    shutil.copy(tmp_path / "other" / f"{kind}_rank2.pt", tmp_path / "src")
+    reader = open_checkpoint(str(tmp_path / "src")).with_param_shapes(shapes_of(SMALL))
+    with pytest.raises(OverlapError, match=rf"{kind}_rank2.pt: .* differs between ranks; .* in {kind}_rank0.pt"):
+        locate(reader, reader.manifest, list(reader.manifest.tensors.values()))
+
+
+def test_param_groups_of_flat_ids_that_differ_name_no_parameter(tmp_path: Path) -> None:
+    write(tmp_path / "src", SMALL, 2, 1)
+    file = tmp_path / "src" / "optim_rank1.pt"
+    state = torch.load(file)
+    state["param_groups"][0]["lr"] = 0.5
+    torch.save(state, file)
+    manifest = open_checkpoint(str(tmp_path / "src")).with_param_shapes(shapes_of(SMALL)).manifest
+    assert "optim_rank0.pt than in optim_rank1.pt" in repr(manifest.objects["optim", "param_groups"].value)
 
 
 def test_numbers_that_fit_in_several_ways_are_left_to_the_caller(tmp_path: Path) -> None:

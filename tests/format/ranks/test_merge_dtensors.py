@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,17 @@ from materialise import assert_same
 from rank_writers import FOUR, TWO, built, four_ranks, truth, two_ranks
 from safetensors.torch import load_file, save_file
 from share_writers import as_rank, sharded
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import shardckpt
-from shardckpt.errors import FormatError, IncompleteError, UnsafeError, UnsupportedError, UsageError
+from shardckpt.errors import FormatError, IncompleteError, OverlapError, UnsafeError, UnsupportedError, UsageError
+from shardckpt.format import merge_shards
+from shardckpt.format.chunk_reader import read_blocks
 from shardckpt.format.encodings.pickle_series import PickleSeries
 from shardckpt.format.ranks.rank_files import parse_rank_names
 from shardckpt.format.registry import open_checkpoint
+from shardckpt.manifest import TensorEntry
 
 
 @pytest.fixture(scope="module")
@@ -308,19 +313,167 @@ def test_moments_that_nothing_tells_the_layout_of_are_refused(copied: Callable[[
         slots = {"exp_avg": torch.full((4,), float(rank)), "step": torch.tensor(3.0)}
         torch.save({"state": {0: slots}, "param_groups": [{"params": [0]}]}, source / f"optim_rank{rank}.pt")
     reader = open_checkpoint(str(source))
-    with pytest.raises(UnsupportedError, match="ranks hold different values"):
+    with pytest.raises(OverlapError, match=r"'optim.state.0.exp_avg' differs between ranks"):
         reader.resolve(reader.manifest.tensors["optim", "state", 0, "exp_avg"].pieces)
     found = shardckpt.consolidate(str(source), str(tmp_path / "out"))
     assert any("exp_avg" in warning for warning in found.warnings)
 
 
-def test_buffers_that_differ_are_told(copied: Callable[[str], Path], tmp_path: Path) -> None:
+def test_buffers_that_differ_are_listed_and_refused_where_they_are_read(copied: Callable[[str], Path]) -> None:
     source = copied("sharded-orig")
     for rank in range(2):
         torch.save({"running": torch.full((3,), float(rank))}, source / f"buffers_rank{rank}.pt")
     reader = open_checkpoint(str(source))
-    assert_same(reader, ("buffers", "running"), torch.zeros(3))
-    assert any("buffers.running" in w and "lowest" in w for w in reader.manifest.warnings)
+    assert any("buffers.running: the values differ between ranks" in w for w in reader.manifest.warnings)
+    with pytest.raises(OverlapError, match=r"buffers_rank1.pt: 'buffers.running' .* \[0:3\] than in buffers_rank0.pt"):
+        reader.resolve(reader.manifest.tensors["buffers", "running"].pieces)
+    assert any("buffers.running" in problem.message for problem in shardckpt.verify(source).problems)
+
+
+EXPERTS, DENSE = torch.arange(8 * 4 * 6.0).view(8, 4, 6), torch.arange(48.0).view(8, 6)
+
+
+def write_experts(folder: Path, *, kind: str, is_replicated: bool = False, **options: Any) -> Path:
+    """Write what four ranks save: two of `ep` with experts of their own, or equal ones, under one name."""
+    folder.mkdir()
+    for rank in range(4):
+        with as_rank(rank, 4):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "dp"))
+            ep, dp = mesh.get_local_rank("ep"), mesh.get_local_rank("dp")
+            mine = EXPERTS.chunk(2)[0 if is_replicated else ep]
+            rows = mine.chunk(2, dim=1)[dp].clone()
+            if kind == "padded":  # what a collective needs beside the elements differs
+                rows = torch.cat([rows.view(-1), torch.full((5,), float(rank))])[: rows.numel()].view(rows.shape)
+            local = mine.clone() if kind == "plain" else DTensor.from_local(rows, mesh["dp"], [Shard(1)])
+            dense = DTensor.from_local(DENSE.chunk(4)[rank].clone(), init_device_mesh("cpu", (4,)), [Shard(0)])
+            torch.save({"experts": local, "dense": dense}, folder / f"model_rank_{rank}.pt", **options)
+    return folder
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("kind", ["dtensor", "plain"])
+def test_other_experts_under_one_name_are_refused_by_name_and_file(kind: str, legacy: bool, tmp_path: Path) -> None:
+    source = write_experts(tmp_path / "ranks", kind=kind, _use_new_zipfile_serialization=not legacy)
+    with pytest.raises(OverlapError, match=r"model_rank_2.pt: 'experts' differs .* than in model_rank_0.pt"):
+        shardckpt.consolidate(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert [problem.kind for problem in shardckpt.verify(source).problems] == ["overlap"]
+    with pytest.raises(OverlapError, match="'experts' differs"):
+        shardckpt.load({"experts": torch.zeros(4, 4, 6)}, source, ignore_extra=True)
+    warned = any("experts: the values differ" in warning for warning in shardckpt.inspect(source).warnings)
+    assert warned is not legacy  # the other form has no checksums
+    shardckpt.consolidate(source, tmp_path / "out", exclude=["experts"])
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["dense"], DENSE)
+
+
+@pytest.mark.parametrize("kind", ["dtensor", "plain", "padded"])
+def test_equal_tensors_of_meshes_that_do_not_know_each_other_are_one(kind: str, tmp_path: Path) -> None:
+    source = write_experts(tmp_path / "ranks", kind=kind, is_replicated=True)
+    shardckpt.consolidate(source, tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(found["experts"], EXPERTS[:4]) and torch.equal(found["dense"], DENSE)
+    assert shardckpt.verify(source).ok
+
+
+@pytest.mark.parametrize(
+    ("kind", "legacy", "compared"),
+    [("dtensor", False, 0), ("plain", False, 0), ("padded", False, 4), ("plain", True, 6)],
+)
+def test_replicas_are_read_only_where_checksums_do_not_decide(
+    kind: str, legacy: bool, compared: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"_use_new_zipfile_serialization": not legacy}
+    source = write_experts(tmp_path / "ranks", kind=kind, is_replicated=True, **options)
+    read: list[str] = []
+
+    def count(reader: Any, entry: TensorEntry) -> Any:
+        read.extend(piece.file for piece in entry.pieces)
+        return read_blocks(reader, entry)
+
+    monkeypatch.setattr(merge_shards, "read_blocks", count)
+    shardckpt.inspect(source)
+    assert not read
+    shardckpt.consolidate(source, tmp_path / "out")
+    assert len(read) == compared
+
+
+def write_stages(folder: Path, *, by_name: bool, **settings: Sequence[float]) -> Path:
+    """Write what four ranks of two pipeline stages save, each over FSDP; a stage has one bias without decay."""
+    folder.mkdir()
+    for rank in range(4):
+        with as_rank(rank, 4):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+            stage, place = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+            names = [f"layers.{stage}.weight", f"layers.{stage}.bias"]
+            keys: list[Any] = names if by_name else [0, 1]
+
+            def shard(value: torch.Tensor, mesh: Any = mesh["dp"], place: int = place) -> DTensor:
+                return DTensor.from_local(value.chunk(2)[place].clone(), mesh, [Shard(0)])
+
+            model = {name: shard(torch.full((6, 6), float(stage))) for name in names}
+            state = {key: {"step": torch.tensor(1.0), "m": shard(torch.full((6, 6), 2.0 + stage))} for key in keys}
+            own = {key: values[stage] for key, values in settings.items()}
+            groups = [{"decay": decay, **own, "params": [key]} for decay, key in zip([0.1, 0.0], keys, strict=True)]
+            optim = {"state": state, "param_groups": groups}
+            torch.save({"model": model, "optimizer": optim}, folder / f"checkpoint_rank_{rank}.pt")
+    return folder
+
+
+def test_param_groups_of_pipeline_stages_are_merged(tmp_path: Path) -> None:
+    source = write_stages(tmp_path / "ranks", by_name=True)
+    shardckpt.consolidate(source, tmp_path / "ids.pt", part="optim", optim_keys="ids")
+    found = torch.load(tmp_path / "ids.pt")
+    assert [(group["decay"], group["param_names"]) for group in found["param_groups"]] == [
+        (0.1, ["layers.0.weight", "layers.1.weight"]),
+        (0.0, ["layers.0.bias", "layers.1.bias"]),
+    ]
+    names = {
+        number: name
+        for group in found["param_groups"]
+        for number, name in zip(group["params"], group["param_names"], strict=True)
+    }
+    assert {names[key]: slots["m"][0, 0].item() for key, slots in found["state"].items()} == {
+        f"layers.{stage}.{kind}": 2.0 + stage for stage in (0, 1) for kind in ("weight", "bias")
+    }
+
+
+def test_stages_with_other_settings_keep_groups_of_their_own(tmp_path: Path) -> None:
+    source = write_stages(tmp_path / "ranks", by_name=True, lr=[0.1, 0.2])
+    groups = open_checkpoint(str(source)).manifest.objects["optimizer", "param_groups"].value
+    assert [(group["lr"], group["params"]) for group in groups] == [  # type: ignore[attr-defined]
+        (lr, [f"layers.{stage}.{kind}"]) for stage, lr in ((0, 0.1), (1, 0.2)) for kind in ("weight", "bias")
+    ]
+
+
+@pytest.mark.parametrize("settings", [{}, {"lr": [0.1, 0.2]}])
+def test_ids_that_each_stage_counts_for_itself_are_refused(settings: dict[str, list[float]], tmp_path: Path) -> None:
+    source = write_stages(tmp_path / "ranks", by_name=False, **settings)
+    (tmp_path / "names.json").write_text(json.dumps(["layers.0.weight", "layers.0.bias"]))
+    with pytest.raises((OverlapError, UnsupportedError), match=r"'optimizer[.a-z_0-9]*' differs between ranks"):
+        shardckpt.consolidate(source, tmp_path / "out", part="all", param_names=tmp_path / "names.json")
+    shardckpt.consolidate(source, tmp_path / "out")
+    assert set(load_file(tmp_path / "out" / "model.safetensors")) == {
+        f"layers.{stage}.{kind}" for stage in (0, 1) for kind in ("weight", "bias")
+    }
+
+
+def test_a_value_that_differs_between_ranks_is_an_error_where_it_is_wanted(
+    copied: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source = copied("fsdp2")
+    for rank in range(2):
+        torch.save({"seed": rank, "epochs": [1, {"n": 2}]}, source / f"loop_rank{rank}.pt")
+    state = {"loop": {"epochs": None}}
+    shardckpt.load(state, source, ignore_extra=True)
+    assert state == {"loop": {"epochs": [1, {"n": 2}]}}
+    with pytest.raises(
+        UnsupportedError, match=r"'loop.seed' differs between ranks, .* in loop_rank0.pt than in loop_rank1.pt"
+    ):
+        shardckpt.load({"loop": {"seed": None}}, source, ignore_extra=True)
+    assert any("loop.seed: the values differ" in warning for warning in shardckpt.inspect(source).warnings)
+    with pytest.raises(UsageError, match=r"loop.seed"):
+        shardckpt.reshard(source, tmp_path / "step", world_size=1, to="dcp")
+    assert [each.name for each in shardckpt.diff(source, source).not_compared] == ["loop.seed"]
 
 
 def test_an_unknown_class_is_named_and_never_made(copied: Callable[[str], Path]) -> None:

@@ -125,8 +125,24 @@ def test_states_may_lie_in_something_larger_beside_other_files(tmp_path: Path) -
     reader = opened(tmp_path)
     assert_same(reader, ("model", "a"), FLAT["a"])
     assert_same(reader, ("extra.pt", "x"), torch.ones(2))
-    assert reader.manifest.objects[("seed",)].value == 0
-    assert "rank 0" in reader.manifest.warnings[0]
+    assert reader.manifest.objects[("step",)].value == 3
+    assert "seed: the values differ between ranks" in reader.manifest.warnings[0]
+    assert "rank0.pt than in rank1.pt" in repr(reader.manifest.objects[("seed",)].value)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("name", ["_flat", "t", "buffer"])
+def test_replicas_that_differ_are_refused(name: str, legacy: bool, tmp_path: Path) -> None:
+    """Two replicas of three ranks; or experts of two ranks under one name."""
+    for rank in range(2 * WORLD):
+        state = rank_state(rank % WORLD, flat="_flat")
+        said(state).update(rank=rank, world=2 * WORLD)
+        torch.save(state, tmp_path / f"rank{rank}.pt", _use_new_zipfile_serialization=not legacy)
+    assert verify(str(tmp_path)).ok
+    state[name] = state[name] + 1
+    torch.save(state, tmp_path / f"rank{rank}.pt", _use_new_zipfile_serialization=not legacy)
+    [problem] = verify(str(tmp_path)).problems
+    assert problem.kind == "overlap" and f"rank{rank}.pt" in problem.message
 
 
 def optimizer_state(rank: int, flat: str | None) -> OrderedDict[str, Any]:
@@ -153,6 +169,16 @@ def test_an_optimizer_is_put_together_by_names(tmp_path: Path, flat: str | None)
     odd = reader.manifest.tensors["optimizer", "state", "a", "odd"]
     with pytest.raises(UnsupportedError, match="not shaped like its parameter"):
         reader.resolve(odd.pieces)
+
+
+def test_slots_and_groups_that_differ_between_ranks_are_not_one_value(tmp_path: Path) -> None:
+    states = {rank: optimizer_state(rank, None) for rank in range(WORLD)}
+    states[1]["state"]["a"]["n"] = 6
+    states[2]["param_groups"][0]["params"] = ["a", "b", "c", "r", "t", "x"]
+    write(tmp_path, states)
+    objects = open_checkpoint(str(tmp_path)).manifest.objects
+    assert "rank0.pt than in rank1.pt" in repr(objects["state", "a", "n"].value)
+    assert objects["param_groups",].value == [{"lr": 0.5, "params": ["a", "b", "c", "r", "t", "x"]}]
 
 
 def test_a_missing_rank_is_named_with_what_it_held(tmp_path: Path) -> None:

@@ -37,13 +37,15 @@ def dtensor(whole: torch.Tensor, mesh: DeviceMesh, dim: int = 0) -> DTensor:
     )
 
 
-def sharded(whole: torch.Tensor, rank: int, world: int) -> ShardedTensor:
-    """Return this rank's rows of a tensor as a ShardedTensor."""
+def sharded(whole: torch.Tensor, rank: int, world: int, copy: int = 0) -> ShardedTensor:
+    """Return this rank's rows of a tensor as a ShardedTensor of `world` ranks, which have the `copy`-th replica."""
     parts, listed, at = whole.chunk(world), [], 0
-    for owner, part in enumerate(parts):
+    ranks = range(copy * world, (copy + 1) * world)
+    group = None if dist.get_world_size() == world else dist.new_group(list(ranks))
+    for owner, part in zip(ranks, parts, strict=False):
         offsets = [at, *(0 for _ in whole.shape[1:])]
         listed.append(ShardMetadata(offsets, list(part.shape), f"rank:{owner}/cpu"))
         at += part.shape[0]
     mine: list[Any] = [TensorShard(parts[rank].clone(), listed[rank])] if rank < len(parts) else []
     metadata = ShardedTensorMetadata(listed, whole.shape, TensorProperties(dtype=whole.dtype))
-    return ShardedTensor._init_from_local_shards_and_global_metadata(mine, metadata)
+    return ShardedTensor._init_from_local_shards_and_global_metadata(mine, metadata, process_group=group)
