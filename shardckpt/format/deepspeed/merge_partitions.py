@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import prod
 
 from shardckpt.boxes import Box, Shape
@@ -12,7 +12,15 @@ from shardckpt.format.deepspeed.locate_params import DataParallelRanks, TrainedP
 from shardckpt.format.deepspeed.state_files import ModelState, Slot, read_groups
 from shardckpt.format.deepspeed.zero_files import optim_file_name, part_file_name
 from shardckpt.format.deepspeed.zero_partition import PartitionRun
-from shardckpt.format.merge_shards import OTHER_SAVE, ManifestBuilder, Shard, merge_shards, slice_shard
+from shardckpt.format.merge_shards import (
+    OTHER_SAVE,
+    ManifestBuilder,
+    Shard,
+    join_entries,
+    merge_equal,
+    merge_shards,
+    slice_shard,
+)
 from shardckpt.manifest import ObjectEntry, Path, TensorEntry
 
 MODEL, MASTER, OPTIMIZER = "model", "master", "optimizer"
@@ -99,7 +107,7 @@ def put_model(builder: ManifestBuilder, ranks: DataParallelRanks, params: Mappin
     """
     states = list(ranks.models.values())
     if ranks.is_split:
-        _put_parts(builder, ranks, states[0], params)
+        _put_parts(builder, ranks, states, params)
     else:
         _put_module(builder, ranks, states[0])
     for param in params.values() if ranks.optims else ():
@@ -120,12 +128,13 @@ def _put_module(builder: ManifestBuilder, ranks: DataParallelRanks, state: Model
 
 
 def _put_parts(
-    builder: ManifestBuilder, ranks: DataParallelRanks, state: ModelState, params: Mapping[str, TrainedParam]
+    builder: ManifestBuilder, ranks: DataParallelRanks, states: Sequence[ModelState], params: Mapping[str, TrainedParam]
 ) -> None:
     """Add the weights of stage 3.
 
-    Placeholders give order and dtype, the optimizer files contain the partitions.
+    Placeholders give order and dtype, the optimizer files contain the partitions. Each rank has the buffers in full.
     """
+    state = states[0]
     frozen = {name: shape for name, shape in state.frozen.items() if name not in params}
     waiting = dict.fromkeys([*params, *frozen])
     for name, entry in state.module.items():
@@ -138,7 +147,7 @@ def _put_parts(
             builder.tensors.pop((MODEL, name), None)
             continue
         else:
-            live = entry
+            live = join_entries((MODEL, name), [each.module[name] for each in states if name in each.module])
         builder.put((MODEL, name), live)
         waiting.pop(name, None)
     for name in waiting:
@@ -176,11 +185,12 @@ def _put_slot(
     """Add a slot of a parameter; return False if its layout is another."""
     path: Path = (OPTIMIZER, _STATE, param.name, slot)
     owners = [run.rank for run in param.runs if run.rank in ranks.optims] or list(ranks.optims)
-    values = [value for rank in owners if (value := ranks.optims[rank].slots[param.unit].get(slot)) is not None]
+    found = {rank: value for rank in owners if (value := ranks.optims[rank].slots[param.unit].get(slot)) is not None}
+    values = list(found.values())
     if not values:
         return True
     if isinstance(values[0], ObjectEntry) or not values[0].shape:
-        builder.put(path, values[0])
+        builder.put(path, merge_equal(path, [ranks.optims[rank].file for rank in found], values))
         return True
     if any(isinstance(value, ObjectEntry) or len(value.shape) != 1 for value in values):
         return False

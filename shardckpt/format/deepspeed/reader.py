@@ -40,10 +40,11 @@ from shardckpt.format.deepspeed.state_files import (
 )
 from shardckpt.format.deepspeed.zero_files import StateFiles, find_folder, is_part, sort_files
 from shardckpt.format.encodings.codecs import DecodedStream
-from shardckpt.format.merge_shards import ManifestBuilder
+from shardckpt.format.merge_shards import ManifestBuilder, RankFilesReader, join_entries, merge_equal
 from shardckpt.format.reader import Evidence, Format, Reader, Source
 from shardckpt.format.torchsave.reader import TorchReader, open_files
-from shardckpt.manifest import Encoded, ObjectEntry, Piece, Span, TensorEntry
+from shardckpt.manifest import Encoded, ObjectEntry, Path, Piece, Span, TensorEntry
+from shardckpt.plan.optim.param_groups import merge_groups
 from shardckpt.storage.store import Read, Store
 
 _STEP, _GROUPS = "step", "param_groups"
@@ -97,12 +98,12 @@ def open_states(store: Store, files: StateFiles, warnings: tuple[str, ...] = ())
     _require_weights(builder, trained)
     for ranks, params in parts:
         put_optimizer(builder, ranks, params)
-    _put_groups(builder, [group for ranks, params in parts for group in enumerate(list_groups(ranks, params))])
+    _put_groups(builder, [groups for ranks, params in parts if (groups := list_groups(ranks, params))])
     if files.expert_optims or (len(parts) > 1 and not trained):
         builder.unread.append("optimizers of experts and of pipeline stages that ZeRO did not shard")
         builder.warnings.append(f"{builder.unread[-1]} are not read")
-    put_loop_state(builder, contents, next(iter([*files.models.values(), *files.parts.values()])))
-    return reader.with_manifest(builder.build_manifest(reader.manifest, FORMAT.name))
+    put_loop_state(builder, contents, [*files.models.values(), *files.parts.values()])
+    return RankFilesReader(reader.store, builder.build_manifest(reader.manifest, FORMAT.name), reader.archives)
 
 
 def _read_ranks(reader: TorchReader, contents: StateFileContents, files: StateFiles, mp: int) -> DataParallelRanks:
@@ -224,21 +225,32 @@ def _require_weights(builder: ManifestBuilder, trained: Mapping[str, Shape]) -> 
             )
 
 
-def _put_groups(
-    builder: ManifestBuilder, groups: Sequence[tuple[int, tuple[Mapping[str, Slot], Sequence[str]]]]
-) -> None:
-    """Add the optimizer's groups; those of equal index in pipeline stages are merged."""
-    merged: dict[int, tuple[Mapping[str, Slot], dict[str, None]]] = {}
-    for i, (options, names) in groups:
-        merged.setdefault(i, (options, {}))[1].update(dict.fromkeys(names))
-    values: list[dict[str, object]] = []
-    for i, (options, params) in merged.items():
-        plain = {k: v.value for k, v in options.items() if isinstance(v, ObjectEntry) and k != "params"}
-        values.append({**plain, "params": list(params)})
-        for key, value in options.items():
-            if isinstance(value, TensorEntry):
-                builder.put((OPTIMIZER, _GROUPS, i, key), value)
-    if values and not any(path[:2] == (OPTIMIZER, _GROUPS) for path in builder.tensors):
+def _put_groups(builder: ManifestBuilder, stages: Sequence[Sequence[tuple[Mapping[str, Slot], Sequence[str]]]]) -> None:
+    """Add the optimizer's groups; those of pipeline stages are merged.
+
+    Raises:
+        FormatError: Stages contradict each other.
+    """
+    plain = [
+        [
+            {**{k: v.value for k, v in options.items() if isinstance(v, ObjectEntry)}, "params": names}
+            for options, names in groups
+        ]
+        for groups in stages
+    ]
+    values = merge_groups(plain)
+    tensors: dict[Path, TensorEntry] = {}
+    for groups in stages:
+        for i, (options, _) in enumerate(groups):
+            for key, value in options.items():
+                if isinstance(value, TensorEntry):
+                    path: Path = (OPTIMIZER, _GROUPS, i, key)
+                    tensors[path] = join_entries(path, [tensors[path], value]) if path in tensors else value
+    if values is None or (tensors and len(values) > max(map(len, plain))):
+        raise FormatError("pipeline stages have groups that contradict each other", where=builder.url, fix=CONVERT)
+    for path, entry in tensors.items():
+        builder.put(path, entry)
+    if values and not tensors:
         builder.put_value((OPTIMIZER, _GROUPS), values)
         return
     for i, group in enumerate(values):
@@ -246,13 +258,18 @@ def _put_groups(
             builder.put_value((OPTIMIZER, _GROUPS, i, key), plain_value)
 
 
-def put_loop_state(builder: ManifestBuilder, contents: StateFileContents, file: str) -> None:
-    """Add the state of the training loop from a model file."""
-    for path, entry in read_loop_state(contents, file):
+def put_loop_state(builder: ManifestBuilder, contents: StateFileContents, files: Sequence[str]) -> None:
+    """Add the state of the training loop, which model files have in common."""
+    found: dict[Path, list[tuple[str, Slot]]] = {}
+    for file in files:
+        for path, entry in read_loop_state(contents, file):
+            found.setdefault(path, []).append((file, entry))
+    for path, pairs in found.items():
+        merged = merge_equal(path, [file for file, _ in pairs], [entry for _, entry in pairs])
         if path[0] in (MODEL, MASTER) or (path[0] == OPTIMIZER and (OPTIMIZER, _GROUPS) in builder.objects):
-            builder.put((f"{path[0]} of the client", *path[1:]), entry)
+            builder.put((f"{path[0]} of the client", *path[1:]), merged)
         else:
-            builder.put(path, entry)
+            builder.put(path, merged)
 
 
 def _ignored_weights(source: Source) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from shardckpt.format.deepspeed.locate_params import DataParallelRanks, build_ra
 from shardckpt.format.deepspeed.merge_partitions import MASTER, MODEL, OPTIMIZER, merge_frozen, tie_shared
 from shardckpt.format.deepspeed.state_files import ModelState, StateFileContents, read_groups, read_model_state
 from shardckpt.format.deepspeed.zero_files import find_folder, read_tag, sort_files
-from shardckpt.format.merge_shards import ManifestBuilder, slice_shard
+from shardckpt.format.merge_shards import ManifestBuilder, RankFilesReader, slice_shard
 from shardckpt.format.reader import Evidence, Format, Reader, Source
 from shardckpt.format.torchsave.reader import open_files
 from shardckpt.manifest import ObjectEntry, Path, TensorEntry
@@ -73,8 +73,8 @@ def open_source(source: Source) -> Reader:
     merger = _UniversalMerger(contents, builder, params, models, ranks)
     merger.put_model()
     merger.put_optimizer(shared if shared in sizes else None)
-    deepspeed.put_loop_state(builder, contents, files[0])
-    return reader.with_manifest(builder.build_manifest(reader.manifest, FORMAT.name))
+    deepspeed.put_loop_state(builder, contents, files)
+    return RankFilesReader(reader.store, builder.build_manifest(reader.manifest, FORMAT.name), reader.archives)
 
 
 def _folder(source: Source) -> str | None:

@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 from materialise import assert_same, materialise, truth
 
 import shardckpt
-from shardckpt.errors import AmbiguousError, FormatError, IncompleteError, UnsafeError, UnsupportedError, UsageError
+from shardckpt.errors import (
+    AmbiguousError,
+    FormatError,
+    IncompleteError,
+    OverlapError,
+    UnsafeError,
+    UnsupportedError,
+    UsageError,
+)
 from shardckpt.format.deepspeed import reader as deepspeed
 from shardckpt.format.reader import Reader
 from shardckpt.format.registry import detect, open_checkpoint, open_source
@@ -212,6 +220,16 @@ class TestBadInput:
         state = torch.load(file, weights_only=False)
         change(state)
         torch.save(state, file)
+
+    def test_buffers_and_values_that_differ_between_ranks_are_not_those_of_rank_0(self, split: Path) -> None:
+        assert shardckpt.verify(split).ok
+        [file] = split.rglob("zero_pp_rank_1_mp_rank_00_model_states.pt")
+        self.edit(file, lambda state: (state["module"]["half"].add_(1), state.update(epoch=3)))
+        reader = open_checkpoint(str(split))
+        assert "zero_pp_rank_1_mp_rank_00_model_states.pt" in repr(reader.manifest.objects["epoch",].value)
+        with pytest.raises(OverlapError, match=r"zero_pp_rank_1.*: 'model.half' differs between ranks"):
+            materialise(reader, ("model", "half"))
+        assert any("model.half, epoch: the values differ" in warning for warning in reader.manifest.warnings)
 
     def test_a_missing_partition_is_named_where_it_is_needed(self, folder: Path, tmp_path: Path) -> None:
         (folder / "global_step3/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()

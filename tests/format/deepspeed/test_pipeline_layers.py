@@ -130,6 +130,18 @@ def test_stages_are_one_model_and_what_they_share_is_there_once(world: int, tmp_
     assert [sorted(group["params"]) for group in groups] == [sorted(expected)]
 
 
+def test_stages_with_other_settings_keep_groups_of_their_own(tmp_path: Path) -> None:
+    expected = write_pipeline(tmp_path / "step", 1)
+    file = tmp_path / "step/bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt"
+    state = torch.load(file)
+    state["optimizer_state_dict"]["base_optimizer_state"]["param_groups"][0]["lr"] = 0.25
+    torch.save(state, file)
+    groups: Any = opened(tmp_path / "step").manifest.objects["optimizer", "param_groups"].value
+    second = sorted(name for name in expected if name[0] in "34")
+    assert [group["lr"] == 0.25 for group in groups] == [False, True]
+    assert [sorted(group["params"]) for group in groups] == [sorted({*expected} - {*second}), second]
+
+
 def test_shared_modules_that_are_alike_are_not_guessed(tmp_path: Path) -> None:
     write_pipeline(tmp_path / "step", 1, ("embed", "other"))
     with pytest.raises(AmbiguousError, match="layer 0 could be any of several shared modules"):
