@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, combinations, product
+from math import comb, prod
 
 from shardckpt.errors import FormatError
 from shardckpt.format.merge_shards import ManifestBuilder, join_entries
@@ -15,6 +18,8 @@ from shardckpt.plan.naming.fqn import strip_wrappers
 from shardckpt.plan.optim.match_ids import BY_ORDER, GIVE_NAMES, match_by_kind, match_in_order
 
 UNITS = "units"
+_MOST_CHOICES = 256
+"""Maximum choices of parameters among buffers that are tried."""
 
 Names = Mapping[str | int, str]
 """Id or key of an optimizer's state to the name of a unit, a member or another parameter."""
@@ -131,14 +136,37 @@ class _FlatOptimizer:
         if match is not None:
             return match
         in_order = match_in_order(layouts, candidates)
-        if in_order is None:  # a buffer with the length of a chunk may look like a unit
-            units = [(name, layout) for name, layout in candidates if name in self._model.units]
-            in_order = match_in_order(layouts, units) if len(units) == len(flat) else None
-        if in_order is None:
-            return None
+        if in_order is None:  # a buffer may look like a unit, or like a parameter outside of them
+            choices = self._choose_stored(flat, candidates)
+            fitting = [chosen for chosen in choices if match_by_kind(flat, chosen) or match_in_order(layouts, chosen)]
+            if len(fitting) != 1:
+                return None
+            match, in_order = match_by_kind(flat, fitting[0]), match_in_order(layouts, fitting[0])
+            if match is not None or in_order is None:
+                return match
         self._builder.warnings.append(f"{dotted(self._target) or 'the optimizer'}: {BY_ORDER}")
         self._builder.by_order.add(self._target)
         return [name for names in in_order for name in names]
+
+    def _choose_stored(
+        self, wanted: Sequence[object], candidates: Sequence[tuple[str, object]]
+    ) -> list[list[tuple[str, object]]]:
+        """Return each choice of candidates that has all flat parameters, and a tensor of its layout for each other id.
+
+        The result is empty if there are too many choices.
+        """
+        flat = {*self._model.units, *self._model.fragments}
+        others = Counter(wanted)
+        others.subtract(layout for name, layout in candidates if name in flat)
+        if None in others or any(count < 0 for count in others.values()):
+            chosen = [pair for pair in candidates if pair[0] in flat]
+            return [chosen] if len(chosen) == len(wanted) else []
+        stored = {kind: [name for name, layout in candidates if layout == kind and name not in flat] for kind in others}
+        if prod(comb(len(names), others[kind]) for kind, names in stored.items()) > _MOST_CHOICES:
+            return []
+        ways = product(*(combinations(names, others[kind]) for kind, names in stored.items()))
+        found = [{*flat, *chain.from_iterable(way)} for way in ways]
+        return [[pair for pair in candidates if pair[0] in names] for names in found]
 
     def _describe_layout(self, key: int) -> object:
         """Return the layout of an id's state over ranks; None without a dimension."""

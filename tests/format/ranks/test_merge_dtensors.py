@@ -12,7 +12,7 @@ import pytest
 import torch
 from harness import run
 from materialise import assert_same
-from rank_writers import FOUR, TWO, built, four_ranks, truth, two_ranks
+from rank_writers import FOUR, SLOTS, TWO, Ignoring, built, four_ranks, ignoring_ranks, truth, two_ranks
 from safetensors.torch import load_file, save_file
 from share_writers import as_rank, sharded
 from torch.distributed.device_mesh import init_device_mesh
@@ -328,6 +328,19 @@ def test_buffers_that_differ_are_listed_and_refused_where_they_are_read(copied: 
     with pytest.raises(OverlapError, match=r"buffers_rank1.pt: 'buffers.running' .* \[0:3\] than in buffers_rank0.pt"):
         reader.resolve(reader.manifest.tensors["buffers", "running"].pieces)
     assert any("buffers.running" in problem.message for problem in shardckpt.verify(source).problems)
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (5,), (10,)])
+@pytest.mark.parametrize("width", [4, 6])
+def test_ids_of_flat_and_ignored_parameters_get_names(shape: tuple[int, ...], width: int, tmp_path: Path) -> None:
+    """Torch's FSDP1 with a parameter that it ignores, beside a buffer that looks like a unit."""
+    run(2, ignoring_ranks, tmp_path / "ranks", shape, width, timeout=120)
+    found, _ = consolidated(tmp_path / "ranks", tmp_path / "out")
+    model = Ignoring(shape, width)
+    for name, parameter in model.named_parameters():
+        for slot, times in {"": 1, "/exp_avg": SLOTS["exp_avg"], "/exp_avg_sq": SLOTS["exp_avg_sq"]}.items():
+            expected = torch.full_like(parameter, times * (1.0 + len(name)))
+            assert torch.equal(found[name + slot], expected.detach()), name + slot
 
 
 EXPERTS, DENSE = torch.arange(8 * 4 * 6.0).view(8, 4, 6), torch.arange(48.0).view(8, 6)

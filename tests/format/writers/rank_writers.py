@@ -5,6 +5,7 @@ Nothing is trained: parameters hold numbers of their own, and moments are multip
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,35 @@ def four_ranks(rank: int, world: int, folder: Path) -> None:
     model = built()
     plan = {"first.up": ColwiseParallel(), "first.down": RowwiseParallel(), "second.up": ColwiseParallel()}
     save(in_place(parallelize_module(model, mesh["tp"], plan), mesh["dp"]), folder / "fsdp2-tp", rank)
+
+
+class Ignoring(nn.Module):
+    """Two units, a parameter that FSDP ignores, and a buffer as long as the shard of a unit."""
+
+    def __init__(self, shape: tuple[int, ...], width: int) -> None:
+        super().__init__()
+        self.first, self.second, self.out = nn.Linear(4, 4), nn.Linear(4, width), nn.Linear(4, 3)
+        self.ignored = nn.Parameter(torch.zeros(shape))
+        self.register_buffer("scale", torch.zeros(10))
+
+
+def ignoring_ranks(rank: int, world: int, folder: Path, shape: tuple[int, ...], width: int) -> None:
+    """Save a LOCAL state with an ignored parameter, the optimizer, and the members of the flat parameters."""
+    options: dict[str, Any] = {"device_id": CPU, "use_orig_params": False}
+    model = Ignoring(shape, width)
+    for name, parameter in model.named_parameters():
+        nn.init.constant_(parameter, 1.0 + len(name))
+    model.first, model.second = FSDP(model.first, **options), FSDP(model.second, **options)
+    whole = FSDP(model, ignored_states=[model.ignored], **options)
+    save(whole, folder, rank, StateDictType.LOCAL_STATE_DICT)
+    units = {"": whole, "first": model.first, "second": model.second}
+    flats = {name: unit._handle.flat_param for name, unit in units.items()}
+    handles = [
+        {"module": name, "fqns": list(flat._fqns), "shapes": [list(shape) for shape in flat._shapes]}
+        for name, flat in flats.items()
+    ]
+    note = {"world_size": world, "rank": rank, "handles": handles}
+    (folder / f"flat_param_metadata_rank{rank}.json").write_text(json.dumps(note))
 
 
 def for_the_docs(rank: int, world: int, folder: Path) -> None:
