@@ -3,14 +3,14 @@
 `.metadata` maps boxes of tensors to slices of `.distcp` files. Written by `torch.distributed.checkpoint.save` since
 torch 2.0; tested up to torch 2.13. A slice is a complete torch archive, a tensor of a safetensors file
 (`SerializationFormat.SAFETENSORS`), or a zstd stream of an archive. Without rank coordination each rank writes its own
-`__{rank}.metadata`, and the checkpoint is the union of these.
+`__{rank}.metadata`, and the checkpoint is the union of these; data of several ranks is compared where it is read.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import NamedTuple
 
@@ -28,8 +28,10 @@ from shardckpt.format.budget import CHUNK_BYTES, ReadBudget, check_paths, gc_pau
 from shardckpt.format.dcp.storage_items import Blobs, StoredSlice, require_bytes, resolve_slices, slice_checksums
 from shardckpt.format.encodings import pickle_reader
 from shardckpt.format.encodings.pickle_reader import Dtype, InstanceStub
+from shardckpt.format.merge_shards import join_replicas, list_replicas, resolve_replicas
 from shardckpt.format.reader import Checksum, Evidence, Format, Reader, Source
 from shardckpt.format.torchsave.objects import read_object
+from shardckpt.format.torchsave.rank_values import combine_values
 from shardckpt.manifest import UNREAD, Encoded, Lazy, Manifest, ObjectEntry, Path, Piece, Span, TensorEntry, dotted
 from shardckpt.storage.store import Store, check_name, read_bytes
 
@@ -112,7 +114,9 @@ def open_folder(store: Store, folder: str = "") -> Reader:
             root = _load(store, prefix + name, sizes[name], where, budget)
             _Metadata(root, prefix, where, budget).add_to(found)
             del root  # with metadata of many ranks, keep one at a time in memory
-        return DcpReader(store, _manifest(store, prefix, sizes, names, found), ReadBudget(sum(sizes.values())))
+        manifest = _manifest(store, prefix, sizes, names, found)
+        copies = [[_object((), place) for place in places] for places in found.objects.values() if len(places) > 1]
+        return DcpReader(store, manifest, ReadBudget(sum(sizes.values())), copies)
 
 
 def _load(store: Store, name: str, size: int, where: str, budget: ReadBudget) -> InstanceStub:
@@ -139,13 +143,13 @@ class _Union:
 
     Attributes:
         tensors: Name to global shape, dtype, and chunks by box: a piece, or None if its slice was not stored.
-        objects: Name to the location of its bytes; None if they were not stored.
+        objects: Name to the location of its bytes in the files of each rank that stored it.
         paths: Name to path in the saved state, if known.
         warnings: Oddities, one sentence each.
     """
 
     tensors: dict[str, tuple[Shape, str, dict[Box, Piece | None]]] = field(default_factory=dict)
-    objects: dict[str, _Stored | None] = field(default_factory=dict)
+    objects: dict[str, list[_Stored]] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
@@ -186,8 +190,8 @@ class _Metadata:
                 self._add_tensor(union, name, record)
             elif kind == "BytesStorageMetadata":
                 self._budget.spend_entry(0)
-                if union.objects.get(name) is None:
-                    union.objects[name] = self._stored.get((name, None))
+                stored = self._stored.get((name, None))
+                union.objects.setdefault(name, []).extend(() if stored is None else (stored,))
             else:
                 raise self._bad(name, "is neither a tensor nor an object", _format_value(record))
             if name in union.objects and name in union.tensors:
@@ -264,8 +268,13 @@ class _Metadata:
         boxes = known[2]
         for chunk in chunks:
             box = self._box(name, chunk, shape)
-            if box.volume and boxes.get(box) is None:
-                boxes[box] = self._piece(name, box, stored, is_only=len(chunks) == 1)
+            if not box.volume:
+                continue
+            first, piece = boxes.get(box), self._piece(name, box, stored, is_only=len(chunks) == 1)
+            if first is None:
+                boxes[box] = piece
+            elif piece is not None and piece not in list_replicas(first):
+                boxes[box] = join_replicas(name, stored, first, piece)
 
     def _piece(self, name: str, box: Box, stored: str, *, is_only: bool) -> Piece | None:
         found = self._stored.get((name, box.offset))
@@ -357,17 +366,16 @@ def _manifest(store: Store, prefix: str, sizes: Mapping[str, int], names: Sequen
         if path in tensors:
             raise FormatError(f"{name!r} has the path of another tensor", where=f"{store.url}/{prefix}", found=path)
         pieces = tuple(piece for piece in boxes.values() if piece is not None)
-        used.update(dict.fromkeys(piece.file for piece in pieces))
+        used.update(dict.fromkeys(each.file for piece in pieces for each in list_replicas(piece)))
         if len(pieces) < len(boxes):
             lost.append(name)
         tensors[path] = TensorEntry(path, shape, stored, pieces)
-    for name, where in found.objects.items():
+    for name, places in found.objects.items():
         path = found.paths.get(name, (name,))
         if path in tensors or path in objects:
             raise FormatError(f"{name!r} has the path of another value", where=f"{store.url}/{prefix}", found=path)
-        objects[path] = _object(path, where)
-        if where is not None:
-            used[where.file] = None
+        objects[path] = _object(path, places[0] if places else None)
+        used.update(dict.fromkeys(place.file for place in places))
     if lost:
         found.warnings.append(f"torch listed chunks of {len(lost)} tensors that it never stored, first of {lost[0]!r}")
     known = _sizes(store, prefix, sizes, used)
@@ -386,9 +394,10 @@ def _aliases(tensors: Mapping[Path, TensorEntry]) -> dict[Path, Path]:
     first: dict[tuple[object, ...], Path] = {}
     aliases: dict[Path, Path] = {}
     for path, entry in tensors.items():
-        if not entry.pieces or not all(_is_archive(piece) for piece in entry.pieces):
+        pieces = [each for piece in entry.pieces for each in list_replicas(piece)]
+        if not pieces or not all(map(_is_archive, pieces)):
             continue
-        places = [(p.box, p.file, p.layout.offset) for p in entry.pieces if isinstance(p.layout, Lazy)]
+        places = [(p.box, p.file, p.layout.offset) for p in pieces if isinstance(p.layout, Lazy)]
         kept = first.setdefault((entry.shape, entry.stored, *places), path)
         if kept != path:
             aliases[path] = kept
@@ -440,10 +449,18 @@ class DcpReader(Reader):
         store: Store of the files.
         manifest: Manifest of the checkpoint, whose lazy pieces have `StoredSlice` details.
         budget: Budget for locating elements; None for the default budget of the files' sizes.
+        copies: Objects that several ranks stored: the entry of each rank.
     """
 
-    def __init__(self, store: Store, manifest: Manifest, budget: ReadBudget | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        manifest: Manifest,
+        budget: ReadBudget | None = None,
+        copies: Iterable[Sequence[ObjectEntry]] = (),
+    ) -> None:
         super().__init__(store, manifest)
+        self._copies = {(first.file, first.layout): others for first, *others in copies}
         self._blobs: Blobs = {}
         self._loaded: set[Path] = set()
         self._budget = ReadBudget(sum(filter(lambda n: n > 0, manifest.files.values()))) if budget is None else budget
@@ -453,17 +470,26 @@ class DcpReader(Reader):
 
         Raises:
             CheckpointError: A slice is damaged, or contradicts the metadata.
+            OverlapError: Ranks stored different elements of one box.
         """
-        return resolve_slices(self.store, self.manifest.files, pieces, self._blobs, self._budget)
+
+        def resolve(wanted: Sequence[Piece]) -> list[Piece]:
+            return resolve_slices(self.store, self.manifest.files, wanted, self._blobs, self._budget)
+
+        return resolve_replicas(self, pieces, resolve)
 
     def load_object(self, entry: ObjectEntry) -> object:
-        """Return the value of an object without executing code.
+        """Return the value of an object without executing code; a `PerRankValue` if ranks stored different ones.
 
         Raises:
             CheckpointError: The object is damaged or rejected, or was never stored.
         """
         if entry.value is not UNREAD:
             return entry.value
+        others = [replace(other, path=entry.path) for other in self._copies.get((entry.file, entry.layout), ())]
+        return combine_values(entry.path, [(each.file, self._load_one(each)) for each in (entry, *others)])
+
+    def _load_one(self, entry: ObjectEntry) -> object:
         if entry.layout is None:
             raise IncompleteError("this object was listed and never stored", where=dotted(entry.path))
         end = entry.layout.offset + entry.layout.nbytes
@@ -484,11 +510,15 @@ class DcpReader(Reader):
         spans: list[tuple[str, Span]] = [
             (piece.file, Span(piece.layout.offset, piece.layout.nbytes))
             for entry in self.manifest.tensors.values()
-            for piece in entry.pieces
+            for replicas in entry.pieces
+            for piece in list_replicas(replicas)
             if isinstance(piece.layout, Lazy) and _is_archive(piece)
         ]
         spans += [
-            (entry.file, entry.layout) for entry in self.manifest.objects.values() if isinstance(entry.layout, Span)
+            (each.file, each.layout)
+            for entry in self.manifest.objects.values()
+            for each in (entry, *self._copies.get((entry.file, entry.layout), ()))
+            if isinstance(each.layout, Span)
         ]
         return slice_checksums(self.store, sorted(set(spans)))
 

@@ -20,9 +20,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch_writers import choose_form
 
+from shardckpt import verify
 from shardckpt.errors import (
     FormatError,
     IncompleteError,
+    OverlapError,
     TruncatedError,
     UnsafeError,
     UnsupportedError,
@@ -232,6 +234,8 @@ def save_rank_local(rank: int, folder: str, rendezvous: str) -> None:
         "sharded": DTensor.from_local(mine, mesh, [Shard(0)], shape=torch.Size((5, 4)), stride=(4, 1)),
         "same": torch.arange(3),
         "step": 7,
+        "experts": torch.full((3,), float(rank)),
+        "seed": rank,
     }
     dcp_of_torch.save(state, storage_writer=FileSystemWriter(folder), use_collectives=False)
     dist.destroy_process_group()
@@ -266,6 +270,15 @@ class TestRankLocalMetadata:
         assert_same(reader, ("same",), torch.arange(3))
         assert reader.load_object(reader.manifest.objects["step",]) == 7
         assert dcp.recognize(Source(LocalStore(str(rank_local)))) is Evidence.STRUCTURE
+
+    def test_data_of_which_ranks_stored_other_values_is_not_that_of_rank_0(self, rank_local):
+        reader = open_(rank_local)
+        with pytest.raises(OverlapError, match=r"__1_0.distcp: 'experts' differs between ranks; .* in __0_0.distcp"):
+            assert_same(reader, ("experts",), torch.zeros(3))
+        assert repr(reader.load_object(reader.manifest.objects["seed",])) == (
+            "<other values in __0_0.distcp than in __1_0.distcp>"
+        )
+        assert [problem.kind for problem in verify(rank_local).problems] == ["overlap"]
 
     def test_a_missing_rank_leaves_a_gap_and_a_warning(self, rank_local, tmp_path):
         shutil.copytree(rank_local, tmp_path, dirs_exist_ok=True)
