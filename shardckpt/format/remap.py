@@ -209,7 +209,7 @@ def remap_reader(reader: Reader, place: str) -> RemappedReader:
         state = locate_state(reader, manifest, plan_rules(rules, model.tensors, state, {}).plan, state)
         for key, entry in state.tensors.items():
             name, _, slot = key.rpartition("/")
-            path = (*root, "state", name, slot)
+            path = (*root, "state", name, *state.nested.get(slot, (slot,)))
             tensors[path] = entry._replace(path=path)
         objects |= _build_values(root, state)
     roots = found.optimizers

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import shardckpt
-from shardckpt.errors import AmbiguousError, UsageError
+from shardckpt.errors import AmbiguousError, FormatError, UsageError
 
 
 def trained(count: int = 3, *, is_reversed: bool = False) -> tuple[torch.nn.Module, dict[str, Any]]:
@@ -179,3 +182,52 @@ def test_a_model_alone_comes_without_a_word_about_the_optimizer(fixtures: Path, 
     assert any("optim: " in line for line in with_both.warnings)
     report = shardckpt.consolidate(case / "ckpt", tmp_path / "out", part="model")
     assert not any("optim" in line for line in report.warnings)
+
+
+def train_step(net: torch.nn.Module, optim: torch.optim.Optimizer) -> None:
+    net(torch.ones(4, 128)).square().mean().backward()
+    optim.step()
+    optim.zero_grad()
+
+
+@pytest.mark.parametrize("via", ["", "safetensors", "torch", "dcp", "native"])
+def test_nested_slots_of_an_eight_bit_optimizer_come_back_nested(via: str, tmp_path: Path) -> None:
+    """bitsandbytes keeps its moments in a dict inside of a parameter's state, and its first step needs them there."""
+    make = partial(bitsandbytes.optim.AdamW8bit, lr=0.01, min_8bit_size=64)
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.Linear(128, 16))
+    optim = make(net.parameters())
+    train_step(net, optim)
+    source = torch_file(tmp_path / "trained.pt", net, optim.state_dict())
+    names = tmp_path / "names.json"
+    names.write_text(json.dumps([name for name, _ in net.named_parameters()]))
+    if via:
+        shardckpt.consolidate(source, tmp_path / via, part="all", param_names=names, to=via)
+        source = str(tmp_path / via)
+    shardckpt.consolidate(source, tmp_path / "ids.pt", part="optim", param_names=names, optim_keys="ids")
+    resumed = copy.deepcopy(net)
+    fresh = make(resumed.parameters())
+    fresh.load_state_dict(torch.load(tmp_path / "ids.pt"))
+    train_step(net, optim)
+    train_step(resumed, fresh)
+    assert all(map(torch.equal, resumed.parameters(), net.parameters()))
+
+
+def test_lists_and_values_inside_of_slots_come_back_as_they_were(tmp_path: Path) -> None:
+    net, state = trained(1)
+    slots = {"exp_avg": torch.ones(2, 2), "pair": [torch.ones(1), {"n": 3, "t": torch.zeros(2)}], "inner": {"k": None}}
+    slots["inner"]["deep"] = torch.full((2,), 5.0)  # type: ignore[index]
+    state["state"][0] = slots
+    torch_file(tmp_path / "src.pt", net, state)
+    shardckpt.consolidate(tmp_path / "src.pt", tmp_path / "folder", part="all")
+    shardckpt.consolidate(tmp_path / "folder", tmp_path / "ids.pt", part="optim", optim_keys="ids")
+    found = torch.load(tmp_path / "ids.pt")["state"][0]
+    torch.testing.assert_close(found, slots, rtol=0, atol=0)
+
+
+def test_two_slots_with_one_name_are_refused(tmp_path: Path) -> None:
+    net, state = trained(1)
+    state["state"][0] = {"a": {"b": torch.ones(2, 2)}, "a.b": torch.zeros(2, 2)}
+    torch_file(tmp_path / "src.pt", net, state)
+    with pytest.raises(FormatError, match=r"two values of an optimizer would get one name"):
+        shardckpt.consolidate(tmp_path / "src.pt", tmp_path / "out", part="all")

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardckpt.boxes import full_box, strides
 from shardckpt.dtypes import bits, nbytes
@@ -14,13 +14,13 @@ from shardckpt.errors import FormatError
 from shardckpt.format.encodings.safetensors import MAX_DIMS
 from shardckpt.format.encodings.tagged_json import decode
 from shardckpt.layout import FlatLayout, ParamSpec, from_json
-from shardckpt.manifest import Path, Piece, Span, Strided, TensorEntry
+from shardckpt.manifest import Path, Piece, Span, Strided, TensorEntry, dotted
 from shardckpt.plan.optim.optim_keys import STATE, split_key
 
 EXACT = "exact"
 """Key of values that plain JSON cannot represent: pairs of a path in the file and a tagged value."""
 
-_KEYS = "keys"
+_KEYS, _NESTED = "keys", "nested"
 _FLAT_PARAMETERS = "flat-parameters"
 _WAYS = ("names", "ids", "flat", _FLAT_PARAMETERS)
 _MOST_DIGITS = 18
@@ -37,6 +37,7 @@ class OptimizerFile:
         names: Parameter names in the groups; empty with `ids`.
         units: Flat parameter to the layout of its members, with `flat-parameters`.
         units_json: `units` as stored.
+        nested: Slot with dots to its keys, of slots inside of others.
     """
 
     keys: str
@@ -45,6 +46,7 @@ class OptimizerFile:
     names: frozenset[str]
     units: Mapping[str, FlatLayout] = field(default_factory=dict)
     units_json: object = None
+    nested: Mapping[str, Path] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, raw: Mapping[str, object], where: str) -> OptimizerFile:
@@ -57,12 +59,13 @@ class OptimizerFile:
         keys, groups, values = raw.get(_KEYS, "names"), raw.get("param_groups", []), raw.get("non_tensor_state", {})
         if keys not in _WAYS:
             raise FormatError("an unknown way to name parameters", where=where, found=keys, expected=", ".join(_WAYS))
+        nested = _read_nested(raw.get(_NESTED, {}), where)
         if keys == _FLAT_PARAMETERS:
-            return _from_flat_params(raw, groups, values, where)
+            return replace(_from_flat_params(raw, groups, values, where), nested=nested)
         if keys == "ids" and isinstance(values, dict):
             values = {_number(key): slots for key, slots in values.items()}
         names = {name for group in _list_params(groups) for name in _params(group) if isinstance(name, str)}
-        return cls(str(keys), groups, values, frozenset(names))
+        return cls(str(keys), groups, values, frozenset(names), nested=nested)
 
     def entries(self, key: str, entry: TensorEntry) -> list[tuple[Path, TensorEntry]]:
         """Return the parameters and slots in a tensor, with the tensor's part for each.
@@ -74,18 +77,21 @@ class OptimizerFile:
         Raises:
             FormatError: The name contains no number where one is required, or a flat parameter has another length.
         """
-        name, slot = self.split(key)
+        name, joined = self.split(key)
+        slot = self.nested.get(joined, (joined,))
         layout = self.units.get(name) if isinstance(name, str) else None
         if layout is None:
-            return [((name, slot), entry)]
+            return [((name, *slot), entry)]
         if not entry.shape:
-            return [((spec.name, slot), entry) for spec in layout.specs]
-        if entry.shape != (layout.numel,) or bits(entry.stored) % 8 or len(entry.pieces) != 1:
+            return [((spec.name, *slot), entry) for spec in layout.specs]
+        is_span = len(entry.pieces) == 1 and isinstance(entry.pieces[0].layout, Span)
+        if entry.shape != (layout.numel,) or bits(entry.stored) % 8 or not is_span:
             raise FormatError(
                 "a tensor is not as its flat parameter", where=key, found=entry.shape, expected=layout.numel
             )
         return [
-            ((spec.name, slot), _member(entry, spec, at)) for spec, at in zip(layout.specs, layout.offsets, strict=True)
+            ((spec.name, *slot), _member(entry, spec, at))
+            for spec, at in zip(layout.specs, layout.offsets, strict=True)
         ]
 
     def split(self, key: str) -> tuple[str | int, str]:
@@ -156,6 +162,17 @@ def _member(entry: TensorEntry, spec: ParamSpec, at: int) -> TensorEntry:
         steps = dict(zip(spec.order, strides(spec.memory_shape), strict=True))
         layout = Strided(span.offset, span.nbytes, 0, tuple(steps[dim] for dim in range(len(spec.shape))))
     return TensorEntry(entry.path, spec.shape, entry.stored, (Piece(full_box(spec.shape), piece.file, layout),))
+
+
+def _read_nested(value: object, where: str) -> dict[str, Path]:
+    """Return the keys of each slot inside of another one; its name is these keys, joined by dots."""
+    found: dict[str, Path] = {}
+    for slot, keys in value.items() if isinstance(value, dict) else ():
+        path = tuple(keys) if isinstance(keys, list) and all(type(key) in (int, str) for key in keys) else ()
+        if not path or dotted(path) != slot:
+            raise FormatError("the keys of a nested slot are not those of its name", where=where, found=str(slot)[:80])
+        found[slot] = path
+    return found
 
 
 def _list_params(groups: object) -> Sequence[object]:

@@ -19,13 +19,14 @@ from shardckpt.format.huggingface.optimizer_keys import EXACT
 from shardckpt.manifest import Path
 from shardckpt.plan.optim.optim_keys import GROUPS
 from shardckpt.plan.optim.optimizer_state import OptimizerState
-from shardckpt.plan.optim.output_keys import VALUES
+from shardckpt.plan.optim.output_keys import NESTED, VALUES
 
 
 def read_content(state: OptimizerState) -> dict[str, Any]:
     """Return the groups and values of an optimizer with their original types."""
     values = {name: dict(slots) for name, slots in state.scalars.items()}
-    return {GROUPS: [dict(group) for group in state.groups], VALUES: values}
+    nested = {NESTED: {slot: list(keys) for slot, keys in state.nested.items()}} if state.nested else {}
+    return {GROUPS: [dict(group) for group in state.groups], VALUES: values, **nested}
 
 
 def as_json(content: Mapping[str, Any]) -> dict[str, object]:

@@ -156,9 +156,9 @@ def build_content(selection: Selection) -> Content:
     values: dict[Path, object] = {}
     if selection.groups is not None:
         state, rest = to_state_paths(selection.optim, selection.groups)
-        arrays |= {_as_torch(("optim", *path)): tensor for path, tensor in state.items()}
+        arrays |= {to_torch_path(("optim", *path)): tensor for path, tensor in state.items()}
         for path, value in rest.items():
-            values |= flatten_value(value, _as_torch(("optim", *path)))
+            values |= flatten_value(value, to_torch_path(("optim", *path)))
     order: tuple[Path, ...] = tuple(("model", name) for name in selection.order)
     return Content(arrays, ties, values, (*order, *arrays) if order else ())
 
@@ -169,11 +169,6 @@ def to_torch_path(path: Path) -> Path:
     Numbers are list indexes, but parameter ids of optimizers are keys.
     """
     return tuple(str(key) if i and path[i - 1] == STATE and isinstance(key, int) else key for i, key in enumerate(path))
-
-
-def _as_torch(path: Path) -> Path:
-    """Return a path with text keys, as torch stores keys of dicts."""
-    return tuple(map(str, path))
 
 
 def flatten_value(value: Any, path: Path) -> dict[Path, object]:

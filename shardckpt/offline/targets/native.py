@@ -157,7 +157,7 @@ def build_selected_tree(selection: Selection) -> NativeTree:
         ("model", name): numbers["model", kept] for name, kept in selection.ties.items() if ("model", kept) in arrays
     }
     refs = {path: ArrayRef(number) for path, number in (*numbers.items(), *ties.items())}
-    tree = encode(unflatten({**refs, **values}, "the selection"))
+    tree = encode(unflatten({**refs, **values}, "the selection", has_lists=True))
     return NativeTree(arrays, tree, ties, {} if selection.keeps_order else {KEEPS_ORDER: False})
 
 

@@ -136,7 +136,7 @@ def _optimizer(selection: Selection, first: int) -> dict[str | int, object]:
     leaves: dict[Path, object] = {
         path: TensorValue(numbers[tensor.name], tensor.dtype, tensor.shape) for path, tensor in arrays.items()
     }
-    tree: dict[str | int, object] = unflatten({**leaves, **values})
+    tree: dict[str | int, object] = unflatten({**leaves, **values}, "the selection", has_lists=True)
     return tree
 
 

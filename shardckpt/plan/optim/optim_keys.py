@@ -247,7 +247,10 @@ def from_paths(tensors: Mapping[Path, V], values: Mapping[Path, object], *, has_
             slots.setdefault(key, {})[str(slot)] = value
     for path, tensor in tensors.items():
         if path[:1] == (STATE,) and len(path) >= 3:
-            slots.setdefault(path[1], {})[dotted(path[2:])] = tensor
+            row, slot = slots.setdefault(path[1], {}), dotted(path[2:])
+            if slot in row:
+                raise FormatError("two values of an optimizer would get one name", where=dotted(path))
+            row[slot] = tensor
         elif path[:1] != (GROUPS,):
             raise FormatError("not a place for optimizer state", where=dotted(path), expected="state.<name>.<slot>")
     groups = _list_groups({path[1:]: v for path, v in values.items() if path[:1] == (GROUPS,)}, has_lists=has_lists)

@@ -46,6 +46,7 @@ class OptimizerState:
         units: Layouts of flat parameters, if the checkpoint has them.
         has_groups: Whether groups are stored; otherwise parameters with equal settings form one.
         is_by_order: Whether ids were named by the order of the model's state dict.
+        nested: Slot with dots to its keys, of slots inside of others.
     """
 
     tensors: Mapping[str, TensorEntry]
@@ -54,6 +55,7 @@ class OptimizerState:
     units: Mapping[str, FlatLayout] = field(default_factory=dict)
     has_groups: bool = True
     is_by_order: bool = False
+    nested: Mapping[str, Path] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,8 @@ def key_by_name(
     stored_order = {id(entry): at for at, entry in enumerate(raw.tensors.values())}
     tensors = dict(sorted(tensors.items(), key=lambda item: stored_order[id(item[1])]))
     units = _read_units(raw, clean)
-    return OptimizerState(tensors, scalars, named[GROUPS], units, not flattened, found.is_by_order)
+    nested = {dotted(path[2:]): path[2:] for path in raw.tensors if path[0] == STATE and len(path) > 3}
+    return OptimizerState(tensors, scalars, named[GROUPS], units, not flattened, found.is_by_order, nested)
 
 
 def key_by_id(raw: RawOptimizer) -> OptimizerState:

@@ -15,8 +15,9 @@ from shardckpt.plan.optim.flat_params import FlatUnit, has_scalars, pack_state
 from shardckpt.plan.optim.optim_keys import GROUPS, STATE, Key, flatten, number_names, rename_params, to_paths
 
 Keys = Literal["names", "ids", "flat", "flat-parameters"]
-KEYS, VALUES, FLATTENED = "keys", "non_tensor_state", "flattened"
-"""Entries of `param_groups.json`: the kind of parameter keys, by default names; and values that are not tensors."""
+KEYS, VALUES, FLATTENED, NESTED = "keys", "non_tensor_state", "flattened", "nested"
+"""Entries of `param_groups.json`: the kind of parameter keys, by default names; values that are not tensors; and the
+keys of each slot inside of another one."""
 
 Units = Mapping[str, FlatLayout]
 """Layout of each flat parameter, with names of the unsharded model."""
@@ -69,8 +70,9 @@ def to_state_paths(
 ) -> tuple[dict[Path, OutputTensor], dict[Path, object]]:
     """Return tensors, in their order, and values by their paths below the optimizer.
 
-    By names and by ids: `("state", parameter, slot)` and `("param_groups",)`, a list of dicts. Flattened: one key
-    each, `("state.<parameter>.<slot>",)` and `("param_groups.<parameter>.<setting>",)`.
+    By names and by ids: `("state", parameter, slot)`, a slot inside of another one with all its keys, and
+    `("param_groups",)`, a list of dicts. Flattened: one key each, `("state.<parameter>.<slot>",)` and
+    `("param_groups.<parameter>.<setting>",)`.
 
     Raises:
         UsageError: The keys are flat parameters, whose layouts are stored elsewhere.
@@ -84,15 +86,26 @@ def to_state_paths(
     def key(name: str) -> Key:
         return int(name) if keys == "ids" else name
 
+    nested: Mapping[str, Sequence[str | int]] = content.get(NESTED, {})
     by_path: dict[Path, OutputTensor] = {}
     for tensor in tensors:
         name, _, slot = tensor.name.rpartition("/")
-        by_path[STATE, key(name), slot] = tensor
+        path: Path = (STATE, key(name), *nested.get(slot, (slot,)))
+        by_path[path] = tensor
     values = {key(name): slots for name, slots in content[VALUES].items()}
     value_by_path = to_paths({STATE: values, GROUPS: content[GROUPS]})
+    for path in {path[:3] for path in by_path if len(path) > 3} & value_by_path.keys():
+        value_by_path |= _list_leaves(value_by_path.pop(path), path)
     if by_path:
         value_by_path.pop((STATE,), None)
     return by_path, value_by_path
+
+
+def _list_leaves(value: object, path: Path) -> dict[Path, object]:
+    """Return the values in nested dicts by path."""
+    if not isinstance(value, dict) or not value:
+        return {path: value}
+    return {at: leaf for key, inner in value.items() for at, leaf in _list_leaves(inner, (*path, key)).items()}
 
 
 def _group_tensors(tensors: Iterable[OutputTensor]) -> dict[str, dict[str, OutputTensor]]:
