@@ -165,18 +165,20 @@ def _open_adapter(path: str, weight: float) -> _Adapter:
 def _require_plain_base(selection: Selection, config: Mapping[str, object], adapters: Sequence[_Adapter]) -> None:
     """Require that the weights that adapters change are numbers to which something can be added."""
     tensors = {tensor.name: tensor for tensor in selection.model}
-    written = {name: each.entry._replace(stored=each.dtype, delivered="") for name, each in tensors.items()}
-    quantized = find_quantized(written)
-    for name in sorted({name for each in adapters for name in list_changed(each.entries, each.url)}):
+    quantized = find_quantized({name: tensor.entry for name, tensor in tensors.items()})
+    plain = {name for name, tensor in tensors.items() if tensor.entry.dtype in FLOATS} - {*quantized.values()}
+    plain |= {name for name, tensor in tensors.items() if tensor.change is not None}  # fp8 that has been taken back
+    changed = {selection.ties.get(name, name) for each in adapters for name in list_changed(each.entries, each.url)}
+    for name in sorted(changed):
         module, _, last = name.rpartition(".")
-        packed = quantized.get(module, "") if last == "weight" else ""
-        if not packed and (name not in tensors or tensors[name].dtype in FLOATS):
+        packed = quantized.get(module, name) if last == "weight" else name
+        if name in plain or packed not in tensors:
             continue
         method = config.get(QUANTIZATION_CONFIG)
         kind = method.get("quant_method") if isinstance(method, Mapping) else None
         raise UnsupportedError(
-            f"the base is quantized, and nothing can be added to {packed or name}",
-            found=f"{written[packed or name].stored}{f', quant_method {kind}' if kind else ''}",
+            f"the base is quantized, and nothing can be added to {name}",
+            found=f"{packed} in {tensors[packed].entry.dtype}{f', quant_method {kind}' if kind else ''}",
             expected=", ".join(sorted(FLOATS)),
             fix="Merge into the base before it was quantized, or take it back first: --dtype bf16 does for fp8 with"
             " *_scale_inv, and model.dequantize() of transformers for others.",

@@ -27,13 +27,13 @@ _CAST = re.compile(r"(.*_)?bias|weight")
 
 
 def find_quantized(tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
-    """Return the modules that store a weight quantized, each with the name of such a tensor.
+    """Return the modules that store a weight quantized, each with the name of the first such tensor.
 
     Args:
         tensors: Tensors of the model by name.
     """
     packed = _find_packed(tensors)
-    return {_find_module(name, packed): name for name in tensors if name in packed}
+    return {_find_module(name, packed): name for name in reversed(list(tensors)) if name in packed}
 
 
 def list_uncast(tensors: Mapping[str, TensorEntry], config: Mapping[str, object]) -> frozenset[str]:

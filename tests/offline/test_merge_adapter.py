@@ -252,7 +252,7 @@ def test_an_adapter_in_the_folder_of_its_base_is_found_there(suffix: str, tmp_pa
 
 
 def test_a_base_without_floats_and_a_sum_that_overflows_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"quantized.*found int64"):
+    with pytest.raises(UnsupportedError, match=r"quantized.*found m\.weight in int64"):
         merged(tmp_path / "a", {"m.weight": torch.zeros(3, 4, dtype=torch.int64)}, FACTORS)
     big = torch.full((3, 4), 6e4, dtype=torch.float16)
     with pytest.raises(shardckpt.PrecisionError, match=r"m\.weight"):
@@ -563,6 +563,23 @@ def test_a_head_that_the_class_ties_is_merged_as_the_adapter_computes(
     torch.testing.assert_close(found(tokens).logits, truth(tokens).logits, rtol=1e-4, atol=1e-4)
 
 
+def test_changed_embeddings_that_the_class_ties_are_those_of_pefts_own_merge(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    model = _tied_model("gemma")
+    model.save_pretrained(tmp_path / "base")
+    told = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "embed_tokens"], init_lora_weights=False)
+    wrapped = peft.get_peft_model(model, told)
+    wrapped.save_pretrained(tmp_path / "adapter")
+    shardckpt.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    truth = wrapped.merge_and_unload().state_dict()
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert set(found) == set(truth)
+    for name in truth:
+        torch.testing.assert_close(found[name], truth[name], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("is_saved", [True, False], ids=["saved-modules", "saved-embeddings"])
 @pytest.mark.parametrize("kind", ["llama", "gemma"])
 def test_a_vocabulary_that_grew_is_merged_as_peft_does(kind: str, is_saved: bool, tmp_path: Path) -> None:
@@ -631,7 +648,7 @@ QUANTIZED = {
 def test_a_quantized_base_is_named_with_the_way_out(kind: str, tmp_path: Path) -> None:
     base, adapter = write(tmp_path, QUANTIZED[kind], FACTORS)
     (tmp_path / "base" / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": kind}}))
-    with pytest.raises(UnsupportedError, match=rf"base is quantized.* m\.q?weight; found .*{kind}.*dequantize"):
+    with pytest.raises(UnsupportedError, match=rf"to m\.weight; found m\.q?weight in .*{kind}.*dequantize"):
         shardckpt.merge_adapter(base, adapter, tmp_path / "out")
     if kind == "fp8":
         shardckpt.merge_adapter(base, [adapter, adapter], tmp_path / "out", dtype="bf16")
