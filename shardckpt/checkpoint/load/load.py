@@ -407,6 +407,9 @@ def _open_session(state: Any, order: _Order, coordinator: Coordinator) -> LoadSe
     _require_fit(plan, saved)
     for path in plan.unmatched if coordinator.rank == 0 else ():
         warn_user(f"nothing was loaded into {dotted(path) or 'the model'}: the checkpoint has none of its names")
+    for model in models if coordinator.rank == 0 else ():
+        if model.index is not None and (text := model.index.describe_unmanaged()):
+            warn_user(text)
     requests = saved.locate_requests([(target.entry, target.array) for target in plan.arrays])
     has = saved.store.capabilities
     if coordinator.size == 1 or not (

@@ -25,6 +25,7 @@ from shardckpt.core.registration.flat_param import FlatParamRegistration
 from shardckpt.core.registration.orig_params import OrigParamsRegistration
 from shardckpt.core.runtime.fsdp_unit import FSDPUnit
 from shardckpt.core.runtime.traversal import ShardedModule, units
+from shardckpt.errors import UsageError
 from shardckpt.state.adapters.base import Entry, ShardingAdapter
 from shardckpt.state.adapters.dtensor import DTensorAdapter
 from shardckpt.state.adapters.engine_dtensor import EngineDTensorAdapter
@@ -99,6 +100,21 @@ class ModelIndex:
     def entries(self) -> dict[str, Entry]:
         """Entries of all parameters by their first names."""
         return {entry.name: entry for adapter in self.adapters for entry in adapter.entries}
+
+    def describe_unmanaged(self) -> str:
+        """Return a warning about trained parameters that no unit manages; empty without them, or without units."""
+        parallel = any(isinstance(module, DistributedDataParallel) for module in self.root.modules())
+        if self.ranks.size == 1 or parallel or not units(self.root):
+            return ""
+        plain = (adapter for adapter in self.adapters if isinstance(adapter, ReplicatedAdapter))
+        names = [entry.name for adapter in plain for entry in adapter.entries if entry.trains]
+        if not names:
+            return ""
+        more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+        return (
+            f"no unit manages {', '.join(names[:10])}{more}: every rank loads them, and trains them by its own "
+            "gradients. Shard a module above them, freeze them, or average their gradients."
+        )
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -327,7 +343,16 @@ class _Walk:
         )
 
     def _build_adapter(self, registration: ParamRegistration, ranks: Ranks) -> ShardingAdapter:
-        names = [self._known[registration, index] for index in range(len(registration.bucket.members))]
+        members = registration.bucket.members
+        gone = [member.fqn for index, member in enumerate(members) if (registration, index) not in self._known]
+        if gone:
+            raise UsageError(
+                "the model lacks parameters that its unit has sharded",
+                where=type(self._root).__name__,
+                found=gone,
+                fix="Replace modules before sharding, or shard a model that is built again.",
+            )
+        names = [self._known[registration, index] for index in range(len(members))]
         if isinstance(registration, DTensorRegistration):
             return EngineDTensorAdapter(registration, names, ranks)
         assert isinstance(registration, (FlatParamRegistration, OrigParamsRegistration)), (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -98,6 +99,9 @@ def load_model_state_dict(
     for name, module in index.extra.items():
         if name in extra:
             module.set_extra_state(extra[name])
+    unmanaged = index.describe_unmanaged()
+    if unmanaged and index.ranks.is_first:
+        warnings.warn(unmanaged, stacklevel=3)
     return keys
 
 
