@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from harness import run
 from states import differing
@@ -11,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shardckpt.state import load_model_state_dict, model_state_dict
+from shardckpt.state.redistribute.dtensor_rows import has_rows_everywhere
 
 
 def test_full_states_of_torchs_own_wrapping_hold_every_row_in_its_place() -> None:
@@ -33,3 +35,11 @@ def test_full_states_of_torchs_own_wrapping_hold_every_row_in_its_place() -> Non
         return wrong
 
     assert run(4, body) == [[]] * 4
+
+
+@pytest.mark.parametrize(
+    ("rows", "ranks", "expected"), [(2, 3, False), (5, 4, False), (3, 3, True), (6, 4, False), (7, 4, True)]
+)
+def test_the_last_rank_decides_whether_every_rank_has_rows(rows: int, ranks: int, expected: bool) -> None:
+    """Rows are split as by `torch.chunk`: of five rows four ranks have two, two, one and none."""
+    assert has_rows_everywhere(rows, ranks) is expected

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from math import prod
 
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardckpt.boxes import chunk_range
+from shardckpt.core.params.buffer_layout import FlatPacking
+from shardckpt.core.params.full_params import Staging
 from shardckpt.layout import FlatLayout, ParamSpec
-from shardckpt.state.redistribute.flat_to_rows import Rows, plan_exchange
+from shardckpt.state.redistribute.flat_to_rows import Rows, plan_exchange, rows_to_flat, start_flat_to_rows
 
 SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=4)
 
@@ -48,3 +55,31 @@ def test_rows_add_up_to_the_shape(layout):
         assert sum(prod(shape) for shape in shapes) == spec.numel
         if spec.shape:
             assert sum(shape[rows.dim] for shape in shapes) == spec.shape[rows.dim]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_rows_of_parameters_in_any_memory_order_become_flat_shards_and_rows_again(world):
+    def body(rank, world):
+        values = [torch.randn(4, 3, 2, 2, generator=torch.Generator().manual_seed(at)) for at in range(2)]
+        values = [values[0], values[1].to(memory_format=torch.channels_last), torch.arange(20.0).view(4, 5).t()]
+        packing = FlatPacking(["plain", "channels last", "transposed"], values, [(), (), ()], world, alignment=1)
+        layout = packing.layout
+        assert [bool(spec.order) for spec in layout.specs] == [False, True, True]
+        shard = torch.empty(layout.chunk)
+        packing.write_shard(values, rank, shard)
+        splits = [Rows.from_spec(spec, world) for spec in layout.specs]
+        parts = [
+            value.narrow(
+                split.dim, chunk_range(value.shape[split.dim], world, rank)[0], split.shape(spec, rank)[split.dim]
+            )
+            for value, split, spec in zip(values, splits, layout.specs, strict=True)
+        ]
+        found, staging = torch.empty(layout.chunk), Staging()
+        how = {"dtype": found.dtype, "device": found.device}
+        group = dist.group.WORLD
+        rows_to_flat(parts, packing.split_shard(found, rank), layout, group, staging, **how)
+        flats = packing.split_shard(shard, rank)
+        is_flat = all(map(torch.equal, packing.split_shard(found, rank), flats))
+        return is_flat, all(map(torch.equal, start_flat_to_rows(shard, layout, group, staging)(), parts))
+
+    assert run(world, body) == [(True, True)] * world

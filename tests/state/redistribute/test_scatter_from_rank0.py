@@ -51,6 +51,25 @@ def test_each_rank_is_given_its_own_parts_wherever_they_are_kept():
         assert run(3, body, how) == [([True, True], others), ([True, True], sum(SIZES[1])), ([True, True], 0)]
 
 
+def test_adjacent_tensors_of_another_type_than_the_communication_are_converted():
+    def body(rank, world):
+        room = torch.full((sum(SIZES[rank]),), -1.0, dtype=torch.float64)
+        into = [room[: SIZES[rank][0]], room[SIZES[rank][0] :]]
+        rows = [[part(r, number, torch.float32) for number in range(2)] for r in range(world)] if rank == 0 else None
+        scatter_from_rank0(
+            rows,
+            into,
+            dist.group.WORLD,
+            Ranks(),
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            staging=Staging(),
+        )
+        return room.tolist() == [float(each) for number in range(2) for each in part(rank, number, torch.float32)]
+
+    assert run(3, body) == [True] * 3
+
+
 def test_ranks_that_have_copies_are_told():
     def body(rank, world):
         cut, copies = torch.arange(4.0), [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
