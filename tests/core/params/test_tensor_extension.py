@@ -18,7 +18,7 @@ from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from under_test import LOW, TORCH, core, torch_is_wrong
+from under_test import LOW, TORCH, core, no_sync, torch_is_wrong
 
 if not TORCH:
     import shardckpt
@@ -445,6 +445,21 @@ def test_extensions_put_between_forward_and_backward_are_refused() -> None:
         with pytest.raises(core_errors.ExtensionError, match="while gradients are still to come"):
             model(batch(0, rank))
         del loss
+
+    harness.run(2, body)
+
+
+@torch_is_wrong("it computes with what was put there")
+def test_extensions_put_on_a_tensor_with_unreduced_gradients_are_refused() -> None:
+    """After the backward no forward waits for its gradients, but those of `no_sync` wait for their reduction."""
+
+    def body(rank: int, world: int) -> None:
+        model = materialised()
+        with no_sync(model):
+            model(batch(0, rank)).sum().backward()
+        put_functions(model)
+        with pytest.raises(core_errors.ExtensionError, match="while gradients are still to come"):
+            model(batch(0, rank))
 
     harness.run(2, body)
 

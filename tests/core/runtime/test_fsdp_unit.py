@@ -256,3 +256,16 @@ def test_a_unit_that_cannot_be_reset_leaves_no_other_unsharded():
         raise ValueError(f"unit {number}")
 
     assert run(2, body) == [([False] * 3, [Phase.IDLE] * 3)] * 2
+
+
+def test_a_reshard_keeps_a_parameter_that_replaced_a_kept_one_for_the_next_forward():
+    def body(rank, world):
+        model = fully_shard(nn.Linear(4, 4, bias=False), reshard_after_forward=False)
+        sharded = model.weight
+        model(torch.ones(1, 4))
+        assert model.weight is not sharded
+        model.weight = nn.Parameter(torch.full_like(sharded, 2.0))
+        model.reshard()
+        return model(torch.ones(1, 4)).tolist()
+
+    assert run(2, body) == [[[8.0] * 4]] * 2
