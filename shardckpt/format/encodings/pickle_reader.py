@@ -1,7 +1,7 @@
 """Read pickles without executing them: an interpreter with an allow-list.
 
 Supports the opcodes of protocols 0 to 5 (PEP 3154 and 574, and the notes in CPython's `pickletools`). Names that the
-pickle would import, call or construct become values of `pickle_stubs`, or a typed error with the name.
+pickle would import, call or construct become values of `pickle_stubs`; those that can run code are a typed error.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from shardckpt.format.encodings.pickle_stubs import (
     TextHole,
     make_size,
     make_stub,
+    make_unlisted,
 )
 
 __all__ = [
@@ -105,7 +106,7 @@ def load_at(
     Raises:
         TruncatedError: The pickle ends before its last opcode.
         FormatError: The bytes are not a pickle, or the pickle is damaged.
-        UnsafeError: The pickle names something outside the allow-list, sets state on a real object, or exceeds a limit.
+        UnsafeError: The pickle names something that can run code, sets state on a real object, or exceeds a limit.
     """
     budget = ReadBudget(len(data) - start) if budget is None else budget
     machine = _Machine(data if type(data) is bytes else bytes(data), persistent, limits, budget)
@@ -176,8 +177,8 @@ def _add_position(error: ShardckptError, where: str) -> ShardckptError:
 _ATOMS = frozenset({str, int, bool, float, complex, bytes, type(None), Dtype, StorageType, Global, TextHole})
 _SIZED = (list, tuple, dict, set, frozenset, str, bytes, TextHole)
 _TUPLE, _LIST, _DICT, _SET = 64, 80, 80, 232
-_CALL, _ITEM, _SHARED = 96, 64, 64
-"""Cost in bytes of containers, calls, items of dicts and sets, and values that are used again."""
+_CALL, _ITEM, _SHARED, _NAME = 96, 64, 64, 1024
+"""Cost in bytes of containers, calls, items of dicts and sets, values that are used again, and unlisted names."""
 
 _REPEATED = 256
 """Cost in bytes of each value of the result beyond one per byte of the pickle; shared values count repeatedly."""
@@ -441,9 +442,8 @@ class _Machine:
         """Push the stub of a global."""
         found = ALLOWED.find(module, name)
         if found is None:
-            raise UnsafeError(
-                f"the pickle names {module}.{name}, which is not on the list of harmless names", fix=NEVER_RUN
-            )
+            self.spend(_NAME)
+            found = make_unlisted(module, name)
         self.stack.append(found)
 
     def call(self, what: object, args: object) -> object:
@@ -496,7 +496,7 @@ class _Shape:
         machine: Interpreter that created the result.
     """
 
-    __slots__ = ("budget", "depth", "has_long_text", "known", "most", "shared")
+    __slots__ = ("budget", "depth", "has_long_text", "known", "most", "shared", "spend")
 
     def __init__(self, depth: int, most: int, machine: _Machine) -> None:
         self.depth = depth
@@ -504,6 +504,7 @@ class _Shape:
         self.shared = machine.shared
         self.has_long_text = machine.has_long_text
         self.budget = machine.budget
+        self.spend = machine.spend
         self.known: dict[int, _Extent | None] = {}
 
     def measure(self, value: object, level: int) -> _Extent:
@@ -538,11 +539,28 @@ class _Shape:
             self.known[key] = None
             self.known[key] = self.measure(value, level)
         extent = self.known[key]
+        if extent is None and type(value) is InstanceStub:
+            self.empty(value)
+            return _Extent(0, 0)
         if extent is None:
             raise UnsafeError("the pickle holds a container that contains itself")
         if level + extent.depth - 1 > self.depth:
             raise _over("containers in one another", self.depth)
         return extent
+
+    def empty(self, stub: InstanceStub) -> None:
+        """Remove the content of an instance that contains itself, up to one tensor, so that callers can recurse."""
+        seen: dict[int, object] = {}
+        found: list[object] = [stub]
+        tensor: TensorStub | None = None
+        while found and tensor is None:
+            children = _children(found)
+            self.spend(_SHARED * len(children))
+            tensor = next((child for child in children if type(child) is TensorStub), None)
+            new = {id(child): child for child in children if child.__class__ in _CONTAINERS and id(child) not in seen}
+            seen |= new
+            found = list(new.values())
+        stub.args, stub.state, stub.items = (), None, None if tensor is None else [tensor]
 
 
 _TEXTS = (str, bytes, TextHole)
@@ -558,6 +576,8 @@ def _children(containers: list[Any]) -> list[object]:
             if container.args:
                 children.append(container.args)
             children.append(container.state)
+            if container.items:
+                children.append(container.items)
         else:
             children.extend(container)
             if kind is dict or kind is Ordered:
@@ -822,6 +842,9 @@ def _set_item(machine: _Machine, pos: int) -> int:
     stack = machine.stack
     value, key = stack.pop(), stack.pop()
     target = stack[-1]
+    if type(target) is InstanceStub:
+        _add_to_stub(machine, target, [key, value])
+        return pos
     if not isinstance(target, dict):
         raise _no_dict(target)
     machine.left -= _ITEM
@@ -837,6 +860,10 @@ def _set_items(machine: _Machine, pos: int) -> int:
     stack = machine.stack
     mark = machine.marks.pop()
     target = stack[mark - 1] if mark else None
+    if type(target) is InstanceStub:
+        _add_to_stub(machine, target, stack[mark:])
+        del stack[mark:]
+        return pos
     if not isinstance(target, dict):
         raise _no_dict(target)
     machine.left -= _ITEM * (len(stack) - mark) // 2
@@ -851,8 +878,19 @@ def _set_items(machine: _Machine, pos: int) -> int:
     return pos
 
 
+def _add_to_stub(machine: _Machine, target: InstanceStub, items: list[object]) -> None:
+    """Keep the items of an instance of a subclass of a container."""
+    if target.items is None:
+        machine.spend(_LIST)
+        target.items = []
+    target.items += items
+
+
 def _append_items(machine: _Machine, items: list[object]) -> None:
     target = machine.stack[-1]
+    if type(target) is InstanceStub:
+        _add_to_stub(machine, target, items)
+        return
     if type(target) is not list:
         raise UnsafeError(f"the pickle appends to {_describe(target)}", expected="a list", fix=NEVER_RUN)
     target.extend(items)
@@ -871,6 +909,9 @@ def _appends(machine: _Machine, pos: int) -> int:
 def _add_items(machine: _Machine, pos: int) -> int:
     items = machine.above_mark()
     target = machine.stack[-1]
+    if type(target) is InstanceStub:
+        _add_to_stub(machine, target, items)
+        return pos
     if type(target) is not set:
         raise UnsafeError(f"the pickle adds to {_describe(target)}", expected="a set", fix=NEVER_RUN)
     machine.spend(_ITEM * len(items))

@@ -166,7 +166,7 @@ def _find_changed(value: object, known: dict[int, bool]) -> bool:
 def _split(value: object) -> tuple[Iterable[object], Iterable[object]]:
     """Return the hashed content of a container, and the other content."""
     if isinstance(value, InstanceStub):
-        return (), (value.args, value.state)
+        return (), value.parts
     if isinstance(value, Ordered):
         return value, (*value.values(), value.attributes)
     if isinstance(value, dict):
@@ -201,7 +201,7 @@ class _Filler:
     def _copy(self, value: Any) -> Any:
         kind, fill = value.__class__, self.fill
         if kind is InstanceStub:
-            return InstanceStub(value.name, fill(value.args), fill(value.state))
+            return InstanceStub(value.name, fill(value.args), fill(value.state), fill(value.items))
         if kind is dict:
             return {name: fill(part) for name, part in value.items()}
         if kind is Ordered:

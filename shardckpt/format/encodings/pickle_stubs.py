@@ -1,11 +1,13 @@
 """Stubs of the classes and functions that pickles name, and the allow-list.
 
 A pickle names `module.name` and then calls it. Here a name on the list below maps to a small pure function of this
-module, or to an `InstanceStub` that stores the arguments; other names are rejected. Nothing is imported.
+module, or to an `InstanceStub` that stores the arguments. So does any other class, whose value only its own library can
+make; names that can run code are rejected. Nothing is imported.
 """
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn
@@ -90,14 +92,23 @@ class InstanceStub:
         name: `module.name` of the class.
         args: Positional arguments of the constructor.
         state: Argument of `__setstate__`; None without one.
+        items: Items of a subclass of a list or set, or keys and values in turn of a dict's; None without any.
     """
 
-    __slots__ = ("args", "name", "state")
+    __slots__ = ("args", "items", "name", "state")
 
-    def __init__(self, name: str, args: tuple[object, ...] = (), state: object = None) -> None:
+    def __init__(
+        self, name: str, args: tuple[object, ...] = (), state: object = None, items: list[object] | None = None
+    ) -> None:
         self.name = name
         self.args = args
         self.state = state
+        self.items = items
+
+    @property
+    def parts(self) -> tuple[object, ...]:
+        """Arguments, state and items, without empty ones."""
+        return tuple(part for part in (self.args, self.state, self.items) if part is not None and part != ())
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
@@ -144,19 +155,21 @@ class Ordered(dict[object, object]):
 
 
 class Global(NamedTuple):
-    """A name of the allow-list.
+    """A name of the allow-list, or that of another class.
 
     Attributes:
         name: `module.name`.
         call: Returns the stub for a call; None if the name must not be called.
         copied: Cost in bytes of a call for each value or character in its arguments.
         hashed: Returns the values of the arguments that a call hashes, so that they can be checked first.
+        is_listed: Whether the allow-list has the name.
     """
 
     name: str
     call: Builder | None
     copied: int = 0
     hashed: Callable[[tuple[object, ...]], list[object]] | None = None
+    is_listed: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +204,21 @@ def malformed(what: Global, args: tuple[object, ...]) -> FormatError:
 def make_stub(what: Global, args: tuple[object, ...]) -> InstanceStub:
     """Return the stub of an instance that these arguments would construct."""
     return InstanceStub(what.name, args)
+
+
+def make_unlisted(module: str, name: str) -> Global:
+    """Return the stub of a class or function that is not on the allow-list.
+
+    Raises:
+        UnsafeError: The name can run code, or is not one that Python could import.
+    """
+    full = f"{module[:_MOST_CHARACTERS]}.{name[:_MOST_CHARACTERS]}"
+    if len(full) > _MOST_CHARACTERS or not all(map(str.isidentifier, full.split("."))):
+        raise UnsafeError(f"the pickle names {full}, which is not a name of Python", fix=NEVER_RUN)
+    is_error = module in ("builtins", "exceptions") and name in _ERRORS
+    if not is_error and (module.partition(".")[0] in _RUNS_CODE or full.startswith(_RUN_CODE_IN_TORCH)):
+        raise UnsafeError(f"the pickle names {full}, which can run code", fix=NEVER_RUN)
+    return Global(full, make_stub, is_listed=False)
 
 
 def _make_ordered(what: Global, args: tuple[object, ...]) -> object:
@@ -399,14 +427,50 @@ def _reconstructor(what: Global, args: tuple[object, ...]) -> object:
 
 
 def _nested_class(what: Global, args: tuple[object, ...]) -> object:
-    """Return the stub of `getattr` for the one nested class that torch pickles so."""
-    if len(args) == 2 and isinstance(args[0], Global) and (args[0].name, args[1]) == _NESTED:
-        return Global(".".join(_NESTED), make_stub)
+    """Return the stub of `getattr` for the one nested class that torch pickles so, and for unlisted classes."""
+    if len(args) == 2 and isinstance(args[0], Global) and isinstance(args[1], str):
+        if (args[0].name, args[1]) == _NESTED:
+            return Global(".".join(_NESTED), make_stub)
+        if not args[0].is_listed:
+            return make_unlisted(args[0].name, args[1])
+    if len(args) == 2 and isinstance(args[0], InstanceStub):
+        return InstanceStub(what.name, args)  # a method of an instance
     raise UnsafeError(f"the pickle calls {what.name}, which could reach any function", found=args[1:], fix=NEVER_RUN)
 
 
 _MOST_DIMS = 64
 _MOST_FLAGS = 8
+_MOST_CHARACTERS = 256
+"""Characters of a name that is not on the list."""
+
+_ERRORS = frozenset(
+    name for name, kind in vars(builtins).items() if isinstance(kind, type) and issubclass(kind, BaseException)
+)
+_RUNS_CODE = frozenset(
+    {
+        *("__builtin__", "builtins", "exceptions", "types", "importlib", "pkgutil", "runpy", "zipimport", "pip"),
+        *("_io", "io", "nt", "ntpath", "os", "posix", "posixpath", "shutil", "linecache", "codecs", "sys", "urllib"),
+        *(
+            "_posixsubprocess",
+            "subprocess",
+            "popen2",
+            "pty",
+            "multiprocessing",
+            "asyncio",
+            "socket",
+            "signal",
+            "webbrowser",
+        ),
+        *("bdb", "cProfile", "codeop", "ctypes", "marshal", "pdb", "timeit"),
+        *("_pickle", "cPickle", "pickle", "shelve"),
+    }
+)
+"""Modules whose functions run code or programs, or reach files and networks: a pickle that names them does harm."""
+
+_RUN_CODE_IN_TORCH = (
+    *("torch.load", "torch.hub.", "torch.serialization.", "torch.package.", "torch.utils.cpp_extension."),
+    *("torch._utils._import_dotted_name", "torch._inductor.", "torch.jit.", "torch.ops.", "torch.classes."),
+)
 _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
 _NESTED = (_SHARDED_TENSOR, "ProcessGroupState")
 _PLAIN_TENSORS = frozenset(
@@ -452,6 +516,7 @@ _FUNCTIONS: dict[str, dict[str, Builder | None]] = {
         "getattr": _nested_class,
         "int": _number(int),
         "list": _sequence(list),
+        "long": _number(int),
         "object": None,
         "range": make_stub,
         "set": _hash_builder(set),
@@ -459,6 +524,9 @@ _FUNCTIONS: dict[str, dict[str, Builder | None]] = {
         "str": None,
         "bool": None,
         "tuple": _sequence(tuple),
+        "type": make_stub,
+        "Ellipsis": None,
+        "NotImplemented": None,
     },
     "_codecs": {"encode": _encode},
     "collections": {
@@ -507,6 +575,7 @@ _HASHED = {
 """Functions that return the values that a call hashes."""
 
 _COPIED = {
+    "getattr": 4 * _MOST_CHARACTERS,
     **dict.fromkeys(("dict", "Counter", "OrderedDict", "defaultdict"), 160),
     **dict.fromkeys(("frozenset", "set"), 128),
     **dict.fromkeys(("list", "tuple", "deque", "bytearray", "bytes", "encode"), 16),
@@ -627,4 +696,4 @@ def _default_names() -> dict[tuple[str, str], object]:
 
 
 ALLOWED = Allowed(_default_names())
-"""The allow-list: all names that a pickle may contain."""
+"""The allow-list: all names whose values are read."""

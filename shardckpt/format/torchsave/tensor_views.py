@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from math import prod
 from typing import NamedTuple, Protocol
 
@@ -34,8 +33,10 @@ _NOTE, _LOCAL = "shardckpt", "LOCAL"
 _KEY_CHARACTERS = 4
 """Characters that a numeric key counts in a path."""
 
+_SHARDED = (f".{DTENSOR}", f".{SHARDED_TENSOR}")
 _NO_STORAGE = "a tensor whose storage is not in the file"
 LEAVE_OUT = "Leave it out with --exclude, or save it dense."
+_SAVE_PLAIN = "Leave it out with --exclude, or save its state dict or its values in its place."
 
 
 class View(NamedTuple):
@@ -215,7 +216,7 @@ class _TreeBuilder:
         The pickle reader has limited its depth. Path characters count for each value, since a hostile file may have one
         long key and many values below it.
         """
-        if _is_tensor(value):
+        if _is_tensor(value) or (isinstance(value, InstanceStub) and self._holds_tensor(value)):
             self._budget.spend_tensor(length)
             self._put_tensor(value, path)
         elif isinstance(value, dict) and value:
@@ -233,11 +234,14 @@ class _TreeBuilder:
 
         Each container is searched once.
         """
-        if not isinstance(value, dict | list | tuple):
+        if _is_tensor(value) or not isinstance(value, dict | list | tuple | InstanceStub):
             return _is_tensor(value)
         known = self._holding.get(id(value))
         if known is None:
-            inner = value.values() if isinstance(value, dict) else value
+            if isinstance(value, InstanceStub):
+                inner: Iterable[object] = value.parts
+            else:
+                inner = value.values() if isinstance(value, dict) else value
             known = self._holding[id(value)] = any(map(self._holds_tensor, inner))
         return known
 
@@ -246,6 +250,8 @@ class _TreeBuilder:
         seen: set[str | int] = set()
         for key, inner in value.items():
             name = key if type(key) is str or type(key) is int else _spell_key(key)
+            if name in seen and isinstance(key, InstanceStub):
+                name = f"{name} {len(seen)}"  # such as members of an enum
             if name in seen:
                 raise FormatError(
                     f"two keys in {dotted(path)!r} are spelt alike", where=self._where, found=f"{escape(name)!r}"
@@ -259,12 +265,14 @@ class _TreeBuilder:
         if isinstance(value, TensorStub):
             kind = _refusal(value) if self._container else _NO_STORAGE
             shape, dtype = value.shape, value.dtype or _storage_dtype(value)
+            fix = LEAVE_OUT
         else:
             assert isinstance(value, InstanceStub)
             if _is_sharded(value.name):
                 self._put_shard(value, path)
                 return
             kind = _TENSOR_LIKE.get(value.name, f"a {value.name}")
+            fix = LEAVE_OUT if _is_tensor(value) else _SAVE_PLAIN
             shape, dtype = _read_declared(value)
         if prod(shape) > MOST_ELEMENTS:
             raise FormatError(
@@ -272,7 +280,7 @@ class _TreeBuilder:
             )
         if kind or not isinstance(value, TensorStub):
             self._tree.warnings.append(f"{dotted(path)} is {kind} and cannot be read")
-            layout = Lazy(0, 0, UnreadableTensor(path, kind))
+            layout = Lazy(0, 0, UnreadableTensor(path, kind, fix))
             dtype = dtype if is_known(dtype) else "uint8"
         else:
             layout = self._layout(value, dtype, path)
@@ -355,9 +363,8 @@ def _is_tensor(value: object) -> bool:
     return isinstance(value, TensorStub | StorageRef)
 
 
-@cache  # names are those of the allow-list
 def _is_sharded(name: str) -> bool:
-    return name.rpartition(".")[2] in (DTENSOR, SHARDED_TENSOR)
+    return name.endswith(_SHARDED)
 
 
 def _is_packed(shape: Shape, strides: Shape) -> bool:

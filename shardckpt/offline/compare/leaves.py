@@ -117,7 +117,7 @@ def _inside(value: object) -> Iterable[tuple[str | int, object]] | None:
         assert isinstance(value, (list, tuple))
         return list(enumerate(value))
     if isinstance(value, InstanceStub):
-        parts = [("class", value.name), ("args", value.args), ("state", value.state)]
+        parts = [("class", value.name), ("args", value.args), ("state", value.state), ("items", value.items)]
         return [(key, each) for key, each in parts if key == "class" or (each is not None and each != ())]
     return None
 

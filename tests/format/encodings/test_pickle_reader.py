@@ -10,6 +10,7 @@ import pickle
 import pickletools
 import random
 import struct
+import sys
 import types
 import zipfile
 from pathlib import Path
@@ -261,6 +262,41 @@ def test_the_one_nested_class_that_torch_names_by_getattr_is_read() -> None:
     assert found.name.endswith("ShardedTensor.ProcessGroupState")  # type: ignore[attr-defined]
 
 
+def test_an_unlisted_class_keeps_its_arguments_state_and_items() -> None:
+    raw = b"cacme\nThing\nq\0(I1\nt\x81}U\x01aI2\nsbI3\naI4\naU\x01kI5\ns."
+    found = load(raw, where="x")
+    assert isinstance(found, InstanceStub)
+    assert (found.name, found.args, found.state, found.items) == ("acme.Thing", (1,), {"a": 2}, [3, 4, "k", 5])
+    assert "acme" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\x80\x04\x8c\x01a\x94\x8c\x02bc\x94" + b"h\0h\x01\x93" * 300_000 + b".",
+        b"\x80\x04ca\nb\nq\0X\1\0\0\0xq\1cbuiltins\ngetattr\nq\2" + b"0h\2h\0h\1\x86R" * 300_000 + b".",
+    ],
+)
+def test_many_unlisted_names_cost_what_they_take(raw: bytes) -> None:
+    with pytest.raises(UnsafeError, match="would cost more"):
+        load(raw, where="x")
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "a" * (1 << 20), "", "a b", "a..b", "1a"])
+def test_a_name_that_python_cannot_have_is_refused(name: str) -> None:
+    raw = b"\x80\x04\x8c\x01m\x8d" + struct.pack("<Q", len(name)) + name.encode() + b"\x93."
+    with pytest.raises(UnsafeError, match="not a name of Python") as caught:
+        load(raw, where="x")
+    assert len(str(caught.value)) < 800
+
+
+def test_an_instance_that_contains_itself_is_kept_without_its_content() -> None:
+    for name in (b"argparse\nNamespace", b"acme\nNode"):
+        found = load(b"c" + name + b"\n)\x81q\0}U\x01kh\0sb.", where="cycle")
+        assert isinstance(found, InstanceStub)
+        assert found.parts == ()
+
+
 def test_the_error_names_a_hostile_global_on_one_line() -> None:
     raw = b"\x80\x04\x8c\x03a\nb\x8c\x02\x1b[\x93."
     with pytest.raises(UnsafeError, match=r"a\\nb\.\\x1b\["):
@@ -367,8 +403,8 @@ def test_deep_nesting_is_refused(raw: bytes) -> None:
         b"}q\0U\x01kh\0s.",
         b"]q\0h\0\x85a.",
         b"]2a.",
-        b"cargparse\nNamespace\n)\x81q\0h\0b.",
         b"ccollections\nOrderedDict\n)Rq\0}U\x01kh\0sb.",
+        b"]q\0cargparse\nNamespace\n)\x81h\0ba.",
     ],
 )
 def test_a_container_that_contains_itself_is_refused(raw: bytes) -> None:
