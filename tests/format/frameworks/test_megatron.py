@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
+import megatron_writer
 import pytest
 import torch
 from dcp_writers import save
 from materialise import assert_same
+from safetensors.torch import load_file
 from samples import MODEL, SAMPLES
 
+import shardckpt
 from shardckpt.errors import UnknownFormatError, UnsupportedError
 from shardckpt.format.frameworks import megatron
 from shardckpt.format.registry import detect, open_checkpoint, open_source
+from shardckpt.manifest import dotted
 
 
 def test_it_is_dcp_with_what_all_ranks_share_beside(tmp_path: Path) -> None:
@@ -23,6 +29,36 @@ def test_it_is_dcp_with_what_all_ranks_share_beside(tmp_path: Path) -> None:
         assert_same(reader, ("model", name), value)
     assert reader.load_object(reader.manifest.objects["common.pt",]) == {"iteration": 3}
     assert reader.manifest.warnings == ()
+
+
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
+def test_folders_of_megatron_core_are_read_bit_for_bit(tmp_path: Path, world: int) -> None:
+    folder = tmp_path / "iter_0000010"
+    folder.mkdir()
+    command = [sys.executable, megatron_writer.__file__, str(folder)]
+    ranks = [subprocess.Popen([*command, str(rank), str(world)], stderr=subprocess.PIPE) for rank in range(world)]
+    assert [rank.communicate()[1][-2000:] for rank in ranks if rank.wait()] == []
+    truth = megatron_writer.truth()
+    reader = open_checkpoint(str(folder))
+    assert len(reader.manifest.tensors) == len(truth)
+    for path, entry in reader.manifest.tensors.items():
+        assert_same(reader, path, truth[dotted(entry.path)])
+    assert shardckpt.verify(folder).problems == ()
+
+    report = shardckpt.consolidate(folder, tmp_path / "out")
+    merged = load_file(tmp_path / "out/model.safetensors")
+    assert {f"model.{name}" for name in merged} == {name for name in truth if name.startswith("model.")}
+    assert all(torch.equal(value, truth[f"model.{name}"]) for name, value in merged.items())
+    extra = [f"model.layers._extra_state/shard_{rank}_{world}" for rank in range(world)]
+    assert sorted(report.left_out) == sorted([*extra, "optimizer", "optimizer.step/shard_0_1", "common.pt"])
+
+    with pytest.warns(
+        UserWarning, match=r"only be read by what wrote them: .*common\.pt\.args, common\.pt\.scheduler\.mode"
+    ):
+        loaded = shardckpt.load(folder)
+    assert loaded["common.pt"]["iteration"] == 10
+    assert loaded["common.pt"]["scheduler"] == {"max_lr": 0.1}
+    assert loaded["optimizer.step/shard_0_1"] == [{"step": 3}]
 
 
 def test_stacked_layers_are_said(tmp_path: Path) -> None:
