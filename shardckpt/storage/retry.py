@@ -6,6 +6,7 @@ import asyncio
 import errno
 import random
 import re
+import sys
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -61,6 +62,15 @@ _UNREACHABLE_NAMES = {
 _MISSING_BUCKET = re.compile("(?i)(bucket|container) does not exist")
 """Texts of S3, of Google's and of Azure's store."""
 
+_NO_LONGER_VALID = {
+    "ExpiredToken",
+    "ExpiredTokenException",
+    "TokenRefreshRequired",
+    "InvalidToken",
+    "InvalidAccessKeyId",
+}
+"""Codes of S3 for credentials that may have been replaced since they were read."""
+
 _DROPPED_NAMES = {"ConnectionClosedError", "ServerDisconnectedError", "RemoteDisconnected"}
 """Their exception classes for connections that ended before an answer began."""
 
@@ -105,6 +115,9 @@ def _retry(action: Callable[[], T], what: str, where: str, pause: Callable[[floa
             seconds = FIRST_PAUSE_S * 2 ** (number - 1) * PAUSES.uniform(0.5, 2)
             elapsed, has_answer = time.monotonic() - started, not _has_no_answer(error)
             is_late = elapsed > UNANSWERED_S and not has_answer
+            if number == 1 < attempts and _needs_new_credentials(error) and _read_credentials():
+                count_retry()
+                continue
             if number == attempts or is_late or not is_transient(error) or pause(seconds):
                 if not has_answer:
                     LOST[server] = time.monotonic()
@@ -125,6 +138,26 @@ def _has_no_answer(error: BaseException) -> bool:
     """Return True if a server did not begin to answer."""
     names = {kind.__name__ for kind in type(error).__mro__}
     return _is_unreachable(error) or _is_unanswered(error) or bool(names & _DROPPED_NAMES)
+
+
+def _needs_new_credentials(error: BaseException) -> bool:
+    """Return True if S3 refused the credentials as such."""
+    for each in (error, error.__cause__):
+        response = getattr(each, "response", None)
+        if isinstance(response, dict) and response.get("Error", {}).get("Code") in _NO_LONGER_VALID:
+            return True
+    return False
+
+
+def _read_credentials() -> bool:
+    """Have the S3 clients of this process read their credentials again; return True if there are any clients."""
+    clients = list(sys.modules["s3fs"].S3FileSystem._cache.values()) if "s3fs" in sys.modules else []
+    try:
+        for client in clients:
+            client.connect(refresh=True)
+    except Exception:  # noqa: BLE001  (the error of the request is the one to show)
+        return False
+    return bool(clients)
 
 
 def _find_failure(error: Exception) -> Exception:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import socket
+import uuid
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
 import s3fs
+from aiobotocore.client import AioBaseClient
+from botocore.exceptions import ClientError
 
 from shardckpt.errors import MissingFileError, SourceNotFoundError, StorageError
 from shardckpt.offline.inspect import inspect
 from shardckpt.storage import fsspec_store, retry
-from shardckpt.storage.resolve_url import kind
+from shardckpt.storage.resolve_url import kind, open_store
+from shardckpt.storage.store import Store, read_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -150,3 +156,45 @@ def test_the_error_says_after_how_long_a_request_was_given_up(error, monkeypatch
     monkeypatch.setattr(retry, "UNANSWERED_S", -1.0)
     with pytest.raises(StorageError, match=r"cannot list \(tried for 0 s\): the server"):
         retry.retry(lambda: (_ for _ in ()).throw(error), "cannot list", "s3://one/run")
+
+
+def new_bucket() -> str:
+    name = f"test-{uuid.uuid4().hex[:12]}"
+    s3fs.S3FileSystem().mkdir(name)
+    return name
+
+
+def write_file(store: Store, name: str, data: bytes) -> None:
+    with store.create(name) as file:
+        file.write(data)
+
+
+@pytest.mark.usefixtures("_has_new_connections", "s3_server")
+def test_credentials_of_s3_that_expire_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    credentials = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    call = AioBaseClient._make_api_call
+
+    async def refuse_old(self: Any, operation: str, arguments: Any) -> Any:
+        keys = await self._request_signer._credentials.get_frozen_credentials()
+        if is_expired and keys.access_key == "OLD":
+            error = {"Error": {"Code": "ExpiredToken", "Message": "The provided token has expired."}}
+            raise ClientError(error, operation)
+        return await call(self, operation, arguments)
+
+    def write_key(key: str) -> None:
+        credentials.write_text(f"[default]\naws_access_key_id={key}\naws_secret_access_key=x\n")
+
+    monkeypatch.setattr(AioBaseClient, "_make_api_call", refuse_old)
+    is_expired = False
+    write_key("OLD")
+    store = open_store(f"s3://{new_bucket()}/run")
+    write_file(store, "a", b"1")
+    is_expired = True
+    with pytest.raises(StorageError, match=r"token has expired.*Check the credentials"):
+        write_file(store, "b", b"2")
+    write_key("NEW")
+    write_file(store, "b", b"2")
+    assert read_bytes(store, "b", 0, 1) == b"2"
