@@ -132,19 +132,16 @@ def apply_retention(
 
 
 def _read_store_time(store: Store, now: float) -> float:
-    """Return the time by the clock of a store; the given one on this machine, and if the store has no times.
+    """Return the time by the clock of a store; the given one if the store has no times.
 
     A clock of this machine that is days ahead would make a save that is under way elsewhere look like an orphan.
     """
-    if store.capabilities.is_local:
-        return now
-    remote = open_remote(store.url)
-    with remote.create(_CLOCK) as writer:
-        writer.write(b"\n")
+    files = open_remote(store.url)
+    files.create(_CLOCK).close()  # without content: the disk may be full
     try:
-        return remote.written_at(_CLOCK) or now
+        return files.written_at(_CLOCK) or now
     finally:
-        remote.delete(_CLOCK)
+        files.delete(_CLOCK)
 
 
 def _describe(

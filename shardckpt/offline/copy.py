@@ -338,7 +338,7 @@ def _copy_folder(transfer: _Transfer, meter: Meter, *, overwrite: bool) -> None:
         overwrite=overwrite or transfer.is_unfinished,
         needed_bytes=folder.nbytes,
         last=COMMIT if folder.mark else None,
-        prefix=folder.save if COMMIT in transfer.held else "",
+        prefix=folder.prefix,
         find_kept=lambda: read_referred_files(transfer.target) | reused if overwrite else reused,
     ) as publication:
         _copy_files(folder, [name for name in folder.files if name not in reused], publication, meter)

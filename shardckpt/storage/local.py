@@ -15,7 +15,7 @@ from typing import NoReturn, Protocol
 
 from shardckpt.errors import MissingFileError, TruncatedError, UnsafeError
 from shardckpt.storage.linux_syscalls import STEP_BYTES, start_writeback
-from shardckpt.storage.orphans import PARTIAL, close, hold, release, sibling_path
+from shardckpt.storage.orphans import close, make_partial_file, release
 from shardckpt.storage.store import (
     Capabilities,
     ClosingWriter,
@@ -441,9 +441,7 @@ class LocalWriter(ClosingWriter):
         self._path = path
         self._folders = folders
         self._appeared = appeared
-        self._partial = sibling_path(path, PARTIAL)
-        self._fd = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        hold(self._fd)
+        self._partial, self._fd = make_partial_file(path)
         self._buffer: memoryview | None = None
         self._written = 0
         self._started = 0

@@ -47,6 +47,9 @@ class LocalPublication(Publication):
         find_kept: Returns the files of the old folder that become part of the new one if they exist. Called at the
             commit, when all new files are in `staging_url`.
 
+    Attributes:
+        target: Real path of the target.
+
     Raises:
         UsageError: The path cannot be a target; TargetExistsError if it exists and may not be replaced.
         NoSpaceError: The disk does not have enough space for the result.
@@ -64,7 +67,7 @@ class LocalPublication(Publication):
         needed_bytes: int,
         find_kept: FindKept = keep_no_file,
     ) -> None:
-        self._target = _resolve_target(path)
+        self.target = _resolve_target(path)
         self._kind = kind
         self._find_kept = find_kept
         self._overwrite = overwrite
@@ -74,15 +77,16 @@ class LocalPublication(Publication):
         self._partial = ""
         self._lock = self._parent = -1
         self._owner = os.getpid()
-        with convert_os_errors("cannot prepare the target", self._target, is_target=True):
-            _restore(self._target)
+        with convert_os_errors("cannot prepare the target", self.target, is_target=True):
+            _restore(self.target)
             self._require_replaceable()
-            sweep(self._target, PARTIAL)
-            sweep(self._target, OLD)
-            require_space(self._target, needed_bytes)
+            sweep(self.target, PARTIAL)
+            if not _is_vacant(self.target):  # else it may be the only copy
+                sweep(self.target, OLD)
+            require_space(self.target, needed_bytes)
             try:
                 self._make_parents()
-                self._partial, self._lock = make_partial(self._target)
+                self._partial, self._lock = make_partial(self.target)
                 self._result = self._lock
                 self.staging_url = self._partial
                 self._store = LocalStore(self._partial)
@@ -91,6 +95,24 @@ class LocalPublication(Publication):
                 release(self._lock)
                 self._remove_parents()
                 raise
+
+    def is_better_replaced_by_file(self, prefix: str) -> bool:
+        """Return True if the disk cannot exchange folders, and the target has none of the new names but the last.
+
+        Args:
+            prefix: Prefix of the other new names.
+
+        Raises:
+            StorageError: The disk failed.
+        """
+        try:
+            with convert_os_errors("cannot prepare the target", self.target, is_target=True):
+                if _is_vacant(self.target) or any(name.startswith(prefix) for name in os.listdir(self.target)):
+                    return False
+                return not _can_exchange(self._partial)
+        except BaseException:
+            self.rollback()
+            raise
 
     def create(self, name: str) -> LocalWriter:
         """Start a file of the result. Raises StorageError."""
@@ -101,17 +123,17 @@ class LocalPublication(Publication):
         return os.path.join(self._partial, self._get_name(name))
 
     def _get_name(self, name: str) -> str:
-        return os.path.basename(self._target) if isinstance(self._kind, FileKind) else name
+        return os.path.basename(self.target) if isinstance(self._kind, FileKind) else name
 
     def commit(self, find_missing: FindMissing | None = None) -> None:  # noqa: ARG002  (the result appears as one)
         """Move the result to its path, sync, and remove old content.
 
         Raises StorageError.
         """
-        with convert_os_errors("cannot put the result in place", self._target):
+        with convert_os_errors("cannot put the result in place", self.target):
             self._require_replaceable()  # another process may have created the target since
             # Opened before the swap, so that after it only the fsync can fail.
-            self._parent = open_folder(os.path.dirname(self._target))
+            self._parent = open_folder(os.path.dirname(self.target))
             if isinstance(self._kind, FileKind):
                 self._place_file()
             else:
@@ -126,40 +148,40 @@ class LocalPublication(Publication):
         if os.getpid() != self._owner:
             return
         # Check the disk, since a signal may come between a rename and the next statement.
-        if is_at(self._result, self._target):
+        if is_at(self._result, self.target):
             if not self._is_doubtful:
                 with suppress(StorageError):
                     self._settle()
             self._release()
             return
-        if self._old and not os.path.lexists(self._target):
+        if self._old and not os.path.lexists(self.target):
             with suppress(OSError):  # the next run restores the old content
-                os.rename(self._old, self._target)
+                os.rename(self._old, self.target)
         remove(self._partial)
         self._release()
         self._remove_parents()
 
     def _place_file(self) -> None:
-        source = os.path.join(self._partial, os.path.basename(self._target))
+        source = os.path.join(self._partial, os.path.basename(self.target))
         self._result = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
-        os.replace(source, self._target)
+        os.replace(source, self.target)
 
     def _require_replaceable(self) -> None:
         """Require that the target may be replaced. Raises TargetExistsError."""
         is_file = isinstance(self._kind, FileKind)
-        _refuse_existing(self._target, overwrite=self._overwrite, single_file=is_file)
+        _refuse_existing(self.target, overwrite=self._overwrite, single_file=is_file)
         if isinstance(self._kind, FileKind):
-            if os.path.lexists(self._target):
-                folder, name = os.path.split(self._target)
-                require_file(self._kind, LocalStore(folder), name, self._target)
-        elif not _is_vacant(self._target):
-            find_replaceable_files(self._kind, LocalStore(self._target), partial(_entries, self._target), self._target)
+            if os.path.lexists(self.target):
+                folder, name = os.path.split(self.target)
+                require_file(self._kind, LocalStore(folder), name, self.target)
+        elif not _is_vacant(self.target):
+            find_replaceable_files(self._kind, LocalStore(self.target), partial(_entries, self.target), self.target)
 
     def _keep_old(self) -> None:
         """Hard-link the files to keep from the old folder into the new one."""
         kept = self._find_kept()
         for name in kept:
-            old, new = os.path.join(self._target, name), os.path.join(self._partial, name)
+            old, new = os.path.join(self.target, name), os.path.join(self._partial, name)
             if os.path.isfile(old) and not os.path.lexists(new):
                 try:
                     os.link(old, new)
@@ -167,7 +189,7 @@ class LocalPublication(Publication):
                     if error.errno not in {errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV}:
                         raise
                     with self._store.create(name) as writer:
-                        writer.copy_from(LocalStore(self._target), name, 0, os.path.getsize(old))
+                        writer.copy_from(LocalStore(self.target), name, 0, os.path.getsize(old))
         if kept:
             sync_folder(self._partial)
 
@@ -188,23 +210,25 @@ class LocalPublication(Publication):
         if self._overwrite:
             self._keep_old()
         try:
-            if not self._overwrite or _is_vacant(self._target):
-                os.rename(self._partial, self._target)
-            elif not exchange(self._partial, self._target):
+            if not self._overwrite or _is_vacant(self.target):
+                os.rename(self._partial, self.target)
+            elif not exchange(self._partial, self.target):
                 self._move_aside()
         except OSError as error:
             if error.errno in {errno.ENOTEMPTY, errno.EEXIST}:
-                raise target_exists_error(self._target) from error
+                raise target_exists_error(self.target) from error
+            if error.errno == errno.EXDEV:
+                raise _fixed_layer_error(self.target, error) from error
             raise
 
     def _move_aside(self) -> None:
-        old = sibling_path(self._target, OLD)
+        old = sibling_path(self.target, OLD)
         # Locked while the target does not exist, so that no other process restores the old content as an orphan.
-        mark = take(self._target)
+        mark = take(self.target)
         try:
             self._old = old
-            os.rename(self._target, old)
-            os.rename(self._partial, self._target)
+            os.rename(self.target, old)
+            os.rename(self._partial, self.target)
         finally:
             if mark is not None:
                 release(mark)
@@ -232,7 +256,7 @@ class LocalPublication(Publication):
         kept = next((path for path in (self._old, self._partial) if path and os.path.lexists(path)), "")
         then = f"bring back the old content, which stays beside it as {os.path.basename(kept)}" if kept else "remove it"
         return storage_error(
-            error, f"the new content is in place and can be loaded, but a power failure may {then}", self._target
+            error, f"the new content is in place and can be loaded, but a power failure may {then}", self.target
         )
 
     def _release(self) -> None:
@@ -242,7 +266,7 @@ class LocalPublication(Publication):
 
     def _make_parents(self) -> None:
         missing = []
-        folder = os.path.dirname(self._target)
+        folder = os.path.dirname(self.target)
         while not os.path.lexists(folder):
             missing.append(folder)
             folder = os.path.dirname(folder)
@@ -274,6 +298,18 @@ def _cannot_make(folder: str, error: OSError) -> StorageError:
     return result
 
 
+def _fixed_layer_error(target: str, error: OSError) -> StorageError:
+    """Return the error for an old folder that the system does not rename on its own file system."""
+    result = StorageError(
+        "the old folder cannot be renamed: it is in a fixed layer of a container's image (overlayfs)",
+        where=target,
+        found=error.strerror,
+        fix="Choose another target, or replace the folder by a copy of it (`cp -a`, then `rm -r` and `mv`) first.",
+    )
+    result.errno, result.strerror = error.errno, error.strerror
+    return result
+
+
 def _find_working_folder() -> str:
     """Return the real path of the working directory; of one that was removed, an empty text."""
     try:
@@ -299,13 +335,25 @@ def _resolve_target(path: str) -> str:
     return target
 
 
+def _can_exchange(folder: str) -> bool:
+    """Return True if a disk exchanges two folders. Raises OSError."""
+    one, other = (os.path.join(folder, name) for name in ("1", "2"))
+    os.mkdir(one)
+    os.mkdir(other)
+    try:
+        return exchange(one, other)
+    finally:
+        os.rmdir(one)
+        os.rmdir(other)
+
+
 def _restore(target: str) -> None:
     """Restore old content that a killed process moved aside, if still needed."""
     if not _is_vacant(target):
         return
-    left = find_orphans(target, OLD)
-    if left:
-        os.rename(left[-1], target)
+    with suppress(OSError):  # another user's, or another process has just made the target
+        for left in find_orphans(target, OLD)[-1:]:
+            os.rename(left, target)
 
 
 def _is_vacant(target: str) -> bool:

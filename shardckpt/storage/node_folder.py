@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from shardckpt.errors import TargetExistsError, UsageError
+from shardckpt.errors import MissingFileError, TargetExistsError, UsageError
 from shardckpt.storage.local import LocalStore, LocalWriter, make_folders
 from shardckpt.storage.store import Capabilities, convert_os_errors
 
@@ -91,3 +91,28 @@ class NodeFolder(LocalStore):
         """Return an empty text: unavailable."""
         del name
         return ""
+
+
+class SharedFolder(NodeFolder):
+    """A folder of a disk in which files appear one by one, and other machines may write.
+
+    Args:
+        path: Path of the folder.
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path, path)
+        self.capabilities = Capabilities(renames=False, is_local=True, creates_once=False)
+
+    def written_at(self, name: str) -> float | None:
+        """Return the time at which a file was written, by the clock of the disk.
+
+        Raises:
+            MissingFileError: The file does not exist.
+            UnsafeError: The name leaves the root.
+            StorageError: The metadata of the file cannot be read.
+        """
+        written = self.changed_at(name)
+        if written is None:
+            raise MissingFileError("no such file", where=self._shown(name))
+        return written

@@ -4,15 +4,23 @@ A temporary folder belongs to the process that holds a flock on it: the kernel r
 ends. Process ids are not used, since containers share them and systems reuse them. A forked child would share the lock
 and keep it after its parent ends, so it closes inherited descriptors. On file systems without locks, orphans must be
 removed by hand.
+
+Network file systems lock folders on one machine alone. So a temporary name begins with the mount that its maker saw,
+and a save removes what another mount made only a day after its last change, by the clock of the file system.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
 import shutil
+import time
+import zlib
+from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 
 PARTIAL = "partial"
 """Unfinished content; worthless without its owner."""
@@ -20,19 +28,46 @@ PARTIAL = "partial"
 OLD = "old"
 """Old content, moved aside; the only copy if its owner died before the new content was in place."""
 
-_PARTIAL_NAME = re.compile(rf"\..+\.{PARTIAL}-[0-9a-f]{{12}}")
+DEAD_S = 24 * 3600.0
+"""Minimum age, in seconds, of files of a save that may be running elsewhere before another save removes them."""
+
+_MOUNT_CHARACTERS = _RANDOM_CHARACTERS = 6
+
+_ID = f"[0-9a-f]{{{_MOUNT_CHARACTERS + _RANDOM_CHARACTERS}}}"
+"""Pattern of the ids in names of orphans; users may own similar names."""
+
+_PARTIAL_NAME = re.compile(rf"\..+\.{PARTIAL}-{_ID}")
 
 _ATTEMPTS = 2
 """Attempts of a removal, since some errors are temporary."""
 
-_IDS = {PARTIAL: r"\w+", OLD: r"[0-9a-f]{8,}"}
-"""Patterns of the ids in names of orphans. That of old content is strict, since users may own similar names."""
+_NAMES = 16
+"""Names to try for a temporary file or folder; other users who may read the folder can lock each before its maker."""
+
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
 def sibling_path(target: str, kind: str) -> str:
     """Return a new path beside `target` for an orphan kind."""
     folder, name = os.path.split(target)
-    return os.path.join(folder, f".{name}.{kind}-{os.urandom(6).hex()}")
+    return os.path.join(folder, f".{name}.{kind}-{_find_mount(folder)}{os.urandom(_RANDOM_CHARACTERS // 2).hex()}")
+
+
+def _find_mount(folder: str) -> str:
+    """Return an id of this machine and the mount of a folder: processes with the same id see the locks of each other.
+
+    Raises:
+        OSError: The folder does not exist.
+    """
+    seen = f"{os.stat(folder or os.curdir).st_dev} {_read_boot_id()}"
+    return f"{zlib.crc32(seen.encode()):08x}"[:_MOUNT_CHARACTERS]
+
+
+@cache
+def _read_boot_id() -> str:
+    with suppress(OSError), open(_BOOT_ID, encoding="ascii") as file:
+        return file.read().strip()
+    return os.uname().nodename
 
 
 def is_partial(name: str) -> bool:
@@ -64,38 +99,63 @@ def make_partial(target: str) -> tuple[str, int]:
     Raises:
         OSError: The folder cannot be created.
     """
-    while True:
+    return _make(target, _make_folder)
+
+
+def make_partial_file(target: str) -> tuple[str, int]:
+    """Create a temporary file beside `target` and lock it; other arguments and errors as for `make_partial`."""
+    return _make(target, _make_file)
+
+
+def _make(target: str, make: Callable[[str], int]) -> tuple[str, int]:
+    """Create and lock a file or folder; another one if another process locks or removes it first.
+
+    The last one is used even if another process has locked it: so far nobody removes it.
+    """
+    for left in reversed(range(_NAMES)):
         path, fd = sibling_path(target, PARTIAL), -1
         try:
-            os.mkdir(path)
-            with suppress(FileNotFoundError):
-                fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                hold(fd)
-                # Another process may have removed the folder before it was locked.
-                if is_at(fd, path):
-                    return path, fd
+            fd = make(path)
+            if fd >= 0 and (hold(fd) or not left) and is_at(fd, path):
+                return path, fd
         except FileExistsError:
             raise  # the name belongs to another process
-        except BaseException:  # a signal may come before the caller knows of the folder
+        except BaseException:  # a signal may come before the caller knows of it
             remove(path)
-            if fd >= 0:
-                release(fd)
-            raise
-        if fd >= 0:
             release(fd)
+            raise
+        remove(path)
+        release(fd)
+    raise OSError(errno.ESTALE, "another process removes each new file", path)
 
 
-def hold(fd: int) -> None:
-    """Lock an open file or folder until it is closed, if locks are supported."""
+def _make_folder(path: str) -> int:
+    """Create a folder; return its descriptor, or -1 if another process has removed it already."""
+    os.mkdir(path)
+    with suppress(FileNotFoundError):
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    return -1
+
+
+def _make_file(path: str) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+
+def hold(fd: int) -> bool:
+    """Lock an open file or folder until it is closed, if locks are supported; return False if another process has."""
     _held.add(fd)
-    with suppress(OSError):
-        fcntl.flock(fd, fcntl.LOCK_EX)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno != errno.EWOULDBLOCK
+    return True
 
 
 def close(fd: int) -> None:
     """Close a descriptor and release its lock. Raises OSError."""
     _held.discard(fd)
-    os.close(fd)
+    with suppress(InterruptedError):  # the descriptor is closed nevertheless
+        os.close(fd)
 
 
 def release(fd: int) -> None:
@@ -131,13 +191,24 @@ def is_at(fd: int, path: str) -> bool:
 
 
 def find_orphans(target: str, kind: str) -> list[str]:
-    """Return the unlocked orphans of a kind beside `target`, oldest first."""
-    return sorted((path for path in _list_siblings(target, kind) if _is_free(path)), key=_changed)
+    """Return the orphans of a kind beside `target` that no process owns, oldest first."""
+    return sorted((path for path in _list_siblings(target, kind) if _is_free(path, target, kind)), key=_changed)
+
+
+def find_moved_aside(path: str) -> str:
+    """Return the old content of a folder that is missing: a process may have been killed before the new had its name.
+
+    Returns an empty text if the path exists, or nothing was moved aside.
+    """
+    if os.path.lexists(path):
+        return ""
+    found = [old for old in _list_siblings(os.path.abspath(path), OLD) if not os.path.islink(old)]
+    return max(found, key=_changed, default="")
 
 
 def _list_siblings(target: str, kind: str) -> list[str]:
     folder, name = os.path.split(target)
-    pattern = re.compile(rf"\.{re.escape(name)}\.{kind}-{_IDS[kind]}")
+    pattern = re.compile(rf"\.{re.escape(name)}\.{kind}-{_ID}")
     try:
         with os.scandir(folder) as entries:
             return [entry.path for entry in entries if pattern.fullmatch(entry.name)]
@@ -146,16 +217,42 @@ def _list_siblings(target: str, kind: str) -> list[str]:
 
 
 def list_owned(target: str, kind: str) -> list[str]:
-    """Return the paths of a kind beside `target` that another process may own: they are locked, or have no locks."""
-    return [path for path in _list_siblings(target, kind) if not _is_free(path)]
+    """Return the paths of a kind beside `target` that another process may own."""
+    return [path for path in _list_siblings(target, kind) if not _is_free(path, target, kind)]
 
 
-def _is_free(path: str) -> bool:
+def _is_free(path: str, target: str, kind: str) -> bool:
+    """Return True if an orphan is not locked, and cannot be unfinished content of a process that locks elsewhere."""
     fd = take(path)
     if fd is None:
         return False
     release(fd)
-    return True
+    return kind == OLD or _is_made_here(path) or _is_dead(path, target)
+
+
+def _is_made_here(path: str) -> bool:
+    return path[:-_RANDOM_CHARACTERS].endswith(f"-{_find_mount(os.path.dirname(path))}")
+
+
+def _is_dead(path: str, target: str) -> bool:
+    """Return True if nothing has changed in a folder for `DEAD_S`, by the clocks of this machine and the file system.
+
+    Raises:
+        OSError: No file can be made beside `target`.
+    """
+    inside = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
+    changed = max(map(_changed, (path, *inside))) / 1e9
+    return time.time() - changed > DEAD_S and _read_clock(target) - changed > DEAD_S
+
+
+def _read_clock(target: str) -> float:
+    """Return the time by the clock of a file system, with an empty file beside `target`. Raises OSError."""
+    path, fd = make_partial_file(target)
+    try:
+        return os.fstat(fd).st_ctime
+    finally:
+        remove(path)
+        release(fd)
 
 
 def _changed(path: str) -> int:

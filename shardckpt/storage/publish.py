@@ -87,15 +87,19 @@ def begin(
         overwrite: Replace one existing checkpoint of this kind.
         needed_bytes: Bytes of the result.
         last: Name of the file that makes the result loadable.
-        prefix: Prefix of the names of all new files but the last, if no old name has it. Then the old content stays
-            until the last file is replaced.
+        prefix: Prefix of the names of all new files but the last; empty if they have none. If no old name has it,
+            the old content stays until the last file is replaced.
         find_kept: Returns the files of the old content that become part of the new one if they exist. On a disk it is
             called when all new files are written, before they are in place; on a store without rename when the old
             `last` is replaced or removed, before any other old file is.
     """
     path = local_path(url)
     if path is not None:
-        return LocalPublication(path, kind, overwrite=overwrite, needed_bytes=needed_bytes, find_kept=find_kept)
+        publication = LocalPublication(path, kind, overwrite=overwrite, needed_bytes=needed_bytes, find_kept=find_kept)
+        if not (prefix and publication.is_better_replaced_by_file(prefix)):
+            return publication
+        url = publication.target
+        publication.rollback()
     if isinstance(kind, FileKind):
         return RemoteFile(url, kind, overwrite=overwrite)
     return RemoteFolder(url, kind, overwrite=overwrite, last=last, prefix=prefix, find_kept=find_kept)

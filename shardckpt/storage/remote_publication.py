@@ -10,7 +10,7 @@ from collections.abc import Collection
 from contextlib import suppress
 
 from shardckpt.errors import MissingFileError, ShardckptError, StorageError, TargetExistsError, UsageError
-from shardckpt.storage.orphans import is_partial
+from shardckpt.storage.orphans import DEAD_S, is_partial
 from shardckpt.storage.publication import (
     FindKept,
     FindMissing,
@@ -22,11 +22,8 @@ from shardckpt.storage.publication import (
 )
 from shardckpt.storage.replaceable import FileKind, FolderKind, files_below, find_replaceable_files, require_file
 from shardckpt.storage.resolve_url import kind as kind_at
-from shardckpt.storage.resolve_url import open_remote, split
+from shardckpt.storage.resolve_url import local_path, open_remote, split
 from shardckpt.storage.store import ClosingWriter, ObjectStore, Store, Writer, read_bytes
-
-_DEAD_S = 24 * 3600.0
-"""Minimum age, in seconds, of unreferenced files of another save before removal: that save may still be running."""
 
 
 class DeferredWriter(ClosingWriter):
@@ -114,24 +111,24 @@ class BufferedWriter(ClosingWriter):
 
 
 class RemoteFolder(Publication):
-    """A folder that becomes loadable with its last object.
+    """A folder that becomes loadable with its last object, on a store or disk that cannot replace folders.
 
     The old content stays complete while new files with new names are written. At the commit the old content is removed,
     its `last` first, so that no reader mixes old and new files; then the files with names of the old content are
     written, then `last`.
-     If all names but the last have a unique prefix, the old content need not be removed first: `last` is replaced
-    atomically, and unreferenced files are removed afterwards. If there was no `last`, the new one is created only if
-    there still is none, so that of two concurrent publications one succeeds. If there was one, or the store does not
-    create files that way, both succeed and the later one stays; therefore recent files of other publications are not
-    removed.
+
+    If all names but the last have a prefix that no old name has, the old content need not be removed first: `last` is
+    replaced atomically, and unreferenced files are removed afterwards. If there was no `last`, the new one is created
+    only if there still is none, so that of two concurrent publications one succeeds. If there was one, or the store
+    does not create files that way, both succeed and the later one stays; therefore recent files of other publications
+    are not removed.
 
     Args:
         url: URL of the target.
         kind: Kind of checkpoint that is written.
         overwrite: Replace one existing checkpoint of this kind.
         last: Name of the file that makes the result loadable.
-        prefix: Prefix of the names of all other files, including those of other processes; empty if they may be names
-            of old files.
+        prefix: Prefix of the names of all other files, including those of other processes; empty if they have none.
         find_kept: Returns the files that stay. Called when the old `last` is replaced or removed, and if an error comes
             when the new one may have been there; if it raises an error, all stay.
 
@@ -152,7 +149,8 @@ class RemoteFolder(Publication):
     ) -> None:
         if kind_at(url) == "file":
             raise TargetExistsError("the target is a file", where=url, fix="Choose another name.")
-        if not url.partition("://")[2].strip("/") and not url.startswith("memory:"):
+        is_place = url.partition("://")[2].strip("/") or url.startswith("memory:")
+        if not is_place and local_path(url) is None:
             raise UsageError("this URL names no place", where=url, fix="Name a bucket, and a folder in it.")
         self.staging_url = url
         self._store = open_remote(url)
@@ -164,7 +162,7 @@ class RemoteFolder(Publication):
         self.unique_suffix = os.urandom(4).hex() if self._old else ""
         self._deferred: dict[str, DeferredWriter | BufferedWriter] = {}
         self._written: list[str] = []
-        self._prefix = prefix
+        self._prefix = "" if any(name.startswith(prefix) for name in self._old) else prefix
         self._find_kept = find_kept
         self._is_done = self._is_doubtful = False
 
@@ -266,10 +264,10 @@ class RemoteFolder(Publication):
         return [name for name in self._old if not of_a_save.fullmatch(name) or self._is_dead(name)]
 
     def _is_dead(self, name: str) -> bool:
-        """Return True if a file is older than `_DEAD_S`, or its age is unknown."""
+        """Return True if a file is older than `DEAD_S`, or its age is unknown."""
         with suppress(StorageError):
             written = self._store.written_at(name)
-            return written is None or all(now() - written > _DEAD_S for now in (time.time, self._read_store_time))
+            return written is None or all(now() - written > DEAD_S for now in (time.time, self._read_store_time))
         return False
 
     def _read_store_time(self) -> float:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from shardckpt.errors import MissingFileError, SourceNotFoundError, StorageError, UsageError
 from shardckpt.storage.holder import SCHEME
 from shardckpt.storage.local import LocalStore
-from shardckpt.storage.node_folder import NodeFolder, find_folder
+from shardckpt.storage.node_folder import NodeFolder, SharedFolder, find_folder
+from shardckpt.storage.orphans import find_moved_aside
 from shardckpt.storage.store import ObjectStore, Store, SubfolderStore, convert_os_errors, storage_error
 
 if TYPE_CHECKING:
@@ -102,13 +103,20 @@ def open_store(url: str) -> Store:
     Raises:
         UsageError: The protocol is unknown, or its package is not installed.
     """
-    return _find_mounted(url) or open_place(url)
+    return _find_mounted(url) or _open_folder(url)
 
 
 def open_place(url: str) -> Store:
     """Return the store of a folder to write into, whatever is mounted there for reads. Raises as `open_store`."""
     path = local_path(url)
     return open_remote(url) if path is None else LocalStore(path)
+
+
+def _open_folder(url: str) -> Store:
+    path = local_path(url)
+    if path is None:
+        return open_remote(url)
+    return LocalStore(path if os.path.exists(path) else find_moved_aside(path) or path)
 
 
 MOUNTED: dict[str, Store] = {}
@@ -153,7 +161,10 @@ def _find_mounted_kind(url: str) -> str:
 
 
 def open_remote(url: str) -> ObjectStore:
-    """Return the store of a folder that is not on a disk. Raises UsageError like `open_store`."""
+    """Return the store of a folder in which files appear one by one. Raises UsageError like `open_store`."""
+    path = local_path(url)
+    if path is not None:
+        return SharedFolder(path)
     if _is_held(url):
         return _open_held(url)
     folder = find_folder(url)
@@ -213,7 +224,7 @@ def kind(url: str) -> str:
     try:
         mode = os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
-        return "missing"
+        return "folder" if find_moved_aside(path) else "missing"
     except OSError as error:
         if error.errno in {errno.ELOOP, errno.ENAMETOOLONG}:  # nothing can exist at this path
             return "missing"

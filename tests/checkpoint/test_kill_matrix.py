@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from bucket import Bucket, Dead, break_at, commit_comes_first, mend
+from clocks import days_pass
 from disk import failing_at, killing_at
 from faulty import DROP, LOST, Fault, Faulty
 from forks import is_killed
@@ -19,7 +20,7 @@ import shardckpt
 from shardckpt.errors import IncompleteError, ShardckptError, SourceNotFoundError, StorageError
 from shardckpt.format.native.commit import COMMIT
 from shardckpt.offline.verify import verify
-from shardckpt.storage import local, retry
+from shardckpt.storage import local, local_publication, retry
 from shardckpt.storage.local_publication import LocalPublication
 
 
@@ -170,6 +171,71 @@ def test_a_failing_operation_is_told_and_leaves_the_old_or_the_new(tmp_path: Pat
     operations = fault_matrix(tmp_path, prepare, allowed)
     print(f"failed at each of {operations} operations")
     assert operations >= 20
+
+
+class TestWithoutExchange:
+    """NFS, CephFS, SMB and sshfs do not exchange folders: the files of a save are put into the old folder."""
+
+    @pytest.fixture(autouse=True)
+    def without_exchange(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(local_publication, "exchange", lambda *_: False)
+
+    @pytest.mark.parametrize("save", [shardckpt.save, in_the_background], ids=["save", "async"])
+    def test_a_kill_leaves_the_old_or_the_new_and_the_next_save_succeeds(self, tmp_path: Path, save: Save) -> None:
+        operations = kill_matrix(tmp_path, second, {1, 2}, save)
+        print(f"killed at each of {operations} operations")
+        assert operations >= 20
+
+    def test_a_failing_operation_is_told_and_leaves_the_old_or_the_new(self, tmp_path: Path) -> None:
+        operations = fault_matrix(tmp_path, second, {1, 2})
+        print(f"failed at each of {operations} operations")
+        assert operations >= 20
+
+    def test_a_step_that_is_saved_again_can_be_restored_after_a_kill_at_any_moment(self, tmp_path: Path) -> None:
+        def save_again(state: dict, path: Path, *, overwrite: bool) -> None:
+            shardckpt.Checkpointer(path).save(7, state, overwrite=overwrite)
+
+        for k in itertools.count(1):
+            run = tmp_path / str(k)
+            save_again(state_of(1), run, overwrite=False)
+            was_killed = killed_at(run, k, save_again)
+            into = state_of(3)
+            assert shardckpt.Checkpointer(run).restore(into) == 7, f"a kill at operation {k}"
+            assert into["step"] in ({1, 2} if was_killed else {2})
+            assert torch.equal(into["long"], state_of(into["step"])["long"])
+            if not was_killed:
+                return
+
+    def test_a_copy_over_a_step_leaves_the_old_or_the_new(self, tmp_path: Path) -> None:
+        def put(value: float, path: Path) -> None:
+            shardckpt.save({"w": torch.full((9,), value)}, path)
+
+        def copy_over(_state: dict, path: Path, *, overwrite: bool) -> None:
+            shardckpt.copy(tmp_path / "new", path, overwrite=overwrite)
+
+        put(2.0, tmp_path / "new")
+        for k in itertools.count(1):
+            run = tmp_path / str(k)
+            put(1.0, run / "step-1")
+            was_killed = killed_at(run / "step-1", k, copy_over)
+            assert [step.number for step in shardckpt.ls(run).complete] == [1], f"a kill at operation {k}"
+            assert shardckpt.load(run / "step-1")["w"][0] in ((1, 2) if was_killed else (2,))
+            if not was_killed:
+                return
+
+    def test_what_a_killed_save_left_in_the_folder_goes_when_it_is_old(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = tmp_path / "c"
+        second(path)
+        shardckpt.save(state_of(2), path, overwrite=True)
+        complete = len(os.listdir(path))
+        assert killed_at(path, 16, shardckpt.save)
+        shardckpt.save(state_of(3), path, overwrite=True)
+        assert len(os.listdir(path)) > complete, "the files may be of a save under way"
+        days_pass(monkeypatch)
+        shardckpt.save(state_of(4), path, overwrite=True)
+        assert loaded(path) == 4 and len(os.listdir(path)) == complete
 
 
 def test_a_kill_while_a_step_is_saved_and_the_one_before_removed_leaves_one_of_them(tmp_path: Path) -> None:
@@ -338,7 +404,7 @@ class TestMutants:
 
     def test_writing_in_place_turns_the_kill_matrix_red(self, tmp_path: Path, monkeypatch) -> None:
         def in_place(self, name: str):
-            return local.LocalStore(self._target).create(name)
+            return local.LocalStore(self.target).create(name)
 
         monkeypatch.setattr(LocalPublication, "create", in_place)
         with pytest.raises((AssertionError, ShardckptError)):

@@ -26,6 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bucket import Bucket, Dead, broken_at
+from clocks import days_pass
 from command import run_here
 from disk import killing_at
 from forks import is_killed
@@ -778,8 +779,7 @@ class TestRetention:
         saved(Checkpointer(tmp_path), 3)
         assert folder(tmp_path, 1).exists()
         assert partial.exists()
-        now = time.time
-        monkeypatch.setattr(time, "time", lambda: now() + 1.1 * DAY)
+        days_pass(monkeypatch, 1.1)
         saved(Checkpointer(tmp_path), 4)
         assert sorted(os.listdir(tmp_path)) == [step_name(n) for n in (2, 3, 4)]
 

@@ -223,7 +223,7 @@ def test_what_another_save_has_written_stays_until_it_is_old(s3_bucket: str, mon
     with open_store(url).create("0mwqtjgtgd749fa-00000-00.safetensors") as writer:
         writer.write(b"of a save under way, or of one that was killed")
     if is_dead:
-        monkeypatch.setattr(remote_publication, "_DEAD_S", -60.0)
+        monkeypatch.setattr(remote_publication, "DEAD_S", -60.0)
     shardckpt.save(state(MINE), url, overwrite=True)
     names = {entry.name for entry in open_store(url).list()}
     assert ("0mwqtjgtgd749fa-00000-00.safetensors" in names) != is_dead

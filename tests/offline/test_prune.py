@@ -15,6 +15,7 @@ import fsspec
 import pytest
 import torch
 from bucket import Bucket, DatedBucket, Dead, broken_at
+from clocks import clock_jumps, days_pass
 from disk import watched
 from forks import is_killed
 from native_writer import write_step
@@ -29,8 +30,6 @@ from shardckpt.storage import orphans, retry
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.resolve_url import open_store
 from shardckpt.storage.store import Store
-
-DAY = 24 * 3600.0
 
 
 def write(root: Path, *numbers: int) -> None:
@@ -48,11 +47,6 @@ def break_file(folder: Path, suffix: str) -> None:
 
 def complete(root: object) -> list[int]:
     return [step.number for step in shardckpt.ls(str(root)).complete]
-
-
-def days_pass(monkeypatch: pytest.MonkeyPatch, days: float = 2.0) -> None:
-    now = time.time
-    monkeypatch.setattr(time, "time", lambda: now() + days * DAY)
 
 
 class TestList:
@@ -257,9 +251,18 @@ class TestOrphans:
             shardckpt.save({"w": torch.zeros(4)}, f"bucket://b/run/{step_name(number)}")
         del DatedBucket.objects[f"b/run/{step_name(1)}/COMMIT"]
         DatedBucket.dates = dict.fromkeys([*DatedBucket.objects], days)
-        days_pass(monkeypatch, 3)  # on this machine alone
+        clock_jumps(monkeypatch, 3)
         assert shardckpt.prune("bucket://b/run", keep_last=1).orphans == ((step_name(1),) if days else ())
         assert {name.split("/")[2] for name in DatedBucket.objects} == {step_name(2), *([] if days else [step_name(1)])}
+
+    def test_so_it_is_on_a_disk_which_may_be_that_of_another_machine(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        left = self.make(tmp_path)
+        clock_jumps(monkeypatch, 3)
+        assert shardckpt.prune(str(tmp_path)).orphans == ()
+        assert {*left, step_name(1)} == set(os.listdir(tmp_path))
+        assert list(shardckpt.prune(str(tmp_path), unfinished_for=0).orphans) == left
 
     def test_what_a_dead_save_left_stays_for_a_day(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         left = self.make(tmp_path)

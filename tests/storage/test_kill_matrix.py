@@ -24,6 +24,8 @@ from shardckpt.storage import local, local_publication, remote_publication, retr
 from shardckpt.storage.fsspec_writer import FsspecWriter
 from shardckpt.storage.local import LocalWriter
 from shardckpt.storage.publish import publish
+from shardckpt.storage.resolve_url import open_store
+from shardckpt.storage.store import read_bytes
 
 LAST = "model.safetensors.index.json"
 OLD = {
@@ -35,13 +37,20 @@ OLD = {
 }
 NEW = {LAST: b"new index", "config.json": b"new config", "a.bin": b"new " * 5000, "sub/c.bin": b"new c"}
 NEWEST = {"a.bin": b"newest a", LAST: b"newest index"}
+CHECKPOINTS = [("aaaa", 3), ("bbbb", 2), ("cccc", 1)]
+
+
+def checkpoint(prefix: str, count: int) -> dict[str, bytes]:
+    """Return files whose names no other checkpoint has, and a last one that lists them."""
+    files = {f"{prefix}-{number}.bin": f"{prefix} {number}".encode() * 999 for number in range(count)}
+    return {**files, LAST: json.dumps(sorted(files)).encode()}
 
 
 def publish_folder(
-    target: Path, files: dict[str, bytes], *, overwrite: bool = True, keep: tuple[str, ...] = ()
+    target: Path, files: dict[str, bytes], *, overwrite: bool = True, keep: tuple[str, ...] = (), prefix: str = ""
 ) -> None:
     with publish(
-        str(target), FOLDER, overwrite=overwrite, needed_bytes=1, last=LAST, find_kept=lambda: keep
+        str(target), FOLDER, overwrite=overwrite, needed_bytes=1, last=LAST, prefix=prefix, find_kept=lambda: keep
     ) as publication:
         for name, data in files.items():
             with publication.create(name) as writer:
@@ -58,10 +67,29 @@ def publish_file(target: Path, files: dict[str, bytes], *, overwrite: bool = Tru
         writer.write(files["a.bin"])
 
 
+def publish_checkpoint(target: Path, files: dict[str, bytes]) -> None:
+    publish_folder(target, files, prefix=min(files)[:4])
+
+
 def folder_content(target: Path) -> dict[str, bytes] | None:
-    """Return the files of a folder by name, None where it is absent or empty."""
-    found = {str(path.relative_to(target)): path.read_bytes() for path in target.rglob("*") if path.is_file()}
+    """Return the files that readers get of a folder, by name; None where it is absent or empty."""
+    store, folders, found = open_store(str(target)), [""], dict[str, bytes]()
+    while folders:
+        for entry in store.list(folders.pop()):
+            if entry.is_folder:
+                folders.append(entry.name)
+            else:
+                found[entry.name] = read_bytes(store, entry.name, 0, entry.size)
     return found or None
+
+
+def listed_content(files: dict[str, bytes]) -> dict[str, bytes] | None:
+    """Return the last file and those that it lists; None without it."""
+    return {name: files[name] for name in [*json.loads(files[LAST]), LAST]} if LAST in files else None
+
+
+def checkpoint_content(target: Path) -> dict[str, bytes] | None:
+    return listed_content(folder_content(target) or {})
 
 
 def file_content(target: Path) -> dict[str, bytes] | None:
@@ -80,6 +108,7 @@ class Case:
         name: str,
         *,
         is_file: bool = False,
+        is_checkpoint: bool = False,
         is_first: bool = False,
         can_exchange: bool = True,
         where: str = "out",
@@ -90,28 +119,34 @@ class Case:
         self.read = file_content if is_file else folder_content
         self.old, self.new, self.newest = (only_a(f) if is_file else f for f in (OLD, NEW, NEWEST))
         self.new = {**{name: OLD[name] for name in keep}, **self.new}
+        self.written, self.shown = (OLD, NEW, NEWEST), dict
+        if is_checkpoint:
+            self.publish, self.read, self.shown = publish_checkpoint, checkpoint_content, listed_content
+            self.written = self.old, self.new, self.newest = [checkpoint(*each) for each in CHECKPOINTS]
 
     def prepare(self, folder: Path) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         if not self.is_first:
-            self.publish(folder / self.where, OLD)
+            self.publish(folder / self.where, self.written[0])
         return folder / self.where
 
     def run(self, target: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:
             if not self.can_exchange:
                 patch.setattr(local_publication, "exchange", lambda *_: False)
-            self.publish(target, NEW)
+            self.publish(target, self.written[1])
 
     def allowed(self) -> list[dict[str, bytes] | None]:
-        """Return what may lie at the target at any moment; between two renames nothing does."""
-        return [None if self.is_first else self.old, self.new, *([] if self.can_exchange else [None])]
+        """Return what readers may get at any moment."""
+        return [None if self.is_first else self.old, self.new]
 
 
 CASES = [
     Case("folder over folder"),
     Case("folder over folder, without exchange", can_exchange=False),
+    Case("checkpoint over checkpoint", is_checkpoint=True),
+    Case("checkpoint over checkpoint, without exchange", is_checkpoint=True, can_exchange=False),
     Case("first folder", is_first=True),
     Case("file over file", is_file=True),
     Case("first file", is_file=True, is_first=True),
@@ -160,12 +195,12 @@ def run_and_die_at(case: Case, target: Path, k: int, *, half: bool) -> bool:
 def check_after_a_kill(case: Case, target: Path, where: str) -> None:
     found = case.read(target)
     assert found in case.allowed(), f"{where} left a mix: {found}"
-    if found is None and not case.is_first:
+    if not target.exists() and not case.is_first:
         # The next run must not lose the only copy, even if it comes to nothing.
         with pytest.raises(ZeroDivisionError), publish(str(target), FOLDER, overwrite=True, needed_bytes=1):
             raise ZeroDivisionError
         assert case.read(target) == case.old, f"{where}, then a failing run, lost the old"
-    case.publish(target, NEWEST)
+    case.publish(target, case.written[2])
     assert case.read(target) == case.newest, f"the run after {where} failed"
     assert os.listdir(target.parent) == ["out"], f"{where} left something beside"
 
@@ -197,9 +232,9 @@ def fault_matrix(case: Case, folder: Path) -> int:
                 failed = True
         found = case.read(target)
         # A failure once the new is in place leaves it there; one that nobody heard of must have done no harm.
-        allowed = case.allowed()[:2] if failed else [case.new]
+        allowed = case.allowed() if failed else [case.new]
         assert found in allowed, f"operation {k} broke, {'with' if failed else 'without'} an error: {found}"
-        case.publish(target, NEWEST)
+        case.publish(target, case.written[2])
         assert os.listdir(target.parent) == ["out"]
         if count() < k:
             return k - 1
@@ -210,11 +245,13 @@ def power_matrix(case: Case, folder: Path, *, breaks_last_sync: bool = False) ->
     target = case.prepare(folder)
     name_of_target = str(target.relative_to(folder))
     disk = Disk(str(folder))
-    parent = os.open(folder, os.O_RDONLY)
     count = 0
 
-    def seen(outcome: dict[str, bytes]) -> tuple[dict[str, bytes] | None, list[dict[str, bytes]]]:
-        """Return what lies at the target, and whole old copies beside it."""
+    def is_changed_by_the_swap(fd: int) -> bool:
+        return any(os.path.samestat(os.fstat(fd), os.stat(each)) for each in (folder, target))
+
+    def seen(outcome: dict[str, bytes]) -> dict[str, bytes] | None:
+        """Return what readers get at the target: if nothing is there, what was moved aside."""
         at_target = {
             name[len(name_of_target) + 1 :] or "a.bin": data
             for name, data in outcome.items()
@@ -224,20 +261,17 @@ def power_matrix(case: Case, folder: Path, *, breaks_last_sync: bool = False) ->
         for name, data in outcome.items():
             if match := re.match(r"(\.out\.old-\w+)/(.*)", name):
                 beside.setdefault(match[1], {})[match[2]] = data
-        return at_target or None, list(beside.values())
+        return case.shown(at_target or next(iter(beside.values()), {})) or None
 
     def look(allowed: list[dict[str, bytes] | None], when: str) -> None:
         for outcome in disk.outcomes():
-            found, beside = seen(outcome)
-            assert found in allowed, f"a power cut {when} leaves {outcome}"
-            if found is None and not case.is_first:
-                assert case.old in beside, f"a power cut {when} loses the old: {outcome}"
+            assert seen(outcome) in allowed, f"a power cut {when} leaves {outcome}"
 
     def before(name: str, args: tuple) -> None:
         nonlocal count
         count += 1
         look(case.allowed(), f"before operation {count} ({name})")
-        is_last = name == "fsync" and case.read(target) == case.new and os.path.sameopenfile(args[0], parent)
+        is_last = name == "fsync" and case.read(target) == case.new and is_changed_by_the_swap(args[0])
         if breaks_last_sync and is_last and not disk.has_failed:
             disk.fail_sync(args[0])
             raise OSError(errno.EIO, "broken fsync")
@@ -248,7 +282,6 @@ def power_matrix(case: Case, folder: Path, *, breaks_last_sync: bool = False) ->
         look(case.allowed() if breaks_last_sync else [case.new], "after the end")
     finally:
         disk.close()
-        os.close(parent)
     return count
 
 
@@ -440,7 +473,7 @@ class TestMutants:
 
     def test_writing_over_the_old_in_place_turns_the_kill_matrix_red(self, tmp_path, monkeypatch):
         def in_place(self, name):
-            return local.LocalStore(self._target).create(name)
+            return local.LocalStore(self.target).create(name)
 
         monkeypatch.setattr(local_publication.LocalPublication, "create", in_place)
         with pytest.raises(AssertionError, match="left a mix"):

@@ -10,7 +10,8 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from bucket import Bucket
+from bucket import Bucket, DatedBucket
+from clocks import clock_jumps
 from disk import watched
 from forks import is_killed
 from kinds import FILE, FOLDER
@@ -18,6 +19,7 @@ from kinds import FILE, FOLDER
 from shardckpt.errors import MissingFileError, NoSpaceError, StorageError, TargetExistsError, UsageError
 from shardckpt.storage import local, local_publication, orphans, retry
 from shardckpt.storage.local import LocalStore
+from shardckpt.storage.orphans import sibling_path
 from shardckpt.storage.publish import overlaps, publish
 from shardckpt.storage.resolve_url import open_store
 from shardckpt.storage.store import read_bytes
@@ -390,6 +392,22 @@ class TestOnDisk:
         assert seen.count(("fsync", True, True)) == 1
         assert {("close", False, True), ("open", True, False), ("unlink", False, True)} <= set(seen)
 
+    def test_an_old_folder_in_a_fixed_layer_of_an_image_is_named_with_a_way_out(self, target, monkeypatch):
+        publish_files(target, OLD)
+        rename = os.rename
+
+        def fixed(source, to, **kwargs):
+            if str(source) == str(target):
+                raise OSError(errno.EXDEV, "Invalid cross-device link")
+            rename(source, to, **kwargs)
+
+        monkeypatch.setattr(local_publication, "exchange", lambda *_: False)
+        monkeypatch.setattr(os, "rename", fixed)
+        with pytest.raises(StorageError, match=r"fixed layer.*cross-device.*Choose another target, or.*`cp -a`"):
+            publish_files(target, NEW, overwrite=True)
+        assert content(target) == OLD
+        assert os.listdir(target.parent) == ["out"]
+
     def test_a_second_rename_that_fails_brings_the_old_back(self, target, monkeypatch):
         publish_files(target, OLD)
         monkeypatch.setattr(local_publication, "exchange", lambda *_: False)
@@ -432,11 +450,11 @@ class TestLeftovers:
     ) -> None:
         whole, swept = orphans.hold, []
 
-        def late(fd: int) -> None:
+        def late(fd: int) -> bool:
             if not swept:
                 swept.append(os.readlink(f"/proc/self/fd/{fd}"))
                 orphans.sweep(str(tmp_path / "out"), orphans.PARTIAL)
-            whole(fd)
+            return whole(fd)
 
         before = len(os.listdir("/proc/self/fd"))
         monkeypatch.setattr(orphans, "hold", late)
@@ -478,15 +496,15 @@ class TestLeftovers:
     def target(self, tmp_path):
         return tmp_path / "out"
 
-    def leave(self, target, kind: str, number: int = 0) -> str:
-        path = target.parent / f".out.{kind}-{number:012x}"
+    def leave(self, target, kind: str) -> str:
+        path = sibling_path(str(target), kind)
         publish_files(path, OLD)
-        return str(path)
+        return path
 
     @pytest.mark.parametrize("single_file", [False, True])
     def test_a_stale_partial_does_not_block_and_is_removed(self, target, single_file):
         self.leave(target, "partial")
-        (target.parent / ".out.partial-00000000000f").write_bytes(b"a killed writer's")
+        Path(sibling_path(str(target), "partial")).write_bytes(b"a killed writer's")
         publish_file(target, b"1") if single_file else publish_files(target, NEW)
         assert os.listdir(target.parent) == ["out"]
 
@@ -512,7 +530,10 @@ class TestLeftovers:
     def test_names_that_only_look_alike_stay(self, target):
         alike = [
             ".out.partial-my notes",
+            ".out.partial-backup_2026",
+            ".out.partial-00000000000F",
             ".out.old-backup",
+            ".out.old-deadbeef",
             ".output.partial-00000000000f",
             ".out.partial-00000000000f.x",
         ]
@@ -573,6 +594,29 @@ class TestWithoutRename:
             put(other, "a.bin", b"1")
         assert one.unique_suffix
         assert other.unique_suffix not in {"", one.unique_suffix}
+
+    @pytest.mark.parametrize(("here", "there"), [(0, 0), (2, 0), (0, 2), (2, 2)])
+    def test_files_of_another_save_go_when_they_are_old_by_both_clocks(
+        self, here: int, there: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        DatedBucket.reset()
+        monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.001)
+
+        def save(prefix: str) -> None:
+            with publish(
+                "bucket://b/out", FOLDER, overwrite=True, needed_bytes=0, last="COMMIT", prefix=prefix
+            ) as publication:
+                put(publication, f"{prefix}-0.bin", b"1")
+                put(publication, "COMMIT", f'["{prefix}-0.bin"]'.encode())
+
+        save("aaaa")
+        DatedBucket.objects["b/out/bbbb-0.bin"] = b"of a save under way, or of one that was killed"
+        DatedBucket.dates = {"b/out/bbbb-0.bin": there}
+        clock_jumps(monkeypatch, here)
+        save("cccc")
+        is_gone = "b/out/bbbb-0.bin" not in DatedBucket.objects
+        assert is_gone == (there > 1)
+        assert content("bucket://b/out").keys() >= {"COMMIT", "cccc-0.bin"}
 
     def test_what_a_killed_writer_left_does_not_block_and_is_removed(self, target):
         Bucket.objects["b/out/.a.bin.partial-0123456789ab"] = b"half"

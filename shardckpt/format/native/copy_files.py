@@ -42,7 +42,9 @@ def copy_stored_step(
     store = VerifiedStore(folder.raw_store, folder.hashes)
     with (
         ExitStack() as stack,  # it ends after the publication
-        publish(target, STEP, overwrite=True, needed_bytes=folder.nbytes, last=COMMIT) as publication,
+        publish(
+            target, STEP, overwrite=True, needed_bytes=folder.nbytes, last=COMMIT, prefix=folder.prefix
+        ) as publication,
     ):
         for file in folder.files.values():
             with publication.create(file.name) as writer:

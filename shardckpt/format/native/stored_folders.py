@@ -57,6 +57,12 @@ class StoredFolder:
         """Id of the save; empty if the folder is not a step any more. Ids sort by time."""
         return "" if self.commit is None else self.commit.save
 
+    @property
+    def prefix(self) -> str:
+        """Prefix of the names of all files but `COMMIT`; empty if they have none."""
+        is_shared = all(name.startswith(self.save) for name in self.sizes if name != COMMIT)
+        return self.save if is_shared else ""
+
     def was_removed(self) -> bool:
         """Return whether the step was removed or replaced since it was read."""
         sizes = {entry.name: entry.size for entry in self.raw_store.list()}
