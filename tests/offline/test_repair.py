@@ -232,6 +232,17 @@ def test_there_has_to_be_something(tmp_path: Path) -> None:
         shardckpt.repair(str(folder), save="other")
 
 
+def test_an_order_that_names_an_array_twice_in_place_of_another_is_refused(tmp_path: Path) -> None:
+    folder = write_step(tmp_path / "s", {"v": torch.ones(3), "w": torch.zeros(3)})
+    gone(COMMIT, MANIFEST)(folder)
+    (file,) = (path for path in folder.iterdir() if path.suffix == ".safetensors")
+    order = b'\\"arrays\\":[[\\"v\\"],[\\"w\\"]]'
+    assert file.read_bytes().count(order) == 1
+    file.write_bytes(file.read_bytes().replace(order, order.replace(b"v", b"w")))
+    with pytest.raises(shardckpt.CheckpointError, match="hold arrays that their save did not know"):
+        shardckpt.repair(str(folder))
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -130,6 +130,19 @@ def test_a_full_disk_is_left_with_the_older_save_of_the_step(tmp_path, monkeypat
     assert torch.equal(shardckpt.load(str(tmp_path / "far" / STEP))["w"], torch.arange(4.0))
 
 
+@pytest.mark.parametrize("ending", [".safetensors", "manifest.json", "COMMIT"])
+def test_a_full_disk_is_left_with_the_files_of_this_save_that_were_there_for_others(tmp_path, monkeypatch, ending):
+    near, far = tmp_path / "near", tmp_path / "far"
+    shardckpt.save({"w": torch.arange(4.0)}, str(near / STEP))
+    copy_step.copy_part(LocalStore(str(near)), LocalStore(str(far)), STEP)
+    (far / STEP / "COMMIT").unlink()  # as a removal leaves a base
+    before = {path.name: path.read_bytes() for path in (far / STEP).iterdir()}
+    fill_disk(monkeypatch, ending)
+    with pytest.raises(NoSpaceError):
+        copy_step.copy_part(LocalStore(str(near)), LocalStore(str(far)), STEP)
+    assert {path.name: path.read_bytes() for path in (far / STEP).iterdir()} == before
+
+
 def test_a_copy_whose_commit_is_there_keeps_its_files_although_the_disk_fails_after_it(tmp_path, monkeypatch):
     close = LocalWriter.close
 

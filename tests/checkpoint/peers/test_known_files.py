@@ -126,3 +126,18 @@ def test_a_rank_asks_once_for_files_that_its_node_lacks_and_never_for_the_names_
     assert asked.names == [f"{folder}/{save}-y"]
     known.learn([f"{STEPS[0]}/{save}-x"], asked.find, all_copies=True)
     assert asked.names == [f"{folder}/{save}-y", f"{folder}/{save}-x"]
+
+
+def test_the_names_of_a_step_that_was_saved_again_since_the_report_are_asked_for():
+    folder, (first, second) = f"memory/{STEPS[0]}", SAVES
+    reports, later = (
+        [NodeReport(Node(f"n{at}", "m"), {folder: NodeStep(save, 5, name_files(save))}) for at in range(2)]
+        for save in (first, second)
+    )
+    catalog = NodeCatalog.from_reports(reports)
+    steps = find_shared_steps(catalog, TIERS)["memory"]
+    known, asked = AskedFiles(1, reports[1], OwnFiles(later[1], is_damaged=False), steps), Asked(catalog)
+    assert known.list_sizes(STEPS[0], asked.find) == {
+        f"{STEPS[0]}/{name}": size for name, size in name_files(first).items()
+    }
+    assert asked.names == [f"{folder}/"]

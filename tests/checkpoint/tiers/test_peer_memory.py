@@ -25,7 +25,7 @@ import shardckpt
 from shardckpt import Checkpointer, FallbackEvent, Local, PeerMemory
 from shardckpt.checkpoint.run import known_root
 from shardckpt.checkpoint.save.handle import AsyncSaveTask, SaveHandle
-from shardckpt.checkpoint.tiers import peer_memory
+from shardckpt.checkpoint.tiers import capture_tier, peer_memory
 from shardckpt.checkpoint.tiers.memory_tier import MemoryTier
 from shardckpt.errors import MissingFileError, NoSpaceError, StorageError, UnsupportedError, UsageError
 from shardckpt.format.durability.run_record import RECORD, read_run_record
@@ -81,6 +81,16 @@ def test_a_start_that_cannot_be_recorded_in_the_root_captures_nothing(tmp_path):
     record.rmdir()
     save(ck, 2, 3)
     assert [len(ck.durability(step).copies) for step in (2, 3)] == [0, 1], "one capture is left out"
+
+
+def test_after_each_failure_in_a_row_twice_as_many_captures_are_left_out():
+    attempts, left_out = capture_tier._CaptureAttempts(), []
+    for _ in range(8):
+        attempts.note_failure(StorageError("full"))
+        left_out.append(0)
+        while attempts.is_left_out():
+            left_out[-1] += 1
+    assert left_out == [1, 3, 7, 15, 31, 63, 64, 64]
 
 
 def test_a_restore_that_finds_no_capture_of_the_last_start_says_so(tmp_path, caplog):

@@ -74,6 +74,26 @@ class TestWhatIsAStep:
         (tmp_path / "step-00000007").write_text("a file")
         assert steps(tmp_path) == {1: True}
 
+    @pytest.mark.parametrize("number", [0, 1])
+    def test_of_two_complete_folders_of_a_number_the_one_with_the_longer_name_counts(
+        self, number: int, tmp_path: Path
+    ) -> None:
+        for name in (f"step-{number}", step_name(number)):
+            write_step(tmp_path / name, STATE, save=new_save_id())
+        run = read_run(LocalStore(str(tmp_path)))
+        assert [step.name for step in run.complete] == [step_name(number)]
+        assert [step.name for step in run.steps if step.is_double] == [f"step-{number}"]
+
+    def test_a_step_whose_base_has_a_short_file_is_not_complete(self, tmp_path: Path) -> None:
+        for number in (1, 2):
+            shardckpt.Checkpointer(tmp_path, dedup=True).save(number, {"w": torch.arange(100_000.0)})
+        assert steps(tmp_path) == {1: True, 2: True}
+        file = max((tmp_path / step_name(1)).iterdir(), key=lambda path: path.stat().st_size)
+        os.truncate(file, file.stat().st_size - 1)
+        assert steps(tmp_path) == {1: False, 2: False}
+        (_, second) = read_run(LocalStore(str(tmp_path))).steps
+        assert "files of its base are missing or end early" in second.fault
+
     def test_a_folder_that_was_named_by_hand_is_one(self, tmp_path: Path) -> None:
         write_step(tmp_path / "step-100", STATE)
         assert one(tmp_path).name == "step-100"

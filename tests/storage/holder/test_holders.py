@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from shardckpt.errors import MissingFileError, NoSpaceError, StorageError, UnsafeError, UsageError
-from shardckpt.storage.holder import holder_connection, holder_sockets, holders
+from shardckpt.storage.holder import holder_connection, holder_process, holder_sockets, holders
 from shardckpt.storage.holder.holder_connection import get_holder_connection
+from shardckpt.storage.holder.holder_ledger import HolderLedger
 from shardckpt.storage.holder.holder_messages import MAX_MESSAGE_BYTES, encode_message
 from shardckpt.storage.holder.holder_sockets import bind_socket, connect_socket, open_socket_folder, socket_folder
 from shardckpt.storage.holder.holder_store import HolderStore
@@ -174,6 +175,19 @@ def test_more_bytes_than_the_maximum_are_refused_and_the_name_of_the_limit_is_in
         writer.write(b"1" * 1000)
     start(2000)
     assert find_holders().running[0].max_bytes == 2000
+
+
+def test_a_refused_reservation_is_given_back_and_a_smaller_file_fits(monkeypatch):
+    ledger = HolderLedger(1000, "COMMIT")
+    with socket.socket(socket.AF_UNIX) as listening:
+        holder = holder_process.Holder(RUN, listening, ledger, 60.0)
+        number = ledger.create(1, "a", is_new=False)
+        monkeypatch.setattr(holder_process, "read_available_bytes", lambda _: 500)
+        with pytest.raises(NoSpaceError, match="too little free memory"):
+            holder._op_reserve(1, {"number": number, "nbytes": 900})
+        assert ledger.nbytes == 0
+        holder._op_reserve(1, {"number": number, "nbytes": 400})
+        assert ledger.nbytes == 400
 
 
 def test_no_process_can_change_a_file_that_has_appeared():
