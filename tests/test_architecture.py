@@ -180,6 +180,7 @@ LATE_IMPORTS: dict[tuple[str, str], str] = {
     ("shardckpt.checkpoint.stateful.flatten", "shardckpt.state.local.local_shards"): TENSORS_ALONE,
     ("shardckpt.checkpoint.stateful.flatten", "shardckpt.state.local.optim_shards"): TENSORS_ALONE,
     ("shardckpt.checkpoint.stateful.flatten", "shardckpt.state.model.module_hooks"): TENSORS_ALONE,
+    ("shardckpt.checkpoint.load.load_planner", "shardckpt.state.model.module_hooks"): TENSORS_ALONE,
     ("shardckpt.state.adapters.flat_shard_check", "shardckpt.core.params.param_bucket"): TENSORS_ALONE,
     ("shardckpt.state.adapters.flat_shard_check", "shardckpt.core.registration.base"): TENSORS_ALONE,
     ("shardckpt.state.adapters.flat_shard_check", "shardckpt.layout"): TENSORS_ALONE,
@@ -625,7 +626,6 @@ STREAM_CALLS = re.compile(
 )
 """What only `devices` asks torch for, and the predicate for devices with streams."""
 OTHER_CALLS = {
-    ("shardckpt.checkpoint.stateful.rng_state", "torch.cuda"): "generators of random numbers",
     ("shardckpt.core.fsdp2.fully_shard", "torch.Event"): "the type of an argument",
 }
 

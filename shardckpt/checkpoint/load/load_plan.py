@@ -20,10 +20,9 @@ from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.plan.naming.fqn import make_cleaner
 from shardckpt.plan.naming.peft_names import to_file_name
 from shardckpt.plan.naming.sections import find_sections, model_paths
-from shardckpt.state.keys.kinds import has_own_elements
 from shardckpt.state.keys.slots import UnequalSteps
 from shardckpt.state.local.shared_bytes import SharedBytes, share_bytes
-from shardckpt.state.local.tensor_shards import LocalShard, TensorShards, end_address
+from shardckpt.state.local.tensor_shards import LocalShard, TensorShards, end_address, has_own_elements
 
 Put = Callable[[Any], None]
 

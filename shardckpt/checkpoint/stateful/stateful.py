@@ -16,7 +16,8 @@ from shardckpt import dtypes
 from shardckpt.errors import ShardckptError, StateDictError, UnsupportedError, UsageError, describe_with_class
 from shardckpt.format.encodings.tagged_json import SCALARS, NamedValue
 from shardckpt.manifest import Path, dotted
-from shardckpt.state.keys.kinds import has_own_elements, tensors
+from shardckpt.state.keys.kinds import tensors
+from shardckpt.state.local.tensor_shards import has_own_elements
 
 PLAIN_TENSORS = frozenset({torch.Tensor, nn.Parameter})
 """Tensor classes without data besides their elements."""
@@ -222,7 +223,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
     `tensor.untyped_storage().resize_(0)` frees a storage below its tensor, as FSDP does.
     A tensor that its class makes of others has a storage that nobody writes.
     """
-    if not has_own_elements(tensor):
+    if type(tensor) not in PLAIN_TENSORS and not has_own_elements(tensor):
         return False
     elements = tensor.numel()
     if elements and not tensor.is_contiguous():

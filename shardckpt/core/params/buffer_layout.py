@@ -10,16 +10,8 @@ from typing import Any
 import torch
 
 from shardckpt.boxes import narrow_to_box
+from shardckpt.core.modules.memory_order import memory_order, view_in_order
 from shardckpt.layout import DimLayout, FlatLayout, Layout, ParamSpec, ShardRun
-
-
-def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return a dense tensor's dimensions from slowest to fastest; empty if row-major."""
-    if tensor.is_contiguous():
-        return ()
-    steps = tensor.stride()
-    order = tuple(sorted(range(tensor.dim()), key=lambda d: (-steps[d], d)))
-    return order if tensor.permute(order).is_contiguous() else ()
 
 
 def build_param_spec(
@@ -49,19 +41,6 @@ def isolate_storage(part: torch.Tensor) -> torch.Tensor:
     start = part.storage_offset() * width
     isolated = torch.empty(0, dtype=part.dtype, device=part.device)
     return isolated.set_(storage[start : start + extent * width], 0, part.shape, part.stride())
-
-
-def view_in_order(flat: torch.Tensor, shape: Sequence[int], order: tuple[int, ...]) -> torch.Tensor:
-    """Return a view of a 1-D tensor with a shape and a memory order of dimensions.
-
-    Args:
-        flat: 1-D tensor with the elements in memory order.
-        shape: Shape of the view.
-        order: Dimensions from slowest to fastest; empty for row-major.
-    """
-    if not order:
-        return flat.view(shape)
-    return flat.view([shape[d] for d in order]).permute([order.index(d) for d in range(len(order))])
 
 
 class Packing(ABC):

@@ -180,7 +180,7 @@ def read_memory_orders(contents: ManifestContents, where: object) -> dict[int, t
         where: Name of the file, for messages.
 
     Raises:
-        FormatError: An entry is no permutation of an array's dimensions.
+        FormatError: An entry does not permute the dimensions of an array.
     """
     found: dict[int, tuple[int, ...]] = {}
     for entry in read_list(contents.topology.get(MEMORY_ORDERS, []), MEMORY_ORDERS, where):
@@ -191,7 +191,7 @@ def read_memory_orders(contents: ManifestContents, where: object) -> dict[int, t
             read_integer(d, MEMORY_ORDERS, where, below=rank) for d in read_fixed(dims, rank, MEMORY_ORDERS, where)
         ]
         if len(set(order)) != rank:
-            raise field_error(f"an entry of {MEMORY_ORDERS!r} is no permutation", order, "", where)
+            raise field_error(f"an entry of {MEMORY_ORDERS!r} must be a permutation", order, "", where)
         found[number] = tuple(order)
     return found
 

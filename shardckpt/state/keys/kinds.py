@@ -133,11 +133,6 @@ def is_sharded_tensor(value: Any) -> bool:
     )
 
 
-def has_own_elements(tensor: torch.Tensor) -> bool:
-    """Return False if a tensor's elements are not in its own memory: its class makes them of other tensors."""
-    return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-
-
 def is_flat_part(name: str, value: Any) -> bool:
     """Return True if a value is a shard of a flat parameter in a torch LOCAL state."""
     return name.rpartition(".")[2].startswith(_FLAT) and is_sharded_tensor(value)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from shardckpt.boxes import full_box, shift
 from shardckpt.core.modules.dtensors import local
 from shardckpt.core.modules.fqn_and_params import clean
-from shardckpt.core.params.buffer_layout import view_in_order
+from shardckpt.core.modules.memory_order import view_in_order
 from shardckpt.layout import DimLayout, FlatLayout, ParamSpec
 from shardckpt.state.adapters import torch_fsdp1
 from shardckpt.state.adapters.base import ShardingAdapter

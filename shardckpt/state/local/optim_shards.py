@@ -13,16 +13,22 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 
 from shardckpt.boxes import Box
 from shardckpt.core.modules.dtensors import local, wrap_local
-from shardckpt.core.params.buffer_layout import memory_order
+from shardckpt.core.modules.memory_order import memory_order
 from shardckpt.errors import UnsupportedError
 from shardckpt.plan.optim.param_groups import match_settings, settings
 from shardckpt.state.adapters.engine_bucket import EngineBucketAdapter
 from shardckpt.state.adapters.model_index import ModelIndex, index_complete_model
 from shardckpt.state.adapters.replicated import ReplicatedAdapter
-from shardckpt.state.keys.kinds import has_own_elements, tensors
+from shardckpt.state.keys.kinds import tensors
 from shardckpt.state.keys.slots import LARGEST_NOTE, OpaqueStateError, UnequalSteps, is_placed_as, largest
 from shardckpt.state.local.local_shards import LocalModel, get_adapter_shards, get_member_shards
-from shardckpt.state.local.tensor_shards import LocalShard, TensorShards, empty_in_order, get_tensor_shards
+from shardckpt.state.local.tensor_shards import (
+    LocalShard,
+    TensorShards,
+    empty_in_order,
+    get_tensor_shards,
+    has_own_elements,
+)
 from shardckpt.state.optim.load_optim_state_dict import put_in_optimizer
 from shardckpt.state.optim.optim_state_dict import (
     AdapterParams,

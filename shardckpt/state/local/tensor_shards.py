@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardckpt.boxes import Box, Shape, chunk_range, full_box
 from shardckpt.core.modules.dtensors import get_mesh_placements, local, sort_by_split_order
-from shardckpt.core.params.buffer_layout import memory_order, view_in_order
+from shardckpt.core.modules.memory_order import memory_order, view_in_order
 from shardckpt.errors import UnsupportedError
 
 
@@ -47,7 +47,13 @@ class TensorShards(NamedTuple):
     @property
     def order(self) -> tuple[int, ...]:
         """Dimensions from the slowest to the fastest in the memory of the shards; empty if row-major, or not dense."""
-        return next(filter(None, (memory_order(shard.tensor) for shard in self.shards)), ())
+        others = [shard.tensor for shard in self.shards if not shard.tensor.is_contiguous()]
+        return next(filter(None, map(memory_order, others)), ())
+
+
+def has_own_elements(tensor: torch.Tensor) -> bool:
+    """Return False if a tensor's elements are not in its own memory: its class makes them of other tensors."""
+    return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 def empty_in_order(

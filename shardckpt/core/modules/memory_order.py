@@ -1,0 +1,29 @@
+"""Memory order of a dense tensor's dimensions, from the slowest to the fastest; empty if row-major."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return a dense tensor's dimensions from slowest to fastest; empty if row-major."""
+    if tensor.is_contiguous():
+        return ()
+    steps = tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=lambda d: (-steps[d], d)))
+    return order if tensor.permute(order).is_contiguous() else ()
+
+
+def view_in_order(flat: torch.Tensor, shape: Sequence[int], order: tuple[int, ...]) -> torch.Tensor:
+    """Return a view of a 1-D tensor with a shape and a memory order of dimensions.
+
+    Args:
+        flat: 1-D tensor with the elements in memory order.
+        shape: Shape of the view.
+        order: Dimensions from slowest to fastest; empty for row-major.
+    """
+    if not order:
+        return flat.view(shape)
+    return flat.view([shape[d] for d in order]).permute([order.index(d) for d in range(len(order))])
