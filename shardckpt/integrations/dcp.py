@@ -11,11 +11,13 @@ from shardckpt.errors import require_packages
 require_packages("shardckpt.integrations.dcp", "torch", install="'shardckpt[torch]'")
 
 import os
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -38,6 +40,9 @@ _background_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
 )  # by group of all ranks
 
 
+_Result = TypeVar("_Result")
+
+
 def __getattr__(name: str) -> Any:
     """Return a name of `torch.distributed.checkpoint`.
 
@@ -46,6 +51,21 @@ def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(torch.distributed.checkpoint, name)
+
+
+def _takes_store_by_position(function: Callable[..., _Result], store: str) -> Callable[..., _Result]:
+    """Return a function whose second argument may be given by position, with a warning, as torch allows it."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> _Result:
+        if len(args) != 2:
+            return function(*args, **kwargs)
+        warnings.warn(
+            f"The argument order of {function.__name__} has been changed. Pass {store}=.", UserWarning, stacklevel=2
+        )
+        return function(args[0], **{store: args[1]}, **kwargs)
+
+    return call
 
 
 def save(
@@ -232,3 +252,8 @@ def _typed_errors(writer: Any = None) -> Iterator[None]:
     finally:
         if isinstance(writer, StorageWriter):
             writer.rollback()
+
+
+if not TYPE_CHECKING:  # type checkers see the arguments as they are
+    save = _takes_store_by_position(save, "storage_writer")
+    load = _takes_store_by_position(load, "storage_reader")

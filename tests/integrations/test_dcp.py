@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
+import io
 import os
 import signal
 import threading
@@ -65,6 +66,54 @@ def test_the_arguments_are_those_of_torch(name: str) -> None:
     ours, theirs = (inspect.signature(getattr(module, name)).parameters for module in (dcp, torch_dcp))
     assert list(ours)[: len(theirs)] == list(theirs)
     assert [each.kind for each in ours.values()][: len(theirs)] == [each.kind for each in theirs.values()]
+
+
+def test_a_writer_or_reader_by_position_is_taken_with_a_warning_as_by_torch(tmp_path: Path) -> None:
+    for module in (torch_dcp, dcp):
+        path, state = str(tmp_path / module.__name__), {"a": torch.zeros(2)}
+        with pytest.warns(UserWarning, match="argument order of save has been changed"):
+            module.save({"a": torch.ones(2)}, dcp.StorageWriter(path))
+        with pytest.warns(UserWarning, match="argument order of load has been changed"):
+            module.load(state, dcp.StorageReader(path))
+        assert state["a"].all()
+        with pytest.raises((TypeError, AssertionError)):
+            module.save({}, dcp.StorageWriter(path), storage_writer=dcp.StorageWriter(path))
+        with pytest.raises(TypeError):
+            module.save({}, dcp.StorageWriter(path), None)
+
+
+class Scaling(torch.nn.Linear):
+    """A module whose extra state is a stream, as that of Transformer Engine."""
+
+    scale = 1.0
+
+    def get_extra_state(self) -> io.BytesIO:
+        stream = io.BytesIO()
+        torch.save({"scale": self.scale}, stream)
+        return stream
+
+    def set_extra_state(self, state: io.BytesIO) -> None:
+        assert type(state) is io.BytesIO
+        state.seek(0)
+        self.scale = torch.load(state)["scale"]
+
+
+def test_streams_of_bytes_in_a_state_are_saved_and_come_back(tmp_path: Path) -> None:
+    model, stream = Scaling(2, 2), io.BytesIO(b"content")
+    model.scale = 3.0
+    stream.seek(4)
+    shardckpt.save({"m": model, "s": stream, "p": shardckpt.PerRank([stream])}, tmp_path / "step")
+    other, mine = Scaling(2, 2), shardckpt.PerRank([io.BytesIO()])
+    state = {"m": other, "s": io.BytesIO(), "p": mine}
+    shardckpt.load(state, tmp_path / "step")
+    assert [other.scale, state["s"].getvalue(), mine.held[0].read()] == [3.0, b"content", b"ent"]
+    for module in (torch_dcp, dcp):
+        path, state = str(tmp_path / module.__name__), {"s": io.BytesIO(), "m": Scaling(2, 2).state_dict()}
+        module.save({"s": stream, "m": model.state_dict()}, checkpoint_id=path)
+        module.load(state, checkpoint_id=path)
+        assert state["s"].getvalue() == b"content"
+        other.set_extra_state(state["m"]["_extra_state"])
+        assert other.scale == 3.0
 
 
 def test_all_other_names_are_those_of_torch() -> None:

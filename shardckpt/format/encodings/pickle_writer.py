@@ -6,6 +6,7 @@ resolves the names.
 
 from __future__ import annotations
 
+import io
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from struct import pack
@@ -126,6 +127,7 @@ class _Writer:
             complex: lambda v, p: self._call(GlobalCall(GlobalName("__builtin__", "complex"), (v.real, v.imag)), p),
             Counter: lambda v, p: self._call(GlobalCall(GlobalName("collections", "Counter"), (dict(v),)), p),
             dict: self._dict,
+            io.BytesIO: lambda v, p: self._call(GlobalCall(GlobalName("_io", "BytesIO"), (v.getvalue(),)), p),
             float: lambda v, _: self.parts.append(pack(">cd", b"G", v)),
             GlobalName: lambda v, _: self._global(v),
             int: self._int,

@@ -7,6 +7,7 @@ Other values are objects with one key that begins with `$`; a dict that looks li
 from __future__ import annotations
 
 import base64
+import io
 import math
 import struct
 from collections import Counter, OrderedDict
@@ -185,6 +186,10 @@ def _encode_bytes(value: bytes, path: Path) -> object:
     return {"$bytes": base64.b64encode(_limit_int(value, path)).decode("ascii")}
 
 
+def _encode_stream(value: io.BytesIO, path: Path) -> object:
+    return {"$bytesio": [base64.b64encode(_limit_int(value.getvalue(), path)).decode("ascii"), value.seek(0, io.SEEK_CUR)]}
+
+
 _Long = TypeVar("_Long", str, bytes)
 
 
@@ -200,6 +205,7 @@ _ENCODERS: Mapping[type, Callable[[Any, Path], object]] = {
     float: _encode_float,
     complex: _encode_complex,
     bytes: _encode_bytes,
+    io.BytesIO: _encode_stream,
 }
 _SEQUENCES: Mapping[type, str] = {list: "", tuple: "$tuple", set: "$set", frozenset: "$frozenset"}
 
@@ -342,6 +348,17 @@ def _decode_array(inner: object) -> ArrayRef:
     return ArrayRef(_count(inner))
 
 
+def _decode_bytes(inner: object) -> bytes:
+    return base64.b64decode(_text(inner), validate=True)
+
+
+def _decode_stream(inner: object) -> io.BytesIO:
+    content, position = _items(inner)
+    stream = io.BytesIO(_decode_bytes(content))
+    stream.seek(_count(position))
+    return stream
+
+
 _CONTAINERS: Mapping[str, Callable[[list[object]], object]] = {
     "$tuple": tuple,
     "$set": set,
@@ -351,7 +368,8 @@ _DECODERS: Mapping[str, Callable[[object], object]] = {
     "$int": _decode_int,
     "$float": lambda inner: struct.unpack(">d", bytes.fromhex(_text(inner)))[0],
     "$complex": _decode_complex,
-    "$bytes": lambda inner: base64.b64decode(_text(inner), validate=True),
+    "$bytes": _decode_bytes,
+    "$bytesio": _decode_stream,
 }
 _REFERENCES: Mapping[str, Callable[[object], ArrayRef | NamedValue]] = {
     "$array": _decode_array,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import struct
@@ -93,6 +94,20 @@ def same(a: object, b: object) -> bool:
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))  # type: ignore[arg-type]
     return a == b
+
+
+def test_a_stream_of_bytes_comes_back_with_its_content_and_position() -> None:
+    stream = io.BytesIO(b"content")
+    stream.seek(3)
+    found = through([stream])
+    assert isinstance(found, list)
+    assert [type(found[0]), found[0].tell(), found[0].getvalue()] == [io.BytesIO, 3, b"content"]
+
+
+@pytest.mark.parametrize("inner", ["text", ["AA=="], ["AA==", -1], ["AA==", 1 << 70], [1, 0], ["%", 0]])
+def test_a_damaged_stream_is_refused(inner: object) -> None:
+    with pytest.raises(FormatError):
+        decode({"$bytesio": inner})
 
 
 @pytest.mark.parametrize("value", VALUES, ids=[str(number) for number in range(len(VALUES))])
