@@ -187,7 +187,8 @@ def _encode_bytes(value: bytes, path: Path) -> object:
 
 
 def _encode_stream(value: io.BytesIO, path: Path) -> object:
-    return {"$bytesio": [base64.b64encode(_limit_int(value.getvalue(), path)).decode("ascii"), value.seek(0, io.SEEK_CUR)]}
+    content = base64.b64encode(_limit_int(value.getvalue(), path)).decode("ascii")
+    return {"$bytesio": [content, value.seek(0, io.SEEK_CUR)]}
 
 
 _Long = TypeVar("_Long", str, bytes)
