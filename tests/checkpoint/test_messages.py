@@ -41,6 +41,11 @@ def test_what_differs_is_named_with_its_place_and_both_ways_out(tmp_path: Path) 
         "`t` is tuple on rank 0 and list on rank 1": ({"t": (1, 2)}, {"t": [1, 2]}),
         "`k` (dict) differs between rank 0 (1) and rank 1 ('1')": ({"k": {1: 5}}, {"k": {"1": 5}}),
         "`the state` (dict) differs between rank 0 ('a') and rank 1 ('a.b')": ({"a": {"b": 5}}, {"a.b": 5}),
+        "`m.1` is in the state of rank 1 and not in that of rank 0. If each rank has other parts of a model (stages of"
+        " a pipeline), save their state dicts with `shardckpt.integrations.dcp.save`": (
+            {"m": {"0": torch.ones(2)}},
+            {"m": {"1": torch.ones(2)}},
+        ),
         "To keep each rank's own, wrap it in shardckpt.PerRank. If it is a part of a sharded module, pass": (
             {"w": torch.ones(2)},
             {"w": torch.ones(3)},

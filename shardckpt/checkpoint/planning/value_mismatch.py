@@ -65,10 +65,16 @@ def build_mismatch_error(
     """
     wrong = _differences(values) or _differences(containers) or ["what the ranks hold is put together in other ways"]
     more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-    return UsageError(
-        "; ".join(wrong[:SHOWN]) + more,
-        fix="To keep rank 0's, broadcast it; to keep each rank's own, use shardckpt.PerRank.",
-    )
+    tensors = [{name for name, summary in each.items() if summary[1] == "tensor"} for each in values]
+    return UsageError("; ".join(wrong[:SHOWN]) + more, fix=_KEEP if all(map(tensors[0].__eq__, tensors)) else _USE_DCP)
+
+
+_KEEP = "To keep rank 0's, broadcast it; to keep each rank's own, use shardckpt.PerRank."
+_USE_DCP = (
+    "If each rank has other parts of a model (stages of a pipeline), save their state dicts with"
+    " `shardckpt.integrations.dcp.save`; if not, give every rank all of it, or keep each rank's own with"
+    " shardckpt.PerRank."
+)
 
 
 def _differences(summaries: Sequence[Mapping[str, Sequence[str]]]) -> list[str]:
