@@ -20,17 +20,19 @@ def combine_values(path: Path, values: Iterable[tuple[str, object]]) -> object:
         path: Path of the value.
         values: File and value of each rank, in rank order; at least one.
     """
-    (file, first), *others = values
-    distinct = [first]
-    odd = ""
-    for other_file, value in others:
-        if not any(is_same(value, known) for known in distinct):
-            odd = odd or other_file
-            distinct.append(value)
-    if not odd:
+    remaining = iter(values)
+    file, first = next(remaining)
+    odd = next(((other, value) for other, value in remaining if not is_same(value, first)), None)
+    if odd is None:
         return first
-    merged = merge_groups(distinct) if path[-1:] == (GROUPS,) else None
-    return PerRankValue(file, odd) if merged is None else merged
+    merged = None
+    if path[-1:] == (GROUPS,):
+        distinct = [first, odd[1]]
+        for _, value in remaining:
+            if not any(is_same(value, known) for known in distinct):
+                distinct.append(value)
+        merged = merge_groups(distinct)
+    return PerRankValue(file, odd[0]) if merged is None else merged
 
 
 def is_same(a: object, b: object) -> bool:
