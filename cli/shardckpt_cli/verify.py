@@ -25,7 +25,7 @@ def verify(
 ) -> None:
     """Check structure, coverage, sizes and checksums.
 
-    Exits with 1 for any fault.
+    Exits with 1 for any fault. `intact` means that checksums of all files were compared; without that it is `complete`.
     """
     import shardckpt
     from shardckpt.errors import escape
@@ -38,7 +38,12 @@ def verify(
         output.warn(result.warnings)
         _show_problems(result.problems)
         checked = f", {output.size(result.checked_bytes)} match their checksums" if result.checked_bytes else ""
-        state = "intact" if result.ok else output.count(len(result.problems), "problem")
+        without = len(result.files_without_checksums)
+        if without:
+            checked += f", no checksums in {output.count(without, 'file')}"
+        state = "complete" if without or not result.checked_bytes else "intact"
+        if not result.ok:
+            state = output.count(len(result.problems), "problem")
         tensors = output.count(result.tensor_count, "tensor")
         print(f"{escape(result.source)}: {result.format or 'unreadable'}: {tensors}, {state}{checked}")
     raise typer.Exit(0 if result.ok else 1)

@@ -37,6 +37,7 @@ _MOST_FAULTS = 1000
 _FULL_FILES = "xxh3-64"
 """Kind of checksums that cover all bytes of a file."""
 
+_CHECKS = ("structure", "coverage", "sizes")
 _SHOWN = 4
 _MOST_TENSORS = 1000
 
@@ -86,11 +87,15 @@ def verify(
         problems += _list_wrong_files(reader)
     if not problems:
         problems += _containers(reader)
+    without: tuple[str, ...] = ()
     if not problems:
-        checked, wrong = _checksums(reader, on_progress)
+        checked, wrong, without = _checksums(reader, on_progress)
         problems += wrong
     warnings = (*manifest.warnings, *(() if manifest.has_shapes else (NO_SHAPES,)))
-    return Verification(src, manifest.format, len(manifest.tensors), checked, tuple(problems), warnings)
+    checks = (*_CHECKS, "checksums") if checked else _CHECKS
+    return Verification(
+        src, manifest.format, len(manifest.tensors), checked, tuple(problems), warnings, checks, without
+    )
 
 
 _ALONE = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
@@ -181,8 +186,10 @@ def _containers(reader: Reader) -> list[Problem]:
     return list(unknown.values())
 
 
-def _checksums(reader: Reader, on_progress: OnProgress | None) -> tuple[int, list[Problem]]:
+def _checksums(reader: Reader, on_progress: OnProgress | None) -> tuple[int, list[Problem], tuple[str, ...]]:
+    """Return the bytes that match their checksums, the problems, and the files without checksums."""
     checked = 0
+    without = dict.fromkeys(name for name, size in reader.manifest.files.items() if size)
     meter = Meter(0, None)
     if on_progress is not None:
         meter = Meter(sum(checksum.nbytes for checksum in reader.checksums()), on_progress)
@@ -192,8 +199,9 @@ def _checksums(reader: Reader, on_progress: OnProgress | None) -> tuple[int, lis
     ends: dict[str, int] = {}
     try:
         for checksum in reader.checksums():
+            without.pop(checksum.file, None)
             if checksum.algorithm not in _ALGORITHMS:
-                return checked, [*problems, _unknown_kind(checksum)]
+                return checked, [*problems, _unknown_kind(checksum)], ()
             wrong = _find_wrong(reader, checksum, buffer, meter)
             if checksum.algorithm == _FULL_FILES:
                 ends[checksum.file] = checksum.offset + checksum.nbytes
@@ -204,13 +212,11 @@ def _checksums(reader: Reader, on_progress: OnProgress | None) -> tuple[int, lis
     except CheckpointError as error:
         problems.append(from_error(error, reader.store.url))
     longer = {name: size for name, size in reader.manifest.files.items() if size > ends.get(name, size)}
-    return checked, [
-        *problems,
-        *(
-            _wrong_size(f"{name} has {size - ends[name]} more bytes than were saved", name, size, ends[name])
-            for name, size in longer.items()
-        ),
-    ]
+    problems += (
+        _wrong_size(f"{name} has {size - ends[name]} more bytes than were saved", name, size, ends[name])
+        for name, size in longer.items()
+    )
+    return checked, problems, () if problems else tuple(without)
 
 
 def _unknown_kind(checksum: Checksum) -> Problem:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import subprocess
@@ -172,7 +173,23 @@ def test_one_is_singular(tmp_path: Path) -> None:
         "wrote 1 tensor, 4 B, in 1 file to"
         in run_here("consolidate", tmp_path / "src.safetensors", tmp_path / "out").out
     )
-    assert run_here("verify", tmp_path / "out").out.endswith(": safetensors: 1 tensor, intact\n")
+    assert run_here("verify", tmp_path / "out").out.endswith(
+        ": safetensors: 1 tensor, complete, no checksums in 1 file\n"
+    )
+
+
+def test_intact_is_said_only_where_checksums_of_all_files_were_compared(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(3)}, tmp_path / "a.pt")
+    assert run_here("verify", tmp_path / "a.pt").out.endswith(": 1 tensor, intact, 12 B match their checksums\n")
+    torch.save({"a": torch.ones(3)}, tmp_path / "b.pt", _use_new_zipfile_serialization=False)
+    assert run_here("verify", tmp_path / "b.pt").out.endswith(": 1 tensor, complete, no checksums in 1 file\n")
+    index = {"metadata": {}, "weight_map": {"a": "x.bin", "b": "y.bin"}}
+    (tmp_path / "sharded").mkdir()
+    torch.save({"a": torch.ones(3)}, tmp_path / "sharded/x.bin")
+    torch.save({"b": torch.ones(3)}, tmp_path / "sharded/y.bin", _use_new_zipfile_serialization=False)
+    (tmp_path / "sharded/pytorch_model.bin.index.json").write_text(json.dumps(index))
+    said = ": 2 tensors, complete, 12 B match their checksums, no checksums in 1 file\n"
+    assert run_here("verify", tmp_path / "sharded").out.endswith(said)
 
 
 def test_the_version_is_printed() -> None:

@@ -11,6 +11,8 @@ import torch
 from cases import NAMES, read_case
 from native_writer import SAVE, without_sub_hashes, write_step
 from safetensors.torch import save_file
+from share_writers import as_rank, dtensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import shardckpt
 from shardckpt.boxes import Box
@@ -213,3 +215,23 @@ def test_every_file_that_cannot_be_read_is_listed(tmp_path: Path) -> None:
     assert len(found) == 3
     for number, what in ((2, "a pointer of Git LFS"), (3, "no room"), (4, "bytes follow the data")):
         assert any(f"model-0000{number}-of" in message and what in message for message in found), found
+
+
+@pytest.mark.parametrize(
+    ("to", "has_checksums"), [("native", True), ("torch", True), ("dcp", True), ("safetensors", False)]
+)
+def test_the_checks_and_the_files_without_checksums_are_listed(to: str, has_checksums: bool, tmp_path: Path) -> None:
+    save_file({"a": torch.ones(3)}, tmp_path / "src.safetensors")
+    shardckpt.consolidate(tmp_path / "src.safetensors", tmp_path / "out", to=to)
+    found = shardckpt.verify(tmp_path / "out")
+    assert found.checks == ("structure", "coverage", "sizes", *(["checksums"] if has_checksums else []))
+    assert found.files_without_checksums == (() if has_checksums else ("model.safetensors",))
+
+
+def test_one_file_of_several_without_checksums_is_named(tmp_path: Path) -> None:
+    for rank in range(2):
+        with as_rank(rank, 2):
+            state = {"w": dtensor(torch.ones(4, 2), init_device_mesh("cpu", (2,)))}
+            torch.save(state, tmp_path / f"rank{rank}.pt", _use_new_zipfile_serialization=rank == 0)
+    found = shardckpt.verify(tmp_path)
+    assert found.ok and found.checked_bytes >= 16 and found.files_without_checksums == ("rank1.pt",)

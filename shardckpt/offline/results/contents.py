@@ -105,6 +105,8 @@ class Verification:
         checked_bytes: Bytes that match a stored checksum.
         problems: All faults.
         warnings: Oddities that are not faults.
+        checks: Checks that were made: `structure`, `coverage`, `sizes`, and `checksums` if any was compared.
+        files_without_checksums: Files whose bytes no stored checksum covers, if nothing else is wrong.
     """
 
     source: str
@@ -113,6 +115,8 @@ class Verification:
     checked_bytes: int
     problems: tuple[Problem, ...]
     warnings: tuple[str, ...]
+    checks: tuple[str, ...] = ()
+    files_without_checksums: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
