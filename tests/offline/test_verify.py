@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardckpt
 from shardckpt.boxes import Box
-from shardckpt.errors import SourceNotFoundError, UnknownFormatError
+from shardckpt.errors import IncompleteError, SourceNotFoundError, UnknownFormatError
 from shardckpt.format.native.manifest_json import ManifestContents
 from shardckpt.format.native.payload import BLOCK_BYTES, SUB_BLOCK_BYTES
 
@@ -226,6 +226,20 @@ def test_the_checks_and_the_files_without_checksums_are_listed(to: str, has_chec
     found = shardckpt.verify(tmp_path / "out")
     assert found.checks == ("structure", "coverage", "sizes", *(["checksums"] if has_checksums else []))
     assert found.files_without_checksums == (() if has_checksums else ("model.safetensors",))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "adapter_model.safetensors", "pytorch_model.bin"])
+def test_placeholders_of_weights_that_were_not_gathered_are_named(name: str, tmp_path: Path) -> None:
+    """As the Trainer writes them for a model under DeepSpeed's ZeRO-3: buffers and small parameters are there."""
+    state = {"a.weight": torch.empty(0), "b.weight": torch.empty(0), "norm.bias": torch.ones(3), "none": torch.empty(0)}
+    write = save_file if name.endswith(".safetensors") else torch.save
+    source = tmp_path / "src"
+    source.mkdir()
+    write(state, source / name)  # type: ignore[operator]
+    assert [problem.tensors for problem in shardckpt.verify(source).problems] == [("a.weight",), ("b.weight",)]
+    with pytest.raises(IncompleteError, match=r"a.weight: it has no elements: a placeholder.* ZeRO-3 .*gather_16bit"):
+        shardckpt.consolidate(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_one_file_of_several_without_checksums_is_named(tmp_path: Path) -> None:

@@ -26,6 +26,14 @@ _MAX_BYTES = 1 << 62
 _INCOMPLETE = "The save was interrupted or the copy is incomplete: `shardckpt verify` lists the faults of each file."
 _MOST_COUNTED = 10_000
 _ONE_OF_SEVERAL = "This is one file of several: put them into one folder and point at that."
+_PLACEHOLDER = "it has no elements: a placeholder, as DeepSpeed's ZeRO-3 leaves for weights that it did not gather"
+_OF_MODELS = ("safetensors", "adapter", "hf-torch", "accelerate")
+"""Formats of files into which trainers write models."""
+
+_GATHER = (
+    "Name the folder of DeepSpeed's save_checkpoint, which holds the weights, or save the model again with"
+    " stage3_gather_16bit_weights_on_model_save."
+)
 _RANK_FILES = ("ranks", "local")
 """Formats without a list of their files, so that a rank's file can be opened alone."""
 
@@ -91,9 +99,11 @@ def faults(manifest: Manifest, entries: Iterable[TensorEntry], *, limit: int = 1
     """
     found: list[Fault] = []
     for entry in entries:
-        if _is_single_span(manifest, entry):
-            continue
-        found += _check_entry(manifest, entry, limit)
+        if entry.shape == (0,) and _is_placeholder(manifest, entry):
+            file = entry.pieces[0].file if entry.pieces else ""
+            found.append(Fault("gap", dotted(entry.path), full_box(entry.shape), file, _PLACEHOLDER))
+        elif not _is_single_span(manifest, entry):
+            found += _check_entry(manifest, entry, limit)
         if len(found) >= limit:
             break
     return found[:limit]
@@ -140,6 +150,8 @@ def require_complete(manifest: Manifest, entries: Iterable[TensorEntry], where: 
             fix="Put the base back there, or pass its new path: base=PATH (--base PATH).",
         )
     is_one_of_ranks = manifest.format in _RANK_FILES and sum(size >= 0 for size in manifest.files.values()) == 1
+    if first.detail is _PLACEHOLDER:
+        raise IncompleteError(f"{first.tensor}: {_PLACEHOLDER}{more}", where=f"{where}/{first.file}", fix=_GATHER)
     raise kinds.get(first.kind, FormatError)(
         f"{first.words}: {first.tensor} {first.box}: {first.detail}{more}",
         where=f"{where}/{first.file}" if first.file else where,
@@ -165,6 +177,11 @@ def locate(reader: PieceResolver, manifest: Manifest, entries: Sequence[TensorEn
     located = [entry._replace(pieces=tuple(resolved.get(id(p), p) for p in entry.pieces)) for entry in entries]
     require_complete(manifest, located, where)
     return located
+
+
+def _is_placeholder(manifest: Manifest, entry: TensorEntry) -> bool:
+    """Return True if an empty tensor stands for a weight; other states may have empty tensors for other reasons."""
+    return manifest.format in _OF_MODELS and dotted(entry.path).endswith("weight")
 
 
 def _check_entry(manifest: Manifest, entry: TensorEntry, limit: int) -> list[Fault]:
