@@ -28,7 +28,7 @@ from shardckpt.format.budget import CHUNK_BYTES, ReadBudget, check_paths, gc_pau
 from shardckpt.format.dcp.storage_items import Blobs, StoredSlice, require_bytes, resolve_slices, slice_checksums
 from shardckpt.format.encodings import pickle_reader
 from shardckpt.format.encodings.pickle_reader import Dtype, InstanceStub
-from shardckpt.format.merge_shards import join_replicas, list_replicas, resolve_replicas
+from shardckpt.format.merge_shards import Replicas, join_replicas, list_replicas, resolve_replicas
 from shardckpt.format.reader import Checksum, Evidence, Format, Reader, Source
 from shardckpt.format.torchsave.objects import read_object
 from shardckpt.format.torchsave.rank_values import combine_values
@@ -366,7 +366,7 @@ def _manifest(store: Store, prefix: str, sizes: Mapping[str, int], names: Sequen
         if path in tensors:
             raise FormatError(f"{name!r} has the path of another tensor", where=f"{store.url}/{prefix}", found=path)
         pieces = tuple(piece for piece in boxes.values() if piece is not None)
-        used.update(dict.fromkeys(each.file for piece in pieces for each in list_replicas(piece)))
+        used.update(dict.fromkeys(piece.file for piece in _list_slices(pieces)))
         if len(pieces) < len(boxes):
             lost.append(name)
         tensors[path] = TensorEntry(path, shape, stored, pieces)
@@ -394,7 +394,7 @@ def _aliases(tensors: Mapping[Path, TensorEntry]) -> dict[Path, Path]:
     first: dict[tuple[object, ...], Path] = {}
     aliases: dict[Path, Path] = {}
     for path, entry in tensors.items():
-        pieces = [each for piece in entry.pieces for each in list_replicas(piece)]
+        pieces = _list_slices(entry.pieces)
         if not pieces or not all(map(_is_archive, pieces)):
             continue
         places = [(p.box, p.file, p.layout.offset) for p in pieces if isinstance(p.layout, Lazy)]
@@ -476,7 +476,7 @@ class DcpReader(Reader):
         def resolve(wanted: Sequence[Piece]) -> list[Piece]:
             return resolve_slices(self.store, self.manifest.files, wanted, self._blobs, self._budget)
 
-        return resolve_replicas(self, pieces, resolve)
+        return resolve_replicas(self, pieces, resolve) if any(map(_has_replicas, pieces)) else resolve(pieces)
 
     def load_object(self, entry: ObjectEntry) -> object:
         """Return the value of an object without executing code; a `PerRankValue` if ranks stored different ones.
@@ -510,8 +510,7 @@ class DcpReader(Reader):
         spans: list[tuple[str, Span]] = [
             (piece.file, Span(piece.layout.offset, piece.layout.nbytes))
             for entry in self.manifest.tensors.values()
-            for replicas in entry.pieces
-            for piece in list_replicas(replicas)
+            for piece in _list_slices(entry.pieces)
             if isinstance(piece.layout, Lazy) and _is_archive(piece)
         ]
         spans += [
@@ -521,6 +520,15 @@ class DcpReader(Reader):
             if isinstance(each.layout, Span)
         ]
         return slice_checksums(self.store, sorted(set(spans)))
+
+
+def _has_replicas(piece: Piece) -> bool:
+    return isinstance(piece.layout, Lazy) and isinstance(piece.layout.detail, Replicas)
+
+
+def _list_slices(pieces: Iterable[Piece]) -> list[Piece]:
+    """Return the stored slices of pieces, those of all replicas."""
+    return [each for piece in pieces for each in (list_replicas(piece) if _has_replicas(piece) else (piece,))]
 
 
 def _is_archive(piece: Piece) -> bool:
