@@ -30,7 +30,7 @@ from shardckpt.offline.targets.target_registry import DEFAULT, choose_target
 from shardckpt.offline.write.conversion import ConversionPlan, PlannedFiles, Stopwatch, run_conversion, write_alone
 from shardckpt.offline.write.report import Report
 from shardckpt.plan.fp8_blocks import DTYPE as FP8
-from shardckpt.plan.naming.peft_names import WAY_TO_BASE, is_wrapped
+from shardckpt.plan.naming.peft_names import BASE_PARTS, WAY_TO_BASE
 from shardckpt.storage.publish import require_apart
 from shardckpt.storage.resolve_url import as_url, kind
 
@@ -242,8 +242,8 @@ def _with_warning_of_uncast(selection: Selection, options: Options) -> Selection
 
 def _with_warning_of_peft(selection: Selection) -> Selection:
     """Add a warning if a folder for transformers gets the names of a PEFT model."""
-    names = (tensor.name for tensor in selection.model)
-    wrapped = next((name for name in names if is_wrapped(name) and ".lora_" not in name), "")
+    names = (tensor.name for tensor in selection.model if ".lora_" not in tensor.name)
+    wrapped = next((name for name in names if any(part in name for part in BASE_PARTS)), "")
     if not wrapped:
         return selection
     warning = (

@@ -10,6 +10,8 @@ _SAVED_MODULE = re.compile(r"\.modules_to_save\.[^.]+(?=\.)")
 _ADAPTER = re.compile(r"\.(lora_[A-Za-z_]+|trainable_tokens_[a-z]+)\.[^.]+(?=\.|$)")
 _MAGNITUDE = re.compile(r"\.lora_magnitude_vector\.weight$")
 
+BASE_PARTS = ("base_model.model.", ".base_layer.", ".original_module.")
+"""Parts of the names of a base model's tensors in the state dict of a PEFT model."""
 
 WAY_TO_BASE = (
     r"Write the model alone with --exclude '*.lora_*' --rename 'base_model\.model\.(.*)=\1' --rename"
@@ -17,11 +19,6 @@ WAY_TO_BASE = (
     r" '(.*\.lora_[^.]*)\.default(.*)=\1\2' to adapter_model.safetensors."
 )
 """Options that write a model and its adapter from the state dict of a PEFT model."""
-
-
-def is_wrapped(name: str) -> bool:
-    """Return True if PEFT has given a tensor of a base model another name."""
-    return to_base_name(name) != name
 
 
 def to_base_name(name: str) -> str:
