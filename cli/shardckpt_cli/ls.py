@@ -132,14 +132,18 @@ def prove(root: options.Root, html: options.Html = "", as_json: options.AllAsJso
     if html:
         print(f"wrote {escape(html)}")
     else:
-        steps = (*found.steps, *found.captures)
+        steps = (*found.removed, *found.steps, *found.captures)
         rows = [row for step in steps for row in _proof_rows(step)]
         output.show_table(rows, header=("step", "verdict", "resumed", "ranks", "equal steps"), right=_PROOF_NUMBERS)
         for name, resume in [(_step_text(step), resume) for step in steps for resume in step.resumes]:
             if resume.divergence is not None:
                 print(f"step {name}, resumed {_resume_time(resume)}: {escape(resume.divergence)}")
     print(_proof_summary(found))
-    if found.steps and all(step.verdict == "no record" for step in found.steps) and not found.captures:
+    if (
+        found.steps
+        and {step.verdict for step in found.steps} == {"no record"}
+        and not (found.captures or found.removed)
+    ):
         print(_NO_RECORD, file=sys.stderr)
     raise typer.Exit(0 if found.ok else 1)
 
@@ -163,8 +167,9 @@ def _proof_rows(step: StepProof) -> list[tuple[str, ...]]:
 
 
 def _step_text(step: StepProof) -> str:
-    """Return the number of a step, and the tier of a capture."""
-    return f"{step.number} ({step.tier})" if step.tier else f"{step.number}"
+    """Return the number of a step, and the tier of a capture; say if the step was removed."""
+    note = "removed" if step.is_removed else step.tier
+    return f"{step.number} ({note})" if note else f"{step.number}"
 
 
 def _topology(resume: Resume) -> tuple[str, str]:
@@ -181,10 +186,12 @@ def _resume_time(resume: Resume) -> str:
 def _proof_summary(found: Proof) -> str:
     from shardckpt.errors import escape
 
-    verdicts = [step.verdict for step in (*found.steps, *found.captures)]
+    verdicts = [step.verdict for step in (*found.removed, *found.steps, *found.captures)]
     shown = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in _VERDICTS if verdict in verdicts)
+    removed = f", {output.count(len(found.removed), 'removed step')}" if found.removed else ""
     captures = f" and {output.count(len(found.captures), 'capture')}" if found.captures else ""
-    return f"{escape(found.root)}: {output.count(len(found.steps), 'step')}{captures}{': ' if shown else ''}{shown}"
+    counts = f"{output.count(len(found.steps), 'step')}{removed}{captures}"
+    return f"{escape(found.root)}: {counts}{': ' if shown else ''}{shown}"
 
 
 _VERDICTS = ("diverged", "proven", "unproven", "no record")

@@ -145,6 +145,31 @@ def test_ls_and_prove_show_verdicts_on_resumes_and_prove_exits_1_for_a_divergenc
     assert json.loads(run_here("prove", root, "--json").out)["ok"] is False
 
 
+def test_the_verdict_on_a_resume_outlives_its_step(root: Path) -> None:
+    add_resume(root, 5, replace(RESUME, compared=0, divergence=FOUND))
+    add_resume(root, 10, RESUME)
+    assert run_here("prune", root, "--keep-last", 1).code == 0
+    assert not (root / step_name(5)).exists()
+    found = run_here("prove", root)
+    assert found.code == 1
+    assert found.out.splitlines() == [
+        "        step  verdict    resumed               ranks  equal steps",
+        " 5 (removed)  diverged   1970-01-01 00:00:01Z  2      0 of 2",
+        "10 (removed)  proven     1970-01-01 00:00:01Z  2      2 of 2",
+        "          15  no record",
+        "step 5 (removed), resumed 1970-01-01 00:00:01Z: optim.lr is 1 after step 16. Put the schedule into the state",
+        f"{root}: 1 step, 2 removed steps: 1 diverged, 1 proven, 1 no record",
+    ]
+    assert [step["number"] for step in json.loads(run_here("prove", root, "--json").out)["removed"]] == [5, 10]
+
+
+def test_the_verdicts_on_a_step_that_is_saved_again_do_not_count(root: Path) -> None:
+    add_resume(root, 5, RESUME)
+    run_here("prune", root, "--keep-last", 1)
+    Checkpointer(root).save(5, {"w": torch.ones(4)})
+    assert run_here("prove", root).out.splitlines()[1] == "   5  no record"
+
+
 def test_prove_of_a_run_without_a_witness_says_what_to_do(root: Path) -> None:
     found = run_here("prove", root)
     assert found.code == 0

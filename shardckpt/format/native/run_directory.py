@@ -77,6 +77,17 @@ def resumes_name(step: str) -> str:
     return f"{step}{_RESUMES}"
 
 
+def find_removed_steps(names: Iterable[str], kept: Set[str]) -> list[str]:
+    """Return the names of steps that are gone and have verdicts on their resumes, by number.
+
+    Args:
+        names: Names of the files in the folder of the run.
+        kept: Names of the steps of the run.
+    """
+    steps = {name.removesuffix(_RESUMES) for name in names if name.endswith(_RESUMES)}
+    return sorted(filter(is_step_name, steps - kept), key=step_number)
+
+
 CAPTURE_RESUMES = f".captures{_RESUMES}"
 """Name of the file with the verdicts on resumes from captures of tiers."""
 
@@ -84,6 +95,11 @@ CAPTURE_RESUMES = f".captures{_RESUMES}"
 def is_step_name(name: str) -> bool:
     """Return True if a folder name is that of a step."""
     return _STEP.fullmatch(name) is not None
+
+
+def step_number(name: str) -> int:
+    """Return the number in the name of a step's folder."""
+    return int(name.rpartition("-")[2])
 
 
 @dataclass(frozen=True, slots=True)
@@ -741,7 +757,7 @@ def delete_steps(store: Store, run: RunDirectory, names: Collection[str]) -> lis
     now = read_run_to_remove(fresh, gone)
     now.require_readable()
     kept = {step.name for step in now.steps if step.is_committed or step.name not in names}
-    _delete_witnesses(store, fresh.list(), kept)
+    _delete_records(store, fresh.list(), kept)
     needed, referred = now.referred(), collect_referred(gone)
     left = {step.name: step for step in now.steps}
     for step in gone:
@@ -775,10 +791,10 @@ def without_steps(run: RunDirectory, removed: Collection[StepFolder]) -> RunDire
     return replace(run, steps=tuple(kept))
 
 
-def _delete_witnesses(store: Store, entries: Sequence[Listed], kept: Set[str]) -> None:
-    """Remove the records and verdicts beside steps that are gone."""
+def _delete_records(store: Store, entries: Sequence[Listed], kept: Set[str]) -> None:
+    """Remove the records beside steps that are gone; their verdicts stay, as those on captures."""
     for entry in entries:
-        step = entry.name.removesuffix(_WITNESS).removesuffix(_RESUMES)
+        step = entry.name.removesuffix(_WITNESS)
         if not entry.is_folder and step != entry.name and is_step_name(step) and step not in kept:
             store.delete(entry.name)
 

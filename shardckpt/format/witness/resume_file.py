@@ -37,6 +37,12 @@ def read_resumes(store: Store, step: str, save: str) -> tuple[Resume, ...]:
     return saved.resumes if saved is not None and saved.save == save else ()
 
 
+def read_removed_resumes(store: Store, step: str) -> tuple[Resume, ...]:
+    """Return the resumes of a step that is gone, of the save that wrote it last; arguments and errors as above."""
+    saved = _read(store, step)
+    return () if saved is None else saved.resumes
+
+
 def add_resumes(store: Store, step: str, save: str, *resumes: Resume) -> None:
     """Add resumes of a step to its file, each in place of an earlier one with its id; the file changes at once.
 

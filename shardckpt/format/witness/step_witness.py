@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardckpt.errors import CheckpointError
-from shardckpt.format.native.run_directory import StepFolder
+from shardckpt.format.native.run_directory import StepFolder, find_removed_steps
 from shardckpt.format.witness.record_file import read_record
-from shardckpt.format.witness.resume_file import read_capture_resumes, read_resumes
+from shardckpt.format.witness.resume_file import read_capture_resumes, read_removed_resumes, read_resumes
 from shardckpt.plan.resume.resumes import CaptureResume, Resume, StepVerdict, Verdict, find_last_compared, find_verdict
 from shardckpt.plan.resume.step_records import WitnessRecord
 from shardckpt.storage.store import Store
@@ -75,6 +76,26 @@ def read_capture_witnesses(store: Store) -> tuple[tuple[CaptureWitness, ...], tu
     except CheckpointError as error:
         return (), (str(error),)
     return tuple(CaptureWitness(found[-1], tuple(each.resume for each in found)) for found in captures.values()), ()
+
+
+def read_removed_witnesses(store: Store, steps: Iterable[StepFolder]) -> dict[str, StepWitness]:
+    """Return the resumes of steps that were removed, by the name of the step.
+
+    Args:
+        store: Store whose root is the run.
+        steps: Complete steps of the run.
+
+    Raises:
+        StorageError: The store failed.
+    """
+    names = (entry.name for entry in store.list() if not entry.is_folder)
+    found = {}
+    for step in find_removed_steps(names, {each.name for each in steps}):
+        try:
+            found[step] = StepWitness(None, read_removed_resumes(store, step), ())
+        except CheckpointError as error:
+            found[step] = StepWitness(None, (), (str(error),))
+    return found
 
 
 def read_step_witness(store: Store, step: StepFolder) -> StepWitness:

@@ -15,7 +15,7 @@ def describe_proof(found: Proof) -> dict[str, Any]:
         "schema_version": 1,
         "kind": "proof",
         "root": escape(found.root),
-        "steps": [_describe_step(step) for step in (*found.steps, *found.captures)],
+        "steps": [_describe_step(step) for step in (*found.removed, *found.steps, *found.captures)],
         "warnings": [*map(escape, found.warnings)],
     }
 
@@ -23,7 +23,7 @@ def describe_proof(found: Proof) -> dict[str, Any]:
 def _describe_step(step: StepProof) -> dict[str, Any]:
     return {
         "number": step.number,
-        "tier": escape(step.tier),
+        "tier": "removed" if step.is_removed else escape(step.tier),
         "verdict": step.verdict,
         "recorded": [*step.recorded],
         "rank_count": step.rank_count,

@@ -22,6 +22,7 @@ class StepProof:
         resumes: Resumes that were compared, or began to be, oldest first; the newest 64 are kept.
         faults: Reasons why the record or the verdicts cannot be read.
         tier: Name of the tier of a capture; empty for a step of the run's folder.
+        is_removed: Whether the step is gone.
     """
 
     number: int
@@ -33,6 +34,7 @@ class StepProof:
     resumes: tuple[Resume, ...] = ()
     faults: tuple[str, ...] = ()
     tier: str = ""
+    is_removed: bool = False
 
     @property
     def equal_steps(self) -> tuple[int, int]:
@@ -51,19 +53,21 @@ class Proof:
         captures: Captures in tiers that the run was resumed from, in the order of their first resumes; they may be
             gone.
         faults: Reasons why the resumes from captures cannot be read.
+        removed: Steps that are gone and were resumed from, oldest first.
     """
 
     root: str
     steps: tuple[StepProof, ...]
     captures: tuple[StepProof, ...] = ()
     faults: tuple[str, ...] = ()
+    removed: tuple[StepProof, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Whether no step and no capture is `diverged`."""
-        return all(step.verdict != "diverged" for step in (*self.steps, *self.captures))
+        """Whether no step, removed step or capture is `diverged`."""
+        return all(step.verdict != "diverged" for step in (*self.removed, *self.steps, *self.captures))
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """Files of verdicts and records that cannot be read, one sentence each."""
-        return (*(fault for step in self.steps for fault in step.faults), *self.faults)
+        return (*(fault for step in (*self.removed, *self.steps) for fault in step.faults), *self.faults)

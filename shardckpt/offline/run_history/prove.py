@@ -5,8 +5,13 @@ from __future__ import annotations
 import os
 
 from shardckpt.errors import escape
-from shardckpt.format.native.run_directory import StepFolder
-from shardckpt.format.witness.step_witness import read_capture_witnesses, read_step_witness
+from shardckpt.format.native.run_directory import StepFolder, step_number
+from shardckpt.format.witness.step_witness import (
+    StepWitness,
+    read_capture_witnesses,
+    read_removed_witnesses,
+    read_step_witness,
+)
 from shardckpt.offline.prune import describe_captures, describe_steps, open_run
 from shardckpt.offline.report_html.page import render_page, require_report_target, write_page
 from shardckpt.offline.report_html.proof_lines import describe_proof
@@ -28,8 +33,8 @@ def prove(root: str | os.PathLike[str], *, html: str | os.PathLike[str] = "") ->
         html: Path or URL of a file to write: one page with the steps on a line, and their resumes.
 
     Returns:
-        The complete steps with their resumes, and the captures that the run was resumed from. A record or a verdict
-        that cannot be read is one of the warnings.
+        The complete steps with their resumes, and the removed steps and captures that the run was resumed from. A
+        record or a verdict that cannot be read is one of the warnings.
 
     Raises:
         UsageError: The folder does not exist or has no steps; `html` names another file than an earlier report.
@@ -45,7 +50,9 @@ def prove(root: str | os.PathLike[str], *, html: str | os.PathLike[str] = "") ->
     with ThreadPool(_AT_ONCE, thread_name_prefix="shardckpt-prove") as pool:
         steps = tuple(pool.map(lambda step: _read_step(store, step), run.complete))
     captures, faults = read_capture_witnesses(store)
-    found = Proof(root, steps, describe_captures(captures), faults)
+    removed = read_removed_witnesses(store, run.complete)
+    gone = tuple(_describe_removed(root, name, witness) for name, witness in removed.items())
+    found = Proof(root, steps, describe_captures(captures), faults, gone)
     if html:
         write_page(render_page(escape(root), describe_proof(found)), html)
     return found
@@ -68,3 +75,12 @@ def _read_step(store: Store, step: StepFolder) -> StepProof:
         witness.resumes,
         witness.faults,
     )
+
+
+def _describe_removed(root: str, name: str, witness: StepWitness) -> StepProof:
+    number, path, resumes, faults = step_number(name), f"{root}/{name}", witness.resumes, witness.faults
+    if not resumes:
+        return StepProof(number, path, witness.verdict, faults=faults, is_removed=True)
+    last = resumes[-1]
+    ranks, style = last.rank_count_before, last.style_before
+    return StepProof(number, path, witness.verdict, last.steps, ranks, style, resumes, faults, is_removed=True)

@@ -81,7 +81,7 @@ def test_a_run_without_a_record_leaves_no_verdict(tmp_path: Path) -> None:
     assert not (tmp_path / resumes_name(step_name(SAVED_AT))).exists()
 
 
-def test_verdicts_are_copied_and_removed_with_their_step(tmp_path: Path) -> None:
+def test_verdicts_are_copied_with_their_step_and_outlive_it(tmp_path: Path) -> None:
     job(tmp_path / "a").train(STEPS, SAVED_AT)
     resume(tmp_path / "a")
     shardckpt.copy(tmp_path / "a", tmp_path / "b")
@@ -89,7 +89,9 @@ def test_verdicts_are_copied_and_removed_with_their_step(tmp_path: Path) -> None
     made = job(tmp_path / "b", 2, keep_last=1)
     made.restore()
     made.train(STEPS + 1, STEPS + 1)
-    assert [path.name for path in (tmp_path / "b").iterdir() if path.is_file()] == []
+    assert [path.name for path in (tmp_path / "b").iterdir() if path.is_file()] == [resumes_name(step_name(SAVED_AT))]
+    (removed,) = shardckpt.prove(tmp_path / "b").removed
+    assert (removed.number, removed.verdict, len(removed.resumes)) == (SAVED_AT, "proven", 2)
 
 
 def test_a_verdict_that_cannot_be_stored_is_a_warning(tmp_path: Path) -> None:
