@@ -128,6 +128,16 @@ class TestOtherMachines:
         orphans.sweep(str(tmp_path / "out"), PARTIAL)
         assert os.path.exists(partial) == (days < 1)
 
+    def test_where_the_clock_of_the_disk_cannot_be_read_nothing_is_old(
+        self, partial: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(_: str) -> float:
+            raise OSError(errno.EROFS, "Read-only file system")
+
+        days_pass(monkeypatch)
+        monkeypatch.setattr(orphans, "_read_clock", refuse)
+        assert orphans.list_owned(str(tmp_path / "out"), PARTIAL) == [partial]
+
     def test_a_clock_of_this_machine_that_is_ahead_makes_nothing_old(
         self, partial: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
