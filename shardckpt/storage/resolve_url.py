@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import MissingFileError, SourceNotFoundError, StorageError, UsageError
+from shardckpt.events.warn_user import warn_user
 from shardckpt.storage.holder import SCHEME
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.node_folder import NodeFolder, SharedFolder, find_folder
@@ -116,7 +117,10 @@ def _open_folder(url: str) -> Store:
     path = local_path(url)
     if path is None:
         return open_remote(url)
-    return LocalStore(path if os.path.exists(path) else find_moved_aside(path) or path)
+    old = "" if os.path.exists(path) else find_moved_aside(path)
+    if old:
+        warn_user(f"{path} is missing, since the process that replaced it was interrupted: reading {old}")
+    return LocalStore(old or path)
 
 
 MOUNTED: dict[str, Store] = {}
