@@ -102,29 +102,16 @@ class Checkpointer:
         require_on_event(on_event)
         settings = require_tiers(tiers, save_every)
         self._schedule = SaveSchedule(save_every, [tier.every for tier in settings])
+        kept = Retention.from_params("Checkpointer", **rules)
         self._finder, self._saver, self._retention, self._witness = build_run(
-            root,
-            process_group,
-            Retention.from_params("Checkpointer", **rules),
-            self._schedule,
-            settings,
-            witness,
-            dedup=dedup,
-            on_event=on_event,
+            root, process_group, kept, self._schedule, settings, witness, dedup=dedup, on_event=on_event
         )
         self._on_event, self._claims = on_event, DurabilityClaims(self._finder, on_event)
         self._attempts = open_attempts(self._finder, self._schedule, max_failed_restores, has_tiers=bool(tiers))
         self.root, self._group = self._finder.root, process_group
-        self._arguments = {
-            "save_every": save_every,
-            "dedup": dedup,
-            "tiers": tiers,
-            "max_failed_restores": max_failed_restores,
-            "process_group": process_group,
-            "on_event": on_event,
-            "witness": witness,
-            **rules,
-        }
+        self._arguments = {"save_every": save_every, "dedup": dedup, "tiers": tiers, "witness": witness, **rules}
+        others = {"max_failed_restores": max_failed_restores, "process_group": process_group, "on_event": on_event}
+        self._arguments.update(others)
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return _make_again, (type(self), self.root, self._arguments)

@@ -99,8 +99,8 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         return {**vars(self), "_trainer": None, "_restore": None, "_generators": None, "_handle": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
         _wrap_train()  # the process may be another one
+        self.__dict__.update(state)
 
     @contextmanager
     def attach(self, trainer: Any) -> Iterator[None]:
@@ -294,8 +294,7 @@ def _wrap_train() -> None:
                 found=f"callbacks for {', '.join(each.checkpointer.root for each in callbacks)}",
                 fix="Remove the others: `trainer.remove_callback(callback)`.",
             )
-        (callback,) = callbacks
-        with callback.attach(self), callback.find_resume_folder(resume_from_checkpoint) as folder:
+        with callbacks[0].attach(self), callbacks[0].find_resume_folder(resume_from_checkpoint) as folder:
             return original(self, folder, *args, **kwargs)
 
     Trainer.train = train
