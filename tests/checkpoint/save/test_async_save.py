@@ -653,6 +653,29 @@ class TestRanks:
         assert run(2, body) == [True, True]
         assert os.listdir(tmp_path) == ["a"]
 
+    def test_a_call_that_a_signal_ends_on_one_rank_fails_on_all_and_the_next_one_works(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The next message of that rank is not taken for the one that the other waits for."""
+
+        def body(rank: int, world: int) -> list[str]:
+            found = []
+            shardckpt.save({"t": torch.zeros(9000)}, tmp_path / "c")
+            for name in ("c", "d"):
+                with monkeypatch.context() as patched:
+                    if rank == 1 and name == "c":
+                        patched.setattr(session.SaveSession, "plan", after(session.SaveSession.plan))
+                    try:
+                        shardckpt.async_save({"t": torch.ones(9000)}, tmp_path / name, overwrite=True).result()
+                        found.append("saved")
+                    except BaseException as error:  # noqa: BLE001
+                        found.append(type(error).__name__)
+            return found
+
+        assert run(2, body, group_timeout=12.0) == [["RankError", "saved"], ["KeyboardInterrupt", "saved"]]
+        assert sorted(os.listdir(tmp_path)) == ["c", "d"]
+        assert [float(shardckpt.load(tmp_path / name)["t"].sum()) for name in ("c", "d")] == [0.0, 9000.0]
+
     @pytest.mark.parametrize("gone", [0, 1])
     def test_a_rank_killed_meanwhile_is_named_within_the_timeout(self, tmp_path: Path, gone: int) -> None:
         shardckpt.save({"old": torch.arange(3)}, tmp_path / "c")
