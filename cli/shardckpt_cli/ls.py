@@ -27,7 +27,9 @@ def ls(
             help="Metric of the best step; implies -l. Default: loss, or the first whose name ends with loss.",
         ),
     ] = "",
-    mode: Annotated[str, typer.Option("--mode", help="With -l: which metric is the best, min or max.")] = "min",
+    mode: Annotated[
+        str, typer.Option("--mode", help="With -l: which metric is the best, min (the default) or max.")
+    ] = "",
     proof: Annotated[
         bool,
         typer.Option("--proof", help="Show if a resume was proven, and of how many recorded training steps."),
@@ -49,6 +51,10 @@ def ls(
     from shardckpt.errors import escape
 
     long = long or bool(metric)
+    options.require_without("--json", as_json, {"--metric": metric, "--mode": mode})
+    options.require_with("-l or --metric", long, {"--mode": mode})
+    if not as_json:
+        options.require_without("--durability", durability, {"--metric": metric, "-l": long, "--proof": proof})
     found = shardckpt.ls(root, metrics=long or as_json, proof=proof or as_json, durability=durability)
     if as_json:
         output.print_json(found)
@@ -57,7 +63,7 @@ def ls(
         copies = [_copy_row(step.step, copy) for step in found.durability for copy in step.copies]
         output.show_table(copies, header=("step", "tier", "survives", "verified", "path"), right=frozenset({0}))
     elif long or proof:
-        best = _find_best(found, metric, mode) if long else {}
+        best = _find_best(found, metric, mode or "min") if long else {}
         rows = [_row(step, best.get(at, ""), is_long=long) for at, step in enumerate(found.complete)]
         rows += [
             {"step": _step_text(step), "proof": _verdict_text(step.verdict, step.equal_steps)}

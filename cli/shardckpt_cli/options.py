@@ -108,6 +108,19 @@ def require_order(sort: str, orders: Collection[str]) -> None:
         raise typer.BadParameter(f"--sort must be one of {', '.join(orders)}, got {sort}")
 
 
+def require_without(given: str, is_given: object, others: Mapping[str, object]) -> None:
+    """Refuse options that do nothing with another one.
+
+    Args:
+        given: The other option.
+        is_given: Its value; false if it was not given.
+        others: Options to their values.
+    """
+    for name, value in others.items():
+        if value and is_given:
+            raise typer.BadParameter(f"{name} does nothing with {given}")
+
+
 def require_with(needed: str, is_given: object, others: Mapping[str, object]) -> None:
     """Refuse options that do nothing without another one.
 

@@ -48,6 +48,7 @@ def stats(
     from shardckpt.errors import escape
 
     options.require_order(sort, _ORDERS)
+    options.require_without("--json", as_json, {"--sort": sort != "name", "--top": top, "--by-layer": by_layer})
     found = shardckpt.stats(
         src, part=part, include=include or (), exclude=exclude or (), base=base or (), recompute=recompute
     )
@@ -88,8 +89,8 @@ def history(
     root: options.Root,
     tensor: _Tensor = None,
     stat: Annotated[
-        str, typer.Option("--stat", help="Statistic to print: nans, infs, zeros, min, max, mean or l2.")
-    ] = "l2",
+        str, typer.Option("--stat", help="Statistic to print: nans, infs, zeros, min, max, mean or l2 (the default).")
+    ] = "",
     part: options.StatsPart = "",
     html: options.Html = "",
     as_json: options.AllAsJson = False,
@@ -101,6 +102,9 @@ def history(
     import shardckpt
     from shardckpt.errors import escape
 
+    options.require_without("--json", as_json, {"--stat": stat})
+    options.require_without("--html", html, {"--stat": stat})
+    stat = stat or "l2"
     if stat not in _STATS:
         raise typer.BadParameter(f"--stat must be one of {', '.join(_STATS)}, got {stat}")
     found = shardckpt.history(root, part=part, include=tensor or (), html=html)

@@ -400,12 +400,18 @@ def connect(url: str, **storage_options: object) -> tuple[Any, str]:
     except ImportError as error:
         raise _missing_package(url, protocol, error) from error
     except ValueError as error:
-        raise UsageError(
-            "this URL cannot be used", where=url, found=error, fix="Check it for typing errors."
-        ) from error
+        raise UsageError("this URL cannot be used", where=url, found=error, fix=_correct_url(url, protocol)) from error
     except Exception as error:
         raise remote_error(error, "cannot set up access", url) from error
     return fs, path
+
+
+def _correct_url(url: str, protocol: str) -> str:
+    """Return what to do about a URL that fsspec refuses."""
+    lower = protocol.lower()
+    if lower != protocol:
+        return f"Write it with small letters: {lower}{url[len(protocol) :]}"
+    return "Check it for typing errors."
 
 
 def _build_http_timeout() -> object:
@@ -433,9 +439,13 @@ def _connect_sftp(url: str, protocol: str, options: Mapping[str, object]) -> tup
     return get_connection(server, lambda: url_to_fs(url, skip_instance_cache=True, **options)[0]), parts["path"]
 
 
+_PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "http": "aiohttp", "https": "aiohttp", "hf": "huggingface_hub"}
+
+
 def _missing_package(url: str, protocol: str, error: ImportError) -> UsageError:
     extra = _EXTRAS.get(protocol)
-    fix = f"pip install 'shardckpt[{extra}]'" if extra else "Install the package that fsspec names."
+    package = f"'shardckpt[{extra}]'" if extra else _PACKAGES.get(protocol)
+    fix = f"pip install {package}" if package else "Install the package that fsspec names."
     return UsageError(f"{protocol}:// needs a package that is missing", where=url, found=error, fix=fix)
 
 

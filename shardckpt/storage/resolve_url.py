@@ -71,7 +71,18 @@ def local_path(url: str) -> str | None:
     url = as_place(url)
     if url.startswith(("file://", "local://")):
         return url.partition("://")[2] or "/"
-    return None if _PROTOCOL.match(url) else _expand_home(url)
+    if _PROTOCOL.match(url):
+        return None
+    _require_slashes(url)
+    return _expand_home(url)
+
+
+def _require_slashes(url: str) -> None:
+    """Refuse `s3:/bucket`, which would be a folder `s3:` here, unless there is one."""
+    protocol, colon, place = url.partition(":/")
+    if colon and protocol.lower() in _BUCKETS and not os.path.exists(f"{protocol}:"):
+        fix = f"Write {protocol.lower()}://{place.lstrip('/')}, or ./{url} for a folder of that name."
+        raise UsageError("a URL has two slashes after its protocol", where=url, fix=fix)
 
 
 def _expand_home(path: str) -> str:

@@ -536,3 +536,53 @@ def test_formats_shows_the_formats_and_what_they_look_for() -> None:
 @pytest.mark.parametrize("verb", ["diff", "stats", "history", "bisect"])
 def test_commands_that_write_nothing_read_their_part(verb: str) -> None:
     assert "Sections to read" in " ".join(run_here(verb, "--help").out.split())
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ("consolidate SRC OUT --keep-fp32 b", "--keep-fp32 does nothing without --dtype or --quantize"),
+        ("consolidate SRC OUT --part optim --dtype bf16", "--dtype casts the model, which --part optim leaves out"),
+        ("consolidate SRC OUT --part optim --weights ema", "--weights chooses those of the model"),
+        ("consolidate SRC OUT --optim-keys ids", "--optim-keys does nothing without --part optim or all"),
+        ("inspect SRC --json --tree", "--tree does nothing with --json"),
+        ("inspect SRC --html OUT.html --tree", "--tree does nothing with --html"),
+        ("diff SRC SRC --json --top 3", "--top does nothing with --json"),
+        ("diff SRC SRC --json --sort l2", "--sort does nothing with --json"),
+        ("stats SRC --json --by-layer", "--by-layer does nothing with --json"),
+        ("history SRC --json --stat max", "--stat does nothing with --json"),
+        ("history SRC --html OUT.html --stat max", "--stat does nothing with --html"),
+        ("ls SRC --json --metric loss", "--metric does nothing with --json"),
+        ("ls SRC --mode max", "--mode does nothing without -l or --metric"),
+        ("ls SRC --durability -l", "-l does nothing with --durability"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(args: str, words: str, src: Path, tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    found = run_here(*(word.replace("SRC", str(src)).replace("OUT", out) for word in args.split()))
+    assert found.code == 2
+    assert words in found.err
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("name", ["out.safetensor", "out.saftensors", "out.guf"])
+@pytest.mark.parametrize("to", [(), ("--to", "torch")])
+def test_a_typing_error_in_the_suffix_makes_no_folder(
+    name: str, to: tuple[str, ...], src: Path, tmp_path: Path
+) -> None:
+    found = run_here("consolidate", src, tmp_path / name, *to)
+    assert found.code == 2
+    assert "expected a file that ends with ." in found.err and "a slash at its end" in found.err
+    assert not (tmp_path / name).exists()
+    assert run_here("consolidate", src, f"{tmp_path / name}/", *to).code == 0
+    assert (tmp_path / name).is_dir()
+
+
+def test_messages_have_options_and_no_arguments_of_python(src: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "x").write_text("x")
+    found = run_here("consolidate", src, tmp_path / "out")
+    assert "Pass --overwrite to replace it." in found.err
+    assert "overwrite=" not in found.err
+    done = run_here("consolidate", src, tmp_path / "new")
+    assert "config_from=" not in done.err

@@ -10,12 +10,14 @@ import struct
 import tracemalloc
 import zipfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import pytest
 import torch
 from memory_store import MemoryStore
 from test_pickle_reader import pairs_of_one_hash
 
+import shardckpt
 from shardckpt.errors import CheckpointError, FormatError, TruncatedError, UnsafeError, UnsupportedError, show
 from shardckpt.format import budget as budget_module
 from shardckpt.format.budget import FILE_FACTOR, FREE_BYTES, ReadBudget, check_hashes, check_paths
@@ -325,6 +327,21 @@ def test_a_header_of_anything_is_a_typed_error(body: bytes) -> None:
     with pytest.raises(CheckpointError) as caught:
         parse_header(body, where="x")
     assert len(str(caught.value)) < 5000
+
+
+def test_a_header_of_empty_tensors_takes_at_most_17_times_its_bytes(tmp_path: Path) -> None:
+    """docs/safety.md has the number."""
+    entries = (b'"t%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' % at for at in range(20_000))
+    body = b"{%s}" % b",".join(entries)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", 2) + b"{}")
+    shardckpt.inspect(file)  # imports
+    file.write_bytes(struct.pack("<Q", len(body)) + body)
+    tracemalloc.start()
+    shardckpt.inspect(file)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak <= 17 * len(body)
 
 
 def test_a_chunk_of_other_dimensions_than_its_array_is_a_typed_error() -> None:

@@ -530,7 +530,9 @@ def test_a_training_from_the_start_does_not_replace_a_run(tmp_path: Path) -> Non
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     from shardckpt.integrations.lightning import ShardckptModelCheckpoint
 
-    with pytest.raises(shardckpt.UsageError, match="steps have the names of shardckpt; found filename"):
+    with pytest.raises(
+        shardckpt.UsageError, match=r"`filename` cannot be chosen; expected steps named `step-00000100`.*Leave it out"
+    ):
         ShardckptModelCheckpoint(tmp_path, filename="{epoch}")
     with pytest.raises(shardckpt.UsageError, match="`background` is neither True nor False"):
         ShardckptModelCheckpoint(tmp_path, background="yes")  # type: ignore[arg-type]

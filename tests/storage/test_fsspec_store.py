@@ -414,6 +414,8 @@ class TestSetup:
         monkeypatch.setattr(fsspec_store, "url_to_fs", missing)
         with pytest.raises(UsageError, match=r"pip install 'shardckpt\[s3\]'"):
             FsspecStore("s3://b")
+        with pytest.raises(UsageError, match="pip install gcsfs"):
+            FsspecStore("gs://b")
 
     def test_wrong_keys_are_told_at_once(self, bucket):
         def fault(count, verb, path):

@@ -129,3 +129,18 @@ def test_a_mounted_store_is_opened_under_its_url_until_the_context_ends(tmp_path
         assert [kind(f"shardckpt-memory://0a{name}") for name in names] == ["folder", "folder", "file", "missing"]
         assert kind("shardckpt-memory://0ab") == "missing"
     assert open_store("shardckpt-memory://0a").list() == []
+
+
+@pytest.mark.parametrize("url", ["s3:/bucket/x", "S3:/bucket/x", "gs:/bucket/x"])
+def test_a_url_with_one_slash_is_no_folder(url, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=rf"two slashes.*Write {url[:2].lower()}://bucket/x, or \./{url}"):
+        open_store(url)
+    assert local_path(f"./{url}") == f"./{url}"
+    os.makedirs(url[:3])
+    assert local_path(url) == url, "a folder of this name is here"
+
+
+def test_a_protocol_in_capitals_is_corrected():
+    with pytest.raises(UsageError, match="Write it with small letters: s3://bucket/x"):
+        open_store("S3://bucket/x")

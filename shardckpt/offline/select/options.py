@@ -215,6 +215,7 @@ class Options:
             raise UsageError(f"--optim-keys {self.optim_keys!r} is not a kind of keys", expected=", ".join(OPTIM_KEYS))
         parse_dtype(self.dtype)
         self._check_quantize()
+        self._check_idle()
         if self.tp and self.to != VLLM_SHARDED:
             raise UsageError("--tp belongs to a target", found=self.to or "none", expected=f"--to {VLLM_SHARDED}")
         parse_size(self.max_shard_size)
@@ -223,6 +224,21 @@ class Options:
             raise UsageError("--jobs is not a number of threads", found=repr(self.jobs), expected="1 or more")
         require_bools(**{name: getattr(self, name) for name in _SWITCHES})
         return self
+
+    def _check_idle(self) -> None:
+        """Refuse options that would do nothing."""
+        is_cast = bool(self.dtype or self.quantize)
+        idle = {
+            "--keep-fp32 does nothing without --dtype or --quantize": self.keep_fp32 and not is_cast,
+            "--dtype casts the model, which --part optim leaves out": self.dtype and self.part == "optim",
+            "--weights chooses those of the model, which --part optim leaves out": self.weights != "live"
+            and self.part == "optim",
+            "--optim-keys does nothing without --part optim or all": self.optim_keys != "names"
+            and self.part == "model",
+        }
+        for what, is_idle in idle.items():
+            if is_idle:
+                raise UsageError(what)
 
     def _check_quantize(self) -> None:
         if self.quantize not in ("", METHOD):

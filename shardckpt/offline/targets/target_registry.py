@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from difflib import get_close_matches
 from importlib import import_module
 from typing import NamedTuple, ParamSpec, TypeVar
 
@@ -166,16 +167,37 @@ def choose_target(name: str, path: str) -> Target:
         UsageError: The target is unknown, or does not write files with this suffix.
     """
     if not name:
-        return _find_by_suffix(path) or _find_plugin_by_suffix(path) or load_target(DEFAULT)
+        by_suffix = _find_by_suffix(path) or _find_plugin_by_suffix(path)
+        return by_suffix or _require_folder(path, load_target(DEFAULT))
     target = find_target(name, path)
-    by_suffix = None if path.endswith(target.suffixes) else _find_by_suffix(path)
-    if by_suffix is None:
+    if path.endswith(target.suffixes):
         return target
+    by_suffix = _find_by_suffix(path)
+    if by_suffix is None:
+        return _require_folder(path, target)
     if not target.suffixes:
         raise UsageError(f"{target.title} is a folder", found=path, fix="Name a folder.")
     raise UsageError(
         f"--to {name} does not write such a file", found=path, expected=f"--to {by_suffix.name}, or a folder"
     )
+
+
+def _require_folder(path: str, target: Target) -> Target:
+    """Return the target if the path is that of a folder; refuse one that ends nearly as a file would."""
+    _, dot, suffix = path.rpartition("/")[2].rpartition(".")
+    meant = get_close_matches(f".{suffix}", _SUFFIXES, 1, _ALIKE) if dot else []
+    if meant:
+        raise UsageError(
+            "this is neither the name of a file that is written nor surely one of a folder",
+            where=path,
+            expected=f"a file that ends with {meant[0]}",
+            fix="For a folder of this name, write a slash at its end.",
+        )
+    return target
+
+
+_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".gguf")
+_ALIKE = 0.8
 
 
 def _find_by_suffix(path: str) -> Target | None:
