@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import io
 import os
-import re
 import shlex
 import signal
 import sys
@@ -16,12 +15,12 @@ from typing import NoReturn, ParamSpec
 
 import typer
 
+from shardckpt_cli import output
+
 _Arguments = ParamSpec("_Arguments")
 
 
 _interrupt_messages = ["no unfinished result was left"]
-_arguments: list[str] = []
-"""Names of the arguments of the command that runs."""
 
 
 def on_interrupt_message(words: str) -> None:
@@ -50,7 +49,7 @@ def wrap_command(command: Callable[_Arguments, None]) -> Callable[_Arguments, No
 
     @functools.wraps(command)
     def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
-        _arguments[:] = kwargs
+        output.note_arguments(kwargs)
         try:
             command(*args, **kwargs)
         except (EOFError, KeyboardInterrupt, BrokenPipeError) as error:
@@ -88,8 +87,6 @@ def _terminate(_number: int, _frame: FrameType | None) -> None:
 
 def _print_warning(message: Warning | str, *_: object, **__: object) -> None:
     """Print a warning as one line, without the line of code that raised it."""
-    from shardckpt_cli import output
-
     output.warn([str(message)])
 
 
@@ -160,24 +157,5 @@ def _suggest_command(given: str, meant: str) -> str:
 
 
 def _die(line: str, code: int) -> int:
-    print(f"shardckpt: {to_shell(line)}", file=sys.stderr)
+    print(f"shardckpt: {output.to_shell(line)}", file=sys.stderr)
     return code
-
-
-def to_shell(message: str) -> str:
-    """Return a message of the library in the words of the command line.
-
-    Messages name an argument of Python and its option together: `overwrite=True (--overwrite)`. A name in backquotes is
-    an argument, if the command has an option for it.
-    """
-    message = _PYTHON_AND_OPTION.sub(r"\1", _OPTION_AND_PYTHON.sub(r"\1", message))
-    return _NAME.sub(lambda found: _name_option(found[1]) if found[1] in _arguments else found[0], message)
-
-
-_PYTHON_AND_OPTION = re.compile(r"\b\w+=\w* \((--[^()]+)\)")
-_OPTION_AND_PYTHON = re.compile(r"(--[a-z-]+(?: [A-Z]+)?) \(\w+=\)")
-_NAME = re.compile(r"`(\w+)`")
-
-
-def _name_option(argument: str) -> str:
-    return f"--{argument.replace('_', '-')}"

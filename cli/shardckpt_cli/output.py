@@ -175,7 +175,6 @@ def list_members(cls: type) -> tuple[str, ...]:
 def warn(lines: Iterable[str]) -> None:
     """Print warnings to stderr, one per line."""
     from shardckpt.errors import escape
-    from shardckpt_cli.exits import to_shell
 
     for line in lines:
         print(f"warning: {to_shell(escape(line))}", file=sys.stderr)
@@ -247,3 +246,31 @@ def show_progress(*, quiet: bool) -> Iterator[Callable[[ProgressLike], None] | N
         yield show
     finally:
         bars.stop()
+
+
+_arguments: list[str] = []
+"""Names of the arguments of the command that runs."""
+
+
+def note_arguments(names: Iterable[str]) -> None:
+    """Note the arguments of the command that runs: `to_shell` writes them as options."""
+    _arguments[:] = names
+
+
+def to_shell(message: str) -> str:
+    """Return a message of the library in the words of the command line.
+
+    Messages name an argument of Python and its option together: `overwrite=True (--overwrite)`. A name in backquotes is
+    an argument, if the command has an option for it.
+    """
+    message = _PYTHON_AND_OPTION.sub(r"\1", _OPTION_AND_PYTHON.sub(r"\1", message))
+    return _NAME.sub(lambda found: _name_option(found[1]) if found[1] in _arguments else found[0], message)
+
+
+_PYTHON_AND_OPTION = re.compile(r"\b\w+=\w* \((--[^()]+)\)")
+_OPTION_AND_PYTHON = re.compile(r"(--[a-z-]+(?: [A-Z]+)?) \(\w+=\)")
+_NAME = re.compile(r"`(\w+)`")
+
+
+def _name_option(argument: str) -> str:
+    return f"--{argument.replace('_', '-')}"

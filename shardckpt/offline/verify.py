@@ -113,7 +113,7 @@ def _list_unreadable(src: str, error: CheckpointError) -> list[Problem]:
         except (FormatError, UnsafeError) as other:
             problems.append(from_error(other, src))
         except (CheckpointError, UsageError, MissingFileError):
-            continue  # it is no checkpoint by itself
+            continue  # not a checkpoint by itself
     return list({problem.message: problem for problem in problems}.values())[:_MOST_FAULTS]
 
 

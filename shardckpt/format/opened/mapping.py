@@ -146,7 +146,7 @@ class OpenedSubtree(Mapping[Any, Any]):
         """Return a tensor, a value, or the part below a key; with `...` all of this part, loaded.
 
         Raises:
-            KeyError: There is no such key.
+            KeyError: Nothing has this key.
             UsageError: The checkpoint was closed.
         """
         return self._read_tree(self._tree) if key is ... else self._open(self._tree[key])

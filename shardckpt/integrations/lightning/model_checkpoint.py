@@ -92,19 +92,15 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
     ) -> None:
         names = {"dirpath", "filename", "auto_insert_metric_name", "enable_version_counter"} & arguments.keys()
         if names:
-            raise UsageError(
-                f"{' and '.join(f'`{name}`' for name in sorted(names))} cannot be chosen",
-                expected="steps named `step-00000100` in the folder of the first argument",
-                fix="Leave it out; metrics of a step are in `shardckpt ls -l`, and `best_model_path` is the best one.",
-            )
+            found = " and ".join(f"`{name}`" for name in sorted(names))
+            raise UsageError(f"{found} cannot be chosen", expected="steps named `step-00000100`", fix="Leave it out.")
         require_bools(background=background, drill=drill)
         require_known_options(f"{type(self).__name__}.options", options or {}, background=background, has_metrics=True)
         inherited = ("_save_checkpoint", "_save_last_checkpoint", "_remove_checkpoint", "_monitor_candidates")
         missing = [name for name in (*inherited, "_find_last_checkpoints") if not hasattr(ModelCheckpoint, name)]
         if missing:
-            raise UnsupportedError(
-                "this version of Lightning is not supported", found=f"a ModelCheckpoint without {', '.join(missing)}"
-            )
+            found = f"a ModelCheckpoint without {', '.join(missing)}"
+            raise UnsupportedError("this version of Lightning is not supported", found=found)
         super().__init__(
             parse_root(root),
             "step-{step:08d}",
