@@ -60,6 +60,22 @@ def test_the_optimizer_comes_by_name(tmp_path: Path) -> None:
     assert set(nest) == {"model", "optim"}  # type: ignore[call-overload]
 
 
+def test_the_memory_orders_of_a_step_stay(tmp_path: Path) -> None:
+    columns = torch.arange(12.0).view(4, 3).T
+    model = torch.nn.Linear(4, 3, bias=False)
+    optim = torch.optim.SGD(model.parameters(), momentum=0.9)
+    optim.state[model.weight]["momentum_buffer"] = columns
+    shardckpt.save({"model": model, "optim": optim}, tmp_path / "step")
+    shardckpt.convert(tmp_path / "step", tmp_path / "all", to="native", part="all")
+    shardckpt.reshard(tmp_path / "all", tmp_path / "two", world_size=2)
+    for name in ("all", "two"):
+        again = torch.optim.SGD(model.parameters(), momentum=0.9)
+        shardckpt.load({"model": model, "optim": again}, tmp_path / name)
+        found = again.state[model.weight]["momentum_buffer"]
+        assert torch.equal(found, columns)
+        assert found.stride() == columns.stride()
+
+
 def test_ties_stay_tied(tmp_path: Path) -> None:
     (tmp_path / "src").mkdir()
     weight = torch.arange(6.0).reshape(3, 2)

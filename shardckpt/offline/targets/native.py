@@ -16,6 +16,7 @@ from shardckpt.format.encodings.tagged_json import ArrayRef, encode
 from shardckpt.format.native.commit import COMMIT, STEP, encode_commit, manifest_name
 from shardckpt.format.native.manifest_json import (
     KEEPS_ORDER,
+    MEMORY_ORDERS,
     ManifestContents,
     WrittenPayload,
     build_partial,
@@ -285,7 +286,8 @@ def plan_step(tree: NativeTree, writers: int, *, most_bytes: int, save: str, mod
     ]
     plan = plan_save(held)
     records = tuple(ArrayRecord(path, t.dtype, t.shape, array("Q")) for path, t in arrays.items())
-    topology = {**tree.topology, "world_size": writers}
+    orders = [[at, [*t.entry.order]] for at, t in enumerate(arrays.values()) if t.entry.order]
+    topology = {**tree.topology, "world_size": writers, **({MEMORY_ORDERS: orders} if orders else {})}
     about = {"writer": "shardckpt"}
     contents = ManifestContents(save, (), records, tree.json, tree.ties, topology, about, variants=tree.variants)
     payloads = []
