@@ -67,10 +67,10 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
         """Register the user's parameters with full shapes, or as shards if they have reduced gradients.
 
         An optimizer may step with those before the backward of this forward, and has states of their shape. After a
-        backward they are shards: unreduced gradients then do not fit a step, as in torch.
+        backward they are shards: unreduced gradients then do not fit a step, as in torch. One rank has no such ones.
         """
         has_reduced = not self.has_unsharded_grads and any(original.grad is not None for original in self._parameters)
-        if is_after_backward or has_reduced:
+        if has_reduced or (is_after_backward and self.bucket.group.world > 1):
             self.register_sharded()
             self._shows_shards = True
             self.kept.record((), self._parameters, has_hidden=not self.bucket.keeps_full)

@@ -67,7 +67,8 @@ class UnshardedGradRegistration(ParamRegistration):
             parameter.grad = grad
             self._unsharded_grads.append((parameter, grad, grad._version))
         self._reset_data()
-        if self._unsharded_grads and not self.bucket.keeps_full:  # the user owns what is not sharded, as with DDP
+        # the user owns what is not sharded, as with DDP; one rank has nothing to reduce
+        if self._unsharded_grads and not self.bucket.keeps_full and self.bucket.group.world > 1:
             _install_hook()
             with _LOCK:
                 _UNREDUCED.add(self)

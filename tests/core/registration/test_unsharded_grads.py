@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -63,6 +64,27 @@ def test_after_no_sync_parameters_and_gradients_have_the_shapes_of_torch(name: s
         return shapes_over_time(ours, rank) == shapes_over_time(theirs, rank)
 
     assert run(2, body) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("style", "name"), [(Style.FLAT, "FULL_SHARD"), (Style.FLAT, "SHARD_GRAD_OP"), (Style.ORIGINAL, "SHARD_GRAD_OP")]
+)
+def test_a_rank_alone_steps_after_no_sync_as_with_torch(style: Style, name: str) -> None:
+    def step(model: Any) -> torch.Tensor:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        accumulate(model, 0)
+        optimizer.step()
+        return model(inputs(0)).detach()
+
+    def body(rank: int, world: int) -> bool:
+        warnings.simplefilter("ignore")
+        layer = nn.Linear(7, 3)
+        theirs = torch_fsdp.FullyShardedDataParallel(
+            copy.deepcopy(layer), use_orig_params=style is Style.ORIGINAL, device_id=torch.device("cpu")
+        )
+        return torch.equal(step(sharder(style, Strategy[name])(layer)), step(theirs))
+
+    assert run(1, body) == [True]
 
 
 @pytest.mark.parametrize("computes", [False, True], ids=["", "after a forward"])
