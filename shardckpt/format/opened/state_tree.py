@@ -165,9 +165,10 @@ def _readable(
 
 def _plain(value: Any, path: Path, skipped: list[Path] | None, decode: DecodeNamed) -> Any:
     if isinstance(value, dict):
+        plain_keys = {key if type(key) is str else _plain(key, path, None, decode): part for key, part in value.items()}
         rows = (
             (key, lambda part=part, at=(*path, str(key)): _plain(part, at, skipped, decode), (*path, str(key)))
-            for key, part in value.items()
+            for key, part in plain_keys.items()
         )
         return dict(_readable(rows, skipped))
     if type(value) in (list, tuple):

@@ -36,6 +36,7 @@ _KEY_CHARACTERS = 4
 _SHARDED = (f".{DTENSOR}", f".{SHARDED_TENSOR}")
 _NO_STORAGE = "a tensor whose storage is not in the file"
 LEAVE_OUT = "Leave it out with --exclude, or save it dense."
+_UNNAMED = "value whose key only its own library can read"
 _SAVE_PLAIN = "Leave it out with --exclude, or save its state dict or its values in its place."
 
 
@@ -207,6 +208,7 @@ class _TreeBuilder:
         self._tree, self._file, self._container, self._where = tree, file, container, where
         self._budget = budget
         self._holding: dict[int, bool] = {}
+        self._hidden: list[InstanceStub] = []  # kept, since `_holding` has their ids
         self._first: dict[tuple[object, ...], Path] = {}
         self._shards = ShardParser()
 
@@ -246,12 +248,17 @@ class _TreeBuilder:
         return known
 
     def _named(self, value: dict[object, object], path: Path) -> Iterator[tuple[str | int, object]]:
-        """Yield the items of a dict, each with the part of a path that its key becomes."""
+        """Yield the items of a dict, each with the part of a path that its key becomes.
+
+        What has an instance as its key, such as a member of an enum, has no known name, and cannot be read.
+        """
         seen: set[str | int] = set()
         for key, inner in value.items():
             name = key if type(key) is str or type(key) is int else _spell_key(key)
-            if name in seen and isinstance(key, InstanceStub):
-                name = f"{name} {len(seen)}"  # such as members of an enum
+            if _holds_instance(key):
+                name = f"{name} {len(seen)}" if name in seen else name
+                inner = InstanceStub(_UNNAMED, items=[inner])
+                self._hidden.append(inner)
             if name in seen:
                 raise FormatError(
                     f"two keys in {dotted(path)!r} are spelt alike", where=self._where, found=f"{escape(name)!r}"
@@ -427,12 +434,17 @@ def _flat(values: Sequence[object], depth: int) -> Iterator[object]:
             yield from _flat(value, depth - 1)
 
 
+def _holds_instance(key: object) -> bool:
+    """Return True if a key of a dict is an instance of a class that only its own library can make, or has one in it."""
+    return isinstance(key, InstanceStub) or (type(key) is tuple and any(map(_holds_instance, key)))
+
+
 def _spell_key(key: object) -> str:
     """Return the part of a path for a key that is neither text nor an integer."""
-    if isinstance(key, tuple):
-        return "(" + ", ".join(map(_spell_key, key)) + ")"
     if isinstance(key, Dtype | Global | InstanceStub):
         return key.name
+    if isinstance(key, tuple):
+        return "(" + ", ".join(map(_spell_key, key)) + ")"
     if isinstance(key, StorageType):
         return key.dtype
     return str(key)
