@@ -44,5 +44,5 @@ def is_same(a: object, b: object) -> bool:
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(is_same, a, b))
     if isinstance(a, InstanceStub) and isinstance(b, InstanceStub):
-        return a.name == b.name and is_same(a.args, b.args) and is_same(a.state, b.state)
+        return a.name == b.name and is_same((a.args, a.state, a.items), (b.args, b.state, b.items))
     return a == b or (a != a and b != b)  # noqa: PLR0124  (NaN is the value that differs from itself)

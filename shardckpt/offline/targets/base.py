@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from shardckpt.dtypes import QUANTIZED
 from shardckpt.errors import UnsupportedError, UsageError
-from shardckpt.format.encodings.pickle_stubs import Global, InstanceStub
+from shardckpt.format.encodings.pickle_stubs import Global, InstanceStub, PerRankValue
 from shardckpt.format.reader import Reader
 from shardckpt.manifest import Path, dotted
 from shardckpt.offline.select.config_files import CONFIG, ConfigFiles, with_dtype
@@ -272,5 +272,7 @@ def require_allowed(lost: Sequence[str], title: str, *, allow_loss: bool) -> Non
 
 def describe_lost(path: Path, value: object) -> str:
     """Describe a lost value by its path and type."""
+    if isinstance(value, PerRankValue):
+        return f"{dotted(path)}, which differs between ranks"
     kind = value.name if isinstance(value, (InstanceStub, Global)) else type(value).__name__
     return f"{dotted(path)}, of type {kind}"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from shardckpt.boxes import Box, Shape, chunk_box, full_box
 from shardckpt.dtypes import bits, is_known
 from shardckpt.errors import UnsupportedError
+from shardckpt.format.encodings.pickle_stubs import PerRankValue
 from shardckpt.format.encodings.tagged_json import ArrayRef, encode
 from shardckpt.format.native.commit import COMMIT, STEP, encode_commit, manifest_name
 from shardckpt.format.native.manifest_json import (
@@ -42,7 +43,7 @@ from shardckpt.format.value_stats import ValueStats
 from shardckpt.manifest import UNREAD, Path, dotted, unflatten
 from shardckpt.offline.select.group_settings import plain_value
 from shardckpt.offline.select.selection import Selection
-from shardckpt.offline.targets.base import Conversion, PlannedRanks, RankOptions, Target, require_allowed
+from shardckpt.offline.targets.base import Conversion, PlannedRanks, RankOptions, Target, describe_lost, require_allowed
 from shardckpt.offline.write.conversion import FinalFiles, Hashes, Layout, PlannedFiles
 from shardckpt.offline.write.stored_stats import find_piece_stats, merge_piece_stats
 from shardckpt.offline.write.stream import FileSink, OutputFile, TensorPart, TensorStream
@@ -168,6 +169,9 @@ def _values(reader: Reader) -> tuple[dict[Path, object], list[str]]:
     lost = []
     for path, entry in reader.manifest.objects.items():
         value = plain_value(reader.load_object(entry) if entry.value is UNREAD else entry.value)
+        if isinstance(value, PerRankValue):
+            lost.append(describe_lost(path, value))
+            continue
         try:
             encode(value, path)
         except UnsupportedError as error:

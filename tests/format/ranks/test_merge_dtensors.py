@@ -484,9 +484,22 @@ def test_a_value_that_differs_between_ranks_is_an_error_where_it_is_wanted(
     ):
         shardckpt.load({"loop": {"seed": None}}, source, ignore_extra=True)
     assert any("loop.seed: the values differ" in warning for warning in shardckpt.inspect(source).warnings)
-    with pytest.raises(UsageError, match=r"loop.seed"):
-        shardckpt.reshard(source, tmp_path / "step", world_size=1, to="dcp")
+    for to in ("dcp", "native", "torch"):
+        with pytest.raises(UsageError, match=r"found loop.seed, which differs between ranks\. Pass .*allow_loss"):
+            shardckpt.reshard(source, tmp_path / "step", world_size=1, to=to)
     assert [each.name for each in shardckpt.diff(source, source).not_compared] == ["loop.seed"]
+
+
+class Names(list[str]):
+    """A list of a class that only this module can make."""
+
+
+def test_other_items_of_an_instance_are_other_values(copied: Callable[[str], Path]) -> None:
+    source = copied("fsdp2")
+    for rank in range(2):
+        torch.save({"seen": Names([f"rank {rank}"]), "all": Names(["both"])}, source / f"loop_rank{rank}.pt")
+    [warning] = [warning for warning in shardckpt.inspect(source).warnings if "the values differ" in warning]
+    assert warning.startswith("loop.seen: ")
 
 
 def test_an_unknown_class_is_named_and_never_made(copied: Callable[[str], Path]) -> None:
