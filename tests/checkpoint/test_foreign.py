@@ -7,6 +7,7 @@ import pickle
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -274,3 +275,30 @@ class TestShapesThatDoNotFitIntoMemory:
             NoMemoryError, match=r"^model.w: .*found 17592186044416 bytes for float32 \[1099511627776, 4\]"
         ):
             allocate(TensorEntry(("model", "w"), (1 << 40, 4), "float32", ()), (1 << 40, 4))
+
+
+def test_arrays_in_a_pickle_fill_the_arrays_of_a_state(tmp_path: Path) -> None:
+    generator = np.random.RandomState(7).get_state()
+    torch.save({"w": torch.ones(2), "a": np.arange(3), "big": np.ones(4), "rng": generator}, tmp_path / "f.pt")
+    array = np.zeros(3, dtype=np.int64)
+    state = {"w": torch.zeros(2), "a": array, "big": np.zeros(2), "rng": np.random.RandomState(8).get_state()}
+    shardckpt.load(state, tmp_path / "f.pt")
+    assert state["a"] is array and array.tolist() == [0, 1, 2]
+    assert state["big"].tolist() == [1.0] * 4
+    assert np.array_equal(state["rng"][1], generator[1]) and state["rng"][2:] == generator[2:]
+
+
+def test_a_list_of_a_pickle_does_not_take_the_place_of_tensors(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "a": [1, 2], "n": 3}, tmp_path / "f.pt")
+    with pytest.raises(shardckpt.MismatchError, match=r"a\.0"):
+        shardckpt.load({"w": torch.zeros(2), "a": [torch.zeros(1), 2], "n": 1}, tmp_path / "f.pt")
+    with pytest.raises(shardckpt.MismatchError, match="kind mismatch for n: the checkpoint has no tensor there"):
+        shardckpt.load({"w": torch.zeros(2), "a": [1], "n": np.zeros(1)}, tmp_path / "f.pt")
+
+
+def test_a_load_without_a_state_returns_the_arrays_of_a_pickle(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "a": np.arange(3), "s": np.float64(1.5)}, tmp_path / "f.pt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = shardckpt.load(tmp_path / "f.pt")
+    assert found["a"].tolist() == [0, 1, 2] and type(found["s"]) is np.float64

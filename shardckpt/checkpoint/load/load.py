@@ -192,7 +192,7 @@ def load(
 
     Returns:
         The given state; without a state the tree, with tensors on the CPU. Values that only another library can read
-        safely, such as pickled generators of numpy, are omitted from the tree with a warning.
+        safely, such as dates or configs, are omitted from the tree with a warning.
 
     Raises:
         UsageError: An argument has an invalid value.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Set
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,8 @@ from shardckpt.checkpoint.stateful.stateful import (
 from shardckpt.checkpoint.stateful.variant import EXTRAS, Variant
 from shardckpt.errors import UsageError
 from shardckpt.format.encodings.tagged_json import path_key
-from shardckpt.format.opened.state_tree import TensorRef, iter_refs
+from shardckpt.format.opened.numpy_stubs import read_numpy
+from shardckpt.format.opened.state_tree import ForeignValue, TensorRef, iter_refs
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.state.adapters.flat_shard_check import FlatShards
 from shardckpt.state.keys.kinds import is_sharded_tensor
@@ -150,12 +152,22 @@ class _LoadPlanner:
         is_fillable = value.flags.writeable and value.size and value.dtype.isnative
         is_fillable = is_fillable and has_torch_dtype(value) and has_torch_strides(value)
         entry = self._builder.source.arrays.get(path)
-        if is_fillable and (put is _refuse or entry is None or self._fits(value, entry)):
+        if entry is None and (found := self._pickled_array(path)) is not None:
+            fits = found.shape == value.shape and (found.dtype.name == value.dtype.name or self._builder.options.cast)
+            can_fill = bool(value.flags.writeable) and fits
+            self._value_in_place(path, partial(np.copyto, value, casting="unsafe") if can_fill else put, value)
+        elif is_fillable and (put is _refuse or entry is None or self._fits(value, entry)):
             self._builder.add_array(path, path, get_tensor_shards(share_memory(value)))
         elif entry is not None and self._builder.options.is_own_only and self._builder.source.is_elsewhere(entry):
             self._builder.plan.taken.add(path)
         else:
             self._value_in_place(path, put, value)
+
+    def _pickled_array(self, path: Path) -> np.ndarray[Any, Any] | None:
+        """Return the array that a pickle has at a path, among its other values."""
+        saved = self._builder.source.find(path)[0]
+        found = read_numpy(saved.value) if isinstance(saved, ForeignValue) else None
+        return found if isinstance(found, np.ndarray) else None
 
     def _fits(self, value: np.ndarray[Any, Any], entry: TensorEntry) -> bool:
         """Return True if an array is filled in place.
@@ -167,8 +179,11 @@ class _LoadPlanner:
         return has_form or not (isinstance(saved, TensorRef) and saved.kind == "numpy")
 
     def _sequence(self, value: Any, path: Path, put: Put) -> None:
-        self._opened.add(path)
         saved, is_there = self._builder.source.find(path)
+        if _is_row(saved, len(value)) and not _holds_objects(value, _OBJECTS):
+            self._value_in_place(path, put, value)  # one value of a pickle, such as the state of NumPy's generator
+            return
+        self._opened.add(path)
         if is_there and isinstance(saved, (list, tuple)) and len(saved) != len(value):
             self._builder.add_problem(
                 path, f"size mismatch for {dotted(path)}: found {len(saved)} entries, expected {len(value)}"
@@ -307,13 +322,21 @@ def _setter(container: Any, key: Any) -> Put:
     return put
 
 
-def _holds_objects(value: Any) -> bool:
+_OBJECTS = (torch.Tensor, nn.Module, PerRank, Variant)
+
+
+def _holds_objects(value: Any, kinds: tuple[type, ...] = (*_OBJECTS, np.ndarray)) -> bool:
     return any(
-        isinstance(item, (torch.Tensor, nn.Module, PerRank, Variant, np.ndarray))
+        isinstance(item, kinds)
         or is_stateful(item)
-        or (type(item) in (list, tuple, dict, OrderedDict) and _holds_objects(_members(item)))
+        or (type(item) in (list, tuple, dict, OrderedDict) and _holds_objects(_members(item), kinds))
         for item in value
     )
+
+
+def _is_row(saved: object, length: int) -> bool:
+    """Return True for a list or tuple of a pickle that has this length, and no tensors."""
+    return isinstance(saved, ForeignValue) and isinstance(saved.value, (list, tuple)) and len(saved.value) == length
 
 
 def _iter_parts(value: Any, path: Path, arrays: Set[Path]) -> Iterator[Path]:

@@ -9,6 +9,7 @@ from shardckpt.errors import UnsupportedError
 from shardckpt.format.encodings.pickle_stubs import Dtype, InstanceStub, PerRankValue
 from shardckpt.format.encodings.tagged_json import ArrayRef, NamedValue
 from shardckpt.format.native.reader import NativeReader
+from shardckpt.format.opened.numpy_stubs import read_numpy
 from shardckpt.format.reader import Reader
 from shardckpt.manifest import UNREAD, ObjectEntry, Path, dotted, unflatten
 
@@ -177,6 +178,8 @@ def _plain(value: Any, path: Path, skipped: list[Path] | None, decode: DecodeNam
         return decode(NamedValue("dtype", value.name))
     if isinstance(value, PerRankValue):
         raise value.error(dotted(path))
+    if (numpy := read_numpy(value)) is not None:
+        return numpy
     if isinstance(value, InstanceStub) or type(value).__module__.startswith("shardckpt."):
         raise UnsupportedError("this value can only be read by what wrote it", where=dotted(path), found=repr(value))
     return value
