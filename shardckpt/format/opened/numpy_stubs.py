@@ -59,11 +59,12 @@ def _read(data: object, kind: object, shape: object, *, is_by_columns: object) -
         return None
     if not all(type(n) is int and n >= 0 for n in shape) or prod(shape) * dtype.itemsize != len(data):
         return None
-    found: np.ndarray[Any, Any] = np.frombuffer(data, dtype)
     try:
-        return found.reshape(shape, order="F" if is_by_columns else "C").copy(order="K")
+        view: np.ndarray[Any, Any] = np.frombuffer(data, dtype).reshape(shape, order="F" if is_by_columns else "C")
     except ValueError:  # more dimensions than NumPy has
         return None
+    owned: np.ndarray[Any, Any] = view.copy(order="K")
+    return owned
 
 
 def _read_dtype(kind: object) -> np.dtype[Any] | None:
