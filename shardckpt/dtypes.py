@@ -9,9 +9,13 @@ from __future__ import annotations
 from functools import lru_cache
 from math import prod
 
+HALF_BYTE, HALF_BYTE_PAIR = "float4_e2m1fn", "float4_e2m1fn_x2"
+"""Numbers of half a byte, and torch's type of two of them: where safetensors counts numbers, torch counts pairs."""
+
 SAFETENSORS_NAMES = {
     "bool": "BOOL",
-    "float4_e2m1fn": "F4",
+    HALF_BYTE_PAIR: "F4",
+    HALF_BYTE: "F4",
     "float6_e2m3fn": "F6_E2M3",
     "float6_e3m2fn": "F6_E3M2",
     "uint8": "U8",
@@ -67,7 +71,8 @@ _BITS = {
     "float8_e8m0fnu": 8,
     "float6_e2m3fn": 6,
     "float6_e3m2fn": 6,
-    "float4_e2m1fn": 4,
+    HALF_BYTE_PAIR: 8,
+    HALF_BYTE: 4,
     UNKNOWN: 0,
 }
 

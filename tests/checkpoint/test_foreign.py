@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from harness import mark, run, since
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from states import FRONT_ENDS, Net, differing, looked_at, step
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
@@ -302,3 +302,47 @@ def test_a_load_without_a_state_returns_the_arrays_of_a_pickle(tmp_path: Path) -
         warnings.simplefilter("error")
         found = shardckpt.load(tmp_path / "f.pt")
     assert found["a"].tolist() == [0, 1, 2] and type(found["s"]) is np.float64
+
+
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch has no float4")
+class TestFloat4:
+    """Pairs of numbers of half a byte."""
+
+    @pytest.fixture
+    def pairs(self) -> torch.Tensor:
+        return torch.arange(6, dtype=torch.uint8).reshape(2, 3).view(torch.float4_e2m1fn_x2)
+
+    @pytest.mark.parametrize("kind", ["safetensors", "torch", "dcp", "native"])
+    def test_float4_is_read_from_every_format(self, kind: str, pairs: torch.Tensor, tmp_path: Path) -> None:
+        path = tmp_path / ("a.safetensors" if kind == "safetensors" else "a.pt" if kind == "torch" else "a")
+        if kind == "safetensors":
+            save_file({"t": pairs}, path)
+        elif kind == "torch":
+            torch.save({"t": pairs}, path)
+        elif kind == "dcp":
+            dcp.save({"t": pairs}, checkpoint_id=path, no_dist=True)
+        else:
+            shardckpt.save({"t": pairs}, path)
+        into = torch.zeros_like(pairs.view(torch.uint8)).view(pairs.dtype)
+        shardckpt.load({"t": into}, path)
+        for found in (into, shardckpt.load(path)["t"], shardckpt.open(path)["t"][...]):
+            assert found.dtype == pairs.dtype and torch.equal(found.view(torch.uint8), pairs.view(torch.uint8))
+
+    @pytest.mark.parametrize("source", ["safetensors", "torch", "native"])
+    @pytest.mark.parametrize("to", ["safetensors", "torch", "dcp", "native"])
+    def test_float4_is_converted_both_ways(self, source: str, to: str, pairs: torch.Tensor, tmp_path: Path) -> None:
+        first, second = tmp_path / "first.safetensors", tmp_path / ("second.pt" if to == "torch" else "second")
+        save_file({"t": pairs}, first)
+        if source != "safetensors":
+            shardckpt.consolidate(first, first := tmp_path / ("first.pt" if source == "torch" else "first"), to=source)
+        shardckpt.consolidate(first, second, to=to)
+        found = {"t": torch.zeros(2, 3, dtype=torch.uint8).view(pairs.dtype)}
+        if to == "safetensors":
+            found = load_file(second / "model.safetensors")
+        elif to == "torch":
+            found = torch.load(second)
+        elif to == "dcp":
+            dcp.load({"model": found}, checkpoint_id=second, no_dist=True)
+        else:
+            shardckpt.load({"model": found}, second)
+        assert found["t"].dtype == pairs.dtype and torch.equal(found["t"].view(torch.uint8), pairs.view(torch.uint8))

@@ -134,7 +134,7 @@ class TestValues:
         tensor = (torch.arange(count, dtype=torch.int64) % 2).to(torch.uint8).view(kind).view(shape)
         shardckpt.save({"t": tensor}, tmp_path / "c")
         assert equal(shardckpt.load(tmp_path / "c"), {"t": tensor})
-        into = torch.ones_like(tensor)
+        into = torch.ones(count, dtype=torch.uint8).view(kind).view(shape)
         shardckpt.load({"t": into}, tmp_path / "c")
         assert equal(into, tensor)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.dtypes import bits
+from shardckpt.dtypes import HALF_BYTE, HALF_BYTE_PAIR, bits
 from shardckpt.format.value_stats import ValueStats, merge_stats
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ HALF_COMPLEX = frozenset(("complex32", "bcomplex32"))
 """Complex dtypes of two halves, which NumPy lacks."""
 
 _HALF_BYTES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""Values of `float4_e2m1fn` by their bits."""
+"""Values of half a byte by their bits."""
 
 _CONVERTED_BYTES = 2 << 20
 """Bytes that are converted at a time: conversions need up to 8 times as many."""
@@ -33,11 +33,11 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     """Return NumPy's dtype for torch's name.
 
     Raises:
-        TypeError: NumPy has no such dtype in all supported releases (sub-byte types, complex32, bcomplex32).
+        TypeError: NumPy has no such dtype in all supported releases (float4, float6, complex32, bcomplex32).
     """
     import numpy as np  # noqa: PLC0415  (0.07 s, and what casts nothing needs none)
 
-    if name in HALF_COMPLEX or bits(name) % 8:
+    if name in HALF_COMPLEX or name == HALF_BYTE_PAIR or bits(name) % 8:
         raise TypeError(f"numpy has no type for {name}")
     kind: np.dtype[Any] = np.dtype(_find_type(name) if name in _OF_ML_DTYPES else name)
     return kind
@@ -131,7 +131,7 @@ def _list_values(dtype: str) -> NDArray[np.float64]:
 
     every = np.arange(256, dtype=np.uint8)
     values: NDArray[Any] = every
-    if dtype == "float4_e2m1fn":
+    if dtype in (HALF_BYTE, HALF_BYTE_PAIR):
         values = np.array(_HALF_BYTES)[np.stack([every & 15, every >> 4], axis=-1)].ravel()
     elif dtype == "bool":
         values = every != 0

@@ -14,7 +14,7 @@ from math import isinf, prod
 from typing import NamedTuple
 
 from shardckpt.boxes import Shape
-from shardckpt.dtypes import SAFETENSORS_NAMES, TORCH_NAMES, array_nbytes, bits
+from shardckpt.dtypes import HALF_BYTE, HALF_BYTE_PAIR, SAFETENSORS_NAMES, TORCH_NAMES, array_nbytes, bits
 from shardckpt.errors import FormatError, TruncatedError, UnsafeError, UnsupportedError
 from shardckpt.format.budget import ReadBudget
 from shardckpt.storage.store import Read, Store
@@ -203,6 +203,8 @@ def _parse_tensor(name: str, entry: object, where: str) -> tuple[str, Shape, int
             found=f"{end - begin} bytes",
             expected=f"{size} bytes for {kind} of shape {list(shape)}",
         )
+    if dtype == HALF_BYTE and shape and shape[-1] % 2 == 0:
+        return HALF_BYTE_PAIR, (*shape[:-1], shape[-1] // 2), begin, end
     return dtype, shape, begin, end
 
 
@@ -290,9 +292,20 @@ def encode_entries(tensors: Sequence[HeaderTensor]) -> str:
                 "safetensors keeps the name '__metadata__' for itself", fix="Leave the tensor out with --exclude."
             )
         end = at + tensor.nbytes
-        entries[tensor.name] = {"dtype": short, "shape": list(tensor.shape), "data_offsets": [at, end]}
+        entries[tensor.name] = {"dtype": short, "shape": _count_numbers(tensor), "data_offsets": [at, end]}
         at = end
     return _json(entries)[1:-1]
+
+
+def _count_numbers(tensor: HeaderTensor) -> list[int]:
+    """Return the shape in the header: of numbers, where torch counts pairs of them."""
+    if tensor.dtype != HALF_BYTE_PAIR:
+        return list(tensor.shape)
+    if not tensor.shape:
+        raise UnsupportedError(
+            f"safetensors has no {tensor.dtype} without dimensions", where=tensor.name, fix="Exclude it with --exclude."
+        )
+    return [*tensor.shape[:-1], 2 * tensor.shape[-1]]
 
 
 def join_header(entries: str, metadata: Mapping[str, str], *, align: int = 8) -> bytes:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import xxhash
 
 from shardckpt.boxes import Box, Shape
-from shardckpt.dtypes import SAFETENSORS_NAMES, bits, is_known, nbytes
+from shardckpt.dtypes import HALF_BYTE_PAIR, SAFETENSORS_NAMES, bits, is_known, nbytes
 from shardckpt.errors import UnsupportedError
 from shardckpt.format.encodings.safetensors import HeaderTensor, encode_entries, join_header
 from shardckpt.manifest import Path, dotted
@@ -287,7 +287,8 @@ def _header_tensor(name: str, chunk: PayloadChunk) -> HeaderTensor:
 
     Others are those without a name in safetensors.
     """
-    if chunk.dtype in SAFETENSORS_NAMES and chunk.box.volume * bits(chunk.dtype) % 8 == 0:
+    is_scalar_pair = chunk.dtype == HALF_BYTE_PAIR and not chunk.box.size
+    if chunk.dtype in SAFETENSORS_NAMES and chunk.box.volume * bits(chunk.dtype) % 8 == 0 and not is_scalar_pair:
         return HeaderTensor(name, chunk.dtype, chunk.box.size)
     return HeaderTensor(name, "uint8", (chunk.nbytes,))
 

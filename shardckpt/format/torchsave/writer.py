@@ -56,6 +56,7 @@ _STORAGES = {
 _UNTYPED = frozenset(
     {
         *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+        "float4_e2m1fn_x2",
         *("complex32", "bcomplex32", "uint16", "uint32", "uint64"),
     }
 )

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from shardckpt.dtypes import bits
+from shardckpt.dtypes import HALF_BYTE_PAIR, bits
 from shardckpt.offline.compare.leaves import Tolerance
 from shardckpt.offline.compare.stored_values import BLOCK_BYTES, StoredTensor, read_values, sum_squares, to_numbers
 from shardckpt.offline.results.comparison import TensorDifference
@@ -28,7 +28,7 @@ def compare_tensors(name: str, a: StoredTensor, b: StoredTensor, tolerance: Tole
     """
     (_, left), (_, right) = a, b
     same_type = left.dtype == right.dtype
-    have_numbers = bits(left.dtype) % 8 == bits(right.dtype) % 8 == 0
+    have_numbers = _has_numbers(left.dtype) and _has_numbers(right.dtype)
     is_tolerant = same_type and not tolerance.is_exact and _is_tolerated(left.dtype)
     distance = _Distance()
     equal = same_type
@@ -67,12 +67,17 @@ def _compute_norm(tensor: StoredTensor, elements: int) -> float:
     return math.sqrt(total)
 
 
+def _has_numbers(dtype: str) -> bool:
+    """Return True if elements are numbers of complete bytes."""
+    return bits(dtype) % 8 == 0 and dtype != HALF_BYTE_PAIR
+
+
 def _is_tolerated(dtype: str) -> bool:
     """Return True if tolerances apply to a dtype.
 
     They apply to floating-point and complex dtypes that can be read as numbers.
     """
-    return dtype.startswith(("float", "bfloat", "complex")) and bits(dtype) % 8 == 0
+    return dtype.startswith(("float", "bfloat", "complex")) and _has_numbers(dtype)
 
 
 def _are_close(x: NDArray[Any], y: NDArray[Any], tolerance: Tolerance) -> bool:

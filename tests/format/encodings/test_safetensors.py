@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
-from safetensors.torch import load, save, save_file
+from safetensors.torch import load, load_file, save, save_file
 
 from shardckpt.dtypes import SAFETENSORS_NAMES
 from shardckpt.errors import CheckpointError, FormatError, TruncatedError, UnsafeError, UnsupportedError
@@ -85,8 +85,34 @@ def test_what_is_written_is_read_back(spec: dict[str, tuple[str, list[int]]]) ->
     found = parse_header(raw[8:], where="f")
     assert found.data_start == len(raw)
     assert found.metadata == {"format": "pt"}
-    assert [(n, t[0], t[1]) for n, t in found.tensors.items()] == [(p.name, p.dtype, p.shape) for p in placed]
+    assert [(n, t[0], t[1]) for n, t in found.tensors.items()] == [(p.name, *_in_pairs(p)) for p in placed]
     assert found.data_bytes == sum(p.nbytes for p in placed)
+
+
+def _in_pairs(tensor: HeaderTensor) -> tuple[str, tuple[int, ...]]:
+    if tensor.dtype != "float4_e2m1fn":
+        return tensor.dtype, tensor.shape
+    return "float4_e2m1fn_x2", (*tensor.shape[:-1], tensor.shape[-1] // 2)
+
+
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch has no float4")
+@pytest.mark.parametrize("shape", [(2, 2), (4,), (0,), (3, 0), (2, 1)])
+def test_numbers_of_half_a_byte_have_the_shapes_of_the_reference(shape: tuple[int, ...], tmp_path: Path) -> None:
+    theirs = save({"t": torch.zeros(shape, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)})
+    ours = encode_header([HeaderTensor("t", "float4_e2m1fn_x2", shape)], {})
+    assert ours == theirs[: len(ours)]
+    (tmp_path / "t.safetensors").write_bytes(theirs)
+    loaded = load_file(tmp_path / "t.safetensors")["t"]
+    dtype, found, *_ = parse_header(ours[8:], where="f").tensors["t"]
+    assert (f"torch.{dtype}", found) == (str(loaded.dtype), tuple(loaded.shape))
+
+
+def test_an_odd_row_of_numbers_of_half_a_byte_keeps_its_shape() -> None:
+    tensors = {"t": {"dtype": "F4", "shape": [2, 3], "data_offsets": [0, 3]}}
+    found = parse_header(json.dumps(tensors).encode(), where="f").tensors["t"]
+    assert found[:2] == ("float4_e2m1fn", (2, 3))
+    with pytest.raises(UnsupportedError, match="float4_e2m1fn_x2 without dimensions"):
+        encode_header([HeaderTensor("t", "float4_e2m1fn_x2", ())], {})
 
 
 def test_names_beyond_ascii_are_read_by_the_reference_too() -> None:
