@@ -315,6 +315,7 @@ def _stub(data: bytes, known: dict[bytes, TensorStub], opened: OpenedSlice) -> T
                 "the slice holds something other than a plain tensor",
                 where=opened.where,
                 found=value.name if isinstance(value, InstanceStub) else type(value).__name__,
+                fix="Read what is next to it: `--part model`, or a load into a state without this tensor.",
             )
         stub = known[data] = value
     return stub

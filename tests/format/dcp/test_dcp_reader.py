@@ -14,13 +14,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp_of_torch
 from dcp_writers import Malicious, archive, edit_metadata, put_object, save, save_chunked, tensor_record
 from materialise import assert_model, assert_same, materialise, truth
+from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch_writers import choose_form
 
-from shardckpt import verify
+from shardckpt import consolidate, verify
 from shardckpt.errors import (
     FormatError,
     IncompleteError,
@@ -447,6 +448,22 @@ class TestOtherWriters:
         }
         assert_same(reader, ("w",), torch.ones(3))
         assert reader.load_object(reader.manifest.objects["step",]) == 1
+
+    @pytest.mark.filterwarnings("ignore")  # of torchao and torch, about themselves
+    def test_weights_next_to_8_bit_optimizer_state_of_torchao_are_read(self, tmp_path):
+        pytest.importorskip("torchao")
+        from torchao.optim import AdamW8bit
+
+        model = torch.nn.Linear(128, 64)
+        optim = AdamW8bit(model.parameters())
+        model(torch.ones(1, 128)).sum().backward()
+        optim.step()
+        dcp_of_torch.save({"model": model.state_dict(), "optim": optim.state_dict()}, checkpoint_id=tmp_path / "c")
+        consolidate(tmp_path / "c", tmp_path / "out")
+        found = load_file(tmp_path / "out" / "model.safetensors")
+        assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+        with pytest.raises(UnsupportedError, match=r"optim\.state\.0\.exp_avg'.*OptimState8bit.*--part model"):
+            consolidate(tmp_path / "c", tmp_path / "all", part="all")
 
 
 class TestRecognition:
