@@ -23,6 +23,7 @@ from shardckpt.events.progress import Meter, OnProgress
 from shardckpt.format.encodings.codecs import CODECS
 from shardckpt.format.reader import Checksum, NamedBases, Reader, Source
 from shardckpt.format.registry import open_checkpoint, open_reader, open_source
+from shardckpt.format.torchsave.tensor_views import find_value
 from shardckpt.manifest import Encoded, Lazy, Manifest, dotted
 from shardckpt.offline.results.contents import Verification
 from shardckpt.offline.results.problems import FileRange, Problem, from_error, from_fault, missing_file
@@ -165,7 +166,8 @@ def _containers(reader: Reader) -> list[Problem]:
     """Open every container of a tensor and check its content."""
     entries = reader.manifest.tensors.values()
     try:
-        lazy = [entry for entry in entries if any(isinstance(piece.layout, Lazy) for piece in entry.pieces)]
+        readable = [entry for entry in entries if not find_value(entry)] or entries  # a warning names the others
+        lazy = [entry for entry in readable if any(isinstance(piece.layout, Lazy) for piece in entry.pieces)]
         located = locate(reader, reader.manifest, lazy)
     except CheckpointError as error:
         return [from_error(error, reader.store.url)]

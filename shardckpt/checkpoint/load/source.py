@@ -22,6 +22,7 @@ from shardckpt.format.native.reader import NativeReader
 from shardckpt.format.opened.state_tree import TensorRef, build_tree, fill_tree, find, iter_refs
 from shardckpt.format.reader import NamedBases, ParamShapes, Reader, missing_shapes_error
 from shardckpt.format.registry import open_checkpoint
+from shardckpt.format.torchsave.tensor_views import find_value
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.naming.sections import split_flat_names
@@ -180,6 +181,9 @@ class CheckpointSource:
             NoMemoryError: An array does not fit into memory.
         """
         paths = list(dict.fromkeys(at.path for at in iter_refs(tree)))
+        values = {path: found for path in paths if (found := find_value(self.arrays[path]))}
+        if skipped is not None and len(values) < len(paths):
+            paths = [path for path in paths if path not in values]
         entries = self.locate([self.arrays[path] for path in paths])  # before memory is allocated
         tensors: dict[Path, torch.Tensor] = {}
         wanted = []
@@ -190,6 +194,8 @@ class CheckpointSource:
         self.elements.read(wanted)
 
         def get_array(ref: TensorRef) -> object:
+            if ref.path not in tensors:
+                raise values[ref.path].error(self.url)
             return array_from_tensor(tensors[ref.path]) if ref.kind == "numpy" else tensors[ref.path]
 
         return fill_tree(tree, get_array, skipped)
@@ -197,6 +203,7 @@ class CheckpointSource:
     def count_bytes(self, tree: Any) -> int:
         """Return the bytes that `read_tree` reads."""
         entries = [self.arrays[path] for path in {at.path for at in iter_refs(tree)}]
+        entries = [entry for entry in entries if not find_value(entry)]
         return sum(prod(entry.shape) * getattr(torch, entry.stored).itemsize for entry in entries)
 
     def fill(self, wanted: Sequence[ReadRequest]) -> None:

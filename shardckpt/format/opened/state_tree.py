@@ -146,7 +146,7 @@ def fill_tree(tree: Any, get_array: Callable[[TensorRef], object], skipped: list
 
 
 def _get_path(value: Any) -> Path:
-    return value.path if isinstance(value, ForeignValue) else ()
+    return value.path if isinstance(value, ForeignValue | TensorRef) else ()
 
 
 def _readable(

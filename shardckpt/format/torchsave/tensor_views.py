@@ -123,11 +123,13 @@ class UnreadableTensor(NamedTuple):
         path: Path in the saved state.
         kind: Description of the kind, for messages.
         fix: Action that the reader of the message can take.
+        is_value: Whether it is a value with tensors in it, such as a module, and no tensor itself.
     """
 
     path: Path
     kind: str
     fix: str = LEAVE_OUT
+    is_value: bool = False
 
     def error(self, where: str) -> UnsupportedError:
         """Return the error for reading it."""
@@ -137,6 +139,13 @@ class UnreadableTensor(NamedTuple):
             expected="a dense tensor",
             fix=self.fix,
         )
+
+
+def find_value(entry: TensorEntry) -> UnreadableTensor | None:
+    """Return the mark of an entry that is a value with tensors in it, which only its own library can read."""
+    layout = entry.pieces[0].layout if entry.pieces else None
+    detail = layout.detail if isinstance(layout, Lazy) else None
+    return detail if isinstance(detail, UnreadableTensor) and detail.is_value else None
 
 
 class Container(Protocol):
@@ -272,14 +281,15 @@ class _TreeBuilder:
         if isinstance(value, TensorStub):
             kind = _refusal(value) if self._container else _NO_STORAGE
             shape, dtype = value.shape, value.dtype or _storage_dtype(value)
-            fix = LEAVE_OUT
+            fix, is_value = LEAVE_OUT, False
         else:
             assert isinstance(value, InstanceStub)
             if _is_sharded(value.name):
                 self._put_shard(value, path)
                 return
             kind = _TENSOR_LIKE.get(value.name, f"a {value.name}")
-            fix = LEAVE_OUT if _is_tensor(value) else _SAVE_PLAIN
+            is_value = not _is_tensor(value)
+            fix = _SAVE_PLAIN if is_value else LEAVE_OUT
             shape, dtype = _read_declared(value)
         if prod(shape) > MOST_ELEMENTS:
             raise FormatError(
@@ -287,7 +297,7 @@ class _TreeBuilder:
             )
         if kind or not isinstance(value, TensorStub):
             self._tree.warnings.append(f"{dotted(path)} is {kind} and cannot be read")
-            layout = Lazy(0, 0, UnreadableTensor(path, kind, fix))
+            layout = Lazy(0, 0, UnreadableTensor(path, kind, fix, is_value))
             dtype = dtype if is_known(dtype) else "uint8"
         else:
             layout = self._layout(value, dtype, path)

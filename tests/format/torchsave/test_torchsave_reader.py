@@ -430,6 +430,27 @@ def test_a_value_with_tensors_in_it_is_an_error_where_it_is_read(tmp_path: Path,
     assert_same(reader, ("w",), torch.ones(2))
 
 
+@pytest.mark.parametrize("value", [torch.nn.Linear(2, 2), Attributes(w=torch.ones(2))])
+def test_a_load_of_all_and_a_verification_warn_of_a_value_with_tensors(tmp_path: Path, value: object) -> None:
+    file = written(tmp_path, saved({"hyper_parameters": {"net": value, "lr": 0.1}, "w": torch.ones(2)}))
+    with pytest.warns(UserWarning, match=r"only be read by what wrote them: hyper_parameters\.net$"):
+        loaded = shardckpt.load(str(file))
+    assert loaded["hyper_parameters"] == {"lr": 0.1} and torch.equal(loaded["w"], torch.ones(2))
+    found = shardckpt.verify(file)
+    assert not found.problems and any(
+        re.match(r"hyper_parameters\.net is .* cannot be read", each) for each in found.warnings
+    )
+    with pytest.raises(shardckpt.MismatchError, match=r"hyper_parameters\.net"):
+        shardckpt.load({"hyper_parameters": {"net": torch.ones(2), "lr": 0.0}, "w": torch.zeros(2)}, str(file))
+
+
+def test_a_file_of_nothing_but_such_a_value_is_an_error(tmp_path: Path) -> None:
+    file = written(tmp_path, saved({"net": torch.nn.Linear(2, 2), "epoch": 3}))
+    with pytest.raises(UnsupportedError, match=r"'net' is a torch\.nn\.modules\.linear\.Linear"):
+        shardckpt.load(str(file))
+    assert shardckpt.verify(file).problems
+
+
 def test_a_module_that_names_itself_still_counts_its_tensors(tmp_path: Path) -> None:
     module = torch.nn.Linear(2, 2)
     module.__dict__["owner"] = [module]
