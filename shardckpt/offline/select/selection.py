@@ -117,7 +117,13 @@ def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Se
         ties=chosen.ties if options.part != "optim" else {},
         order=tuple(chosen.names),
         keeps_order=manifest.keeps_order,
-        left_out=(*map(dotted, (*unasked, *_list_unwritten(manifest, found, options), *found.others)), *chosen.dropped),
+        left_out=(
+            *map(
+                dotted,
+                (*unasked, *_list_unwritten(manifest, found, options, has_optimizer=state is not None), *found.others),
+            ),
+            *chosen.dropped,
+        ),
         warnings=(
             *_needed_warnings(manifest.warnings, unasked),
             *(() if manifest.has_shapes or options.shapes_from else (NO_SHAPES,)),
@@ -167,10 +173,20 @@ def _read_rules(options: Options, config: Mapping[str, object]) -> tuple[Rule, .
     return read_rules(options.rules, options.rename, config)
 
 
-def _list_unwritten(manifest: Manifest, found: sections.Sections, options: Options) -> Iterator[Path]:
-    """Yield the requested model's values that are not tensors; no target stores them."""
+_OPTIMIZER = ("state", "param_groups", "units")
+"""Parts of an optimizer that are written."""
+
+
+def _list_unwritten(
+    manifest: Manifest, found: sections.Sections, options: Options, *, has_optimizer: bool
+) -> Iterator[Path]:
+    """Yield what no target stores: values of the model, and what an optimizer has next to its state and groups."""
     if options.part != "optim":
         yield from sections.model_values(manifest, found)
+    if has_optimizer:
+        root = found.optimizers[0]
+        paths = [path[: len(root) + 1] for path in manifest.objects if path[:-1][: len(root)] == root]
+        yield from dict.fromkeys(path for path in paths if str(path[-1]).partition(".")[0] not in _OPTIMIZER)
 
 
 @dataclass(frozen=True, slots=True)

@@ -293,6 +293,17 @@ def test_an_optimizer_beside_that_is_not_read_is_not_left_out_in_silence(verb: A
     assert "1.bias/exp_avg" in load_folder(tmp_path / "optim")
 
 
+def test_values_next_to_state_and_groups_of_an_optimizer_are_listed(tmp_path: Path) -> None:
+    net, state = trained(["0.weight", "0.bias", "1.weight", "1.bias"])
+    state |= {"ema": {"decay": 0.9, "steps": 3}, "n": 3}
+    together = saved(tmp_path, {"model": net.state_dict(), "optim": state})
+    report = shardckpt.consolidate(together, tmp_path / "all", part="all")
+    assert report.left_out == ("optim.ema", "optim.n")
+    alone = saved(tmp_path, state, "optimizer.pt")
+    report = shardckpt.consolidate(alone, tmp_path / "optim", part="optim")
+    assert sorted(report.left_out) == ["ema", "n"]
+
+
 def test_a_glob_with_the_models_key_is_explained(tmp_path: Path) -> None:
     src = saved(tmp_path, {"model": {"w": torch.ones(2)}})
     with pytest.raises(UsageError, match=r"found 1 names such as w.*without its key"):
