@@ -22,7 +22,7 @@ _ORDERS = {"C": False, "F": True}
 def read_numpy(value: object) -> np.ndarray[Any, Any] | np.generic | None:
     """Return the array or number of a stub, with memory of its own.
 
-    Returns None for all else: other values, subclasses, elements that are no plain numbers, forms that no NumPy writes.
+    Returns None for all else: other values, subclasses, other elements than plain numbers, forms that no NumPy writes.
     """
     if not isinstance(value, InstanceStub):
         return None
