@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
+from shardckpt.storage.thread_pool import is_refused_at_exit
+
 
 class BackgroundThread:
     """Thread that says itself whether it has ended.
@@ -28,10 +30,19 @@ class BackgroundThread:
         self._is_ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=is_daemon)
 
-    def start(self) -> None:
-        """Start the thread. If a signal interrupts the call, `is_running` says whether it was started."""
-        self._thread.start()
+    def start(self) -> bool:
+        """Start the thread; return False if the process ends and Python has no more threads, as in `atexit` since 3.12.
+
+        If a signal interrupts the call, `is_running` says whether it was started.
+        """
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            if not is_refused_at_exit(error):
+                raise
+            return False
         self._is_started = True
+        return True
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait until the thread has ended, and return True; return False if it has not ended in time.

@@ -44,6 +44,11 @@ class ThreadPool(ThreadPoolExecutor):
         try:
             return super().submit(fn, *args, **kwargs)
         except RuntimeError as error:
-            if "interpreter shutdown" not in str(error):
+            if not is_refused_at_exit(error):
                 raise
             return None
+
+
+def is_refused_at_exit(error: RuntimeError) -> bool:
+    """Return True if Python refused a thread because the process ends."""
+    return "interpreter shutdown" in str(error)

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Literal, NamedTuple, SupportsFloat
 
@@ -17,6 +18,7 @@ from typing_extensions import Unpack
 
 from shardckpt.checkpoint.save.early_copy import EarlyCopy
 from shardckpt.checkpoint.save.handle import PENDING_SAVE, AsyncSaveTask, PendingSave, SaveHandle
+from shardckpt.checkpoint.save.payload_writer import Source, iter_contents
 from shardckpt.checkpoint.save.repeated_plan import RepeatedPlan
 from shardckpt.checkpoint.save.save import EARLIER_NAMES, SAVERS, SaveParams, SaverCache, check_options
 from shardckpt.checkpoint.save.session import (
@@ -319,17 +321,20 @@ class _Copy:
             raise
 
     def stage(self, planned: PlannedSave, flattened: PlannedState, early: EarlyCopy | None) -> None:
-        """Start the thread and copy the state, unless it is copied; an error of the copy fails the save."""
+        """Start the thread and copy the state, unless it is copied; an error of the copy fails the save.
+
+        If the process has no more threads, the call writes the state itself.
+        """
         try:
             if early is not None:
                 self._copied_s = early.seconds
-            self._start(planned)
+            has_thread = self._start(planned)
             with self._task.phase("staging"):
                 staged = self._session.stage(planned, flattened)
-                self._staged.put(staged)
                 if early is not None:
                     early.require_copied()
-                if not self._staging.is_filled:
+                self._staged.put(staged)
+                if has_thread and not self._staging.is_filled:
                     self._staging.fill(staged.files, flattened)
             self._task.recorder.phases["staging"] += self._copied_s
             self._is_complete = True
@@ -340,6 +345,8 @@ class _Copy:
         except BaseException:
             self.abandon()
             raise
+        if not has_thread:
+            self._task.run(lambda: self._write(planned, partial(iter_contents, state=flattened)))
 
     def abandon(self) -> None:
         """Abandon the save unless everything is copied, after a signal ended the call."""
@@ -354,29 +361,32 @@ class _Copy:
         self._is_claimed = self._is_claimed or self._task.claim()
         return self._is_claimed
 
-    def _start(self, planned: PlannedSave) -> None:
+    def _start(self, planned: PlannedSave) -> bool:
+        """Start the thread; return False if the process ends and has no more threads."""
         try:
-            self._task.start(lambda: self._write(planned))
+            return self._task.start(lambda: self._write(planned))
         except RuntimeError as error:  # a thread cannot be started; other ranks have to know
             if self._claim():
                 with self._session.rollback_on_error():
                     self._session.commit(planned, error)
+            return True
 
     def _fail(self, error: Exception) -> None:
         """Send the thread the error that ended the copy."""
         self._staged.put(error)
         self._staging.fail(error)
 
-    def _write(self, planned: PlannedSave) -> None:
-        """Write and publish the copy. On the saver's thread."""
+    def _write(self, planned: PlannedSave, source: Source | None = None) -> None:
+        """Write and publish the copy, on the saver's thread; or the state, where `source` has it."""
 
         def transfer() -> WrittenSave:
             with self._task.phase("write"):
                 staged = self._staged.get()
                 if isinstance(staged, Exception):
                     raise staged
-                self._wait_for_copies()
-                written = self._session.write(planned, staged, self._staging.blocks, is_background=True)
+                if source is None:
+                    self._wait_for_copies()
+                written = self._session.write(planned, staged, source or self._staging.blocks, is_background=True)
                 self._task.recorder.values["nbytes"] = written.nbytes
                 return written
 

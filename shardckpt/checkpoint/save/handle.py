@@ -94,25 +94,33 @@ class AsyncSaveTask:
         """
         return self._claimed.acquire(blocking=False)
 
-    def start(self, work: Callable[[], None]) -> None:
-        """Run the rest of the save on a thread, unless it is claimed.
+    def start(self, work: Callable[[], None]) -> bool:
+        """Run the rest of the save on a thread, unless it is claimed; return False if the process has no more threads.
+
+        Args:
+            work: As for `run`.
+        """
+
+        def run() -> None:
+            lower_priority()
+            self.run(work)
+
+        self._thread = BackgroundThread(run, "shardckpt-save")
+        return self._thread.start()
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Run the rest of the save, unless it is claimed.
 
         Args:
             work: Rest of the save; its exception is the error of the save.
         """
-
-        def run() -> None:
-            if not self.claim():
-                return
-            lower_priority()
-            try:
-                work()
-            except BaseException as error:  # noqa: BLE001  (raised by whoever asks)
-                self._failure = error
-            self.emit(self._failure)
-
-        self._thread = BackgroundThread(run, "shardckpt-save")
-        self._thread.start()
+        if not self.claim():
+            return
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001  (raised by whoever asks)
+            self._failure = error
+        self.emit(self._failure)
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait for the end of the save; return True if it has ended.

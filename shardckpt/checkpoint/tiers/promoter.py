@@ -83,9 +83,12 @@ class Promoter:
             self._waiting.append(promotion)
             if len(self._waiting) > _MOST_WAITING:
                 given_up.append((self._waiting.popleft(), "newer steps wait"))
+            has_thread = True
             if self._thread is None:  # its priority is that of the thread of the capture
                 self._thread = BackgroundThread(self._run, "shardckpt-promote")
-                self._thread.start()
+                has_thread = self._thread.start()
+        if not has_thread:
+            self._run()
         for each, reason in given_up:
             text, path = f"not copied from {each.source.path(each.number)}: {reason}", each.target.path(each.number)
             emit(FallbackEvent(path, step=each.number, rank=each.rank, warnings=(text,)), self._on_event)

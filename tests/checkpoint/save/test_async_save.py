@@ -209,6 +209,35 @@ def test_the_thread_runs_nothing_before_the_copy(tmp_path: Path, monkeypatch: py
     assert order == ["copied", "built headers"]
 
 
+@pytest.fixture
+def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python starts no thread, as in `atexit` since 3.12."""
+
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+@pytest.mark.usefixtures("no_threads")
+class TestWithoutThreads:
+    def test_the_call_saves_a_state_that_is_larger_than_its_buffers(self, tmp_path: Path) -> None:
+        state = {"t": torch.rand(1_000_000), "step": 7}
+        handle = shardckpt.async_save(state, tmp_path / "c", max_staging_bytes="1MiB")
+        assert handle.done()
+        handle.result()
+        assert not differing(shardckpt.load(tmp_path / "c"), state)
+        assert handle.timings.write > 0
+
+    def test_an_error_is_raised_by_the_result_and_nothing_is_left(self, tmp_path: Path) -> None:
+        with patch.object(session, "write_payloads", side_effect=OSError("no disk")):
+            handle = shardckpt.async_save({"t": torch.rand(9)}, tmp_path / "c")
+        with pytest.raises(OSError, match="no disk"):
+            handle.result()
+        assert not list(tmp_path.iterdir())
+        shardckpt.async_save({"t": torch.rand(9)}, tmp_path / "c").result()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a priority belongs to the process")
 def test_the_threads_of_a_save_in_the_background_run_below_the_training_and_those_of_another_save_beside_it(
     tmp_path: Path,

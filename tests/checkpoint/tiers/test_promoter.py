@@ -334,6 +334,19 @@ def test_a_step_that_memory_does_not_take_is_captured_in_the_folder_itself(tmp_p
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a priority belongs to the process")
+def test_a_save_copies_its_step_itself_where_python_starts_no_more_threads(tmp_path, monkeypatch):
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    run = Run(tmp_path, local_every=1)
+    run.save(1)
+    run.ck.wait()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    run.save(2)
+    assert run.list_local() == [1, 2]
+    run.ck.wait()
+
+
 def test_captures_promotions_and_saves_in_the_root_run_below_the_training(tmp_path):
     own, found = os.getpriority(os.PRIO_PROCESS, 0), set()
 
