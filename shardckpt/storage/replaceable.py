@@ -19,7 +19,7 @@ _HEAD_BYTES = 512
 MOST_ENTRIES = 1_000_000
 """Maximum files and folders to list; a larger target does not count as one checkpoint."""
 
-_OF_A_SYSTEM = re.compile(r"\.DS_Store|Thumbs\.db|desktop\.ini|\._.+|\.nfs[0-9a-f]+")
+_OF_A_SYSTEM = re.compile(r"\.DS_Store|Thumbs\.db|desktop\.ini|\._.+|\.(nfs|fuse_hidden)[0-9a-f]+")
 """Names of files that operating systems create in folders; they may be deleted."""
 
 _SHOWN = 8

@@ -47,7 +47,7 @@ def found(folder: Folder, kind: FolderKind = KIND) -> list[str]:
         ["data-1.bin"],
         ["data-1.bin", "INDEX", "config.json"],
         ["deep/data-1.bin", "INDEX"],
-        ["data-1.bin", ".DS_Store", "deep/._data-1.bin", "Thumbs.db", "desktop.ini", ".nfs00000000012"],
+        ["data-1.bin", ".DS_Store", "deep/._data-1.bin", "Thumbs.db", "desktop.ini", ".nfs00000000012", ".fuse_hidden0006"],
         [".DS_Store"],
         [".data-1.bin.partial-0123456789ab"],
     ],
