@@ -69,11 +69,19 @@ def _find_site_folders() -> frozenset[str]:
     """Return the folders of installed packages, and those that their `.pth` files name."""
     folders = [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
     for folder in tuple(folders):
-        for name in os.listdir(folder) if os.path.isdir(folder) else ():
-            if name.endswith(".pth"):
-                with open(os.path.join(folder, name), encoding="utf-8-sig", errors="surrogateescape") as lines:
-                    folders += (os.path.join(folder, line.rstrip()) for line in lines)
+        with suppress(OSError):  # as Python itself
+            for name in os.listdir(folder):
+                if name.endswith(".pth"):
+                    folders += _read_folders(folder, name)
     return frozenset(map(os.path.realpath, folders))
+
+
+def _read_folders(folder: str, name: str) -> list[str]:
+    """Return the folders that a `.pth` file names; none if it cannot be read."""
+    found: list[str] = []
+    with suppress(OSError), open(os.path.join(folder, name), encoding="utf-8-sig", errors="surrogateescape") as lines:
+        found += (os.path.join(folder, line.rstrip()) for line in lines)
+    return found
 
 
 @cache

@@ -716,11 +716,13 @@ def test_a_plugin_beside_the_script_or_in_an_earlier_working_directory_is_not_us
 def test_a_plugin_in_a_folder_that_site_packages_name_is_used(
     site: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a legacy editable install writes it."""
+    """As a legacy editable install writes it; files that Python cannot read are ignored, as Python does."""
     monkeypatch.delenv("PYTHONPATH")
     install(site, "[shardckpt.formats]\nnpy = npy_reader:FORMAT\n", npy_reader=READER)
     packages = tmp_path / "packages"
     packages.mkdir()
+    (packages / "a-removed.pth").symlink_to("missing")
+    (packages / "b-folder.pth").mkdir()
     monkeypatch.setattr("site.getsitepackages", lambda: [str(packages), str(tmp_path / "missing")])
     monkeypatch.setattr(plugins, "_find_site_folders", plugins._find_site_folders.__wrapped__)
     with pytest.raises(UnknownFormatError):
