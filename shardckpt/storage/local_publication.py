@@ -16,6 +16,7 @@ from shardckpt.storage.orphans import (
     PARTIAL,
     find_orphans,
     is_at,
+    is_folder,
     make_partial,
     release,
     remove,
@@ -352,7 +353,7 @@ def _restore(target: str) -> None:
     if not _is_vacant(target):
         return
     with suppress(OSError):  # another user's, or another process has just made the target
-        for left in find_orphans(target, OLD)[-1:]:
+        for left in [*filter(is_folder, find_orphans(target, OLD))][-1:]:
             os.rename(left, target)
 
 

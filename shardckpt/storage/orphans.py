@@ -202,8 +202,12 @@ def find_moved_aside(path: str) -> str:
     """
     if os.path.lexists(path):
         return ""
-    found = [old for old in _list_siblings(os.path.abspath(path), OLD) if not os.path.islink(old)]
-    return max(found, key=_changed, default="")
+    return max(filter(is_folder, _list_siblings(os.path.abspath(path), OLD)), key=_changed, default="")
+
+
+def is_folder(path: str) -> bool:
+    """Return True if a path is a folder, and no link: only folders are moved aside."""
+    return os.path.isdir(path) and not os.path.islink(path)
 
 
 def _list_siblings(target: str, kind: str) -> list[str]:

@@ -190,6 +190,14 @@ class TestMovedAside:
         assert not (tmp_path / "out").is_symlink() and os.path.islink(link)
         assert (tmp_path / "else" / "a.bin").read_text() == "else"
 
+    def test_a_file_is_not_old_content(self, tmp_path: Path) -> None:
+        file = Path(orphans.sibling_path(str(tmp_path / "out"), OLD))
+        file.write_text("not ours")
+        assert kind(str(tmp_path / "out")) == "missing"
+        with publish(str(tmp_path / "out"), FOLDER, overwrite=False, needed_bytes=0) as publication:
+            put(publication.staging_url, "a.bin", "new")
+        assert (tmp_path / "out" / "a.bin").read_text() == "new"
+
     def test_one_that_cannot_be_renamed_back_stays_and_hinders_no_save(
         self, old: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
