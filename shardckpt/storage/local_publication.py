@@ -8,7 +8,7 @@ import stat
 from contextlib import suppress
 from functools import partial
 
-from shardckpt.errors import NoSpaceError, StorageError, TargetExistsError, UsageError
+from shardckpt.errors import NoSpaceError, StorageError, TargetExistsError, UsageError, escape
 from shardckpt.storage.linux_syscalls import exchange
 from shardckpt.storage.local import LocalStore, LocalWriter, open_folder, sync_folder, sync_name, sync_open_folder
 from shardckpt.storage.orphans import (
@@ -17,6 +17,7 @@ from shardckpt.storage.orphans import (
     find_orphans,
     is_at,
     is_folder,
+    is_partial,
     make_partial,
     release,
     remove,
@@ -34,6 +35,8 @@ from shardckpt.storage.publication import (
 )
 from shardckpt.storage.replaceable import FileKind, Kind, find_replaceable_files, require_file
 from shardckpt.storage.store import Listed, convert_os_errors, storage_error
+
+_SHOWN = 3
 
 
 class LocalPublication(Publication):
@@ -429,5 +432,15 @@ def require_space(target: str, needed_bytes: int) -> None:
             where=target,
             found=f"{free} bytes free",
             expected=f"at least {needed_bytes}",
-            fix="Free some space, or choose a target elsewhere; an old target stays until the new one is complete.",
+            fix=f"Free some space{_describe_unfinished(folder)}, or choose a target elsewhere; an old target stays"
+            " until the new one is complete.",
         )
+
+
+def _describe_unfinished(folder: str) -> str:
+    """Return what saves have left in a folder that were killed or are under way; empty if nothing."""
+    left: list[str] = []
+    with suppress(OSError):
+        left = sorted(filter(is_partial, os.listdir(folder)))
+    shown = ", ".join(map(escape, left[:_SHOWN])) + (", ..." if len(left) > _SHOWN else "")
+    return f" ({shown} beside it: of a save that was killed, or is under way)" if left else ""

@@ -243,6 +243,16 @@ class TestOnDisk:
         with publish(str(target), FOLDER, overwrite=False, needed_bytes=40960) as publication:
             put(publication, "a.bin", b"1")
 
+    def test_where_space_is_missing_the_files_of_killed_saves_are_named(self, target, monkeypatch):
+        left = f".{target.name}.partial-0123456789ab"  # of another machine, or from before a reboot: it stays for a day
+        (target.parent / left).mkdir(parents=True)
+        monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=4096, f_blocks=1000))
+        with (
+            pytest.raises(NoSpaceError, match=rf"Free some space \({left} beside it: of a save that was killed, or"),
+            publish(str(target), FOLDER, overwrite=False, needed_bytes=1),
+        ):
+            raise AssertionError("not reached")
+
     def test_a_disk_that_tells_no_space_is_written_to(self, target, monkeypatch):
         monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=4096, f_blocks=0))
         publish_files(target, NEW)
