@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from shardckpt.boxes import Box, Shape, full_box
 from shardckpt.dtypes import nbytes
-from shardckpt.errors import FormatError, OverlapError
+from shardckpt.errors import AmbiguousError, FormatError, OverlapError
 from shardckpt.format.chunk_reader import read_blocks
 from shardckpt.format.encodings.pickle_stubs import PerRankValue
 from shardckpt.format.reader import Reader
@@ -25,6 +25,8 @@ from shardckpt.format.torchsave.rank_values import combine_values
 from shardckpt.format.torchsave.reader import TorchReader
 from shardckpt.format.torchsave.tensor_views import LEAVE_OUT, UnreadableTensor, ZipView, slice_layout
 from shardckpt.manifest import Lazy, Manifest, ObjectEntry, Path, Piece, TensorEntry, dotted
+from shardckpt.plan.naming.sections import find_sections, model_paths
+from shardckpt.plan.naming.weights import names as list_other_weights
 
 KEEP_ONE_SAVE = "Keep the files of one save, and nothing else, in a folder of their own."
 OTHER_SAVE = "The files are from different saves (keep those of one in a folder of their own), or one is damaged."
@@ -71,14 +73,12 @@ class Replicas(NamedTuple):
     dtype: str
     pieces: tuple[Piece, ...]
 
-    @property
-    def are_different(self) -> bool:
-        """Whether the checksums of the files prove that the elements differ."""
+    def find_different(self) -> Piece | None:
+        """Return the first piece whose checksum proves that it differs from the one to use."""
         first = _full_checksum(self.pieces[0], self.dtype)
-        return first is not None and any(
-            other is not None and other != first
-            for other in (_full_checksum(piece, self.dtype) for piece in self.pieces[1:])
-        )
+        if first is None:
+            return None
+        return next((piece for piece in self.pieces if _full_checksum(piece, self.dtype) not in (None, first)), None)
 
 
 class RankOrigin(NamedTuple):
@@ -172,6 +172,7 @@ class ManifestBuilder:
 
     def build_manifest(self, source: Manifest, format_name: str) -> Manifest:
         """Return the merged checkpoint's manifest; files and warnings are kept."""
+        _move_rank_values(self.content, source)
         self.warnings += _list_different(self.content)
         return replace(
             source,
@@ -372,18 +373,50 @@ def _full_checksum(piece: Piece, dtype: str) -> int | None:
     return detail.entry.crc32 or None if detail.entry.size == nbytes(dtype, piece.box.volume) else None
 
 
+def _move_rank_values(content: PathContent, source: Manifest) -> None:
+    """Replace full tensors that are known to differ between ranks by `PerRankValue`, except weights and optimizers."""
+    values = {path: value for path, entry in content.tensors.items() if (value := _find_rank_value(entry))}
+    if not values:
+        return
+    merged = replace(source, tensors=content.tensors, objects=content.objects)
+    try:
+        found = find_sections(merged)
+    except AmbiguousError:
+        return  # any subtree may be a model
+    weights = set(model_paths(merged, found))
+    kept = (*found.optimizers, *((name,) for name in list_other_weights(merged)))
+    for path, value in values.items():
+        if path not in weights and not any(path[: len(root)] == root for root in kept):
+            del content.tensors[path]
+            content.objects[path] = ObjectEntry(path, value)
+    content.aliases = {
+        alias: path for alias, path in content.aliases.items() if {alias, path} <= content.tensors.keys()
+    }
+
+
+def _find_rank_value(entry: TensorEntry) -> PerRankValue | None:
+    """Return the value for a tensor that ranks have in full, if it is known to differ."""
+    if len(entry.pieces) != 1 or entry.pieces[0].box.size != entry.shape:
+        return None
+    [piece] = entry.pieces
+    other = _find_different(piece)
+    return None if other is None else PerRankValue(piece.file, other.file)
+
+
 def _list_different(content: PathContent) -> Iterator[str]:
     """Yield a warning that names the tensors and values that are known to differ between ranks."""
-    names = [dotted(path) for path, entry in content.tensors.items() if any(map(_is_different, entry.pieces))]
+    names = [dotted(path) for path, entry in content.tensors.items() if any(map(_find_different, entry.pieces))]
     names += [dotted(path) for path, entry in content.objects.items() if isinstance(entry.value, PerRankValue)]
     if names:
         more = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
         yield f"{', '.join(names[:_MOST_SHOWN])}{more}: the values differ between ranks and cannot be read"
 
 
-def _is_different(piece: Piece) -> bool:
+def _find_different(piece: Piece) -> Piece | None:
     layout = piece.layout
-    return type(layout) is Lazy and type(layout.detail) is Replicas and layout.detail.are_different
+    if type(layout) is Lazy and type(layout.detail) is Replicas:
+        return layout.detail.find_different()
+    return None
 
 
 def slice_shard(entry: TensorEntry, boxes: Iterable[tuple[Box, int]], order: Sequence[int] = ()) -> list[Piece]:

@@ -14,6 +14,7 @@ from shardckpt.boxes import Box
 from shardckpt.checkpoint.load.source import CheckpointSource, allocate
 from shardckpt.checkpoint.stateful.stateful import dtype_name, has_memory
 from shardckpt.errors import UsageError
+from shardckpt.format.encodings.pickle_stubs import PerRankValue
 from shardckpt.format.encodings.tagged_json import MAX_DEPTH
 from shardckpt.format.opened.state_tree import ForeignValue
 from shardckpt.manifest import Path, TensorEntry, dotted
@@ -224,10 +225,15 @@ class LoadPlanBuilder:
             path: Path of the array in the state.
             source: Path of the array in the checkpoint.
             array: Shards of this rank to fill.
+
+        Raises:
+            UnsupportedError: Ranks saved different tensors there.
         """
         entry = self.source.arrays.get(source)
         if entry is None:
             value, is_there = self._take(path, source)
+            if isinstance(value, ForeignValue) and isinstance(value.value, PerRankValue) and self.wants(path):
+                raise value.value.error(dotted(source))
             if is_there:
                 kind = "" if isinstance(value, ForeignValue) else f", but a value of type {type(value).__name__}"
                 self.add_problem(path, f"kind mismatch for {dotted(path)}: the checkpoint has no tensor there{kind}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable, Sequence
@@ -319,15 +320,13 @@ def test_moments_that_nothing_tells_the_layout_of_are_refused(copied: Callable[[
     assert any("exp_avg" in warning for warning in found.warnings)
 
 
-def test_buffers_that_differ_are_listed_and_refused_where_they_are_read(copied: Callable[[str], Path]) -> None:
-    source = copied("sharded-orig")
-    for rank in range(2):
-        torch.save({"running": torch.full((3,), float(rank))}, source / f"buffers_rank{rank}.pt")
+def test_buffers_that_differ_are_listed_and_refused_where_they_are_read(tmp_path: Path) -> None:
+    source = write_loops(tmp_path / "ranks", at="model.running")
     reader = open_checkpoint(str(source))
-    assert any("buffers.running: the values differ between ranks" in w for w in reader.manifest.warnings)
-    with pytest.raises(OverlapError, match=r"buffers_rank1.pt: 'buffers.running' .* \[0:3\] than in buffers_rank0.pt"):
-        reader.resolve(reader.manifest.tensors["buffers", "running"].pieces)
-    assert any("buffers.running" in problem.message for problem in shardckpt.verify(source).problems)
+    assert reader.manifest.warnings == ("model.running: the values differ between ranks and cannot be read",)
+    with pytest.raises(OverlapError, match=r"rank1.pt: 'model.running' .* \[0:5056\] than in .*rank0.pt"):
+        reader.resolve(reader.manifest.tensors["model", "running"].pieces)
+    assert any("model.running" in problem.message for problem in shardckpt.verify(source).problems)
 
 
 @pytest.mark.parametrize("shape", [(3, 2), (5,), (10,)])
@@ -488,6 +487,56 @@ def test_a_value_that_differs_between_ranks_is_an_error_where_it_is_wanted(
         with pytest.raises(UsageError, match=r"found loop.seed, which differs between ranks\. Pass .*allow_loss"):
             shardckpt.reshard(source, tmp_path / "step", world_size=1, to=to)
     assert [each.name for each in shardckpt.diff(source, source).not_compared] == ["loop.seed"]
+
+
+def write_loops(folder: Path, *, at: str, models: Sequence[str] = ()) -> Path:
+    """Write what two ranks save: models, averages and an optimizer, with the random state of each rank at a path."""
+    folder.mkdir()
+    for rank in range(2):
+        with as_rank(rank, 2):
+            mesh = init_device_mesh("cpu", (2,))
+            weight = DTensor.from_local(DENSE.chunk(2)[rank].clone(), mesh, [Shard(0)])
+        optim = {"state": {"w": {"m": weight}}, "param_groups": [{"params": ["w"]}]}
+        model = {"model": {"w": weight}}
+        nets: dict[str, Any] = dict.fromkeys(models, model) or model
+        state = {**nets, "ema": {"w": weight}, "optim": optim, "loop": {}, "step": 3}
+        *roots, name = at.split(".")
+        functools.reduce(dict.__getitem__, roots, state)[name] = torch.Generator().manual_seed(rank).get_state()
+        torch.save(state, folder / f"rank{rank}.pt")
+    return folder
+
+
+@pytest.mark.parametrize("at", ["rng", "loop.rng"])
+def test_a_tensor_that_each_rank_has_is_an_error_only_where_it_is_wanted(at: str, tmp_path: Path) -> None:
+    source = write_loops(tmp_path / "ranks", at=at)
+    [warning] = shardckpt.inspect(source).warnings
+    assert warning == f"{at}: the values differ between ranks and cannot be read"
+    assert shardckpt.verify(source).ok
+    state = {"model": {"w": torch.zeros(8, 6)}}
+    shardckpt.load(state, source, ignore_extra=True)
+    assert torch.equal(state["model"]["w"], DENSE)
+    wanted: dict[str, Any] = {"rng": torch.zeros(5056, dtype=torch.uint8)}
+    with pytest.raises(UnsupportedError, match=rf"'{at}' differs between ranks, .* in rank0.pt than in rank1.pt"):
+        shardckpt.load({"loop": wanted} if "." in at else wanted, source, ignore_extra=True)
+    for to in ("dcp", "native", "torch"):
+        with pytest.raises(UsageError, match=rf"found {at}, which differs between ranks\. Pass .*allow_loss"):
+            shardckpt.reshard(source, tmp_path / to, world_size=1, to=to)
+        shardckpt.reshard(source, tmp_path / to, world_size=1, to=to, allow_loss=True)
+        assert [(each.name, each.kind) for each in shardckpt.diff(source, tmp_path / to).differences] == []
+    found, _ = consolidated(source, tmp_path / "out")
+    assert torch.equal(found["w"], DENSE)
+
+
+@pytest.mark.parametrize(
+    ("at", "models"), [("model.running", ""), ("ema.running", ""), ("optim.state.w.n", ""), ("rng", "ab")]
+)
+def test_a_tensor_of_weights_or_optimizers_that_differs_is_a_problem(at: str, models: str, tmp_path: Path) -> None:
+    """With two models, any part may be one."""
+    source = write_loops(tmp_path / "ranks", at=at, models=models)
+    [problem] = shardckpt.verify(source).problems
+    assert problem.kind == "overlap" and repr(at) in problem.message
+    with pytest.raises(OverlapError, match=at):
+        shardckpt.reshard(source, tmp_path / "out", world_size=1, allow_loss=True)
 
 
 class Names(list[str]):
