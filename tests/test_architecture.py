@@ -184,6 +184,7 @@ LATE_IMPORTS: dict[tuple[str, str], str] = {
     ("shardckpt.state.adapters.flat_shard_check", "shardckpt.core.params.param_bucket"): TENSORS_ALONE,
     ("shardckpt.state.adapters.flat_shard_check", "shardckpt.core.registration.base"): TENSORS_ALONE,
     ("shardckpt.state.adapters.flat_shard_check", "shardckpt.layout"): TENSORS_ALONE,
+    ("shardckpt.format.opened.numpy_stubs", "numpy"): "0.07 s; most files have no arrays",
     ("shardckpt.format.chunk_reader", "numpy"): "0.07 s; pieces that are read as they are need none",
     ("shardckpt.storage.holder.holder_store", "numpy"): "0.07 s; processes that only read need none",
     ("shardckpt.format.registry", "shardckpt.format.native.commit"): "only the format of a checkpoint is imported",
@@ -610,7 +611,7 @@ class TestImportsStayLight:
             "shardckpt.state.redistribute",
         }
         assert "shardckpt.events.run_events" not in done.stdout.split()
-        assert len(done.stdout.split()) <= 110
+        assert len(done.stdout.split()) <= 111
 
     def test_the_package_and_the_command_import_nothing_heavy(self) -> None:
         loaded = loaded_by("import shardckpt\nimport shardckpt_cli.app")
