@@ -176,6 +176,7 @@ class Manifest:
         unread: Skipped files and values, one phrase each; `warnings` mention them too.
         keeps_order: Whether `tensors` are in the order of the saved state dict. If not, for example because they are
             sorted by name, their order does not determine an optimizer's ids.
+        optimizers: Paths of optimizers whose own `state_dict()` has other keys than `state` and `param_groups`.
         by_order: Optimizers whose ids the reader replaced with names, by the order of the model's state dict.
     """
 
@@ -193,6 +194,7 @@ class Manifest:
     variants: Mapping[str, tuple[Path, Path | None]] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
     keeps_order: bool = False
+    optimizers: tuple[Path, ...] = ()
     by_order: frozenset[Path] = frozenset()
 
 

@@ -87,3 +87,26 @@ def test_a_sharded_model_refuses_it_by_name_unless_the_state_leaves_it_out(tmp_p
         assert "o.count" in lost and "strict=False" in lost
         assert has_slots
     assert [each.name for each in tmp_path.iterdir()] == ["step"]
+
+
+@pytest.mark.parametrize(
+    ("wrap", "inner"),
+    [(lambda it: it, "o.base_optimizer"), (shardckpt.PerRank, "o.0.base_optimizer")],
+    ids=["alone", "PerRank"],
+)
+def test_offline_commands_write_nothing_of_it_as_a_weight(
+    wrap: Callable[[Any], Any], inner: str, tmp_path: Path
+) -> None:
+    model = nn.Linear(4, 4)
+    optim = lookahead(model)
+    train(model, optim, range(5))
+    shardckpt.save({"m": model, "o": wrap(optim)}, tmp_path / "step")
+    report = shardckpt.convert(tmp_path / "step", tmp_path / "w.safetensors", to="safetensors")
+    assert report.tensor_count == 2
+    left_out = inner.replace("base_optimizer", "lookahead_state")
+    assert set(report.left_out) == {inner, left_out}
+    report = shardckpt.consolidate(tmp_path / "step", tmp_path / "all", part="all")
+    assert report.left_out == (left_out,)
+    shardckpt.reshard(tmp_path / "step", tmp_path / "copy", world_size=2)
+    report = shardckpt.convert(tmp_path / "copy", tmp_path / "again.safetensors", to="safetensors")
+    assert report.tensor_count == 2, "a copy of the step lists its optimizers too"

@@ -12,7 +12,7 @@ from shardckpt.checkpoint.stateful.flatten import FlattenedState, encoded
 from shardckpt.errors import UsageError
 from shardckpt.format.encodings import tagged_json
 from shardckpt.format.encodings.tagged_json import ArrayRef, NamedValue
-from shardckpt.format.native.manifest_json import MEMORY_ORDERS, ManifestContents
+from shardckpt.format.native.manifest_json import MEMORY_ORDERS, OPTIMIZERS, ManifestContents
 from shardckpt.format.native.payload import encode_canonical
 from shardckpt.format.opened.state_tree import TensorRef
 from shardckpt.manifest import Path, dotted
@@ -224,7 +224,11 @@ def build_contents(
         plan.records,
         encoded(tree, lambda item: numbers[item.path]),
         {path: numbers[path] for path in plan.ties},
-        {"world_size": len(reports), **({MEMORY_ORDERS: rows} if rows else {})},
+        {
+            "world_size": len(reports),
+            **({MEMORY_ORDERS: rows} if rows else {}),
+            **({OPTIMIZERS: [list(path) for path in flattened.optimizers]} if flattened.optimizers else {}),
+        },
         {**ABOUT, **custom_metadata},
         variants=dict(flattened.variants),
     )

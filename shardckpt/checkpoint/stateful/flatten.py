@@ -60,6 +60,7 @@ class FlattenedState:
         model: Path of the first model; None without a model.
         frozen: Paths of parameters that do not require gradients.
         slots: Paths of optimizer states, with the FQNs of their parameters in order.
+        optimizers: Paths of optimizers whose own `state_dict()` has other keys than `state` and `param_groups`.
         variants: Paths of variants of a model's weights, with the path of the model; None if it is not saved.
     """
 
@@ -72,6 +73,7 @@ class FlattenedState:
     model: Path | None = None
     frozen: set[Path] = field(default_factory=set)
     slots: dict[Path, tuple[str, ...]] = field(default_factory=dict)
+    optimizers: list[Path] = field(default_factory=list)
     variants: dict[Path, Path | None] = field(default_factory=dict)
 
     def views(self, chunks: Sequence[PayloadChunk]) -> Iterable[torch.Tensor]:
@@ -301,11 +303,18 @@ class _StateFlattener:
         if isinstance(value, PerRank):
             return self._per_rank(value, path)
         if is_stateful(value):
-            state = self._opened[id(value)] if id(value) in self._opened else get_state_dict(value, path)
-            return self._visit(state, path)
+            return self._visit(self._get_state_dict(value, path), path)
         if isinstance(value, np.ndarray):
             return self._tensor(tensor_from_numpy(value, path), path, "numpy")
         return value
+
+    def _get_state_dict(self, value: Any, path: Path) -> Any:
+        state = self._opened[id(value)] if id(value) in self._opened else get_state_dict(value, path)
+        held = value.held if isinstance(value, PerRank) else value
+        has_usual_keys = isinstance(state, Mapping) and {"state", "param_groups"} <= state.keys()
+        if isinstance(held, torch.optim.Optimizer) and not has_usual_keys:
+            self._made.optimizers.append(path)
+        return state
 
     def _check_depth(self, path: Path) -> None:
         if len(path) > tagged_json.MAX_DEPTH:
@@ -409,7 +418,7 @@ class _StateFlattener:
             if model is None:
                 if not self._is_per_rank:
                     require_model_for(optim, path, self._shards)
-                return self._visit(get_state_dict(optim, path), path)
+                return self._visit(self._get_state_dict(optim, path), path)
             return self._visit(torch_fsdp1.full_optim_state(model, optim, offload=False, first_only=False), path)
         try:
             taken = local_optimizer(index, optim)
@@ -437,7 +446,7 @@ class _StateFlattener:
 
     def _per_rank(self, value: PerRank, path: Path) -> list[None]:
         was_per_rank, self._is_per_rank = self._is_per_rank, True
-        self._made.per_rank_values[path] = self._visit(get_state_dict(value, path), (*path, self._rank))
+        self._made.per_rank_values[path] = self._visit(self._get_state_dict(value, path), (*path, self._rank))
         self._is_per_rank = was_per_rank
         return [None] * self._world
 

@@ -46,6 +46,9 @@ KEEPS_ORDER = "keeps_order"
 MEMORY_ORDERS = "memory_orders"
 """Key of `topology`: `[index, [dimensions from the slowest to the fastest]]` of arrays not row-major in memory."""
 
+OPTIMIZERS = "optimizers"
+"""Key of `topology`: paths of optimizers whose own `state_dict()` has other keys than `state` and `param_groups`."""
+
 _MANIFEST_FIELDS: Mapping[str, type] = {
     "format": str,
     "version": list,
@@ -194,6 +197,19 @@ def read_memory_orders(contents: ManifestContents, where: object) -> dict[int, t
             raise field_error(f"an entry of {MEMORY_ORDERS!r} must be a permutation", order, "", where)
         found[number] = tuple(order)
     return found
+
+
+def read_optimizers(contents: ManifestContents, where: object) -> tuple[Path, ...]:
+    """Check and return the paths of optimizers with keys of their own.
+
+    Args:
+        contents: Content of a manifest.
+        where: Name of the file, for messages.
+
+    Raises:
+        FormatError: An entry is not a path.
+    """
+    return tuple(read_path(raw, where) for raw in read_list(contents.topology.get(OPTIMIZERS, []), OPTIMIZERS, where))
 
 
 def read_variants(value: object, where: object) -> dict[Path, Path | None]:

@@ -15,7 +15,12 @@ from shardckpt.format.encodings import tagged_json
 from shardckpt.format.encodings.tagged_json import ArrayRef
 from shardckpt.format.native.base_store import BasedStore, FoundBases, find_bases
 from shardckpt.format.native.commit import COMMIT, MANIFEST_SUFFIX, Commit, read_commit, read_contents
-from shardckpt.format.native.manifest_json import KEEPS_ORDER, ManifestContents, read_memory_orders
+from shardckpt.format.native.manifest_json import (
+    KEEPS_ORDER,
+    ManifestContents,
+    read_memory_orders,
+    read_optimizers,
+)
 from shardckpt.format.native.payload import BLOCK_BYTES, KEY, SUB_BLOCK_BYTES
 from shardckpt.format.native.records import HASH_BYTES, ArrayRecord, FileRecord, pack_hashes, unpack_hashes
 from shardckpt.format.native.verified_store import Hashed, VerifiedStore
@@ -267,6 +272,7 @@ def build_manifest(
         aliases={path: contents.arrays[index].path for path, index in contents.ties.items()},
         warnings=tuple(notes),
         keeps_order=contents.topology.get(KEEPS_ORDER) is not False,
+        optimizers=read_optimizers(contents, store.url),
     )
 
 

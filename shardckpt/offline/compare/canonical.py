@@ -16,7 +16,7 @@ from shardckpt.offline.compare.group_alignment import Groups, index_groups
 from shardckpt.offline.select.options import Part
 from shardckpt.offline.select.selection import SMALL_ELEMENTS, load_values
 from shardckpt.plan.naming.fqn import NamedModel, name_model
-from shardckpt.plan.naming.sections import Sections, find_sections, split_flat_names
+from shardckpt.plan.naming.sections import Sections, find_sections, model_values, split_flat_names
 from shardckpt.plan.optim import optimizer_state
 from shardckpt.plan.optim.optimizer_state import OptimizerState, RawOptimizer
 from shardckpt.plan.rules.rules import Rule
@@ -145,9 +145,8 @@ class _Naming:
             name for name, entry in tensors.items() if _is_count(entry) or self._is_of_list(entry)
         )
         depth = len(self._found.model)
-        for path in self._manifest.objects if depth else ():
-            if path[:depth] == self._found.model and not self._is_of_optimizer(path):
-                self._add_object(path, (self._model.clean(dotted(path[depth:])),))
+        for path in model_values(self._manifest, self._found):
+            self._add_object(path, (self._model.clean(dotted(path[depth:])),))
 
     def _is_of_list(self, entry: TensorEntry) -> bool:
         """Return whether integers at the top level are of a list, such as one value per rank, and of no model."""
@@ -200,9 +199,9 @@ class _Naming:
             self._made.tensors[name] = entry
             if _is_integer(entry) or entry.shape == ():
                 self._made.counters.add(name)
-        depth = len(self._found.model)
+        of_model = set(model_values(self._manifest, self._found))
         for path in self._manifest.objects:
-            if not self._is_of_optimizer(path) and not (depth and path[:depth] == self._found.model):
+            if not self._is_of_optimizer(path) and path not in of_model:
                 self._add_object(path, path)
         self._add_unread()
 

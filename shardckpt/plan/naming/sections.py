@@ -2,13 +2,13 @@
 
 The rules: a subtree with `state` and `param_groups` is an optimizer; the model is the subtree `model`, `state_dict` or
 `module`, else the only other subtree with tensors, else the top level. If the top level is a flat state dict, its
-subtrees are other parts. Options override the rules.
+subtrees are other parts. Nothing below an optimizer that the manifest lists is the model's. Options override the rules.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -30,6 +30,7 @@ class Sections:
         model: Path of the model; the empty path is the top level.
         optimizers: Paths of the optimizers, in saved order.
         others: All other subtrees and values.
+        foreign: Paths below which nothing belongs to the model: all optimizers, also unwanted ones.
         is_flat: Whether the model is a state dict at the top level with each tensor under one key; then deeper values
             do not belong to it.
     """
@@ -37,6 +38,7 @@ class Sections:
     model: Path
     optimizers: tuple[Path, ...]
     others: tuple[Path, ...]
+    foreign: frozenset[Path] = frozenset()
     is_flat: bool = False
 
 
@@ -52,20 +54,24 @@ def find_sections(manifest: Manifest, model_key: str = "", optim_key: str = "") 
         UsageError: A key has no entry.
         AmbiguousError: Several subtrees could be the model.
     """
-    optimizers = _optimizers(manifest)
-    if optim_key:
-        optimizers = [find_key(manifest, optim_key, "--optim-key")]
-    model = find_key(manifest, model_key, "--model-key") if model_key else _model(manifest, optimizers)
+    stored = _optimizers(manifest)
+    optimizers = [find_key(manifest, optim_key, "--optim-key")] if optim_key else stored
+    wanted = frozenset(optimizers)
+    foreign = wanted.union(stored, manifest.optimizers)
+    model = find_key(manifest, model_key, "--model-key") if model_key else _model(manifest, foreign)
+    if model_key:  # such as averaged weights that an optimizer has
+        foreign = frozenset(root for root in foreign if root in wanted or not _below(model, root))
     inside = (model, *optimizers) if model else tuple(optimizers)
     others: dict[Path, None] = {}
-    is_flat = model == () and not model_key and _is_flat(manifest, optimizers)
-    for path in _paths(manifest) if model or optimizers or is_flat else manifest.objects:
-        is_tensor = model == () and path in manifest.tensors and not _below_any(path, optimizers)
+    is_flat = model == () and not model_key and _is_flat(manifest, foreign)
+    for path in _paths(manifest) if model or foreign or is_flat else manifest.objects:
+        is_tensor = model == () and path in manifest.tensors and not _below_any(path, foreign)
         if is_tensor and not (is_flat and len(path) > 1):
             continue
-        if not _below_any(path, inside):
+        is_of_model = model != () and _below(path, model) and not _below_any(path, foreign)
+        if not is_of_model and not _below_any(path, wanted):
             others[_top(path, inside)] = None
-    return Sections(model, tuple(optimizers), tuple(others), is_flat)
+    return Sections(model, tuple(optimizers), tuple(others), foreign, is_flat)
 
 
 def model_paths(manifest: Manifest, found: Sections) -> Iterator[Path]:
@@ -73,7 +79,7 @@ def model_paths(manifest: Manifest, found: Sections) -> Iterator[Path]:
     depth = len(found.model)
     for path in manifest.tensors:
         is_of_model = path[:depth] == found.model and not (found.is_flat and len(path) > 1)
-        if is_of_model and not _below_any(path, found.optimizers):
+        if is_of_model and not _below_any(path, found.foreign):
             yield path
 
 
@@ -85,7 +91,7 @@ def model_values(manifest: Manifest, found: Sections) -> Iterator[Path]:
     depth = len(found.model)
     if depth:
         for path in manifest.objects:
-            if path[:depth] == found.model and not _below_any(path, found.optimizers):
+            if path[:depth] == found.model and not _below_any(path, found.foreign):
                 yield path
 
 
@@ -144,8 +150,8 @@ def _below(path: Path, root: Path) -> bool:
     return path[: len(root)] == root
 
 
-def _below_any(path: Path, roots: Collection[Path]) -> bool:
-    return bool(roots) and any(_below(path, root) for root in roots)
+def _below_any(path: Path, roots: Set[Path]) -> bool:
+    return bool(roots) and any(path[:n] in roots for n in range(len(path) + 1))
 
 
 def _optimizers(manifest: Manifest) -> list[Path]:
@@ -166,8 +172,8 @@ def _optimizers(manifest: Manifest) -> list[Path]:
     return [root for root in roots if not any(other != root and _below(root, other) for other in roots)]
 
 
-def _model(manifest: Manifest, optimizers: list[Path]) -> Path:
-    known = [*optimizers, *(path for path, _ in manifest.variants.values())]
+def _model(manifest: Manifest, foreign: Set[Path]) -> Path:
+    known = {*foreign, *(path for path, _ in manifest.variants.values())}
     tensors = [path for path in manifest.tensors if not _below_any(path, known)] if known else [*manifest.tensors]
     for depth in range(1, _DEEPEST):
         deeper = [path for path in tensors if len(path) > depth]
@@ -187,7 +193,7 @@ def _model(manifest: Manifest, optimizers: list[Path]) -> Path:
     return ()
 
 
-def _is_flat(manifest: Manifest, optimizers: list[Path]) -> bool:
+def _is_flat(manifest: Manifest, foreign: Set[Path]) -> bool:
     """Return True if the tensors at the top level are a model's state dict.
 
     The alternative is a few numbers beside subtrees. The names of a state dict contain dots, and it has most of the
@@ -196,7 +202,7 @@ def _is_flat(manifest: Manifest, optimizers: list[Path]) -> bool:
     if any("." in str(path[0]) for path in manifest.tensors if len(path) == 1):
         return True
     loose = [entry for path, entry in manifest.tensors.items() if len(path) == 1]
-    nested = [e for path, e in manifest.tensors.items() if len(path) > 1 and not _below_any(path, optimizers)]
+    nested = [e for path, e in manifest.tensors.items() if len(path) > 1 and not _below_any(path, foreign)]
     return bool(loose) and sum(prod(e.shape) for e in loose) >= sum(prod(e.shape) for e in nested)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from shardckpt.boxes import full_box
@@ -66,6 +68,26 @@ def test_an_optimizer_is_what_holds_state_and_groups() -> None:
     assert found.optimizers == (("opt", "adam"),)
     found = find_sections(holding([*below("optimizer_states", 0)], groups("optimizer_states", 0)))
     assert found.optimizers == (("optimizer_states", 0),)
+
+
+def test_nothing_below_an_optimizer_of_the_manifest_is_the_models() -> None:
+    paths: list[Path] = [("m", "w"), ("o", "slow", "w"), *below("o", "base")]
+    values = [*groups("o", "base"), ("o", "k")]
+    for root, model in (((), ("m",)), (("app",), ("app",))):
+        at = [(*root, *path) for path in paths]
+        manifest = replace(holding(at, [(*root, *path) for path in values]), optimizers=((*root, "o"),))
+        found = find_sections(manifest)
+        assert (found.model, found.optimizers) == (model, ((*root, "o", "base"),))
+        assert found.others == ((*root, "o", "slow"), (*root, "o", "k"))
+        assert list(model_paths(manifest, found)) == [(*root, "m", "w")]
+    found = find_sections(manifest, model_key="app.o.slow")
+    assert list(model_paths(manifest, found)) == [("app", "o", "slow", "w")], "an option overrides the rule"
+
+
+def test_an_optimizer_that_is_not_wanted_is_no_model() -> None:
+    manifest = holding([("m", "w"), *below("a"), *below("b")], [*groups("a"), *groups("b")])
+    found = find_sections(manifest, optim_key="b")
+    assert (found.model, found.optimizers, found.others) == (("m",), (("b",),), (("a",),))
 
 
 def test_a_flattened_optimizer_is_one_too() -> None:
