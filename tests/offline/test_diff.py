@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import shutil
 from pathlib import Path
@@ -237,6 +238,25 @@ def test_a_value_that_is_not_a_tensor_counts(
     [only] = found.value_differences
     assert (only.name, only.a, only.b) == (name, *words)
     assert difference(tmp_path, run_state(), run_state()).same
+
+
+def test_streams_are_compared_by_content_and_position(tmp_path: Path) -> None:
+    def stream(content: bytes, at: int) -> io.BytesIO:
+        made = io.BytesIO(content)
+        made.seek(at)
+        return made
+
+    kept = stream(b"bytes", 2)
+    for name, other in {
+        "equal": stream(b"bytes", 2),
+        "moved": stream(b"bytes", 3),
+        "other": stream(b"Bytes", 2),
+    }.items():
+        for side, value in {"a": kept, "b": other}.items():
+            shardckpt.save({"model": {"w": torch.ones(2)}, "s": value}, tmp_path / name / side)
+        found = shardckpt.diff(tmp_path / name / "a", tmp_path / name / "b")
+        assert found.same == (name == "equal"), found
+        assert not found.not_compared
 
 
 def test_a_value_of_one_side_alone_is_a_difference(tmp_path: Path) -> None:

@@ -187,6 +187,8 @@ def _encode_bytes(value: bytes, path: Path) -> object:
 
 
 def _encode_stream(value: io.BytesIO, path: Path) -> object:
+    if value.closed:
+        raise _refusal(path, "a closed io.BytesIO has no content to save", "", fix="Close it after the save.")
     content = base64.b64encode(_limit_int(value.getvalue(), path)).decode("ascii")
     return {"$bytesio": [content, value.seek(0, io.SEEK_CUR)]}
 

@@ -6,6 +6,7 @@ are equal. The kind of a container (list or tuple, dict or `OrderedDict`) is ign
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -116,6 +117,8 @@ def _inside(value: object) -> Iterable[tuple[str | int, object]] | None:
     if type(value) in (list, tuple) and not is_leaf(value):
         assert isinstance(value, (list, tuple))
         return list(enumerate(value))
+    if isinstance(value, io.BytesIO):
+        return [("content", value.getvalue()), ("position", value.seek(0, io.SEEK_CUR))]
     if isinstance(value, InstanceStub):
         parts = [("class", value.name), ("args", value.args), ("state", value.state), ("items", value.items)]
         return [(key, each) for key, each in parts if key == "class" or (each is not None and each != ())]

@@ -104,6 +104,13 @@ def test_a_stream_of_bytes_comes_back_with_its_content_and_position() -> None:
     assert [type(found[0]), found[0].tell(), found[0].getvalue()] == [io.BytesIO, 3, b"content"]
 
 
+def test_a_closed_stream_is_refused_with_its_path() -> None:
+    stream = io.BytesIO(b"content")
+    stream.close()
+    with pytest.raises(UnsupportedError, match=r"a\.b.*closed"):
+        encode({"a": {"b": stream}})
+
+
 @pytest.mark.parametrize("inner", ["text", ["AA=="], ["AA==", -1], ["AA==", 1 << 70], [1, 0], ["%", 0]])
 def test_a_damaged_stream_is_refused(inner: object) -> None:
     with pytest.raises(FormatError):
