@@ -16,7 +16,7 @@ from shardckpt.format.reader import Reader
 from shardckpt.manifest import UNREAD, Manifest, ObjectEntry, Path, Piece, TensorEntry, dotted
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.naming.fqn import NamedModel, name_model
-from shardckpt.plan.naming.sections import find_sections, split_flat_names
+from shardckpt.plan.naming.sections import find_sections, is_beside_state, split_flat_names
 from shardckpt.plan.optim.match_ids import BY_ORDER
 from shardckpt.plan.optim.optim_keys import GROUPS, STATE, to_paths
 from shardckpt.plan.optim.optimizer_state import OptimizerState, key_by_name, read_raw
@@ -205,7 +205,7 @@ def remap_reader(reader: Reader, place: str) -> RemappedReader:
     objects: dict[Path, ObjectEntry] = {}
     for root in found.optimizers:
         state = _read_state(reader, manifest, root, model)
-        gone |= {path for path in manifest.tensors if path[: len(root)] == root}
+        gone |= {p for p in manifest.tensors if p[: len(root)] == root and not is_beside_state(p, root)}
         state = locate_state(reader, manifest, plan_rules(rules, model.tensors, state, {}).plan, state)
         for key, entry in state.tensors.items():
             name, _, slot = key.rpartition("/")
@@ -213,7 +213,11 @@ def remap_reader(reader: Reader, place: str) -> RemappedReader:
             tensors[path] = entry._replace(path=path)
         objects |= _build_values(root, state)
     roots = found.optimizers
-    objects |= {path: entry for path, entry in manifest.objects.items() if not any(path[: len(r)] == r for r in roots)}
+    objects |= {
+        path: entry
+        for path, entry in manifest.objects.items()
+        if not any(path[: len(root)] == root and not is_beside_state(path, root) for root in roots)
+    }
     rest = {path: entry for path, entry in manifest.tensors.items() if path not in gone}
     return RemappedReader(reader, replace(manifest, tensors={**tensors, **rest}, objects=objects, aliases={}))
 

@@ -16,12 +16,11 @@ from shardckpt.offline.compare.group_alignment import Groups, index_groups
 from shardckpt.offline.select.options import Part
 from shardckpt.offline.select.selection import SMALL_ELEMENTS, load_values
 from shardckpt.plan.naming.fqn import NamedModel, name_model
-from shardckpt.plan.naming.sections import Sections, find_sections, model_values, split_flat_names
+from shardckpt.plan.naming.sections import Sections, find_sections, is_beside_state, model_values, split_flat_names
 from shardckpt.plan.optim import optimizer_state
 from shardckpt.plan.optim.optimizer_state import OptimizerState, RawOptimizer
 from shardckpt.plan.rules.rules import Rule
 
-_KNOWN = ("state", "param_groups", "units", "originals")
 """Keys of an optimizer that `key_by_name` converts, or that only describe the arrangement of its files."""
 
 _STEP_SLOT = "step"
@@ -157,10 +156,11 @@ class _Naming:
         prefix = "" if len(self._found.optimizers) == 1 else f"{dotted(root)}:"
         state, naming = self._name_params(raw, root)
         tensors = {f"{prefix}{key}": entry for key, entry in state.tensors.items()}
+        tensors.update({dotted(path): e for path, e in self._manifest.tensors.items() if is_beside_state(path, root)})
         values: dict[Path, object] = {}
         for name, slots in state.scalars.items():
             values.update({(f"{prefix}{name}/{slot}",): value for slot, value in slots.items()})
-        values.update({(*root, *path): v for path, v in raw.values.items() if not _is_known(path)})
+        values.update({(*root, *path): v for path, v in raw.values.items() if is_beside_state(path, ())})
         made = self._made
         made.slots.update(tensors)
         made.values.update(values)
@@ -251,7 +251,3 @@ def _is_integer(entry: TensorEntry) -> bool:
 def _is_count(entry: TensorEntry) -> bool:
     """Return whether a tensor of a model is one integer, such as the number of batches that a batch norm has seen."""
     return _is_integer(entry) and entry.shape == ()
-
-
-def _is_known(path: Path) -> bool:
-    return bool(path) and str(path[0]).partition(".")[0] in _KNOWN

@@ -173,10 +173,6 @@ def _read_rules(options: Options, config: Mapping[str, object]) -> tuple[Rule, .
     return read_rules(options.rules, options.rename, config)
 
 
-_OPTIMIZER = ("state", "param_groups", "units")
-"""Parts of an optimizer that are written."""
-
-
 def _list_unwritten(
     manifest: Manifest, found: sections.Sections, options: Options, *, has_optimizer: bool
 ) -> Iterator[Path]:
@@ -185,8 +181,8 @@ def _list_unwritten(
         yield from sections.model_values(manifest, found)
     if has_optimizer:
         root = found.optimizers[0]
-        paths = [path[: len(root) + 1] for path in manifest.objects if path[:-1][: len(root)] == root]
-        yield from dict.fromkeys(path for path in paths if str(path[-1]).partition(".")[0] not in _OPTIMIZER)
+        paths = (path for path in (*manifest.tensors, *manifest.objects) if sections.is_beside_state(path, root))
+        yield from dict.fromkeys(path[: len(root) + 1] for path in paths)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from shardckpt.manifest import Manifest, Path, dotted
 
 MODEL_KEYS = ("model", "state_dict", "module")
 _STATE, _GROUPS = "state", "param_groups"
+_PARTS = frozenset({_STATE, _GROUPS, "units", "originals"})
 _FLAT = re.compile(r"(?P<root>optim|optimizer)\.(?P<rest>(state|param_groups)\..+)", re.DOTALL)
 _DEEPEST = 3
 _TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
@@ -93,6 +94,12 @@ def model_values(manifest: Manifest, found: Sections) -> Iterator[Path]:
         for path in manifest.objects:
             if path[:depth] == found.model and not _below_any(path, found.foreign):
                 yield path
+
+
+def is_beside_state(path: Path, root: Path) -> bool:
+    """Return True for what an optimizer has next to its state and groups."""
+    n = len(root)
+    return path[:n] == root and len(path) > n and str(path[n]).partition(".")[0] not in _PARTS
 
 
 def find_key(manifest: Manifest, key: str, option: str) -> Path:

@@ -13,6 +13,7 @@ from shardckpt.boxes import Shape
 from shardckpt.errors import AmbiguousError, NameCollisionError, UsageError
 from shardckpt.layout import FlatLayout, from_json
 from shardckpt.manifest import Manifest, Path, TensorEntry, dotted
+from shardckpt.plan.naming.sections import is_beside_state
 from shardckpt.plan.optim.match_ids import GIVE_NAMES, has_match, match_by_kind, match_in_order
 from shardckpt.plan.optim.optim_keys import (
     GROUPS,
@@ -97,8 +98,13 @@ def read_raw(manifest: Manifest, root: Path, values: Mapping[Path, object]) -> R
         values: Full path to value, of the objects below `root`.
     """
     n = len(root)
+    has_groups = any(str(key).startswith(GROUPS) for path in (*values, *manifest.tensors) for key in path[n : n + 1])
     return RawOptimizer(
-        {path[n:]: entry for path, entry in manifest.tensors.items() if path[:n] == root},
+        {
+            path[n:]: entry
+            for path, entry in manifest.tensors.items()
+            if path[:n] == root and not (has_groups and is_beside_state(path, root))
+        },
         {path[n:]: value for path, value in values.items() if path[:n] == root},
         has_lists=manifest.format in _LISTING,
         keeps_order=manifest.keeps_order,

@@ -295,13 +295,17 @@ def test_an_optimizer_beside_that_is_not_read_is_not_left_out_in_silence(verb: A
 
 def test_values_next_to_state_and_groups_of_an_optimizer_are_listed(tmp_path: Path) -> None:
     net, state = trained(["0.weight", "0.bias", "1.weight", "1.bias"])
-    state |= {"ema": {"decay": 0.9, "steps": 3}, "n": 3}
+    state |= {"ema": {"decay": 0.9, "w": torch.ones(5)}, "n": 3, "t": torch.ones(2)}
     together = saved(tmp_path, {"model": net.state_dict(), "optim": state})
     report = shardckpt.consolidate(together, tmp_path / "all", part="all")
-    assert report.left_out == ("optim.ema", "optim.n")
+    assert set(report.left_out) == {"optim.ema", "optim.n", "optim.t"}
+    assert shardckpt.diff(together, together, part="optim").same
+    changed = saved(tmp_path, {"model": net.state_dict(), "optim": {**state, "t": torch.zeros(2)}}, "changed.pt")
+    [found] = shardckpt.diff(together, changed, part="optim").differences
+    assert found.name == "optim.t"
     alone = saved(tmp_path, state, "optimizer.pt")
     report = shardckpt.consolidate(alone, tmp_path / "optim", part="optim")
-    assert sorted(report.left_out) == ["ema", "n"]
+    assert sorted(report.left_out) == ["ema", "n", "t"]
 
 
 def test_a_glob_with_the_models_key_is_explained(tmp_path: Path) -> None:
