@@ -23,6 +23,7 @@ import shardckpt
 from shardckpt.errors import ChecksumError, NoSpaceError, TargetExistsError
 from shardckpt.offline.verify import verify
 from shardckpt.storage.local import LocalWriter
+from shardckpt.storage.orphans import sibling_path
 
 
 def rows(values: torch.Tensor) -> torch.Tensor:
@@ -153,9 +154,10 @@ def test_n4_values_of_single_ranks_are_not_taken_for_everyones(tmp_path: Path) -
 
 
 def test_n6_files_of_an_abandoned_save_are_not_published(tmp_path: Path) -> None:
-    for leftover in (".c.partial-0123456789ab", "c"):
-        (tmp_path / leftover).mkdir()
-    stale = tmp_path / ".c.partial-0123456789ab" / "0mwqkzsavex3s13-00002-00.safetensors"
+    abandoned = Path(sibling_path(str(tmp_path / "c"), "partial"))
+    for leftover in (abandoned, tmp_path / "c"):
+        leftover.mkdir()
+    stale = abandoned / "0mwqkzsavex3s13-00002-00.safetensors"
     stale.write_bytes(b"of four ranks")
     run(2, lambda rank, world: shardckpt.save({"t": torch.ones(3)}, tmp_path / "c"))
     assert os.listdir(tmp_path) == ["c"]

@@ -125,6 +125,7 @@ EQUIVALENT = {
     "core.params.param_bucket:Bucket.replace_shard:mark_shard_written": (
         "a type changes only between forwards, whose begin orders it"
     ),
+    "core.modules.dtensors:local:wait": "the engine's local tensors come from no collective that may be under way",
     "core.fsdp1.wrapper:FullyShardedDataParallel._unshard:wait": "it unshards, and a forward does so too",
     "core.fsdp2.fully_shard:FSDPModule.unshard:wait": "it unshards, and a forward does so too",
     "core.fsdp2.fully_shard:FSDPModule.finalize_backward:wait": "without it there are no gradients to read",
