@@ -104,6 +104,7 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
         {"encodings"},
         {"native", "torchsave", "chunk_reader"},
         {"merge_shards"},
+        {"rank_reader"},
         {"witness", "durability", "ranks", "dcp", "deepspeed", "huggingface", "opened"},
         {"frameworks"},
     ),

@@ -22,7 +22,6 @@ from shardckpt.format.chunk_reader import read_blocks
 from shardckpt.format.encodings.pickle_stubs import PerRankValue
 from shardckpt.format.reader import Reader
 from shardckpt.format.torchsave.rank_values import combine_values
-from shardckpt.format.torchsave.reader import TorchReader
 from shardckpt.format.torchsave.tensor_views import LEAVE_OUT, UnreadableTensor, ZipView, slice_layout
 from shardckpt.manifest import Lazy, Manifest, ObjectEntry, Path, Piece, TensorEntry, dotted
 from shardckpt.plan.naming.sections import find_sections, model_paths
@@ -186,18 +185,6 @@ class ManifestBuilder:
             unread=(*source.unread, *self.unread),
             by_order=frozenset(self.by_order),
         )
-
-
-class RankFilesReader(TorchReader):
-    """A reader of merged rank files, which compares replicas before it reads them."""
-
-    def resolve(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Locate the storages of the pieces, and compare replicas that may differ.
-
-        Raises:
-            OverlapError: Replicas differ.
-        """
-        return resolve_replicas(self, pieces, super().resolve)
 
 
 def merge_shards(

@@ -40,7 +40,8 @@ from shardckpt.format.deepspeed.state_files import (
 )
 from shardckpt.format.deepspeed.zero_files import StateFiles, find_folder, is_part, sort_files
 from shardckpt.format.encodings.codecs import DecodedStream
-from shardckpt.format.merge_shards import ManifestBuilder, RankFilesReader, join_entries, merge_equal
+from shardckpt.format.merge_shards import ManifestBuilder, join_entries, merge_equal
+from shardckpt.format.rank_reader import RankFilesReader
 from shardckpt.format.reader import Evidence, Format, Reader, Source
 from shardckpt.format.torchsave.reader import TorchReader, open_files
 from shardckpt.manifest import Encoded, ObjectEntry, Path, Piece, Span, TensorEntry

@@ -19,7 +19,8 @@ from shardckpt.format.deepspeed.locate_params import DataParallelRanks, build_ra
 from shardckpt.format.deepspeed.merge_partitions import MASTER, MODEL, OPTIMIZER, merge_frozen, tie_shared
 from shardckpt.format.deepspeed.state_files import ModelState, StateFileContents, read_groups, read_model_state
 from shardckpt.format.deepspeed.zero_files import find_folder, read_tag, sort_files
-from shardckpt.format.merge_shards import ManifestBuilder, RankFilesReader, slice_shard
+from shardckpt.format.merge_shards import ManifestBuilder, slice_shard
+from shardckpt.format.rank_reader import RankFilesReader
 from shardckpt.format.reader import Evidence, Format, Reader, Source
 from shardckpt.format.torchsave.reader import open_files
 from shardckpt.manifest import ObjectEntry, Path, TensorEntry

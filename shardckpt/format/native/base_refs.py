@@ -111,7 +111,11 @@ def may_open(step: str, folder: str) -> bool:
         step: URL of the step.
         folder: URL of the folder in the step's reference.
     """
-    if local_path(step) is not None or local_path(folder) is not None:
-        return local_path(step) is not None and local_path(folder) is not None
+    try:
+        here_is_local, there_is_local = local_path(step) is not None, local_path(folder) is not None
+    except UsageError:  # such as `s3:/other`, which names no place
+        return False
+    if here_is_local or there_is_local:
+        return here_is_local and there_is_local
     here, there = _HOST.match(step), _HOST.match(folder)
     return here is not None and there is not None and here[1] == there[1]

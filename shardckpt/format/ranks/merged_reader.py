@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardckpt.format.budget import gc_paused
-from shardckpt.format.merge_shards import RankFilesReader
+from shardckpt.format.rank_reader import RankFilesReader
 from shardckpt.format.ranks.fsdp1_model import has_flat_parameters
 from shardckpt.format.ranks.merge_dtensors import merge_dtensor_shards
 from shardckpt.format.ranks.merge_local_states import merge_local_states
