@@ -312,8 +312,12 @@ def _scatter(part: _StagedRead) -> None:
 
 def same_bits(reader: Reader, manifest: Manifest, a: TensorEntry, b: TensorEntry) -> bool:
     """Return True if two arrays of one checkpoint have equal bits."""
-    from_a, from_b = locate(reader, manifest, [a, b])
-    return all(x == y for x, y in zip(read_blocks(reader, from_a), read_blocks(reader, from_b), strict=True))
+    return have_equal_blocks(reader, *locate(reader, manifest, [a, b]))
+
+
+def have_equal_blocks(reader: Reader, a: TensorEntry, b: TensorEntry) -> bool:
+    """Return True if two arrays with resolved pieces, of one shape, have equal bits."""
+    return all(x == y for x, y in zip(read_blocks(reader, a), read_blocks(reader, b), strict=True))
 
 
 def read_blocks(reader: Reader, entry: TensorEntry, block_bytes: int = 1 << 22) -> Iterator[bytearray]:

@@ -2,27 +2,22 @@
 
 Parsers of formats return the box of each tensor in a file, as `Shard`. This module joins replicas, compares dtypes, and
 names elements that no file contains with the file that should contain them.
-
-Replicas whose checksums prove that they are equal are dropped. Others are kept in a `Replicas`, and `resolve_replicas`
-compares them where their bytes are read; opening a checkpoint reads none of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 from math import prod
 from typing import NamedTuple
 
-from shardckpt.boxes import Box, Shape, full_box
-from shardckpt.dtypes import nbytes
-from shardckpt.errors import AmbiguousError, FormatError, OverlapError
-from shardckpt.format.chunk_reader import read_blocks
+from shardckpt.boxes import Box, Shape
+from shardckpt.errors import AmbiguousError, FormatError
 from shardckpt.format.encodings.pickle_stubs import PerRankValue
-from shardckpt.format.reader import Reader
-from shardckpt.format.torchsave.rank_values import combine_values
-from shardckpt.format.torchsave.tensor_views import LEAVE_OUT, UnreadableTensor, ZipView, slice_layout
+from shardckpt.format.torchsave.replicas import combine_values, find_replicas, join_replicas
+from shardckpt.format.torchsave.tensor_views import slice_layout
+from shardckpt.format.torchsave.unreadable import LEAVE_OUT, UnreadableTensor
 from shardckpt.manifest import Lazy, Manifest, ObjectEntry, Path, Piece, TensorEntry, dotted
 from shardckpt.plan.naming.sections import find_sections, model_paths
 from shardckpt.plan.naming.weights import names as list_other_weights
@@ -39,11 +34,6 @@ _MOST_SEARCHED = 1 << 16
 _MOST_SHOWN = 4
 """Maximum names in a warning."""
 
-_NAME_ALL = (
-    "Ranks with different tensors (experts, pipeline stages) must name them differently, or save DTensors of a mesh"
-    " that has all of them. If they should be equal, the files are of different saves. --exclude leaves the tensor out."
-)
-
 
 class Shard(NamedTuple):
     """A part of one tensor in one file.
@@ -57,27 +47,6 @@ class Shard(NamedTuple):
     file: str
     dtype: str
     pieces: Sequence[Piece]
-
-
-class Replicas(NamedTuple):
-    """Details of a `Lazy` layout: pieces of several files with one box, which must have equal elements.
-
-    Attributes:
-        tensor: Dotted path of the tensor.
-        dtype: Stored dtype.
-        pieces: The pieces; the first is the one to use.
-    """
-
-    tensor: str
-    dtype: str
-    pieces: tuple[Piece, ...]
-
-    def find_different(self) -> Piece | None:
-        """Return the first piece whose checksum proves that it differs from the one to use."""
-        first = _full_checksum(self.pieces[0], self.dtype)
-        if first is None:
-            return None
-        return next((piece for piece in self.pieces if _full_checksum(piece, self.dtype) not in (None, first)), None)
 
 
 class RankOrigin(NamedTuple):
@@ -208,7 +177,7 @@ def merge_shards(
     Raises:
         FormatError: Shards have different dtypes.
     """
-    pieces: dict[Box, Piece] = {}
+    found: dict[Box, list[Piece]] = {}
     first: Shard | None = None
     for shard in shards:
         expected = first.dtype if first else dtype or shard.dtype
@@ -222,8 +191,8 @@ def merge_shards(
             )
         first = first or shard
         for piece in shard.pieces:
-            known = pieces.get(piece.box)
-            pieces[piece.box] = piece if known is None else join_replicas(dotted(path), expected, known, piece)
+            found.setdefault(piece.box, []).append(piece)
+    pieces = {box: join_replicas(dotted(path), first.dtype, each) for box, each in found.items() if first}
     if sum(box.volume for box in pieces) < prod(shape):
         lost = ((box, file) for box, file in islice(missing, _MOST_SEARCHED) if box not in pieces)
         for box, file in islice(lost, MOST_MISSING):
@@ -234,28 +203,8 @@ def merge_shards(
     return TensorEntry(path, shape, stored, tuple(pieces.values()))
 
 
-def join_replicas(tensor: str, dtype: str, first: Piece, other: Piece) -> Piece:
-    """Return the first of two pieces with one box.
-
-    If their elements may differ, they are compared when the result is resolved.
-
-    Args:
-        tensor: Dotted path of the tensor, for messages.
-        dtype: Stored dtype.
-        first: Piece to use, or the result of an earlier call.
-        other: Piece of another file.
-    """
-    if isinstance(other.layout, Lazy) and isinstance(other.layout.detail, UnreadableTensor):
-        return other
-    known = list_replicas(first)
-    if not first.box.volume or _is_equal_storage(known[0], other):
-        return first
-    detail = Replicas(tensor, dtype, (*known, other))
-    return first._replace(layout=Lazy(first.layout.offset, first.layout.nbytes, detail))
-
-
 def join_entries(path: Path, entries: Sequence[TensorEntry]) -> TensorEntry:
-    """Return the first of several ranks' tensors, each with at most one piece, like `join_replicas`.
+    """Return the one tensor of several ranks, each with at most one piece, like `join_replicas`.
 
     Args:
         path: Path of the tensor, for messages.
@@ -265,7 +214,6 @@ def join_entries(path: Path, entries: Sequence[TensorEntry]) -> TensorEntry:
         FormatError: They have different shapes or dtypes.
     """
     first = entries[0]
-    pieces = first.pieces
     for other in entries[1:]:
         if (first.shape, first.stored) != (other.shape, other.stored):
             raise FormatError(
@@ -274,9 +222,8 @@ def join_entries(path: Path, entries: Sequence[TensorEntry]) -> TensorEntry:
                 expected=f"{first.stored} {first.shape}",
                 fix=OTHER_SAVE,
             )
-        pairs = zip(pieces, other.pieces, strict=True)
-        pieces = tuple(join_replicas(dotted(path), first.stored, a, b) for a, b in pairs)
-    return first._replace(pieces=pieces)
+    columns = zip(*(entry.pieces for entry in entries), strict=True)
+    return first._replace(pieces=tuple(join_replicas(dotted(path), first.stored, each) for each in columns))
 
 
 def merge_equal(
@@ -294,70 +241,6 @@ def merge_equal(
         return join_entries(path, tensors)
     values = (entry.value if isinstance(entry, ObjectEntry) else entry for entry in entries)
     return ObjectEntry(path, combine_values(path, zip(files, values, strict=True)))
-
-
-def list_replicas(piece: Piece) -> tuple[Piece, ...]:
-    """Return the pieces that have to be equal; the piece itself without others."""
-    if isinstance(piece.layout, Lazy) and isinstance(piece.layout.detail, Replicas):
-        return piece.layout.detail.pieces
-    return (piece,)
-
-
-def resolve_replicas(
-    reader: Reader, pieces: Sequence[Piece], resolve: Callable[[Sequence[Piece]], list[Piece]]
-) -> list[Piece]:
-    """Return resolved pieces, after a comparison of replicas that may differ.
-
-    Args:
-        reader: Reader whose store has the files.
-        pieces: Pieces to resolve.
-        resolve: Resolves pieces without replicas, in one batch.
-
-    Raises:
-        OverlapError: Replicas differ.
-    """
-    found = iter(resolve([each for piece in pieces for each in list_replicas(piece)]))
-    results = []
-    for piece in pieces:
-        first, *others = [next(found) for _ in list_replicas(piece)]
-        if others:
-            assert isinstance(piece.layout, Lazy) and isinstance(piece.layout.detail, Replicas)
-            _require_equal(reader, piece.layout.detail, first, others)
-        results.append(first)
-    return results
-
-
-def _require_equal(reader: Reader, replicas: Replicas, first: Piece, others: Iterable[Piece]) -> None:
-    """Compare the elements of resolved replicas, block by block."""
-
-    def read(piece: Piece) -> Iterator[bytearray]:
-        region = full_box(piece.box.size)
-        return read_blocks(reader, TensorEntry((), region.size, replicas.dtype, (piece._replace(box=region),)))
-
-    for other in others:
-        if not all(a == b for a, b in zip(read(first), read(other), strict=True)):
-            raise OverlapError(
-                f"{replicas.tensor!r} differs between ranks",
-                where=f"{reader.store.url}/{other.file}",
-                found=f"other values for {first.box} than in {first.file}",
-                fix=_NAME_ALL,
-            )
-
-
-def _is_equal_storage(first: Piece, other: Piece) -> bool:
-    """Return True if checksums prove that two pieces are equal views of equal storages."""
-    a, b = (piece.layout.detail if isinstance(piece.layout, Lazy) else None for piece in (first, other))
-    if not (isinstance(a, ZipView) and isinstance(b, ZipView)):
-        return False
-    return bool(a.entry.crc32) and (a.entry.crc32, a.entry.size, a.view) == (b.entry.crc32, b.entry.size, b.view)
-
-
-def _full_checksum(piece: Piece, dtype: str) -> int | None:
-    """Return the checksum of a piece that fills its storage; None if it is unknown."""
-    detail = piece.layout.detail if isinstance(piece.layout, Lazy) else None
-    if not isinstance(detail, ZipView) or detail.view.start or detail.view.strides is not None:
-        return None
-    return detail.entry.crc32 or None if detail.entry.size == nbytes(dtype, piece.box.volume) else None
 
 
 def _move_rank_values(content: PathContent, source: Manifest) -> None:
@@ -400,10 +283,8 @@ def _list_different(content: PathContent) -> Iterator[str]:
 
 
 def _find_different(piece: Piece) -> Piece | None:
-    layout = piece.layout
-    if type(layout) is Lazy and type(layout.detail) is Replicas:
-        return layout.detail.find_different()
-    return None
+    replicas = find_replicas(piece)
+    return None if replicas is None else replicas.find_different()
 
 
 def slice_shard(entry: TensorEntry, boxes: Iterable[tuple[Box, int]], order: Sequence[int] = ()) -> list[Piece]:
@@ -419,12 +300,12 @@ def slice_shard(entry: TensorEntry, boxes: Iterable[tuple[Box, int]], order: Seq
 
 
 def _slice_piece(piece: Piece, box: Box, first: int, order: Sequence[int]) -> Piece:
-    layout = piece.layout
+    layout, replicas = piece.layout, find_replicas(piece)
     assert isinstance(layout, Lazy), "files of torch.save are opened lazily"
-    if not isinstance(layout.detail, Replicas):
+    if replicas is None:
         return piece._replace(box=box, layout=slice_layout(layout, first, box.size, order))
-    parts = tuple(_slice_piece(each, box, first, order) for each in layout.detail.pieces)
-    return piece._replace(box=box, layout=layout._replace(detail=layout.detail._replace(pieces=parts)))
+    parts = tuple(_slice_piece(each, box, first, order) for each in replicas.pieces)
+    return piece._replace(box=box, layout=layout._replace(detail=replicas._replace(pieces=parts)))
 
 
 def label_rank_file(place: int, parts: int, world: int) -> str:

@@ -23,7 +23,7 @@ from shardckpt.events.progress import Meter, OnProgress
 from shardckpt.format.encodings.codecs import CODECS
 from shardckpt.format.reader import Checksum, NamedBases, Reader, Source
 from shardckpt.format.registry import open_checkpoint, open_reader, open_source
-from shardckpt.format.torchsave.tensor_views import find_value
+from shardckpt.format.torchsave.unreadable import find_value
 from shardckpt.manifest import Encoded, Lazy, Manifest, dotted
 from shardckpt.offline.results.contents import Verification
 from shardckpt.offline.results.problems import FileRange, Problem, from_error, from_fault, missing_file

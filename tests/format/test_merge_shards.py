@@ -16,7 +16,8 @@ from shardckpt.format.merge_shards import (
     require_one_save,
     slice_shard,
 )
-from shardckpt.format.torchsave.tensor_views import LegacyView, UnreadableTensor, View
+from shardckpt.format.torchsave.tensor_views import LegacyView, View
+from shardckpt.format.torchsave.unreadable import UnreadableTensor
 from shardckpt.manifest import Lazy, Piece, TensorEntry
 
 ROWS = [Box((2 * i, 0), (2, 3)) for i in range(3)]

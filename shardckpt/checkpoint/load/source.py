@@ -22,7 +22,7 @@ from shardckpt.format.native.reader import NativeReader
 from shardckpt.format.opened.state_tree import TensorRef, build_tree, fill_tree, find, iter_refs
 from shardckpt.format.reader import NamedBases, ParamShapes, Reader, missing_shapes_error
 from shardckpt.format.registry import open_checkpoint
-from shardckpt.format.torchsave.tensor_views import find_value
+from shardckpt.format.torchsave.unreadable import find_value
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.naming.sections import split_flat_names

@@ -28,10 +28,9 @@ from shardckpt.format.budget import CHUNK_BYTES, ReadBudget, check_paths, gc_pau
 from shardckpt.format.dcp.storage_items import Blobs, StoredSlice, require_bytes, resolve_slices, slice_checksums
 from shardckpt.format.encodings import pickle_reader
 from shardckpt.format.encodings.pickle_reader import Dtype, InstanceStub
-from shardckpt.format.merge_shards import Replicas, join_replicas, list_replicas, resolve_replicas
 from shardckpt.format.reader import Checksum, Evidence, Format, Reader, Source
 from shardckpt.format.torchsave.objects import read_object
-from shardckpt.format.torchsave.rank_values import combine_values
+from shardckpt.format.torchsave.replicas import combine_values, join_replicas, list_replicas, resolve_replicas
 from shardckpt.manifest import UNREAD, Encoded, Lazy, Manifest, ObjectEntry, Path, Piece, Span, TensorEntry, dotted
 from shardckpt.storage.store import Store, check_name, read_bytes
 
@@ -142,13 +141,13 @@ class _Union:
     """Union of the metadata of all ranks.
 
     Attributes:
-        tensors: Name to global shape, dtype, and chunks by box: a piece, or None if its slice was not stored.
+        tensors: Name to global shape, dtype, and chunks by box: the slices of the ranks that stored it.
         objects: Name to the location of its bytes in the files of each rank that stored it.
         paths: Name to path in the saved state, if known.
         warnings: Oddities, one sentence each.
     """
 
-    tensors: dict[str, tuple[Shape, str, dict[Box, Piece | None]]] = field(default_factory=dict)
+    tensors: dict[str, tuple[Shape, str, dict[Box, list[Piece]]]] = field(default_factory=dict)
     objects: dict[str, list[_Stored]] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
@@ -268,13 +267,9 @@ class _Metadata:
         boxes = known[2]
         for chunk in chunks:
             box = self._box(name, chunk, shape)
-            if not box.volume:
-                continue
-            first, piece = boxes.get(box), self._piece(name, box, stored, is_only=len(chunks) == 1)
-            if first is None:
-                boxes[box] = piece
-            elif piece is not None and piece not in list_replicas(first):
-                boxes[box] = join_replicas(name, stored, first, piece)
+            if box.volume:
+                piece = self._piece(name, box, stored, is_only=len(chunks) == 1)
+                boxes.setdefault(box, []).extend(() if piece is None else (piece,))
 
     def _piece(self, name: str, box: Box, stored: str, *, is_only: bool) -> Piece | None:
         found = self._stored.get((name, box.offset))
@@ -365,7 +360,7 @@ def _manifest(store: Store, prefix: str, sizes: Mapping[str, int], names: Sequen
         path = found.paths.get(name, (name,))
         if path in tensors:
             raise FormatError(f"{name!r} has the path of another tensor", where=f"{store.url}/{prefix}", found=path)
-        pieces = tuple(piece for piece in boxes.values() if piece is not None)
+        pieces = tuple(_join_slices(name, stored, slices) for slices in boxes.values() if slices)
         used.update(dict.fromkeys(piece.file for piece in _list_slices(pieces)))
         if len(pieces) < len(boxes):
             lost.append(name)
@@ -476,7 +471,7 @@ class DcpReader(Reader):
         def resolve(wanted: Sequence[Piece]) -> list[Piece]:
             return resolve_slices(self.store, self.manifest.files, wanted, self._blobs, self._budget)
 
-        return resolve_replicas(self, pieces, resolve) if any(map(_has_replicas, pieces)) else resolve(pieces)
+        return resolve(pieces) if all(map(_is_slice, pieces)) else resolve_replicas(self, pieces, resolve)
 
     def load_object(self, entry: ObjectEntry) -> object:
         """Return the value of an object without executing code; a `PerRankValue` if ranks stored different ones.
@@ -522,13 +517,18 @@ class DcpReader(Reader):
         return slice_checksums(self.store, sorted(set(spans)))
 
 
-def _has_replicas(piece: Piece) -> bool:
-    return isinstance(piece.layout, Lazy) and isinstance(piece.layout.detail, Replicas)
+def _is_slice(piece: Piece) -> bool:
+    """Return True if only one rank stored a piece, as without rank-local metadata."""
+    return isinstance(piece.layout, Lazy) and isinstance(piece.layout.detail, StoredSlice)
+
+
+def _join_slices(name: str, stored: str, slices: Sequence[Piece]) -> Piece:
+    return slices[0] if len(slices) == 1 else join_replicas(name, stored, slices)
 
 
 def _list_slices(pieces: Iterable[Piece]) -> list[Piece]:
-    """Return the stored slices of pieces, those of all replicas."""
-    return [each for piece in pieces for each in (list_replicas(piece) if _has_replicas(piece) else (piece,))]
+    """Return the stored slices of pieces, also of all replicas."""
+    return [each for piece in pieces for each in ((piece,) if _is_slice(piece) else list_replicas(piece))]
 
 
 def _is_archive(piece: Piece) -> bool:

@@ -41,7 +41,6 @@ from shardckpt.format.deepspeed.state_files import (
 from shardckpt.format.deepspeed.zero_files import StateFiles, find_folder, is_part, sort_files
 from shardckpt.format.encodings.codecs import DecodedStream
 from shardckpt.format.merge_shards import ManifestBuilder, join_entries, merge_equal
-from shardckpt.format.rank_reader import RankFilesReader
 from shardckpt.format.reader import Evidence, Format, Reader, Source
 from shardckpt.format.torchsave.reader import TorchReader, open_files
 from shardckpt.manifest import Encoded, ObjectEntry, Path, Piece, Span, TensorEntry
@@ -104,7 +103,7 @@ def open_states(store: Store, files: StateFiles, warnings: tuple[str, ...] = ())
         builder.unread.append("optimizers of experts and of pipeline stages that ZeRO did not shard")
         builder.warnings.append(f"{builder.unread[-1]} are not read")
     put_loop_state(builder, contents, [*files.models.values(), *files.parts.values()])
-    return RankFilesReader(reader.store, builder.build_manifest(reader.manifest, FORMAT.name), reader.archives)
+    return reader.with_manifest(builder.build_manifest(reader.manifest, FORMAT.name))
 
 
 def _read_ranks(reader: TorchReader, contents: StateFileContents, files: StateFiles, mp: int) -> DataParallelRanks:
@@ -240,13 +239,13 @@ def _put_groups(builder: ManifestBuilder, stages: Sequence[Sequence[tuple[Mappin
         for groups in stages
     ]
     values = merge_groups(plain)
-    tensors: dict[Path, TensorEntry] = {}
+    found: dict[Path, list[TensorEntry]] = {}
     for groups in stages:
         for i, (options, _) in enumerate(groups):
             for key, value in options.items():
                 if isinstance(value, TensorEntry):
-                    path: Path = (OPTIMIZER, _GROUPS, i, key)
-                    tensors[path] = join_entries(path, [tensors[path], value]) if path in tensors else value
+                    found.setdefault((OPTIMIZER, _GROUPS, i, key), []).append(value)
+    tensors = {path: join_entries(path, entries) for path, entries in found.items()}
     if values is None or (tensors and len(values) > max(map(len, plain))):
         raise FormatError("pipeline stages have groups that contradict each other", where=builder.url, fix=CONVERT)
     for path, entry in tensors.items():

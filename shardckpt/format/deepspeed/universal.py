@@ -20,7 +20,6 @@ from shardckpt.format.deepspeed.merge_partitions import MASTER, MODEL, OPTIMIZER
 from shardckpt.format.deepspeed.state_files import ModelState, StateFileContents, read_groups, read_model_state
 from shardckpt.format.deepspeed.zero_files import find_folder, read_tag, sort_files
 from shardckpt.format.merge_shards import ManifestBuilder, slice_shard
-from shardckpt.format.rank_reader import RankFilesReader
 from shardckpt.format.reader import Evidence, Format, Reader, Source
 from shardckpt.format.torchsave.reader import open_files
 from shardckpt.manifest import ObjectEntry, Path, TensorEntry
@@ -75,7 +74,7 @@ def open_source(source: Source) -> Reader:
     merger.put_model()
     merger.put_optimizer(shared if shared in sizes else None)
     deepspeed.put_loop_state(builder, contents, files)
-    return RankFilesReader(reader.store, builder.build_manifest(reader.manifest, FORMAT.name), reader.archives)
+    return reader.with_manifest(builder.build_manifest(reader.manifest, FORMAT.name))
 
 
 def _folder(source: Source) -> str | None:

@@ -26,10 +26,10 @@ from shardckpt.format.huggingface.index_files import (
     unindexed_error,
 )
 from shardckpt.format.huggingface.optimizer_keys import OptimizerFile
-from shardckpt.format.merge_shards import join_replicas, resolve_replicas
 from shardckpt.format.native.payload import KEY
 from shardckpt.format.reader import Evidence, Format, Reader, Source
 from shardckpt.format.torchsave.reader import CONFIGURATION, SUFFIXES
+from shardckpt.format.torchsave.replicas import join_replicas, resolve_replicas
 from shardckpt.manifest import Manifest, ObjectEntry, Path, Piece, Span, TensorEntry
 from shardckpt.storage.store import Store
 
@@ -185,7 +185,7 @@ def _join_dcp_boxes(store: Store, headers: Mapping[str, Header]) -> dict[Path, T
 
     A tensor's shape is the bounding box of its chunks, since the layout does not store it; `--shapes-from` checks it.
     """
-    chunks: dict[str, dict[Box, Piece]] = {}
+    chunks: dict[str, dict[Box, list[Piece]]] = {}
     dtypes: dict[str, str] = {}
     for file, header in headers.items():
         offsets = _sharding_info(header, f"{store.url}/{file}")
@@ -202,12 +202,13 @@ def _join_dcp_boxes(store: Store, headers: Mapping[str, Header]) -> dict[Path, T
                     found=dtype,
                     expected=dtypes[name],
                 )
-            same = known.get(piece.box)
-            known[piece.box] = piece if same is None else join_replicas(name, dtype, same, piece)
-    return {
-        (name,): TensorEntry((name,), _hull(known), dtypes[name], tuple(p for p in known.values() if p.box.volume))
-        for name, known in chunks.items()
-    }
+            known.setdefault(piece.box, []).append(piece)
+    return {(name,): _join_chunks(name, dtypes[name], known) for name, known in chunks.items()}
+
+
+def _join_chunks(name: str, dtype: str, chunks: Mapping[Box, Sequence[Piece]]) -> TensorEntry:
+    pieces = (join_replicas(name, dtype, each) for box, each in chunks.items() if box.volume)
+    return TensorEntry((name,), _hull(chunks), dtype, tuple(pieces))
 
 
 def _hull(boxes: Iterable[Box]) -> Shape:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -29,14 +29,20 @@ Fragments = dict[int, tuple[RankContent, TensorEntry]]
 """Rank in the sharding group to the file that contains its part, and the part."""
 
 
-def add_part(path: Path, parts: Fragments, place: int, content: RankContent, entry: TensorEntry) -> None:
-    """Add the part of one rank; parts of several ranks with one place must be equal.
+def join_parts(path: Path, found: Iterable[tuple[int, RankContent, TensorEntry]]) -> Fragments:
+    """Return the parts of ranks by place; those of several ranks with one place must be equal.
+
+    Args:
+        path: Path of the tensor, for messages.
+        found: Place, file and part of each rank.
 
     Raises:
-        FormatError: They have different lengths or dtypes.
+        FormatError: Parts of one place have different lengths or dtypes.
     """
-    known = parts.get(place)
-    parts[place] = (content, entry) if known is None else (known[0], join_entries(path, [known[1], entry]))
+    parts: dict[int, list[tuple[RankContent, TensorEntry]]] = {}
+    for place, content, entry in found:
+        parts.setdefault(place, []).append((content, entry))
+    return {place: (pairs[0][0], join_entries(path, [entry for _, entry in pairs])) for place, pairs in parts.items()}
 
 
 @dataclass(frozen=True)

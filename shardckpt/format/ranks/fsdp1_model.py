@@ -16,14 +16,14 @@ from shardckpt.format.ranks.fsdp1_flat_param import (
     FLAT,
     FlatParamUnit,
     Fragments,
-    add_part,
     are_fragments,
+    join_parts,
     storage_key,
 )
 from shardckpt.format.ranks.rank_files import RankContent, RankGroup
 from shardckpt.format.reader import ParamShapes
 from shardckpt.format.torchsave.dtensor_spec import SHARDED_TENSOR, ShardInfo
-from shardckpt.format.torchsave.tensor_views import UnreadableTensor
+from shardckpt.format.torchsave.unreadable import UnreadableTensor
 from shardckpt.layout import FlatLayout, ParamSpec
 from shardckpt.manifest import Lazy, Path, Piece, TensorEntry
 from shardckpt.plan.naming.fqn import require_unique, strip_wrappers
@@ -135,12 +135,11 @@ def _read_unit(name: str, path: Path, contents: Sequence[RankContent], world: in
                 fix=OTHER_SAVE,
             )
     assert first is not None
-    chunks: Fragments = {}
-    unit = FlatParamUnit(name, name.removesuffix(FLAT), first.shape[0], first.parts, world, chunks)
+    unit = FlatParamUnit(name, name.removesuffix(FLAT), first.shape[0], first.parts, world, {})
     for content in contents:
         unit.require_chunk(url, content, content.tensors[path], content.shards[path])
-        add_part(path, chunks, content.shards[path].place, content, content.tensors[path])
-    return unit
+    found = ((content.shards[path].place, content, content.tensors[path]) for content in contents)
+    return replace(unit, chunks=join_parts(path, found))
 
 
 def _fit_shapes(model: FlatModel, known: ParamShapes) -> FlatModel:
@@ -190,12 +189,11 @@ def _assign_members(model: FlatModel, known: ParamShapes) -> tuple[dict[str, lis
 
 def _collect_fragments(model: FlatModel, name: str, unit: FlatParamUnit) -> Fragments:
     path = model.stored[name]
-    parts: Fragments = {}
-    for content in model.paths[path]:
-        entry, place = content.tensors.get(path), model.places.get(content.rank)
-        if path not in content.shards and entry is not None and place is not None:
-            add_part(path, parts, place % unit.parts, content, entry)
-    return parts
+    contents = (content for content in model.paths[path] if path in content.tensors and path not in content.shards)
+    places = ((model.places.get(content.rank), content) for content in contents)
+    return join_parts(
+        path, ((place % unit.parts, each, each.tensors[path]) for place, each in places if place is not None)
+    )
 
 
 def _find_stored_ties(model: FlatModel, fragments: Mapping[str, Fragments], known: ParamShapes) -> dict[str, str]:

@@ -9,7 +9,7 @@ from math import comb, prod
 
 from shardckpt.errors import FormatError
 from shardckpt.format.merge_shards import ManifestBuilder, join_entries
-from shardckpt.format.ranks.fsdp1_flat_param import FlatParamUnit, Fragments, add_part
+from shardckpt.format.ranks.fsdp1_flat_param import FlatParamUnit, join_parts
 from shardckpt.format.ranks.fsdp1_model import GIVE_SHAPES, FlatModel, list_candidates
 from shardckpt.format.ranks.rank_files import GROUPS, STATE, RankContent, RankGroup, merge_values
 from shardckpt.format.reader import ParamShapes
@@ -239,10 +239,8 @@ class _FlatOptimizer:
         slot: Path,
         entries: Mapping[int, tuple[RankContent, TensorEntry]],
     ) -> None:
-        parts: Fragments = {}
-        for rank, pair in entries.items():
-            if (place := self._model.places.get(rank)) is not None:
-                add_part(path, parts, place, *pair)
+        places = self._model.places
+        parts = join_parts(path, ((places[rank], *pair) for rank, pair in entries.items() if rank in places))
         for place, (content, entry) in parts.items():
             lengths = (
                 {unit.chunk, unit.count_elements(place)} if unit else {self._model.fragments[name][place][1].shape[0]}

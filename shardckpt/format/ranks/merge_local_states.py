@@ -32,7 +32,7 @@ from shardckpt.format.merge_shards import (
 )
 from shardckpt.format.ranks.local_state_metadata import Known, Member, RankState, RankUnit, group_units, parse
 from shardckpt.format.ranks.rank_files import GROUPS, STATE
-from shardckpt.format.torchsave.rank_values import combine_values
+from shardckpt.format.torchsave.replicas import combine_values
 from shardckpt.format.torchsave.tensor_views import RankNote
 from shardckpt.layout import DimLayout, FlatLayout
 from shardckpt.manifest import Manifest, Path, Piece, TensorEntry, dotted

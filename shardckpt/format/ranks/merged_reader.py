@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardckpt.format.budget import gc_paused
-from shardckpt.format.rank_reader import RankFilesReader
 from shardckpt.format.ranks.fsdp1_model import has_flat_parameters
 from shardckpt.format.ranks.merge_dtensors import merge_dtensor_shards
 from shardckpt.format.ranks.merge_local_states import merge_local_states
@@ -15,7 +14,7 @@ from shardckpt.format.reader import ParamShapes, Reader
 from shardckpt.format.torchsave.reader import TorchReader
 
 
-class MergedTorchReader(RankFilesReader):
+class MergedTorchReader(TorchReader):
     """A reader of merged rank files, which can merge again after shapes become known.
 
     Args:
@@ -73,8 +72,7 @@ def merge_rank_files(reader: TorchReader, known: ParamShapes | None = None) -> T
     """
     with gc_paused():
         if reader.notes:
-            manifest = merge_local_states(reader.manifest, reader.notes, reader.store.url)
-            return RankFilesReader(reader.store, manifest, reader.archives)
+            return reader.with_manifest(merge_local_states(reader.manifest, reader.notes, reader.store.url))
         if not reader.shards:
             return reader
         names = list(reader.manifest.files)

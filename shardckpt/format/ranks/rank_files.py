@@ -10,7 +10,7 @@ from typing import NamedTuple
 from shardckpt.errors import FormatError
 from shardckpt.format.merge_shards import PathContent, RankOrigin, require_one_save, split_content
 from shardckpt.format.torchsave.dtensor_spec import ShardInfo
-from shardckpt.format.torchsave.rank_values import combine_values
+from shardckpt.format.torchsave.replicas import combine_values
 from shardckpt.format.torchsave.tensor_views import ZipView
 from shardckpt.manifest import Lazy, Manifest, ObjectEntry, Path, TensorEntry
 

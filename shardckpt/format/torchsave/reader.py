@@ -29,6 +29,7 @@ from shardckpt.format.encodings.zip_archive import (
 )
 from shardckpt.format.reader import Checksum, Reader, require_size
 from shardckpt.format.torchsave.dtensor_spec import ShardInfo
+from shardckpt.format.torchsave.replicas import resolve_replicas
 from shardckpt.format.torchsave.storages import (
     UNORDERED,
     StorageRef,
@@ -37,7 +38,8 @@ from shardckpt.format.torchsave.storages import (
     element_bytes,
     require_little,
 )
-from shardckpt.format.torchsave.tensor_views import LegacyView, RankNote, StateTree, UnreadableTensor, View, ZipView
+from shardckpt.format.torchsave.tensor_views import LegacyView, RankNote, StateTree, View, ZipView
+from shardckpt.format.torchsave.unreadable import UnreadableTensor
 from shardckpt.manifest import Encoded, Lazy, Manifest, Path, Piece, Span, Strided, dotted
 from shardckpt.storage.store import Read, Store, read_bytes
 
@@ -167,7 +169,14 @@ class TorchReader(Reader):
         return TorchReader(self.store, manifest, self._archives)
 
     def resolve(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Locate the storages of the pieces, in one batch of reads."""
+        """Locate the storages of the pieces, in one batch of reads, and compare replicas that may differ.
+
+        Raises:
+            OverlapError: Replicas differ.
+        """
+        return resolve_replicas(self, pieces, self._resolve)
+
+    def _resolve(self, pieces: Sequence[Piece]) -> list[Piece]:
         self._locate_entries(pieces)
         self._check_counts(pieces)
         return [self._resolve_piece(piece) for piece in pieces]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import NamedTuple, Protocol
@@ -15,6 +15,7 @@ from shardckpt.format.encodings.pickle_reader import Dtype, Global, InstanceStub
 from shardckpt.format.encodings.zip_archive import ZipEntry
 from shardckpt.format.torchsave.dtensor_spec import DTENSOR, SHARDED_TENSOR, ShardInfo, ShardParser
 from shardckpt.format.torchsave.storages import MOST_ELEMENTS, StorageRef
+from shardckpt.format.torchsave.unreadable import LEAVE_OUT, UnreadableTensor
 from shardckpt.manifest import Lazy, ObjectEntry, Path, Piece, TensorEntry, dotted
 
 _TENSOR_LIKE = {
@@ -35,7 +36,6 @@ _KEY_CHARACTERS = 4
 
 _SHARDED = (f".{DTENSOR}", f".{SHARDED_TENSOR}")
 _NO_STORAGE = "a tensor whose storage is not in the file"
-LEAVE_OUT = "Leave it out with --exclude, or save it dense."
 _UNNAMED = "value whose key only its own library can read"
 _SAVE_PLAIN = "Leave it out with --exclude, or save its state dict or its values in its place."
 
@@ -59,6 +59,15 @@ class ZipView(NamedTuple):
 
     entry: ZipEntry
     view: View
+
+    def content_key(self) -> Hashable:
+        """Return the checksum and size of the storage, and the view; None without a checksum."""
+        return (self.entry.crc32, self.entry.size, self.view) if self.entry.crc32 else None
+
+    def full_checksum(self, size: int) -> int | None:
+        """Return the checksum of the storage, if the view is all of it."""
+        is_full = not self.view.start and self.view.strides is None and self.entry.size == size
+        return self.entry.crc32 or None if is_full else None
 
 
 class LegacyView(NamedTuple):
@@ -114,38 +123,6 @@ class RankNote(NamedTuple):
     prefix: Path
     root: Path
     fields: Mapping[object, object]
-
-
-class UnreadableTensor(NamedTuple):
-    """Marks a tensor of an unsupported kind.
-
-    Attributes:
-        path: Path in the saved state.
-        kind: Description of the kind, for messages.
-        fix: Action that the reader of the message can take.
-        is_value: Whether it is a value with tensors in it, such as a module, and no tensor itself.
-    """
-
-    path: Path
-    kind: str
-    fix: str = LEAVE_OUT
-    is_value: bool = False
-
-    def error(self, where: str) -> UnsupportedError:
-        """Return the error for reading it."""
-        return UnsupportedError(
-            f"{dotted(self.path)!r} is {self.kind}",
-            where=where,
-            expected="a dense tensor",
-            fix=self.fix,
-        )
-
-
-def find_value(entry: TensorEntry) -> UnreadableTensor | None:
-    """Return the mark of an entry that is a value with tensors in it, which only its own library can read."""
-    layout = entry.pieces[0].layout if entry.pieces else None
-    detail = layout.detail if isinstance(layout, Lazy) else None
-    return detail if isinstance(detail, UnreadableTensor) and detail.is_value else None
 
 
 class Container(Protocol):

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import shardckpt
 from shardckpt.errors import FormatError, IncompleteError, OverlapError, UnsafeError, UnsupportedError, UsageError
-from shardckpt.format import merge_shards
+from shardckpt.format import chunk_reader
 from shardckpt.format.chunk_reader import read_blocks
 from shardckpt.format.encodings.pickle_series import PickleSeries
 from shardckpt.format.ranks.rank_files import parse_rank_names
@@ -402,7 +402,7 @@ def test_replicas_are_read_only_where_checksums_do_not_decide(
         read.extend(piece.file for piece in entry.pieces)
         return read_blocks(reader, entry)
 
-    monkeypatch.setattr(merge_shards, "read_blocks", count)
+    monkeypatch.setattr(chunk_reader, "read_blocks", count)
     shardckpt.inspect(source)
     assert not read
     shardckpt.consolidate(source, tmp_path / "out")

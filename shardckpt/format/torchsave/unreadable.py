@@ -1,0 +1,50 @@
+"""Tensors and values of a checkpoint that cannot be read, which stand in its manifest so that nothing is missed."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import NamedTuple
+
+from shardckpt.errors import UnsupportedError
+from shardckpt.manifest import Lazy, Path, TensorEntry, dotted
+
+LEAVE_OUT = "Leave it out with --exclude, or save it dense."
+
+
+class UnreadableTensor(NamedTuple):
+    """Marks a tensor of an unsupported kind.
+
+    Attributes:
+        path: Path in the saved state.
+        kind: Description of the kind, for messages.
+        fix: Action that the reader of the message can take.
+        is_value: Whether it is a value with tensors in it, such as a module, and no tensor itself.
+    """
+
+    path: Path
+    kind: str
+    fix: str = LEAVE_OUT
+    is_value: bool = False
+
+    def content_key(self) -> Hashable:
+        """Return one key for all: none of them can be read."""
+        return UnreadableTensor
+
+    def full_checksum(self, size: int) -> None:
+        """Return None: its checksum is unknown."""
+
+    def error(self, where: str) -> UnsupportedError:
+        """Return the error for reading it."""
+        return UnsupportedError(
+            f"{dotted(self.path)!r} is {self.kind}",
+            where=where,
+            expected="a dense tensor",
+            fix=self.fix,
+        )
+
+
+def find_value(entry: TensorEntry) -> UnreadableTensor | None:
+    """Return the mark of an entry that is a value with tensors in it, which only its own library can read."""
+    layout = entry.pieces[0].layout if entry.pieces else None
+    detail = layout.detail if isinstance(layout, Lazy) else None
+    return detail if isinstance(detail, UnreadableTensor) and detail.is_value else None
