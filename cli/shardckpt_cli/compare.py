@@ -40,7 +40,7 @@ def diff(
     from shardckpt.errors import escape
 
     options.require_order(sort, _ORDERS)
-    options.require_without("--json", as_json, {"--sort": sort != "name", "--top": top, "--by-layer": by_layer})
+    options.refuse_idle(as_json, "with --json", {"--sort": sort != "name", "--top": top, "--by-layer": by_layer})
     with output.show_progress(quiet=as_json) as on_progress:
         result = shardckpt.diff(
             a,

@@ -28,8 +28,8 @@ def inspect(
     import shardckpt
     from shardckpt.errors import escape
 
-    options.require_without("--json", as_json, {"--tree": tree})
-    options.require_without("--html", html, {"--tree": tree})
+    options.refuse_idle(as_json, "with --json", {"--tree": tree})
+    options.refuse_idle(html, "with --html", {"--tree": tree})
     found = shardckpt.inspect(src, shapes_from=shapes_from, base=base or (), html=html)
     if as_json:
         output.print_json(found)

@@ -51,10 +51,10 @@ def ls(
     from shardckpt.errors import escape
 
     long = long or bool(metric)
-    options.require_without("--json", as_json, {"--metric": metric, "--mode": mode})
-    options.require_with("-l or --metric", long, {"--mode": mode})
+    options.refuse_idle(as_json, "with --json", {"--metric": metric, "--mode": mode})
+    options.refuse_idle(not long, "without -l or --metric", {"--mode": mode})
     if not as_json:
-        options.require_without("--durability", durability, {"--metric": metric, "-l": long, "--proof": proof})
+        options.refuse_idle(durability, "with --durability", {"--metric": metric, "-l": long, "--proof": proof})
     found = shardckpt.ls(root, metrics=long or as_json, proof=proof or as_json, durability=durability)
     if as_json:
         output.print_json(found)

@@ -108,27 +108,14 @@ def require_order(sort: str, orders: Collection[str]) -> None:
         raise typer.BadParameter(f"--sort must be one of {', '.join(orders)}, got {sort}")
 
 
-def require_without(given: str, is_given: object, others: Mapping[str, object]) -> None:
-    """Refuse options that do nothing with another one.
+def refuse_idle(is_idle: object, why: str, given: Mapping[str, object]) -> None:
+    """Refuse options that do nothing.
 
     Args:
-        given: The other option.
-        is_given: Its value; false if it was not given.
-        others: Options to their values.
+        is_idle: Whether they do nothing.
+        why: Option with which, or without which, they do nothing.
+        given: Options to their values; false if not given.
     """
-    for name, value in others.items():
-        if value and is_given:
-            raise typer.BadParameter(f"{name} does nothing with {given}")
-
-
-def require_with(needed: str, is_given: object, others: Mapping[str, object]) -> None:
-    """Refuse options that do nothing without another one.
-
-    Args:
-        needed: The other option.
-        is_given: Its value; false if it was not given.
-        others: Options to their values.
-    """
-    for name, value in others.items():
-        if value and not is_given:
-            raise typer.BadParameter(f"{name} does nothing without {needed}")
+    idle = [name for name, value in given.items() if value and is_idle]
+    if idle:
+        raise typer.BadParameter(f"{idle[0]} does nothing {why}")

@@ -56,7 +56,7 @@ def prune(
     import shardckpt
     from shardckpt.errors import escape
 
-    options.require_with("--keep-best", keep_best, {"--metric": metric, "--mode": mode})
+    options.refuse_idle(not keep_best, "without --keep-best", {"--metric": metric, "--mode": mode})
     exits.on_interrupt_message("steps removed so far are gone, all others are complete")
     done = shardckpt.prune(
         root,

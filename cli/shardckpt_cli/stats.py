@@ -48,7 +48,7 @@ def stats(
     from shardckpt.errors import escape
 
     options.require_order(sort, _ORDERS)
-    options.require_without("--json", as_json, {"--sort": sort != "name", "--top": top, "--by-layer": by_layer})
+    options.refuse_idle(as_json, "with --json", {"--sort": sort != "name", "--top": top, "--by-layer": by_layer})
     found = shardckpt.stats(
         src, part=part, include=include or (), exclude=exclude or (), base=base or (), recompute=recompute
     )
@@ -102,8 +102,8 @@ def history(
     import shardckpt
     from shardckpt.errors import escape
 
-    options.require_without("--json", as_json, {"--stat": stat})
-    options.require_without("--html", html, {"--stat": stat})
+    options.refuse_idle(as_json, "with --json", {"--stat": stat})
+    options.refuse_idle(html, "with --html", {"--stat": stat})
     stat = stat or "l2"
     if stat not in _STATS:
         raise typer.BadParameter(f"--stat must be one of {', '.join(_STATS)}, got {stat}")

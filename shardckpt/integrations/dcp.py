@@ -60,9 +60,7 @@ def _takes_store_by_position(function: Callable[..., _Result], store: str) -> Ca
     def call(*args: Any, **kwargs: Any) -> _Result:
         if len(args) != 2:
             return function(*args, **kwargs)
-        warnings.warn(
-            f"The argument order of {function.__name__} has been changed. Pass {store}=.", UserWarning, stacklevel=2
-        )
+        warnings.warn(f"{function.__name__} takes its store by name: pass {store}=", UserWarning, stacklevel=2)
         return function(args[0], **{store: args[1]}, **kwargs)
 
     return call

@@ -18,12 +18,12 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardckpt.boxes import chunk_range
-from shardckpt.core.comm.collectives import Pending, ShardGroup
+from shardckpt.core.comm.collectives import Pending
 from shardckpt.core.comm.streams import ResizableStorage
-from shardckpt.core.config import Offload, Precision
+from shardckpt.core.config import Precision
 from shardckpt.core.errors import ExtensionError
 from shardckpt.core.modules.autograd_hooks import profile_range
-from shardckpt.core.modules.fqn_and_params import Name, ParamInfo
+from shardckpt.core.modules.fqn_and_params import ParamInfo
 from shardckpt.core.modules.pytree import tensors
 from shardckpt.core.params.buffer_layout import DimPacking, Packing
 from shardckpt.core.params.mesh_placement import MeshPlacement
@@ -173,17 +173,9 @@ class ExtensionBucket(Bucket):
 
     unsharded: ExtendedParams
 
-    def __init__(
-        self,
-        members: Sequence[ParamInfo],
-        group: ShardGroup,
-        name: Name,
-        spec: ShardSpec,
-        precision: Precision,
-        offload: Offload,
-    ) -> None:
+    def __init__(self, members: Sequence[ParamInfo], *settings: Any) -> None:
         try:
-            super().__init__(members, group, name, spec, precision, offload)
+            super().__init__(members, *settings)
         except (AssertionError, NotImplementedError) as error:
             if isinstance(error, ExtensionError):
                 raise
@@ -362,11 +354,9 @@ class ExtendedParams(UnshardedParams):
             works: list[Pending] = []
             self._pending = _PendingAll(works, what)
             try:
-                for (
-                    out,
-                    part,
-                ) in pairs:  # `data`: an all-gather in Python would count as a change of what autograd saved
-                    works.append(self._layout.group.all_gather(out.tensor.data, part.reshape(-1), what, custom))
+                for out, part in pairs:
+                    full = out.tensor.data  # else an all-gather in Python counts as a change of what autograd saved
+                    works.append(self._layout.group.all_gather(full, part.reshape(-1), what, custom))
             except BaseException:
                 self.reshard()
                 raise

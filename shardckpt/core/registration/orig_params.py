@@ -67,7 +67,7 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
         """Register the user's parameters with full shapes, or as shards if they have reduced gradients.
 
         An optimizer may step with those before the backward of this forward, and has states of their shape. After a
-        backward they are shards: unreduced gradients then do not fit a step, as in torch. One rank has no such ones.
+        backward they are shards, as in torch: a step with unreduced gradients fails. One rank has nothing to reduce.
         """
         has_reduced = not self.has_unsharded_grads and any(original.grad is not None for original in self._parameters)
         if has_reduced or (is_after_backward and self.bucket.group.world > 1):

@@ -1,15 +1,54 @@
-"""`StepWatch`: steps of optimizers, which ranks see whether or not they have elements of the updated parameters."""
+"""Steps of optimizers, which ranks see whether or not they have elements of the updated parameters."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+
+class StepObserver(Protocol):
+    """Something to call when an optimizer makes a step."""
+
+    def note_step(self, stepped: frozenset[int]) -> None:
+        """Note a step; `stepped` has the ids of the optimizer's parameters."""
+
+
+class StepObservers:
+    """Observers of all optimizers of torch, each for as long as something else refers to it.
+
+    Args:
+        register: Function of torch that registers a hook for all optimizers.
+    """
+
+    def __init__(self, register: Callable[[Callable[..., None]], object]) -> None:
+        self._install = cache(lambda: register(self._note))  # once, and only where it is needed
+        self._lock = threading.Lock()
+        self._observers: WeakSet[StepObserver] = WeakSet()
+
+    def add(self, observer: StepObserver) -> None:
+        """Add an observer."""
+        self._install()
+        with self._lock:
+            self._observers.add(observer)
+
+    def discard(self, observer: StepObserver) -> None:
+        """Remove an observer, if it was added."""
+        with self._lock:
+            self._observers.discard(observer)
+
+    def _note(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002  (given by torch)
+        if self._observers:
+            stepped = frozenset(id(each) for group in optimizer.param_groups for each in group["params"])
+            with self._lock:
+                observers = [*self._observers]
+            for observer in observers:
+                observer.note_step(stepped)
 
 
 class StepWatch:
@@ -25,9 +64,7 @@ class StepWatch:
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._ids = frozenset(map(id, parameters))
         self.has_stepped = False
-        _install_hook()
-        with _LOCK:
-            _WATCHING.add(self)
+        _AFTER_STEPS.add(self)
 
     def note_step(self, stepped: frozenset[int]) -> None:
         """Record the step of an optimizer.
@@ -38,20 +75,4 @@ class StepWatch:
         self.has_stepped = self.has_stepped or not self._ids.isdisjoint(stepped)
 
 
-_LOCK = threading.Lock()
-_WATCHING: WeakSet[StepWatch] = WeakSet()
-
-
-@cache
-def _install_hook() -> None:
-    """Note the steps of all optimizers of torch from now on."""
-    register_optimizer_step_post_hook(_note_step)
-
-
-def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001  (given by torch)
-    if _WATCHING:
-        stepped = frozenset(id(each) for group in optimizer.param_groups for each in group["params"])
-        with _LOCK:
-            watching = [*_WATCHING]
-        for watch in watching:
-            watch.note_step(stepped)
+_AFTER_STEPS = StepObservers(register_optimizer_step_post_hook)

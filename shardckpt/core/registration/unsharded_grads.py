@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from abc import abstractmethod
-from functools import cache
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -17,6 +14,7 @@ from shardckpt.core.modules.fqn_and_params import Name
 from shardckpt.core.params.grad_accum import restore_gradient
 from shardckpt.core.params.param_bucket import Bucket
 from shardckpt.core.registration.base import ParamRegistration
+from shardckpt.core.registration.step_watch import StepObservers
 
 
 class UnshardedGradRegistration(ParamRegistration):
@@ -69,11 +67,9 @@ class UnshardedGradRegistration(ParamRegistration):
         self._reset_data()
         # the user owns what is not sharded, as with DDP; one rank has nothing to reduce
         if self._unsharded_grads and not self.bucket.keeps_full and self.bucket.group.world > 1:
-            _install_hook()
-            with _LOCK:
-                _UNREDUCED.add(self)
+            _BEFORE_STEPS.add(self)
 
-    def check_step(self, stepped: frozenset[int]) -> None:
+    def note_step(self, stepped: frozenset[int]) -> None:
         """Check that an optimizer does not step with unreduced gradients.
 
         Args:
@@ -119,27 +115,10 @@ class UnshardedGradRegistration(ParamRegistration):
         self,
     ) -> tuple[list[tuple[nn.Parameter, torch.Tensor, int]], list[torch.Tensor | None]]:
         """Return and forget the stashed gradients, and the reduced ones that they replaced."""
-        with _LOCK:
-            _UNREDUCED.discard(self)
+        _BEFORE_STEPS.discard(self)
         shown, self._unsharded_grads = self._unsharded_grads, []
         parked, self._reduced_grads = self._reduced_grads, []
         return shown, parked
 
 
-_LOCK = threading.Lock()
-_UNREDUCED: WeakSet[UnshardedGradRegistration] = WeakSet()
-
-
-@cache
-def _install_hook() -> None:
-    """Check the steps of all optimizers of torch from now on."""
-    register_optimizer_step_pre_hook(_check_step)
-
-
-def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001  (given by torch)
-    if _UNREDUCED:
-        stepped = frozenset(id(each) for group in optimizer.param_groups for each in group["params"])
-        with _LOCK:
-            unreduced = [*_UNREDUCED]
-        for registration in unreduced:
-            registration.check_step(stepped)
+_BEFORE_STEPS = StepObservers(register_optimizer_step_pre_hook)

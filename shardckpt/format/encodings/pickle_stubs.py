@@ -450,18 +450,8 @@ _RUNS_CODE = frozenset(
     {
         *("__builtin__", "builtins", "exceptions", "types", "importlib", "pkgutil", "runpy", "zipimport", "pip"),
         *("_io", "io", "nt", "ntpath", "os", "posix", "posixpath", "shutil", "linecache", "codecs", "sys", "urllib"),
-        *(
-            "_posixsubprocess",
-            "subprocess",
-            "popen2",
-            "pty",
-            "multiprocessing",
-            "asyncio",
-            "socket",
-            "signal",
-            "webbrowser",
-        ),
-        *("bdb", "cProfile", "codeop", "ctypes", "marshal", "pdb", "timeit"),
+        *("_posixsubprocess", "subprocess", "popen2", "pty", "multiprocessing", "asyncio", "socket", "signal"),
+        *("webbrowser", "bdb", "cProfile", "codeop", "ctypes", "marshal", "pdb", "timeit"),
         *("_pickle", "cPickle", "pickle", "shelve"),
     }
 )

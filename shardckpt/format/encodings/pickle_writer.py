@@ -127,7 +127,7 @@ class _Writer:
             complex: lambda v, p: self._call(GlobalCall(GlobalName("__builtin__", "complex"), (v.real, v.imag)), p),
             Counter: lambda v, p: self._call(GlobalCall(GlobalName("collections", "Counter"), (dict(v),)), p),
             dict: self._dict,
-            io.BytesIO: lambda v, p: self._call(GlobalCall(GlobalName("_io", "BytesIO"), (v.getvalue(),)), p),
+            io.BytesIO: self._stream,
             float: lambda v, _: self.parts.append(pack(">cd", b"G", v)),
             GlobalName: lambda v, _: self._global(v),
             int: self._int,
@@ -182,6 +182,10 @@ class _Writer:
         Each byte is one character.
         """
         self._call(GlobalCall(GlobalName("_codecs", "encode"), (bytes(value).decode("latin-1"), "latin1")), path)
+
+    def _stream(self, value: io.BytesIO, path: Path) -> None:
+        state = (value.getvalue(), value.seek(0, io.SEEK_CUR), None)  # the last one would be its `__dict__`
+        self._call(GlobalCall(GlobalName("_io", "BytesIO"), state=state), path)
 
     def _global(self, value: GlobalName) -> None:
         if not self._write_memo(value):

@@ -158,7 +158,8 @@ class OpenedSubtree(Mapping[Any, Any]):
         return len(self._tree)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self)} keys: {', '.join(map(repr, islice(self, _SHOWN)))}, ...)"
+        more = ", ..." if len(self) > _SHOWN else ""
+        return f"{type(self).__name__}({len(self)} keys: {', '.join(map(repr, islice(self, _SHOWN)))}{more})"
 
 
 _SHOWN = 3

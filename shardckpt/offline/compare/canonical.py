@@ -21,8 +21,6 @@ from shardckpt.plan.optim import optimizer_state
 from shardckpt.plan.optim.optimizer_state import OptimizerState, RawOptimizer
 from shardckpt.plan.rules.rules import Rule
 
-"""Keys of an optimizer that `key_by_name` converts, or that only describe the arrangement of its files."""
-
 _STEP_SLOT = "step"
 """Slot in which torch's optimizers count steps, as a tensor of a float dtype."""
 

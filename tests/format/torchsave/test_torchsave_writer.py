@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import pickle
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -263,3 +264,10 @@ _values = st.recursive(
 @given(_values)
 def test_any_nest_of_plain_values_comes_back(value: object) -> None:
     assert safe(encode_archive(value)) == value
+
+
+def test_a_stream_of_bytes_keeps_its_content_and_position() -> None:
+    stream = io.BytesIO(b"state")
+    stream.seek(2)
+    found = pickle.loads(encode_pickle({"extra": [stream]}))["extra"][0]
+    assert (found.getvalue(), found.tell()) == (b"state", 2)
