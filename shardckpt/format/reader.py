@@ -210,6 +210,11 @@ class Reader:
         """Return the statistics of a tensor that its save stored; None without them."""
         return None
 
+    @property
+    def unverified_files(self) -> tuple[str, ...]:
+        """Files that were read to open the checkpoint, are not in the manifest, and have no stored checksum."""
+        return ()
+
     def checksums(self) -> Iterator[Checksum]:
         """Yield the stored checksums in file order; nothing if the format stores none."""
         return iter(())

@@ -191,7 +191,8 @@ def _containers(reader: Reader) -> list[Problem]:
 def _checksums(reader: Reader, on_progress: OnProgress | None) -> tuple[int, list[Problem], tuple[str, ...]]:
     """Return the bytes that match their checksums, the problems, and the files without checksums."""
     checked = 0
-    without = dict.fromkeys(name for name, size in reader.manifest.files.items() if size)
+    with_bytes = (name for name, size in reader.manifest.files.items() if size)
+    without = dict.fromkeys((*reader.unverified_files, *with_bytes))
     meter = Meter(0, None)
     if on_progress is not None:
         meter = Meter(sum(checksum.nbytes for checksum in reader.checksums()), on_progress)

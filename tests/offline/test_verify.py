@@ -218,14 +218,22 @@ def test_every_file_that_cannot_be_read_is_listed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("to", "has_checksums"), [("native", True), ("torch", True), ("dcp", True), ("safetensors", False)]
+    ("to", "has_checksums", "without"),
+    [
+        ("native", True, ()),
+        ("torch", True, ()),
+        ("dcp", True, (".metadata",)),
+        ("safetensors", False, ("model.safetensors",)),
+    ],
 )
-def test_the_checks_and_the_files_without_checksums_are_listed(to: str, has_checksums: bool, tmp_path: Path) -> None:
+def test_the_checks_and_the_files_without_checksums_are_listed(
+    to: str, has_checksums: bool, without: tuple[str, ...], tmp_path: Path
+) -> None:
     save_file({"a": torch.ones(3)}, tmp_path / "src.safetensors")
     shardckpt.consolidate(tmp_path / "src.safetensors", tmp_path / "out", to=to)
     found = shardckpt.verify(tmp_path / "out")
     assert found.checks == ("structure", "coverage", "sizes", *(["checksums"] if has_checksums else []))
-    assert found.files_without_checksums == (() if has_checksums else ("model.safetensors",))
+    assert found.files_without_checksums == without
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "adapter_model.safetensors", "pytorch_model.bin"])

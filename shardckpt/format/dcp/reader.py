@@ -115,7 +115,7 @@ def open_folder(store: Store, folder: str = "") -> Reader:
             del root  # with metadata of many ranks, keep one at a time in memory
         manifest = _manifest(store, prefix, sizes, names, found)
         copies = [[_object((), place) for place in places] for places in found.objects.values() if len(places) > 1]
-        return DcpReader(store, manifest, ReadBudget(sum(sizes.values())), copies)
+        return DcpReader(store, manifest, ReadBudget(sum(sizes.values())), copies, [prefix + name for name in names])
 
 
 def _load(store: Store, name: str, size: int, where: str, budget: ReadBudget) -> InstanceStub:
@@ -445,6 +445,7 @@ class DcpReader(Reader):
         manifest: Manifest of the checkpoint, whose lazy pieces have `StoredSlice` details.
         budget: Budget for locating elements; None for the default budget of the files' sizes.
         copies: Objects that several ranks stored: the entry of each rank.
+        metadata: Names of the metadata files.
     """
 
     def __init__(
@@ -453,12 +454,19 @@ class DcpReader(Reader):
         manifest: Manifest,
         budget: ReadBudget | None = None,
         copies: Iterable[Sequence[ObjectEntry]] = (),
+        metadata: Iterable[str] = (),
     ) -> None:
         super().__init__(store, manifest)
+        self._metadata = tuple(metadata)
         self._copies = {(first.file, first.layout): others for first, *others in copies}
         self._blobs: Blobs = {}
         self._loaded: set[Path] = set()
         self._budget = ReadBudget(sum(filter(lambda n: n > 0, manifest.files.values()))) if budget is None else budget
+
+    @property
+    def unverified_files(self) -> tuple[str, ...]:
+        """The metadata files: torch stores no checksum of them."""
+        return self._metadata
 
     def resolve(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Return the pieces in order, with each slice replaced by its elements' location.

@@ -95,6 +95,11 @@ class CompositeReader(Reader):
             raise IncompleteError("this object was listed and never stored", where=dotted(entry.path))
         return read_object(self.store, entry.file, entry.layout)
 
+    @property
+    def unverified_files(self) -> tuple[str, ...]:
+        """Such files of all readers."""
+        return tuple(chain.from_iterable(part.reader.unverified_files for part in self._parts))
+
     def checksums(self) -> Iterator[Checksum]:
         """Yield the checksums of all readers in turn."""
         readers = {id(reader): reader for reader in self._owners.values()}
