@@ -188,7 +188,7 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 _NEEDS_TORCH = ("shardckpt.checkpoint.", "shardckpt.state.")
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AmbiguousError",

@@ -194,4 +194,4 @@ def test_intact_is_said_only_where_checksums_of_all_files_were_compared(tmp_path
 
 def test_the_version_is_printed() -> None:
     found = run("--version", cwd=os.sep)
-    assert (found.code, found.out, found.err) == (0, "shardckpt 0.1.0\n", "")
+    assert (found.code, found.out, found.err) == (0, "shardckpt 0.2.0\n", "")
