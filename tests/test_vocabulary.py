@@ -97,7 +97,6 @@ ALLOWED: dict[str, str] = {
     '"absent"': "a key of stored optimizer states",
     "keep_whole": "a public argument of `shardckpt.reshard`",
     "--keep-whole": "an option of the command",
-    "leftovers = Renamed": "the earlier name of the attribute `shardckpt.Pruned.orphans`",
 }
 """Texts with replaced words that stay as they are, with the reason; they are not counted."""
 

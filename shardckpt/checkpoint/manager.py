@@ -12,7 +12,7 @@ import torch.distributed as dist
 from typing_extensions import Unpack
 
 from shardckpt.checkpoint.coordinator import get_channels
-from shardckpt.checkpoint.load.load import EARLIER_PARAMS, LoadParams, load
+from shardckpt.checkpoint.load.load import LoadParams, load
 from shardckpt.checkpoint.resume.witness import Witness
 from shardckpt.checkpoint.run.claims import DurabilityClaims
 from shardckpt.checkpoint.run.restore_attempts import open_attempts
@@ -23,10 +23,9 @@ from shardckpt.checkpoint.run.step_retention import StepRetention
 from shardckpt.checkpoint.run.step_saver import check_options, join_on_event
 from shardckpt.checkpoint.save.async_save import AsyncSaveParams
 from shardckpt.checkpoint.save.handle import SaveHandle
-from shardckpt.checkpoint.save.save import EARLIER_NAMES, SaveParams
+from shardckpt.checkpoint.save.save import SaveParams
 from shardckpt.checkpoint.tiers.tier_settings import TierSettings, require_tiers
 from shardckpt.checkpoint.tiers.tiered_saver import build_run
-from shardckpt.deprecation import renamed_params
 from shardckpt.errors import require_bools
 from shardckpt.events import OnEvent, require_on_event
 from shardckpt.format.durability.step_copies import (
@@ -84,7 +83,6 @@ class Checkpointer:
         ...         ck.save(step, state)
     """
 
-    @renamed_params(group="process_group")
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -152,7 +150,6 @@ class Checkpointer:
         """
         return _find_best(self._finder, self._retention, metric, mode)
 
-    @renamed_params(**EARLIER_NAMES)
     def save(
         self,
         step: int,
@@ -185,7 +182,6 @@ class Checkpointer:
         self._saver.save(step, state, metrics, options)
         self._claims.forget(step)
 
-    @renamed_params(**EARLIER_NAMES, budget="max_staging_bytes")
     def async_save(
         self,
         step: int,
@@ -208,7 +204,6 @@ class Checkpointer:
         self._claims.forget(step)
         return handle
 
-    @renamed_params(**EARLIER_PARAMS)
     def restore(
         self, state: Any, *, step: int | Literal["best"] | None = None, **options: Unpack[LoadParams]
     ) -> int | None:

@@ -13,7 +13,6 @@ from typing import Literal
 
 from typing_extensions import Unpack
 
-from shardckpt.deprecation import RenamedAttribute
 from shardckpt.errors import UnknownFormatError, UsageError, require_bools
 from shardckpt.events import PruneEvent, Recorder, emit
 from shardckpt.format.apply_retention import apply_retention
@@ -154,8 +153,6 @@ class Pruned:
     def nbytes(self) -> int:
         """Bytes of the removed steps."""
         return sum(step.nbytes for step in self.removed)
-
-    leftovers = RenamedAttribute[tuple[str, ...]]("orphans")
 
 
 def ls(

@@ -280,14 +280,6 @@ class TestOrphans:
         assert done.incomplete == ()
         assert os.listdir(tmp_path) == [step_name(1)]
 
-    def test_their_earlier_name_is_deprecated(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.make(tmp_path)
-        days_pass(monkeypatch)
-        done = shardckpt.prune(str(tmp_path))
-        with pytest.warns(DeprecationWarning, match="`Pruned.leftovers` is deprecated .* use `Pruned.orphans`") as seen:
-            assert done.leftovers == done.orphans != ()
-        assert seen[0].filename == __file__
-
     def test_what_a_process_holds_stays_however_old(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path, held = orphans.make_partial(str(tmp_path / step_name(7)))
         days_pass(monkeypatch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -35,7 +35,6 @@ from shardckpt.checkpoint.load.tensor_loader import (
 )
 from shardckpt.checkpoint.stateful.flatten import LocalModels
 from shardckpt.checkpoint.stateful.stateful import build_call_error
-from shardckpt.deprecation import Replace, renamed_params
 from shardckpt.errors import RankError, ShardckptError, UsageError, escape, require_bools
 from shardckpt.events import LoadEvent, OnEvent, Recorder, record_operation, require_on_event
 from shardckpt.events.progress import Meter, OnProgress
@@ -98,23 +97,6 @@ class MismatchError(StateMismatchError, UsageError):
         return f"{self.what}: {'; '.join(listed)}{more}. {self.fix}"
 
 
-def _replace_partial(partial: Any) -> tuple[str, Any]:
-    is_flag = partial is None or isinstance(partial, bool)
-    return ("ignore_extra", bool(partial)) if is_flag else ("include", partial)
-
-
-def _replace_rules(rules: Any) -> tuple[str, Any] | None:
-    return ("key_map", rules) if isinstance(rules, Mapping) else None
-
-
-EARLIER_PARAMS: dict[str, str | Replace] = {
-    "fan_out": "broadcast_reads",
-    "partial": _replace_partial,
-    "rules": _replace_rules,
-}
-"""Deprecated parameters of a load, which the next release removes."""
-
-
 class LoadParams(TypedDict, total=False):
     """Keyword parameters of `load`, which describes them."""
 
@@ -133,7 +115,6 @@ class LoadParams(TypedDict, total=False):
     on_progress: OnProgress | None
 
 
-@renamed_params(group="process_group", **EARLIER_PARAMS)
 def load(
     state: Any,
     path: str | os.PathLike[str] | None = None,

@@ -20,7 +20,7 @@ from shardckpt.checkpoint.save.early_copy import EarlyCopy
 from shardckpt.checkpoint.save.handle import PENDING_SAVE, AsyncSaveTask, PendingSave, SaveHandle
 from shardckpt.checkpoint.save.payload_writer import Source, iter_contents
 from shardckpt.checkpoint.save.repeated_plan import RepeatedPlan
-from shardckpt.checkpoint.save.save import EARLIER_NAMES, SAVERS, SaveParams, SaverCache, check_options
+from shardckpt.checkpoint.save.save import SAVERS, SaveParams, SaverCache, check_options
 from shardckpt.checkpoint.save.session import (
     PlannedSave,
     PlannedState,
@@ -40,7 +40,6 @@ from shardckpt.checkpoint.save.staging import (
     is_unpinned,
     make_buffer,
 )
-from shardckpt.deprecation import renamed_params
 from shardckpt.errors import UsageError, require_keywords
 from shardckpt.format.budget import gc_paused
 from shardckpt.plan.layout.output_files import parse_size
@@ -113,7 +112,6 @@ for _lane in (CAPTURES, LOCAL_CAPTURES):
     os.register_at_fork(after_in_child=_lane.pending.forget)
 
 
-@renamed_params(**EARLIER_NAMES, budget="max_staging_bytes")
 def async_save(
     state: Any,
     path: str | os.PathLike[str],

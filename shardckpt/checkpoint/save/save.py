@@ -14,21 +14,11 @@ from shardckpt.checkpoint.coordinator import ALONE, Coordinator, ProcessGroup, g
 from shardckpt.checkpoint.load.source import compile_key_map
 from shardckpt.checkpoint.save.handle import PENDING_SAVE
 from shardckpt.checkpoint.save.session import SaveOptions, Saver
-from shardckpt.deprecation import renamed_params
 from shardckpt.errors import UsageError, require_bools, require_keywords
 from shardckpt.events import OnEvent, SaveEvent, record_operation, require_on_event
 from shardckpt.format.native.commit import BRANCH
 from shardckpt.format.native.run_directory import AFTER, METRIC
 from shardckpt.storage.resolve_url import as_url
-
-EARLIER_NAMES = {
-    "group": "process_group",
-    "about": "custom_metadata",
-    "digests": "store_digests",
-    "base_rules": "base_key_map",
-}
-"""Deprecated names of parameters of a save, which the next release removes."""
-
 
 GetBase = Callable[[], str | None]
 """Function that returns the path or URL of a save's base; None to save without a base."""
@@ -49,7 +39,6 @@ class SaveParams(TypedDict, total=False):
     stats: bool
 
 
-@renamed_params(**EARLIER_NAMES)
 def save(
     state: Any,
     path: str | os.PathLike[str],

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardckpt.boxes import Shape
-from shardckpt.deprecation import RenamedAttribute
 from shardckpt.manifest import TensorEntry
 from shardckpt.offline.results.problems import Problem
 from shardckpt.offline.results.tensor_stats import TensorStats
@@ -122,5 +121,3 @@ class Verification:
     def ok(self) -> bool:
         """Whether the checkpoint has no problems."""
         return not self.problems
-
-    tensors = RenamedAttribute[int]("tensor_count")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from shardckpt.deprecation import RenamedAttribute
-
 NO_SHAPES = (
     "this layout stores neither full shapes nor the number of ranks: if the last rank's files were lost, nothing here"
     " shows it; `consolidate --shapes-from` another checkpoint of the model does"
@@ -26,8 +24,6 @@ class WrittenFile:
     name: str
     nbytes: int
     tensor_count: int
-
-    tensors = RenamedAttribute[int]("tensor_count")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,5 +61,3 @@ class Report:
     warnings: tuple[str, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
     dry_run: bool = False
-
-    tensors = RenamedAttribute[int]("tensor_count")

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardckpt.deprecation import warn_renamed
 from shardckpt.errors import UsageError
 
 KEY = "shardckpt"
@@ -49,12 +48,6 @@ class StateKind(Enum):
         if kind is None:
             raise UsageError("the kind of state is unknown", found=value, expected=", ".join(cls.__members__))
         return kind
-
-    @classmethod
-    def of(cls, value: StateKind | str) -> StateKind:
-        """Call `parse`; this is its earlier name."""
-        warn_renamed("StateKind.of", "StateKind.parse")
-        return cls.parse(value)
 
 
 def parse_kind_to_take(kind: StateKind | str, *, rank0_only: bool) -> StateKind:
