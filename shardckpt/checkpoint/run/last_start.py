@@ -94,7 +94,7 @@ class LastStart:
             return
         store = self._open_root()
         found = read_run_record(store)
-        if not (found.starts or found.start.id):
+        if not found.starts:
             write_run_record(store, replace(found, starts=self._list_starts(found)))
         self._is_listed = True
 
@@ -138,8 +138,8 @@ class LastStart:
 
     def _list_starts(self, record: RunRecord) -> tuple[str, ...]:
         """Return the ids of the starts that captured for this root, with those of a record; this one is the last."""
-        others = dict.fromkeys([*record.starts, record.start.id, *self._known])
-        return (*(each for each in others if each not in ("", self._id)), self._id)
+        others = dict.fromkeys([*record.starts, *self._known])
+        return (*(each for each in others if each != self._id), self._id)
 
     def has_captured(self, attempt: str) -> bool:
         """Return True unless a capture is of a start that never captured for this root.
@@ -205,7 +205,7 @@ def read_start(attempt: str) -> str:
 
 
 def read_number(attempt: str) -> int:
-    """Return the number of an attempt among those of its start; 0 if an older version made it.
+    """Return the number of an attempt among those of its start; 0 if it is unknown.
 
     Args:
         attempt: Result of `LastStart.make_attempt`.

@@ -61,8 +61,8 @@ class RootPosition(NamedTuple):
     def decode(cls, text: str) -> RootPosition | None:
         """Return the position from the text of `encode`; None for other text."""
         try:
-            committed, started, *others = json.loads(text)
-            return cls(*map(_read_order, [committed, started, *others[1:2]]))
+            committed, started, _, before = json.loads(text)
+            return cls(*map(_read_order, (committed, started, before)))
         except (ValueError, TypeError):
             return None
 
@@ -70,7 +70,7 @@ class RootPosition(NamedTuple):
     def read_attempt(text: str) -> str:
         """Return the attempt from the text of `encode`; empty for other text."""
         try:
-            _, _, attempt, *_ = json.loads(text)
+            _, _, attempt, _ = json.loads(text)
             return str(attempt)
         except (ValueError, TypeError):
             return ""

@@ -102,11 +102,13 @@ class RunRecord:
 
     def encode(self) -> bytes:
         """Return the record as a line of JSON."""
-        fields: dict[str, Any] = {"local": self.local, "attempts": self.attempts, "start": self.start}
-        if self.lost.start:
-            fields["lost"] = self.lost
-        if self.starts:
-            fields["starts"] = self.starts[-_MOST_STARTS:]
+        fields = {
+            "local": self.local,
+            "attempts": self.attempts,
+            "start": self.start,
+            "lost": self.lost,
+            "starts": self.starts[-_MOST_STARTS:],
+        }
         return json.dumps(fields).encode("ascii") + b"\n"
 
     @classmethod

@@ -118,13 +118,13 @@ def test_of_several_saves_of_a_step_those_of_the_last_start_count_then_those_of_
         "other": other.make_attempt(),
         "own": last.make_attempt(),
         "foreign": elsewhere.make_attempt(),
-        "old": "",
+        "unknown": "",
     }
     start = LastStart(open_root)
     start.read()
-    assert start.select_saves(attempts) == ["own", "old"]
+    assert start.select_saves(attempts) == ["own", "unknown"]
     del attempts["own"]
-    assert start.select_saves(attempts) == ["other", "old"]
+    assert start.select_saves(attempts) == ["other", "unknown"]
     assert start.select_saves({"foreign": attempts["foreign"]}) == ["foreign"]
 
 
@@ -136,7 +136,7 @@ def test_attempts_of_a_start_are_numbered(open_root):
 
 
 @pytest.mark.parametrize("text", ["", "id", f"id-{'1' * 16}", f"id-{'9' * 5000}-0", "id-1.5-0", "id--0"])
-def test_an_attempt_of_an_older_version_or_of_other_text_has_no_number(text):
+def test_other_text_than_an_attempt_has_no_number(text):
     assert read_number(text) == 0
 
 

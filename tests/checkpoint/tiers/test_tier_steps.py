@@ -38,7 +38,7 @@ def test_the_newest_step_that_can_be_loaded_is_chosen_and_its_successors_are_new
 def test_of_a_step_that_a_start_saved_twice_the_last_attempt_is_chosen_if_it_can_be_loaded():
     order, names = (
         (0, 2),
-        {"memory": "a-1-x", "local": "a-2-x", "other start": "b-1-x", "old version": "a-x", "none": ""},
+        {"memory": "a-1-x", "local": "a-2-x", "other start": "b-1-x", "other text": "a-x", "none": ""},
     )
     captures = [Capture(name, order, RootPosition().encode(attempt)) for name, attempt in names.items()]
     captures += [Capture("other step", (0, 1), RootPosition().encode("a-1-x"))]
@@ -72,4 +72,4 @@ def test_captures_of_another_attempt_than_the_found_one_do_not_count_if_the_root
     assert find("memory", memory, local) == (SECOND, {"memory"})
     assert find("local", memory, local) == (FIRST, {"local"})
     assert find("root", memory, local) == ("", {"root"})
-    assert find("memory", memory._replace(after="")) == ("", {"memory"}), "another version wrote no attempt"
+    assert find("memory", memory._replace(after="")) == ("", {"memory"}), "its attempt is unknown"
