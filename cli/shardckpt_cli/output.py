@@ -18,7 +18,7 @@ from functools import lru_cache
 from itertools import repeat
 from typing import Any, Protocol, TextIO
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 1
 """Version of the JSON of all commands; a change that is not an added field raises it."""
 
 _WIDEST = 96
