@@ -94,7 +94,6 @@ ALLOWED: dict[str, str] = {
     "nest(": "the public function `shardckpt.state.nest`",
     "shardckpt.state.nest": "the same function on its page",
     ", nest,": "imports of that function",
-    '"absent"': "a key of stored optimizer states",
     "keep_whole": "a public argument of `shardckpt.reshard`",
     "--keep-whole": "an option of the command",
 }

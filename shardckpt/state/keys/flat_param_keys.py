@@ -228,8 +228,8 @@ def _optim_to_flat(given: Mapping[str, Any], units: Sequence[FlatUnit], rank: in
     state = to_names(given)
     packed, missing = pack_state(state, units, pack)
     if rank is not None:
-        return {**packed, "param_groups": state["param_groups"], ORIGINALS: {"absent": missing}}
-    originals = {"groups": [list(group["params"]) for group in state["param_groups"]], "absent": missing}
+        return {**packed, "param_groups": state["param_groups"], ORIGINALS: {"missing": missing}}
+    originals = {"groups": [list(group["params"]) for group in state["param_groups"]], "missing": missing}
     return {**packed, ORIGINALS: originals}
 
 
@@ -272,7 +272,7 @@ def _optim_to_originals(
 ) -> dict[str, Any]:
     first = parts[0]
     originals = first.get(ORIGINALS, {})
-    missing = originals.get("absent", {})
+    missing = originals.get("missing", {})
 
     def split(unit: FlatUnit, slot: str, _: Any) -> dict[str, Any]:
         values = _split_slot(unit, slot, [part["state"].get(unit.name, {}) for part in parts], is_full)
