@@ -119,14 +119,14 @@ def test_each_reads_for_itself_where_that_is_asked_for(step: Path) -> None:
     assert run(2, body) == [(data_bytes(step), True)] * 2
 
 
-@pytest.mark.parametrize(("fan_out_", "sends"), [(None, False), (True, True), (False, False)])
-def test_a_folder_is_read_by_each_unless_it_is_said_to_be_remote(step: Path, fan_out_, sends: bool) -> None:
+@pytest.mark.parametrize(("broadcast_reads", "sends"), [(None, False), (True, True), (False, False)])
+def test_a_folder_is_read_by_each_unless_it_is_said_to_be_remote(step: Path, broadcast_reads, sends: bool) -> None:
     def body(rank: int, world: int):
         posted = []
         post = Coordinator.send
         Coordinator.send = lambda self, row, to: posted.append(row.numel()) or post(self, row, to)
         state = empty()
-        shardckpt.load(state, step, broadcast_reads=fan_out_)
+        shardckpt.load(state, step, broadcast_reads=broadcast_reads)
         return max(posted, default=0) == SEGMENT, is_as_saved(state)
 
     assert run(2, body) == [(sends, True)] * 2
