@@ -90,7 +90,7 @@ def prune(
     )
 
 
-_NO_RULE = "no rule: all complete steps stay; name --keep-last, --keep-every, --keep-best or --keep-for"
+_NO_RULE = "no rule is given: all complete steps stay; name --keep-last, --keep-every, --keep-best or --keep-for"
 
 
 def _show_unfinished(folders: Sequence[UnfinishedFolder]) -> None:

@@ -271,7 +271,8 @@ def test_prune_knows_the_rules_that_a_checkpointer_has(tmp_path: Path) -> None:
 def test_prune_without_a_rule_says_that_all_steps_stay(root: Path) -> None:
     found = run_here("prune", root)
     assert found.out == "kept 3, the newest 15\n"
-    assert "no rule: all complete steps stay; name --keep-last, --keep-every, --keep-best or --keep-for" in found.err
+    rules = "name --keep-last, --keep-every, --keep-best or --keep-for"
+    assert f"no rule is given: all complete steps stay; {rules}" in found.err
     assert "no rule" not in run_here("prune", root, "--keep-last", 9).err
 
 
