@@ -247,8 +247,8 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 SHOWN_BY_NEWER_TORCH = {
-    *("README.md", "docs/consolidate.md", "docs/from-fsdp.md", "docs/inspect-diff-verify.md"),
-    *("docs/safety.md", "docs/state-dicts.md"),
+    *("README.md", "docs/consolidate.md", "docs/diff.md", "docs/from-fsdp.md", "docs/local-state-dict.md"),
+    *("docs/optimizer-keys.md", "docs/safety.md", "docs/state-dicts.md", "docs/verify.md"),
 }
 """Pages that count values and bytes of the samples; the AdamW of torch 2.6 has a setting less."""
 

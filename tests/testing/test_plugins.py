@@ -1,4 +1,4 @@
-"""Formats and targets of other distributions: the examples of docs/extending.md, installed, and plugins with faults."""
+"""Formats and targets of other distributions: the examples in docs, installed, and plugins with faults."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ from shardckpt.offline.targets.target_registry import BUILT_IN
 from shardckpt.testing import ReaderSuite, TargetSuite
 from shardckpt.testing.target_suite import write_source
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "extending.md"
-READER, TARGET, SUITES, *_ = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+PAGES = [Path(__file__).resolve().parents[2] / "docs" / name for name in ("extending.md", "plugins.md")]
+TEXT = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+READER, TARGET, SUITES = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 BOTH = "[shardckpt.formats]\nnpy = npy_reader:FORMAT\n[shardckpt.targets]\nnpy = npy_target:TARGET\n"
 
 
