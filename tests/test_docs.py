@@ -306,11 +306,30 @@ def test_the_training_of_the_readme_goes_on_when_it_runs_again(tmp_path: Path, m
         assert names["ck"].steps()[-1] == last
 
 
+DECISIONS = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
+
+
 def test_decisions_are_numbered_by_one_and_by_their_titles() -> None:
-    pages = sorted((ROOT / "docs" / "decisions").glob("*.md"))
-    titles = [page.read_text(encoding="utf-8").partition(". ")[0] for page in pages]
-    assert titles == [f"# {number}" for number in range(1, len(pages) + 1)]
-    assert [page.name[:4] for page in pages] == [f"{number:04}" for number in range(1, len(pages) + 1)]
+    titles = [page.read_text(encoding="utf-8").partition(". ")[0] for page in DECISIONS]
+    assert titles == [f"# {number}" for number in range(1, len(DECISIONS) + 1)]
+    assert [page.name[:4] for page in DECISIONS] == [f"{number:04}" for number in range(1, len(DECISIONS) + 1)]
+
+
+def index_row(page: Path) -> str:
+    """Return the row of a decision in the table of all."""
+    text = page.read_text(encoding="utf-8")
+    number, title = re.findall(r"\A# (\d+)\. (.+)", text)[0]
+    status, by = re.findall(r"Status: ([a-z ,]+?)(?: by (.+))?[.:;]?$", text, re.MULTILINE)[0]
+    return f"| {number} | [{title}]({page.name}) | {status} | {by.removesuffix('.')} |"
+
+
+def test_the_index_of_decisions_lists_each() -> None:
+    index = ROOT / "docs" / "decisions" / "index.md"
+    head, rule, _ = index.read_text(encoding="utf-8").partition("|---|---|---|---|\n")
+    expected = head + rule + "".join(f"{index_row(page)}\n" for page in DECISIONS)
+    if os.environ.get("UPDATE_DOCS"):
+        index.write_text(expected, encoding="utf-8")
+    assert index.read_text(encoding="utf-8") == expected, "run `UPDATE_DOCS=1 pytest tests/test_docs.py -k index`"
 
 
 LINKS = [
