@@ -1,4 +1,4 @@
-"""Complete the site that mkdocs builds from docs/: source files that pages link to, and the list of decisions.
+"""Complete the site that mkdocs builds from docs/: source files that pages link to.
 
 Pages link to files outside docs/ (`../examples/demo.py`), so that the links work in a checkout. The site gets a copy of
 each such file below `source/`, and the links are rewritten to it. A copy can be a page, such as README.md: its links
@@ -10,7 +10,6 @@ from __future__ import annotations
 import posixpath
 import re
 from pathlib import Path
-from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
@@ -48,22 +47,6 @@ def rewrite_links(markdown: str, page: str) -> str:
         return posixpath.relpath(target, posixpath.dirname(page) or ".") if target else link[0]
 
     return LINK.sub(rewrite, markdown)
-
-
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Replace the folders in the navigation by their pages, in the order of their names."""
-    config.nav = _expand(config.nav, Path(config.docs_dir))
-    return config
-
-
-def _expand(entry: Any, docs: Path) -> Any:
-    if isinstance(entry, list):
-        return [_expand(each, docs) for each in entry]
-    if isinstance(entry, dict):
-        return {title: _expand(target, docs) for title, target in entry.items()}
-    if isinstance(entry, str) and entry.endswith("/"):
-        return [page.relative_to(docs).as_posix() for page in sorted((docs / entry).glob("*.md"))]
-    return entry
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

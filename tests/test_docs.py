@@ -27,7 +27,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 import pytest
@@ -365,13 +365,6 @@ class TestTheSite:
     @pytest.mark.parametrize(("page", "link", "rewritten"), LINKS)
     def test_links_to_sources_lead_to_copies(self, hooks: ModuleType, page: str, link: str, rewritten: str) -> None:
         assert hooks.rewrite_links(f"see [it]({link}).", page) == f"see [it]({rewritten})."
-
-    def test_folders_anywhere_in_the_navigation_are_lists_of_pages(self, hooks: ModuleType, tmp_path: Path) -> None:
-        for name in ("b.md", "a.md", "c.txt"):
-            tmp_path.joinpath(name).touch()
-        config = SimpleNamespace(docs_dir=str(tmp_path.parent), nav=[{"A": [{"B": f"{tmp_path.name}/"}]}, "index.md"])
-        pages = [f"{tmp_path.name}/a.md", f"{tmp_path.name}/b.md"]
-        assert hooks.on_config(config).nav == [{"A": [{"B": pages}]}, "index.md"]
 
 
 class TestSignaturesOnTheSite:
