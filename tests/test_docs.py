@@ -36,7 +36,7 @@ from shardckpt_cli import start
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-CONTINUES = {ROOT / "README.md": ROOT / "docs" / "tutorial.md"}
+CONTINUES = {ROOT / "docs" / "which-command.md": ROOT / "docs" / "tutorial.md"}
 """Pages that use what another page leaves behind; that one runs only as the start of them."""
 REASON = re.compile(r"<!-- not run: (.+?) -->\n\Z")
 TARGET_FILE = re.compile(r"<!-- file: (\S+) -->\n\Z")
@@ -247,7 +247,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 SHOWN_BY_NEWER_TORCH = {
-    *("README.md", "docs/consolidate.md", "docs/diff.md", "docs/from-fsdp.md", "docs/local-state-dict.md"),
+    *("docs/which-command.md", "docs/consolidate.md", "docs/diff.md", "docs/from-fsdp.md", "docs/local-state-dict.md"),
     *("docs/optimizer-keys.md", "docs/safety.md", "docs/state-dicts.md", "docs/verify.md"),
 }
 """Pages that count values and bytes of the samples; the AdamW of torch 2.6 has a setting less."""

@@ -1,8 +1,8 @@
 """Draw the picture of the README: the page of `shardckpt inspect --html`, as a browser shows it.
 
-    python tests/offline/draw_map.py run/step-8 docs/images/map.png
+    python tests/offline/draw_map.py run/step-60 docs/images/map.png
 
-`run/step-8` is the step that docs/tutorial.md leaves behind. Needs Chromium.
+`run/step-60` is the step that docs/tutorial.md leaves behind. Needs Chromium.
 """
 
 from __future__ import annotations
