@@ -1,6 +1,6 @@
 """Save and resume a training loop of Accelerate with one call.
 
-    pip install 'shardckpt[accelerate]'
+    pip install '.[accelerate]'
     python examples/accelerate_training.py                             # forks two gloo ranks on the CPU
     accelerate launch --use_fsdp examples/accelerate_training.py       # on GPUs, with any configuration of FSDP or DDP
 

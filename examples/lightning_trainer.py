@@ -1,6 +1,6 @@
 """Save and resume Lightning's Trainer with one callback.
 
-    pip install 'shardckpt[lightning]'
+    pip install '.[lightning]'
     python examples/lightning_trainer.py                                # forks two gloo ranks on the CPU
     torchrun --nproc-per-node 2 examples/lightning_trainer.py           # or any number of ranks
 

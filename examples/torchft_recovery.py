@@ -1,6 +1,6 @@
 """A replica of torchft that joins later receives the state of another one, without pickle.
 
-    pip install 'shardckpt[torchft]'
+    pip install '.[torchft]'
     python examples/torchft_recovery.py                              # two replicas on the CPU, one thread each
 
 The first replica trains alone. After its third step the second one joins, with other weights. torchft notices that it

@@ -1,6 +1,6 @@
 """Save and resume with torchtitan's parts and shardckpt's manager of checkpoints, on the CPU.
 
-    pip install 'shardckpt[torchtitan]'
+    pip install '.[torchtitan]'
     python examples/torchtitan_manager.py                            # forks two gloo ranks on the CPU
 
 The trainer of torchtitan needs a GPU. So this loop calls the manager as the trainer does: it loads first, and saves

@@ -1,6 +1,6 @@
 """Save and resume transformers' Trainer with one callback.
 
-    pip install 'shardckpt[transformers]'
+    pip install '.[transformers]'
     python examples/transformers_trainer.py                             # forks two gloo ranks on the CPU
     torchrun --nproc-per-node 2 examples/transformers_trainer.py        # or any number of ranks
 
