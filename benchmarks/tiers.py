@@ -38,7 +38,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import shardckpt
 from shardckpt.events import ReplicateEvent
-from shardckpt.format.native.payload import BLOCK_BYTES
+from shardckpt.format.native.payload import GROUP_BYTES
 from shardckpt.plan.layout.output_files import parse_size
 from shardckpt.storage.holder.holder_sockets import NODE
 
@@ -141,9 +141,9 @@ def exchange_and_keep(sent: torch.Tensor, received: torch.Tensor, peers: tuple[i
     """Send and receive a tensor, hash the received bytes, and write them into an empty file in memory."""
     exchange([(sent, peers[0])], [(received, peers[1])])
     data = memoryview(received.view(torch.uint8).numpy())  # type: ignore[arg-type]
-    for at in range(0, len(data), BLOCK_BYTES):
-        xxhash.xxh3_64_digest(data[at : at + BLOCK_BYTES])
-        os.write(memory, data[at : at + BLOCK_BYTES])
+    for at in range(0, len(data), GROUP_BYTES):
+        xxhash.xxh3_64_digest(data[at : at + GROUP_BYTES])
+        os.write(memory, data[at : at + GROUP_BYTES])
 
 
 def capture(rank: int, root: Path, nbytes: int, rounds: int) -> Capture:

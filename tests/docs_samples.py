@@ -82,7 +82,7 @@ def main(folder: Path) -> None:
     model.load_state_dict(state["model"])
     model.save_pretrained(folder / "shards", max_shard_size="2MB")
     shutil.rmtree(work)
-    shutil.copytree(Path(__file__).parent / "format" / "golden" / "1.0" / "small", folder / "golden")
+    shutil.copytree(Path(__file__).parent / "format" / "golden" / "1" / "small", folder / "golden")
 
 
 if __name__ == "__main__":

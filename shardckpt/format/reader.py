@@ -93,6 +93,10 @@ class Evidence(IntEnum):
     """Based on bytes that only this format has."""
 
 
+XXH3 = "xxh3-64"
+XXH3_OF_BLOCKS = "xxh3-64 of the hashes of blocks of 128 KiB"
+
+
 class Checksum(NamedTuple):
     """A checksum that a format stores.
 
@@ -100,10 +104,9 @@ class Checksum(NamedTuple):
         file: File name relative to the store.
         offset: Offset of the first covered byte.
         nbytes: Number of covered bytes.
-        algorithm: `crc32` or `xxh3-64`.
+        algorithm: `crc32`, `XXH3` or `XXH3_OF_BLOCKS`.
         value: Stored checksum.
         label: Label of the range in messages, such as `block 3, `; empty if it has none.
-        parts: Further checksums of the same kind, of parts of a range of at most 4 MiB.
     """
 
     file: str
@@ -112,7 +115,6 @@ class Checksum(NamedTuple):
     algorithm: str
     value: int
     label: str = ""
-    parts: tuple[Checksum, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

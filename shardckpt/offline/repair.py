@@ -19,13 +19,12 @@ from shardckpt.format.native.commit import (
     read_contents,
 )
 from shardckpt.format.native.manifest_json import ManifestContents, decode_manifest, encode_manifest
-from shardckpt.format.native.payload import BLOCK_BYTES, HF_INDEX, BlockHasher
+from shardckpt.format.native.payload import GROUP_BYTES, HF_INDEX, BlockHasher
 from shardckpt.format.native.reader import build_manifest
 from shardckpt.format.native.records import (
     ArrayRecord,
     FileRecord,
     group_files_by_base,
-    hashed_record,
     make_record,
 )
 from shardckpt.format.native.recovery import DescribedFile, read_described, rebuild_manifest
@@ -254,8 +253,7 @@ def _describe_change(old: FileRecord, nbytes: int) -> Problem:
 
 def _agrees(old: FileRecord, found: FileRecord) -> bool:
     """Return whether a file has the size and the hashes that a manifest stores."""
-    same = old.hashes in (None, found.hashes) and old.sub_hashes in (b"", found.sub_hashes)
-    return old.nbytes == found.nbytes and same
+    return old.nbytes == found.nbytes and old.hashes in (None, found.hashes, found.with_groups().hashes)
 
 
 def _without_digests(record: ArrayRecord) -> ArrayRecord:
@@ -302,9 +300,9 @@ def _read_based(
 def _hash(store: Store, name: str, nbytes: int) -> FileRecord:
     """Return the record of a file as it is."""
     hasher = BlockHasher()
-    buffer = memoryview(bytearray(min(BLOCK_BYTES, nbytes)))
-    for start in range(0, nbytes, BLOCK_BYTES):
-        block = buffer[: min(BLOCK_BYTES, nbytes - start)]
+    buffer = memoryview(bytearray(min(GROUP_BYTES, nbytes)))
+    for start in range(0, nbytes, GROUP_BYTES):
+        block = buffer[: min(GROUP_BYTES, nbytes - start)]
         store.read([Read(name, start, block)])
         hasher.update(block)
-    return hashed_record(name, nbytes, hasher.digests())
+    return FileRecord(name, nbytes, hasher.digests())

@@ -21,7 +21,8 @@ from shardckpt.errors import (
 )
 from shardckpt.events.progress import Meter, OnProgress
 from shardckpt.format.encodings.codecs import CODECS
-from shardckpt.format.reader import Checksum, NamedBases, Reader, Source
+from shardckpt.format.native.payload import GROUP_BYTES, BlockHasher, group_hashes
+from shardckpt.format.reader import XXH3, XXH3_OF_BLOCKS, Checksum, NamedBases, Reader, Source
 from shardckpt.format.registry import open_checkpoint, open_reader, open_source
 from shardckpt.format.torchsave.unreadable import find_value
 from shardckpt.manifest import Encoded, Lazy, Manifest, dotted
@@ -33,10 +34,9 @@ from shardckpt.plan.layout.coverage import faults, locate
 from shardckpt.storage.resolve_url import as_url
 from shardckpt.storage.store import Read, check_name
 
-_BLOCK_BYTES = 1 << 22
 _MOST_FAULTS = 1000
-_FULL_FILES = "xxh3-64"
-"""Kind of checksums that cover all bytes of a file."""
+_FULL_FILES = (XXH3, XXH3_OF_BLOCKS)
+"""Kinds of checksums that cover all bytes of a file."""
 
 _CHECKS = ("structure", "coverage", "sizes")
 _SHOWN = 4
@@ -198,20 +198,20 @@ def _checksums(reader: Reader, on_progress: OnProgress | None) -> tuple[int, lis
         meter = Meter(sum(checksum.nbytes for checksum in reader.checksums()), on_progress)
     problems: list[Problem] = []
     content = _Content(reader.manifest)
-    buffer = bytearray(_BLOCK_BYTES)
+    blocks = _Blocks(reader, meter)
     ends: dict[str, int] = {}
     try:
         for checksum in reader.checksums():
             without.pop(checksum.file, None)
             if checksum.algorithm not in _ALGORITHMS:
                 return checked, [*problems, _unknown_kind(checksum)], ()
-            wrong = _find_wrong(reader, checksum, buffer, meter)
-            if checksum.algorithm == _FULL_FILES:
+            value = _ALGORITHMS[checksum.algorithm](blocks.read(checksum))
+            if checksum.algorithm in _FULL_FILES:
                 ends[checksum.file] = checksum.offset + checksum.nbytes
-            if not wrong:
+            if value == checksum.value:
                 checked += checksum.nbytes
-            for each, value in wrong[: _MOST_FAULTS - len(problems)]:
-                problems.append(_mismatch(reader, each, value, content))
+            elif len(problems) < _MOST_FAULTS:
+                problems.append(_mismatch(reader, checksum, value, content))
     except CheckpointError as error:
         problems.append(from_error(error, reader.store.url))
     longer = {name: size for name, size in reader.manifest.files.items() if size > ends.get(name, size)}
@@ -225,18 +225,6 @@ def _checksums(reader: Reader, on_progress: OnProgress | None) -> tuple[int, lis
 def _unknown_kind(checksum: Checksum) -> Problem:
     message = escape(f"{checksum.file} has checksums of an unknown kind: {checksum.algorithm}")
     return Problem("unsupported", message, file=checksum.file, found=escape(checksum.algorithm))
-
-
-def _find_wrong(reader: Reader, checksum: Checksum, buffer: bytearray, meter: Meter) -> list[tuple[Checksum, int]]:
-    """Return the smallest ranges that do not match their checksums, with the values that they have."""
-    algorithm = _ALGORITHMS[checksum.algorithm]
-    value = algorithm(_blocks(reader, checksum, buffer, meter))
-    parts = []
-    for part in checksum.parts:
-        start = part.offset - checksum.offset
-        parts.append((part, algorithm([memoryview(buffer)[start : start + part.nbytes]])))
-    wrong = [(part, found) for part, found in parts if found != part.value]
-    return wrong or ([] if value == checksum.value else [(checksum, value)])
 
 
 def _mismatch(reader: Reader, checksum: Checksum, value: int, content: _Content) -> Problem:
@@ -289,13 +277,40 @@ class _Content:
         return list(dict.fromkeys(overlapping))
 
 
-def _blocks(reader: Reader, checksum: Checksum, buffer: bytearray, meter: Meter) -> Iterator[memoryview]:
-    """Yield the bytes that a checksum covers, in parts through one buffer."""
-    for start in range(0, checksum.nbytes, _BLOCK_BYTES):
-        block = memoryview(buffer)[: min(_BLOCK_BYTES, checksum.nbytes - start)]
-        reader.raw_store.read([Read(checksum.file, checksum.offset + start, block)])
-        yield block
-        meter.add(len(block))
+class _Blocks:
+    """Reads the bytes that checksums cover, in their order and through one buffer; those of small ones together.
+
+    Args:
+        reader: Open checkpoint.
+        meter: Counts the bytes.
+    """
+
+    def __init__(self, reader: Reader, meter: Meter) -> None:
+        self._store, self._sizes, self._meter = reader.raw_store, reader.manifest.files, meter
+        self._buffer = memoryview(bytearray(GROUP_BYTES))
+        self._file, self._start, self._end = "", 0, 0
+
+    def read(self, checksum: Checksum) -> Iterator[memoryview]:
+        """Yield the bytes that a checksum covers, in parts that are valid until the next one is requested."""
+        at, end = checksum.offset, checksum.offset + checksum.nbytes
+        while at < end:
+            if self._file != checksum.file or not self._start <= at < self._end:
+                self._fill(checksum, at)
+            part = self._buffer[at - self._start : min(end, self._end) - self._start]
+            yield part
+            at += len(part)
+            if at == self._end:
+                self._meter.add(at - self._start)
+
+    def _fill(self, checksum: Checksum, at: int) -> None:
+        """Read bytes of a checksum, and those after them if further checksums cover these too."""
+        end = checksum.offset + checksum.nbytes
+        if checksum.algorithm in _FULL_FILES:
+            end = max(end, self._sizes.get(checksum.file, end))
+        nbytes = min(GROUP_BYTES, end - at)
+        self._file = ""
+        self._store.read([Read(checksum.file, at, self._buffer[:nbytes])])
+        self._file, self._start, self._end = checksum.file, at, at + nbytes
 
 
 def _crc32(blocks: Iterable[memoryview]) -> int:
@@ -312,4 +327,15 @@ def _xxh3(blocks: Iterable[memoryview]) -> int:
     return int(digest.intdigest())
 
 
-_ALGORITHMS: Mapping[str, Callable[[Iterable[memoryview]], int]] = {"crc32": _crc32, "xxh3-64": _xxh3}
+def _xxh3_of_blocks(blocks: Iterable[memoryview]) -> int:
+    hasher = BlockHasher()
+    for block in blocks:
+        hasher.update(block)
+    return int.from_bytes(group_hashes(hasher.digests()), "big")
+
+
+_ALGORITHMS: Mapping[str, Callable[[Iterable[memoryview]], int]] = {
+    "crc32": _crc32,
+    XXH3: _xxh3,
+    XXH3_OF_BLOCKS: _xxh3_of_blocks,
+}

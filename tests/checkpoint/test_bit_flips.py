@@ -60,7 +60,7 @@ def test_every_byte_of_a_small_checkpoint(small: Path) -> None:
 
 
 def test_a_sample_of_every_block_of_every_file_of_a_larger_one(tmp_path: Path) -> None:
-    rows, columns = 1100, 2048  # 9 MB in two files of two blocks each
+    rows, columns = 140, 2048  # 1.1 MB in two files of five blocks each
 
     def body(rank: int, world: int) -> None:
         values = torch.arange(rows * columns, dtype=torch.float32).view(rows, columns)
@@ -86,7 +86,7 @@ def test_a_sample_of_every_block_of_every_file_of_a_larger_one(tmp_path: Path) -
                 found += 1
     assert verify(str(tmp_path / "c")).ok
     print(f"{found} bytes flipped, all found")
-    assert found >= 12
+    assert found >= 24
 
 
 def test_a_part_is_read_where_other_blocks_are_damaged_and_refused_where_its_own_are(tmp_path: Path) -> None:

@@ -410,12 +410,12 @@ class TestIncompleteSteps:
 def make_newer(folder: Path, kind: str) -> None:
     """Turn a step into one of a later version, or with a feature that nobody here knows."""
     line = json.loads((folder / "COMMIT").read_text().splitlines()[0])
-    line |= {"version": [2, 0]} if kind == "version" else {"features": ["compression"]}
+    line |= {"version": 2} if kind == "version" else {"features": ["compression"]}
     raw = (json.dumps(line, separators=(",", ":")) + "\n").encode()
     (folder / "COMMIT").write_bytes(raw + hashlib.sha256(raw).hexdigest().encode() + b"\n")
 
 
-SAYS = {"version": "version 2.0 of the format", "feature": "feature 'compression'.*version 1.0 of the format"}
+SAYS = {"version": "version 2 of the format", "feature": "feature 'compression'"}
 
 
 @pytest.mark.parametrize("kind", ["version", "feature"])

@@ -25,7 +25,7 @@ from shardckpt.errors import (
     UnsupportedError,
     UsageError,
 )
-from shardckpt.format.native.payload import SUB_BLOCK_BYTES
+from shardckpt.format.native.payload import BLOCK_BYTES
 from shardckpt.storage.local import LocalStore
 
 
@@ -815,7 +815,7 @@ class TestReading:
 
         monkeypatch.setattr(LocalStore, "read", counted)
         assert torch.equal(opened["deep.t"][10:12], tensor[10:12])
-        assert read == [SUB_BLOCK_BYTES]
+        assert read == [BLOCK_BYTES]
         read.clear()
         plain = shardckpt.open(tmp_path / "c", verify=False)
         read.clear()

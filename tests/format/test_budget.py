@@ -173,7 +173,7 @@ def step(nest: object, arrays: list[object]) -> dict[str, bytes]:
     payload = f"{save}-00000-00.safetensors"
     manifest = {
         "format": "shardckpt manifest",
-        "version": [1, 0],
+        "version": 1,
         "save": save,
         "about": {},
         "topology": {},
@@ -186,7 +186,7 @@ def step(nest: object, arrays: list[object]) -> dict[str, bytes]:
     name = f"{save}.manifest.json"
     commit = {
         "format": "shardckpt",
-        "version": [1, 0],
+        "version": 1,
         "features": [],
         "save": save,
         "manifest": [name, len(data), hashlib.sha256(data).hexdigest()],
@@ -350,7 +350,7 @@ def test_a_chunk_of_other_dimensions_than_its_array_is_a_typed_error() -> None:
         (["a"], "float32", [2], [0], []),
         (["a"], "float32", [], [0], [2]),
     ):
-        told = json.dumps({"version": [1, 0], "save": "s", "chunks": [chunk]})
+        told = json.dumps({"version": 1, "save": "s", "chunks": [chunk]})
         body = json.dumps({"__metadata__": {"shardckpt": told}}).encode()
         data = struct.pack("<Q", len(body)) + body
         with pytest.raises(FormatError, match="dimensions"):

@@ -203,7 +203,7 @@ def _lying_header(which: int, data: bytes) -> None:
 
 
 _RUN = "memory://fuzz/run"
-_GOLDEN = Path(__file__).parents[1] / "format" / "golden" / "1.0"
+_GOLDEN = Path(__file__).parents[1] / "format" / "golden" / "1"
 
 
 @cache
@@ -246,7 +246,7 @@ def _lying_based_manifest(_: int, data: bytes) -> None:
     """Read a step with a base whose damaged manifest `COMMIT` confirms in everything."""
     commit = decode_commit(_golden("based")[COMMIT])
     own = [FileRecord(name, size, None) for name, size in commit.files.items()]
-    of_bases = [FileRecord(n, size, (), url) for url, named in commit.bases.items() for n, size in named.items()]
+    of_bases = [FileRecord(n, size, b"", url) for url, named in commit.bases.items() for n, size in named.items()]
     files = [*own, *of_bases]
     with suppress(ShardckptError):
         files = list(decode_manifest(data).files)

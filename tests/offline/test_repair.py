@@ -211,10 +211,10 @@ def test_the_complete_one_of_two_saves_is_taken(tmp_path: Path) -> None:
 
 def test_what_is_newer_is_not_damage(tmp_path: Path) -> None:
     folder = write_step(tmp_path / "s", state(), BOXES)
-    manifest = (folder / MANIFEST).read_bytes().replace(b'"version":[1,0]', b'"version":[3,0]')
+    manifest = (folder / MANIFEST).read_bytes().replace(b'"version":1,', b'"version":3,')
     (folder / MANIFEST).write_bytes(manifest)
     (folder / COMMIT).write_bytes(encode_commit(SAVE, manifest, []))
-    with pytest.raises(UnsupportedError, match=r"3\.0"):
+    with pytest.raises(UnsupportedError, match="version 3 "):
         shardckpt.repair(str(folder))
 
 
@@ -246,8 +246,8 @@ def test_an_order_that_names_an_array_twice_in_place_of_another_is_refused(tmp_p
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        (b'\\"version\\":[1,0]', b'\\"version\\":[2,0]'),
-        (b'\\"version\\":[1,0]', b'\\"version\\":"10"'),
+        (b'\\"version\\":1,', b'\\"version\\":2,'),
+        (b'\\"version\\":1,', b'\\"version\\":"1",'),
         (b'\\"chunks\\":[[[', b'\\"chunks\\":[[{'),
         (b"[3,0],[3,4]", b"[9,0],[3,4]"),
         (b"[3,0],[3,4]", b"[3,0],[3,1]"),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from cases import NAMES, read_case
-from native_writer import SAVE, without_sub_hashes, write_step
+from native_writer import SAVE, with_grouped_hashes, write_step
 from safetensors.torch import save_file
 from share_writers import as_rank, dtensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardckpt
 from shardckpt.boxes import Box
 from shardckpt.errors import IncompleteError, SourceNotFoundError, UnknownFormatError
-from shardckpt.format.native.manifest_json import ManifestContents
-from shardckpt.format.native.payload import BLOCK_BYTES, SUB_BLOCK_BYTES
+from shardckpt.format.native.payload import BLOCK_BYTES, GROUP_BYTES
+from shardckpt.storage.local import LocalStore
+from shardckpt.storage.store import Read
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -117,49 +118,47 @@ class TestNativeSteps:
             assert file.name in found.problems[0].message, (at, found.problems)
 
     def test_file_block_and_tensors_are_named(self, tmp_path: Path) -> None:
-        state = {"first": torch.zeros(BLOCK_BYTES // 4), "second": torch.zeros(BLOCK_BYTES // 2)}
+        state = {"first": torch.zeros(GROUP_BYTES // 4), "second": torch.zeros(GROUP_BYTES // 2)}
         step = write_step(tmp_path / "step", state)
         [file] = step.glob("*.safetensors")
         with file.open("r+b") as opened:
-            opened.seek(BLOCK_BYTES + 100)
+            opened.seek(GROUP_BYTES + 100)
             opened.write(b"\x01")
-            opened.seek(2 * BLOCK_BYTES + 100)
+            opened.seek(2 * GROUP_BYTES + 100)
             opened.write(b"\x01")
         one, two = shardckpt.verify(str(step)).problems
-        assert f"{file.name}: block 1, bytes {BLOCK_BYTES} to {BLOCK_BYTES + SUB_BLOCK_BYTES} " in one.message
+        assert f"{file.name}: block 32, bytes {GROUP_BYTES} to {GROUP_BYTES + BLOCK_BYTES} " in one.message
         assert ": first, second;" in one.message
-        assert ": block 2," in two.message
+        assert ": block 64," in two.message
         assert ": second;" in two.message
         assert (one.kind, one.file, one.rank, one.tensors) == ("checksum", file.name, 0, ("first", "second"))
-        assert one.byte_range == (BLOCK_BYTES, SUB_BLOCK_BYTES)
+        assert one.byte_range == (GROUP_BYTES, BLOCK_BYTES)
         assert f"found {one.found}; expected {one.expected}." in str(one)
         assert len(one.expected) == len(one.found) == 16
 
-    def test_a_step_of_version_1_0_is_checked_by_blocks(self, tmp_path: Path) -> None:
-        state = {"first": torch.zeros(BLOCK_BYTES // 4), "second": torch.zeros(BLOCK_BYTES // 2)}
-        step = write_step(tmp_path / "step", state, change=without_sub_hashes)
+    def test_a_very_large_step_is_checked_by_groups_of_blocks(self, tmp_path: Path) -> None:
+        state = {"first": torch.zeros(GROUP_BYTES // 4), "second": torch.zeros(GROUP_BYTES // 2)}
+        step = write_step(tmp_path / "step", state, change=with_grouped_hashes)
         [file] = step.glob("*.safetensors")
         with file.open("r+b") as opened:
-            opened.seek(2 * BLOCK_BYTES - 100)
+            opened.seek(2 * GROUP_BYTES - 100)
             opened.write(b"\x01")
         [one] = shardckpt.verify(str(step)).problems
-        assert f"{file.name}: block 1, bytes {BLOCK_BYTES} to {2 * BLOCK_BYTES} " in one.message
+        assert f"{file.name}: blocks 32 to 63, bytes {GROUP_BYTES} to {2 * GROUP_BYTES} " in one.message
 
-    @pytest.mark.parametrize("wrong", ["blocks", "sub-blocks"])
-    def test_both_kinds_of_hashes_are_compared(self, tmp_path: Path, wrong: str) -> None:
-        def change(contents: ManifestContents) -> ManifestContents:
-            file, *rest = contents.files
-            assert file.hashes is not None
-            lie = (
-                {"sub_hashes": file.sub_hashes[:-1] + b"\0"}
-                if wrong == "sub-blocks"
-                else {"hashes": (1, *file.hashes[1:])}
-            )
-            return replace(contents, files=(file._replace(**lie), *rest))
+    def test_small_blocks_are_read_together(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        step = write_step(tmp_path / "step", {"w": torch.zeros(GROUP_BYTES // 2)})
+        [size] = [file.stat().st_size for file in step.glob("*.safetensors")]
+        sizes: list[int] = []
+        read = LocalStore.read
 
-        step = write_step(tmp_path / "step", {"w": torch.zeros(SUB_BLOCK_BYTES)}, change=change)
-        [problem] = shardckpt.verify(str(step)).problems
-        assert "block 0, " in problem.message
+        def note(store: LocalStore, reads: Sequence[Read]) -> None:
+            sizes.extend(len(each.buffer) for each in reads if each.name.endswith(".safetensors"))
+            read(store, reads)
+
+        monkeypatch.setattr(LocalStore, "read", note)
+        assert shardckpt.verify(step).ok
+        assert sizes == [GROUP_BYTES, GROUP_BYTES, size - 2 * GROUP_BYTES]
 
     def test_a_file_that_is_gone_cut_or_longer_is_found(self, step: Path) -> None:
         file = step / f"{SAVE}-00001-00.safetensors"
@@ -196,11 +195,11 @@ class TestNativeSteps:
 
 
 def test_progress_counts_the_bytes_of_all_checksums(tmp_path: Path) -> None:
-    write_step(tmp_path / "step", {"w": torch.zeros(3 * BLOCK_BYTES // 4)})
+    write_step(tmp_path / "step", {"w": torch.zeros(3 * GROUP_BYTES // 4)})
     seen: list[shardckpt.Progress] = []
     found = shardckpt.verify(tmp_path / "step", on_progress=seen.append)
     assert seen[-1].done_bytes == seen[-1].total_bytes == found.checked_bytes
-    assert len(seen) == 4, "a block at a time"
+    assert len(seen) == 4, "a group of blocks at a time"
 
 
 def test_every_file_that_cannot_be_read_is_listed(tmp_path: Path) -> None:

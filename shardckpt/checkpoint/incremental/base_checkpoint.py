@@ -22,7 +22,7 @@ from shardckpt.format.chunk_reader import PieceReader, ReadItem
 from shardckpt.format.native.base_refs import Base, is_same_folder, refer_to, resolve_base
 from shardckpt.format.native.commit import COMMIT, read_commit
 from shardckpt.format.native.manifest_json import PartialManifest
-from shardckpt.format.native.payload import BLOCK_BYTES, PayloadChunk
+from shardckpt.format.native.payload import GROUP_BYTES, GroupHasher, PayloadChunk
 from shardckpt.format.native.reader import NativeReader
 from shardckpt.format.native.records import DIGEST_BYTES, ArrayRecord, FileRecord, group_files_by_base, plain_name
 from shardckpt.format.value_stats import STATS_BYTES
@@ -201,7 +201,7 @@ class BaseCheckpoint:
                 )
         return located
 
-    def rows(self, entry: TensorEntry, hashes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[Box, BaseLocation]]:
+    def rows(self, entry: TensorEntry, hashes: Mapping[str, bytes]) -> Iterator[tuple[Box, BaseLocation]]:
         """Yield boxes and locations of the pieces of an array.
 
         Args:
@@ -322,20 +322,22 @@ class BaseCheckpoint:
             if name not in self._files or self._files[name].hashes is None
         }
 
-    def hash_blocks(self, files: Mapping[str, int], share: int, shares: int) -> list[int]:
-        """Return the xxh3-64 of every `shares`-th block, counted through all files.
+    def hash_blocks(self, files: Mapping[str, int], share: int, shares: int) -> list[str]:
+        """Return the hashes, in hexadecimal digits, of every `shares`-th group of blocks, counted through all files.
 
         Args:
             files: Sizes in bytes by name.
             share: Index of the share, from 0.
             shares: Number of shares.
         """
-        buffer = memoryview(bytearray(BLOCK_BYTES))
+        buffer = memoryview(bytearray(GROUP_BYTES))
         hashes = []
-        for number, (name, start, size) in enumerate(_blocks(files)):
+        for number, (name, start, size) in enumerate(_groups(files)):
             if number % shares == share:
                 self._reader.raw_store.read([Read(name, start, buffer[:size])])
-                hashes.append(xxhash.xxh3_64_intdigest(buffer[:size]))
+                hasher = GroupHasher()
+                hasher.update(buffer[:size])
+                hashes.append(hasher.digests().hex())
         return hashes
 
     def bases(self, files: Iterable[FileRecord]) -> tuple[Base, ...]:
@@ -392,24 +394,24 @@ def _hash(pieces: PieceReader, batch: list[tuple[int, ReadItem]], hashers: Seque
     batch.clear()
 
 
-def _blocks(files: Mapping[str, int]) -> Iterator[tuple[str, int, int]]:
+def _groups(files: Mapping[str, int]) -> Iterator[tuple[str, int, int]]:
     for name, size in files.items():
-        for start in range(0, size, BLOCK_BYTES):
-            yield name, start, min(BLOCK_BYTES, size - start)
+        for start in range(0, size, GROUP_BYTES):
+            yield name, start, min(GROUP_BYTES, size - start)
 
 
-def merge_block_hashes(files: Mapping[str, int], shares: Sequence[Sequence[int]]) -> dict[str, tuple[int, ...]]:
+def merge_block_hashes(files: Mapping[str, int], shares: Sequence[Sequence[str]]) -> dict[str, bytes]:
     """Merge the block hashes of all ranks into those of each file.
 
     Args:
         files: Sizes in bytes by name, as in the hints of all ranks.
         shares: Hashes of each rank, in rank order.
     """
-    merged: dict[str, list[int]] = {name: [] for name in files}
+    merged: dict[str, list[str]] = {name: [] for name in files}
     rest = [iter(share) for share in shares]
-    for number, (name, _, _) in enumerate(_blocks(files)):
+    for number, (name, _, _) in enumerate(_groups(files)):
         merged[name].append(next(rest[number % len(rest)]))
-    return {name: tuple(hashes) for name, hashes in merged.items()}
+    return {name: bytes.fromhex("".join(hashes)) for name, hashes in merged.items()}
 
 
 class BaseReferences:

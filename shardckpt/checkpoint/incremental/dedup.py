@@ -35,7 +35,7 @@ from shardckpt.storage.thread_pool import ThreadPool
 _HASHERS = 4
 _WORTH_THREADS_BYTES = 64 << 20
 
-_Hashes = dict[tuple[str, str, str], tuple[int, ...]]
+_Hashes = dict[tuple[str, str, str], bytes]
 """Block hashes of files without stored hashes, by folder, name and version of the file."""
 
 
@@ -111,7 +111,7 @@ class BaseHints:
         digests = chunk_digests([chunks[at] for at in self.digests], arrays)
         return tuple(at for (at, digest), own in zip(self.digests.items(), digests, strict=True) if own == digest)
 
-    def hash_blocks(self, rank: int, world: int) -> list[int]:
+    def hash_blocks(self, rank: int, world: int) -> list[str]:
         """Hash this rank's share of the blocks without a stored hash.
 
         Raises:
@@ -257,7 +257,7 @@ class BaseDedup:
     def part(
         self,
         unchanged: Sequence[Sequence[int]],
-        blocks: Sequence[Sequence[int]],
+        blocks: Sequence[Sequence[str]],
         known: _Hashes,
         stats: Sequence[Mapping[str, str]] = (),
     ) -> PartialManifest:

@@ -17,7 +17,7 @@ from shardckpt.checkpoint.load.tensor_loader import BATCH_BYTES, ElementReader, 
 from shardckpt.checkpoint.stateful.numpy_arrays import array_from_tensor
 from shardckpt.checkpoint.stateful.stateful import from_named_value
 from shardckpt.errors import NameCollisionError, NoMemoryError, UnsupportedError, UsageError
-from shardckpt.format.native.payload import BLOCK_BYTES
+from shardckpt.format.native.payload import GROUP_BYTES
 from shardckpt.format.native.reader import NativeReader
 from shardckpt.format.opened.state_tree import TensorRef, build_tree, fill_tree, find, iter_refs
 from shardckpt.format.reader import NamedBases, ParamShapes, Reader, missing_shapes_error
@@ -109,9 +109,9 @@ class CheckpointSource:
         Raises:
             ChecksumError: A block differs from its saved hash.
         """
-        hashed = self._files.block_hashes() if isinstance(self._files, NativeReader) else {}
+        hashed = self._files.list_hashed_files() if isinstance(self._files, NativeReader) else []
         left_out = self.manifest.elsewhere if own_only else {}
-        for name in sorted(hashed.keys() - left_out.keys())[share::shares]:
+        for name in sorted(set(hashed) - left_out.keys())[share::shares]:
             size = self.manifest.files[name]
             for start in range(0, size, BATCH_BYTES):
                 self._store.read([Read(name, start, memoryview(bytearray(min(BATCH_BYTES, size - start))))])
@@ -253,8 +253,8 @@ class CheckpointSource:
 
     @property
     def grain(self) -> int:
-        """Smallest number of bytes per read: a block if hashes are checked, otherwise 1."""
-        return BLOCK_BYTES if self._store is not self._reader.raw_store else 1
+        """Smallest number of bytes per read: a group of blocks if hashes are checked, otherwise 1."""
+        return GROUP_BYTES if self._store is not self._reader.raw_store else 1
 
     @cached_property
     def identity(self) -> bytes:

@@ -1,4 +1,4 @@
-"""Write payload files from memory and hash them: block by block, or by threads beside the writes."""
+"""Write payload files from memory and hash them: 4 MiB at a time, or by threads beside the writes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardckpt.checkpoint.save.chunk_meter import ChunkMeter
 from shardckpt.checkpoint.stateful.tensor_bytes import SMALL_BYTES, TensorSource, iter_bytes
 from shardckpt.format.encodings.safetensors_check import create_checked
 from shardckpt.format.native.manifest_json import WrittenPayload
-from shardckpt.format.native.payload import BLOCK_BYTES, FileHasher, HashTask, PayloadFile
+from shardckpt.format.native.payload import GROUP_BYTES, FileHasher, HashTask, PayloadFile
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.store import Writer
 from shardckpt.storage.thread_pool import ThreadPool
@@ -101,8 +101,8 @@ def iter_contents(payload: PayloadFile, state: TensorSource) -> Iterator[memoryv
 class _Hashing:
     """Hashing on the writing thread, or on threads next to it, which are started at their first use.
 
-    One thread writes each block while the processor's cache has what it hashed, and no other thread competes with the
-    training for its core. But beside Python code it would wait for the interpreter's lock after each block.
+    One thread writes each 4 MiB while the processor's cache has what it hashed, and no other thread competes with the
+    training for its core. But beside Python code it would wait for the interpreter's lock after each of them.
 
     Args:
         prefers_threads: Whether threads help in any case: a core is idle, or more is computed than hashes.
@@ -126,13 +126,13 @@ class _Hashing:
         return sum(_measure(task) for task in tasks)
 
     def choose(self, hashed_s: float, nbytes: int) -> None:
-        """Choose the threads of the next bytes: others if a block waits for the interpreter's lock.
+        """Choose the threads of the next bytes: others if hashes wait for the interpreter's lock.
 
         Args:
             hashed_s: Seconds for which the last bytes were hashed, on all threads.
             nbytes: Number of these bytes.
         """
-        is_late = hashed_s >= max(nbytes / BLOCK_BYTES, 1) * sys.getswitchinterval() / 2
+        is_late = hashed_s >= max(nbytes / GROUP_BYTES, 1) * sys.getswitchinterval() / 2
         self.needs_threads = self._prefers_threads or is_late
 
     def close(self) -> None:
@@ -176,13 +176,13 @@ class _Stream:
         while data:
             is_parallel = self._hashing.needs_threads and len(data) > SMALL_BYTES
             is_sliced = is_parallel or not self._digesters
-            part = data[: SLICE_BYTES if is_sliced else BLOCK_BYTES - self._at % BLOCK_BYTES]
-            hashed_s = self._put_parallel(part) if is_parallel else self._put_block(part)
+            part = data[: SLICE_BYTES if is_sliced else GROUP_BYTES - self._at % GROUP_BYTES]
+            hashed_s = self._put_parallel(part) if is_parallel else self._put_next(part)
             self._hashing.choose(hashed_s, len(part))
             self._at += len(part)
             data = data[len(part) :]
 
-    def _put_block(self, data: memoryview) -> float:
+    def _put_next(self, data: memoryview) -> float:
         """Hash bytes, then write them; return the seconds of the hashes."""
         hashed_s = self._hashing.run(task for digester in self._digesters for task in digester.split(data, 1))
         self._writer.write(data)

@@ -55,7 +55,7 @@ def save(
             and lists of any depth. Tensors other than DTensors, and plain values, must be equal on every rank.
         path: Folder of the new checkpoint, or a URL that fsspec supports.
         overwrite: Replace an existing checkpoint; False by default, as the options below.
-        checksums: Store a hash of every 4 MiB block, and require that replicated data is equal; True by default.
+        checksums: Store a hash of every block of 128 KiB, and require that replicated data is equal; True by default.
         process_group: Ranks that save; None for all ranks.
         custom_metadata: Free text by name, stored in the manifest. Reserved for `Checkpointer`: `run.branch`,
             `run.after` and names that begin with `metric.`.

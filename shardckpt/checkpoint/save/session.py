@@ -331,14 +331,14 @@ class WrittenSave:
     staged: StagedSave
     payloads: Sequence[WrittenPayload]
     files: tuple[FileRecord, ...]
-    block_hashes: Sequence[int]
+    block_hashes: Sequence[str]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the payload files."""
         return sum(each.payload.nbytes for each in self.payloads)
 
-    def outcome(self) -> tuple[dict[str, str], tuple[int, ...], Sequence[int], dict[str, str]]:
+    def outcome(self) -> tuple[dict[str, str], tuple[int, ...], Sequence[str], dict[str, str]]:
         """Return digests of replica groups, unchanged chunks, block hashes and statistics, for rank 0."""
         stats = {str(at): measured.pack().hex() for at, measured in self.staged.stats.items()}
         return self.staged.replica_group_digests(), self.staged.unchanged, self.block_hashes, stats

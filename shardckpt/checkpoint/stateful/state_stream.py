@@ -26,11 +26,14 @@ from shardckpt.format.budget import require_small
 from shardckpt.format.encodings import tagged_json
 from shardckpt.format.encodings.safetensors import parse_json
 from shardckpt.format.encodings.tagged_json import ArrayRef, NamedValue
-from shardckpt.format.native.payload import BLOCK_BYTES, encode_canonical
+from shardckpt.format.native.payload import encode_canonical
 from shardckpt.manifest import Path, dotted
 
 MAGIC = b"shardckS"
 MAX_HEADER_BYTES = 1 << 26
+BLOCK_BYTES = 1 << 22
+"""Bytes of elements that one hash covers."""
+
 _MAX_BYTES = 1 << 62
 _MAX_DIMS = 64
 _DIGEST_BYTES = 8

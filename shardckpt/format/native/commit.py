@@ -27,13 +27,12 @@ from shardckpt.format.encodings.safetensors import parse_json
 from shardckpt.format.native import base_refs
 from shardckpt.format.native.base_refs import require_base_url
 from shardckpt.format.native.manifest_json import ManifestContents, decode_manifest
-from shardckpt.format.native.payload import FIRST_VERSION, HF_INDEX, encode_canonical
+from shardckpt.format.native.payload import HF_INDEX, VERSION, encode_canonical
 from shardckpt.format.native.records import (
     MAX_BYTES,
     NEWER,
     FileRecord,
     field_error,
-    find_version,
     group_files_by_base,
     plain_name,
     read_fields,
@@ -42,7 +41,7 @@ from shardckpt.format.native.records import (
     read_list,
     read_save,
     read_sha256,
-    read_version,
+    require_version,
 )
 from shardckpt.storage.replaceable import FolderKind
 from shardckpt.storage.store import Store, SubfolderStore, as_copied, read_bytes
@@ -56,7 +55,7 @@ BRANCH = "run.branch"
 """Key in a manifest's `about` for the field `branch` of `COMMIT`."""
 
 FEATURES: frozenset[str] = frozenset({base_refs.FEATURE})
-"""Features beyond version 1.0 that this reader supports."""
+"""Features that this reader supports."""
 
 MAX_COMMIT_BYTES = 1 << 26
 MAX_MANIFEST_BYTES = 1 << 29
@@ -77,7 +76,6 @@ class Commit:
         manifest_bytes: Size of the manifest in bytes.
         manifest_sha256: SHA-256 of the manifest, in hexadecimal digits.
         files: Name to size in bytes of every other file of the step.
-        version: Major and minor version of the format.
         features: Features that a reader must support.
         bases: Reference to each base folder, to the names and sizes of the files there.
         branch: Number of times that the run had returned to an older step before this save.
@@ -88,7 +86,6 @@ class Commit:
     manifest_bytes: int
     manifest_sha256: str
     files: Mapping[str, int]
-    version: tuple[int, int] = FIRST_VERSION
     features: tuple[str, ...] = ()
     bases: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     branch: int = 0
@@ -127,7 +124,7 @@ def encode_commit(save: str, manifest: bytes, files: Iterable[FileRecord], branc
     bases = group_files_by_base(files)
     content = {
         "format": "shardckpt",
-        "version": list(find_version(files)),
+        "version": VERSION,
         "features": [base_refs.FEATURE] if bases else [],
         "save": save,
         "manifest": [manifest_name(save), len(manifest), hashlib.sha256(manifest).hexdigest()],
@@ -146,7 +143,7 @@ def decode_commit(data: bytes, *, where: object = "") -> Commit:
         ChecksumError: The bytes do not match their hash.
         TruncatedError: The end is missing.
         FormatError: A field does not follow the format.
-        UnsupportedError: The version is newer, or the named feature is unknown to this release.
+        UnsupportedError: The version is another one, or the named feature is unknown to this release.
     """
     end = data.find(b"\n") + 1
     stored = data[end:]
@@ -164,9 +161,9 @@ def decode_commit(data: bytes, *, where: object = "") -> Commit:
     raw = parse_json(data[: end - 1], where=str(where))
     if not isinstance(raw, dict) or raw.get("format") != "shardckpt":
         raise FormatError("this is not a commit mark of shardckpt", where=where)
-    version = read_version(raw.get("version"), where)
+    require_version(raw.get("version"), where)
     raw = read_fields(raw, {"features": list, "save": str, "manifest": list, "files": list}, where)
-    features = _features(raw["features"], version, where)
+    features = _features(raw["features"], where)
     name, size, digest = read_fixed(raw["manifest"], 3, "manifest", where)
     sha256 = read_sha256(digest, "the manifest's digest", where)
     sizes = _sizes(raw["files"], where)
@@ -177,7 +174,7 @@ def decode_commit(data: bytes, *, where: object = "") -> Commit:
     if bool(bases) != (base_refs.FEATURE in features):
         raise FormatError("the commit mark's features do not fit its bases", where=where)
     branch = read_integer(raw.get("branch", 0), "branch", where, below=MAX_BYTES)
-    return Commit(save, plain_name(name, where), manifest_bytes, sha256, sizes, version, features, bases, branch)
+    return Commit(save, plain_name(name, where), manifest_bytes, sha256, sizes, features, bases, branch)
 
 
 def _sizes(value: object, where: object) -> dict[str, int]:
@@ -203,7 +200,7 @@ def _files_by_base(value: object, where: object) -> dict[str, dict[str, int]]:
     return bases
 
 
-def _features(value: object, version: tuple[int, int], where: object) -> tuple[str, ...]:
+def _features(value: object, where: object) -> tuple[str, ...]:
     features = read_list(value, "features", where)
     for name in features:
         if not isinstance(name, str):
@@ -212,7 +209,6 @@ def _features(value: object, version: tuple[int, int], where: object) -> tuple[s
             raise UnsupportedError(
                 f"this step needs the feature {name!r}, which this release does not know",
                 where=where,
-                found=f"version {version[0]}.{version[1]} of the format",
                 fix=NEWER,
             )
     return tuple(features)

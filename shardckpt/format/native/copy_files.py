@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 from shardckpt.errors import UnsupportedError
 from shardckpt.format.native.commit import COMMIT, STEP
-from shardckpt.format.native.payload import BLOCK_BYTES
+from shardckpt.format.native.payload import GROUP_BYTES
 from shardckpt.format.native.stored_folders import StoredFolder, read_stored_step
 from shardckpt.format.native.verified_store import VerifiedStore
 from shardckpt.storage.publication import Publication
@@ -15,7 +15,7 @@ from shardckpt.storage.publish import publish
 from shardckpt.storage.resolve_url import open_store
 from shardckpt.storage.store import Read, Store
 
-_BUFFER_BYTES = 4 * BLOCK_BYTES
+_BUFFER_BYTES = 4 * GROUP_BYTES
 
 
 def copy_stored_step(

@@ -11,7 +11,7 @@ from shardckpt.errors import FormatError, UnsafeError, UnsupportedError
 from shardckpt.format.budget import check_paths
 from shardckpt.format.encodings.safetensors import parse_json, require_affordable
 from shardckpt.format.native.base_refs import Base, require_base_url
-from shardckpt.format.native.payload import FileHashes, PayloadFile, encode_canonical
+from shardckpt.format.native.payload import VERSION, PayloadFile, encode_canonical
 from shardckpt.format.native.records import (
     DIGEST_BYTES,
     ArrayRecord,
@@ -20,8 +20,6 @@ from shardckpt.format.native.records import (
     digests_json,
     field_error,
     files_json,
-    find_version,
-    hashed_record,
     read_arrays,
     read_fields,
     read_files,
@@ -31,11 +29,9 @@ from shardckpt.format.native.records import (
     read_path,
     read_save,
     read_sha256,
-    read_version,
+    require_version,
     stats_json,
-    sub_hashes_json,
     with_piece_data,
-    with_sub_hashes,
 )
 from shardckpt.format.value_stats import STATS_BYTES, ValueStats
 from shardckpt.manifest import Path, dotted
@@ -51,7 +47,7 @@ OPTIMIZERS = "optimizers"
 
 _MANIFEST_FIELDS: Mapping[str, type] = {
     "format": str,
-    "version": list,
+    "version": int,
     "save": str,
     "about": dict,
     "topology": dict,
@@ -110,13 +106,12 @@ def encode_manifest(contents: ManifestContents) -> bytes:
     data = encode_canonical(
         {
             "format": "shardckpt manifest",
-            "version": list(find_version(contents.files, contents.arrays)),
+            "version": VERSION,
             "save": contents.save,
             "about": dict(contents.about),
             "topology": dict(contents.topology),
             **({"bases": [list(base) for base in contents.bases]} if contents.bases else {}),
             "files": files_json(contents.files, [base.url for base in contents.bases]),
-            **sub_hashes_json(contents.files),
             "arrays": arrays_json(contents.arrays),
             **digests_json(contents.arrays),
             **stats_json(contents.arrays),
@@ -146,9 +141,9 @@ def decode_manifest(data: bytes | bytearray, *, where: object = "") -> ManifestC
     raw = read_fields(parse_json(data, where=str(where)), _MANIFEST_FIELDS, where)
     if raw["format"] != "shardckpt manifest":
         raise field_error("this is not a manifest", raw["format"], "shardckpt manifest", where)
-    read_version(raw["version"], where)
+    require_version(raw["version"], where)
     bases = _read_bases(raw.get("bases", []), where)
-    files = with_sub_hashes(read_files(raw["files"], [base.url for base in bases], where), raw, where)
+    files = read_files(raw["files"], [base.url for base in bases], where)
     arrays = _read_arrays(raw, len(files), where)
     if not all(isinstance(v, str) for v in raw["about"].values()):
         raise field_error("`about` maps no names to text", raw["about"], "", where)
@@ -280,13 +275,13 @@ class WrittenPayload:
 
     Attributes:
         payload: Layout of the file.
-        hashes: Hashes of the file; None if not computed.
+        hashes: Hashes of its blocks, big-endian, back to back; None if not computed.
         digests: Digests of its chunks, in file order; None if not computed.
         stats: Statistics of its chunks, in file order; None if not computed.
     """
 
     payload: PayloadFile
-    hashes: FileHashes | None = None
+    hashes: bytes | None = None
     digests: tuple[bytes, ...] | None = None
     stats: tuple[ValueStats, ...] | None = None
 
@@ -306,7 +301,7 @@ class PartialManifest:
 
 def build_partial(written: Sequence[WrittenPayload]) -> PartialManifest:
     """Build the records of the files that a writer wrote."""
-    files = tuple(hashed_record(w.payload.name, w.payload.nbytes, w.hashes) for w in written)
+    files = tuple(FileRecord(w.payload.name, w.payload.nbytes, w.hashes) for w in written)
     found: dict[Path, ArrayRecord] = {}
     digests: dict[Path, list[bytes]] = {}
     stats: dict[Path, list[bytes]] = {}
@@ -330,9 +325,8 @@ def build_partial(written: Sequence[WrittenPayload]) -> PartialManifest:
 def encode_partial(written: Sequence[WrittenPayload]) -> bytes:
     """Encode the records of a writer's files for the rank that commits."""
     part = build_partial(written)
-    files = {"files": files_json(part.files, ()), **sub_hashes_json(part.files)}
     arrays = {"arrays": arrays_json(part.arrays), **digests_json(part.arrays), **stats_json(part.arrays)}
-    return encode_canonical(files | arrays)
+    return encode_canonical({"files": files_json(part.files, ()), **arrays})
 
 
 def decode_partial(data: bytes, *, where: object = "") -> PartialManifest:
@@ -342,7 +336,7 @@ def decode_partial(data: bytes, *, where: object = "") -> PartialManifest:
         FormatError: The bytes are not a result of `encode_partial`.
     """
     raw = read_fields(parse_json(data, where=str(where)), {"files": list, "arrays": list}, where)
-    files = with_sub_hashes(read_files(raw["files"], (), where), raw, where)
+    files = read_files(raw["files"], (), where)
     return PartialManifest(files, _read_arrays(raw, len(files), where))
 
 

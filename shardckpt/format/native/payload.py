@@ -20,28 +20,28 @@ from shardckpt.errors import UnsupportedError
 from shardckpt.format.encodings.safetensors import HeaderTensor, encode_entries, join_header
 from shardckpt.manifest import Path, dotted
 
-VERSION = (1, 2)
-"""Version of the format: readers reject another major version, and ignore additions of a newer minor version."""
+VERSION = 1
+"""Version of the format; readers refuse every other one."""
 
-FIRST_VERSION = (1, 0)
-"""Version of files without later additions, which state it so that their bytes do not change with a new version."""
+HASH_BYTES = 8
+"""Bytes of an xxh3-64."""
 
-SUB_HASHES_VERSION = (1, 1)
-"""Version of files with hashes of sub-blocks, and without statistics."""
-
-BLOCK_BYTES = 1 << 22
+BLOCK_BYTES = 1 << 17
 """Bytes of a file that one hash covers."""
 
-SUB_BLOCK_BYTES = 1 << 17
-"""Bytes of a file that one finer hash covers, for readers that want only a part of a block; divides a block."""
+GROUP_BLOCKS = 32
+"""Blocks that share one hash in a very large step."""
+
+GROUP_BYTES = GROUP_BLOCKS * BLOCK_BYTES
+"""Bytes of a group of blocks; writers hash and write as much at a time."""
 
 DATA_ALIGNMENT = 4096
 """Alignment of a file's data, in bytes, for direct I/O; readers do not depend on it."""
 
-SUB_ALIGNED_BYTES = 1 << 24
-"""Bytes of data from which it begins at a sub-block.
+BLOCK_ALIGNED_BYTES = 1 << 24
+"""Bytes of data from which it begins at a block.
 
-Then a rank that loads some sub-blocks of an array reads no other bytes to verify them. Smaller files stay small.
+Then a rank that loads some blocks of an array reads no other bytes to verify them. Smaller files stay small.
 """
 
 KEY = "shardckpt"
@@ -56,7 +56,7 @@ _TENSOR_ALIGNMENT = 64
 _LOCKED_BYTES = 1 << 16
 """Bytes that xxhash hashes without releasing the interpreter's lock.
 
-Beside a loop in Python it waits 5 ms to take the lock again, longer than it hashes a sub-block. Divides a sub-block.
+Beside a loop in Python it waits 5 ms to take the lock again, longer than it hashes many blocks. Divides a block.
 """
 
 _MOST_CHUNKS = 100_000
@@ -235,7 +235,7 @@ def _files(chunks: Sequence[PayloadChunk], most_bytes: int) -> Iterator[list[Pay
 
 def _by_alignment(chunk: PayloadChunk) -> tuple[bool, bool, int]:
     size = chunk.nbytes
-    return size % SUB_BLOCK_BYTES != 0, size % _TENSOR_ALIGNMENT != 0, -bits(chunk.dtype)
+    return size % BLOCK_BYTES != 0, size % _TENSOR_ALIGNMENT != 0, -bits(chunk.dtype)
 
 
 class _Keys:
@@ -271,10 +271,10 @@ def _printable(name: str) -> str:
 
 
 def _payload(save: str, writer: int, number: int, file: FileLayout, carry: Mapping[str, object] | None) -> PayloadFile:
-    first = encode_canonical({"version": list(FIRST_VERSION), "save": save, "writer": writer}).decode("ascii")
+    first = encode_canonical({"version": VERSION, "save": save, "writer": writer}).decode("ascii")
     last = "" if carry is None else f',"carry":{encode_canonical(carry).decode("ascii")}'
     metadata = {"format": "pt", KEY: f'{first[:-1]},"chunks":{file.listed}{last}}}'}
-    align = SUB_BLOCK_BYTES if file.nbytes >= SUB_ALIGNED_BYTES else DATA_ALIGNMENT
+    align = BLOCK_BYTES if file.nbytes >= BLOCK_ALIGNED_BYTES else DATA_ALIGNMENT
     header = join_header(file.entries, metadata, align=align)
     start = len(header)
     offsets = tuple([start + end for end in (0, *file.ends[:-1])]) if file.chunks else ()
@@ -322,24 +322,25 @@ def hf_index(payloads: Sequence[PayloadFile], model: Path) -> bytes:
     return (json.dumps(content, indent=2) + "\n").encode("ascii")
 
 
-class FileHashes(NamedTuple):
-    """Hashes of a file.
-
-    Attributes:
-        blocks: xxh3-64 of each block.
-        sub_blocks: xxh3-64 of each sub-block, big-endian, back to back; empty if the file has only one.
-    """
-
-    blocks: tuple[int, ...]
-    sub_blocks: bytes = b""
-
-
 HashTask = Callable[[], None]
 """Part of the work of hashing some bytes."""
 
 
-class _SubBlockHasher:
-    """Hasher of the sub-blocks of one block."""
+def group_hashes(hashes: bytes) -> bytes:
+    """Return the hashes of the groups of a file, packed like those of its blocks.
+
+    The hash of a group is the xxh3-64 of the hashes of its blocks. A group of one block has the hash of that block.
+
+    Args:
+        hashes: Hashes of the blocks, from the first block of a group on.
+    """
+    size = GROUP_BLOCKS * HASH_BYTES
+    groups = (hashes[at : at + size] for at in range(0, len(hashes), size))
+    return b"".join(each if len(each) == HASH_BYTES else xxhash.xxh3_64_digest(each) for each in groups)
+
+
+class GroupHasher:
+    """Hasher of the blocks of one group, or of a part of it that begins with a block."""
 
     def __init__(self) -> None:
         self._done: list[bytes] = []
@@ -347,29 +348,35 @@ class _SubBlockHasher:
         self._filled = 0
 
     def update(self, data: memoryview) -> None:
-        """Hash the block's next bytes, in parts for which xxhash keeps the interpreter's lock."""
+        """Hash the group's next bytes, in parts for which xxhash keeps the interpreter's lock.
+
+        Only the last part may be larger: so others wait for the lock no longer than a group is hashed.
+        """
         at = 0
         while at < len(data):
-            part = data[at : at + _LOCKED_BYTES - self._filled % _LOCKED_BYTES]
+            rest = BLOCK_BYTES - self._filled
+            is_last = len(data) - at <= rest
+            part = data[at : at + (rest if is_last else _LOCKED_BYTES - self._filled % _LOCKED_BYTES)]
             self._current.update(part)
             self._filled += len(part)
             at += len(part)
-            if self._filled % SUB_BLOCK_BYTES == 0:
+            if self._filled == BLOCK_BYTES:
                 self._done.append(self._current.digest())
                 self._current.reset()
+                self._filled = 0
 
     def digests(self) -> bytes:
         """Return the hashes, big-endian, back to back. Call it only after the last byte."""
-        last = (self._current.digest(),) if self._filled % SUB_BLOCK_BYTES else ()
+        last = (self._current.digest(),) if self._filled else ()
         return b"".join((*self._done, *last))
 
 
 class BlockHasher:
-    """Hasher of a file's blocks and sub-blocks with xxh3-64 while the file is written."""
+    """Hasher of a file's blocks with xxh3-64 while the file is written."""
 
     def __init__(self) -> None:
-        self._done: dict[int, tuple[int, bytes]] = {}
-        self._begun, self._begun_parts = xxhash.xxh3_64(), _SubBlockHasher()
+        self._done: dict[int, bytes] = {}
+        self._begun = GroupHasher()
         self._at = 0
 
     def update(self, data: bytes | bytearray | memoryview) -> None:
@@ -384,59 +391,49 @@ class BlockHasher:
 
         Args:
             data: The bytes.
-            most: Maximum number of tasks for complete blocks; another task hashes the bytes before and after them.
+            most: Maximum number of tasks for complete groups; another task hashes the bytes before and after them.
         """
         at, self._at = self._at, self._at + len(data)
-        start = min(-at % BLOCK_BYTES, len(data))
-        stop = max(len(data) - self._at % BLOCK_BYTES, start)
-        blocks, first = data[start:stop], (at + start) // BLOCK_BYTES
+        start = min(-at % GROUP_BYTES, len(data))
+        stop = max(len(data) - self._at % GROUP_BYTES, start)
+        groups, first = data[start:stop], (at + start) // GROUP_BYTES
         tasks: list[HashTask] = []
-        if len(blocks) < len(data):
+        if len(groups) < len(data):
             tasks.append(partial(self._hash_ends, at, data[:start], data[stop:]))
-        numbers = iter(range(len(blocks) // BLOCK_BYTES))
-        return tasks + [partial(self._hash_blocks, blocks, first, numbers)] * min(most, len(blocks) // BLOCK_BYTES)
+        numbers = iter(range(len(groups) // GROUP_BYTES))
+        return tasks + [partial(self._hash_groups, groups, first, numbers)] * min(most, len(groups) // GROUP_BYTES)
 
-    def digests(self) -> FileHashes:
-        """Return the hashes of the file. Call it only after the last byte."""
-        hashes = [self._done[number] for number in range(self._at // BLOCK_BYTES)]
-        if self._at % BLOCK_BYTES:
-            hashes.append((self._begun.intdigest(), self._begun_parts.digests()))
-        has_several = self._at > SUB_BLOCK_BYTES
-        return FileHashes(tuple(h for h, _ in hashes), b"".join(parts for _, parts in hashes) if has_several else b"")
+    def digests(self) -> bytes:
+        """Return the hashes of the blocks, big-endian, back to back. Call it only after the last byte."""
+        return b"".join(self._done[number] for number in range(self._at // GROUP_BYTES)) + self._begun.digests()
 
     def _hash_ends(self, at: int, head: memoryview, tail: memoryview) -> None:
-        """Hash the next bytes of the block that has begun, and begin another block.
+        """Hash the next bytes of the group that has begun, and begin another group.
 
         Args:
             at: Offset of the first byte in the file.
-            head: Bytes of the block that has begun.
-            tail: Bytes after the last complete block.
+            head: Bytes of the group that has begun.
+            tail: Bytes after the last complete group.
         """
         self._begun.update(head)
-        self._begun_parts.update(head)
-        if len(head) and (at + len(head)) % BLOCK_BYTES == 0:
-            self._done[at // BLOCK_BYTES] = self._begun.intdigest(), self._begun_parts.digests()
-            self._begun, self._begun_parts = xxhash.xxh3_64(), _SubBlockHasher()
+        if len(head) and (at + len(head)) % GROUP_BYTES == 0:
+            self._done[at // GROUP_BYTES] = self._begun.digests()
+            self._begun = GroupHasher()
         self._begun.update(tail)
-        self._begun_parts.update(tail)
 
-    def _hash_blocks(self, blocks: memoryview, first: int, numbers: Iterator[int]) -> None:
-        """Hash some complete blocks.
+    def _hash_groups(self, groups: memoryview, first: int, numbers: Iterator[int]) -> None:
+        """Hash some complete groups.
 
         Args:
-            blocks: Bytes of consecutive blocks.
+            groups: Bytes of consecutive groups.
             first: Number of the first of them in the file.
-            numbers: Positions of blocks to hash. The tasks of a call share them, so that none has several left at the
+            numbers: Positions of groups to hash. The tasks of a call share them, so that none has several left at the
                 end, each of which would wait for the interpreter's lock.
         """
-        hasher = xxhash.xxh3_64()
         for number in numbers:
-            block = blocks[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
-            parts = _SubBlockHasher()
-            parts.update(block)
-            hasher.update(block)
-            self._done[first + number] = hasher.intdigest(), parts.digests()
-            hasher.reset()
+            hasher = GroupHasher()
+            hasher.update(groups[number * GROUP_BYTES : (number + 1) * GROUP_BYTES])
+            self._done[first + number] = hasher.digests()
 
 
 class ChunkHasher:
@@ -502,14 +499,14 @@ class FileHasher:
 
         Args:
             data: The bytes.
-            most: Maximum number of tasks for complete blocks.
+            most: Maximum number of tasks for complete groups of blocks.
         """
         tasks = [] if self._blocks is None else self._blocks.split(data, most)
         return tasks if self._chunks is None else [partial(self._chunks.update, data), *tasks]
 
     @property
-    def hashes(self) -> FileHashes | None:
-        """Hashes of the file; None if not computed. Read it only after the last byte."""
+    def hashes(self) -> bytes | None:
+        """Hashes of the blocks; None if not computed. Read it only after the last byte."""
         return None if self._blocks is None else self._blocks.digests()
 
     @property

@@ -21,15 +21,13 @@ from shardckpt.format.native.manifest_json import (
     read_memory_orders,
     read_optimizers,
 )
-from shardckpt.format.native.payload import BLOCK_BYTES, KEY, SUB_BLOCK_BYTES
-from shardckpt.format.native.records import HASH_BYTES, ArrayRecord, FileRecord, pack_hashes, unpack_hashes
+from shardckpt.format.native.payload import BLOCK_BYTES, GROUP_BYTES, KEY
+from shardckpt.format.native.records import ArrayRecord, FileRecord
 from shardckpt.format.native.verified_store import Hashed, VerifiedStore
-from shardckpt.format.reader import Checksum, Evidence, Format, Reader, Source
+from shardckpt.format.reader import XXH3, XXH3_OF_BLOCKS, Checksum, Evidence, Format, Reader, Source
 from shardckpt.format.value_stats import ValueStats, merge_stats, unpack_stats
 from shardckpt.manifest import Manifest, ObjectEntry, Path, TensorEntry, dotted
 from shardckpt.storage.store import Store
-
-ALGORITHM = "xxh3-64"
 
 _PAYLOAD = re.compile(r"[0-9a-z]+-\d{5,}-\d{2,}\.safetensors")
 _HEAD_BYTES = 64
@@ -66,7 +64,7 @@ def open_source(source: Source) -> NativeReader:
     Raises:
         IncompleteError: The step was never committed, or its manifest is missing.
         ChecksumError: `COMMIT` or the manifest is damaged.
-        UnsupportedError: The version is newer, or the step needs a feature that is unknown to this release.
+        UnsupportedError: The version is another one, or the step needs a feature that is unknown to this release.
         CheckpointError: A file does not follow the format.
     """
     store = source.store
@@ -160,36 +158,28 @@ class NativeReader(Reader):
         """
         return tagged_json.decode(self.contents.tree, decode_ref, where=self.store.url)
 
-    def block_hashes(self) -> dict[str, tuple[int, ...]]:
-        """Return the xxh3-64 of each block, for each file that was saved with checksums."""
-        return {file.place: file.hashes for file in self.contents.files if file.hashes is not None}
+    def list_hashed_files(self) -> list[str]:
+        """Return the names of the files that were saved with checksums."""
+        return [file.place for file in self.contents.files if file.hashes is not None]
 
     def checksums(self) -> Iterator[Checksum]:
-        """Yield the hash of every block of every file, with those of its sub-blocks."""
+        """Yield the hashes of every file: of each block, or of each group of blocks."""
         for file in self.contents.files:
-            for number, value in enumerate(file.hashes or ()):
-                start = number * BLOCK_BYTES
-                nbytes, label = min(BLOCK_BYTES, file.nbytes - start), f"block {number}, "
-                parts = _sub_block_checksums(file, start, nbytes, label)
-                yield Checksum(file.place, start, nbytes, ALGORITHM, value, label, parts)
+            hashed = find_hashes(file)
+            if hashed is None:
+                continue
+            algorithm = XXH3_OF_BLOCKS if hashed.is_grouped else XXH3
+            for number, value in enumerate(hashed.split()):
+                start, nbytes = hashed.extent(number)
+                label = f"{hashed.describe(number)}, "
+                yield Checksum(file.place, start, nbytes, algorithm, int.from_bytes(value, "big"), label)
 
 
 def find_hashes(file: FileRecord) -> Hashed | None:
-    """Return the finest hashes of a file; None if it was saved without."""
-    if file.sub_hashes:
-        return Hashed(file.nbytes, SUB_BLOCK_BYTES, file.sub_hashes)
-    return None if file.hashes is None else Hashed(file.nbytes, BLOCK_BYTES, pack_hashes(file.hashes))
-
-
-def _sub_block_checksums(file: FileRecord, start: int, nbytes: int, label: str) -> tuple[Checksum, ...]:
-    """Return the checksums of the sub-blocks of a block; none if they are not stored."""
-    first = start // SUB_BLOCK_BYTES
-    stored = unpack_hashes(file.sub_hashes[HASH_BYTES * first : HASH_BYTES * (first + BLOCK_BYTES // SUB_BLOCK_BYTES)])
-    offsets = range(start, start + nbytes, SUB_BLOCK_BYTES)
-    return tuple(
-        Checksum(file.place, at, min(SUB_BLOCK_BYTES, file.nbytes - at), ALGORITHM, value, label)
-        for at, value in zip(offsets, stored, strict=bool(stored))
-    )
+    """Return the hashes of a file; None if it was saved without."""
+    if file.hashes is None:
+        return None
+    return Hashed(file.nbytes, GROUP_BYTES if file.is_grouped else BLOCK_BYTES, file.hashes, file.is_grouped)
 
 
 class _Entries(Mapping[Path, TensorEntry]):

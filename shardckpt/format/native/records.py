@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import reprlib
-import struct
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
@@ -21,12 +20,11 @@ from shardckpt.format.budget import check_paths
 from shardckpt.format.encodings.safetensors import require_dims
 from shardckpt.format.native.payload import (
     BLOCK_BYTES,
-    FIRST_VERSION,
-    SUB_BLOCK_BYTES,
-    SUB_HASHES_VERSION,
+    GROUP_BYTES,
+    HASH_BYTES,
     VERSION,
     BlockHasher,
-    FileHashes,
+    group_hashes,
 )
 from shardckpt.format.value_stats import STATS_BYTES
 from shardckpt.manifest import Path, Piece, Span, dotted
@@ -121,23 +119,21 @@ def read_sha256(value: object, whose: str, where: object) -> str:
     return value
 
 
-def read_version(value: object, where: object) -> tuple[int, int]:
-    """Return the major and minor version of the format.
+def require_version(value: object, where: object) -> None:
+    """Check the version of the format.
 
     Raises:
         FormatError: The value is not a version.
-        UnsupportedError: The major version is different.
+        UnsupportedError: It is another version.
     """
-    major, minor = (read_integer(n, "version", where, below=_MAX_INT) for n in read_fixed(value, 2, "version", where))
-    if major != VERSION[0]:
+    if read_integer(value, "version", where, below=_MAX_INT) != VERSION:
         raise UnsupportedError(
-            f"this step has version {major}.{minor} of the format",
+            f"this step has version {value} of the format",
             where=where,
-            found=f"{major}.{minor}",
-            expected=f"{VERSION[0]}.x",
+            found=value,
+            expected=VERSION,
             fix=NEWER,
         )
-    return major, minor
 
 
 def format_value(value: object) -> str:
@@ -153,12 +149,8 @@ def field_error(what: str, found: object, expected: str, where: object) -> Forma
 DIGEST_BYTES = 16
 """Bytes of a chunk's xxh3-128."""
 
-HASH_BYTES = 8
-"""Bytes of an xxh3-64."""
-
-MAX_SUB_HASH_BYTES = 1 << 25
-"""Maximum bytes of the hashes of sub-blocks in a manifest, those of 1 TiB: every rank reads the manifest."""
-
+MAX_HASH_BYTES = 1 << 25
+"""Bytes of hashes in a manifest beyond which blocks share them, those of 512 GiB: every rank reads the manifest."""
 
 MAX_STATS_BYTES = 1 << 25
 """Maximum bytes of statistics in a manifest, those of half a million pieces: every rank reads the manifest."""
@@ -170,16 +162,23 @@ class FileRecord(NamedTuple):
     Attributes:
         name: Name in its folder.
         nbytes: Size in bytes.
-        hashes: xxh3-64 of each block; None if not computed.
+        hashes: Hashes of its blocks or of groups of blocks, big-endian, back to back; None if not computed.
         base: Reference of the step to the file's folder; empty for the step's own folder.
-        sub_hashes: xxh3-64 of each sub-block, big-endian, back to back; empty if not stored.
     """
 
     name: str
     nbytes: int
-    hashes: tuple[int, ...] | None
+    hashes: bytes | None
     base: str = ""
-    sub_hashes: bytes = b""
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether groups of blocks share a hash, by the number of hashes; both are equal for a file of one block."""
+        return self.hashes is not None and len(self.hashes) != _count_hash_bytes(self.nbytes, BLOCK_BYTES)
+
+    def with_groups(self) -> FileRecord:
+        """Return the file with hashes of groups of blocks."""
+        return self if self.hashes is None or self.is_grouped else self._replace(hashes=group_hashes(self.hashes))
 
     @property
     def place(self) -> str:
@@ -240,18 +239,7 @@ def make_record(name: str, content: bytes, *, checksums: bool = True) -> FileRec
     """
     hasher = BlockHasher()
     hasher.update(content)
-    return hashed_record(name, len(content), hasher.digests() if checksums else None)
-
-
-def hashed_record(name: str, nbytes: int, hashes: FileHashes | None) -> FileRecord:
-    """Return the record of a file of the step's own folder.
-
-    Args:
-        name: Name in the folder.
-        nbytes: Size in bytes.
-        hashes: Hashes of the file; None if not computed.
-    """
-    return FileRecord(name, nbytes, None) if hashes is None else FileRecord(name, nbytes, hashes[0], "", hashes[1])
+    return FileRecord(name, len(content), hasher.digests() if checksums else None)
 
 
 def group_files_by_base(files: Iterable[FileRecord]) -> dict[str, dict[str, int]]:
@@ -266,50 +254,20 @@ def group_files_by_base(files: Iterable[FileRecord]) -> dict[str, dict[str, int]
 # JSON form
 
 
-def files_json(files: Iterable[FileRecord], bases: Sequence[str]) -> list[object]:
-    """Return files as JSON values.
+def files_json(files: Sequence[FileRecord], bases: Sequence[str]) -> list[object]:
+    """Return files as JSON values, with hashes of groups if there were too many of blocks.
 
     Args:
         files: Files to store.
         bases: Base folders, by index.
     """
     number = {url: at for at, url in enumerate(bases)}
+    if sum(len(f.hashes or b"") for f in files) > MAX_HASH_BYTES:
+        files = [f.with_groups() for f in files]
     return [
-        [
-            f.name,
-            f.nbytes,
-            None if f.hashes is None else pack_hashes(f.hashes).hex(),
-            *([number[f.base]] if f.base else []),
-        ]
+        [f.name, f.nbytes, None if f.hashes is None else f.hashes.hex(), *([number[f.base]] if f.base else [])]
         for f in files
     ]
-
-
-def pack_hashes(hashes: Sequence[int]) -> bytes:
-    """Return hashes as 8 big-endian bytes each, back to back."""
-    return struct.pack(f">{len(hashes)}Q", *hashes)
-
-
-def unpack_hashes(data: bytes) -> tuple[int, ...]:
-    """Return the hashes that `pack_hashes` packed."""
-    return struct.unpack(f">{len(data) // HASH_BYTES}Q", data)
-
-
-def has_sub_hashes(files: Iterable[FileRecord]) -> bool:
-    """Return whether a manifest stores the hashes of sub-blocks: if there are any, and not too many."""
-    return 0 < sum(len(f.sub_hashes) for f in files) <= MAX_SUB_HASH_BYTES
-
-
-def find_version(files: Iterable[FileRecord], arrays: Sequence[ArrayRecord] = ()) -> tuple[int, int]:
-    """Return the lowest version of the format that has everything that is stored about files and arrays."""
-    if stats_json(arrays):
-        return VERSION
-    return SUB_HASHES_VERSION if has_sub_hashes(files) else FIRST_VERSION
-
-
-def sub_hashes_json(files: Sequence[FileRecord]) -> dict[str, object]:
-    """Return the JSON field with the hashes of sub-blocks; empty if none are stored."""
-    return {"sub_hashes": [f.sub_hashes.hex() for f in files]} if has_sub_hashes(files) else {}
 
 
 def arrays_json(arrays: Iterable[ArrayRecord]) -> list[object]:
@@ -358,34 +316,16 @@ def _read_file(entry: object, bases: Sequence[str], where: object) -> FileRecord
         raise field_error("a file of a base has no hashes", name, "hashes: nothing else says that it is the one", where)
     if digests is None:
         return FileRecord(plain_name(name, where), size, None)
-    blocks = -(-size // BLOCK_BYTES)
-    if not isinstance(digests, str) or len(digests) != 16 * blocks:
-        raise field_error(f"the hashes of {str(name)[:200]!r} do not fit its size", "", f"{blocks} of 16 digits", where)
-    try:
-        hashes = struct.unpack(f">{blocks}Q", bytes.fromhex(digests))
-    except (ValueError, struct.error) as error:
-        raise field_error("a hash is not a hexadecimal number", digests[:40], "", where) from error
-    return FileRecord(plain_name(name, where), size, hashes, base)
+    lengths = [2 * _count_hash_bytes(size, each) for each in (BLOCK_BYTES, GROUP_BYTES)]
+    if not isinstance(digests, str) or len(digests) not in lengths:
+        expected = f"{lengths[0]} digits, or {lengths[1]}"
+        raise field_error(f"the hashes of {str(name)[:200]!r} do not fit its size", "", expected, where)
+    return FileRecord(plain_name(name, where), size, _from_hex(digests, "a hash", where), base)
 
 
-def with_sub_hashes(files: tuple[FileRecord, ...], raw: Mapping[str, Any], where: object) -> tuple[FileRecord, ...]:
-    """Return files with the hashes of their sub-blocks, if stored.
-
-    Raises FormatError for malformed hashes.
-    """
-    if "sub_hashes" not in raw:
-        return files
-    texts = read_fixed(raw["sub_hashes"], len(files), "sub_hashes", where)
-    return tuple(f._replace(sub_hashes=_read_sub_hashes(text, f, where)) for f, text in zip(files, texts, strict=True))
-
-
-def _read_sub_hashes(text: object, file: FileRecord, where: object) -> bytes:
-    length = 16 * -(-file.nbytes // SUB_BLOCK_BYTES) if file.hashes is not None else 0
-    if not isinstance(text, str) or len(text) not in (0, length):
-        raise field_error(
-            f"the hashes of the sub-blocks of {file.name!r} do not fit its size", "", f"{length} digits", where
-        )
-    return _from_hex(text, "a hash of a sub-block", where)
+def _count_hash_bytes(nbytes: int, hashed_bytes: int) -> int:
+    """Return the bytes of the hashes of a file."""
+    return HASH_BYTES * -(-nbytes // hashed_bytes)
 
 
 def read_arrays(value: object, files: int, where: object) -> tuple[ArrayRecord, ...]:

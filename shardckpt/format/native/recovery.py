@@ -15,8 +15,8 @@ from shardckpt.format.encodings import tagged_json
 from shardckpt.format.encodings.safetensors import Header, parse_json, read_headers, require_dims
 from shardckpt.format.encodings.tagged_json import ArrayRef
 from shardckpt.format.native.manifest_json import ManifestContents, read_ties, read_variants
-from shardckpt.format.native.payload import KEY, VERSION, PayloadChunk
-from shardckpt.format.native.records import ArrayRecord, FileRecord, read_fields, read_path
+from shardckpt.format.native.payload import KEY, PayloadChunk
+from shardckpt.format.native.records import ArrayRecord, FileRecord, read_fields, read_path, require_version
 from shardckpt.manifest import Path, dotted, unflatten
 from shardckpt.storage.store import Store
 
@@ -61,11 +61,10 @@ def _describe(name: str, header: Header, where: str) -> DescribedFile:
         raise FormatError("this is not a payload file of shardckpt", where=where, expected=f"`{KEY}` in its metadata")
     raw = read_fields(
         parse_json(header.metadata[KEY].encode("utf-8", "surrogatepass"), where=where),
-        {"version": list, "save": str, "chunks": list},
+        {"version": int, "save": str, "chunks": list},
         where,
     )
-    if not raw["version"] or raw["version"][0] != VERSION[0]:
-        raise UnsupportedError("a payload file of another version", where=where, found=raw["version"])
+    require_version(raw["version"], where)
     chunks = tuple(_chunk(entry, where) for entry in raw["chunks"])
     check_paths(list({str(chunk.path): chunk.path for chunk in chunks}.values()), where)
     offsets, at = [], 0

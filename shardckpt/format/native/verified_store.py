@@ -11,14 +11,13 @@ from typing import NamedTuple
 import xxhash
 
 from shardckpt.errors import ChecksumError
-from shardckpt.format.native.payload import BLOCK_BYTES
-from shardckpt.format.native.records import HASH_BYTES
+from shardckpt.format.native.payload import BLOCK_BYTES, GROUP_BYTES, HASH_BYTES, GroupHasher, group_hashes
 from shardckpt.storage.store import Capabilities, Read, Store, WrappedStore
 
 _STEP_BYTES = 1 << 18
 """Bytes of local files that are read at a time and then hashed: with the file's pages they fit a core's own cache."""
 
-_GROUP_BYTES = 1 << 19
+_BATCH_BYTES = 1 << 19
 """Most bytes of small ranges of local files that are read in one batch, neighbours in one call, and then hashed."""
 
 _REMOTE_STEP_BYTES = 16 << 20
@@ -35,22 +34,47 @@ _Block = tuple[str, int]
 
 
 class Hashed(NamedTuple):
-    """A file with hashes of its blocks.
+    """A file with hashes. Here, a block is what one hash covers, also if it is a group of blocks.
 
     Attributes:
         nbytes: Size when it was hashed, in bytes.
         block_bytes: Bytes that one hash covers.
-        hashes: xxh3-64 of each block, big-endian, back to back.
+        hashes: Hash of each block, big-endian, back to back.
+        is_grouped: Whether each is the hash of a group of blocks.
     """
 
     nbytes: int
     block_bytes: int
     hashes: bytes
+    is_grouped: bool = False
 
     def extent(self, number: int) -> tuple[int, int]:
         """Return start and size of a block, in bytes."""
         start = number * self.block_bytes
         return start, min(self.block_bytes, self.nbytes - start)
+
+    def describe(self, number: int) -> str:
+        """Return the numbers of the blocks of 128 KiB that one hash covers, for messages."""
+        start, nbytes = self.extent(number)
+        first, last = start // BLOCK_BYTES, (start + nbytes - 1) // BLOCK_BYTES
+        return f"block {first}" if first == last else f"blocks {first} to {last}"
+
+    def split(self) -> Iterator[bytes]:
+        """Yield the hash of each block."""
+        return _split_hashes(self.hashes)
+
+    def hash(self, views: Sequence[memoryview]) -> bytes:
+        """Return the hashes of the bytes of consecutive blocks; several buffers are those of one block."""
+        if len(views) == 1:
+            [view] = views
+            size = BLOCK_BYTES if self.is_grouped else self.block_bytes
+            found = b"".join(xxhash.xxh3_64_digest(view[at : at + size]) for at in range(0, len(view), size))
+        else:
+            hasher = GroupHasher()
+            for view in views:
+                hasher.update(view)
+            found = hasher.digests()
+        return group_hashes(found) if self.is_grouped else found
 
     def find_complete(self, start: int, end: int) -> range:
         """Return the numbers of the blocks that a range of bytes has in full."""
@@ -172,8 +196,8 @@ class VerifiedStore(WrappedStore):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Capabilities of the underlying store, with the size of the verified blocks."""
-        return replace(self._store.capabilities, block_bytes=BLOCK_BYTES)
+        """Capabilities of the underlying store, with a size of which every verified block is a part."""
+        return replace(self._store.capabilities, block_bytes=GROUP_BYTES)
 
     def read(self, reads: Sequence[Read]) -> None:
         """Fill every buffer after verifying the hashes of the blocks that it touches.
@@ -227,7 +251,7 @@ class VerifiedStore(WrappedStore):
         if complete:
             low, high = complete.start * file.block_bytes, min(complete.stop * file.block_bytes, end)
             expected = file.hashes[complete.start * HASH_BYTES : complete.stop * HASH_BYTES]
-            if _hash([buffer[low - offset : high - offset]], file.block_bytes) != expected:
+            if file.hash([buffer[low - offset : high - offset]]) != expected:
                 return False
         for block in file.find_partial(offset, end):
             start, nbytes = file.extent(block)
@@ -266,7 +290,7 @@ class VerifiedStore(WrappedStore):
         for (name, number), of_block in views.items():
             at = number * HASH_BYTES
             file = self._files[name]
-            if _hash(of_block, file.block_bytes) != file.hashes[at : at + HASH_BYTES]:
+            if file.hash(of_block) != file.hashes[at : at + HASH_BYTES]:
                 yield from (part.of for part in held[name, number])
 
     def _add(self, read: Read, plan: _ReadPlan) -> None:
@@ -280,7 +304,7 @@ class VerifiedStore(WrappedStore):
         if complete:
             low, high = complete.start * file.block_bytes, min(complete.stop * file.block_bytes, end)
             view = buffer[low - offset : high - offset]
-            if self._is_local and high - low >= _GROUP_BYTES:
+            if self._is_local and high - low >= _BATCH_BYTES:
                 self._read_in_steps(name, complete.start, view)
             else:
                 plan.complete.append(_Task(name, complete.start, high - low, [view]))
@@ -329,7 +353,7 @@ class VerifiedStore(WrappedStore):
 
         A group fits the processor's cache; of a remote store, only the memory that it needs is limited.
         """
-        most = _GROUP_BYTES if self._is_local else _REMOTE_STEP_BYTES
+        most = _BATCH_BYTES if self._is_local else _REMOTE_STEP_BYTES
         group: list[_Task] = []
         nbytes = 0
         for task in tasks:
@@ -344,14 +368,14 @@ class VerifiedStore(WrappedStore):
 
     def _read_in_steps(self, name: str, first: int, view: memoryview) -> None:
         """Read consecutive blocks, and hash each step of them while it is in the processor's cache."""
-        size = self._files[name].block_bytes
+        file = self._files[name]
+        size = file.block_bytes
         step, start, read = max(_STEP_BYTES // size, 1) * size, first * size, self._store.read
         found: list[bytes] = []
         for at in range(0, len(view), step):
             part = view[at : at + step]
             read((Read(name, start + at, part),))
-            for low in range(0, len(part), size):
-                found.append(xxhash.xxh3_64_digest(part[low : low + size]))
+            found.append(file.hash([part]))
         self._check(name, first, [view], b"".join(found))
 
     def _carry_out(self, tasks: Sequence[_Task], more: Sequence[Read] = ()) -> None:
@@ -373,7 +397,7 @@ class VerifiedStore(WrappedStore):
                 at += len(view)
         self._store.read(reads)
         for task, target in targets:
-            self._check(task.name, task.first, target.views, _hash(target.views, self._files[task.name].block_bytes))
+            self._check(task.name, task.first, target.views, self._files[task.name].hash(target.views))
             _copy_parts(target.copied, target.data)
         if targets and targets[-1][1].is_cached:
             self._memory.cache((task.name, task.first), target.data)
@@ -395,7 +419,7 @@ class VerifiedStore(WrappedStore):
         at = first * HASH_BYTES
         while found != file.hashes[at : at + len(found)]:
             self._read_again(name, first, views, found)
-            found = _hash(views, file.block_bytes)
+            found = file.hash(views)
         count = len(found) // HASH_BYTES
         checked = self._good.get(name)
         if checked is None:
@@ -417,7 +441,7 @@ class VerifiedStore(WrappedStore):
             self._store.read([Read(name, offset, view) for offset, view in zip(ends, again, strict=False)])
             return
         raise ChecksumError(
-            f"block {start // BLOCK_BYTES}, bytes {start} to {start + size}, does not match its checksum",
+            f"{file.describe(number)}, bytes {start} to {start + size} do not match their checksum",
             where=self.locate(name, start, size),
             found=digest.hex(),
             expected=expected.hex(),
@@ -489,17 +513,6 @@ def _copy_parts(parts: Iterable[_BlockPart], data: memoryview) -> None:
     """Copy parts of a block to their buffers."""
     for start, target in parts:
         target[:] = data[start : start + len(target)]
-
-
-def _hash(views: Sequence[memoryview], block_bytes: int) -> bytes:
-    """Return the hashes of consecutive blocks; several buffers are those of one block."""
-    if len(views) == 1:
-        [view] = views
-        return b"".join(xxhash.xxh3_64_digest(view[at : at + block_bytes]) for at in range(0, len(view), block_bytes))
-    hasher = xxhash.xxh3_64()
-    for view in views:
-        hasher.update(view)
-    return hasher.digest()
 
 
 def _split_hashes(hashes: bytes) -> Iterator[bytes]:

@@ -241,11 +241,11 @@ def _plan_layout(content: Content, boxes: Boxes, max_file_bytes: int, unique_suf
 def _dcp_file(file: SliceFile, arrays: Mapping[Path, OutputTensor]) -> OutputFile:
     chunks = [piece.what for piece in file.slices if isinstance(piece.what, PayloadChunk)]
 
-    def encode(stream: TensorStream, writer: FileSink) -> tuple[int, ...]:
+    def encode(stream: TensorStream, writer: FileSink) -> bytes:
         sink = _Slices(file, writer)
         stream.write_parts(_parts(arrays, chunks), sink)
         sink.close()
-        return ()
+        return b""
 
     return OutputFile(file.name, file.nbytes, len(chunks), encode)
 

@@ -6,7 +6,7 @@ Files are hashed while they are written.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from shardckpt.boxes import Box, Shape, chunk_box, full_box
@@ -25,10 +25,8 @@ from shardckpt.format.native.manifest_json import (
     merge_partials,
 )
 from shardckpt.format.native.payload import (
-    BLOCK_BYTES,
     HF_INDEX,
     BlockHasher,
-    FileHashes,
     PayloadChunk,
     PayloadFile,
     hf_index,
@@ -36,7 +34,7 @@ from shardckpt.format.native.payload import (
     plan_payloads,
 )
 from shardckpt.format.native.reader import NativeReader
-from shardckpt.format.native.records import ArrayRecord, make_record, pack_hashes, unpack_hashes
+from shardckpt.format.native.records import ArrayRecord, make_record
 from shardckpt.format.native.run_directory import read_referred_files
 from shardckpt.format.reader import Reader
 from shardckpt.format.value_stats import ValueStats
@@ -182,12 +180,11 @@ def _values(reader: Reader) -> tuple[dict[Path, object], list[str]]:
 
 
 def _step_file(payload: PayloadFile, arrays: Mapping[Path, OutputTensor]) -> OutputFile:
-    def encode(stream: TensorStream, writer: FileSink) -> tuple[int, ...]:
+    def encode(stream: TensorStream, writer: FileSink) -> bytes:
         sink = _Hashed(writer)
         sink.write(payload.header)
         stream.write_parts((TensorPart(arrays[chunk.path], chunk.box) for chunk in payload.chunks), sink)
-        hashes = sink.hasher.digests()
-        return (*hashes.blocks, *unpack_hashes(hashes.sub_blocks))
+        return sink.hasher.digests()
 
     return OutputFile(payload.name, payload.nbytes, len(payload.chunks), encode)
 
@@ -207,12 +204,6 @@ class _Hashed:
         """Write and hash the next bytes. Raises StorageError."""
         self._writer.write(data)
         self.hasher.update(data)
-
-
-def _file_hashes(payload: PayloadFile, hashes: Sequence[int]) -> FileHashes:
-    """Return hashes of blocks, followed by those of sub-blocks, as hashes of a file."""
-    blocks = -(-payload.nbytes // BLOCK_BYTES)
-    return FileHashes(tuple(hashes[:blocks]), pack_hashes(hashes[blocks:]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,10 +232,7 @@ class PlannedStep:
 
     def _ending(self, hashes: Hashes) -> dict[str, bytes]:
         """Return the index of the model, the manifest and `COMMIT`."""
-        parts = [
-            build_partial([WrittenPayload(file, _file_hashes(file, hashes[file.name])) for file in mine])
-            for mine in self.payloads
-        ]
+        parts = [build_partial([WrittenPayload(file, hashes[file.name]) for file in mine]) for mine in self.payloads]
         files, arrays = merge_partials(parts, [record.path for record in self.contents.arrays])
         arrays = tuple(map(self._with_stats, arrays))
         made: dict[str, bytes] = {}

@@ -107,10 +107,10 @@ def build_file(file: PlannedFile, metadata: Mapping[str, str]) -> OutputFile:
     header = encode_header(order, metadata)
     parts = tuple(part for placed in order for part in tensors[placed.name].output_parts)
 
-    def encode(stream: TensorStream, writer: FileSink) -> tuple[int, ...]:
+    def encode(stream: TensorStream, writer: FileSink) -> bytes:
         writer.write(header)
         stream.write_tensors(parts, writer)
-        return ()
+        return b""
 
     return OutputFile(file.name, len(header) + sum(t.nbytes for t in parts), len(parts), encode)
 

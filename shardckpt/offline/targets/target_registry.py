@@ -134,7 +134,7 @@ class _Guard(NamedTuple):
         return replace(layout, payload=tuple(map(self.file, layout.payload)), ending=ending)
 
     def file(self, file: OutputFile) -> OutputFile:
-        def encode(stream: TensorStream, writer: FileSink) -> tuple[int, ...]:
+        def encode(stream: TensorStream, writer: FileSink) -> bytes:
             with name_plugin(self.plugin, _WRITE, self.where, UsageError, passes=stream.is_from_caller):
                 return file.encode(stream, writer)
 

@@ -22,12 +22,12 @@ def archive_file(
         head: Content of the storages before those of `parts`.
     """
 
-    def encode(stream: TensorStream, writer: FileSink) -> tuple[int, ...]:
+    def encode(stream: TensorStream, writer: FileSink) -> bytes:
         sink = ArchiveWriter(archive, writer.write)
         sink.write(head)
         stream.write_parts(parts, sink)
         sink.close()
-        return ()
+        return b""
 
     return OutputFile(name, archive.nbytes, count, encode)
 

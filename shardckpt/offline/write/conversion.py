@@ -34,8 +34,8 @@ from shardckpt.storage.thread_pool import ThreadPool
 
 _Publication = TypeVar("_Publication")
 
-Hashes = Mapping[str, tuple[int, ...]]
-"""File name to the hashes of its blocks."""
+Hashes = Mapping[str, bytes]
+"""File name to the packed hashes of its blocks; empty if the format stores none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +239,7 @@ def _write_files(files: Sequence[OutputFile], writers: int, stream: TensorStream
             raise
 
 
-def _write_file(file: OutputFile, stream: TensorStream, publication: Publication) -> tuple[int, ...]:
+def _write_file(file: OutputFile, stream: TensorStream, publication: Publication) -> bytes:
     with create_checked(publication, file.name) as writer:
         counting = CountingWriter(writer)
         hashes = file.encode(stream, counting)

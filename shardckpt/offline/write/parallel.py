@@ -82,8 +82,8 @@ def _publish_together(group: Group, plan: ConversionPlan, on_progress: OnProgres
 
 
 def _encode_hashes(hashes: Hashes) -> bytes:
-    return json.dumps(dict(hashes)).encode()
+    return json.dumps({name: packed.hex() for name, packed in hashes.items()}).encode()
 
 
-def _decode_hashes(message: bytes) -> Iterator[tuple[str, tuple[int, ...]]]:
-    return ((name, tuple(each)) for name, each in json.loads(message).items())
+def _decode_hashes(message: bytes) -> Iterator[tuple[str, bytes]]:
+    return ((name, bytes.fromhex(digits)) for name, digits in json.loads(message).items())

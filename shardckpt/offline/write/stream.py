@@ -393,8 +393,8 @@ class _Assembler:
         cast_into(data, stored, out, tensor.dtype, name=tensor.name, allow_overflow=self._allow_overflow)
 
 
-Encoder = Callable[[TensorStream, FileSink], tuple[int, ...]]
-"""Writes one file from start to end without closing it; returns hashes of its blocks if the format stores them."""
+Encoder = Callable[[TensorStream, FileSink], bytes]
+"""Writes one file from start to end without closing it; returns hashes of its blocks if the format stores any."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ def payload_bytes(step: Path) -> int:
 
 
 def data_bytes(step: Path) -> int:
-    """Return the bytes of the payload without the header: that of a large file is a sub-block, which no rank needs."""
+    """Return the bytes of the payload without the header: that of a large file is a block, which no rank needs."""
     (path,) = step.glob("*.safetensors")
     with path.open("rb") as file:
         return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")

@@ -18,7 +18,7 @@ from shardckpt.checkpoint.save import payload_writer, session
 from shardckpt.checkpoint.save.payload_writer import write_payloads
 from shardckpt.format.native.manifest_json import WrittenPayload
 from shardckpt.format.native.payload import (
-    BLOCK_BYTES,
+    GROUP_BYTES,
     FileHasher,
     PayloadChunk,
     PayloadFile,
@@ -129,8 +129,8 @@ def test_the_writing_thread_hashes_each_block_right_before_it_writes_it(recorded
     assert recorded.hashing == {""}  # the main thread has no number
     assert recorded.notes[::2] == [("hash", nbytes) for _, nbytes in recorded.notes[1::2]]
     assert {kind for kind, _ in recorded.notes[1::2]} == {"write"}
-    first = BLOCK_BYTES - len(payload.header)  # writes end where blocks end
-    assert recorded.written == [first, *[BLOCK_BYTES] * 4, BYTES - first - 4 * BLOCK_BYTES]
+    first = GROUP_BYTES - len(payload.header)  # writes end where blocks end
+    assert recorded.written == [first, *[GROUP_BYTES] * 4, BYTES - first - 4 * GROUP_BYTES]
 
 
 def test_beside_python_code_a_slice_is_written_by_one_call_and_hashed_by_few_tasks_on_threads(

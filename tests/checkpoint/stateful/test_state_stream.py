@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardckpt
 from shardckpt.checkpoint.stateful import state_stream
-from shardckpt.checkpoint.stateful.state_stream import MAGIC, build_stream, read_stream
-from shardckpt.format.native.payload import BLOCK_BYTES
+from shardckpt.checkpoint.stateful.state_stream import BLOCK_BYTES, MAGIC, build_stream, read_stream
 
 
 def sent(state: Any) -> bytes:

@@ -22,7 +22,7 @@ from shardckpt.format.native.payload import encode_canonical
 from shardckpt.format.registry import open_checkpoint
 from shardckpt.storage.store import Store
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "1.0"
+GOLDEN = Path(__file__).parents[1] / "golden" / "1"
 Change = Callable[[dict[str, Any], dict[str, Any]], object]
 
 

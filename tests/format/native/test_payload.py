@@ -7,6 +7,7 @@ import random
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -22,15 +23,16 @@ from shardckpt.boxes import Box, full_box
 from shardckpt.errors import UnsupportedError
 from shardckpt.format.native import payload as payload_module
 from shardckpt.format.native.payload import (
+    BLOCK_ALIGNED_BYTES,
     BLOCK_BYTES,
     DATA_ALIGNMENT,
+    GROUP_BLOCKS,
+    GROUP_BYTES,
     KEY,
-    SUB_ALIGNED_BYTES,
-    SUB_BLOCK_BYTES,
     BlockHasher,
-    FileHashes,
     PayloadChunk,
     PayloadFile,
+    group_hashes,
     hf_index,
     new_save_id,
     plan_payloads,
@@ -104,23 +106,21 @@ def test_data_begins_aligned_and_every_chunk_is_aligned_to_its_type() -> None:
 
 
 @given(
-    st.lists(st.sampled_from([1, 64, 4096, SUB_BLOCK_BYTES, 3 * SUB_BLOCK_BYTES, SUB_BLOCK_BYTES + 64]), max_size=20),
+    st.lists(st.sampled_from([1, 64, 4096, BLOCK_BYTES, 3 * BLOCK_BYTES, BLOCK_BYTES + 64]), max_size=20),
     st.integers(0, 8),
 )
-def test_in_a_large_file_chunks_of_complete_sub_blocks_begin_at_one(sizes: list[int], before: int) -> None:
-    sizes.insert(min(before, len(sizes)), SUB_ALIGNED_BYTES)
+def test_in_a_large_file_chunks_of_complete_blocks_begin_at_one(sizes: list[int], before: int) -> None:
+    sizes.insert(min(before, len(sizes)), BLOCK_ALIGNED_BYTES)
     [payload] = plan_payloads("s", 0, [chunk((str(at),), (size,), "uint8") for at, size in enumerate(sizes)])
     offsets = [
-        offset
-        for offset, each in zip(payload.offsets, payload.chunks, strict=True)
-        if each.nbytes % SUB_BLOCK_BYTES == 0
+        offset for offset, each in zip(payload.offsets, payload.chunks, strict=True) if each.nbytes % BLOCK_BYTES == 0
     ]
     assert offsets
-    assert [offset % SUB_BLOCK_BYTES for offset in offsets] == [0] * len(offsets)
+    assert [offset % BLOCK_BYTES for offset in offsets] == [0] * len(offsets)
 
 
 def test_the_header_of_a_small_file_is_small() -> None:
-    [payload] = plan_payloads("s", 0, [chunk(("a",), (SUB_ALIGNED_BYTES - 1,), "uint8")])
+    [payload] = plan_payloads("s", 0, [chunk(("a",), (BLOCK_ALIGNED_BYTES - 1,), "uint8")])
     assert len(payload.header) == DATA_ALIGNMENT
 
 
@@ -131,7 +131,7 @@ def test_a_file_says_itself_what_it_holds() -> None:
     assert payload.name == "save1-00003-00.safetensors"
     assert payload.keys == ("model.w@0", "model.w@1")
     assert told(payload) == {
-        "version": [1, 0],
+        "version": 1,
         "save": "save1",
         "writer": 3,
         "chunks": [
@@ -206,26 +206,25 @@ def test_a_type_without_a_name_is_refused_by_its_path() -> None:
         plan_payloads("s", 0, [chunk(("model", "w"), (2,), "float7")])
 
 
-@pytest.mark.parametrize("step", [1, 4096, BLOCK_BYTES - 1, BLOCK_BYTES, 3 * BLOCK_BYTES], ids=str)
+def hash_blocks(data: bytes, block_bytes: int) -> bytes:
+    return b"".join(xxhash.xxh3_64_digest(data[at : at + block_bytes]) for at in range(0, len(data), block_bytes))
+
+
+@pytest.mark.parametrize("step", [1, 4096, BLOCK_BYTES - 1, BLOCK_BYTES, GROUP_BYTES - 1, 3 * GROUP_BYTES], ids=str)
 def test_blocks_are_hashed_however_the_bytes_come(step: int) -> None:
-    data = torch.arange(BLOCK_BYTES // 2 + 7, dtype=torch.int32).numpy().tobytes()
+    data = torch.arange(GROUP_BYTES // 2 + 7, dtype=torch.int32).numpy().tobytes()
     if step == 1:
         data = data[:1000]
     hasher = BlockHasher()
     for at in range(0, len(data), step):
         hasher.update(data[at : at + step])
-    blocks = [data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES)]
-    sub_blocks = [data[at : at + SUB_BLOCK_BYTES] for at in range(0, len(data), SUB_BLOCK_BYTES)]
-    found = hasher.digests()
-    assert found.blocks == tuple(map(xxhash.xxh3_64_intdigest, blocks))
-    expected = map(xxhash.xxh3_64_digest, sub_blocks if len(sub_blocks) > 1 else [])
-    assert found.sub_blocks == b"".join(expected)
-    assert BlockHasher().digests() == FileHashes((), b"")
+    assert hasher.digests() == hash_blocks(data, BLOCK_BYTES)
+    assert BlockHasher().digests() == b""
 
 
 @given(parts=st.lists(st.binary(max_size=40), max_size=6), most=st.integers(1, 4), rng=st.randoms())
 def test_blocks_are_hashed_in_any_order_of_their_tasks(parts: list[bytes], most: int, rng: random.Random) -> None:
-    with patch.multiple(payload_module, BLOCK_BYTES=8, SUB_BLOCK_BYTES=4, _LOCKED_BYTES=2):
+    with patch.multiple(payload_module, GROUP_BYTES=8, BLOCK_BYTES=4, _LOCKED_BYTES=2):
         hasher = BlockHasher()
         for part in parts:
             tasks = hasher.split(memoryview(part), most)
@@ -233,22 +232,45 @@ def test_blocks_are_hashed_in_any_order_of_their_tasks(parts: list[bytes], most:
             rng.shuffle(tasks)
             for task in tasks:
                 task()
-        data = b"".join(parts)
-        blocks = [data[at : at + 8] for at in range(0, len(data), 8)]
-        sub_blocks = [data[at : at + 4] for at in range(0, len(data), 4)]
-        found = hasher.digests()
-        assert found.blocks == tuple(map(xxhash.xxh3_64_intdigest, blocks))
-        assert found.sub_blocks == b"".join(map(xxhash.xxh3_64_digest, sub_blocks if len(sub_blocks) > 1 else []))
+        assert hasher.digests() == hash_blocks(b"".join(parts), 4)
 
 
-def test_a_task_that_waits_leaves_its_blocks_to_the_others() -> None:
-    """Each block of a task that is behind would wait for the interpreter's lock, after the bytes are written."""
+def test_a_task_that_waits_leaves_its_groups_to_the_others() -> None:
+    """Each group of a task that is behind would wait for the interpreter's lock, after the bytes are written."""
     data = bytes(range(64))
-    with patch.multiple(payload_module, BLOCK_BYTES=8, SUB_BLOCK_BYTES=4, _LOCKED_BYTES=2):
+    with patch.multiple(payload_module, GROUP_BYTES=8, BLOCK_BYTES=4, _LOCKED_BYTES=2):
         hasher = BlockHasher()
         _waits, runs = hasher.split(memoryview(data), 2)
         runs()
-        assert len(hasher.digests().blocks) == 8
+        assert hasher.digests() == hash_blocks(data, 4)
+
+
+def test_a_group_is_hashed_with_one_call_that_releases_the_lock() -> None:
+    sizes: list[int] = []
+
+    class Noted:
+        def __init__(self) -> None:
+            self._hasher = xxhash.xxh3_64()
+            self.digest, self.reset = self._hasher.digest, self._hasher.reset
+
+        def update(self, data: memoryview) -> None:
+            sizes.append(len(data))
+            self._hasher.update(data)
+
+    with patch.object(payload_module, "xxhash", SimpleNamespace(xxh3_64=Noted)):
+        hasher = BlockHasher()
+        hasher.update(bytes(GROUP_BYTES))
+    assert hasher.digests() == hash_blocks(bytes(GROUP_BYTES), BLOCK_BYTES)
+    assert [size for size in sizes if size > 1 << 16] == [BLOCK_BYTES]
+    assert len(sizes) == 2 * GROUP_BLOCKS - 1
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 2, 32, 33, 64, 70])
+def test_a_group_has_the_hash_of_its_hashes_and_a_single_block_its_own(blocks: int) -> None:
+    hashes = [xxhash.xxh3_64_digest(bytes([number])) for number in range(blocks)]
+    groups = [b"".join(hashes[at : at + GROUP_BLOCKS]) for at in range(0, blocks, GROUP_BLOCKS)]
+    expected = [each if len(each) == 8 else xxhash.xxh3_64_digest(each) for each in groups]
+    assert group_hashes(b"".join(hashes)) == b"".join(expected)
 
 
 def test_every_type_that_torch_stores_plainly_has_a_place(tmp_path: Path) -> None:

@@ -10,17 +10,17 @@ import pytest
 import torch
 import xxhash
 from counting import open_counted
-from native_writer import SAVE, without_sub_hashes, write_step
+from native_writer import SAVE, with_grouped_hashes, write_step
 
 from shardckpt.errors import ChecksumError, TruncatedError
-from shardckpt.format.native.payload import BLOCK_BYTES, SUB_BLOCK_BYTES
+from shardckpt.format.native.payload import BLOCK_BYTES, GROUP_BLOCKS, GROUP_BYTES
 from shardckpt.format.registry import open_checkpoint
 from shardckpt.storage.store import Read
 
-SIZE = 3 * BLOCK_BYTES + 1000
+SIZE = 3 * GROUP_BYTES + 1000
 
 
-@pytest.fixture(scope="module", params=[BLOCK_BYTES, SUB_BLOCK_BYTES], ids=["blocks", "sub-blocks"])
+@pytest.fixture(scope="module", params=[GROUP_BYTES, BLOCK_BYTES], ids=["groups", "blocks"])
 def grain(request: pytest.FixtureRequest) -> int:
     """Bytes that one hash covers."""
     return int(request.param)
@@ -29,7 +29,7 @@ def grain(request: pytest.FixtureRequest) -> int:
 @pytest.fixture(scope="module")
 def step(grain: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensor = torch.randint(256, (SIZE - 4096,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    more = {} if grain == SUB_BLOCK_BYTES else {"change": without_sub_hashes}
+    more = {} if grain == BLOCK_BYTES else {"change": with_grouped_hashes}
     return write_step(tmp_path_factory.mktemp("step") / "s", {"w": tensor}, **more)
 
 
@@ -47,22 +47,22 @@ def read(folder: Path, ranges: Sequence[tuple[int, int]], times: int = 1) -> lis
 
 RANGES: dict[str, list[tuple[int, int]]] = {
     "nothing": [(5, 0)],
-    "a byte": [(BLOCK_BYTES + 7, 1)],
-    "a whole block": [(BLOCK_BYTES, BLOCK_BYTES)],
-    "across a border": [(BLOCK_BYTES - 3, 6)],
+    "a byte": [(GROUP_BYTES + 7, 1)],
+    "a whole block": [(GROUP_BYTES, GROUP_BYTES)],
+    "across a border": [(GROUP_BYTES - 3, 6)],
     "everything": [(0, SIZE)],
-    "the short last block": [(3 * BLOCK_BYTES, 1000)],
-    "parts of every block": [(i * BLOCK_BYTES + 10, 100) for i in range(4)]
-    + [(i * BLOCK_BYTES + 50, 900) for i in range(4)],
-    "backwards": [(2 * BLOCK_BYTES, 20), (BLOCK_BYTES, 20), (0, 20)],
-    "halves of a block": [(BLOCK_BYTES, BLOCK_BYTES // 2), (BLOCK_BYTES + BLOCK_BYTES // 2, BLOCK_BYTES // 2)],
-    "a block but for a byte": [(BLOCK_BYTES, 7), (BLOCK_BYTES + 8, BLOCK_BYTES - 8)],
-    "halves that overlap": [(0, BLOCK_BYTES // 2 + 1), (BLOCK_BYTES // 2 - 1, BLOCK_BYTES // 2 + 1)],
-    "large parts": [(10, BLOCK_BYTES // 2), (BLOCK_BYTES // 2 + 100, BLOCK_BYTES // 4)],
-    "a large part among small ones": [(3, 4), (BLOCK_BYTES // 4, BLOCK_BYTES // 2), (BLOCK_BYTES - 5, 5), (7, 900)],
-    "one part of three blocks": [(BLOCK_BYTES // 2, 2 * BLOCK_BYTES)],
-    "from the middle to the end": [(BLOCK_BYTES // 2, SIZE - BLOCK_BYTES // 2)],
-    "pieces with gaps": [(i * SUB_BLOCK_BYTES * 5 // 2, SUB_BLOCK_BYTES * 2) for i in range(20)],
+    "the short last block": [(3 * GROUP_BYTES, 1000)],
+    "parts of every block": [(i * GROUP_BYTES + 10, 100) for i in range(4)]
+    + [(i * GROUP_BYTES + 50, 900) for i in range(4)],
+    "backwards": [(2 * GROUP_BYTES, 20), (GROUP_BYTES, 20), (0, 20)],
+    "halves of a block": [(GROUP_BYTES, GROUP_BYTES // 2), (GROUP_BYTES + GROUP_BYTES // 2, GROUP_BYTES // 2)],
+    "a block but for a byte": [(GROUP_BYTES, 7), (GROUP_BYTES + 8, GROUP_BYTES - 8)],
+    "halves that overlap": [(0, GROUP_BYTES // 2 + 1), (GROUP_BYTES // 2 - 1, GROUP_BYTES // 2 + 1)],
+    "large parts": [(10, GROUP_BYTES // 2), (GROUP_BYTES // 2 + 100, GROUP_BYTES // 4)],
+    "a large part among small ones": [(3, 4), (GROUP_BYTES // 4, GROUP_BYTES // 2), (GROUP_BYTES - 5, 5), (7, 900)],
+    "one part of three blocks": [(GROUP_BYTES // 2, 2 * GROUP_BYTES)],
+    "from the middle to the end": [(GROUP_BYTES // 2, SIZE - GROUP_BYTES // 2)],
+    "pieces with gaps": [(i * BLOCK_BYTES * 5 // 2, BLOCK_BYTES * 2) for i in range(20)],
 }
 
 
@@ -90,12 +90,14 @@ def flip(file: Path, at: int) -> Callable[[], None]:
 def test_a_flipped_bit_is_found_where_its_hash_is_needed_and_only_there(
     step: Path, grain: int, name: str, block: int
 ) -> None:
-    at = block * BLOCK_BYTES + (999 if block == 3 else BLOCK_BYTES // 2 + 999)
+    at = block * GROUP_BYTES + (999 if block == 3 else GROUP_BYTES // 2 + 999)
     is_touched = any(n and low // grain <= at // grain <= (low + n - 1) // grain for low, n in RANGES[name])
     undo = flip(payload(step), at)
     try:
         if is_touched:
-            place = f"block {block}, bytes {at // grain * grain} to {min(at // grain * grain + grain, SIZE)}, "
+            start, end = at // grain * grain, min(at // grain * grain + grain, SIZE)
+            first, last = start // BLOCK_BYTES, (end - 1) // BLOCK_BYTES
+            place = f"{f'block {first}' if first == last else f'blocks {first} to {last}'}, bytes {start} to {end} do"
             with pytest.raises(ChecksumError, match=f"{payload(step).name}: {place}"):
                 read(step, RANGES[name])
         else:
@@ -135,13 +137,13 @@ def test_filled_buffers_that_differ_from_the_file_are_found_with_their_blocks_al
 
 
 def test_filled_buffers_that_overlap_or_have_no_hashes_are_not_known_to_be_equal(step: Path) -> None:
-    assert find_unequal(step, [(0, 100), (50, 100), (BLOCK_BYTES, 9)]) == [0, 1]
+    assert find_unequal(step, [(0, 100), (50, 100), (GROUP_BYTES, 9)]) == [0, 1]
     store = open_checkpoint(str(step)).store
     assert store.find_unequal([Read("COMMIT", 0, memoryview(bytearray(4)))]) == [0]
     assert store.find_unequal([Read(payload(step).name, SIZE - 1, memoryview(bytearray(2)))]) == [0]
 
 
-@pytest.mark.parametrize("start", [0, BLOCK_BYTES, SIZE - 9])
+@pytest.mark.parametrize("start", [0, GROUP_BYTES, SIZE - 9])
 def test_a_buffer_that_goes_beyond_the_end_of_its_file_is_not_equal_to_it(step: Path, start: int) -> None:
     store, right = open_checkpoint(str(step)).store, payload(step).read_bytes()[start:]
     assert store.find_unequal([Read(payload(step).name, start, memoryview(bytearray(right)))]) == []
@@ -172,17 +174,17 @@ def test_a_file_that_was_damaged_after_its_buffers_were_filled_differs(step: Pat
 def test_small_reads_that_follow_one_another_read_each_block_once(step: Path) -> None:
     source, counted = open_counted(str(step))
     counted.ranges.clear()
-    for at in range(0, 2 * BLOCK_BYTES, 1 << 18):
+    for at in range(0, 2 * GROUP_BYTES, 1 << 18):
         buffer = bytearray(1 << 18)
         source.store.read([Read(payload(step).name, at, memoryview(buffer))])
-    assert counted.nbytes == 2 * BLOCK_BYTES
+    assert counted.nbytes == 2 * GROUP_BYTES
 
 
 def test_memory_that_is_used_again_never_changes_what_was_read(step: Path) -> None:
     data = payload(step).read_bytes()
     store = open_checkpoint(str(step)).store
     for blocks in ((0,), (0, 1), (1, 2), (2,), (2, 3), (0, 3)):
-        reads = [(block * BLOCK_BYTES + 10, 900) for block in blocks]
+        reads = [(block * GROUP_BYTES + 10, 900) for block in blocks]
         buffers = [bytearray(n) for _, n in reads]
         store.read([Read(payload(step).name, at, memoryview(b)) for (at, _), b in zip(reads, buffers, strict=True)])
         assert buffers == [data[at : at + n] for at, n in reads]
@@ -212,7 +214,7 @@ def test_a_large_part_of_a_block_is_read_where_it_belongs_and_the_rest_once(step
 def test_a_piece_needs_its_own_bytes_and_less_than_two_hashed_ranges_more(step: Path, grain: int) -> None:
     source, counted = open_counted(str(step))
     counted.ranges.clear()
-    start, nbytes = BLOCK_BYTES + 100, 1 << 20
+    start, nbytes = GROUP_BYTES + 100, 1 << 20
     source.store.read([Read(payload(step).name, start, memoryview(bytearray(nbytes)))])
     first, last = start // grain, -(-(start + nbytes) // grain)
     assert counted.nbytes == (last - first) * grain
@@ -221,7 +223,7 @@ def test_a_piece_needs_its_own_bytes_and_less_than_two_hashed_ranges_more(step: 
 def test_neighbours_in_a_file_are_read_in_one_call(step: Path) -> None:
     source, counted = open_counted(str(step))
     counted.batches = 0
-    source.store.read([Read(payload(step).name, 100, memoryview(bytearray(3 * SUB_BLOCK_BYTES)))])
+    source.store.read([Read(payload(step).name, 100, memoryview(bytearray(3 * BLOCK_BYTES)))])
     assert counted.batches == 1
 
 
@@ -238,10 +240,11 @@ def test_each_step_of_a_local_file_is_hashed_once_before_the_next_is_read(
         return digest(data)
 
     monkeypatch.setattr(xxhash, "xxh3_64_digest", hash_and_note)
-    source.store.read([Read(payload(step).name, 0, memoryview(bytearray(2 * BLOCK_BYTES)))])
+    source.store.read([Read(payload(step).name, 0, memoryview(bytearray(2 * GROUP_BYTES)))])
     nbytes = max(grain, 1 << 18)
-    steps = range(1, 2 * BLOCK_BYTES // nbytes + 1)
-    assert seen == [(number, grain) for number in steps for _ in range(nbytes // grain)]
+    steps = range(1, 2 * GROUP_BYTES // nbytes + 1)
+    hashed = [BLOCK_BYTES] * (nbytes // BLOCK_BYTES) + [8 * GROUP_BLOCKS] * (grain == GROUP_BYTES)
+    assert seen == [(number, each) for number in steps for each in hashed]
     assert counted.batches == steps[-1]
 
 
@@ -255,7 +258,7 @@ def test_other_files_and_calls_go_to_the_underlying_store(step: Path) -> None:
     assert reader.store.list() == reader.raw_store.list()
     assert reader.store.size("COMMIT") == (step / "COMMIT").stat().st_size
     assert reader.store.url == reader.raw_store.url
-    assert reader.store.capabilities == replace(reader.raw_store.capabilities, block_bytes=BLOCK_BYTES)
+    assert reader.store.capabilities == replace(reader.raw_store.capabilities, block_bytes=GROUP_BYTES)
     with reader.store.create("x") as writer:
         writer.write(b"1")
     buffer = bytearray(1)

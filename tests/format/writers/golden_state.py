@@ -1,14 +1,23 @@
-"""What the golden steps hold. Each was written once, by the version of its folder, and is read for ever."""
+"""What the golden steps hold, and how they were written: once, since they are read for ever.
+
+`python golden_state.py FOLDER` writes them again: their bytes change only with the format.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
+from native_writer import with_grouped_hashes, write_step
 
+import shardckpt
 from shardckpt.boxes import Box, full_box
+from shardckpt.checkpoint.save import session
 
 BOXES = {
     ("model", "w"): [(0, Box((0, 0), (3, 2))), (1, Box((3, 0), (3, 2))), (2, Box((0, 2), (6, 2)))],
@@ -37,13 +46,13 @@ def before_based() -> dict[str, Any]:
 
 
 def large() -> dict[str, Any]:
-    """Return what `large` holds: one file of several sub-blocks."""
+    """Return what `large` holds: one file of several blocks."""
     w = (torch.arange(300_000) % 251).to(torch.uint8).reshape(300, 1000)
     return {"model": {"w": w}, "optim": torch.tensor([6]), "step": 99}
 
 
 def large_based() -> dict[str, Any]:
-    """Return what `large-based` holds: `model.w` lies in `large`, and its own file has no sub-blocks."""
+    """Return what `large-based` holds: `model.w` lies in `large`, and its own file has one block."""
     return {**large(), "optim": torch.tensor([7]), "step": 100}
 
 
@@ -81,3 +90,38 @@ def full() -> dict[str, Any]:
         },
         0: {1: torch.tensor([9.0])},
     }
+
+
+def write(folder: Path) -> None:
+    """Write the golden steps."""
+    write_step(folder / "small", small(), alone=("model",), save="0mwqkzsavex3s13")
+    write_step(folder / "ranks", full(), BOXES, save="0mwqkzsavey7k2f")
+    write_step(folder / "unhashed", small(), checksums=False, save="0mwqkzsavez0q9d")
+    write_step(folder / "grouped", large(), change=with_grouped_hashes, save="0mwqkzsavf0h5rt")
+    _save(folder / "digests", "0mwqt38b24ccy29", _as_module(before_based()), store_digests=True)
+    _save(folder / "based", "0mwqt38cxwdztlk", _as_module(based()), base=folder / "digests")
+    _save(folder / "large", "0mwsxi7zwmn53qv", large(), store_digests=True)
+    _save(folder / "large-based", "0mwsxi8639vuzpo", large_based(), base=folder / "large")
+    _save(folder / "stats", "0mwt4sspnb3m71k", small(), stats=True)
+
+
+class _Model(torch.nn.Module):
+    def __init__(self, w: torch.Tensor, b: torch.Tensor) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(w)
+        self.register_buffer("b", b)
+
+
+def _as_module(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state whose model is a module, with averages of its weights."""
+    model = _Model(**state["model"])
+    return {**state, "model": model, "ema": shardckpt.Variant(state["ema"], of=model)}
+
+
+def _save(step: Path, save: str, state: dict[str, Any], **options: Any) -> None:
+    with patch.object(session, "new_save_id", lambda: save):
+        shardckpt.save(state, step, **options)
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))

@@ -42,9 +42,9 @@ def scalar(value: np.generic) -> tagged_json.NamedValue:
     return tagged_json.NamedValue("numpy", f"{value.dtype.name} {value.tobytes().hex()}")
 
 
-def without_sub_hashes(contents: ManifestContents) -> ManifestContents:
-    """Return what version 1.0 of the format stored, for `write_step(change=...)`."""
-    return replace(contents, files=tuple(file._replace(sub_hashes=b"") for file in contents.files))
+def with_grouped_hashes(contents: ManifestContents) -> ManifestContents:
+    """Return what a very large step stores, for `write_step(change=...)`."""
+    return replace(contents, files=tuple(file.with_groups() for file in contents.files))
 
 
 class Nest:

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 import shardckpt
 from shardckpt.boxes import Box, full_box
-from shardckpt.format.native.payload import BLOCK_BYTES
+from shardckpt.format.native.payload import GROUP_BYTES
 from shardckpt.manifest import Piece, Span, TensorEntry
 from shardckpt.offline.write.stream import TensorPart, batches, split_copy
 from shardckpt.plan.layout.copy_plan import Copy
@@ -55,7 +55,7 @@ def test_parts_fit_into_a_batch_as_stored_and_as_written(dtype: str) -> None:
     assert all(sum(take.nbytes for take in batch.takes) == batch.nbytes <= 1024 for batch in found)
 
 
-@pytest.mark.parametrize(("max_memory", "most"), [(256 * MIB, BLOCK_BYTES), (40 * MIB, MIB)])
+@pytest.mark.parametrize(("max_memory", "most"), [(256 * MIB, GROUP_BYTES), (40 * MIB, MIB)])
 def test_blocks_of_a_step_are_copied_as_they_are_verified(
     max_memory: int, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,10 +42,10 @@ def plan(conversion: Conversion) -> PlannedFiles:
     metadata = {**_general(architecture, tensors), **model.metadata, **tokenizer.metadata}
     header = encode_header(metadata, [tensor.header for tensor in tensors])
 
-    def encode(stream: TensorStream, writer: FileSink) -> tuple[int, ...]:
+    def encode(stream: TensorStream, writer: FileSink) -> bytes:
         writer.write(header)
         write_data(tensors, stream, writer)
-        return ()
+        return b""
 
     file = OutputFile(conversion.file_name, len(header) + sum(t.padded_nbytes for t in tensors), len(tensors), encode)
     layout = Layout((file,), {})
