@@ -842,9 +842,9 @@ class TestReading:
     def test_a_flipped_bit_is_found_in_the_blocks_that_are_read(self, tmp_path: Path) -> None:
         tensor = self.saved(tmp_path)
         name = self.flip(tmp_path / "c", 2 * self.BLOCK + 17)
-        with pytest.raises(ChecksumError, match=rf"{name}.*block 2"):
+        with pytest.raises(ChecksumError, match=rf"{name}.*block 64,"):
             shardckpt.load(tmp_path / "c")
-        with pytest.raises(ChecksumError, match="block 2"):
+        with pytest.raises(ChecksumError, match="block 64,"):
             shardckpt.load({"deep": {"t": torch.zeros_like(tensor)}}, tmp_path / "c", strict=False)
         opened = shardckpt.open(tmp_path / "c")["deep.t"]
         assert torch.equal(opened[0], tensor[0])
@@ -859,7 +859,7 @@ class TestReading:
         tensor = self.saved(tmp_path)
         self.flip(tmp_path / "c", 2 * self.BLOCK + 17)
         state = {"deep": {"t": torch.full_like(tensor, -1)}, "a.b": 0, "a": {"b": 0}}
-        with pytest.raises(ChecksumError, match="block 2") as caught:
+        with pytest.raises(ChecksumError, match="block 64,") as caught:
             shardckpt.load(state, tmp_path / "c", verify=verify)
         is_mixed = not (state["deep"]["t"] == -1).all()
         assert is_mixed == (verify == "read") == ("may be filled in part" in str(caught.value))
