@@ -55,11 +55,7 @@ class Coordinator:
         return 0.0 if self._given is None else self._given.timeout.total_seconds()
 
     def coordinate(
-        self,
-        step: str,
-        message: bytes | Exception,
-        decide: Callable[[list[bytes]], Sequence[bytes]],
-        meanwhile: Callable[[], object] | None = None,
+        self, step: str, message: bytes | Exception, decide: Callable[[list[bytes]], Sequence[bytes]]
     ) -> bytes:
         """Return rank 0's answer to this rank. Collective.
 
@@ -69,8 +65,6 @@ class Coordinator:
             step: Name of the operation, for error messages.
             message: This rank's message, or its exception.
             decide: Called on rank 0 with all messages, returns an answer for each rank; all ranks raise its error.
-            meanwhile: Called between the message of this rank and its answer, on rank 0 after all answers; not on a
-                rank that has failed by then. It raises no Exception.
 
         Raises:
             RankError: Another rank failed, is lost or did not answer in time. This rank raises its own exception
@@ -78,7 +72,7 @@ class Coordinator:
         """
         self._round += 1
         with self.in_step():
-            answer = self._exchange(step, message, decide, None if isinstance(message, Exception) else meanwhile)
+            answer = self._exchange(step, message, decide)
         if isinstance(message, Exception):
             raise message
         if answer[:1] == _FAILED:
@@ -88,24 +82,14 @@ class Coordinator:
         return answer[1:]
 
     def _exchange(
-        self,
-        step: str,
-        message: bytes | Exception,
-        decide: Callable[[list[bytes]], Sequence[bytes]],
-        meanwhile: Callable[[], object] | None,
+        self, step: str, message: bytes | Exception, decide: Callable[[list[bytes]], Sequence[bytes]]
     ) -> bytes:
         self.expect_messages()
         if self.rank == 0:
-            answer = self._gather_and_answer(step, message, decide)
-            if meanwhile is not None:
-                meanwhile()
-            return answer
+            return self._gather_and_answer(step, message, decide)
         known = message if isinstance(message, RankError) and self.has_lost_rank else None
         with self._report_lost_rank(known):
             self._send_bytes(_frame(message), 0)
-        if meanwhile is not None:
-            meanwhile()
-        with self._report_lost_rank(known):
             return self._recv_bytes(0, time.monotonic() + self._link.timeout.total_seconds())
 
     def expect_messages(self) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, Literal, NamedTuple, SupportsFloat
@@ -16,16 +15,13 @@ from typing import Any, Literal, NamedTuple, SupportsFloat
 import torch.distributed as dist
 from typing_extensions import Unpack
 
-from shardckpt.checkpoint.save.early_copy import EarlyCopy
 from shardckpt.checkpoint.save.handle import PENDING_SAVE, AsyncSaveTask, PendingSave, SaveHandle
 from shardckpt.checkpoint.save.payload_writer import Source, iter_contents
-from shardckpt.checkpoint.save.repeated_plan import RepeatedPlan
 from shardckpt.checkpoint.save.save import SAVERS, SaveParams, SaverCache, check_options
 from shardckpt.checkpoint.save.session import (
     PlannedSave,
     PlannedState,
     SaveOptions,
-    SavePlanner,
     SaveSession,
     StagedSave,
     WrittenSave,
@@ -163,7 +159,6 @@ def start_async_save(
     *,
     max_staging_bytes: int | str | None = None,
     on_busy: OnBusy = "wait",
-    early: EarlyCopy | None = None,
 ) -> SaveHandle:
     """Save a state in the background, as `async_save`, beside the saves of other lanes. Collective.
 
@@ -174,7 +169,6 @@ def start_async_save(
         options: Parameters of a save.
         max_staging_bytes: As for `async_save`.
         on_busy: As for `async_save`.
-        early: Copy of the state that was made before, if the ranks have agreed on its plan.
     """
     checked, fault = check_options("async_save", path, options)
     most = None
@@ -185,7 +179,7 @@ def start_async_save(
         fault = fault or error
     task = AsyncSaveTask(checked.path, checked.on_event, is_tolerated=lane.is_for_captures)
     try:
-        _copy_and_start(lane, state, task, checked, most, options.get("process_group"), fault, on_busy, early)
+        _copy_and_start(lane, state, task, checked, most, options.get("process_group"), fault, on_busy)
     except BaseException as error:
         task.emit(error)
         raise
@@ -201,7 +195,6 @@ def _copy_and_start(
     group: dist.ProcessGroup | None,
     fault: Exception | None,
     on_busy: OnBusy,
-    early: EarlyCopy | None,
 ) -> None:
     """Plan with the other ranks, start the thread that writes, and copy the state."""
     with lane.pending.entry, gc_paused():
@@ -212,52 +205,11 @@ def _copy_and_start(
             task.recorder.values["rank"] = saver.channels.main.rank
             last = saver.channels.background_coordinator(group, lane.name, has_low_priority=lane.is_for_captures)
             yields = lane.is_for_captures and saver.channels.main.size > 1
-            staging = StagingArea(lane.buffers, most) if early is None else early.staging
-            copy = _Copy(task, SaveSession(saver, checked, last), staging, yields=yields)
+            copy = _Copy(task, SaveSession(saver, checked, last), StagingArea(lane.buffers, most), yields=yields)
             lane.pending.begin(task, copy.abandon)
-            planned, flattened = copy.plan(state, refusal, None if early is None else early.take(checked))
-        copy.stage(planned, flattened, early)
+            planned, flattened = copy.plan(state, refusal)
+        copy.stage(planned, flattened)
         del flattened  # before the next garbage collection
-
-
-def begin_early_copy(
-    lane: SaveLane,
-    state: Any,
-    path: str,
-    group: dist.ProcessGroup | None,
-    *,
-    max_staging_bytes: int | str | None = None,
-    on_busy: OnBusy = "wait",
-) -> EarlyCopy | None:
-    """Return a copy of a state to make before the ranks agree on its save; None if it may need another plan.
-
-    No other save of the lane begins until `EarlyCopy.close`.
-
-    Args:
-        lane: Saves of this kind.
-        state: As for `async_save`.
-        path: Target path or URL.
-        group: Process group of the ranks; None for all ranks.
-        max_staging_bytes: As for `async_save`.
-        on_busy: As for `async_save`.
-
-    Raises:
-        Exception: The state or an option cannot be used.
-    """
-    saver = lane.savers.find(group)
-    if saver is None:
-        return None
-    with ExitStack() as stack:
-        stack.enter_context(lane.pending.entry)
-        if not lane.pending.is_settled:
-            return None
-        most = _parse_max_staging_bytes(max_staging_bytes)
-        _require_way_when_busy(on_busy)
-        opened = saver.open(state)
-        if opened.trace is None or opened.cached_save is None:
-            return None
-        plan = RepeatedPlan(saver, path, opened.trace, opened.cached_save)
-        return EarlyCopy(plan, StagingArea(lane.buffers, most), stack.pop_all())
 
 
 def _parse_max_staging_bytes(max_staging_bytes: int | str | None) -> int | None:
@@ -302,14 +254,11 @@ class _Copy:
         self._task, self._session, self._staging, self._yields = task, session, staging, yields
         self._staged: SimpleQueue[StagedSave | Exception] = SimpleQueue()
         self._is_complete = self._is_claimed = False
-        self._copied_s = 0.0
 
-    def plan(
-        self, state: Any, refusal: Exception | None, planner: SavePlanner | None
-    ) -> tuple[PlannedSave, PlannedState]:
+    def plan(self, state: Any, refusal: Exception | None) -> tuple[PlannedSave, PlannedState]:
         """Plan with the other ranks. Collective; an error is raised on all ranks."""
         try:
-            return self._session.plan(state, refusal, planner)
+            return self._session.plan(state, refusal)
         except Exception:
             self._claim()
             self._session.rollback()
@@ -318,23 +267,18 @@ class _Copy:
             self.abandon()
             raise
 
-    def stage(self, planned: PlannedSave, flattened: PlannedState, early: EarlyCopy | None) -> None:
-        """Start the thread and copy the state, unless it is copied; an error of the copy fails the save.
+    def stage(self, planned: PlannedSave, flattened: PlannedState) -> None:
+        """Start the thread and copy the state; an error of the copy fails the save.
 
         If the process has no more threads, the call writes the state itself.
         """
         try:
-            if early is not None:
-                self._copied_s = early.seconds
             has_thread = self._start(planned)
             with self._task.phase("staging"):
                 staged = self._session.stage(planned, flattened)
-                if early is not None:
-                    early.require_copied()
                 self._staged.put(staged)
-                if has_thread and not self._staging.is_filled:
+                if has_thread:
                     self._staging.fill(staged.files, flattened)
-            self._task.recorder.phases["staging"] += self._copied_s
             self._is_complete = True
         except Exception as error:
             self._fail(error)
@@ -402,4 +346,4 @@ class _Copy:
         start = time.monotonic()
         self._staging.wait()
         if self._yields and self._staging.is_filled:
-            time.sleep(time.monotonic() - start + self._copied_s)
+            time.sleep(time.monotonic() - start)

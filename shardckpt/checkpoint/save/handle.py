@@ -255,11 +255,6 @@ class PendingSave:
         """Target of the running save; empty without one."""
         return "" if self._task is None or self._task.is_over else self._task.path
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether no save is running, and the last one has no error that nobody retrieved."""
-        return self._task is None or (self._task.is_over and not self._task.has_unretrieved_error)
-
     def wait(self) -> None:
         """Wait until no save is running; the caller holds `entry`."""
         if self._task is not None:

@@ -215,17 +215,6 @@ class SaverCache:
         self._savers: WeakKeyDictionary[ProcessGroup, Saver] = WeakKeyDictionary()
         self._alone = Saver(ALONE)
 
-    def find(self, group: dist.ProcessGroup | None) -> Saver | None:
-        """Return the saver of several ranks that was used before; None without one, or if a rank is lost.
-
-        Args:
-            group: Process group of the ranks; None for all ranks.
-        """
-        key = resolve_process_group(group)
-        known = None if key is None else self._savers.get(key)
-        is_used = known is not None and not known.channels.has_lost_rank and known.channels.main.size > 1
-        return known if is_used else None
-
     def get(self, group: dist.ProcessGroup | None, refusal: Exception | None = None) -> Saver:
         """Return the saver of a process group. Collective at the first call.
 

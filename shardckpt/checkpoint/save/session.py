@@ -1,4 +1,4 @@
-"""A save session, from plan to commit, with two messages of each rank; one if the ranks have agreed on its plan before.
+"""A save session, from plan to commit, with two messages of each rank.
 
 An error on one rank is raised on all ranks.
 """
@@ -175,23 +175,6 @@ class Saver:
         self.cached_saves: tuple[CachedSave, ...] = ()
         self.frozen_params = FrozenParamCache()
 
-    def open(self, state: Any, *, trainable_only: bool = False) -> OpenedState:
-        """Trace a state, and find a cached save that it fits.
-
-        Args:
-            state: As for the function `save`.
-            trainable_only: As in `SaveOptions`.
-
-        Raises:
-            UsageError: It is None or another plain value.
-            StateDictError: The `state_dict` of an object raised an exception.
-        """
-        require_state(state)
-        root, objects = as_root(state), dict[int, Any]()
-        trace = None if trainable_only else trace_state(root, objects)
-        fitting = (cached for cached in self.cached_saves if trace is not None and cached.fits(trace))
-        return OpenedState(root, objects, trace, next(fitting, None))
-
     def save(
         self, state: Any, options: SaveOptions, refusal: Exception | None = None, recorder: Recorder | None = None
     ) -> None:
@@ -345,7 +328,7 @@ class WrittenSave:
 
 
 @dataclass(frozen=True)
-class OpenedState:
+class _OpenedState:
     """State before it is flattened.
 
     Attributes:
@@ -413,21 +396,18 @@ class SaveSession:
         self._coordinator.leave()
         self.rollback()
 
-    def plan(
-        self, state: Any, refusal: Exception | None = None, planner: SavePlanner | None = None
-    ) -> tuple[PlannedSave, PlannedState]:
+    def plan(self, state: Any, refusal: Exception | None = None) -> tuple[PlannedSave, PlannedState]:
         """Flatten the state, plan with the other ranks, begin the publication. Collective.
 
         Args:
             state: As for the function `save`.
             refusal: Error of this rank, which all ranks raise; None without an error.
-            planner: Planner of this save; None for one that asks the other ranks.
 
         Returns:
             The plan, and the flattened state, which is valid until the state changes.
         """
         is_alone = self._coordinator.size == 1
-        planner = planner or SavePlanner(self._saver, self._options)
+        planner = SavePlanner(self._saver, self._options)
         try:
             flattened, local_plan, response = planner.plan(state, refusal)
         finally:
@@ -624,9 +604,9 @@ class SavePlanner:
         if trace is None or cached_save is None:
             return self._flatten_alone(opened)
         self.cached_save = cached_save
-        return TracedState(cached_save, trace), cached_save.rank.local_plan, self.begin_again(trace, cached_save)[0]
+        return TracedState(cached_save, trace), cached_save.rank.local_plan, self._begin_again(trace, cached_save)[0]
 
-    def _flatten_alone(self, opened: OpenedState) -> tuple[PlannedState, LocalSavePlan, PlanResponse]:
+    def _flatten_alone(self, opened: _OpenedState) -> tuple[PlannedState, LocalSavePlan, PlanResponse]:
         """Flatten and plan; cache the save for states that have the same trace."""
         flattened, local_plan = self._flatten(opened)
         planned = self._saver.plan_cache
@@ -637,7 +617,7 @@ class SavePlanner:
         self._cache(opened.trace, flattened, local_plan, response)
         return flattened, local_plan, response
 
-    def _open(self, state: Any, refusal: Exception | None) -> OpenedState:
+    def _open(self, state: Any, refusal: Exception | None) -> _OpenedState:
         """Trace the state, and find a cached save that it fits.
 
         Raises:
@@ -645,9 +625,13 @@ class SavePlanner:
         """
         if refusal is not None:
             raise refusal
-        return self._saver.open(state, trainable_only=self._options.trainable_only)
+        require_state(state)
+        root, objects = as_root(state), dict[int, Any]()
+        trace = None if self._options.trainable_only else trace_state(root, objects)
+        fitting = (cached for cached in self._saver.cached_saves if trace is not None and cached.fits(trace))
+        return _OpenedState(root, objects, trace, next(fitting, None))
 
-    def _flatten(self, opened: OpenedState) -> tuple[FlattenedState, LocalSavePlan]:
+    def _flatten(self, opened: _OpenedState) -> tuple[FlattenedState, LocalSavePlan]:
         flattened = flatten_state(opened.root, self._coordinator.rank, self._coordinator.size, opened.objects)
         return flattened, create_local_plan(flattened, trainable_only=self._options.trainable_only)
 
@@ -662,16 +646,8 @@ class SavePlanner:
             rank = RankPlanCache(response.save, local_plan, rank_plan)
             self.cached_save = cache_save(rank, trace, flattened, planned, contents)
 
-    def begin_again(self, trace: StateTrace, cached_save: CachedSave) -> list[PlanResponse]:
-        """Begin the publication of a state that fits a cached save. On rank 0.
-
-        Args:
-            trace: Trace of the state.
-            cached_save: The cached save.
-
-        Returns:
-            The answer to each rank.
-        """
+    def _begin_again(self, trace: StateTrace, cached_save: CachedSave) -> list[PlanResponse]:
+        """Begin the publication of a state that fits a cached save. On rank 0."""
         manifest, about = cached_save.manifest, self._options.custom_metadata
         assert manifest is not None, "rank 0 caches the manifest too"
         return self._begin(manifest.cache, lambda save: manifest.build_contents(save, trace, about))
@@ -727,7 +703,7 @@ class SavePlanner:
             require_one_path(reports)
             if len({(report.is_traced, report.cached, report.values) for report in reports}) > 1:
                 return [_FLATTENED_NEEDED] * len(messages)
-            responses = self.begin_again(trace, cached_save)
+            responses = self._begin_again(trace, cached_save)
             return [replace(response, rank_plan=None).encode() for response in responses]
 
         return self._coordinator.coordinate(what, capture_error(report), decide)

@@ -139,11 +139,6 @@ class BufferPool(Generic[T]):
             self._idle = self._all[::-1]
             self._is_closed = False
 
-    def has_space(self, file_bytes: Iterable[int]) -> bool:
-        """Return True if the budget suffices for files of given sizes in bytes at a time."""
-        with self._changed:
-            return self._most is None or sum(-(-nbytes // self._size) for nbytes in file_bytes) <= self._most
-
     def count_missing(self, file_bytes: Iterable[int]) -> int:
         """Return the bytes of new buffers that files of given sizes in bytes need.
 
@@ -261,14 +256,6 @@ class StagingArea:
         self.is_filled = False
 
     # Methods for the training loop
-
-    def has_space(self, files: Sequence[FileLayout]) -> bool:
-        """Return True if no buffer has to be written before all files are copied.
-
-        Args:
-            files: Layouts of the files.
-        """
-        return self._pool.has_space(file.nbytes for file in files)
 
     def fill(self, files: Sequence[FileLayout], state: TensorSource) -> None:
         """Copy the contents of files; the state may change after this returns.

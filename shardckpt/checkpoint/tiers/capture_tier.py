@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
@@ -15,10 +14,9 @@ from shardckpt.checkpoint.peers.node_files import Node
 from shardckpt.checkpoint.peers.node_retention import NodeRetention
 from shardckpt.checkpoint.peers.node_steps import give_marks
 from shardckpt.checkpoint.run.step_retention import StepRetention
-from shardckpt.checkpoint.save.async_save import SaveLane, begin_early_copy, start_async_save
-from shardckpt.checkpoint.save.early_copy import EarlyCopy
+from shardckpt.checkpoint.save.async_save import SaveLane, start_async_save
 from shardckpt.checkpoint.save.handle import StepTask
-from shardckpt.checkpoint.save.save import RunNotes, SaveParams, check_options
+from shardckpt.checkpoint.save.save import RunNotes, SaveParams
 from shardckpt.checkpoint.save.staging import LEAST_BUDGET_BYTES, default_budget
 from shardckpt.checkpoint.tiers.node_opening import NodeOpening, NodeShare
 from shardckpt.checkpoint.tiers.part_finder import PartFinder
@@ -29,8 +27,6 @@ from shardckpt.format.native.run_directory import step_name
 from shardckpt.plan.retention import Retention
 from shardckpt.storage.holder.holder_connection import STALL_S, HolderBusyError
 from shardckpt.storage.store import Store
-
-_LOG = logging.getLogger("shardckpt")
 
 _MOST_SKIPPED = 64
 """Maximum number of captures that are left out after a failure, before the next attempt."""
@@ -179,40 +175,6 @@ class CaptureTier(ABC):
         self._emit_fallback(number, error)
         self.note_failure(error)
 
-    def begin_early_copy(self, number: int, state: Any, options: Mapping[str, Any]) -> EarlyCopy | None:
-        """Return a copy of a state to make before the ranks agree on its capture; None if it may need another plan.
-
-        Args:
-            number: Number of the step.
-            state: As for `shardckpt.save`.
-            options: Options of `shardckpt.async_save` for the copy.
-
-        Raises:
-            Exception: The state or an option cannot be used.
-        """
-        if not (self.takes(number) and self.opening.is_ready):
-            return None
-        return begin_early_copy(self._lane, state, self.target(number), self._group, **_limit_staging(options))
-
-    def begin_capture(self, number: int, notes: RunNotes, early: EarlyCopy, nodes: int) -> tuple[str, str] | None:
-        """Begin a capture for all ranks; return the answer for them, or None if they have to plan it. On rank 0.
-
-        Args:
-            number: Number of the step.
-            notes: Custom metadata.
-            early: Copy of the state, which fits the plan of an earlier capture on all ranks.
-            nodes: Number of nodes of all ranks.
-        """
-        if self.is_spread != (nodes > 1):
-            return None
-        notes.is_shared = nodes == 1
-        checked, fault = check_options("async_save", self.target(number), _list_params(notes, self._group, None))
-        try:
-            return None if fault is not None else early.plan.begin(checked)
-        except Exception as error:  # noqa: BLE001  (the ranks ask each other once more, and find it again)
-            _LOG.debug("step %d is planned again: %s", number, error)
-            return None
-
     def capture(
         self,
         number: int,
@@ -221,7 +183,6 @@ class CaptureTier(ABC):
         options: Mapping[str, Any],
         share: NodeShare,
         on_committed: Callable[[int], object],
-        early: EarlyCopy | None = None,
     ) -> None:
         """Capture a step in the background. Collective.
 
@@ -232,7 +193,6 @@ class CaptureTier(ABC):
             options: Options of `shardckpt.async_save` for the copy.
             share: Part of this rank.
             on_committed: Called with the number on each rank that acts for its node, once the capture is complete.
-            early: Copy of the state, if the ranks agree on its plan.
 
         Raises:
             Exception: The state cannot be saved; an error of the tier is a warning.
@@ -255,10 +215,15 @@ class CaptureTier(ABC):
                 on_committed(number)
                 self.apply_rules(number)
 
-        given, limited = _list_params(notes, self._group, on_event), _limit_staging(options)
+        given: SaveParams = {
+            "overwrite": True,
+            "custom_metadata": notes,
+            "process_group": self._group,
+            "on_event": on_event,
+        }
         self._begun = number
         try:
-            handle = start_async_save(self._lane, state, self.target(number), given, early=early, **limited)
+            handle = start_async_save(self._lane, state, self.target(number), given, **_limit_staging(options))
         except Exception as error:
             self._begun = None
             if has_lost_rank(self._group) or not _is_fault_of_tier(get_channels(self._group).main, error):
@@ -393,10 +358,6 @@ class _CaptureAttempts:
         else:
             self._failures += 1
         return is_first
-
-
-def _list_params(notes: RunNotes, group: dist.ProcessGroup | None, on_event: OnEvent | None) -> SaveParams:
-    return {"overwrite": True, "custom_metadata": notes, "process_group": group, "on_event": on_event}
 
 
 def _limit_staging(options: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, SupportsFloat
@@ -29,9 +29,7 @@ from shardckpt.checkpoint.run.step_saver import (
     require_one_step,
 )
 from shardckpt.checkpoint.save.async_save import async_save
-from shardckpt.checkpoint.save.early_copy import EarlyCopy
 from shardckpt.checkpoint.save.handle import AsyncSaveTask, SaveHandle
-from shardckpt.checkpoint.save.repeated_plan import have_equal_reports
 from shardckpt.checkpoint.save.save import RunNotes, read_notes
 from shardckpt.checkpoint.tiers.capture_tier import CaptureTier
 from shardckpt.checkpoint.tiers.local_folder import Local
@@ -70,7 +68,6 @@ class _Places(NamedTuple):
         share: `NodeShare` of the rank.
         has_own_record: Whether the rank keeps a copy of the witness record on its node.
         common: Steps that all nodes have copied, by the name of the tier, if one is new.
-        begun: Answer of `CaptureTier.begin_capture`, if the states of all ranks fit the plan of an earlier capture.
     """
 
     number: int
@@ -82,7 +79,6 @@ class _Places(NamedTuple):
     share: tuple[int, bool] = (1, False)
     has_own_record: bool = False
     common: Mapping[str, Sequence[tuple[int, str]]] = MappingProxyType({})
-    begun: tuple[str, str] | None = None
 
     def complete(self, notes: RunNotes, on_begin: Callable[[int, str], object]) -> None:
         """Add the branch and the position of the step to its custom metadata."""
@@ -231,22 +227,21 @@ class TieredSaver:
         """
         self._require_own_process()
         self._settle_tiers(step)
-        with gc_paused(), ExitStack() as stack:
-            notes, early, before_commit = RunNotes(), None, _CommitNote()
+        with gc_paused():
+            notes, before_commit = RunNotes(), _CommitNote()
             message: bytes | Exception
             try:
                 given = check_options(async_save, options, self._finder.group)
                 notes = build_notes(metrics, given.get("custom_metadata"))
                 notes.require_replaceable = before_commit
                 number = require_step_number(step)
-                early = self._begin_early_copy(number, state, given, stack)
-                message = self._describe(number, early)
+                message = self._describe(number)
             except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
                 message = error
-            places = self._agree(message, notes, early)
+            places = self._agree(message)
             self._last = places.number
             places.complete(notes, self._finder.own.add_save)
-            self._capture(places, state, notes, given, before_commit, None if places.begun is None else early)
+            self._capture(places, state, notes, given, before_commit)
         if places.in_root:
             return self._save_in_root(places, state, metrics, options)
         self._saver.record_save(places.number, places.branch, None)
@@ -262,42 +257,17 @@ class TieredSaver:
                 fix="Make a Checkpointer in the process that saves.",
             )
 
-    def _begin_early_copy(
-        self, number: int, state: Any, given: Mapping[str, Any], stack: ExitStack
-    ) -> EarlyCopy | None:
-        """Return a copy of the state to make while the ranks agree on its capture, if they may agree on its plan too.
-
-        Args:
-            number: Number of the step.
-            state: State of the step.
-            given: Options of the save.
-            stack: Context at whose end the copy closes.
-        """
-        source = next((tier for tier in self._tiers if tier.takes(number)), None)
-        early = None
-        if source is not None:
-            with suppress(Exception):  # the ranks find it again, and raise it together
-                early = source.begin_early_copy(number, state, _choose_copy_options(given))
-        if early is not None:
-            stack.callback(early.close)
-        return early
-
-    def _describe(self, number: int, early: EarlyCopy | None) -> bytes:
+    def _describe(self, number: int) -> bytes:
         """Return the message of this rank: the step, the node, and what is ready there."""
         folders = {tier.place.name: tier.place.finder.root for tier in self._tiers}
         copied = {tier.place.name: tier.promoted.uncounted for tier in self._tiers if tier.promoted.uncounted}
-        report = None if early is None else early.plan.report
-        return json.dumps([number, find_node_id(), folders, self._open_again(number), copied, report]).encode()
+        return json.dumps([number, find_node_id(), folders, self._open_again(number), copied]).encode()
 
-    def _agree(self, message: bytes | Exception, notes: RunNotes, early: EarlyCopy | None) -> _Places:
-        """Return the places of the step; copy the state meanwhile if the plan may be known. Collective."""
+    def _agree(self, message: bytes | Exception) -> _Places:
+        """Return the places of the step. Collective."""
         coordinator = get_channels(self._finder.group).main
-        what, meanwhile = f"preparing to save a step of {self._finder.root}", None if early is None else early.copy
-        choose = partial(self._choose, notes=notes, early=early)
-        places = _Places(*json.loads(coordinator.coordinate(what, message, choose, meanwhile)))
-        if early is not None and places.begun is not None:
-            early.agree(places.begun)
-        return places
+        what = f"preparing to save a step of {self._finder.root}"
+        return _Places(*json.loads(coordinator.coordinate(what, message, self._choose)))
 
     def _capture(
         self,
@@ -306,7 +276,6 @@ class TieredSaver:
         notes: RunNotes,
         given: Mapping[str, Any],
         before_commit: _CommitNote,
-        early: EarlyCopy | None,
     ) -> None:
         """Capture a step in the first of its tiers that are ready. Collective."""
         share = NodeShare(*places.share)
@@ -314,12 +283,14 @@ class TieredSaver:
         for tier in self._tiers:
             if tier.place.name in places.common:
                 tier.promoted.count([PromotedStep(*step) for step in places.common[tier.place.name]])
-        opened = self._open_tiers(places, share)
-        for tier in opened:  # their holders answer, so a capture that was left goes on
-            tier.settle_before_next()
+        coordinator = get_channels(self._finder.group).main
+        with coordinator.in_step():  # the other ranks wait for the next message of this one
+            opened = self._open_tiers(places, share)
+            for tier in opened:  # their holders answer, so a capture that was left goes on
+                tier.settle_before_next()
         if opened:
             source, *targets = opened
-            rank = get_channels(self._finder.group).main.rank
+            rank = coordinator.rank
             capture = self._promoter.note_capture(places.number, source)
             before_commit.act = partial(self._promoter.note_commit, places.number, source, capture)
 
@@ -331,13 +302,13 @@ class TieredSaver:
                 if not rank:
                     self._finder.known.look()
 
-            source.capture(places.number, state, notes, _choose_copy_options(given), share, promote, early)
+            source.capture(places.number, state, notes, _choose_copy_options(given), share, promote)
             self._captured_in = self._list_captured(places, source, targets)
 
     def _open_again(self, number: int) -> dict[str, str]:
         """Make the tiers of a step ready that were ready on all nodes at the last one; return why one is not, by name.
 
-        So steps are captured without a further message unless something changes.
+        So the ranks do not have to agree on that, unless something changes.
         """
         tiers = [tier for tier in self._tiers if self._is_first and tier.opening.is_ready and tier.takes(number)]
         return {tier.place.name: tier.opening.find_fault() for tier in tiers}
@@ -421,9 +392,9 @@ class TieredSaver:
                 if tier.takes(number):
                     tier.settle_before_next(can_be_left=True)
 
-    def _choose(self, messages: list[bytes], notes: RunNotes, early: EarlyCopy | None) -> list[bytes]:
-        """Choose the places of a step, and begin its capture if its plan is known. On rank 0."""
-        numbers, nodes, folders, faults, copied, reports = zip(*map(json.loads, messages), strict=True)
+    def _choose(self, messages: list[bytes]) -> list[bytes]:
+        """Choose the places of a step. On rank 0."""
+        numbers, nodes, folders, faults, copied = zip(*map(json.loads, messages), strict=True)
         number = require_one_step(numbers, self._finder.root)
         first = {node: rank for rank, node in reversed([*enumerate(nodes)])}
         ready, opened = [], []
@@ -451,22 +422,12 @@ class TieredSaver:
         places = _Places(number, branch, after, ready, opened, in_root)
         places = places._replace(common=find_common_steps([copied[rank] for rank in first.values()]))
         keepers = choose_record_keepers(list(first.values()))
-        if early is not None and ready == opened and have_equal_reports(reports):
-            places.complete(notes, self._finder.own.add_save)
-            places = places._replace(begun=self._begin_capture(places, notes, early, len(first)))
         return [
             json.dumps(
                 places._replace(share=(len(first), first[node] == rank), has_own_record=rank in keepers)
             ).encode()
             for rank, node in enumerate(nodes)
         ]
-
-    def _begin_capture(self, places: _Places, notes: RunNotes, early: EarlyCopy, nodes: int) -> tuple[str, str] | None:
-        """Begin the capture of a step in the tier for which its state is copied, if that takes it. On rank 0."""
-        taking = [index for index, tier in enumerate(self._tiers) if tier.takes(places.number)]
-        if not places.opened or places.opened[0] != taking[0]:
-            return None
-        return self._tiers[taking[0]].begin_capture(places.number, notes, early, nodes)
 
     def _record_start(self, number: int, branch: int, ready: Sequence[int], *, in_root: bool) -> bool:
         """Record in the root that this start captures or saves; without that no step is captured. On rank 0."""

@@ -166,7 +166,7 @@ def test_a_node_without_a_holder_is_one_warning_with_an_event_and_steps_are_capt
     assert run(2, body) == [[set(), {"process"}, [True], [1]], [set(), {"process"}, [], []]]
 
 
-def test_ranks_agree_once_on_a_capture_whose_plan_is_known_and_three_times_after_a_failure(tmp_path):
+def test_ranks_agree_twice_on_a_capture_once_all_nodes_were_ready_and_three_times_before_or_after_a_failure(tmp_path):
     def body(rank: int, world: int) -> tuple:
         enter("aab"[rank])
         events, agreements = [], []
@@ -194,7 +194,7 @@ def test_ranks_agree_once_on_a_capture_whose_plan_is_known_and_three_times_after
                     folder.chmod(0o700)
         return agreements[1:], ck.durability(6).survives, [e.step for e in events if isinstance(e, FallbackEvent)]
 
-    agreements = [1, 1, 1, 1, 3]  # of steps 2 to 6; step 4 fails, and step 5 is passed over since it did
+    agreements = [2, 2, 1, 1, 3]  # of steps 2 to 6; step 4 fails, and step 5 is passed over since it did
     assert run(3, body) == [(agreements, {"process"}, [4])] + [(agreements, {"process"}, [])] * 2
 
 
