@@ -7,10 +7,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from typing import NamedTuple
 
 from shardckpt.checkpoint.coordinator import Coordinator
-from shardckpt.checkpoint.peers.known_files import AllFiles
+from shardckpt.checkpoint.peers.known_files import KnownFiles, SharedStep, find_files
 from shardckpt.checkpoint.peers.node_files import Node, NodeCatalog, NodeReport, report_files
 from shardckpt.checkpoint.peers.node_steps import decode_marks, list_other_files, read_marks, write_marks
 from shardckpt.checkpoint.peers.partner_plan import CopyOrder, plan_copy_orders
@@ -62,8 +63,9 @@ def copy_step(coordinator: Coordinator, own: Store, node: Node, folder: str, cop
         RankError: A rank is lost.
     """
     start = time.monotonic()
-    order = share_copy_orders(coordinator, report_files(own, node, [folder]), folder, copies)
-    store = PeerStore(own, AllFiles(order.catalog, own=0), coordinator.rank)
+    report = report_files(own, node, [folder])
+    order = share_copy_orders(coordinator, report, folder, copies)
+    store = PeerStore(own, _know_files(order, own, report, folder), coordinator.rank)
     fault = f"no node has {order.lost} of its files" if order.lost and coordinator.rank == 0 else ""
     with PeerExchange(coordinator, own, store.forget) as exchange:
         store.exchange = exchange
@@ -76,6 +78,15 @@ def copy_step(coordinator: Coordinator, own: Store, node: Node, folder: str, cop
             fault = f"rank {coordinator.rank}: {describe(error)}"
     faults = _share_faults(coordinator, folder, fault)
     return CopiedStep(exchange.received_bytes, time.monotonic() - start, order.machines, faults)
+
+
+def _know_files(order: CopyOrder, own: Store, report: NodeReport, folder: str) -> KnownFiles:
+    """Return the files of a step that the own node has, and those of the order: rank 0 is asked for no others."""
+    steps = {name: SharedStep((name,), save, is_complete=True) for name, save in order.catalog.saves.items()}
+    known = KnownFiles(0, report, own, steps)
+    names = [f"{folder}/{name}" for name in order.catalog.files.get(folder, ())]
+    known.learn(names, partial(find_files, order.catalog), all_copies=True)
+    return known
 
 
 def share_copy_orders(coordinator: Coordinator, report: NodeReport, folder: str, copies: int) -> CopyOrder:

@@ -1,9 +1,8 @@
-"""`KnownFiles`: what a rank knows of the files of all nodes; rank 0 knows all, and the others ask it for some."""
+"""`KnownFiles`: files of all nodes, as far as a rank knows them; rank 0 has a catalog of all, and ranks ask it."""
 
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -127,35 +126,51 @@ def _describe_node(node: Node, ranks: tuple[int, ...]) -> NodeRanks:
     return NodeRanks(node.host, node.urls, ranks)
 
 
-class KnownFiles(ABC):
-    """Files of some steps on all nodes, as far as a rank knows them.
+def _is_at(name: str, removed: str) -> bool:
+    """Return True if a file is a removed one, or in a removed folder, whose name ends with a slash."""
+    return name.startswith(removed) if removed.endswith("/") else name == removed
+
+
+class KnownFiles:
+    """The files of the own node, and those of others that rank 0 was asked for.
+
+    The `COMMIT` on the own node has the names of all files of a complete step. Calls are thread-safe.
 
     Args:
         own: Index of the rank's node.
+        report: Files of this node.
+        reader: Reader of these files.
+        steps: The steps by the names of their folders.
         is_alone: Whether all ranks are on one node.
-        sources: For each folder those of the catalog that have its files, those in the nearest tier first.
-        files: Files with their copies.
-        nodes: Nodes that have the copies, by index.
+        first_rank: Lowest rank of the rank's node, for messages.
 
     Attributes:
-        own: Index of the rank's node.
-        is_alone: Whether all ranks are on one node.
-        sources: As given.
+        own: As given.
+        is_alone: As given.
+        sources: For each step the folders of the catalog that have its files, those in the nearest tier first.
         nodes: Nodes that have known copies, by index.
     """
 
     def __init__(
         self,
         own: int,
-        sources: Mapping[str, Sequence[str]],
-        files: Mapping[str, PeerFile],
-        nodes: Mapping[int, NodeRanks],
+        report: NodeReport,
+        reader: FileReader,
+        steps: Mapping[str, SharedStep],
         *,
-        is_alone: bool,
+        is_alone: bool = False,
+        first_rank: int = 0,
     ) -> None:
-        self.own, self.sources, self.is_alone = own, dict(sources), is_alone
-        self.nodes = dict(nodes)
-        self._files = dict(files)
+        self.own, self.is_alone = own, is_alone
+        self._reader, self._steps = reader, steps
+        self._lock = threading.Lock()
+        self._asked: set[str] = set()
+        self._sizes: dict[str, Mapping[str, int]] = {}
+        self._removed: list[str] = []
+        self._folders = {source: folder for folder, step in steps.items() for source in step.sources}
+        self.sources = {folder: step.sources for folder, step in steps.items()}
+        self.nodes = {own: _describe_node(report.node, (first_rank,))}
+        self._files = _collect_own_files(own, report, steps)
 
     def find(self, name: str) -> PeerFile | None:
         """Return a file with its known copies; None if no copy is known."""
@@ -166,106 +181,17 @@ class KnownFiles(ABC):
         file = self.find(name)
         return () if file is None else file.places
 
-    @abstractmethod
     def learn(self, names: Iterable[str], ask: AskForFiles, *, all_copies: bool = False) -> None:
-        """Learn the copies of files.
+        """Ask rank 0 for the copies of files that were not asked for.
 
         Args:
             names: Names of the files.
             ask: Asks rank 0.
-            all_copies: Learn those on other nodes too, if the own node has the file.
+            all_copies: Ask also for files that the own node has.
 
         Raises:
             RankError: A rank is lost.
         """
-
-    @abstractmethod
-    def list_sizes(self, folder: str, ask: AskForFiles) -> Mapping[str, int]:
-        """Return files with their sizes: those in a folder at least.
-
-        Args:
-            folder: Name of the folder; empty for one file of each folder at least.
-            ask: Asks rank 0.
-
-        Raises:
-            RankError: A rank is lost.
-        """
-
-    def drop(self, name: str) -> Collection[str]:
-        """Remove a file; return the names that it has on nodes."""
-        files = dict(self._files)
-        dropped = files.pop(name, PeerFile(0, ()))
-        self._files = files
-        return dict.fromkeys(place.name for place in dropped.places)
-
-    def forget(self, name: str) -> None:
-        """Remove copies.
-
-        Args:
-            name: Name of a file among those of the nodes, or of a folder with a slash at the end.
-        """
-        found = {}
-        for each, file in [*self._files.items()]:
-            left = tuple(place for place in file.places if not _is_at(place.name, name))
-            found.update({each: file._replace(places=left)} if left else {})
-        self._files = found
-
-
-def _is_at(name: str, removed: str) -> bool:
-    """Return True if a file is a removed one, or in a removed folder, whose name ends with a slash."""
-    return name.startswith(removed) if removed.endswith("/") else name == removed
-
-
-class AllFiles(KnownFiles):
-    """The files of a catalog.
-
-    Args:
-        catalog: Files of all nodes.
-        own: Index of the rank's node.
-        sources: As for `KnownFiles`; None for the folders of the catalog as they are.
-    """
-
-    def __init__(self, catalog: NodeCatalog, own: int, sources: Mapping[str, Sequence[str]] | None = None) -> None:
-        sources = {folder: (folder,) for folder in catalog.files} if sources is None else sources
-        nodes = {
-            at: _describe_node(node, ranks)
-            for at, (node, ranks) in enumerate(zip(catalog.nodes, catalog.ranks, strict=True))
-        }
-        super().__init__(own, sources, collect_files(catalog, sources), nodes, is_alone=len(catalog.nodes) == 1)
-
-    def learn(self, names: Iterable[str], ask: AskForFiles, *, all_copies: bool = False) -> None:
-        """Do nothing: all copies are known."""
-
-    def list_sizes(self, folder: str, ask: AskForFiles) -> Mapping[str, int]:  # noqa: ARG002
-        """Return the sizes of all files."""
-        return {name: file.nbytes for name, file in [*self._files.items()]}
-
-
-class AskedFiles(KnownFiles):
-    """The files of the own node, and those of others that rank 0 was asked for.
-
-    The `COMMIT` on the own node has the names of all files of a complete step. Calls are thread-safe.
-
-    Args:
-        own: Index of the rank's node.
-        report: Files of this node.
-        reader: Reader of these files.
-        steps: The steps by the names of their folders.
-    """
-
-    def __init__(self, own: int, report: NodeReport, reader: FileReader, steps: Mapping[str, SharedStep]) -> None:
-        self._reader, self._steps = reader, steps
-        self._lock = threading.Lock()
-        self._asked: set[str] = set()
-        self._sizes: dict[str, Mapping[str, int]] = {}
-        self._removed: list[str] = []
-        self._folders = {source: folder for folder, step in steps.items() for source in step.sources}
-        sources = {folder: step.sources for folder, step in steps.items()}
-        nodes = {own: _describe_node(report.node, ())}
-        super().__init__(own, sources, _collect_own_files(own, report, steps), nodes, is_alone=False)
-
-    def learn(self, names: Iterable[str], ask: AskForFiles, *, all_copies: bool = False) -> None:
-        """Ask rank 0 for the copies of files that were not asked for."""
         unknown = {
             name: self._list_names(name)
             for name in names
@@ -282,7 +208,15 @@ class AskedFiles(KnownFiles):
         return [f"{source}/{base}" for source in self.sources.get(folder, ())]
 
     def list_sizes(self, folder: str, ask: AskForFiles) -> Mapping[str, int]:
-        """Return the sizes of the files of a step, from its `COMMIT` or from rank 0."""
+        """Return the sizes of the files of a step, from its `COMMIT` or from rank 0.
+
+        Args:
+            folder: Name of the step's folder; empty for one file of each step.
+            ask: Asks rank 0.
+
+        Raises:
+            RankError: A rank is lost.
+        """
         if not folder:
             return {f"{each}/{COMMIT}": 0 for each, step in self._steps.items() if not self._has_lost(step)}
         sizes = self._sizes.get(folder) if folder in self._steps else {}
@@ -345,11 +279,19 @@ class AskedFiles(KnownFiles):
         return names
 
     def forget(self, name: str) -> None:
-        """Remove copies, those that rank 0 names later too."""
+        """Remove copies, those that rank 0 names later too.
+
+        Args:
+            name: Name of a file among those of the nodes, or of a folder with a slash at the end.
+        """
         with self._lock:
             self._removed.append(name)
             self._sizes = {}
-            super().forget(name)
+            found = {}
+            for each, file in self._files.items():
+                left = tuple(place for place in file.places if not _is_at(place.name, name))
+                found.update({each: file._replace(places=left)} if left else {})
+            self._files = found
 
 
 def _collect_own_files(own: int, report: NodeReport, steps: Mapping[str, SharedStep]) -> dict[str, PeerFile]:

@@ -15,8 +15,6 @@ import torch.distributed as dist
 
 from shardckpt.checkpoint.coordinator import Coordinator, get_channels
 from shardckpt.checkpoint.peers.known_files import (
-    AllFiles,
-    AskedFiles,
     AskForFiles,
     KnownFiles,
     SharedStep,
@@ -36,9 +34,6 @@ _LOG = logging.getLogger("shardckpt")
 
 _DOUBLED = b"doubled\n"
 """Begin of the answer that nodes have several saves of one step."""
-
-MOST_LISTED = 256
-"""Files of all nodes that every rank gets, if there are not more: a rank that asks for them waits for a round."""
 
 
 class NodeTier(NamedTuple):
@@ -175,7 +170,7 @@ def open_peers(
     with ExitStack() as stack:
         for store in stores.values():
             stack.enter_context(mount_store(store.url, store))
-        exchange: PieceExchange = LoneExchange(delete)
+        exchange: PieceExchange = LoneExchange(delete, shared.find)
         if not shared.is_alone:
             coordinator = channels.background_coordinator(group, "peers")
             exchange = stack.enter_context(PeerExchange(coordinator, own, delete, shared.find))
@@ -213,7 +208,7 @@ class SharedFiles(NamedTuple):
         is_alone: Whether all ranks are on one node.
         urls: Path or URL of each tier on rank 0, by its name.
         known: Files of each tier.
-        find: Returns the copies of files, on rank 0.
+        find: Returns the copies of files, on rank 0; on each rank if all are on one node.
         faults: Steps of which nodes have files that do not count, on rank 0.
     """
 
@@ -255,8 +250,8 @@ def share_files(
 ) -> SharedFiles:
     """Share which steps the nodes have; rank 0 gets the files of all nodes. Collective.
 
-    Other ranks get them too if they are few. Otherwise they ask rank 0 for those that they need, so that the answer to
-    a rank does not grow with the number of nodes. A second message follows if nodes have several saves of one step.
+    Other ranks ask rank 0 for those that they need, so that the answer to a rank does not grow with the number of
+    nodes. A second message follows if nodes have several saves of one step.
 
     Args:
         coordinator: Coordinator of the ranks.
@@ -296,33 +291,30 @@ def share_files(
         folders = [folder for folder in json.loads(answer.removeprefix(_DOUBLED)) if folder in report.steps]
         held = {folder: (report.steps[folder].save, doubled.read(folder)) for folder in folders}
         answer = coordinator.coordinate("comparing saves of steps on all nodes", json.dumps(held).encode(), compare)
-    line, text, listed = answer.split(b"\n")
-    node, (count, urls, shared) = int(line), json.loads(text)
-    steps = {
-        tier: {folder: SharedStep.from_json(step) for folder, step in held.items()} for tier, held in shared.items()
+    line, text = answer.split(b"\n")
+    (node, first_rank), (count, urls, shared) = map(int, line.split()), json.loads(text)
+    is_alone = count == 1
+    known = {
+        tier: KnownFiles(
+            node,
+            report,
+            own,
+            {folder: SharedStep.from_json(step) for folder, step in held.items()},
+            is_alone=is_alone,
+            first_rank=first_rank,
+        )
+        for tier, held in shared.items()
     }
-    catalog = merged
-    if count == 1:
-        catalog = NodeCatalog.from_reports([report])
-    elif merged is None and listed:
-        catalog = NodeCatalog.decode(listed)
-
-    def know(held: Mapping[str, SharedStep]) -> KnownFiles:
-        if catalog is None:
-            return AskedFiles(node, report, own, held)
-        return AllFiles(catalog, node, {folder: step.sources for folder, step in held.items()})
-
-    known = {tier: know(held) for tier, held in steps.items()}
-    return SharedFiles(node, count == 1, urls, known, partial(find_files, merged), faults)
+    catalog = NodeCatalog.from_reports([report]) if is_alone else merged
+    return SharedFiles(node, is_alone, urls, known, partial(find_files, catalog), faults)
 
 
 def _encode_answers(catalog: NodeCatalog, tiers: Sequence[NodeTier]) -> list[bytes]:
-    """Return what each rank gets: its node, the steps, and the files of all nodes if they are few."""
+    """Return what each rank gets: its node, the lowest rank there, and the steps."""
     urls = {tier.name: tier.url for tier in tiers}
     steps = json.dumps([len(catalog.nodes), urls, find_shared_steps(catalog, [*urls])]).encode()
-    listed = catalog.encode() if sum(map(len, catalog.files.values())) <= MOST_LISTED else b""
-    nodes = {rank: at for at, members in enumerate(catalog.ranks) for rank in members}
-    return [f"{nodes[rank]}\n".encode() + steps + b"\n" + listed for rank in range(len(nodes))]
+    nodes = {rank: f"{at} {members[0]}\n" for at, members in enumerate(catalog.ranks) for rank in members}
+    return [nodes[rank].encode() + steps for rank in range(len(nodes))]
 
 
 def list_node_faults(reports: Sequence[NodeReport]) -> list[NodeFault]:

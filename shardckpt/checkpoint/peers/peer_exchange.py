@@ -93,18 +93,19 @@ class LoneExchange:
 
     Args:
         on_delete: Called with the name of a file or folder to delete.
+        on_ask: Returns the copies of files.
     """
 
-    def __init__(self, on_delete: Callable[[str], None]) -> None:
-        self._on_delete = on_delete
+    def __init__(self, on_delete: Callable[[str], None], on_ask: AskForFiles) -> None:
+        self._on_delete, self._on_ask = on_delete, on_ask
 
     def pull(self, wanted: Sequence[tuple[FilePiece, memoryview]]) -> list[bool]:
         """Return that no piece came, since this node has all files."""
         return [False] * len(wanted)
 
-    def find(self, names: Sequence[str]) -> FoundFiles:  # noqa: ARG002
-        """Return no copies: those of this node are known."""
-        return FoundFiles()
+    def find(self, names: Sequence[str]) -> FoundFiles:
+        """Return the copies of files, and of all files in folders, whose names end with a slash."""
+        return self._on_ask(names)
 
     def delete(self, name: str) -> None:
         """Delete a file, or a folder whose name ends with a slash."""
@@ -188,6 +189,8 @@ class PeerExchange:
             RankError: A rank is lost.
             StorageError: The exchange is over.
         """
+        if self._coordinator.rank == 0:
+            return self._on_ask(names)
         question = _Question(tuple(names))
         with self._changed:
             self._questions.append(question)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from shardckpt.checkpoint.manager import Checkpointer
-from shardckpt.checkpoint.peers import open_peers, peer_exchange
+from shardckpt.checkpoint.peers import peer_exchange
 from shardckpt.checkpoint.peers.node_files import Node
 from shardckpt.checkpoint.tiers.peer_memory import PeerMemory
 from shardckpt.format.native.commit import decode_commit
@@ -196,17 +196,17 @@ class _LargeJob:
         """
         mount(SimulatedBucket(self.scheduler))
         nodes = {node.name: node for node in self._nodes}
-        log, idle_s, most_listed = logging.getLogger("shardckpt"), peer_exchange.IDLE_S, open_peers.MOST_LISTED
+        log, idle_s = logging.getLogger("shardckpt"), peer_exchange.IDLE_S
         was_disabled, stack_bytes = log.disabled, threading.stack_size(_STACK_BYTES)
         machine = _SharingMachine(self._shared, self.scheduler, self._system, self._holders, nodes)
         with simulated(machine):
-            log.disabled, peer_exchange.IDLE_S, open_peers.MOST_LISTED = True, _IDLE_S, 0
+            log.disabled, peer_exchange.IDLE_S = True, _IDLE_S
             was_collecting = gc.isenabled()
             gc.disable()
             try:
                 yield
             finally:
-                log.disabled, peer_exchange.IDLE_S, open_peers.MOST_LISTED = was_disabled, idle_s, most_listed
+                log.disabled, peer_exchange.IDLE_S = was_disabled, idle_s
                 if was_collecting:
                     gc.enable()
                 threading.stack_size(stack_bytes)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from shardckpt.checkpoint.peers import open_peers, peer_exchange
+from shardckpt.checkpoint.peers import peer_exchange
 from shardckpt.checkpoint.peers.node_files import Node
 from shardckpt.checkpoint.run.restore_attempts import MOST_FAILED
 from shardckpt.checkpoint.tiers.local_folder import Local
@@ -129,7 +129,6 @@ class _HistoryRun:
 
     def __init__(self, history: SimulatedHistory) -> None:
         self.scenario = history.scenario
-        self._has_lists = bool(history.seed % 2)
         self.scheduler = Scheduler(history.seed, history.scenario.stay)
         self.disk = Disk()
         self.bucket = SimulatedBucket(self.scheduler, self.disk.changes)
@@ -172,11 +171,9 @@ class _HistoryRun:
         machine = Machine(self.scheduler, self.system, self.holders, self.nodes)
         log = logging.getLogger("shardckpt")
         part_bytes, was_disabled, idle_s = fsspec_writer.PART_BYTES, log.disabled, peer_exchange.IDLE_S
-        most_listed = open_peers.MOST_LISTED
         with simulated(machine):
             fsspec_writer.PART_BYTES, log.disabled = self.scenario.part_bytes, True
             peer_exchange.IDLE_S = _IDLE_S
-            open_peers.MOST_LISTED = most_listed if self._has_lists else 0
             try:
                 self.scheduler.before_event = self._show_faults
                 self.scheduler.after_event = self.auditor.check
@@ -184,7 +181,7 @@ class _HistoryRun:
                 self.scheduler.run()
             finally:
                 fsspec_writer.PART_BYTES, log.disabled = part_bytes, was_disabled
-                peer_exchange.IDLE_S, open_peers.MOST_LISTED = idle_s, most_listed
+                peer_exchange.IDLE_S = idle_s
 
     # The harness
 

@@ -7,7 +7,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardckpt.checkpoint.peers.known_files import AllFiles, AskedFiles, FoundFiles, find_files
+from shardckpt.checkpoint.peers.known_files import FoundFiles, KnownFiles, PeerFile, collect_files, find_files
 from shardckpt.checkpoint.peers.node_files import Node, NodeCatalog, NodeReport, NodeStep
 from shardckpt.checkpoint.peers.open_peers import find_shared_steps, plan_folders
 from shardckpt.errors import MissingFileError
@@ -76,36 +76,44 @@ class Asked:
         return FoundFiles.from_json(json.loads(json.dumps(find_files(self.catalog, names))))
 
 
-def know(reports, tier: str, own: int, *, is_damaged: bool = False) -> tuple[AskedFiles, AllFiles, Asked]:
+def know(reports, tier: str, own: int, *, is_damaged: bool = False) -> tuple[KnownFiles, Asked]:
     catalog = NodeCatalog.from_reports(reports)
     steps = find_shared_steps(catalog, TIERS)[tier]
     reader = OwnFiles(reports[own], is_damaged=is_damaged)
-    whole = AllFiles(catalog, own, plan_folders(catalog, TIERS)[tier])
-    return AskedFiles(own, reports[own], reader, steps), whole, Asked(catalog)
+    return KnownFiles(own, reports[own], reader, steps), Asked(catalog)
+
+
+def find_left(catalog: NodeCatalog, tier: str, removed: list[str]) -> dict[str, PeerFile]:
+    """Return the files of all nodes without removed copies, and folders, whose names end with a slash."""
+    found = {}
+    for name, file in collect_files(catalog, plan_folders(catalog, TIERS)[tier]).items():
+        gone = [each for each in file.places if each.name in removed or f"{each.name.rpartition('/')[0]}/" in removed]
+        if places := tuple(each for each in file.places if each not in gone):
+            found[name] = PeerFile(file.nbytes, places)
+    return found
 
 
 @given(node_reports(), st.sampled_from(TIERS), st.booleans(), st.data())
-def test_a_rank_that_asks_sees_the_same_files_and_copies_as_rank_0(reports, tier, is_damaged, data):
-    own = data.draw(st.integers(1, len(reports) - 1))
-    known, whole, asked = know(reports, tier, own, is_damaged=is_damaged)
-    sources = [source for step in whole.sources.values() for source in step]
-    for removed in data.draw(st.lists(st.sampled_from(sources), max_size=2)) if sources else []:
-        name = data.draw(st.sampled_from([f"{removed}/", f"{removed}/{COMMIT}"]))
-        known.forget(name)
-        whole.forget(name)
+def test_a_rank_that_asks_sees_the_files_and_copies_of_the_catalog(reports, tier, is_damaged, data):
+    own = data.draw(st.integers(0, len(reports) - 1))
+    known, asked = know(reports, tier, own, is_damaged=is_damaged)
+    sources = [source for step in known.sources.values() for source in step]
+    removed = []
+    for folder in data.draw(st.lists(st.sampled_from(sources), max_size=2)) if sources else []:
+        removed.append(data.draw(st.sampled_from([f"{folder}/", f"{folder}/{COMMIT}"])))
+        known.forget(removed[-1])
+    left = find_left(asked.catalog, tier, removed)
     for step in STEPS:
-        expected = {name: size for name, size in whole.list_sizes(step, asked.find).items() if name.startswith(step)}
+        expected = {name: file.nbytes for name, file in left.items() if name.startswith(step)}
         if data.draw(st.booleans()):
             assert known.list_sizes(step, asked.find) == expected
         for name in expected:
             known.learn([name], asked.find, all_copies=True)
-            found, file = known.find(name), whole.find(name)
-            assert found is not None and file is not None and found.nbytes == file.nbytes
+            found, file = known.find(name), left[name]
+            assert found is not None and found.nbytes == file.nbytes
             assert set(found.places) == set(file.places)
             assert [each.tier for each in found.places] == [each.tier for each in file.places], "the nearest first"
-            assert all(
-                known.nodes[each.node].host == whole.nodes[each.node].host == f"h{each.node}" for each in found.places
-            )
+            assert all(known.nodes[each.node].host == f"h{each.node}" for each in found.places)
         known.learn([f"{step}/other"], asked.find)
         assert known.find(f"{step}/other") is None
 
@@ -117,7 +125,7 @@ def test_a_rank_asks_once_for_files_that_its_node_lacks_and_never_for_the_names_
     reports = [
         NodeReport(Node(f"n{at}", "m"), {folder: NodeStep(save, 5, part)}) for at, part in enumerate((files, own))
     ]
-    known, _, asked = know(reports, "memory", 1)
+    known, asked = know(reports, "memory", 1)
     assert known.list_sizes(STEPS[0], asked.find) == {f"{STEPS[0]}/{name}": size for name, size in files.items()}
     known.learn([f"{STEPS[0]}/{name}" for name in own], asked.find)
     assert asked.names == []
@@ -136,7 +144,7 @@ def test_the_names_of_a_step_that_was_saved_again_since_the_report_are_asked_for
     )
     catalog = NodeCatalog.from_reports(reports)
     steps = find_shared_steps(catalog, TIERS)["memory"]
-    known, asked = AskedFiles(1, reports[1], OwnFiles(later[1], is_damaged=False), steps), Asked(catalog)
+    known, asked = KnownFiles(1, reports[1], OwnFiles(later[1], is_damaged=False), steps), Asked(catalog)
     assert known.list_sizes(STEPS[0], asked.find) == {
         f"{STEPS[0]}/{name}": size for name, size in name_files(first).items()
     }

@@ -6,6 +6,7 @@ import resource
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt.checkpoint.coordinator import get_channels
-from shardckpt.checkpoint.peers import exchange_round, open_peers
-from shardckpt.checkpoint.peers.known_files import AllFiles, FoundFiles
+from shardckpt.checkpoint.peers import exchange_round
+from shardckpt.checkpoint.peers.known_files import KnownFiles, SharedStep, find_files
 from shardckpt.checkpoint.peers.node_files import Node, NodeCatalog, NodeReport, NodeStep
 from shardckpt.checkpoint.peers.open_peers import DoubledSteps, NodeTier, share_files
 from shardckpt.checkpoint.peers.peer_exchange import PeerExchange
@@ -33,12 +34,6 @@ FOLDER, BLOCK = "step-00000001", 4
 
 def content(number: int) -> bytes:
     return bytes((number + at) % 251 for at in range(3000 + number))
-
-
-@pytest.fixture(params=["they are listed", "rank 0 is asked"])
-def files_of_others(request, monkeypatch) -> None:
-    """Ranks get the list of the files of all nodes, or ask for those that they need."""
-    monkeypatch.setattr(open_peers, "MOST_LISTED", 99 if request.param == "they are listed" else 0)
 
 
 def write_nodes(root: Path, held: dict[str, list[int]]) -> None:
@@ -63,7 +58,6 @@ def join(rank: int, root: Path, nodes: str, held: dict[str, list[int]]) -> tuple
     return store, exchange
 
 
-@pytest.mark.usefixtures("files_of_others")
 def test_rank_0_chooses_among_the_complete_saves_of_a_step_that_nodes_have(tmp_path):
     saves, seen = {"a": "0002", "b": "0001"}, []
 
@@ -78,7 +72,9 @@ def test_rank_0_chooses_among_the_complete_saves_of_a_step_that_nodes_have(tmp_p
         doubled = DoubledSteps(lambda folder: f"{folder} of {node}" if rank else "", choose)  # rank 0 cannot read it
         own, tiers = TierFiles({}), [NodeTier("memory", "url", lambda: None)]
         shared = share_files(get_channels(None).main, own, report, tiers, doubled)
-        return seen, shared.known["memory"].sources, shared.known["memory"].find(f"{FOLDER}/b.safetensors") is not None
+        known, name = shared.known["memory"], f"{FOLDER}/b.safetensors"
+        known.learn([name], shared.find)
+        return seen, known.sources, known.find(name) is not None
 
     found = run(3, body)
     folder = f"memory/{FOLDER}"
@@ -86,7 +82,6 @@ def test_rank_0_chooses_among_the_complete_saves_of_a_step_that_nodes_have(tmp_p
     assert [each[1] for each in found] == [{FOLDER: (folder,)}] * 3 and found[0][2] and found[2][2]
 
 
-@pytest.mark.usefixtures("files_of_others")
 def test_ranks_read_files_of_all_nodes_and_only_those_of_others_cross_the_network(tmp_path, monkeypatch):
     monkeypatch.setattr(exchange_round, "ROUND_BYTES", 2500)
     held = {"a": [0, 1, 2], "b": [2, 3], "c": []}
@@ -120,7 +115,6 @@ def test_ranks_read_files_of_all_nodes_and_only_those_of_others_cross_the_networ
     assert run(4, body) == [on_a, on_a, on_b, on_c]
 
 
-@pytest.mark.usefixtures("files_of_others")
 def test_a_file_that_a_node_has_lost_is_read_from_the_next_one_and_an_error_if_none_has_it(tmp_path):
     held = {"a": [0, 1], "b": [0], "c": []}
     write_nodes(tmp_path, held)
@@ -220,9 +214,7 @@ def test_a_file_is_read_exactly_if_every_block_is_good_in_one_of_its_copies(nbyt
         for number in numbers:
             copy[number * BLOCK] ^= 1
     report = {FOLDER: NodeStep("save", 1, {"f": nbytes})}
-    catalog = NodeCatalog.from_reports([NodeReport(Node(str(at), str(at)), report) for at in range(len(copies))])
-    store = PeerStore(MemoryStore(copies[0]), AllFiles(catalog, 0), 0)
-    store.exchange = DirectExchange(copies)
+    store = open_copies(copies, report)
     hashes = b"".join(xxhash.xxh3_64_digest(good[at : at + BLOCK]) for at in range(0, nbytes, BLOCK))
     verified = VerifiedStore(SubfolderStore(store, FOLDER), {"f": Hashed(nbytes, BLOCK, hashes)})
     start = data.draw(st.integers(0, nbytes - 1))
@@ -242,15 +234,23 @@ def test_a_commit_mark_is_read_from_a_copy_that_is_not_damaged(damaged):
     for at in damaged:
         copies[at][20] ^= 1
     report = {FOLDER: NodeStep("save", 1, {COMMIT: len(good)})}
-    catalog = NodeCatalog.from_reports([NodeReport(Node(str(at), str(at)), report) for at in range(3)])
-    store = PeerStore(MemoryStore(copies[0]), AllFiles(catalog, 0), 0)
-    store.exchange = DirectExchange(copies)
+    store = open_copies(copies, report)
     inside, sizes = SubfolderStore(store, FOLDER), {COMMIT: len(good)}
     if len(damaged) == 3:
         with pytest.raises(ChecksumError):
             read_commit(inside, sizes)
     else:
         assert read_commit(inside, sizes) == decode_commit(good)
+
+
+def open_copies(copies: list[bytearray], files: dict[str, NodeStep]) -> PeerStore:
+    """Return the store of the first node, of several that have a copy of one file each."""
+    reports = [NodeReport(Node(str(at), str(at)), files) for at in range(len(copies))]
+    catalog, own = NodeCatalog.from_reports(reports), MemoryStore(copies[0])
+    steps = {folder: SharedStep((folder,), step.save, is_complete=False) for folder, step in files.items()}
+    store = PeerStore(own, KnownFiles(0, reports[0], own, steps), 0)
+    store.exchange = DirectExchange(copies, catalog)
+    return store
 
 
 class MemoryStore:
@@ -301,13 +301,10 @@ def test_pieces_in_memory_are_sent_from_there_among_others_that_are_read():
 class DirectExchange:
     """An exchange that reads the memory of others."""
 
-    def __init__(self, copies: list[bytearray]) -> None:
-        self.copies = copies
+    def __init__(self, copies: list[bytearray], catalog: NodeCatalog) -> None:
+        self.copies, self.find = copies, partial(find_files, catalog)
 
     def pull(self, wanted: list) -> list[bool]:
         for piece, buffer in wanted:
             buffer[:] = self.copies[piece.peer][piece.offset : piece.offset + piece.nbytes]
         return [True] * len(wanted)
-
-    def find(self, names: list[str]) -> FoundFiles:
-        raise AssertionError(f"all copies are known, those of {names} too")
