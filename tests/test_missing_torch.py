@@ -112,7 +112,8 @@ MODULES = [
     ("shardckpt.integrations.torchft", "torchft", "'shardckpt[torchft]'"),
     ("shardckpt.integrations.torchtitan", "torchtitan", "'shardckpt[torchtitan]'"),
     ("shardckpt.testing", "pytest", "pytest"),
-    ("shardckpt.testing.simulation", "torch", "'shardckpt[torch]'"),
+    ("shardckpt.testing.simulation", "torch", "'shardckpt[torch]' greenlet"),
+    ("shardckpt.testing.simulation", "greenlet", "'shardckpt[torch]' greenlet"),
 ]
 
 

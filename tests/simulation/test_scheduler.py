@@ -14,7 +14,6 @@ import torch
 
 from shardckpt.format.native import verified_store
 from shardckpt.testing.simulation import HistoryError, run_history, turns
-from shardckpt.testing.simulation import scheduler as scheduler_module
 from shardckpt.testing.simulation.scheduler import Scheduler, WaitingTasks
 from shardckpt.testing.simulation.seams import Machine, simulated
 from shardckpt.testing.simulation.stores.disk import Disk
@@ -155,7 +154,7 @@ def find_classes_of_threads() -> set[type]:
 
 
 def test_each_class_whose_objects_differ_by_thread_has_a_twin_in_histories() -> None:
-    """Threads of a history may be greenlets of one thread, which would share them."""
+    """Threads of a history are greenlets of one thread, which would share them."""
     run_history(0)
     not_in_histories = {"_EnteredHooks"}  # of the forward of models
     assert {each.__name__ for each in find_classes_of_threads()} - not_in_histories == {"BlockMemory"}
@@ -181,23 +180,7 @@ def test_a_thread_has_its_own_block_of_a_verified_store() -> None:
     assert [event.who for event in scheduler.events[:3]] != ["a"] * 3
 
 
-@pytest.fixture(params=[turns.ThreadTurns, turns.GreenletTurns])
-def kind_of_turns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[turns.Turns]:
-    if request.param is turns.GreenletTurns:
-        pytest.importorskip("greenlet")
-    monkeypatch.setattr(scheduler_module, "make_turns", request.param)
-    return request.param
-
-
-def test_histories_are_the_same_on_threads_and_on_greenlets(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("greenlet")
-    seeds = range(8)
-    on_greenlets = [str(run_history(seed)) for seed in seeds]
-    monkeypatch.setattr(scheduler_module, "make_turns", turns.ThreadTurns)
-    assert [str(run_history(seed)) for seed in seeds] == on_greenlets
-
-
-def test_threads_that_start_others_do_not_add_up_to_a_deep_stack(kind_of_turns: type[turns.Turns]) -> None:
+def test_threads_that_start_others_do_not_add_up_to_a_deep_stack() -> None:
     scheduler, ended = Scheduler(1), list[int]()
     process = scheduler.new_process("a")
 
@@ -212,7 +195,7 @@ def test_threads_that_start_others_do_not_add_up_to_a_deep_stack(kind_of_turns: 
     assert ended == [*range(len(ended))][::-1]
 
 
-def test_a_process_has_the_processor_seconds_of_its_threads(kind_of_turns: type[turns.Turns]) -> None:
+def test_a_process_has_the_processor_seconds_of_its_threads() -> None:
     scheduler = Scheduler(1, stay=0.0, is_measured=True)
     busy, idle = (scheduler.new_process(name) for name in ("busy", "idle"))
 
@@ -243,11 +226,7 @@ def test_processor_seconds_are_not_asked_for_in_a_history(monkeypatch: pytest.Mo
     assert process.work_s == 0.0
 
 
-def test_a_deadlock_is_reported_on_threads_and_on_greenlets(kind_of_turns: type[turns.Turns]) -> None:
-    test_a_deadlock_is_reported_with_the_place_of_each_thread()
-
-
-def test_an_interrupt_ends_all_threads(kind_of_turns: type[turns.Turns]) -> None:
+def test_an_interrupt_ends_all_threads() -> None:
     scheduler, ended = Scheduler(1), list[str]()
 
     def be_interrupted() -> None:

@@ -2,7 +2,7 @@
 
 from shardckpt.errors import require_packages
 
-require_packages("shardckpt.testing.simulation", "torch", install="'shardckpt[torch]'")
+require_packages("shardckpt.testing.simulation", "torch", "greenlet", install="'shardckpt[torch]' greenlet")
 
 from shardckpt.testing.simulation.large_job import PhaseCost, run_large_job
 from shardckpt.testing.simulation.scenario import Scenario

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import re
-import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,7 +39,6 @@ _EVENT_S = 1e-7
 _TIMEOUT_S = 600.0
 _IDLE_S = 30.0
 _MOST_EVENTS = 10_000_000
-_STACK_BYTES = 1 << 20
 _HOLDER_BYTES = 1 << 30
 _TENSORS, _COLUMNS = 3, 2
 _SENT = re.compile(r"(\d+) -> (\d+), \w+ of (\d+) B")
@@ -197,7 +195,7 @@ class _LargeJob:
         mount(SimulatedBucket(self.scheduler))
         nodes = {node.name: node for node in self._nodes}
         log, idle_s = logging.getLogger("shardckpt"), peer_exchange.IDLE_S
-        was_disabled, stack_bytes = log.disabled, threading.stack_size(_STACK_BYTES)
+        was_disabled = log.disabled
         machine = _SharingMachine(self._shared, self.scheduler, self._system, self._holders, nodes)
         with simulated(machine):
             log.disabled, peer_exchange.IDLE_S = True, _IDLE_S
@@ -209,7 +207,6 @@ class _LargeJob:
                 log.disabled, peer_exchange.IDLE_S = was_disabled, idle_s
                 if was_collecting:
                     gc.enable()
-                threading.stack_size(stack_bytes)
 
     def direct(self) -> None:
         """Capture, lose nodes, restore, and end the holders."""

@@ -9,7 +9,7 @@ from heapq import heappop, heappush
 from random import Random
 from typing import Any, NamedTuple
 
-from shardckpt.testing.simulation.turns import Runner, make_turns
+from shardckpt.testing.simulation.turns import Runner, Turns
 
 EVENT_SECONDS = 0.001
 """Virtual seconds between two events."""
@@ -99,7 +99,7 @@ class Task:
         waits_for: Condition that it waits for, in words; empty if it can run.
         things: Things that the condition depends on; None if it may depend on anything.
         watched: Its process and things while it waits.
-        runner: Thread or greenlet that runs it.
+        runner: Greenlet that runs it.
         own: Values of the thread in place of globals of modules, by key.
     """
 
@@ -124,9 +124,7 @@ class Task:
         """Return where the task is, for a report."""
         frame = self.runner.find_frame() if self.runner is not None else None
         stack = traceback.extract_stack(frame) if frame is not None else []
-        shown = [
-            each for each in stack if "/testing/simulation/" not in each.filename and "threading" not in each.filename
-        ]
+        shown = [each for each in stack if "/testing/simulation/" not in each.filename]
         lines = " < ".join(f"{each.name}:{each.lineno}" for each in shown[: -_SHOWN_FRAMES - 1 : -1])
         return f"{self.name} waits for {self.waits_for or 'its turn'} at {lines}"
 
@@ -270,7 +268,7 @@ class Scheduler:
         self._count = 0
         self._is_observed = False
         self._is_measured = is_measured
-        self._turns = make_turns(is_measured=is_measured)
+        self._turns = Turns(is_measured=is_measured)
         self.processes: list[Process] = []
         self._spawned = 0
 
@@ -310,7 +308,7 @@ class Scheduler:
                 self.notify(task)
 
         self._waits.add(task)
-        runner = task.runner = self._turns.start(name, run)
+        runner = task.runner = self._turns.start(run)
         return task
 
     def run(self) -> None:
@@ -452,7 +450,7 @@ class Scheduler:
             return
         self.current = chosen
         runner, running = chosen.runner, task.runner
-        assert runner is not None
+        assert runner is not None and running is not None
         runner.take_over(running)
 
     def _choose_next(self) -> Runner | None:
