@@ -7,11 +7,11 @@ pickle would import, call or construct become values of `pickle_stubs`; those th
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from struct import Struct, unpack_from
 from struct import error as StructError  # noqa: N812  # struct spells its exception in lower case
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from shardckpt.errors import FormatError, ShardckptError, TruncatedError, UnsafeError
 from shardckpt.format.budget import KeyGuard, ReadBudget
@@ -21,12 +21,10 @@ from shardckpt.format.encodings.pickle_stubs import (
     PLAIN_KEYS,
     Dtype,
     Global,
-    Hole,
     InstanceStub,
     Ordered,
     StorageType,
     TensorStub,
-    TextHole,
     make_size,
     make_stub,
     make_unlisted,
@@ -38,11 +36,11 @@ __all__ = [
     "InstanceStub",
     "Limits",
     "Ordered",
+    "PickleMachine",
     "StorageType",
     "TensorStub",
     "load",
     "load_at",
-    "load_holes",
 ]
 
 Persistent = Callable[[object], object]
@@ -109,58 +107,13 @@ def load_at(
         UnsafeError: The pickle names something that can run code, sets state on a real object, or exceeds a limit.
     """
     budget = ReadBudget(len(data) - start) if budget is None else budget
-    machine = _Machine(data if type(data) is bytes else bytes(data), persistent, limits, budget)
+    machine = PickleMachine(data if type(data) is bytes else bytes(data), persistent, limits, budget)
     try:
         if len(data) - start > limits.nbytes:
             raise _over("bytes", limits.nbytes)
         return machine.run(start), machine.pos
     except ShardckptError as error:
         raise _add_position(error, f"{where}, byte {machine.pos}") from None
-
-
-def load_holes(
-    data: bytes, places: Iterable[int], *, persistent: Persistent | None, limits: Limits, budget: ReadBudget
-) -> tuple[object, list[Hole]]:
-    """Return the object of a pickle with a `Hole` in place of each integer and text that has a byte of `places`.
-
-    Returns:
-        The object, and all holes: the object may lack some.
-
-    Raises:
-        ShardckptError: The pickle is refused, a place is not in such a value, or the result depends on the value.
-    """
-    marked, holes = bytearray(data), {}
-    for place in places:
-        start, end, hole = _find_hole(data, place)
-        marked[start] = _HOLE
-        holes[start + 1] = end, hole
-    machine = _Machine(bytes(marked), persistent, limits, budget, dict(holes))
-    value = machine.run(0)
-    if machine.holes:
-        raise _differs()
-    return value, [hole for _, hole in holes.values()]
-
-
-def _find_hole(data: bytes, place: int) -> tuple[int, int, Hole]:
-    """Return start, end and hole of the integer of one byte, or of the short text, that may have the byte at `place`.
-
-    Bytes of a text may look like opcodes: only the interpreter knows whether an instruction begins at `start`.
-    """
-    if data[place - 1] == _ONE_BYTE:
-        return place - 1, place + 1, Hole(lambda raw: raw[place])
-    for start in range(max(0, place - 4 - _SHORT), place - 4):
-        first, length = start + 5, _FOUR_BYTES(data, start + 1)[0]
-        if data[start] == _TEXT and length <= _SHORT and place < first + length:
-            return start, first + length, _text_hole(first, first + length)
-    raise _differs()
-
-
-def _text_hole(start: int, end: int) -> TextHole:
-    return TextHole(lambda raw: _text(raw[start:end]))
-
-
-def _differs() -> FormatError:
-    return FormatError("the pickles differ in more than small integers and short texts")
 
 
 def _add_position(error: ShardckptError, where: str) -> ShardckptError:
@@ -174,8 +127,7 @@ def _add_position(error: ShardckptError, where: str) -> ShardckptError:
     )
 
 
-_ATOMS = frozenset({str, int, bool, float, complex, bytes, type(None), Dtype, StorageType, Global, TextHole})
-_SIZED = (list, tuple, dict, set, frozenset, str, bytes, TextHole)
+_ATOMS: frozenset[type] = frozenset({str, int, bool, float, complex, bytes, type(None), Dtype, StorageType, Global})
 _TUPLE, _LIST, _DICT, _SET = 64, 80, 80, 232
 _CALL, _ITEM, _SHARED, _NAME = 96, 64, 64, 1024
 """Cost in bytes of containers, calls, items of dicts and sets, values that are used again, and unlisted names."""
@@ -188,11 +140,6 @@ _MOST_LISTED, _LISTED = 1 << 20, 8
 """Bytes of data up to which opcodes are taken from a list, which is three times as fast; and the memory of each."""
 
 _MOST_MARKS = 1 << 16
-_ONE_BYTE, _TEXT, _HOLE = 0x4B, 0x58, 0x01
-"""Opcodes of an integer of one byte, of a text, and the one that stands for them where a hole is; no pickle has it."""
-
-_SHORT = 16
-"""Bytes of a text that may differ: names of devices, such as `cuda:3`."""
 
 _TWO_BYTES = Struct("<H").unpack_from
 _FOUR_BYTES = Struct("<I").unpack_from
@@ -213,7 +160,7 @@ def _over(what: str, limit: int) -> UnsafeError:
     )
 
 
-def _ends_early(machine: _Machine, needed: int = 0) -> TruncatedError:
+def _ends_early(machine: PickleMachine, needed: int = 0) -> TruncatedError:
     """Return the error of a pickle that ends before its last opcode.
 
     Args:
@@ -226,7 +173,7 @@ def _ends_early(machine: _Machine, needed: int = 0) -> TruncatedError:
     return TruncatedError("the pickle ends early", found=found, expected=expected)
 
 
-class _Machine:
+class PickleMachine:
     """Pickle interpreter: stack, memo, opcode loop and shared operations.
 
     Args:
@@ -234,15 +181,24 @@ class _Machine:
         persistent: Resolves persistent ids.
         limits: Limits of the pickle.
         budget: Budget for reading.
-        holes: Position after an opcode of a hole to the end of its instruction, and the hole.
+
+    Attributes:
+        atoms: Types of values that count once, however often the pickle uses them.
+        sized: Types of arguments of which a call may copy the content.
+        texts: Types of texts.
+        table: Step of each opcode.
     """
+
+    atoms: ClassVar[frozenset[type]] = _ATOMS
+    sized: ClassVar[tuple[type[Sized], ...]] = (list, tuple, dict, set, frozenset, str, bytes)
+    texts: ClassVar[tuple[type[Sized], ...]] = (str, bytes)
+    table: ClassVar[Sequence[_Step]]
 
     __slots__ = (
         "budget",
         "data",
         "frames_end",
         "has_long_text",
-        "holes",
         "keys",
         "left",
         "limits",
@@ -260,7 +216,6 @@ class _Machine:
         persistent: Persistent | None,
         limits: Limits,
         budget: ReadBudget,
-        holes: dict[int, tuple[int, Hole]] | None = None,
     ) -> None:
         self.data = data
         self.persistent = persistent
@@ -274,7 +229,6 @@ class _Machine:
         self.keys = KeyGuard(PLAIN_KEYS)
         self.has_long_text = False
         self.frames_end = 0
-        self.holes = {} if holes is None else holes
         self.pos = 0
 
     def run(self, start: int) -> object:
@@ -314,7 +268,7 @@ class _Machine:
         listed = len(data) if len(data) <= _MOST_LISTED else 0
         codes = list(data) if listed else data
         self.left -= _LISTED * listed  # until the loop ends
-        table, atoms, four_bytes = _TABLE, _ATOMS, _FOUR_BYTES
+        table, atoms, four_bytes = self.table, self.atoms, _FOUR_BYTES
         push, pop, remember, set_mark = stack.append, stack.pop, memo.append, marks.append
         try:
             while True:
@@ -384,8 +338,6 @@ class _Machine:
         """
         if value is _UNSET:
             raise FormatError("the pickle uses a memo entry that it never set")
-        if isinstance(value, Hole):
-            raise _differs()  # equal integers are counted once
         self.shared.add(id(value))
 
     def put(self, index: int) -> None:
@@ -406,7 +358,7 @@ class _Machine:
         if not 0 <= index < len(self.memo):
             raise FormatError("the pickle uses a memo entry that it never set")
         value = self.memo[index]
-        if value.__class__ not in _ATOMS:
+        if value.__class__ not in self.atoms:
             self.share(value)
         self.stack.append(value)
 
@@ -463,7 +415,7 @@ class _Machine:
 
     def check_copies(self, what: Global, args: tuple[object, ...]) -> None:
         """Subtract the cost of copied arguments, and check the keys that a call hashes."""
-        self.spend(what.copied * (len(args) + sum(len(a) for a in args if isinstance(a, _SIZED))))
+        self.spend(what.copied * (len(args) + sum(len(a) for a in args if isinstance(a, self.sized))))
         if what.hashed is not None:
             self.keys.check_all(what.hashed(args))
 
@@ -496,15 +448,16 @@ class _Shape:
         machine: Interpreter that created the result.
     """
 
-    __slots__ = ("budget", "depth", "has_long_text", "known", "most", "shared", "spend")
+    __slots__ = ("budget", "depth", "has_long_text", "known", "most", "shared", "spend", "texts")
 
-    def __init__(self, depth: int, most: int, machine: _Machine) -> None:
+    def __init__(self, depth: int, most: int, machine: PickleMachine) -> None:
         self.depth = depth
         self.most = most
         self.shared = machine.shared
         self.has_long_text = machine.has_long_text
         self.budget = machine.budget
         self.spend = machine.spend
+        self.texts = machine.texts
         self.known: dict[int, _Extent | None] = {}
 
     def measure(self, value: object, level: int) -> _Extent:
@@ -518,7 +471,7 @@ class _Shape:
             children = _children(found)
             count += len(children)
             if self.has_long_text:
-                count += sum(len(child) for child in children if isinstance(child, _TEXTS))
+                count += sum(len(child) for child in children if isinstance(child, self.texts))
             found = []
             for child in children:
                 if child.__class__ in _CONTAINERS:
@@ -563,7 +516,6 @@ class _Shape:
         stub.args, stub.state, stub.items = (), None, None if tensor is None else [tensor]
 
 
-_TEXTS = (str, bytes, TextHole)
 _CONTAINERS = frozenset({tuple, list, dict, Ordered, set, frozenset, InstanceStub})
 
 
@@ -587,41 +539,33 @@ def _children(containers: list[Any]) -> list[object]:
     return children
 
 
-_Step = Callable[[_Machine, int], int]
+_Step = Callable[[PickleMachine, int], int]
 
 
-def _unknown(machine: _Machine, pos: int) -> int:
+def _unknown(machine: PickleMachine, pos: int) -> int:
     raise FormatError("the pickle has an unknown opcode", found=f"0x{machine.data[pos - 1]:02x}")
 
 
-def _hole(machine: _Machine, pos: int) -> int:
-    if pos not in machine.holes:
-        return _unknown(machine, pos)
-    end, hole = machine.holes.pop(pos)
-    machine.stack.append(hole)
-    return end
-
-
-def _extension(machine: _Machine, pos: int) -> int:
+def _extension(machine: PickleMachine, pos: int) -> int:
     raise UnsafeError(
         "the pickle uses the copyreg extension registry", found=f"opcode 0x{machine.data[pos - 1]:02x}", fix=NEVER_RUN
     )
 
 
-def _protocol(machine: _Machine, pos: int) -> int:
+def _protocol(machine: PickleMachine, pos: int) -> int:
     if machine.data[pos] > 5:
         raise FormatError("the pickle has an unknown protocol", found=machine.data[pos], expected="0 to 5")
     return pos + 1
 
 
-def _frame(machine: _Machine, pos: int) -> int:
+def _frame(machine: PickleMachine, pos: int) -> int:
     (length,) = unpack_from("<Q", machine.data, pos)
     machine.frames_end = max(machine.frames_end, pos + 8 + length)  # reading goes on up to where the data ends
     return pos + 8
 
 
 def _constant(value: object) -> _Step:
-    def step(machine: _Machine, pos: int) -> int:
+    def step(machine: PickleMachine, pos: int) -> int:
         machine.stack.append(value)
         return pos
 
@@ -629,7 +573,7 @@ def _constant(value: object) -> _Step:
 
 
 def _packed(form: str, size: int) -> _Step:
-    def step(machine: _Machine, pos: int) -> int:
+    def step(machine: PickleMachine, pos: int) -> int:
         machine.stack.append(unpack_from(form, machine.data, pos)[0])
         return pos + size
 
@@ -639,7 +583,7 @@ def _packed(form: str, size: int) -> _Step:
 def _sized(form: str, size: int, decode: Callable[[bytes], object]) -> _Step:
     """Return a step that pushes a value stored as its length and its bytes."""
 
-    def step(machine: _Machine, pos: int) -> int:
+    def step(machine: PickleMachine, pos: int) -> int:
         (length,) = unpack_from(form, machine.data, pos)
         pos += size
         if length >= _LONG_TEXT:
@@ -650,7 +594,7 @@ def _sized(form: str, size: int, decode: Callable[[bytes], object]) -> _Step:
     return step
 
 
-def _unicode(machine: _Machine, pos: int) -> int:
+def _unicode(machine: PickleMachine, pos: int) -> int:
     (length,) = _FOUR_BYTES(machine.data, pos)
     pos += 4
     end: int = pos + length
@@ -674,7 +618,7 @@ def _old_text(raw: bytes) -> str | bytes:
         return raw
 
 
-def _short_text(machine: _Machine, pos: int) -> int:
+def _short_text(machine: PickleMachine, pos: int) -> int:
     end = pos + 1 + machine.data[pos]
     if end > len(machine.data):
         raise _ends_early(machine, end)
@@ -683,7 +627,7 @@ def _short_text(machine: _Machine, pos: int) -> int:
 
 
 def _long(form: str, size: int) -> _Step:
-    def step(machine: _Machine, pos: int) -> int:
+    def step(machine: PickleMachine, pos: int) -> int:
         (length,) = unpack_from(form, machine.data, pos)
         if length > machine.limits.int_bytes:
             raise _over("bytes of an integer", machine.limits.int_bytes)
@@ -695,7 +639,7 @@ def _long(form: str, size: int) -> _Step:
 
 
 def _text_number(convert: Callable[[bytes], object]) -> _Step:
-    def step(machine: _Machine, pos: int) -> int:
+    def step(machine: PickleMachine, pos: int) -> int:
         line, pos = machine.line(pos)
         if len(line) > machine.limits.int_bytes:
             raise _over("digits of a number", machine.limits.int_bytes)
@@ -713,7 +657,7 @@ def _text_long(line: bytes) -> int:
     return int(line.removesuffix(b"L"))
 
 
-def _text_string(machine: _Machine, pos: int) -> int:
+def _text_string(machine: PickleMachine, pos: int) -> int:
     line, pos = machine.line(pos)
     line = line.strip()
     if len(line) < 2 or line[:1] not in b"'\"" or line[:1] != line[-1:]:
@@ -722,13 +666,13 @@ def _text_string(machine: _Machine, pos: int) -> int:
     return pos
 
 
-def _text_unicode(machine: _Machine, pos: int) -> int:
+def _text_unicode(machine: PickleMachine, pos: int) -> int:
     line, pos = machine.line(pos)
     machine.stack.append(line.decode("raw-unicode-escape"))
     return pos
 
 
-def _pop(machine: _Machine, pos: int) -> int:
+def _pop(machine: PickleMachine, pos: int) -> int:
     if machine.marks and machine.marks[-1] == len(machine.stack):
         machine.marks.pop()
     else:
@@ -736,30 +680,30 @@ def _pop(machine: _Machine, pos: int) -> int:
     return pos
 
 
-def _duplicate(machine: _Machine, pos: int) -> int:
+def _duplicate(machine: PickleMachine, pos: int) -> int:
     value = machine.stack[-1]
     machine.share(value)
     machine.stack.append(value)
     return pos
 
 
-def _pop_mark(machine: _Machine, pos: int) -> int:
+def _pop_mark(machine: PickleMachine, pos: int) -> int:
     machine.above_mark()
     return pos
 
 
-def _short_put(machine: _Machine, pos: int) -> int:
+def _short_put(machine: PickleMachine, pos: int) -> int:
     machine.put(machine.data[pos])
     return pos + 1
 
 
-def _text_get(machine: _Machine, pos: int) -> int:
+def _text_get(machine: PickleMachine, pos: int) -> int:
     line, pos = machine.line(pos)
     machine.get(int(line[:20]))
     return pos
 
 
-def _text_put(machine: _Machine, pos: int) -> int:
+def _text_put(machine: PickleMachine, pos: int) -> int:
     line, pos = machine.line(pos)
     index = int(line[:20])
     if index < 0:
@@ -768,12 +712,12 @@ def _text_put(machine: _Machine, pos: int) -> int:
     return pos
 
 
-def _two_bytes(machine: _Machine, pos: int) -> int:
+def _two_bytes(machine: PickleMachine, pos: int) -> int:
     machine.stack.append(_TWO_BYTES(machine.data, pos)[0])
     return pos + 2
 
 
-def _empty_dict(machine: _Machine, pos: int) -> int:
+def _empty_dict(machine: PickleMachine, pos: int) -> int:
     machine.left -= _DICT
     if machine.left < 0:
         raise machine.budget.exceeded()
@@ -781,7 +725,7 @@ def _empty_dict(machine: _Machine, pos: int) -> int:
     return pos
 
 
-def _empty_list(machine: _Machine, pos: int) -> int:
+def _empty_list(machine: PickleMachine, pos: int) -> int:
     machine.left -= _LIST
     if machine.left < 0:
         raise machine.budget.exceeded()
@@ -789,13 +733,13 @@ def _empty_list(machine: _Machine, pos: int) -> int:
     return pos
 
 
-def _empty_set(machine: _Machine, pos: int) -> int:
+def _empty_set(machine: PickleMachine, pos: int) -> int:
     machine.spend(_SET)
     machine.stack.append(set())
     return pos
 
 
-def _empty_tuple(machine: _Machine, pos: int) -> int:
+def _empty_tuple(machine: PickleMachine, pos: int) -> int:
     """Push an empty tuple.
 
     If NEWOBJ follows, as for most instances, the instance is created directly.
@@ -815,7 +759,7 @@ def _empty_tuple(machine: _Machine, pos: int) -> int:
     return pos + 1
 
 
-def _list(machine: _Machine, pos: int) -> int:
+def _list(machine: PickleMachine, pos: int) -> int:
     machine.spend(_LIST)
     machine.stack.append(machine.above_mark())
     return pos
@@ -825,7 +769,7 @@ def _no_dict(target: object) -> UnsafeError:
     return UnsafeError(f"the pickle sets items of {_describe(target)}", expected="a dict", fix=NEVER_RUN)
 
 
-def _dict(machine: _Machine, pos: int) -> int:
+def _dict(machine: PickleMachine, pos: int) -> int:
     items = machine.above_mark()
     made: dict[object, object] = {}
     machine.spend(_DICT + _ITEM * (len(items) // 2))
@@ -838,7 +782,7 @@ def _dict(machine: _Machine, pos: int) -> int:
     return pos
 
 
-def _set_item(machine: _Machine, pos: int) -> int:
+def _set_item(machine: PickleMachine, pos: int) -> int:
     stack = machine.stack
     value, key = stack.pop(), stack.pop()
     target = stack[-1]
@@ -856,7 +800,7 @@ def _set_item(machine: _Machine, pos: int) -> int:
     return pos
 
 
-def _set_items(machine: _Machine, pos: int) -> int:
+def _set_items(machine: PickleMachine, pos: int) -> int:
     stack = machine.stack
     mark = machine.marks.pop()
     target = stack[mark - 1] if mark else None
@@ -878,7 +822,7 @@ def _set_items(machine: _Machine, pos: int) -> int:
     return pos
 
 
-def _add_to_stub(machine: _Machine, target: InstanceStub, items: list[object]) -> None:
+def _add_to_stub(machine: PickleMachine, target: InstanceStub, items: list[object]) -> None:
     """Keep the items of an instance of a subclass of a container."""
     if target.items is None:
         machine.spend(_LIST)
@@ -886,7 +830,7 @@ def _add_to_stub(machine: _Machine, target: InstanceStub, items: list[object]) -
     target.items += items
 
 
-def _append_items(machine: _Machine, items: list[object]) -> None:
+def _append_items(machine: PickleMachine, items: list[object]) -> None:
     target = machine.stack[-1]
     if type(target) is InstanceStub:
         _add_to_stub(machine, target, items)
@@ -896,17 +840,17 @@ def _append_items(machine: _Machine, items: list[object]) -> None:
     target.extend(items)
 
 
-def _append(machine: _Machine, pos: int) -> int:
+def _append(machine: PickleMachine, pos: int) -> int:
     _append_items(machine, [machine.stack.pop()])
     return pos
 
 
-def _appends(machine: _Machine, pos: int) -> int:
+def _appends(machine: PickleMachine, pos: int) -> int:
     _append_items(machine, machine.above_mark())
     return pos
 
 
-def _add_items(machine: _Machine, pos: int) -> int:
+def _add_items(machine: PickleMachine, pos: int) -> int:
     items = machine.above_mark()
     target = machine.stack[-1]
     if type(target) is InstanceStub:
@@ -921,7 +865,7 @@ def _add_items(machine: _Machine, pos: int) -> int:
     return pos
 
 
-def _frozen_set(machine: _Machine, pos: int) -> int:
+def _frozen_set(machine: PickleMachine, pos: int) -> int:
     items = machine.above_mark()
     machine.spend(_SET + _ITEM * len(items))
     machine.keys.check_all(items)
@@ -929,14 +873,14 @@ def _frozen_set(machine: _Machine, pos: int) -> int:
     return pos
 
 
-def _global(machine: _Machine, pos: int) -> int:
+def _global(machine: PickleMachine, pos: int) -> int:
     module, pos = machine.line(pos)
     name, pos = machine.line(pos)
     machine.resolve(_text(module), _text(name))
     return pos
 
 
-def _stack_global(machine: _Machine, pos: int) -> int:
+def _stack_global(machine: PickleMachine, pos: int) -> int:
     name, module = machine.stack.pop(), machine.stack.pop()
     if type(name) is not str or type(module) is not str:
         raise FormatError("the pickle names a global by a value that is not text")
@@ -944,7 +888,7 @@ def _stack_global(machine: _Machine, pos: int) -> int:
     return pos
 
 
-def _reduce(machine: _Machine, pos: int) -> int:
+def _reduce(machine: PickleMachine, pos: int) -> int:
     stack = machine.stack
     args = stack.pop()
     kind = stack[-1]
@@ -955,7 +899,7 @@ def _reduce(machine: _Machine, pos: int) -> int:
     return pos
 
 
-def _new_object_ex(machine: _Machine, pos: int) -> int:
+def _new_object_ex(machine: PickleMachine, pos: int) -> int:
     stack = machine.stack
     keywords, args = stack.pop(), stack.pop()
     made = machine.call(stack[-1], args)
@@ -967,14 +911,14 @@ def _new_object_ex(machine: _Machine, pos: int) -> int:
     return pos
 
 
-def _instance(machine: _Machine, pos: int) -> int:
+def _instance(machine: PickleMachine, pos: int) -> int:
     pos = _global(machine, pos)
     kind = machine.stack.pop()
     machine.stack.append(machine.call(kind, tuple(machine.above_mark())))
     return pos
 
 
-def _object(machine: _Machine, pos: int) -> int:
+def _object(machine: PickleMachine, pos: int) -> int:
     items = machine.above_mark()
     if not items:
         raise FormatError("the pickle constructs an object without a class")
@@ -982,7 +926,7 @@ def _object(machine: _Machine, pos: int) -> int:
     return pos
 
 
-def _build(machine: _Machine, pos: int) -> int:
+def _build(machine: PickleMachine, pos: int) -> int:
     state = machine.stack.pop()
     target = machine.stack[-1]
     if type(target) is InstanceStub:
@@ -994,7 +938,7 @@ def _build(machine: _Machine, pos: int) -> int:
     return pos
 
 
-def _persistent(machine: _Machine, key: object) -> None:
+def _persistent(machine: PickleMachine, key: object) -> None:
     if machine.persistent is None:
         raise FormatError("the pickle refers to data outside of it", found=key)
     machine.left -= _CALL
@@ -1003,20 +947,19 @@ def _persistent(machine: _Machine, key: object) -> None:
     machine.stack.append(machine.persistent(key))
 
 
-def _text_persistent(machine: _Machine, pos: int) -> int:
+def _text_persistent(machine: PickleMachine, pos: int) -> int:
     line, pos = machine.line(pos)
     _persistent(machine, _text(line))
     return pos
 
 
-def _binary_persistent(machine: _Machine, pos: int) -> int:
+def _binary_persistent(machine: PickleMachine, pos: int) -> int:
     _persistent(machine, machine.stack.pop())
     return pos
 
 
 # The opcodes that `_loop` handles itself are missing here.
 _STEPS: dict[bytes, _Step] = {
-    b"\x01": _hole,
     b"0": _pop,
     b"1": _pop_mark,
     b"2": _duplicate,
@@ -1073,4 +1016,4 @@ _STEPS: dict[bytes, _Step] = {
     b"\x95": _frame,
     b"\x96": _sized("<Q", 8, bytes),
 }
-_TABLE = [_STEPS.get(bytes([code]), _unknown) for code in range(256)]
+PickleMachine.table = [_STEPS.get(bytes([code]), _unknown) for code in range(256)]

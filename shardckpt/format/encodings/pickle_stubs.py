@@ -10,7 +10,7 @@ from __future__ import annotations
 import builtins
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from shardckpt.errors import FormatError, UnsafeError, UnsupportedError
 
@@ -59,30 +59,6 @@ class TensorStub:
     strides: tuple[int, ...]
     dtype: str = ""
     bits: tuple[str, ...] = ()
-
-
-class Hole:
-    """A number that differs between pickles; anything that looks at its value is an error.
-
-    Args:
-        read: Returns the value in the bytes of a pickle.
-    """
-
-    __slots__ = ("read",)
-
-    def __init__(self, read: Callable[[bytes], object]) -> None:
-        self.read = read
-
-    def _refuse(self, *_: object) -> NoReturn:
-        raise TypeError("the value of this part matters")
-
-    __len__ = __eq__ = __ne__ = __hash__ = __str__ = __repr__ = __format__ = _refuse
-
-
-class TextHole(Hole):
-    """A text that differs between pickles."""
-
-    __slots__ = ()
 
 
 class InstanceStub:
@@ -326,9 +302,6 @@ def _path(what: Global, args: tuple[object, ...]) -> object:
 
 
 def _device(what: Global, args: tuple[object, ...]) -> object:
-    if len(args) == 2 and type(args[0]) is str and type(args[1]) is Hole:
-        kind, index = args[0], args[1]
-        return TextHole(lambda raw: f"{kind}:{index.read(raw)}")
     if not args or not isinstance(args[0], str) or len(args) > 2 or not (len(args) == 1 or _is_small(args[1])):
         raise malformed(what, args)
     return args[0] if len(args) == 1 else f"{args[0]}:{args[1]}"

@@ -14,7 +14,6 @@ from math import prod
 from shardckpt.errors import FormatError, TruncatedError, UnsupportedError
 from shardckpt.format.budget import ReadBudget, gc_paused
 from shardckpt.format.encodings.pickle_reader import Limits, load_at
-from shardckpt.format.encodings.pickle_series import PickleSeries
 from shardckpt.format.encodings.zip_archive import (
     LOCAL_SIGNATURE,
     STORED,
@@ -29,6 +28,7 @@ from shardckpt.format.encodings.zip_archive import (
 )
 from shardckpt.format.reader import Checksum, Reader, require_size
 from shardckpt.format.torchsave.dtensor_spec import ShardInfo
+from shardckpt.format.torchsave.pickle_series import PickleSeries
 from shardckpt.format.torchsave.replicas import resolve_replicas
 from shardckpt.format.torchsave.storages import (
     UNORDERED,

@@ -23,9 +23,9 @@ import shardckpt
 from shardckpt.errors import FormatError, IncompleteError, OverlapError, UnsafeError, UnsupportedError, UsageError
 from shardckpt.format import chunk_reader
 from shardckpt.format.chunk_reader import read_blocks
-from shardckpt.format.encodings.pickle_series import PickleSeries
 from shardckpt.format.ranks.rank_files import parse_rank_names
 from shardckpt.format.registry import open_checkpoint
+from shardckpt.format.torchsave.pickle_series import PickleSeries
 from shardckpt.manifest import TensorEntry
 
 

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from shardckpt.errors import ShardckptError
 from shardckpt.format.budget import ReadBudget
-from shardckpt.format.encodings import pickle_series
 from shardckpt.format.encodings.pickle_reader import Dtype, InstanceStub, Limits, Ordered, TensorStub, load
-from shardckpt.format.encodings.pickle_series import PickleSeries
-from shardckpt.format.encodings.pickle_stubs import Hole, TextHole
+from shardckpt.format.torchsave import pickle_series
+from shardckpt.format.torchsave.pickle_series import Hole, PickleSeries, TextHole
 
 
 class Named:
