@@ -19,17 +19,18 @@ _PREFIX = "base_model.model."
 _FACTOR = re.compile(
     r"(?P<module>.+)\.lora_(?P<kind>embedding_)?(?P<side>[AB])(\.(?P<adapter>(?!(weight|bias)$)[^.]+))?(\.weight)?"
 )
+# Last parts of the names of modules that are `Conv1D` in no model.
 _HEAD = re.compile(r"(.*_)?head|embed_out|score|classifier|qa_outputs")
-"""Last parts of the names of modules that are `Conv1D` in no model."""
 
 _TRAINED = "modules_to_save"
+# Part of the name of the base's own tensor in a state dict that has the trained one too.
 _ORIGINAL = ".original_module."
-"""Part of the name of the base's own tensor in a state dict that has the trained one too."""
 _LARGEST_ALPHA = 1e30
 _RESIZE = (
     "Give the base the vocabulary of the adapter with resize_token_embeddings({}), or save the adapter with"
     " save_embedding_layers=True."
 )
+# Unsupported settings, which change the meaning of the factors, with their names in messages.
 _REFUSED = {
     "use_dora": "DoRA, which scales what it adds by the norm of the result",
     "use_qalora": "QALoRA",
@@ -41,45 +42,32 @@ _REFUSED = {
     "target_parameters": "LoRA on bare parameters",
     "arrow_config": "a mixture of adapters",
 }
-"""Unsupported settings, which change the meaning of the factors, with their names in messages."""
+# Starts of the values of `init_lora_weights` with which peft also changes the weights of the base.
 _CHANGES_BASE = re.compile(r"(?i:pissa|corda|olora|loftq|lora_ga)")
-"""Starts of the values of `init_lora_weights` with which peft also changes the weights of the base."""
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """A weight to which the product of two factors is added.
+    """A weight to which the product of two factors is added."""
 
-    Attributes:
-        weight: Name of the weight in the base.
-        a: Name of the first factor in the adapter, `rank x in`.
-        b: Name of the second factor in the adapter, `out x rank`.
-        scale: Factor of the product.
-        is_turned: Whether the weight is `in x out`, as in an embedding and a `Conv1D`.
-    """
-
-    weight: str
-    a: str
-    b: str
-    scale: float
-    is_turned: bool
+    weight: str  # name of the weight in the base
+    a: str  # name of the first factor in the adapter, `rank x in`
+    b: str  # name of the second factor in the adapter, `out x rank`
+    scale: float  # factor of the product
+    is_turned: bool  # whether the weight is `in x out`, as in an embedding and a `Conv1D`
 
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """The plan of a merge.
+    """The plan of a merge."""
 
-    Attributes:
-        added: Weights with their low-rank products.
-        replaced: Name in the base to name in the adapter, of fully trained tensors, and of tensors of the base that the
-            adapter contains because products are added to them.
-        repeated: Pairs of names in the adapter of one tensor, whose values have to be equal.
-        shapes: Shapes of replaced tensors that the base lacks, or has in another shape.
-    """
-
-    added: tuple[LowRank, ...]
+    added: tuple[LowRank, ...]  # weights with their low-rank products
+    # Name in the base to name in the adapter, of fully trained tensors, and of tensors of the base that the adapter
+    # contains because products are added to them.
     replaced: Mapping[str, str]
+    # Pairs of names in the adapter of one tensor, whose values have to be equal.
     repeated: tuple[tuple[str, str], ...] = ()
+    # Shapes of replaced tensors that the base lacks, or has in another shape.
     shapes: Mapping[str, Shape] = field(default_factory=dict)
 
     @property
@@ -97,22 +85,7 @@ def plan_merge(
     *,
     is_transposed: bool = False,
 ) -> Merge:
-    """Plan the changes that an adapter makes to its base.
-
-    Args:
-        config: Content of `adapter_config.json`.
-        adapter: Names and shapes of the adapter's tensors.
-        base: Names and shapes of the base's tensors.
-        where: Name of the adapter, for messages.
-        is_transposed: Whether layers of the base are known to be `Conv1D`, with weights `in x out`. peft keeps one such
-            setting for all layers of an adapter, that of the last one.
-
-    Raises:
-        UnsupportedError: The kind of adapter cannot be merged; the message names it.
-        FormatError: Settings or factors contradict each other.
-        UsageError: The adapter belongs to another base: a weight is missing, or has another shape; or the file has
-            several adapters.
-    """
+    """Plan the changes that an adapter makes to its base."""
     _require_lora(config, adapter, where)
     names = _sort_names(adapter, where)
     replaced = {name: sources[-1] for name, sources in names.replaced.items()}
@@ -135,17 +108,11 @@ def plan_merge(
 
 @dataclass(frozen=True, slots=True)
 class _SortedNames:
-    """The names of an adapter's tensors by what they are in its base.
+    """The names of an adapter's tensors by what they are in its base."""
 
-    Attributes:
-        factors: Module to side to name.
-        turned: Modules whose weight is `in x out`.
-        replaced: Name in the base to names in the adapter, of all other tensors.
-    """
-
-    factors: Mapping[str, Mapping[str, str]]
-    turned: Set[str]
-    replaced: Mapping[str, list[str]]
+    factors: Mapping[str, Mapping[str, str]]  # module to side to name
+    turned: Set[str]  # modules whose weight is `in x out`
+    replaced: Mapping[str, list[str]]  # name in the base to names in the adapter, of all other tensors
 
 
 def _sort_names(adapter: Collection[str], where: str) -> _SortedNames:
@@ -175,15 +142,7 @@ def _sort_names(adapter: Collection[str], where: str) -> _SortedNames:
 
 
 def list_changed(adapter: Collection[str], where: str) -> Set[str]:
-    """Return the names in the base of the tensors that an adapter changes.
-
-    Args:
-        adapter: Names of the adapter's tensors.
-        where: Name of the adapter, for messages.
-
-    Raises:
-        UsageError: The file has several adapters.
-    """
+    """Return the names in the base of the tensors that an adapter changes."""
     names = _sort_names(adapter, where)
     return names.replaced.keys() | {f"{module}.weight" for module in names.factors}
 
@@ -212,10 +171,8 @@ def _require_lora(config: Mapping[str, Any], names: Iterable[str], where: str) -
 
 
 def _is_new_module(name: str, config: Mapping[str, Any], base: Sequence[str]) -> bool:
-    """Return True if a tensor is of a module that the adapter trains in full and that the base lacks, such as a head.
-
-    Names of the base are sorted.
-    """
+    """Return True if a tensor's module is trained in full by the adapter and missing in the base, as a head."""
+    # Names of the base are sorted.
     saved, parts = config.get(_TRAINED), name.split(".")
     at = next((i for i, part in enumerate(parts[:-1], 1) if isinstance(saved, list) and part in saved), 0)
     prefix = ".".join((*parts[:at], ""))
@@ -309,20 +266,9 @@ def _low_rank(
 
 
 class _Settings:
-    """Ranks and scales of modules: defaults, and patterns of module names.
+    """Ranks and scales of modules: defaults, and patterns of module names."""
 
-    Patterns match the end of a name.
-
-    Args:
-        config: Content of `adapter_config.json`.
-        characters: Characters in all names of the adapter, to which the matching budget is proportional.
-        where: Name of the adapter, for messages.
-
-    Raises:
-        FormatError: A setting is malformed.
-        UnsupportedError: A pattern has a form that cannot be matched in linear time.
-        UnsafeError: Matching costs more than for any real adapter of this size.
-    """
+    # Patterns match the end of a name.
 
     def __init__(self, config: Mapping[str, Any], characters: int, where: str) -> None:
         self.is_stabilised = bool(config.get("use_rslora"))

@@ -18,27 +18,21 @@ from shardckpt.manifest import TensorEntry
 from shardckpt.plan.naming.fqn import require_matches
 from shardckpt.plan.quantized_weights import QUANTIZATION_CONFIG
 
-METHOD = "fp8-block"
-"""Name of the method in `--quantize`."""
+METHOD = "fp8-block"  # name of the method in `--quantize`
 
 DTYPE = "float8_e4m3fn"
-LARGEST = 448.0
-"""Largest finite value of the dtype."""
-
-Blocks = tuple[int, int]
-"""Elements of a block in each dimension; the last blocks may have fewer."""
-
-BLOCK: Blocks = (128, 128)
-"""The blocks that are written."""
+LARGEST = 448.0  # largest finite value of the dtype
+Blocks = tuple[int, int]  # elements of a block in each dimension; the last blocks may have fewer
+BLOCK: Blocks = (128, 128)  # the blocks that are written
 
 _KEPT_KEY = "modules_to_not_convert"
 _SCALE_SUFFIX = "_scale_inv"
 _WEIGHT_SUFFIX = ".weight"
+# Last part of a module's name, for modules that stay as they are: embeddings, heads and routers.
 _NOT_LINEAR = re.compile(r".*embed.*|wte|wpe|shared|(.*_)?(head|gate|router)|output|score|classifier")
-"""Last part of a module's name, for modules that stay as they are: embeddings, heads and routers."""
 
+# Model types of transformers with `Conv1D` layers; their weights are transposed, and no reader takes them as fp8.
 TRANSPOSED = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
-"""Model types of transformers with `Conv1D` layers; their weights are transposed, and no reader takes them as fp8."""
 
 
 def name_scale(weight: str) -> str:
@@ -58,21 +52,9 @@ def choose_weights(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
 ) -> list[str]:
-    """Return the names of the weights to quantize.
-
-    These are the matrices of floats named `*.weight`, except those of embeddings, heads and routers, and matrices that
-    end in smaller blocks, since readers refuse them or take them back wrongly.
-
-    Args:
-        tensors: Tensors of the model by name.
-        config: Content of `config.json`.
-        include: Globs of weights to take instead.
-        exclude: Globs of weights to leave.
-
-    Raises:
-        UsageError: A glob matches nothing or no matrix of floats, or no weight remains.
-        UnsupportedError: The model is already quantized, or stores the weights of its layers transposed.
-    """
+    """Return the names of the weights to quantize."""
+    # These are the matrices of floats named `*.weight`, except those of embeddings, heads and routers, and matrices
+    # that end in smaller blocks, since readers refuse them or take them back wrongly.
     if QUANTIZATION_CONFIG in config or (DTYPE in {entry.dtype for entry in tensors.values()}):
         raise UnsupportedError(
             "the model is already quantized",
@@ -132,12 +114,7 @@ def _is_taken(name: str, entry: TensorEntry, include: Sequence[str]) -> bool:
 
 
 def plan_config(names: Mapping[str, TensorEntry], quantized: Iterable[str]) -> dict[str, object]:
-    """Return the `quantization_config` of a model.
-
-    Args:
-        names: Tensors of the model by name.
-        quantized: Names of the quantized weights.
-    """
+    """Return the `quantization_config` of a model."""
     return {
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
@@ -148,10 +125,8 @@ def plan_config(names: Mapping[str, TensorEntry], quantized: Iterable[str]) -> d
 
 
 def _list_kept_modules(tensors: Mapping[str, TensorEntry], quantized: frozenset[str]) -> list[str]:
-    """Return the modules of matrices that are not quantized.
-
-    A module that has a quantized one inside is not named: transformers would skip both.
-    """
+    """Return the modules of matrices that are not quantized."""
+    # A module that has a quantized one inside is not named: transformers would skip both.
     within = {_module(name)[:at] for name in quantized for at in _dots(_module(name))}
     kept = (_module(name) for name, entry in tensors.items() if name not in quantized and len(entry.shape) > 1)
     return [module for module in dict.fromkeys(kept) if module and module not in within]
@@ -165,18 +140,8 @@ def _dots(name: str) -> list[int]:
 def find_scaled(
     tensors: Mapping[str, TensorEntry], config: Mapping[str, object], keep: Sequence[str] = ()
 ) -> dict[str, Blocks]:
-    """Return the fp8 weights that have scales beside them, each with the shape of its blocks.
-
-    A weight with one scale is one block.
-
-    Args:
-        tensors: Tensors of the model by name.
-        config: Content of `config.json`.
-        keep: Globs of weights to leave out.
-
-    Raises:
-        UnsupportedError: Scales do not have the shape that the blocks need.
-    """
+    """Return the fp8 weights that have scales beside them, each with the shape of its blocks."""
+    # A weight with one scale is one block.
     block = _read_block(config)
     found: dict[str, Blocks] = {}
     for name, entry in tensors.items():
@@ -202,12 +167,7 @@ def _fit_block(name: str, shape: Shape, scales: Shape, block: Blocks | None) -> 
 
 
 def drop_quantization(config: Mapping[str, object], names: Iterable[str] | None) -> dict[str, object]:
-    """Return a model's config without the quantization of some weights.
-
-    Args:
-        config: Content of `config.json`.
-        names: Weights that were taken back; None for all.
-    """
+    """Return a model's config without the quantization of some weights."""
     rest = {key: value for key, value in config.items() if key != QUANTIZATION_CONFIG}
     quantization = config.get(QUANTIZATION_CONFIG)
     if names is None or not isinstance(quantization, Mapping):

@@ -25,17 +25,12 @@ _TAIL = re.compile(r"\w*\Z", re.ASCII)
 _FREE_STEPS = 3_000_000
 _STEPS_PER_CHARACTER = 2
 _PATTERN_STEPS, _PART_STEPS, _NODE_STEPS, _CLASS_STEPS = 60, 2, 25, 1200
+# Costs of a pattern and of its parts: one step is a quarter of a microsecond, or four bytes of memory.
 _STATE_STEPS, _ARC_STEPS = 120, 25
-"""Costs of a pattern and of its parts: one step is a quarter of a microsecond, or four bytes of memory."""
 
 
 class MatchBudget:
-    """Limits the work of matching, in proportion to the length of names and patterns.
-
-    Args:
-        characters: Characters of all names and all patterns.
-        where: Name of the file with the patterns, for messages.
-    """
+    """Limits the work of matching, in proportion to the length of names and patterns."""
 
     __slots__ = ("_left", "_where")
 
@@ -44,11 +39,7 @@ class MatchBudget:
         self._where = where
 
     def spend(self, count: int) -> None:
-        """Subtract steps.
-
-        Raises:
-            UnsafeError: The budget is exceeded.
-        """
+        """Subtract steps."""
         self._left -= count
         if self._left < 0:
             raise UnsafeError(
@@ -59,17 +50,12 @@ class MatchBudget:
 
 
 class _Place(NamedTuple):
-    """One element of a pattern.
+    """One element of a pattern."""
 
-    Attributes:
-        test: Matches one character: this character, or this expression; None matches all but a line break.
-        repeats: Whether the element may occur several times.
-        is_optional: Whether the element may be missing.
-    """
-
+    # Matches one character: this character, or this expression; None matches all but a line break.
     test: str | re.Pattern[str] | None
-    repeats: bool = False
-    is_optional: bool = False
+    repeats: bool = False  # whether the element may occur several times
+    is_optional: bool = False  # whether the element may be missing
 
     def fits(self, character: str) -> bool:
         if self.test is None:
@@ -87,18 +73,7 @@ _Nodes = list[_Place | _Branch]
 
 
 class ModulePattern:
-    """A pattern that matches a module's name, or its end after a dot; with `^` the full name alone.
-
-    Args:
-        text: Pattern, as peft writes it.
-        where: Name of the file, for messages.
-        steps: Budget for matching.
-
-    Raises:
-        FormatError: The text is not a regular expression.
-        UnsupportedError: The pattern has a form that cannot be matched in linear time here.
-        UnsafeError: The patterns exceed the budget.
-    """
+    """A pattern that matches a module's name, or its end after a dot; with `^` the full name alone."""
 
     __slots__ = ("_automaton", "_is_full", "_parts", "_steps", "_tail")
 
@@ -152,15 +127,9 @@ def _literal_tail(text: str) -> str:
 
 
 class _Automaton:
-    """An automaton that matches a pattern one character at a time.
+    """An automaton that matches a pattern one character at a time."""
 
-    A state is the set of nodes that a match may have reached.
-
-    Args:
-        nodes: Pattern: each node continues at the next one, and branches lead forward.
-        steps: Budget for matching; each new state is counted.
-        is_full: Whether a match begins at the start of a name alone, not after a dot too.
-    """
+    # A state is the set of nodes that a match may have reached.
 
     def __init__(self, nodes: _Nodes, steps: MatchBudget, *, is_full: bool) -> None:
         self._nodes, self._steps, self._is_full = nodes, steps, is_full

@@ -12,37 +12,26 @@ from collections.abc import Mapping, Set
 from shardckpt.dtypes import FLOATS
 from shardckpt.manifest import TensorEntry
 
-QUANTIZATION_CONFIG = "quantization_config"
-"""Key of `config.json`."""
+QUANTIZATION_CONFIG = "quantization_config"  # key of `config.json`
 
+# Dtypes of quantized weights; masks are `bool`, and indices and counters `int64`.
 _PACKED = re.compile(r"u?int(8|16|32)|float[468]_.*")
-"""Dtypes of quantized weights; masks are `bool`, and indices and counters `int64`."""
 
-_PART = ".absmax"
-"""End of the name of a part that each weight of bitsandbytes in 4 bits has."""
+_PART = ".absmax"  # end of the name of a part that each weight of bitsandbytes in 4 bits has
 
 _SCALE = re.compile(r"(.*_)?scales?(_inv|_ub|_[0-9])?")
+# Last parts of the names of tensors of a quantized module that are ordinary floats.
 _CAST = re.compile(r"(.*_)?bias|weight")
-"""Last parts of the names of tensors of a quantized module that are ordinary floats."""
 
 
 def find_quantized(tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
-    """Return the modules that store a weight quantized, each with the name of the first such tensor.
-
-    Args:
-        tensors: Tensors of the model by name.
-    """
+    """Return the modules that store a weight quantized, each with the name of the first such tensor."""
     packed = _find_packed(tensors)
     return {_find_module(name, packed): name for name in reversed(list(tensors)) if name in packed}
 
 
 def list_uncast(tensors: Mapping[str, TensorEntry], config: Mapping[str, object]) -> frozenset[str]:
-    """Return the floats whose meaning a cast would change: scales, zero points, tables and packed bits.
-
-    Args:
-        tensors: Tensors of the model by name.
-        config: Content of `config.json`.
-    """
+    """Return the floats whose meaning a cast would change: scales, zero points, tables and packed bits."""
     packed = _find_packed(tensors)
     if not packed and QUANTIZATION_CONFIG not in config:
         return frozenset()

@@ -15,12 +15,10 @@ from typing_extensions import Unpack
 
 from shardckpt.errors import UsageError, require_keywords
 
-ORPHAN_TTL_S = 24 * 3600.0
-"""Seconds without a change after which an unfinished save counts as an orphan."""
+ORPHAN_TTL_S = 24 * 3600.0  # seconds without a change after which an unfinished save counts as an orphan
 
 
-PAUSE_S = 30 * 24 * 3600.0
-"""Seconds between two steps above which the elapsed time is not trusted."""
+PAUSE_S = 30 * 24 * 3600.0  # seconds between two steps above which the elapsed time is not trusted
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _TIME = re.compile(rf"(\d+(?:\.\d+)?) ?([{''.join(_SECONDS)}])")
@@ -28,21 +26,14 @@ _NO_UNIT = re.compile(r"-?\d+(\.\d+)?")
 
 
 class SavedStep(NamedTuple):
-    """Properties of a step for the retention rules.
-
-    Attributes:
-        number: Number of the step.
-        is_complete: Whether it can be loaded. Other steps are ignored, and not removed by these rules.
-        saved_at: Start time of its save, in seconds since the epoch; None if unknown.
-        metrics: Metrics that were saved with it, by name.
-        branch: Number of times that the run had returned to an older step before it. A step of a later branch is newer
-            than one of an earlier branch, whatever their numbers.
-    """
+    """Properties of a step for the retention rules."""
 
     number: int
-    is_complete: bool = True
-    saved_at: float | None = None
-    metrics: Mapping[str, float] = MappingProxyType({})
+    is_complete: bool = True  # whether it can be loaded. Other steps are ignored, and not removed by these rules
+    saved_at: float | None = None  # start time of its save, in seconds since the epoch; None if unknown
+    metrics: Mapping[str, float] = MappingProxyType({})  # metrics that were saved with it, by name
+    # Number of times that the run had returned to an older step before it. A step of a later branch is newer than one
+    # of an earlier branch, whatever their numbers.
     branch: int = 0
 
 
@@ -59,43 +50,22 @@ class RetentionParams(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Rules that keep steps; steps that no rule keeps are deleted.
+    """Rules that keep steps; steps that no rule keeps are deleted."""
 
-    Without rules all steps are kept.
+    # Without rules all steps are kept.
 
-    Attributes:
-        keep_last: Number of newest steps to keep.
-        keep_every: Steps whose number is a multiple of this are kept.
-        keep_best: Number of best steps by metric to keep; of equal ones the later. A NaN is worse than any number.
-            Steps without the metric cannot be ranked: they are kept if this is the only rule, else the other rules
-            decide.
-        mode: Whether the best step has the smallest or the largest metric.
-        keep_for_s: Steps saved less than this number of seconds ago are kept.
-        metric: Name of the metric for `keep_best`.
-
-    Raises:
-        UsageError: A rule has an invalid value.
-    """
-
-    keep_last: int | None = None
-    keep_every: int | None = None
+    keep_last: int | None = None  # number of newest steps to keep
+    keep_every: int | None = None  # steps whose number is a multiple of this are kept
+    # Number of best steps by metric to keep; of equal ones the later. A NaN is worse than any number. Steps without the
+    # metric cannot be ranked: they are kept if this is the only rule, else the other rules decide.
     keep_best: int | None = None
-    mode: Literal["min", "max"] = "min"
-    keep_for_s: float | None = None
-    metric: str = "loss"
+    mode: Literal["min", "max"] = "min"  # whether the best step has the smallest or the largest metric
+    keep_for_s: float | None = None  # steps saved less than this number of seconds ago are kept
+    metric: str = "loss"  # name of the metric for `keep_best`
 
     @classmethod
     def from_params(cls, function: str, /, **rules: Unpack[RetentionParams]) -> Retention:
-        """Return the rules of a user's call.
-
-        Args:
-            function: Name of the function that was called, for messages.
-            **rules: Other keyword arguments of the call.
-
-        Raises:
-            TypeError: A name is unknown.
-            UsageError: A rule has an invalid value.
-        """
+        """Return the rules of a user's call."""
         require_keywords(function, rules, RetentionParams.__annotations__)
         keep_for_s = parse_age("keep_for", rules.pop("keep_for", None))
         if keep_for_s == 0:
@@ -136,16 +106,7 @@ def _is_duration(seconds: object) -> bool:
 
 
 def parse_age(name: str, time: timedelta | str | int | None) -> float | None:
-    """Parse an age in seconds; None stays None.
-
-    Args:
-        name: Name of the argument, for messages.
-        time: A timedelta, or text: a number and `s`, `m`, `h`, `d` or `w`. A number without a unit is refused, since
-            its reader would have to guess: 7 days, or 7 seconds. 0 needs none.
-
-    Raises:
-        UsageError: The value is not a time.
-    """
+    """Parse an age in seconds; None stays None."""
     text = str(time).strip() if isinstance(time, (str, Real)) else ""
     match = _TIME.fullmatch(text)
     if match:
@@ -161,17 +122,10 @@ def parse_age(name: str, time: timedelta | str | int | None) -> float | None:
 
 
 def with_trusted_times(steps: Iterable[SavedStep], now: float, *, may_be_over: bool = False) -> list[SavedStep]:
-    """Return steps with corrected times, robust to one wrong clock.
-
-    The age of a step is computed from the times between the steps after it, and from its own time; the smaller is used.
-    A time that runs backward, or that is longer than `PAUSE_S`, counts as zero, since a pause of the run and a wrong
-    clock cannot be distinguished. No step is older than one that was saved before it.
-
-    Args:
-        steps: All steps of a run.
-        now: Current time, in seconds since the epoch.
-        may_be_over: Whether the run may have ended, so that any time since its newest step counts in full.
-    """
+    """Return steps with corrected times, robust to one wrong clock."""
+    # The age of a step is computed from the times between the steps after it, and from its own time; the smaller is
+    # used. A time that runs backward, or that is longer than `PAUSE_S`, counts as zero, since a pause of the run and a
+    # wrong clock cannot be distinguished. No step is older than one that was saved before it.
     trusted, age, later = [], 0.0, now
     longest = math.inf if may_be_over else PAUSE_S
     for step in sorted(steps, key=_age_order, reverse=True):
@@ -185,10 +139,8 @@ def with_trusted_times(steps: Iterable[SavedStep], now: float, *, may_be_over: b
 
 
 def _without_times_behind(steps: Iterable[SavedStep], now: float) -> list[SavedStep]:
-    """Return steps in the order of a run, none older than earlier steps.
-
-    Earlier steps whose time is in the future are ignored.
-    """
+    """Return steps in the order of a run, none older than earlier steps."""
+    # Earlier steps whose time is in the future are ignored.
     ordered, latest = [], -math.inf
     for step in steps:
         if step.saved_at is not None:
@@ -202,17 +154,7 @@ def _without_times_behind(steps: Iterable[SavedStep], now: float) -> list[SavedS
 def steps_to_delete(
     steps: Iterable[SavedStep], rules: Retention, *, now: float, protected: Collection[int] = ()
 ) -> tuple[int, ...]:
-    """Return the steps to delete, oldest first; never the newest complete one.
-
-    Args:
-        steps: All steps of a run; incomplete ones are ignored.
-        rules: Retention rules.
-        now: Current time, in seconds since the epoch.
-        protected: Steps that stay regardless of the rules.
-
-    Raises:
-        UsageError: `keep_best` needs a metric that no complete step has.
-    """
+    """Return the steps to delete, oldest first; never the newest complete one."""
     complete = sorted({step.number: step for step in steps if step.is_complete}.values(), key=_age_order)
     if not rules.is_needed or not complete:
         return ()
@@ -234,11 +176,7 @@ def _age_order(step: SavedStep) -> tuple[int, int]:
 
 
 def require_metric(steps: Iterable[SavedStep], metric: str) -> None:
-    """Require that at least one step has the metric.
-
-    Raises:
-        UsageError: No step has it; the message names the metrics that they have.
-    """
+    """Require that at least one step has the metric."""
     found = {name for step in steps for name in step.metrics}
     if metric not in found:
         raise UsageError(
@@ -249,21 +187,9 @@ def require_metric(steps: Iterable[SavedStep], metric: str) -> None:
 
 
 def find_best(steps: Iterable[SavedStep], metric: str, mode: Literal["min", "max"]) -> int | None:
-    """Return the number of the complete step with the best metric; of equal ones the later.
-
-    A step whose metric is NaN is not ranked.
-
-    Args:
-        steps: All steps of a run; incomplete ones are ignored.
-        metric: Name of the metric.
-        mode: Whether the best step has the smallest or the largest metric.
-
-    Returns:
-        The number; None if no step is complete.
-
-    Raises:
-        UsageError: No complete step has a number for the metric.
-    """
+    """Return the number of the complete step with the best metric; of equal ones the later."""
+    # A step whose metric is NaN is not ranked.
+    # Returns the number; None if no step is complete.
     rules = Retention(keep_best=1, metric=metric, mode=mode)
     complete = sorted((step for step in steps if step.is_complete), key=_age_order)
     ranked = [step for step in complete if not math.isnan(step.metrics.get(metric, math.nan))]
@@ -296,11 +222,5 @@ def _is_recent(step: SavedStep, since: float) -> bool:
 
 
 def is_expired(changed_at: float | None, now: float, age_s: float | None = None) -> bool:
-    """Return True if an orphan is old enough to delete.
-
-    Args:
-        changed_at: Time of the last change in it, in seconds since the epoch; None if unknown.
-        now: Current time, in seconds since the epoch.
-        age_s: Minimum age in seconds; None for a day.
-    """
+    """Return True if an orphan is old enough to delete."""
     return changed_at is not None and now - changed_at > (ORPHAN_TTL_S if age_s is None else age_s)

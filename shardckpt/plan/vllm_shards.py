@@ -17,45 +17,31 @@ from shardckpt.plan.rules.rules import Concat, Narrow, Recipe, SourceTensor
 
 Config = Mapping[str, object]
 
-VOCAB_MULTIPLE = 64
-"""The rows of embeddings are padded with zeros to a multiple of this."""
+VOCAB_MULTIPLE = 64  # the rows of embeddings are padded with zeros to a multiple of this
 
+# Buffers of an attention layer, each 1.0, in float32: vLLM's state dict has them, and no checkpoint of a model has.
 SCALES = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale")
-"""Buffers of an attention layer, each 1.0, in float32: vLLM's state dict has them, and no checkpoint of a model has."""
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
-_BUFFER = ".rotary_emb.inv_freq"
-"""End of the name of a buffer in old checkpoints, which vLLM computes itself."""
+_BUFFER = ".rotary_emb.inv_freq"  # end of the name of a buffer in old checkpoints, which vLLM computes itself
 
 
 class Parameter(NamedTuple):
-    """A parameter of one rank.
+    """A parameter of one rank."""
 
-    Attributes:
-        recipe: Construction from tensors of the model.
-        padding: Number of rows of zeros that follow.
-    """
-
-    recipe: Recipe
-    padding: int = 0
+    recipe: Recipe  # construction from tensors of the model
+    padding: int = 0  # number of rows of zeros that follow
 
 
 @dataclass(frozen=True, slots=True)
 class VllmArchitecture:
-    """Layers of a class of vLLM.
+    """Layers of a class of vLLM."""
 
-    Attributes:
-        has_qkv_bias: Returns True if a model has biases of the query, key and value projections.
-        has_output_bias: Returns True if a model has a bias of the attention's output projection.
-        has_mlp_bias: Returns True if a model has biases in its MLP.
-        has_qk_norm: Whether query and key are normalized by head.
-        has_head_dim: Whether heads may have another size than that of the hidden states divided by their number.
-    """
-
-    has_qkv_bias: Callable[[Config], bool]
-    has_output_bias: Callable[[Config], bool]
-    has_mlp_bias: Callable[[Config], bool]
-    has_qk_norm: bool = False
+    has_qkv_bias: Callable[[Config], bool]  # returns True if a model has biases of the query, key and value projections
+    has_output_bias: Callable[[Config], bool]  # returns True if a model has a bias of the attention's output projection
+    has_mlp_bias: Callable[[Config], bool]  # returns True if a model has biases in its MLP
+    has_qk_norm: bool = False  # whether query and key are normalized by head
+    # Whether heads may have another size than that of the hidden states divided by their number.
     has_head_dim: bool = True
 
 
@@ -84,34 +70,24 @@ def _has_mlp_bias(config: Config) -> bool:
 
 
 _LLAMA = VllmArchitecture(_has_llama_bias, _has_attention_bias, _has_mlp_bias)
+# Known architectures by the name in `config.json`.
 ARCHITECTURES: Mapping[str, VllmArchitecture] = {
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _LLAMA,
     "Qwen2ForCausalLM": VllmArchitecture(_always, _never, _never, has_head_dim=False),
     "Qwen3ForCausalLM": VllmArchitecture(_has_qwen3_bias, _never, _never, has_qk_norm=True),
 }
-"""Known architectures by the name in `config.json`."""
 
 
 class _Sizes(NamedTuple):
-    """Sizes of a model, in elements, by its config.
-
-    Attributes:
-        layers: Number of layers.
-        vocabulary: Number of tokens.
-        hidden: Hidden size.
-        intermediate: Size between the projections of the MLP.
-        heads: Number of attention heads.
-        kv_heads: Number of heads of key and value.
-        head_dim: Size of a head.
-    """
+    """Sizes of a model, in elements, by its config."""
 
     layers: int
-    vocabulary: int
+    vocabulary: int  # number of tokens
     hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
+    intermediate: int  # size between the projections of the MLP
+    heads: int  # number of attention heads
+    kv_heads: int  # number of heads of key and value
     head_dim: int
 
 
@@ -137,13 +113,7 @@ def _read_number(config: Config, key: str) -> int:
 
 
 class _Model:
-    """The tensors of a model, and which of them have been placed.
-
-    Args:
-        sizes: Sizes of the model.
-        shapes: Name of each tensor to its shape, including tied names.
-        tp: Number of ranks.
-    """
+    """The tensors of a model, and which of them have been placed."""
 
     def __init__(self, sizes: _Sizes, shapes: Mapping[str, Shape], tp: int) -> None:
         self.sizes, self.tp = sizes, tp
@@ -188,11 +158,7 @@ class _Model:
 
 
 def find_architecture(config: Config) -> VllmArchitecture:
-    """Return the architecture that a config names.
-
-    Raises:
-        UnsupportedError: It is unknown, or the model is quantized.
-    """
+    """Return the architecture that a config names."""
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     known = ", ".join(ARCHITECTURES)
@@ -218,22 +184,8 @@ def find_architecture(config: Config) -> VllmArchitecture:
 def plan_rank(
     config: Config, shapes: Mapping[str, Shape], rank: int, tp: int, *, ties: Mapping[str, str]
 ) -> dict[str, Parameter]:
-    """Return the parameters of a rank by name, in the order of vLLM's state dict.
-
-    The scales of attention layers are not among them; see `list_scales`.
-
-    Args:
-        config: Content of `config.json`.
-        shapes: Name of each tensor to its shape, including tied names.
-        rank: Rank from 0.
-        tp: Number of ranks.
-        ties: Name of a tensor to another name of it.
-
-    Raises:
-        UsageError: The number of ranks does not divide heads, the vocabulary or the MLP.
-        IncompleteError: A tensor is missing.
-        UnsupportedError: The architecture is unknown, or a tensor has no place or another shape in it.
-    """
+    """Return the parameters of a rank by name, in the order of vLLM's state dict."""
+    # The scales of attention layers are not among them; see `list_scales`.
     architecture = find_architecture(config)
     model = _Model(_read_sizes(config, architecture), shapes, tp)
     is_tied = config.get("tie_word_embeddings") is True

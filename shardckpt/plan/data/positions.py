@@ -9,8 +9,7 @@ from typing import Any
 
 from shardckpt.errors import FormatError, UsageError, escape
 
-COUNT_LIMIT = 1 << 62
-"""Numbers of samples, epochs and batches are below it: positions are computed with 64 bits."""
+COUNT_LIMIT = 1 << 62  # numbers of samples, epochs and batches are below it: positions are computed with 64 bits
 
 _INTEGER_LIMIT = 1 << 128
 _ORDER_CHARACTERS = 64
@@ -40,8 +39,7 @@ class DataPosition:
         return DataPosition(require_integer("epoch", self.epoch), require_integer("consumed", self.consumed))
 
 
-_COUNTS = ("epoch", "consumed", "unfinished", "samples")
-"""Values of a stored position that are 0 or more."""
+_COUNTS = ("epoch", "consumed", "unfinished", "samples")  # values of a stored position that are 0 or more
 
 
 class InexactPositionError(UsageError):
@@ -60,22 +58,13 @@ class InexactPositionError(UsageError):
 
 @dataclass(frozen=True)
 class SavedPosition:
-    """Position of a sampler as a checkpoint stores it, with what has to be equal for an exact continuation.
-
-    Attributes:
-        epoch: Number of the epoch.
-        consumed: Samples of the epoch that completed steps trained.
-        unfinished: Batches of the next step that were trained without its end: their gradients are in no checkpoint.
-        samples: Number of samples of an epoch.
-        seed: Seed of the shuffle.
-        order: Name of the order of samples.
-    """
+    """Position of a sampler as a checkpoint stores it, with what has to be equal for an exact continuation."""
 
     epoch: int
-    consumed: int
-    unfinished: int
-    samples: int
-    seed: int
+    consumed: int  # samples of the epoch that completed steps trained
+    unfinished: int  # batches of the next step that were trained without its end: their gradients are in no checkpoint
+    samples: int  # number of samples of an epoch
+    seed: int  # seed of the shuffle
     order: str
 
     @property
@@ -89,11 +78,7 @@ class SavedPosition:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> SavedPosition:
-        """Return the position of plain values.
-
-        Raises:
-            FormatError: The values are not those of `to_state`.
-        """
+        """Return the position of plain values."""
         for each in fields(cls):
             value = state.get(each.name) if isinstance(state, Mapping) else None
             if not _is_stored_value(each.name, value):
@@ -108,16 +93,8 @@ class SavedPosition:
         return saved
 
     def require_same_order(self, other: SavedPosition) -> None:
-        """Require that a sampler has the samples of this position in the same order.
-
-        At the beginning of an epoch, every order continues exactly.
-
-        Args:
-            other: Position of the sampler that is to continue.
-
-        Raises:
-            InexactPositionError: The orders differ; the error contains the beginning of the nearest epoch.
-        """
+        """Require that a sampler has the samples of this position in the same order."""
+        # At the beginning of an epoch, every order continues exactly.
         names = ("samples", "order") if self.order == other.order == "sequential" else ("samples", "order", "seed")
         differing = [f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name) != getattr(other, name)]
         if not self.consumed or not differing:
@@ -133,21 +110,10 @@ class SavedPosition:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Division of an epoch's samples into steps, of steps over ranks, and of a rank's samples into batches.
+    """Division of an epoch's samples into steps, of steps over ranks, and of a rank's samples into batches."""
 
-    A step takes the next samples of the order, at any number of ranks. Without `drop_last`, the last two steps of an
-    epoch share its rest, so that neither has less than half of `batch_size`.
-
-    Args:
-        samples: Number of samples of an epoch.
-        batch_size: Samples of a step, of all ranks and accumulated batches together.
-        accumulate: Batches of a step on each rank.
-        num_replicas: Number of ranks.
-        drop_last: Whether samples that do not fill a last step are left out of the epoch.
-
-    Raises:
-        UsageError: A number is too small, or a rank would have a batch without samples.
-    """
+    # A step takes the next samples of the order, at any number of ranks. Without `drop_last`, the last two steps of an
+    # epoch share its rest, so that neither has less than half of `batch_size`.
 
     samples: int
     batch_size: int
@@ -192,13 +158,7 @@ class BatchPlan:
         return (self.batch_size + rest) // 2 if rest else self.batch_size
 
     def find_batch(self, consumed: int, batch: int, rank: int) -> range:
-        """Return the places in the epoch's order of one batch of a rank.
-
-        Args:
-            consumed: Samples of the epoch before the step.
-            batch: Number of the batch in its step, below `accumulate`.
-            rank: Rank.
-        """
+        """Return the places in the epoch's order of one batch of a rank."""
         start, stop = _divide(consumed, consumed + self.step_size(consumed), self.num_replicas, rank)
         return range(*_divide(start, stop, self.accumulate, batch))
 
@@ -211,11 +171,7 @@ class BatchPlan:
         return position if self.step_size(position.consumed) > 0 else DataPosition(position.epoch + 1)
 
     def require_parts(self, position: DataPosition) -> None:
-        """Require that each rank has samples in every batch behind a position; `batch_size` may have changed.
-
-        Raises:
-            InexactPositionError: A step is too small; the error contains the beginning of the next epoch.
-        """
+        """Require that each rank has samples in every batch behind a position; `batch_size` may have changed."""
         left, smallest = self.samples - position.consumed, self.smallest_step(position.consumed)
         if left <= 0 or not self.step_size(position.consumed) or smallest >= self.accumulate * self.num_replicas:
             return
@@ -231,16 +187,7 @@ class BatchPlan:
 
 
 def require_count(name: str, value: object, limit: int = COUNT_LIMIT) -> int:
-    """Return an integer of 1 or more as a plain one.
-
-    Args:
-        name: Name of the argument, for the message.
-        value: Its value; also a number of numpy or torch.
-        limit: The least number that is too large.
-
-    Raises:
-        UsageError: It is not.
-    """
+    """Return an integer of 1 or more as a plain one."""
     number = require_integer(name, value)
     if number < 1:
         raise UsageError(f"{name} must be 1 or more, got {number}")
@@ -250,15 +197,7 @@ def require_count(name: str, value: object, limit: int = COUNT_LIMIT) -> int:
 
 
 def require_integer(name: str, value: object) -> int:
-    """Return an integer as a plain one: a checkpoint cannot store the numbers of numpy as positions.
-
-    Args:
-        name: Name of the argument, for the message.
-        value: Its value; also a number of numpy or torch.
-
-    Raises:
-        UsageError: It is not an integer, or has more than 128 bits.
-    """
+    """Return an integer as a plain one: a checkpoint cannot store the numbers of numpy as positions."""
     try:
         number = int(operator.index(value))  # type: ignore[arg-type]
     except TypeError:

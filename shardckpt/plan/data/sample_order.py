@@ -14,8 +14,8 @@ from shardckpt.errors import UsageError
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
+# Names of the orders in stored positions; another algorithm needs another name.
 SHUFFLED, SEQUENTIAL = "swap-or-not-32", "sequential"
-"""Names of the orders in stored positions; another algorithm needs another name."""
 
 _ROUNDS = 32
 _MOST_SAMPLES = 1 << 62
@@ -25,19 +25,10 @@ _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(63))
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """Order of the samples of each epoch: it depends on these values and the epoch, on nothing else.
+    """Order of the samples of each epoch: it depends on these values and the epoch, on nothing else."""
 
-    The shuffle is swap-or-not (Hoang, Morris, Rogaway 2012) with 32 rounds: each place of the order is computed by
-    itself, so that no permutation is in memory. It is specified here, and is equal with every version of torch.
-
-    Args:
-        samples: Number of samples of an epoch.
-        seed: Seed of the shuffle.
-        shuffle: Whether samples are shuffled; if not, each epoch has them in order.
-
-    Raises:
-        UsageError: The number of samples is 0, or too large.
-    """
+    # The shuffle is swap-or-not (Hoang, Morris, Rogaway 2012) with 32 rounds: each place of the order is computed by
+    # itself, so that no permutation is in memory. It is specified here, and is equal with every version of torch.
 
     samples: int
     seed: int = 0
@@ -53,12 +44,7 @@ class SampleOrder:
         return SHUFFLED if self.shuffle else SEQUENTIAL
 
     def take(self, epoch: int, parts: Sequence[range]) -> list[list[int]]:
-        """Return the indices of the samples at places of an epoch's order.
-
-        Args:
-            epoch: Number of the epoch.
-            parts: Places in the order, from 0 to `samples`; those of several batches together take less time.
-        """
+        """Return the indices of the samples at places of an epoch's order."""
         places = np.concatenate([np.arange(part.start, part.stop, dtype=np.int64) for part in parts])
         found = _shuffle(places, self.samples, self.seed, epoch) if self.shuffle else places
         ends = np.cumsum([len(part) for part in parts])[:-1]

@@ -9,39 +9,24 @@ from typing import Any
 from shardckpt.errors import FormatError, UsageError, escape
 from shardckpt.plan.data.positions import COUNT_LIMIT, DataPosition, InexactPositionError, require_count
 
-_MOST_STREAMS = 1 << 20
-"""Each has a position in memory and in the checkpoint."""
+_MOST_STREAMS = 1 << 20  # each has a position in memory and in the checkpoint
 
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """Position in one stream.
+    """Position in one stream."""
 
-    Attributes:
-        epoch: Number of the stream's epoch.
-        samples: Number of samples of the epoch that were trained.
-        state: State of the iterable at this place; None if it is found by reading.
-    """
-
-    epoch: int = 0
-    samples: int = 0
-    state: Any = None
+    epoch: int = 0  # number of the stream's epoch
+    samples: int = 0  # number of samples of the epoch that were trained
+    state: Any = None  # state of the iterable at this place; None if it is found by reading
 
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """Division of a fixed number of streams over ranks: a step takes one batch of every stream.
+    """Division of a fixed number of streams over ranks: a step takes one batch of every stream."""
 
-    Each rank has a range of streams, and one batch a step for each of them. So a step has the same samples at any
-    number of ranks that divides the number of streams.
-
-    Args:
-        streams: Number of streams.
-        num_replicas: Number of ranks.
-
-    Raises:
-        UsageError: A number is too small, or the streams cannot be divided evenly.
-    """
+    # Each rank has a range of streams, and one batch a step for each of them. So a step has the same samples at any
+    # number of ranks that divides the number of streams.
 
     streams: int
     num_replicas: int = 1
@@ -68,27 +53,19 @@ class StreamPlan:
         return range(rank * self.batches_per_step, (rank + 1) * self.batches_per_step)
 
     def choose_workers(self, most: int) -> int:
-        """Return the largest number of workers that divides a rank's streams, at most `most`; 0 for no worker.
-
-        A loader takes a batch of each worker in turn, so each needs the same number of streams.
-        """
+        """Return the largest number of workers that divides a rank's streams, at most `most`; 0 for no worker."""
+        # A loader takes a batch of each worker in turn, so each needs the same number of streams.
         most = min(most, self.batches_per_step)
         return max((number for number in range(1, most + 1) if not self.batches_per_step % number), default=0)
 
 
 @dataclass(frozen=True)
 class SavedStreams:
-    """Positions in streams as a checkpoint stores them, of one rank or of all.
-
-    Attributes:
-        streams: Number of streams of all ranks.
-        unfinished: Batches of the next step that were trained without its end.
-        positions: Position in each stream, by its number.
-    """
+    """Positions in streams as a checkpoint stores them, of one rank or of all."""
 
     streams: int
-    unfinished: int
-    positions: Mapping[int, StreamPosition]
+    unfinished: int  # batches of the next step that were trained without its end
+    positions: Mapping[int, StreamPosition]  # position in each stream, by its number
 
     def to_state(self) -> dict[str, Any]:
         """Return the positions as plain values."""
@@ -97,11 +74,7 @@ class SavedStreams:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> SavedStreams:
-        """Return the positions of plain values.
-
-        Raises:
-            FormatError: The values are not those of `to_state`.
-        """
+        """Return the positions of plain values."""
         try:
             streams, unfinished = _read_count(state["streams"]), _read_count(state["unfinished"])
             rows = {_read_stream(name, streams): row for name, row in state["positions"].items()}
@@ -117,14 +90,7 @@ class SavedStreams:
 
     @classmethod
     def merge(cls, saved: Sequence[SavedStreams]) -> SavedStreams:
-        """Return the positions of all ranks.
-
-        Args:
-            saved: Positions that each rank saved.
-
-        Raises:
-            FormatError: Ranks have different numbers of streams, or different positions in one.
-        """
+        """Return the positions of all ranks."""
         counts = sorted({each.streams for each in saved})
         if len(counts) != 1:
             raise FormatError(f"ranks of one save have different numbers of streams: {counts}")
@@ -136,16 +102,7 @@ class SavedStreams:
         return cls(counts[0], max(each.unfinished for each in saved), positions)
 
     def select(self, plan: StreamPlan, rank: int) -> dict[int, StreamPosition]:
-        """Return the positions of a rank's streams.
-
-        Args:
-            plan: Division of the streams now.
-            rank: Rank.
-
-        Raises:
-            InexactPositionError: The number of streams differs; the error contains the beginning of the nearest epoch.
-            FormatError: The position in a stream is missing.
-        """
+        """Return the positions of a rank's streams."""
         if self.streams != plan.streams:
             nearest = DataPosition(min((at.epoch for at in self.positions.values()), default=0))
             raise InexactPositionError(

@@ -40,28 +40,16 @@ def _split_message(data: bytes) -> tuple[bytes, bytes]:
 
 
 class BoxRow(NamedTuple):
-    """Boxes of one array.
-
-    Attributes:
-        path: Path of the array.
-        shape: Shape in elements.
-        dtype: Dtype in torch's spelling.
-        boxes: Boxes in the array.
-    """
+    """Boxes of one array."""
 
     path: Path
     shape: Shape
-    dtype: str
+    dtype: str  # dtype in torch's spelling
     boxes: tuple[Box, ...]
 
 
 class ArrayNames:
-    """Arrays of rows, without boxes. Ranks with the same arrays share one object.
-
-    Args:
-        head: Names as JSON.
-        arrays: Path, shape and dtype of each row.
-    """
+    """Arrays of rows, without boxes. Ranks with the same arrays share one object."""
 
     def __init__(self, head: bytes, arrays: tuple[_Name, ...]) -> None:
         self.head = head
@@ -73,26 +61,18 @@ class ArrayNames:
         return self is other or (isinstance(other, ArrayNames) and self.head == other.head)
 
     def __hash__(self) -> int:
-        """Return the hash of the names."""
         return hash(self.head)
 
 
-_Name = tuple[Path, Shape, str]
-"""Path, shape and dtype of an array."""
+_Name = tuple[Path, Shape, str]  # path, shape and dtype of an array
 
 
 class PackedRows(NamedTuple):
-    """Encoded rows, from which millions of boxes are planned without objects.
-
-    Attributes:
-        names: Arrays of the rows.
-        counts: Number of boxes of each array.
-        numbers: Concatenated offsets and sizes of all boxes.
-    """
+    """Encoded rows, from which millions of boxes are planned without objects."""
 
     names: ArrayNames
-    counts: NDArray[np.int64]
-    numbers: NDArray[np.int64]
+    counts: NDArray[np.int64]  # number of boxes of each array
+    numbers: NDArray[np.int64]  # concatenated offsets and sizes of all boxes
 
     def encode(self) -> bytes:
         """Return the rows as bytes."""
@@ -107,11 +87,7 @@ class PackedRows(NamedTuple):
         return cls(names, table[: len(names.arrays)], table[len(names.arrays) :])
 
     def unpack(self, rows: Iterable[int] | None = None) -> list[BoxRow]:
-        """Return rows with their boxes.
-
-        Args:
-            rows: Indexes of the rows; None for all.
-        """
+        """Return rows with their boxes."""
         numbers, counts = self.numbers, self.counts.tolist()
         ends = (self.counts * 2 * self.names.dims).cumsum().tolist()
         found = []
@@ -131,11 +107,7 @@ class PackedRows(NamedTuple):
         return found
 
     def add_boxes(self, boxes: Mapping[int, Sequence[Box]]) -> PackedRows:
-        """Return the rows with more boxes.
-
-        Args:
-            boxes: Index of a row without boxes to its boxes.
-        """
+        """Return the rows with more boxes."""
         counts = self.counts.copy()
         ends = (counts * 2 * self.names.dims).cumsum()
         parts, at = [], 0

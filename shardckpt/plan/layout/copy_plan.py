@@ -12,39 +12,27 @@ from shardckpt.manifest import Encoded, Piece, Span, Strided, TensorEntry
 from shardckpt.plan.layout.output_files import OutputTensor
 
 _FEW_PIECES = 64
+# Average bytes of pieces below which a block of many pieces is assembled at once instead of copying each.
 _FINE_BYTES = 1 << 16
-"""Average bytes of pieces below which a block of many pieces is assembled at once instead of copying each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A run of bytes that is copied unchanged.
+    """A run of bytes that is copied unchanged."""
 
-    Attributes:
-        file: Name of the source file.
-        offset: Offset of the first byte in it.
-        nbytes: Number of bytes.
-    """
-
-    file: str
-    offset: int
+    file: str  # name of the source file
+    offset: int  # offset of the first byte in it
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """A block of one tensor within a batch.
+    """A block of one tensor within a batch."""
 
-    Attributes:
-        tensor: Tensor to read.
-        box: Block, one contiguous range of the tensor.
-        offset: Offset in the batch, in bytes as written.
-        source: File and first byte of the block, if it is written as it is stored; None if pieces are assembled.
-    """
-
-    tensor: OutputTensor
-    box: Box
-    offset: int
+    tensor: OutputTensor  # tensor to read
+    box: Box  # block, one contiguous range of the tensor
+    offset: int  # offset in the batch, in bytes as written
+    # File and first byte of the block, if it is written as it is stored; None if pieces are assembled.
     source: Copy | None = None
 
     @property
@@ -55,15 +43,10 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Bytes that are assembled in memory and written at once.
+    """Bytes that are assembled in memory and written at once."""
 
-    Attributes:
-        nbytes: Bytes as written.
-        takes: Blocks of the batch, contiguous.
-    """
-
-    nbytes: int
-    takes: tuple[Take, ...]
+    nbytes: int  # bytes as written
+    takes: tuple[Take, ...]  # blocks of the batch, contiguous
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +61,7 @@ class _Run:
 def steps(
     tensors: Sequence[OutputTensor], *, batch_bytes: int, copy_bytes: int, wide_bytes: int = 0
 ) -> Iterator[Copy | Batch]:
-    """Yield the steps that write the data of `tensors` contiguously.
-
-    Args:
-        tensors: Tensors in file order, with resolved pieces that cover them.
-        batch_bytes: Maximum bytes of a batch, as stored and as written.
-        copy_bytes: Minimum bytes of a run that is copied; smaller runs are batched.
-        wide_bytes: Maximum bytes of a batch of a transposed view. Each of its blocks touches much of the storage, so
-            fewer and larger blocks read less. At least `batch_bytes`.
-    """
+    """Yield the steps that write the data of `tensors` contiguously."""
     wide_bytes = max(batch_bytes, wide_bytes)
     takes: list[Take] = []
     size = stored = 0
@@ -130,10 +105,8 @@ def _merge_runs(runs: Iterator[_Run]) -> Iterator[list[_Run]]:
 
 
 def _runs(tensor: OutputTensor, batch_bytes: int) -> Iterator[_Run]:
-    """Split a tensor into contiguous ranges in order: pieces, else blocks.
-
-    Pieces are used if all of them are contiguous.
-    """
+    """Split a tensor into contiguous ranges in order: pieces, else blocks."""
+    # Pieces are used if all of them are contiguous.
     if bits(tensor.entry.stored) % 8:
         tensor = replace(tensor, entry=as_bytes(tensor.entry), dtype=as_bytes(tensor.entry).stored)
     entry = tensor.entry
@@ -168,10 +141,8 @@ def is_scattered(tensor: OutputTensor) -> bool:
 
 
 def as_bytes(entry: TensorEntry) -> TensorEntry:
-    """Return an array of sub-byte elements as bytes, which can be split anywhere.
-
-    An array of several spans is returned unchanged, since a split between its elements may be inside a byte.
-    """
+    """Return an array of sub-byte elements as bytes, which can be split anywhere."""
+    # An array of several spans is returned unchanged, since a split between its elements may be inside a byte.
     if len(entry.pieces) != 1 or not isinstance(entry.pieces[0].layout, Span):
         return entry
     _, file, span = entry.pieces[0]
@@ -180,10 +151,8 @@ def as_bytes(entry: TensorEntry) -> TensorEntry:
 
 
 def _pieces_of_run(tensor: OutputTensor, box: Box, copy: Copy, most: int) -> Iterator[_Run]:
-    """Split a long run at the possible ends of batches.
-
-    `_merge_runs` joins parts that are copied together.
-    """
+    """Split a long run at the possible ends of batches."""
+    # `_merge_runs` joins parts that are copied together.
     at = copy.offset
     for block in contiguous_blocks(box, most):
         size = nbytes(tensor.dtype, block.volume)

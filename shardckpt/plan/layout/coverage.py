@@ -27,15 +27,13 @@ _INCOMPLETE = "The save was interrupted or the copy is incomplete: `shardckpt ve
 _MOST_COUNTED = 10_000
 _ONE_OF_SEVERAL = "This is one file of several: put them into one folder and point at that."
 _PLACEHOLDER = "it has no elements: a placeholder, as DeepSpeed's ZeRO-3 leaves for weights that it did not gather"
-_OF_MODELS = ("safetensors", "adapter", "hf-torch", "accelerate")
-"""Formats of files into which trainers write models."""
+_OF_MODELS = ("safetensors", "adapter", "hf-torch", "accelerate")  # formats of files into which trainers write models
 
 _GATHER = (
     "Name the folder of DeepSpeed's save_checkpoint, which holds the weights, or save the model again with"
     " stage3_gather_16bit_weights_on_model_save."
 )
-_RANK_FILES = ("ranks", "local")
-"""Formats without a list of their files, so that a rank's file can be opened alone."""
+_RANK_FILES = ("ranks", "local")  # formats without a list of their files, so that a rank's file can be opened alone
 
 
 FaultKind = Literal["gap", "overlap", "missing_file", "truncated", "invalid"]
@@ -60,27 +58,16 @@ class PieceResolver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault of one tensor.
-
-    Attributes:
-        kind: Kind of the fault.
-        tensor: Dotted name of the tensor.
-        box: Affected elements.
-        file: Affected file; empty if there is none.
-        detail: Description of the fault.
-        byte_range: Offset and number of the affected bytes of the file; None if unknown.
-        found: Actual value; empty if `detail` says all.
-        expected: Expected value; empty if `detail` says all.
-    """
+    """A fault of one tensor."""
 
     kind: FaultKind
-    tensor: str
-    box: Box
-    file: str
-    detail: str
-    byte_range: tuple[int, int] | None = None
-    found: str = ""
-    expected: str = ""
+    tensor: str  # dotted name of the tensor
+    box: Box  # affected elements
+    file: str  # affected file; empty if there is none
+    detail: str  # description of the fault
+    byte_range: tuple[int, int] | None = None  # offset and number of the affected bytes of the file; None if unknown
+    found: str = ""  # actual value; empty if `detail` says all
+    expected: str = ""  # expected value; empty if `detail` says all
 
     @property
     def words(self) -> str:
@@ -93,10 +80,8 @@ class Fault:
 
 
 def faults(manifest: Manifest, entries: Iterable[TensorEntry], *, limit: int = 16) -> list[Fault]:
-    """Return the faults that prevent reading `entries` in full, at most `limit`.
-
-    Works for resolved and for lazy pieces; for a lazy piece, only its container is compared with the file.
-    """
+    """Return the faults that prevent reading `entries` in full, at most `limit`."""
+    # Works for resolved and for lazy pieces; for a lazy piece, only its container is compared with the file.
     found: list[Fault] = []
     for entry in entries:
         if entry.shape == (0,) and _is_placeholder(manifest, entry):
@@ -110,15 +95,7 @@ def faults(manifest: Manifest, entries: Iterable[TensorEntry], *, limit: int = 1
 
 
 def require_complete(manifest: Manifest, entries: Iterable[TensorEntry], where: str) -> None:
-    """Require that each element is in exactly one piece, and each piece in its file.
-
-    Raises:
-        IncompleteError: Elements are in no file, or their file is missing.
-        TruncatedError: A file ends before a piece does.
-        OverlapError: Two pieces contain the same elements.
-        ShardckptError: Elements are in another folder that was not opened, for the stated reason.
-        FormatError: A box exceeds its array, or a size is impossible.
-    """
+    """Require that each element is in exactly one piece, and each piece in its file."""
     if manifest.missing:
         raise IncompleteError(
             describe_missing(manifest.missing),
@@ -160,14 +137,8 @@ def require_complete(manifest: Manifest, entries: Iterable[TensorEntry], where: 
 
 
 def locate(reader: PieceResolver, manifest: Manifest, entries: Sequence[TensorEntry]) -> list[TensorEntry]:
-    """Return the entries with every `Lazy` piece resolved.
-
-    Coverage is checked before and after.
-
-    Raises:
-        CheckpointError: Elements are missing or stored twice, or a container is damaged.
-        StorageError: The store failed.
-    """
+    """Return the entries with every `Lazy` piece resolved."""
+    # Coverage is checked before and after.
     where = reader.store.url
     require_complete(manifest, entries, where)
     lazy = [piece for entry in entries for piece in entry.pieces if isinstance(piece.layout, Lazy)]
@@ -240,8 +211,8 @@ def _tile(shape: Shape, boxes: Sequence[Box]) -> tuple[int, ...] | None:
     return tuple([box.volume for box in boxes]) if is_grid(shape, boxes) or _follow_one_another(shape, boxes) else None
 
 
+# `_tile` for arrays of a usual number of pieces: most layers of a model have the same boxes.
 _tile_often = lru_cache(maxsize=1024)(_tile)
-"""`_tile` for arrays of a usual number of pieces: most layers of a model have the same boxes."""
 
 _USUAL_PIECES = 64
 

@@ -7,20 +7,11 @@ from typing import Any
 
 from shardckpt.boxes import Box, Shape
 
-Index = int | slice | EllipsisType
-"""Selects elements along one dimension, or all with an ellipsis."""
+Index = int | slice | EllipsisType  # selects elements along one dimension, or all with an ellipsis
 
 
 def index_to_box(index: Index | tuple[Index, ...], shape: Shape) -> tuple[Box, tuple[int | slice, ...]]:
-    """Return the box with all elements of an index, and the index in this box.
-
-    Args:
-        index: Integers, slices and an ellipsis, as for a torch tensor.
-        shape: Shape of the array.
-
-    Raises:
-        IndexError: The index is out of range.
-    """
+    """Return the box with all elements of an index, and the index in this box."""
     picks = _picks(index if isinstance(index, tuple) else (index,), len(shape))
     ranges = [_range(pick, size) for pick, size in zip(picks, shape, strict=True)]
     inner = tuple(0 if isinstance(pick, int) else slice(None, None, pick.step or 1) for pick in picks)

@@ -23,38 +23,20 @@ class Change(Protocol):
     """Changes values while they are copied."""
 
     def __call__(self, box: Box, data: memoryview, stored: str) -> tuple[memoryview, str]:
-        """Return the changed elements of a block, and their dtype.
-
-        Several threads may call this at the same time.
-
-        Args:
-            box: Block, one contiguous range of the tensor.
-            data: Stored elements.
-            stored: Dtype of the stored elements.
-
-        Raises:
-            CheckpointError: The data for the change cannot be read.
-            StorageError: Reading failed.
-        """
+        """Return the changed elements of a block, and their dtype."""
+        # Several threads may call this at the same time.
 
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """A tensor to write.
+    """A tensor to write."""
 
-    Attributes:
-        name: Final name.
-        entry: Source of the elements.
-        dtype: Dtype to write, in torch's spelling.
-        members: Tensors that are written contiguously as this one, whose entry then has no pieces.
-        change: Change of the values; None without one.
-    """
-
-    name: str
-    entry: TensorEntry
-    dtype: str
+    name: str  # final name
+    entry: TensorEntry  # source of the elements
+    dtype: str  # dtype to write, in torch's spelling
+    # Tensors that are written contiguously as this one, whose entry then has no pieces.
     members: tuple[OutputTensor, ...] = ()
-    change: Change | None = None
+    change: Change | None = None  # change of the values; None without one
 
     @property
     def shape(self) -> Shape:
@@ -84,15 +66,10 @@ class OutputTensor:
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """A payload file to write.
+    """A payload file to write."""
 
-    Attributes:
-        name: File name in the target.
-        tensors: Tensors in state-dict order; the writer of the format orders them in the file.
-    """
-
-    name: str
-    tensors: tuple[OutputTensor, ...]
+    name: str  # file name in the target
+    tensors: tuple[OutputTensor, ...]  # tensors in state-dict order; the writer of the format orders them in the file
 
     @property
     def nbytes(self) -> int:
@@ -101,11 +78,7 @@ class PlannedFile:
 
 
 def parse_size(text: int | str) -> int:
-    """Parse a size in bytes: `5GB` is decimal, `5GiB` binary, a plain number bytes.
-
-    Raises:
-        UsageError: The text is not a size, or the size is not positive.
-    """
+    """Parse a size in bytes: `5GB` is decimal, `5GiB` binary, a plain number bytes."""
     match = _SIZE.fullmatch(str(text).strip())
     value = 0
     if match and (match["unit"] or not match["binary"]):
@@ -126,15 +99,9 @@ def parse_size(text: int | str) -> int:
 
 
 def split_by_size(tensors: Sequence[OutputTensor], max_bytes: int) -> list[tuple[OutputTensor, ...]]:
-    """Assign tensors to files greedily in order.
-
-    A tensor larger than a file gets its own. Same rule as `split_state_dict_into_shards_factory` of huggingface_hub, so
-    that both tools split at the same tensors.
-
-    Args:
-        tensors: Tensors in state-dict order.
-        max_bytes: Maximum bytes of tensor data in a file.
-    """
+    """Assign tensors to files greedily in order."""
+    # A tensor larger than a file gets its own. Same rule as `split_state_dict_into_shards_factory` of huggingface_hub,
+    # so that both tools split at the same tensors.
     shards: list[tuple[OutputTensor, ...]] = []
     current: list[OutputTensor] = []
     size = 0
@@ -151,11 +118,9 @@ def split_by_size(tensors: Sequence[OutputTensor], max_bytes: int) -> list[tuple
 
 
 def split_as_stored(tensors: Sequence[OutputTensor]) -> list[tuple[OutputTensor, ...]]:
-    """Keep tensors of one source file together.
-
-    Tensors that are split over files get one additional file. A tensor without pieces is computed from the one before
-    it, and follows it.
-    """
+    """Keep tensors of one source file together."""
+    # Tensors that are split over files get one additional file. A tensor without pieces is computed from the one before
+    # it, and follows it.
     files: dict[str, list[OutputTensor]] = {}
     name = ""
     for tensor in tensors:
@@ -169,14 +134,7 @@ def split_as_stored(tensors: Sequence[OutputTensor]) -> list[tuple[OutputTensor,
 def name_files(
     groups: Sequence[tuple[OutputTensor, ...]], stem: str, unique_suffix: str = "", suffix: str = ".safetensors"
 ) -> list[PlannedFile]:
-    """Name files `stem.safetensors`, or `stem-00001-of-00002.safetensors` etc.
-
-    Args:
-        groups: Tensors of each file.
-        stem: `model`, `adapter_model` or `optimizer`.
-        unique_suffix: Suffix of every stem; use it if readers may still read files with the usual names.
-        suffix: File name extension.
-    """
+    """Name files `stem.safetensors`, or `stem-00001-of-00002.safetensors` etc."""
     mark = f"-{unique_suffix}" if unique_suffix else ""
     if len(groups) == 1:
         return [PlannedFile(f"{stem}{mark}{suffix}", groups[0])]

@@ -20,46 +20,26 @@ _Integers = NDArray[np.int64]
 
 
 class Tilings(NamedTuple):
-    """Planned arrays, whose boxes fill them consecutively in row-major order.
+    """Planned arrays, whose boxes fill them consecutively in row-major order."""
 
-    Attributes:
-        tasks: Boxes that each rank writes, which are those that it has.
-        nbytes: Bytes of each rank's boxes.
-        others: Indexes of the other arrays, which are not assigned to ranks yet.
-    """
-
-    tasks: list[PackedRows]
-    nbytes: list[int]
-    others: list[int]
+    tasks: list[PackedRows]  # boxes that each rank writes, which are those that it has
+    nbytes: list[int]  # bytes of each rank's boxes
+    others: list[int]  # indexes of the other arrays, which are not assigned to ranks yet
 
 
 class _Boxes(NamedTuple):
-    """All boxes of all ranks, rank by rank.
-
-    Attributes:
-        ranks: Rank of each box.
-        arrays: Index of the array of each box.
-        widths: Number of integers of each box.
-        starts: Index of the first element of each box in the row-major array.
-        volumes: Number of elements of each box.
-        are_ranges: Whether each box is inside its array and contiguous.
-    """
+    """All boxes of all ranks, rank by rank."""
 
     ranks: _Integers
-    arrays: _Integers
-    widths: _Integers
-    starts: _Integers
-    volumes: _Integers
-    are_ranges: NDArray[np.bool_]
+    arrays: _Integers  # index of the array of each box
+    widths: _Integers  # number of integers of each box
+    starts: _Integers  # index of the first element of each box in the row-major array
+    volumes: _Integers  # number of elements of each box
+    are_ranges: NDArray[np.bool_]  # whether each box is inside its array and contiguous
 
 
 def find_tilings(ranks: Sequence[PackedRows], excluded: Collection[int] = ()) -> Tilings:
-    """Plan the arrays whose boxes fill them without overlaps.
-
-    Args:
-        ranks: Boxes of each rank, for the same arrays.
-        excluded: Indexes of arrays that are not planned.
-    """
+    """Plan the arrays whose boxes fill them without overlaps."""
     names = ranks[0].names
     numbers = np.concatenate([rows.numbers for rows in ranks])
     counts = np.stack([rows.counts for rows in ranks])
@@ -78,13 +58,7 @@ def find_tilings(ranks: Sequence[PackedRows], excluded: Collection[int] = ()) ->
 
 
 def _locate_boxes(names: ArrayNames, counts: _Integers, numbers: _Integers) -> _Boxes:
-    """Return the locations of the boxes of all ranks.
-
-    Args:
-        names: Arrays of the boxes.
-        counts: Number of boxes by rank and array.
-        numbers: Offsets and sizes of the boxes, rank by rank.
-    """
+    """Return the locations of the boxes of all ranks."""
     world, many = counts.shape
     arrays = np.repeat(np.tile(np.arange(many), world), counts.ravel())
     ranks = np.repeat(np.arange(world), counts.sum(axis=1))

@@ -8,18 +8,11 @@ from shardckpt.boxes import Box, Shape, flat_index, intersect, is_contiguous, sh
 from shardckpt.dtypes import nbytes
 from shardckpt.manifest import Encoded, Layout, Piece, Span, Strided
 
-Steps = Callable[[Shape], Shape]
-"""Transforms strides."""
+Steps = Callable[[Shape], Shape]  # transforms strides
 
 
 def narrow(pieces: Sequence[Piece], region: Box, dtype: str) -> list[Piece]:
-    """Return the pieces inside a region, in the region's coordinates.
-
-    Args:
-        pieces: Resolved pieces.
-        region: Box in the array, in elements.
-        dtype: Stored dtype, of at least one byte per element.
-    """
+    """Return the pieces inside a region, in the region's coordinates."""
     found = []
     for piece in pieces:
         inner = intersect(piece.box, region)

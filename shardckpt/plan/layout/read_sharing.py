@@ -13,35 +13,24 @@ from shardckpt.plan.layout.box_codec import pack_message, unpack_message
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+# Bytes of a segment that one rank reads for others: a few requests, and a multiple of the native block size.
 SEGMENT_BYTES = 16 << 20
-"""Bytes of a segment that one rank reads for others: a few requests, and a multiple of the native block size."""
 
-Ids: TypeAlias = "NDArray[np.int64]"
-"""Segment numbers, in ascending order."""
+Ids: TypeAlias = "NDArray[np.int64]"  # segment numbers, in ascending order
 
 
 class Extent(NamedTuple):
-    """Location of a segment.
-
-    Attributes:
-        file: Name of the file.
-        start: Offset of the first byte.
-        stop: End of the segment, exclusive.
-    """
+    """Location of a segment."""
 
     file: str
-    start: int
-    stop: int
+    start: int  # offset of the first byte
+    stop: int  # end of the segment, exclusive
 
 
 class FileSegments:
-    """The segments of a checkpoint's files, with equal numbers on all ranks.
+    """The segments of a checkpoint's files, with equal numbers on all ranks."""
 
-    The ranks must have the same names and sizes.
-
-    Args:
-        files: File name to size in bytes; missing files have no segments.
-    """
+    # The ranks must have the same names and sizes.
 
     def __init__(self, files: Mapping[str, int]) -> None:
         self._names = sorted(files)
@@ -57,10 +46,7 @@ class FileSegments:
         return Extent(name, start, min(start + SEGMENT_BYTES, self._files[name]))
 
     def split(self, file: str, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Split a range at segment borders; yield number, start and end of each part.
-
-        The end is exclusive.
-        """
+        """Split a range at segment borders; yield number, start and end of each part. The end is exclusive."""
         while start < stop:
             at = start // SEGMENT_BYTES
             end = min(stop, (at + 1) * SEGMENT_BYTES)
@@ -68,14 +54,8 @@ class FileSegments:
             start = end
 
     def wanted(self, ranges: Iterable[tuple[str, int, int]], grain: int = 1) -> Ids:
-        """Return the segments of which at least half would be read.
-
-        Reading less is cheaper than sending.
-
-        Args:
-            ranges: File, first byte, and end (exclusive); disjoint.
-            grain: Bytes that are always read together; a segment is a multiple of this.
-        """
+        """Return the segments of which at least half would be read."""
+        # Reading less is cheaper than sending.
         found: dict[int, int] = {}
         seen: set[tuple[str, int]] = set()
         for file, start, stop in ranges:
@@ -98,15 +78,10 @@ class FileSegments:
 
 
 class BroadcastGroup(NamedTuple):
-    """Ranks that read the same segments, and take turns in reading and sending them.
+    """Ranks that read the same segments, and take turns in reading and sending them."""
 
-    Attributes:
-        members: Ranks, in ascending order.
-        ids: Segments. The one at position `p` is read by member `p % len(members)`, in round `p // len(members)`.
-    """
-
-    members: tuple[int, ...]
-    ids: Ids
+    members: tuple[int, ...]  # ranks, in ascending order
+    ids: Ids  # segments. The one at position `p` is read by member `p % len(members)`, in round `p // len(members)`
 
     @property
     def rounds(self) -> int:

@@ -17,67 +17,43 @@ from shardckpt.dtypes import bits, nbytes
 from shardckpt.errors import IncompleteError, UsageError
 from shardckpt.manifest import Path, dotted
 
-LEAST_SHARE_BYTES = 1 << 22
-"""Minimum bytes of a part if a replicated box is split over its ranks."""
+LEAST_SHARE_BYTES = 1 << 22  # minimum bytes of a part if a replicated box is split over its ranks
 
 _NO_LIMIT = 1 << 62
 
 
 class LocalTensor(NamedTuple):
-    """The boxes of one tensor on one rank.
+    """The boxes of one tensor on one rank."""
 
-    Attributes:
-        path: Path of the tensor in the saved state.
-        shape: Full shape, in elements.
-        dtype: Dtype in torch's spelling.
-        boxes: Disjoint boxes of this rank; empty if it has no elements.
-        digest: Digest of the elements' bytes, if the rank knows it; it must be equal on ranks with the same boxes.
-    """
-
-    path: Path
+    path: Path  # path of the tensor in the saved state
     shape: Shape
-    dtype: str
-    boxes: tuple[Box, ...]
+    dtype: str  # dtype in torch's spelling
+    boxes: tuple[Box, ...]  # disjoint boxes of this rank; empty if it has no elements
+    # Digest of the elements' bytes, if the rank knows it; it must be equal on ranks with the same boxes.
     digest: int | None = None
 
 
 class TensorSpec(NamedTuple):
-    """One tensor of the save.
+    """One tensor of the save."""
 
-    Attributes:
-        path: Path in the saved state.
-        shape: Shape in elements.
-        dtype: Dtype in torch's spelling.
-    """
-
-    path: Path
+    path: Path  # path in the saved state
     shape: Shape
-    dtype: str
+    dtype: str  # dtype in torch's spelling
 
 
 class WriteItem(NamedTuple):
-    """One box that a rank writes.
+    """One box that a rank writes."""
 
-    Attributes:
-        array: Index of the array in the plan.
-        box: Box to write, which the rank has in memory.
-    """
-
-    array: int
-    box: Box
+    array: int  # index of the array in the plan
+    box: Box  # box to write, which the rank has in memory
 
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """The boxes that each rank writes.
+    """The boxes that each rank writes."""
 
-    Attributes:
-        arrays: Arrays in the order of the lowest rank that has each.
-        tasks: For each rank its boxes, in the order of the arrays.
-    """
-
-    arrays: tuple[TensorSpec, ...]
-    tasks: tuple[tuple[WriteItem, ...], ...]
+    arrays: tuple[TensorSpec, ...]  # arrays in the order of the lowest rank that has each
+    tasks: tuple[tuple[WriteItem, ...], ...]  # for each rank its boxes, in the order of the arrays
 
     def count_rank_bytes(self, rank: int) -> int:
         """Return the bytes of data that a rank writes."""
@@ -85,16 +61,7 @@ class SavePlan:
 
 
 def plan_save(held: Sequence[Sequence[LocalTensor]], loads: Sequence[int] | None = None) -> SavePlan:
-    """Assign each box to a rank that writes it.
-
-    Args:
-        held: Boxes of each rank.
-        loads: Other bytes that each rank writes; None means none.
-
-    Raises:
-        UsageError: Ranks disagree on an array's dtype or shape, or have different values for the same boxes.
-        IncompleteError: No rank has some elements of an array.
-    """
+    """Assign each box to a rank that writes it."""
     arrays = _gather(held)
     tasks: list[list[WriteItem]] = [[] for _ in held]
     written = [0] * len(held) if loads is None else [*loads]
@@ -116,10 +83,7 @@ def plan_save(held: Sequence[Sequence[LocalTensor]], loads: Sequence[int] | None
 
 
 def digest(held: Iterable[LocalTensor]) -> bytes:
-    """Return a 16-byte digest of a plan's inputs: names, shapes, dtypes, boxes.
-
-    Values are not included.
-    """
+    """Return a 16-byte digest of a plan's inputs: names, shapes, dtypes, boxes. Values are not included."""
     hasher = hashlib.blake2b(digest_size=16)
     for each in held:
         hasher.update(repr((each.path, each.shape, each.dtype, [tuple(box) for box in each.boxes])).encode())
@@ -128,34 +92,21 @@ def digest(held: Iterable[LocalTensor]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Array:
-    """An array, and the ranks that have each of its boxes.
+    """An array, and the ranks that have each of its boxes."""
 
-    Attributes:
-        spec: Path, shape and dtype.
-        first: First rank that has a part of it.
-        ranks_by_box: Box to its ranks, in order.
-        digests: Boxes to rank and digest of the lowest rank with exactly these boxes.
-    """
-
-    spec: TensorSpec
-    first: int
-    ranks_by_box: dict[Box, list[int]]
+    spec: TensorSpec  # path, shape and dtype
+    first: int  # first rank that has a part of it
+    ranks_by_box: dict[Box, list[int]]  # box to its ranks, in order
+    # Boxes to rank and digest of the lowest rank with exactly these boxes.
     digests: dict[tuple[Box, ...], tuple[int, int]]
 
 
 class _Shared(NamedTuple):
-    """A box, or a part of one, that several ranks have.
+    """A box, or a part of one, that several ranks have."""
 
-    Attributes:
-        nbytes: Bytes of the box.
-        array: Index of the array.
-        box: Box in the array.
-        ranks: Ranks that have it.
-    """
-
-    nbytes: int
+    nbytes: int  # bytes of the box
     array: int
-    box: Box
+    box: Box  # box in the array
     ranks: tuple[int, ...]
 
 
@@ -199,12 +150,7 @@ def _disagreement(array: _Array, rank: int, other: TensorSpec) -> UsageError:
 
 
 def _disjoint(array: _Array) -> Iterable[tuple[Box, int, Sequence[int]]]:
-    """Return disjoint boxes that cover the array, with their element counts and ranks.
-
-    Raises:
-        IncompleteError: No rank has some elements.
-        UsageError: A box exceeds the array.
-    """
+    """Return disjoint boxes that cover the array, with their element counts and ranks."""
     shape = array.spec.shape
     if 0 in shape:
         return ((full_box(shape), 0, (array.first,)),)
@@ -240,11 +186,9 @@ def _outside(array: _Array, box: Box) -> UsageError:
 
 
 def _volumes_of_tiling(shape: Shape, boxes: Sequence[Box]) -> list[int] | None:
-    """Return the element counts of boxes that are consecutive; else None.
-
-    The boxes must fill the array in row-major order. Most shardings have such boxes, and thousands of them are checked
-    at once.
-    """
+    """Return the element counts of boxes that are consecutive; else None."""
+    # The boxes must fill the array in row-major order. Most shardings have such boxes, and thousands of them are
+    # checked at once.
     if not boxes or not shape:
         return None
     numbers = chain.from_iterable(chain.from_iterable(boxes))

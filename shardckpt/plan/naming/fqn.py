@@ -14,11 +14,10 @@ from shardckpt.errors import NameCollisionError, UsageError
 from shardckpt.manifest import Manifest, Path, TensorEntry, dotted
 from shardckpt.plan.naming.sections import Sections, model_paths
 
+# Segments that torch.compile, FSDP1, activation checkpointing and Lightning insert into names, at any depth.
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"})
-"""Segments that torch.compile, FSDP1, activation checkpointing and Lightning insert into names, at any depth."""
 
-_LEADING = "module"
-"""Prefix that DDP and DeepSpeed add to every name; inside a name it may belong to the model."""
+_LEADING = "module"  # prefix that DDP and DeepSpeed add to every name; inside a name it may belong to the model
 
 _HEADS = ("lm_head.weight", "*.lm_head.weight", "embed_out.weight", "cls.predictions.decoder.weight")
 _EMBEDDINGS = (
@@ -37,14 +36,9 @@ def strip_wrappers(name: str) -> str:
 
 
 def clean_names(names: Iterable[str]) -> dict[str, str]:
-    """Return the FQN in the unwrapped model for each name.
-
-    `module.` is removed only if every name starts with it, at any depth of nesting with the other wrappers. A name that
-    consists only of wrappers stays unchanged.
-
-    Raises:
-        NameCollisionError: Two names become equal.
-    """
+    """Return the FQN in the unwrapped model for each name."""
+    # `module.` is removed only if every name starts with it, at any depth of nesting with the other wrappers. A name
+    # that consists only of wrappers stays unchanged.
     cleaned = {name: strip_wrappers(name) for name in names}
     while cleaned and all(name.startswith(f"{_LEADING}.") and name != f"{_LEADING}." for name in cleaned.values()):
         cleaned = {name: new.removeprefix(f"{_LEADING}.") for name, new in cleaned.items()}
@@ -77,23 +71,14 @@ def _leading_depth(name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class NamedModel:
-    """The tensors of a model by FQN.
+    """The tensors of a model by FQN."""
 
-    Attributes:
-        tensors: Name to array, in saved order.
-        clean: Function that cleans further names in the same way.
-    """
-
-    tensors: dict[str, TensorEntry]
-    clean: Callable[[str], str]
+    tensors: dict[str, TensorEntry]  # name to array, in saved order
+    clean: Callable[[str], str]  # function that cleans further names in the same way
 
 
 def name_model(manifest: Manifest, found: Sections) -> NamedModel:
-    """Return the model's tensors under the names of the unwrapped model.
-
-    Raises:
-        NameCollisionError: Two tensors would get one name.
-    """
+    """Return the model's tensors under the names of the unwrapped model."""
     depth = len(found.model)
     paths = list(model_paths(manifest, found))
     stored = {path: dotted(path[depth:]) or dotted(path) for path in paths}
@@ -103,11 +88,7 @@ def name_model(manifest: Manifest, found: Sections) -> NamedModel:
 
 
 def require_unique(renamed: Mapping[str, str]) -> None:
-    """Require that no two names become equal.
-
-    Raises:
-        NameCollisionError: Two names become equal; the message names both and the new one.
-    """
+    """Require that no two names become equal."""
     taken: dict[str, str] = {}
     for old, new in renamed.items():
         if new in taken:
@@ -119,11 +100,7 @@ def require_unique(renamed: Mapping[str, str]) -> None:
 
 
 def select_names(names: Iterable[str], include: Sequence[str], exclude: Sequence[str]) -> list[str]:
-    """Return the names that match a glob of `include` (or all) and none of `exclude`.
-
-    Raises:
-        UsageError: A glob matches nothing, which is usually a mistake, or no name remains.
-    """
+    """Return the names that match a glob of `include` (or all) and none of `exclude`."""
     every = list(names)
     require_matches((*include, *exclude), every)
     kept = [
@@ -142,11 +119,7 @@ def select_names(names: Iterable[str], include: Sequence[str], exclude: Sequence
 
 
 def require_matches(globs: Iterable[str], names: Sequence[str]) -> None:
-    """Require that every glob matches a name.
-
-    Raises:
-        UsageError: A glob matches no name; the message shows some of the names.
-    """
+    """Require that every glob matches a name."""
     for glob in globs:
         if not any(fnmatchcase(name, glob) for name in names):
             raise UsageError(
@@ -187,14 +160,7 @@ def read_config_ties(config: Mapping[str, object], names: Mapping[str, TensorEnt
 def map_kept_names(
     names: Sequence[str], paths: Mapping[str, Path], aliases: Mapping[Path, Path], prefer: Iterable[str] = ()
 ) -> dict[str, str]:
-    """Map each name that is not written to the name that is written for it.
-
-    Args:
-        names: Final names, in state-dict order.
-        paths: Final name to path in the checkpoint.
-        aliases: Path in the checkpoint to the path of the first array with the same elements.
-        prefer: Names to prefer over earlier ones, such as a tied input embedding.
-    """
+    """Map each name that is not written to the name that is written for it."""
     preferred = set(prefer)
     groups: dict[Path, list[str]] = {}
     for name in names:

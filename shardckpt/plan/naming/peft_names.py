@@ -10,30 +10,22 @@ _SAVED_MODULE = re.compile(r"\.modules_to_save\.[^.]+(?=\.)")
 _ADAPTER = re.compile(r"\.(lora_[A-Za-z_]+|trainable_tokens_[a-z]+)\.[^.]+(?=\.|$)")
 _MAGNITUDE = re.compile(r"\.lora_magnitude_vector\.weight$")
 
+# Parts of the names of a base model's tensors in the state dict of a PEFT model.
 BASE_PARTS = ("base_model.model.", ".base_layer.", ".original_module.")
-"""Parts of the names of a base model's tensors in the state dict of a PEFT model."""
 
+# Options that write a model and its adapter from the state dict of a PEFT model.
 WAY_TO_BASE = (
     r"Write the model alone with --exclude '*.lora_*' --rename 'base_model\.model\.(.*)=\1' --rename"
     r" '(.*)\.base_layer(\..*)=\1\2', and its adapter with --include '*.lora_*' --rename"
     r" '(.*\.lora_[^.]*)\.default(.*)=\1\2' to adapter_model.safetensors."
 )
-"""Options that write a model and its adapter from the state dict of a PEFT model."""
 
 
 def to_base_name(name: str) -> str:
-    """Return the name in the base model of a tensor that PEFT has wrapped; any other name as it is.
-
-    Args:
-        name: Name in a PEFT model, such as `base_model.model.head.base_layer.weight`.
-    """
+    """Return the name in the base model of a tensor that PEFT has wrapped; any other name as it is."""
     return _WRAPPED.sub("", _PREFIX.sub("", name))
 
 
 def to_file_name(name: str) -> str:
-    """Return the name of an adapter's tensor in the files of `save_pretrained`, which lack the name of the adapter.
-
-    Args:
-        name: Name in a PEFT model, such as `base_model.model.head.lora_A.default.weight`.
-    """
+    """Return the name of an adapter's tensor in the files of `save_pretrained`, which lack the name of the adapter."""
     return _MAGNITUDE.sub(".lora_magnitude_vector", _ADAPTER.sub(r".\1", _SAVED_MODULE.sub("", name)))

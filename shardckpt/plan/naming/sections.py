@@ -25,36 +25,20 @@ _TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
 
 @dataclass(frozen=True, slots=True)
 class Sections:
-    """Paths of the model, the optimizers and other subtrees of a checkpoint.
+    """Paths of the model, the optimizers and other subtrees of a checkpoint."""
 
-    Attributes:
-        model: Path of the model; the empty path is the top level.
-        optimizers: Paths of the optimizers, in saved order.
-        others: All other subtrees and values.
-        foreign: Paths below which nothing belongs to the model: all optimizers, also unwanted ones.
-        is_flat: Whether the model is a state dict at the top level with each tensor under one key; then deeper values
-            do not belong to it.
-    """
-
-    model: Path
-    optimizers: tuple[Path, ...]
-    others: tuple[Path, ...]
+    model: Path  # path of the model; the empty path is the top level
+    optimizers: tuple[Path, ...]  # paths of the optimizers, in saved order
+    others: tuple[Path, ...]  # all other subtrees and values
+    # Paths below which nothing belongs to the model: all optimizers, also unwanted ones.
     foreign: frozenset[Path] = frozenset()
+    # Whether the model is a state dict at the top level with each tensor under one key; then deeper values do not
+    # belong to it.
     is_flat: bool = False
 
 
 def find_sections(manifest: Manifest, model_key: str = "", optim_key: str = "") -> Sections:
-    """Find the model, the optimizers and other subtrees of a checkpoint.
-
-    Args:
-        manifest: Manifest of the checkpoint.
-        model_key: Dotted path (or file, or `file:path`) of the model; overrides the rules.
-        optim_key: Path of the wanted optimizer, in the same form.
-
-    Raises:
-        UsageError: A key has no entry.
-        AmbiguousError: Several subtrees could be the model.
-    """
+    """Find the model, the optimizers and other subtrees of a checkpoint."""
     stored = _optimizers(manifest)
     optimizers = [find_key(manifest, optim_key, "--optim-key")] if optim_key else stored
     wanted = frozenset(optimizers)
@@ -85,10 +69,8 @@ def model_paths(manifest: Manifest, found: Sections) -> Iterator[Path]:
 
 
 def model_values(manifest: Manifest, found: Sections) -> Iterator[Path]:
-    """Yield the paths in the model's subtree without a tensor, in saved order.
-
-    An example is a module's extra state.
-    """
+    """Yield the paths in the model's subtree without a tensor, in saved order."""
+    # An example is a module's extra state.
     depth = len(found.model)
     if depth:
         for path in manifest.objects:
@@ -103,11 +85,7 @@ def is_beside_state(path: Path, root: Path) -> bool:
 
 
 def find_key(manifest: Manifest, key: str, option: str) -> Path:
-    """Return the path for a user's key: keys joined by dots, `file`, or `file:keys`.
-
-    Raises:
-        UsageError: The path has no entry; the message lists the content of the checkpoint.
-    """
+    """Return the path for a user's key: keys joined by dots, `file`, or `file:keys`."""
     file, _, rest = key.rpartition(":")
     wanted = {dotted((file, rest)), key} if file else {key}
     for path in _paths(manifest):
@@ -124,10 +102,8 @@ def find_key(manifest: Manifest, key: str, option: str) -> Path:
 
 
 def split_flat_names(manifest: Manifest) -> Manifest:
-    """Split one-key names such as `optim.state.w.exp_avg` into nested paths.
-
-    Needed for old DCP folders, which store no paths; other checkpoints are returned unchanged.
-    """
+    """Split one-key names such as `optim.state.w.exp_avg` into nested paths."""
+    # Needed for old DCP folders, which store no paths; other checkpoints are returned unchanged.
     names = [*manifest.tensors, *manifest.objects]
     if any(len(path) != 1 for path in names) or not any(_FLAT.fullmatch(str(path[0])) for path in names):
         return manifest
@@ -162,10 +138,8 @@ def _below_any(path: Path, roots: Set[Path]) -> bool:
 
 
 def _optimizers(manifest: Manifest) -> list[Path]:
-    """Return every path that has both `state` and `param_groups` below it.
-
-    They may be nested or flattened into one key.
-    """
+    """Return every path that has both `state` and `param_groups` below it."""
+    # They may be nested or flattened into one key.
     seen: dict[Path, set[str]] = {}
     for path in _paths(manifest):
         if len(path) == 1 and isinstance(path[0], str) and not path[0].startswith((_STATE, _GROUPS)):
@@ -201,11 +175,9 @@ def _model(manifest: Manifest, foreign: Set[Path]) -> Path:
 
 
 def _is_flat(manifest: Manifest, foreign: Set[Path]) -> bool:
-    """Return True if the tensors at the top level are a model's state dict.
-
-    The alternative is a few numbers beside subtrees. The names of a state dict contain dots, and it has most of the
-    elements.
-    """
+    """Return True if the tensors at the top level are a model's state dict."""
+    # The alternative is a few numbers beside subtrees. The names of a state dict contain dots, and it has most of the
+    # elements.
     if any("." in str(path[0]) for path in manifest.tensors if len(path) == 1):
         return True
     loose = [entry for path, entry in manifest.tensors.items() if len(path) == 1]

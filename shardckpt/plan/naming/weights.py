@@ -10,13 +10,12 @@ from shardckpt.manifest import Manifest, Path, TensorEntry, dotted
 from shardckpt.plan.naming.fqn import require_unique
 from shardckpt.plan.naming.sections import find_sections
 
+# The model's own weights, an optimizer's copies of higher precision, averages over steps, or a variant's name.
 Weights = Literal["live", "master", "ema"] | str
-"""The model's own weights, an optimizer's copies of higher precision, averages over steps, or a variant's name."""
 
 LIVE = "live"
 _USUAL = ("master", "ema")
-_AVERAGED = "module"
-"""Prefix that `torch.optim.swa_utils.AveragedModel` adds to every name of its module."""
+_AVERAGED = "module"  # prefix that `torch.optim.swa_utils.AveragedModel` adds to every name of its module
 
 
 def names(manifest: Manifest) -> tuple[str, ...]:
@@ -26,20 +25,9 @@ def names(manifest: Manifest) -> tuple[str, ...]:
 
 
 def choose(manifest: Manifest, kind: str, model_key: str = "") -> Manifest:
-    """Return the checkpoint with the requested weights in place of the model's own.
-
-    Other weights are at the path of a variant, or in a subtree of their kind (`master`, `ema`), under the model's
-    names. Tensors without other weights, such as buffers and frozen parameters, stay unchanged.
-
-    Args:
-        manifest: Manifest of the checkpoint.
-        kind: `live` for the model's own, which changes nothing; else one of `names`.
-        model_key: Path of the model; overrides the rules.
-
-    Raises:
-        UsageError: The checkpoint has no such weights; the message lists those that it has.
-        AmbiguousError: Several subtrees could be the model.
-    """
+    """Return the checkpoint with the requested weights in place of the model's own."""
+    # Other weights are at the path of a variant, or in a subtree of their kind (`master`, `ema`), under the model's
+    # names. Tensors without other weights, such as buffers and frozen parameters, stay unchanged.
     if kind == LIVE:
         return manifest
     known = names(manifest)
@@ -60,10 +48,8 @@ def choose(manifest: Manifest, kind: str, model_key: str = "") -> Manifest:
 
 
 def _by_name(manifest: Manifest, root: Path, live: set[Path], *, is_variant: bool) -> dict[Path, TensorEntry]:
-    """Return other weights by the model's names.
-
-    For a variant, only tensors that the model also has.
-    """
+    """Return other weights by the model's names."""
+    # For a variant, only tensors that the model also has.
     found: dict[Path, Path] = {}
     for path in manifest.tensors:
         if path[: len(root)] == root and len(path) > len(root):

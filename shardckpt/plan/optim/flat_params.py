@@ -17,8 +17,7 @@ from shardckpt.plan.optim.param_groups import match_settings, settings
 STEP = "step"
 V = TypeVar("V")
 W = TypeVar("W")
-Rows = Mapping[str, Mapping[str, V]]
-"""Name to slot to value."""
+Rows = Mapping[str, Mapping[str, V]]  # name to slot to value
 
 
 @dataclass(frozen=True)
@@ -54,21 +53,9 @@ class FlatUnit:
 def pack_state(
     state: Mapping[str, Any], units: Sequence[FlatUnit], pack: Callable[[FlatUnit, str, dict[str, Any]], Any]
 ) -> tuple[Nested, dict[str, list[str]]]:
-    """Convert a nested state by names to flat parameters.
-
-    A flat parameter is in the first group of its members.
-
-    Args:
-        state: Nested state by names.
-        units: Flat parameters; other parameters stay unchanged.
-        pack: Returns the value of a flat parameter's slot from the values of the members that have the slot.
-
-    Returns:
-        The state, and the slots that some members lack but their flat parameter has.
-
-    Raises:
-        ConflictError: Members of one flat parameter are in groups with different settings.
-    """
+    """Convert a nested state by names to flat parameters."""
+    # A flat parameter is in the first group of its members.
+    # Returns the state, and the slots that some members lack but their flat parameter has.
     match_settings([unit.names for unit in units], state[GROUPS])
     slots, missing = pack_slots(state[STATE], units, pack)
     return {**state, STATE: slots, GROUPS: _pack_groups(state[GROUPS], units)}, missing
@@ -113,13 +100,7 @@ def _pack_groups(groups: Sequence[Mapping[str, Any]], units: Sequence[FlatUnit])
 def split_slots(
     rows: Rows[V], units: Iterable[FlatUnit], split: Callable[[FlatUnit, str, V], Mapping[str, W]]
 ) -> dict[str, dict[str, V | W]]:
-    """Convert slots of flat parameters to members; other parameters are unchanged.
-
-    Args:
-        rows: Slots by names of flat parameters.
-        units: Flat parameters.
-        split: Returns the values of the members that have a slot.
-    """
+    """Convert slots of flat parameters to members; other parameters are unchanged."""
     unit_of = {unit.name: unit for unit in units}
     members: dict[str, dict[str, V | W]] = {}
     for name, slots in rows.items():
@@ -139,15 +120,8 @@ def split_groups(groups: Sequence[Mapping[str, Any]], units: Sequence[FlatUnit])
 
 
 def has_scalars(specs: Sequence[ParamSpec], slot: str, shapes: Mapping[str, Sequence[int] | None]) -> bool:
-    """Return True if the values of a slot are scalars.
-
-    The shape of a 0-dim parameter alone does not prove it.
-
-    Args:
-        specs: Member parameters.
-        slot: Name of the slot.
-        shapes: Shapes of the members' values; None for values that are not tensors.
-    """
+    """Return True if the values of a slot are scalars."""
+    # The shape of a 0-dim parameter alone does not prove it.
     if slot == STEP or None in shapes.values():
         return True
     return any(spec.shape and not shapes[spec.name] for spec in specs if spec.name in shapes)

@@ -18,8 +18,7 @@ from shardckpt.plan.optim.param_groups import NAMES, match_settings, settings
 STATE, GROUPS = "state", "param_groups"
 
 Key = str | int
-Nested = dict[str, Any]
-"""The nested form; other entries are kept."""
+Nested = dict[str, Any]  # the nested form; other entries are kept
 
 V = TypeVar("V")
 
@@ -31,13 +30,8 @@ class MixedKeysError(ShardckptError, ValueError):
 
 
 def get_key_type(state: Mapping[str, Any]) -> type | None:
-    """Return the type of the keys: `int` for ids, `str` for names, else None.
-
-    Returns None for an empty state.
-
-    Raises:
-        MixedKeysError: Keys have both types.
-    """
+    """Return the type of the keys: `int` for ids, `str` for names, else None."""
+    # Returns None for an empty state.
     kinds = {type(key) for key in (*state.get(STATE, {}), *_iter_params(state.get(GROUPS, ())))}
     if len(kinds) > 1 or not kinds <= {int, str}:
         raise MixedKeysError(
@@ -107,11 +101,7 @@ def to_ids(state: Mapping[str, Any], groups: Sequence[Sequence[str]] | None = No
 
 
 def rename_params(state: Mapping[str, Any], names: Mapping[Any, Key]) -> Nested:
-    """Replace every key of a nested state.
-
-    Raises:
-        NameCollisionError: Two keys with a value of the same slot become equal.
-    """
+    """Replace every key of a nested state."""
     slots: dict[Key, Mapping[str, Any]] = {}
     for key, row in state[STATE].items():
         name = names[key]
@@ -188,15 +178,7 @@ def is_flattened(keys: Iterable[Hashable]) -> bool:
 def split_keys(
     flat: Mapping[str, V], is_param: Callable[[str], bool]
 ) -> tuple[dict[str, dict[str, V]], dict[str, dict[str, V]]]:
-    """Return the slots and the settings of a flattened state, by name.
-
-    Args:
-        flat: Values by flattened keys.
-        is_param: Returns True for the name of a parameter; names and slots contain dots.
-
-    Raises:
-        UsageError: A key has another form.
-    """
+    """Return the slots and the settings of a flattened state, by name."""
     parts: dict[str, dict[str, dict[str, V]]] = {STATE: {}, GROUPS: {}}
     for key, value in flat.items():
         kind, _, rest = key.partition(".")
@@ -208,10 +190,8 @@ def split_keys(
 
 
 def split_key(key: str, is_param: Callable[[str], bool]) -> tuple[str, str]:
-    """Split `{name}.{slot}` after the longest prefix that is a parameter's name.
-
-    Without one, splits at the last dot.
-    """
+    """Split `{name}.{slot}` after the longest prefix that is a parameter's name."""
+    # Without one, splits at the last dot.
     at = len(key)
     while (at := key.rfind(".", 0, at)) > 0:
         if is_param(key[:at]):
@@ -227,19 +207,9 @@ def to_paths(state: Mapping[str, Any]) -> dict[Path, Any]:
 
 
 def from_paths(tensors: Mapping[Path, V], values: Mapping[Path, object], *, has_lists: bool = False) -> Nested:
-    """Return the nested state for values by paths.
-
-    A slot with nested tensors becomes one slot per tensor, with dots in its name. Keys in `state` that consist of
-    digits become ids if the groups have ids, since torch's planner stores text.
-
-    Args:
-        tensors: Values that are not split further.
-        values: Other values; containers are rebuilt from their items.
-        has_lists: Whether numbers in paths are always list indexes, never keys of dicts.
-
-    Raises:
-        FormatError: The paths are not those of an optimizer state.
-    """
+    """Return the nested state for values by paths."""
+    # A slot with nested tensors becomes one slot per tensor, with dots in its name. Keys in `state` that consist of
+    # digits become ids if the groups have ids, since torch's planner stores text.
     slots: dict[Key, dict[str, Any]] = {}
     nested = unflatten({path[1:]: value for path, value in values.items() if path[:1] == (STATE,)})
     for key, row in nested.items() if isinstance(nested, dict) else ():
@@ -276,11 +246,7 @@ def _list_groups(values: Mapping[Path, object], *, has_lists: bool) -> list[dict
 
 
 def require_keys(keys: Iterable[object], where: str) -> None:
-    """Require that every key is a name or an id.
-
-    Raises:
-        FormatError: A key has another type.
-    """
+    """Require that every key is a name or an id."""
     for key in keys:
         if type(key) not in (int, str):
             raise FormatError(f"a key of `{where}` is neither a name nor an id", found=key)

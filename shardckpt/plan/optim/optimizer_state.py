@@ -27,76 +27,49 @@ from shardckpt.plan.optim.optim_keys import (
 )
 from shardckpt.plan.optim.param_groups import group_by_settings, read_param_names
 
-UNITS = "units"
-"""Key below an optimizer for the layouts of flat parameters: `[{"flat": name, "layout": JSON}, ...]`."""
+UNITS = "units"  # key below an optimizer for the layouts of flat parameters: `[{"flat": name, "layout": JSON}, ...]`
+# Slots of torch's own optimizers with the shape of their parameter.
 _ALIKE = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})
-"""Slots of torch's own optimizers with the shape of their parameter."""
 
+# Formats whose paths have text for every key of a dict, as torch's planner writes them.
 _LISTING = frozenset({"dcp", "fabric"})
-"""Formats whose paths have text for every key of a dict, as torch's planner writes them."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """The state of one optimizer by FQN.
+    """The state of one optimizer by FQN."""
 
-    Attributes:
-        tensors: `<fqn>/<slot>` to the array.
-        scalars: FQN to slot to value, for state that is not a tensor.
-        groups: Parameter groups of the optimizer, with `params` as FQNs.
-        units: Layouts of flat parameters, if the checkpoint has them.
-        has_groups: Whether groups are stored; otherwise parameters with equal settings form one.
-        is_by_order: Whether ids were named by the order of the model's state dict.
-        nested: Slot with dots to its keys, of slots inside of others.
-    """
-
+    # `<fqn>/<slot>` to the array.
     tensors: Mapping[str, TensorEntry]
-    scalars: Mapping[str, Mapping[str, object]]
-    groups: Sequence[Mapping[str, object]]
+    scalars: Mapping[str, Mapping[str, object]]  # FQN to slot to value, for state that is not a tensor
+    groups: Sequence[Mapping[str, object]]  # parameter groups of the optimizer, with `params` as FQNs
+    # Layouts of flat parameters, if the checkpoint has them.
     units: Mapping[str, FlatLayout] = field(default_factory=dict)
-    has_groups: bool = True
-    is_by_order: bool = False
-    nested: Mapping[str, Path] = field(default_factory=dict)
+    has_groups: bool = True  # whether groups are stored; otherwise parameters with equal settings form one
+    is_by_order: bool = False  # whether ids were named by the order of the model's state dict
+    nested: Mapping[str, Path] = field(default_factory=dict)  # slot with dots to its keys, of slots inside of others
 
 
 @dataclass(frozen=True, slots=True)
 class RawOptimizer:
-    """The state of one optimizer as stored, with its objects loaded.
+    """The state of one optimizer as stored, with its objects loaded."""
 
-    Attributes:
-        tensors: Path below the optimizer's root to the array.
-        values: Path below the optimizer's root to the value.
-        has_lists: Whether numbers in paths are always list indexes, never keys of dicts.
-        keeps_order: Whether the model's tensors are in the order of its state dict.
-    """
-
-    tensors: Mapping[Path, TensorEntry]
-    values: Mapping[Path, object]
-    has_lists: bool = False
-    keeps_order: bool = False
+    tensors: Mapping[Path, TensorEntry]  # path below the optimizer's root to the array
+    values: Mapping[Path, object]  # path below the optimizer's root to the value
+    has_lists: bool = False  # whether numbers in paths are always list indexes, never keys of dicts
+    keeps_order: bool = False  # whether the model's tensors are in the order of its state dict
 
 
 @dataclass(frozen=True, slots=True)
 class _ParamNames:
-    """Names of ids.
+    """Names of ids."""
 
-    Attributes:
-        names: Id to name.
-        is_by_order: Whether the names come from the order of the model's state dict.
-    """
-
-    names: Mapping[Key, str] = field(default_factory=dict)
-    is_by_order: bool = False
+    names: Mapping[Key, str] = field(default_factory=dict)  # id to name
+    is_by_order: bool = False  # whether the names come from the order of the model's state dict
 
 
 def read_raw(manifest: Manifest, root: Path, values: Mapping[Path, object]) -> RawOptimizer:
-    """Extract an optimizer's subtree from a checkpoint.
-
-    Args:
-        manifest: Manifest of the checkpoint.
-        root: Path of the optimizer.
-        values: Full path to value, of the objects below `root`.
-    """
+    """Extract an optimizer's subtree from a checkpoint."""
     n = len(root)
     has_groups = any(str(key).startswith(GROUPS) for path in (*values, *manifest.tensors) for key in path[n : n + 1])
     return RawOptimizer(
@@ -117,20 +90,7 @@ def key_by_name(
     param_names: Mapping[int, str] | None = None,
     clean: Callable[[str], str] = str,
 ) -> OptimizerState:
-    """Convert an optimizer's keys to FQNs.
-
-    Args:
-        raw: Stored state.
-        model: Cleaned names of the model's tensors to their shapes, in order.
-        param_names: Id to name, if the caller knows it.
-        clean: Removes wrapper segments from a name.
-
-    Raises:
-        UsageError: There are ids and no names for them.
-        AmbiguousError: No assignment of names matches the shapes, or more than one does.
-        FormatError: The subtree is not an optimizer state.
-        NameCollisionError: Two keys get the same name.
-    """
+    """Convert an optimizer's keys to FQNs."""
     flattened = _is_flattened(raw)
     state = _read_flattened(raw, lambda name: clean(name) in model) if flattened else _read_nested(raw)
     ids = _get_ids(state)
@@ -158,12 +118,7 @@ def key_by_name(
 
 
 def key_by_id(raw: RawOptimizer) -> OptimizerState:
-    """Convert an optimizer's keys to its ids, as text, if their names are unknown.
-
-    Raises:
-        FormatError: The subtree is not an optimizer state.
-        NameCollisionError: Two keys get the same name.
-    """
+    """Convert an optimizer's keys to its ids, as text, if their names are unknown."""
     ids = [] if _is_flattened(raw) else _get_ids(_read_nested(raw))
     return key_by_name(raw, {}, {number: str(number) for number in ids})
 
@@ -250,11 +205,7 @@ def _require_known(names: Mapping[Key, str], state: Nested, model: Mapping[str, 
 
 
 def _match_names(state: Nested, model: Mapping[str, Shape], *, keeps_order: bool) -> _ParamNames:
-    """Name ids by shapes if one assignment matches, else by the model's order.
-
-    Raises:
-        AmbiguousError: No assignment matches, or more than one does.
-    """
+    """Name ids by shapes if one assignment matches, else by the model's order."""
     shapes = _infer_shapes(state)
     lists = [list(group.get("params", ())) for group in state[GROUPS]]
     ids = [key for keys in lists for key in keys]
@@ -277,10 +228,8 @@ def _iter_tensors(state: Nested) -> Iterator[tuple[Key, str, TensorEntry]]:
 
 
 def _infer_shapes(state: Nested) -> dict[Key, Shape]:
-    """Return the shape of each id's parameter, from its slots.
-
-    From a known slot of torch, or the only shape among the slots.
-    """
+    """Return the shape of each id's parameter, from its slots."""
+    # From a known slot of torch, or the only shape among the slots.
     alike: dict[Key, Shape] = {}
     others: dict[Key, set[Shape]] = {}
     for key, slot, entry in _iter_tensors(state):

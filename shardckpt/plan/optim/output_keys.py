@@ -15,12 +15,11 @@ from shardckpt.plan.optim.flat_params import FlatUnit, has_scalars, pack_state
 from shardckpt.plan.optim.optim_keys import GROUPS, STATE, Key, flatten, number_names, rename_params, to_paths
 
 Keys = Literal["names", "ids", "flat", "flat-parameters"]
+# Entries of `param_groups.json`: the kind of parameter keys, by default names; values that are not tensors; and the
+# keys of each slot inside of another one.
 KEYS, VALUES, FLATTENED, NESTED = "keys", "non_tensor_state", "flattened", "nested"
-"""Entries of `param_groups.json`: the kind of parameter keys, by default names; values that are not tensors; and the
-keys of each slot inside of another one."""
 
-Units = Mapping[str, FlatLayout]
-"""Layout of each flat parameter, with names of the unsharded model."""
+Units = Mapping[str, FlatLayout]  # layout of each flat parameter, with names of the unsharded model
 
 
 def rekey_state(
@@ -30,22 +29,7 @@ def rekey_state(
     numbers: Mapping[int, str] | None = None,
     units: Units | None = None,
 ) -> tuple[tuple[OutputTensor, ...], dict[str, Any]]:
-    """Convert an optimizer's tensors and the content of its group file to other keys.
-
-    Args:
-        tensors: Tensors named `<parameter>/<slot>`.
-        content: Content of `param_groups.json`, by names.
-        keys: `names`: unchanged. `ids`: the groups keep the names as `param_names`. `flat`: one key per value,
-            `state.<parameter>.<slot>` and `param_groups.<parameter>.<setting>`; the groups are listed too, since
-            flattened settings do not show which parameters share one. `flat-parameters`: one tensor for each flat
-            parameter and slot, with the layouts.
-        numbers: Name of each id, for `ids`; None to number names in the order of the groups.
-        units: Layouts of the flat parameters, for `flat-parameters`.
-
-    Raises:
-        UsageError: With `ids`, a name has no id. With `flat-parameters`, layouts are missing, a flat parameter would
-            have gaps, or its members differ in a value that it stores once.
-    """
+    """Convert an optimizer's tensors and the content of its group file to other keys."""
     state = {STATE: content[VALUES], GROUPS: content[GROUPS]}
     if keys == "names":
         return tuple(tensors), dict(content)
@@ -68,15 +52,10 @@ def rekey_state(
 def to_state_paths(
     tensors: Iterable[OutputTensor], content: Mapping[str, Any]
 ) -> tuple[dict[Path, OutputTensor], dict[Path, object]]:
-    """Return tensors, in their order, and values by their paths below the optimizer.
-
-    By names and by ids: `("state", parameter, slot)`, a slot inside of another one with all its keys, and
-    `("param_groups",)`, a list of dicts. Flattened: one key each, `("state.<parameter>.<slot>",)` and
-    `("param_groups.<parameter>.<setting>",)`.
-
-    Raises:
-        UsageError: The keys are flat parameters, whose layouts are stored elsewhere.
-    """
+    """Return tensors, in their order, and values by their paths below the optimizer."""
+    # By names and by ids: `("state", parameter, slot)`, a slot inside of another one with all its keys, and
+    # `("param_groups",)`, a list of dicts. Flattened: one key each, `("state.<parameter>.<slot>",)` and
+    # `("param_groups.<parameter>.<setting>",)`.
     keys = content.get(KEYS, "names")
     if keys == "flat":
         return {(tensor.name,): tensor for tensor in tensors}, {(k,): v for k, v in content[FLATTENED].items()}
@@ -213,10 +192,8 @@ def _require_equal(where: str, values: Mapping[str, object]) -> None:
 
 
 def _in_memory_order(entry: TensorEntry, spec: ParamSpec) -> TensorEntry:
-    """Return an entry with dimensions in the order of its parameter's memory.
-
-    The order is from the slowest to the fastest.
-    """
+    """Return an entry with dimensions in the order of its parameter's memory."""
+    # The order is from the slowest to the fastest.
     if not spec.order:
         return entry
     return entry._replace(shape=spec.memory_shape, pieces=tuple(permute(entry.pieces, spec.order)))

@@ -8,8 +8,7 @@ from typing import Any
 
 from shardckpt.errors import UsageError
 
-NAMES = frozenset({"params", "param_names"})
-"""Entries of a param group other than settings."""
+NAMES = frozenset({"params", "param_names"})  # entries of a param group other than settings
 
 
 class ConflictError(UsageError):
@@ -22,13 +21,8 @@ def settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def match_settings(live: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the saved settings of the parameters of each live group.
-
-    The result is empty if no parameter was saved.
-
-    Raises:
-        ConflictError: Parameters of a live group were saved in groups with different settings.
-    """
+    """Return the saved settings of the parameters of each live group."""
+    # The result is empty if no parameter was saved.
     group_of = {name: at for at, group in enumerate(saved) for name in group["params"]}
     matches = []
     for names in live:
@@ -50,16 +44,10 @@ def group_by_settings(hypers: Mapping[str, Mapping[str, Any]]) -> list[dict[str,
 
 
 def merge_groups(lists: Sequence[object]) -> list[dict[str, Any]] | None:
-    """Return the groups of several ranks as one list, such as those of pipeline stages.
-
-    Groups with the same index and settings, else with the same settings, become one.
-
-    Args:
-        lists: The `param_groups` of each rank.
-
-    Returns:
-        The groups; None if they have ids, which count the parameters of one rank, or if they contradict each other.
-    """
+    """Return the groups of several ranks as one list, such as those of pipeline stages."""
+    # Groups with the same index and settings, else with the same settings, become one.
+    # Returns the groups; None if they have ids, which count the parameters of one rank, or if they contradict each
+    # other.
     merged: list[dict[str, Any]] = []
     for groups in lists:
         if not isinstance(groups, list | tuple) or not all(map(_has_names, groups)):

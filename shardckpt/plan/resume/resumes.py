@@ -12,8 +12,7 @@ from shardckpt.plan.resume.verdict import Divergence
 Verdict = Literal["proven", "diverged", "unproven"]
 StepVerdict = Literal["proven", "diverged", "unproven", "no record"]
 
-MOST_RESUMES = 64
-"""Maximum number of resumes of a step that are kept, the newest."""
+MOST_RESUMES = 64  # maximum number of resumes of a step that are kept, the newest
 
 _MOST_CHARACTERS = 1000
 _MOST_RANKS = 64
@@ -60,45 +59,23 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class CaptureResume:
-    """A resume from a capture of a tier, which may be gone before anybody asks for its verdict.
+    """A resume from a capture of a tier, which may be gone before anybody asks for its verdict."""
 
-    Attributes:
-        number: Number of the captured step.
-        tier: Name of the tier.
-        path: Path or URL of the capture.
-        save: Id of the save that captured it.
-        resume: The resume.
-    """
-
-    number: int
+    number: int  # number of the captured step
     tier: str
-    path: str
-    save: str
+    path: str  # path or URL of the capture
+    save: str  # id of the save that captured it
     resume: Resume
 
 
 def begin_resume(record: WitnessRecord, *, resume_id: str, began_at: float, ranks: int) -> Resume:
-    """Return a resume that was not compared yet.
-
-    Args:
-        record: Record of the restored step.
-        resume_id: Id of the resume.
-        began_at: Time of the restore, in seconds since the epoch.
-        ranks: Number of ranks of the resumed run.
-    """
+    """Return a resume that was not compared yet."""
     steps, before = tuple(step.step for step in record.steps), record.environment
     return Resume(resume_id, began_at, steps, 0, before.world, ranks, before.style[:_MOST_CHARACTERS])
 
 
 def add_compared_step(resume: Resume, before: Environment, now: Environment, found: Divergence | None) -> Resume:
-    """Return a resume with one more compared step; the first divergence stays.
-
-    Args:
-        resume: The resume so far.
-        before: Environment of the run that saved.
-        now: Environment of the resumed run.
-        found: Divergence of the step; None without one.
-    """
+    """Return a resume with one more compared step; the first divergence stays."""
     first = resume.divergence or (None if found is None else _shorten(found))
     return replace(
         resume,

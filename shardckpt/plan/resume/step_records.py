@@ -11,14 +11,12 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal, NamedTuple
 
-RankValues = tuple[int, ...]
-"""One number of each rank, in rank order."""
+RankValues = tuple[int, ...]  # one number of each rank, in rank order
 
+# Part of a state that a name belongs to: `unsaved` buffers are not saved, `state` is all else that the user saves.
 Part = Literal["parameter", "buffer", "optimizer", "schedule", "state", "unsaved"]
-"""Part of a state that a name belongs to: `unsaved` buffers are not saved, `state` is all else that the user saves."""
 
-NO_FLOAT = 0x7FF8_0000_0000_DEAD
-"""Bits of the NaN that stands for a value that a rank does not have."""
+NO_FLOAT = 0x7FF8_0000_0000_DEAD  # bits of the NaN that stands for a value that a rank does not have
 
 _MASK = (1 << 32) - 1
 
@@ -36,19 +34,12 @@ def from_bits(bits: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class BatchDigests:
-    """Digests of the batch of one step.
+    """Digests of the batch of one step."""
 
-    Attributes:
-        ordered: Digest of each rank's batch, in the order of its samples.
-        multisets: Digest of each rank's samples in any order: the sum of their digests.
-        counts: Number of samples of each rank.
-        samples: Digest of each sample of each rank, in order; empty for large batches.
-    """
-
-    ordered: RankValues
-    multisets: RankValues
-    counts: RankValues
-    samples: tuple[RankValues, ...] = ()
+    ordered: RankValues  # digest of each rank's batch, in the order of its samples
+    multisets: RankValues  # digest of each rank's samples in any order: the sum of their digests
+    counts: RankValues  # number of samples of each rank
+    samples: tuple[RankValues, ...] = ()  # digest of each sample of each rank, in order; empty for large batches
 
     @property
     def total(self) -> tuple[int, int]:
@@ -67,96 +58,59 @@ class BatchDigests:
 
 
 class TensorDigest(NamedTuple):
-    """Digest of a tensor's shards on all ranks.
+    """Digest of a tensor's shards on all ranks."""
 
-    Attributes:
-        part: Part of the state.
-        dtype: Dtype of the elements.
-        digest: Digest of the elements.
-    """
-
-    part: Part
-    dtype: str
-    digest: int
+    part: Part  # part of the state
+    dtype: str  # dtype of the elements
+    digest: int  # digest of the elements
 
 
 class Setting(NamedTuple):
-    """A plain value of the state, such as a learning rate.
-
-    Attributes:
-        part: Part of the state.
-        text: The value as text.
-    """
+    """A plain value of the state, such as a learning rate."""
 
     part: Part
-    text: str
+    text: str  # the value as text
 
 
 @dataclass(frozen=True, slots=True)
 class StateDigests:
-    """Digests of a state at one moment.
+    """Digests of a state at one moment."""
 
-    Attributes:
-        tensors: Digests by dotted name.
-        settings: Plain values by dotted name.
-        ties: Further names of shared parameters, each with the first name.
-        uneven: Names of buffers whose values differ between ranks.
-    """
-
-    tensors: Mapping[str, TensorDigest]
-    settings: Mapping[str, Setting]
+    tensors: Mapping[str, TensorDigest]  # digests by dotted name
+    settings: Mapping[str, Setting]  # plain values by dotted name
+    # Further names of shared parameters, each with the first name.
     ties: Mapping[str, str] = field(default_factory=dict)
-    uneven: frozenset[str] = frozenset()
+    uneven: frozenset[str] = frozenset()  # names of buffers whose values differ between ranks
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """Digests and results of one training step, of all ranks.
-
-    Attributes:
-        step: Number of the step.
-        batch: Digests of the batch; None if the caller gave none.
-        loss: Bits of each rank's loss.
-        grad_norm: Bits of each rank's gradient norm.
-        random_before: Digests of the states of generators before the step, by name of the generator.
-        random_after: The same after the step.
-        before: Digests of the state before the step: as it was saved, or loaded.
-        used: Digests of the state when the optimizer of a resumed run took its first step; None in other runs.
-        after: Digests of the state after the step; None if the step is not deep.
-    """
+    """Digests and results of one training step, of all ranks."""
 
     step: int
-    batch: BatchDigests | None = None
-    loss: RankValues = ()
-    grad_norm: RankValues = ()
+    batch: BatchDigests | None = None  # digests of the batch; None if the caller gave none
+    loss: RankValues = ()  # bits of each rank's loss
+    grad_norm: RankValues = ()  # bits of each rank's gradient norm
+    # Digests of the states of generators before the step, by name of the generator.
     random_before: Mapping[str, RankValues] | None = None
-    random_after: Mapping[str, RankValues] | None = None
-    before: StateDigests | None = None
-    after: StateDigests | None = None
+    random_after: Mapping[str, RankValues] | None = None  # the same after the step
+    before: StateDigests | None = None  # digests of the state before the step: as it was saved, or loaded
+    after: StateDigests | None = None  # digests of the state after the step; None if the step is not deep
+    # Digests of the state when the optimizer of a resumed run took its first step; None in other runs.
     used: StateDigests | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Machine, ranks and settings that a step ran with.
-
-    Attributes:
-        world: Number of ranks.
-        layout: Digest of the boxes that each rank holds.
-        style: How the model is sharded, for messages.
-        is_deterministic: Whether the run says that a step gives the same bits each time.
-        rtol: Relative difference of the loss that another order of sums explains.
-        versions: Versions of libraries and devices, by name.
-        flags: Flags that change the result of a step, by name.
-    """
+    """Machine, ranks and settings that a step ran with."""
 
     world: int
-    layout: int
-    style: str
-    is_deterministic: bool
-    rtol: float
-    versions: Mapping[str, str]
-    flags: Mapping[str, str]
+    layout: int  # digest of the boxes that each rank holds
+    style: str  # how the model is sharded, for messages
+    is_deterministic: bool  # whether the run says that a step gives the same bits each time
+    rtol: float  # relative difference of the loss that another order of sums explains
+    versions: Mapping[str, str]  # versions of libraries and devices, by name
+    flags: Mapping[str, str]  # flags that change the result of a step, by name
 
     def has_equal_layout(self, other: Environment) -> bool:
         """Return True if each rank holds the same elements."""
@@ -165,12 +119,7 @@ class Environment:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One step of a resumed run.
-
-    Attributes:
-        environment: Environment of the run.
-        step: Record of the step.
-    """
+    """One step of a resumed run."""
 
     environment: Environment
     step: StepRecord
@@ -178,25 +127,17 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class WitnessRecord:
-    """Record of the steps behind a save.
+    """Record of the steps behind a save."""
 
-    Attributes:
-        save: Id of the save.
-        number: Number of the saved step.
-        environment: Environment of the run that saved.
-        steps: The steps, in order.
-        first_batch: Samples of all ranks in the first step of the run, as those of one; None if unknown.
-        last_batch: The same of the saved step.
-        noise: Largest relative difference of the loss, or the gradient norm, between two runs of one step; None if
-            no step ran twice.
-    """
-
-    save: str
-    number: int
-    environment: Environment
-    steps: tuple[StepRecord, ...] = ()
+    save: str  # id of the save
+    number: int  # number of the saved step
+    environment: Environment  # environment of the run that saved
+    steps: tuple[StepRecord, ...] = ()  # the steps, in order
+    # Samples of all ranks in the first step of the run, as those of one; None if unknown.
     first_batch: BatchDigests | None = None
-    last_batch: BatchDigests | None = None
+    last_batch: BatchDigests | None = None  # the same of the saved step
+    # Largest relative difference of the loss, or the gradient norm, between two runs of one step; None if no step ran
+    # twice.
     noise: float | None = None
 
     def find(self, step: int) -> StepRecord | None:

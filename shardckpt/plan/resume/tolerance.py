@@ -14,22 +14,15 @@ from typing import NamedTuple
 
 _LAMBDA = 4.0
 _UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-_ACCUMULATED = 2.0**-24
-"""Unit roundoff of sums: kernels sum in float32 or better."""
+_ACCUMULATED = 2.0**-24  # unit roundoff of sums: kernels sum in float32 or better
 
 
 class LossFactors(NamedTuple):
-    """Properties of a model on which its rounding errors depend.
+    """Properties of a model on which its rounding errors depend."""
 
-    Attributes:
-        dtypes: Dtypes of the parameters.
-        largest: Largest dimension of a parameter.
-        number: Number of parameters.
-    """
-
-    dtypes: tuple[str, ...] = ()
-    largest: int = 1
-    number: int = 0
+    dtypes: tuple[str, ...] = ()  # dtypes of the parameters
+    largest: int = 1  # largest dimension of a parameter
+    number: int = 0  # number of parameters
 
 
 def loss_rtol(params: LossFactors) -> float:

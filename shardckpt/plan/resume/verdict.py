@@ -24,8 +24,7 @@ Cause = Literal["batch", "random state", "parameter", "precision", "optimizer", 
 
 Since = Literal["load", "use", "step"]
 
-_SHOWN = 3
-"""Maximum number of names or ranks in a sentence; others are only counted."""
+_SHOWN = 3  # maximum number of names or ranks in a sentence; others are only counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +71,9 @@ class ResumeDivergence(ShardckptError, RuntimeError):  # noqa: N818  (a finding,
 
 
 def find_divergence(record: WitnessRecord, seen: Observation) -> Divergence | None:
-    """Return the first difference of a resumed step; None without one, or without a record of the step.
-
-    On the same ranks with the same layout all bits have to be equal. On others, the samples of all ranks together and
-    the settings of the state have to be equal, and the loss within the tolerance of reordered sums.
-
-    Args:
-        record: Record of the run that saved.
-        seen: The step of the resumed run.
-    """
+    """Return the first difference of a resumed step; None without one, or without a record of the step."""
+    # On the same ranks with the same layout all bits have to be equal. On others, the samples of all ranks together and
+    # the settings of the state have to be equal, and the loss within the tolerance of reordered sums.
     recorded = record.find(seen.step.step)
     if recorded is None:
         return None
@@ -196,10 +189,8 @@ def _count_common(one: BatchDigests | None, other: BatchDigests) -> int:
 
 
 def _check_random_before(pair: _Pair) -> Divergence | None:
-    """Compare the generators that the recorded step drew numbers from; others do not matter to it.
-
-    Nor does one that a step seeds before it draws: it is equal after the step.
-    """
+    """Compare the generators that the recorded step drew numbers from; others do not matter to it."""
+    # Nor does one that a step seeds before it draws: it is equal after the step.
     before, after = pair.recorded.random_before or {}, pair.recorded.random_after or {}
     now, now_after = pair.now.random_before or {}, pair.now.random_after or {}
     for name, values in before.items():
@@ -270,12 +261,10 @@ def _check_state_before(pair: _Pair) -> Divergence | None:
 
 
 def _check_state_in_use(pair: _Pair) -> Divergence | None:
-    """Explain other results by the state at the first step of the optimizer; buffers have changed by then.
-
-    A step may itself set a learning rate, or change a parameter, before the optimizer: then its results are equal, or
-    the setting is that after the recorded step. What is missing was put elsewhere for the step: it was in the state
-    after the load.
-    """
+    """Explain other results by the state at the first step of the optimizer; buffers have changed by then."""
+    # A step may itself set a learning rate, or change a parameter, before the optimizer: then its results are equal, or
+    # the setting is that after the recorded step. What is missing was put elsewhere for the step: it was in the state
+    # after the load.
     recorded, used, after = pair.recorded.before, pair.now.used, pair.recorded.after
     if recorded is None or used is None or not _has_other_results(pair):
         return None
@@ -307,8 +296,8 @@ def _check_settings_after(pair: _Pair) -> Divergence | None:
     return _compare_states(pair, _only_settings(pair.recorded.after), _only_settings(pair.now.after), "step", _CAUSES)
 
 
+# Parts of a state after a step; an optimizer changes parameters, a schedule both.
 _CAUSES: Sequence[str] = ("schedule", "optimizer", "state", "parameter", "buffer")
-"""Parts of a state after a step; an optimizer changes parameters, a schedule both."""
 
 
 def _check_state_after(pair: _Pair) -> Divergence | None:
@@ -354,8 +343,7 @@ def _compare_states(
     return None
 
 
-_COUNT = "num_batches_tracked"
-"""Buffer that explains others of its module: averages of batch norm are weighted by it."""
+_COUNT = "num_batches_tracked"  # buffer that explains others of its module: averages of batch norm are weighted by it
 
 _PLURAL = {
     "parameter": "parameters",
@@ -402,10 +390,8 @@ def _check_results(pair: _Pair) -> Divergence | None:
 
 
 def _check_unsaved(pair: _Pair) -> Divergence | None:
-    """Name a buffer that is not saved, and differs before and after the step; called for steps whose results differ.
-
-    Many are caches that any step may fill again, so that alone is not a divergence.
-    """
+    """Name a buffer that is not saved, and differs before and after the step; called for steps whose results differ."""
+    # Many are caches that any step may fill again, so that alone is not a divergence.
     recorded, now = pair.recorded, pair.now
     if recorded.before is None or now.before is None:
         return None
@@ -439,10 +425,8 @@ def _results(pair: _Pair) -> Iterator[tuple[str, RankValues, RankValues]]:
 
 
 def _has_only_noise(pair: _Pair, recorded: RankValues, now: RankValues) -> bool:
-    """Return True if a run that is not deterministic differs no more than two runs of a step did.
-
-    Before a step ran twice, no more than another order of sums explains.
-    """
+    """Return True if a run that is not deterministic differs no more than two runs of a step did."""
+    # Before a step ran twice, no more than another order of sums explains.
     if pair.is_exact:
         return False
     record = pair.record
@@ -450,17 +434,11 @@ def _has_only_noise(pair: _Pair, recorded: RankValues, now: RankValues) -> bool:
     return relative_difference(recorded, now) <= tolerance * (pair.number - record.number)
 
 
-_NOISE_MARGIN = 4.0
-"""Factor between the difference of two runs of a step, and the largest that counts as noise."""
+_NOISE_MARGIN = 4.0  # factor between the difference of two runs of a step, and the largest that counts as noise
 
 
 def relative_difference(recorded: RankValues, now: RankValues) -> float:
-    """Return the largest relative difference of two values of a rank; infinite if one of them is not finite.
-
-    Args:
-        recorded: Bits of floats of each rank.
-        now: The same of another run.
-    """
+    """Return the largest relative difference of two values of a rank; infinite if one of them is not finite."""
     largest = 0.0
     for one, other in zip(recorded, now, strict=True):
         if one != other:

@@ -11,8 +11,7 @@ from shardckpt.manifest import TensorEntry
 from shardckpt.plan.optim.optimizer_state import OptimizerState
 from shardckpt.plan.rules.rules import Recipe, RemapPlan, SourceTensor, apply_recipe, iter_sources
 
-Same = Callable[[Sequence[TensorEntry]], bool]
-"""Returns True if small arrays have equal bits."""
+Same = Callable[[Sequence[TensorEntry]], bool]  # returns True if small arrays have equal bits
 
 _Rows = Mapping[str, Mapping[str, TensorEntry]]
 
@@ -28,21 +27,9 @@ def infer_shapes(state: OptimizerState, known: Mapping[str, object]) -> dict[str
 
 
 def remap_state(plan: RemapPlan, state: OptimizerState, same: Same) -> OptimizerState:
-    """Apply the rules of the parameters to the slots of an optimizer.
-
-    A slot with another shape than its parameter is kept if the parameter is only renamed; a scalar slot (`step`) is
-    kept if it is equal for all sources of a tensor.
-
-    Args:
-        plan: Plan for the parameters.
-        state: State by the source names of the plan, with resolved tensors.
-        same: Returns True if one-element arrays are equal.
-
-    Raises:
-        IncompleteError: One source of a tensor lacks state that another has.
-        UsageError: A slot cannot be transformed like its parameter, or sources differ in a value that a tensor has
-            once.
-    """
+    """Apply the rules of the parameters to the slots of an optimizer."""
+    # A slot with another shape than its parameter is kept if the parameter is only renamed; a scalar slot (`step`) is
+    # kept if it is equal for all sources of a tensor.
     rows: dict[str, dict[str, TensorEntry]] = {}
     for key, entry in state.tensors.items():
         name, _, slot = key.rpartition("/")
@@ -97,10 +84,8 @@ def _make_entry(recipe: Recipe, key: str, slot: str, rows: _Rows, same: Same) ->
 
 
 def _groups(plan: RemapPlan, groups: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
-    """Return groups by the new names.
-
-    A tensor made of several is at the position of the first.
-    """
+    """Return groups by the new names."""
+    # A tensor made of several is at the position of the first.
     home: dict[str, int] = {}
     for number, group in enumerate(groups):
         params = group["params"]

@@ -14,12 +14,7 @@ _MOST_DIGITS = 9
 
 
 class Match:
-    r"""The match of a name with a pattern.
-
-    Args:
-        match: Match of the regular expression.
-        is_regex: Whether replacements may refer to groups as `\1`.
-    """
+    r"""The match of a name with a pattern."""
 
     def __init__(self, match: re.Match[str], is_regex: bool) -> None:
         self._match, self._is_regex = match, is_regex
@@ -28,10 +23,8 @@ class Match:
         return self._match[place]
 
     def number(self, place: str) -> int | None:
-        """Return the text of a placeholder as a number; None if it is not one.
-
-        Returns None also for leading zeros.
-        """
+        """Return the text of a placeholder as a number; None if it is not one."""
+        # Returns None also for leading zeros.
         text = self._match[place]
         is_number = text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS and str(int(text)) == text
         return int(text) if is_number else None
@@ -46,16 +39,7 @@ class Match:
 
 
 class Pattern:
-    r"""A pattern of tensor names.
-
-    Args:
-        text: A name in which `{x}` matches one component, between dots. With any of `\ ( ) [ ] * + ? ^ $ |`, a regular
-            expression for the full name, which may contain `{x}` too.
-        where: Name of the rule, for messages.
-
-    Raises:
-        UsageError: The text is not a valid regular expression.
-    """
+    r"""A pattern of tensor names."""
 
     def __init__(self, text: str, where: str = "") -> None:
         self.text, self._where = text, where
@@ -103,11 +87,7 @@ class Pattern:
         return None if found is None else Match(found, self.is_regex)
 
     def check(self, replacement: str, more: frozenset[str] = frozenset()) -> None:
-        """Require that a replacement has only placeholders of the pattern.
-
-        Raises:
-            UsageError: A placeholder is unknown, or the replacement is empty.
-        """
+        """Require that a replacement has only placeholders of the pattern."""
         unknown = [f"{{{name}}}" for name in _PLACE.findall(replacement) if name not in self.places | more]
         if self.is_regex:
             unknown += [f"\\{n}" for n in _NUMBERED.findall(replacement) if int(n) > self._compiled.groups]

@@ -18,21 +18,16 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+# The separator of FROM and TO, which excludes the `=` of a look-ahead or look-behind.
 _EQUALS = re.compile(r"(?<![?<\\])=")
-"""The separator of FROM and TO, which excludes the `=` of a look-ahead or look-behind."""
 
 _MOST_PARTS = 10_000
 _OPTIONAL = "optional"
-_SHARES = "shares"
-"""Key in a parsed rule that marks its sizes as proportions."""
+_SHARES = "shares"  # key in a parsed rule that marks its sizes as proportions
 
 
 def parse_rename(text: str) -> Rename:
-    """Parse `--rename FROM=TO` to a rule.
-
-    Raises:
-        UsageError: `=` is missing, or FROM is not a regular expression.
-    """
+    """Parse `--rename FROM=TO` to a rule."""
     where = f"--rename {text}"
     split = _EQUALS.search(text)
     if split is None or not split.start():
@@ -41,16 +36,7 @@ def parse_rename(text: str) -> Rename:
 
 
 def parse_rules(text: str, where: str, config: Mapping[str, object] | None = None) -> tuple[Rule, ...]:
-    """Parse the rules of a TOML file.
-
-    Args:
-        text: Content of the file.
-        where: Name of the file, for messages.
-        config: The model's `config.json`, whose integers rules may use by name.
-
-    Raises:
-        UsageError: The text is not TOML, or a rule is invalid; the message names the rule.
-    """
+    """Parse the rules of a TOML file."""
     try:
         raw = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -63,15 +49,7 @@ def parse_rules(text: str, where: str, config: Mapping[str, object] | None = Non
 
 
 def rules_text(place: str, read: Callable[[], str | None]) -> str:
-    """Return the text of a rules file, or of a built-in set of rules.
-
-    Args:
-        place: Path of the file, or the name of a built-in set.
-        read: Returns the text of the file; None if it does not exist.
-
-    Raises:
-        UsageError: Neither a file nor a set has this name.
-    """
+    """Return the text of a rules file, or of a built-in set of rules."""
     found = read()
     if found is not None:
         return found
@@ -189,6 +167,7 @@ def _cast(given: Mapping[str, Any], where: str) -> Cast:
 
 
 _Make = Callable[[Mapping[str, Any], str], Rename | Drop | Stack | Unstack | Split | Fuse | Transpose | Cast]
+# Kinds of rules by their names in files: parser, required keys, optional keys.
 KINDS: Mapping[str, tuple[_Make, frozenset[str], frozenset[str]]] = {
     "rename": (_rename, frozenset({"from", "to"}), frozenset()),
     "drop": (_drop, frozenset({"name"}), frozenset()),
@@ -199,7 +178,6 @@ KINDS: Mapping[str, tuple[_Make, frozenset[str], frozenset[str]]] = {
     "transpose": (_transpose, frozenset({"name", "dims"}), frozenset()),
     "cast": (_cast, frozenset({"name", "dtype"}), frozenset()),
 }
-"""Kinds of rules by their names in files: parser, required keys, optional keys."""
 
 
 def _pattern(value: object, where: str) -> Pattern:

@@ -17,142 +17,89 @@ from shardckpt.manifest import Piece, TensorEntry
 from shardckpt.plan.layout.piece_views import narrow, permute, shift_pieces, squeeze, unsqueeze
 from shardckpt.plan.rules.patterns import Match, Pattern
 
-EACH = 0
-"""Value of `groups` for as many groups as a dimension has elements."""
+EACH = 0  # value of `groups` for as many groups as a dimension has elements
 
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """Rename tensors.
+    """Rename tensors."""
 
-    Attributes:
-        source: Pattern of the tensors' names.
-        to: New name, with placeholders of the pattern.
-    """
-
-    source: Pattern
-    to: str
+    source: Pattern  # pattern of the tensors' names
+    to: str  # new name, with placeholders of the pattern
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Drop tensors.
-
-    Attributes:
-        name: Pattern of the tensors' names.
-    """
+    """Drop tensors."""
 
     name: Pattern
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Stack tensors of equal shape along a new dimension.
+    """Stack tensors of equal shape along a new dimension."""
 
-    Attributes:
-        source: Pattern of the tensors' names; its placeholder `over` counts them: 0, 1, 2 and so on.
-        over: Name of the placeholder for the index.
-        to: Name of the stacked tensor.
-        dim: Index of the new dimension.
-    """
-
-    source: Pattern
-    over: str
+    source: Pattern  # pattern of the tensors' names; its placeholder `over` counts them: 0, 1, 2 and so on
+    over: str  # name of the placeholder for the index
     to: str
     dim: int
 
 
 @dataclass(frozen=True, slots=True)
 class Unstack:
-    """Unstack tensors along a dimension: the inverse of `Stack`.
+    """Unstack tensors along a dimension: the inverse of `Stack`."""
 
-    Attributes:
-        source: Pattern of the tensors' names.
-        over: Name of the placeholder for the index of each result.
-        to: Names of the results, with that placeholder.
-        dim: Index of the dimension to remove.
-    """
-
-    source: Pattern
-    over: str
-    to: str
-    dim: int
+    source: Pattern  # pattern of the tensors' names
+    over: str  # name of the placeholder for the index of each result
+    to: str  # names of the results, with that placeholder
+    dim: int  # index of the dimension to remove
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Split tensors along one dimension.
+    """Split tensors along one dimension."""
 
-    Attributes:
-        source: Pattern of the tensors' names.
-        to: Names of the parts, in order.
-        sizes: Elements of each part in that dimension, or proportions; empty for equal parts.
-        dim: Index of the dimension.
-        groups: Number of equal groups along the dimension, each with a piece of every part; `EACH` for groups with one
-            element of every part.
-        are_shares: Whether `sizes` are proportions.
-    """
-
-    source: Pattern
-    to: tuple[str, ...]
-    sizes: tuple[int, ...]
+    source: Pattern  # pattern of the tensors' names
+    to: tuple[str, ...]  # names of the parts, in order
+    sizes: tuple[int, ...]  # elements of each part in that dimension, or proportions; empty for equal parts
     dim: int
+    # Number of equal groups along the dimension, each with a piece of every part; `EACH` for groups with one element of
+    # every part.
     groups: int = 1
-    are_shares: bool = False
+    are_shares: bool = False  # whether `sizes` are proportions
 
 
 @dataclass(frozen=True, slots=True)
 class Fuse:
-    """Concatenate tensors along one dimension: the inverse of `Split`.
+    """Concatenate tensors along one dimension: the inverse of `Split`."""
 
-    Attributes:
-        source: Patterns of the tensors' names, in order.
-        to: Name of the concatenated tensor.
-        dim: Index of the dimension.
-        groups: Number of groups, as for `Split`.
-    """
-
-    source: tuple[Pattern, ...]
-    to: str
+    source: tuple[Pattern, ...]  # patterns of the tensors' names, in order
+    to: str  # name of the concatenated tensor
     dim: int
     groups: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Transpose:
-    """Permute the dimensions of tensors.
-
-    Attributes:
-        name: Pattern of the tensors' names.
-        dims: For every new dimension, the index of the old one.
-    """
+    """Permute the dimensions of tensors."""
 
     name: Pattern
-    dims: tuple[int, ...]
+    dims: tuple[int, ...]  # for every new dimension, the index of the old one
 
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """Write a model's tensors in another float dtype; optimizer slots keep theirs.
-
-    Attributes:
-        name: Pattern of the tensors' names.
-        dtype: Dtype in torch's spelling.
-    """
+    """Write a model's tensors in another float dtype; optimizer slots keep theirs."""
 
     name: Pattern
-    dtype: str
+    dtype: str  # dtype in torch's spelling
 
 
 @dataclass(frozen=True, slots=True)
 class IfAny:
-    """A rule that may match nothing.
+    """A rule that may match nothing."""
 
-    Attributes:
-        rule: Rule to apply.
-    """
-
-    rule: Rename | Drop | Stack | Unstack | Split | Fuse | Transpose | Cast
+    rule: Rename | Drop | Stack | Unstack | Split | Fuse | Transpose | Cast  # rule to apply
 
 
 Rule = Rename | Drop | Stack | Unstack | Split | Fuse | Transpose | Cast | IfAny
@@ -206,44 +153,28 @@ class Permute(NamedTuple):
     shape: Shape
 
 
+# Construction of a tensor from others; every class has a `shape`.
 Recipe = SourceTensor | Narrow | Concat | Unsqueeze | Squeeze | Permute
-"""Construction of a tensor from others; every class has a `shape`."""
 
 
 class RemappedTensor(NamedTuple):
-    """One tensor that the rules produce.
+    """One tensor that the rules produce."""
 
-    Attributes:
-        recipe: Construction of the tensor.
-        dtype: Dtype of its sources.
-        cast: Dtype to write, if a rule sets it.
-    """
-
-    recipe: Recipe
-    dtype: str
-    cast: str = ""
+    recipe: Recipe  # construction of the tensor
+    dtype: str  # dtype of its sources
+    cast: str = ""  # dtype to write, if a rule sets it
 
 
 @dataclass(frozen=True, slots=True)
 class RemapPlan:
-    """The tensors that rules produce from those of a model.
+    """The tensors that rules produce from those of a model."""
 
-    Attributes:
-        made: Final name to its construction, in order.
-        dropped: Tensors of the checkpoint that rules dropped.
-    """
-
-    made: Mapping[str, RemappedTensor]
-    dropped: tuple[str, ...]
+    made: Mapping[str, RemappedTensor]  # final name to its construction, in order
+    dropped: tuple[str, ...]  # tensors of the checkpoint that rules dropped
 
 
 def plan_remap(rules: Sequence[Rule], tensors: Mapping[str, tuple[Shape, str]]) -> RemapPlan:
-    """Plan the tensors that the rules produce.
-
-    Raises:
-        UsageError: A rule matches nothing, or cannot be applied to a match; the message names rule and tensor.
-        NameCollisionError: Two tensors would get one name.
-    """
+    """Plan the tensors that the rules produce."""
     made = {name: RemappedTensor(SourceTensor(name, shape), dtype) for name, (shape, dtype) in tensors.items()}
     for number, each in enumerate(rules, 1):
         rule = each.rule if isinstance(each, IfAny) else each
@@ -265,10 +196,8 @@ def iter_sources(recipe: Recipe) -> Iterator[SourceTensor]:
 
 
 def replace_sources(recipe: Recipe, names: Mapping[str, str]) -> Recipe:
-    """Return a recipe with renamed source tensors; names not in `names` stay.
-
-    The shapes must be the same.
-    """
+    """Return a recipe with renamed source tensors; names not in `names` stay."""
+    # The shapes must be the same.
     if isinstance(recipe, SourceTensor):
         return recipe._replace(name=names.get(recipe.name, recipe.name))
     if isinstance(recipe, Concat):
@@ -277,16 +206,7 @@ def replace_sources(recipe: Recipe, names: Mapping[str, str]) -> Recipe:
 
 
 def apply_recipe(recipe: Recipe, name: str, entries: Mapping[str, TensorEntry]) -> TensorEntry:
-    """Build the entry of a tensor from resolved entries.
-
-    Args:
-        recipe: Construction of the tensor.
-        name: Name of the result.
-        entries: Name to entry, for every source of the recipe.
-
-    Raises:
-        UsageError: The sources have several dtypes, or a sub-byte dtype, which cannot be split.
-    """
+    """Build the entry of a tensor from resolved entries."""
     found = [entries[leaf.name] for leaf in iter_sources(recipe)]
     types = {(entry.stored, entry.delivered) for entry in found}
     if len(types) > 1:
@@ -324,10 +244,8 @@ _Tensors = dict[str, RemappedTensor]
 
 
 def _apply(rule: Rule, made: _Tensors, where: str, *, may_miss: bool) -> _Tensors:
-    """Apply one rule to all tensors.
-
-    The rule returns the replacements of each name that it matches; a result with several sources replaces the first.
-    """
+    """Apply one rule to all tensors."""
+    # The rule returns the replacements of each name that it matches; a result with several sources replaces the first.
     does: Mapping[type, Callable[..., dict[str, _Tensors]]] = {
         Rename: _rename,
         Drop: _drop,
@@ -453,14 +371,7 @@ def _split_each(
     where: str,
     parts: Callable[[str, Match, Recipe, int], list[tuple[str, Recipe]]],
 ) -> dict[str, _Tensors]:
-    """Return the replacements of each tensor that a rule splits.
-
-    Args:
-        rule: Rule to apply.
-        made: All tensors.
-        where: Name of the rule, for messages.
-        parts: Returns names and recipes of the parts, given a tensor's name, match and recipe, and the dimension.
-    """
+    """Return the replacements of each tensor that a rule splits."""
     found: dict[str, _Tensors] = {}
     for name, match in _find_matches(rule.source, made):
         each = made[name]
@@ -555,10 +466,8 @@ def _replace_members(members: Sequence[str], to: str, made_of: RemappedTensor, m
 
 
 def _require_alike(members: Sequence[str], made: _Tensors, where: str, but: int | None = None) -> RemappedTensor:
-    """Return the first of several tensors with equal dtypes and shapes.
-
-    Shapes may differ in dimension `but`.
-    """
+    """Return the first of several tensors with equal dtypes and shapes."""
+    # Shapes may differ in dimension `but`.
 
     def facts(name: str) -> tuple[object, ...]:
         shape = made[name].recipe.shape
