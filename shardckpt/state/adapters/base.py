@@ -3,9 +3,6 @@
 The adapters are `engine_flat` and `engine_dtensor` for units of the engine (with a common base in `engine_bucket`),
 `dtensor` for all other DTensors, such as those of torch's `fully_shard`, and `replicated` for plain tensors.
 `torch_fsdp1` handles models under torch's own wrapper through torch's public functions.
-
-Parameters and tensors of the same layout (such as an optimizer's moments) use the same functions. *Packed* values are
-this rank's shards of all entries in one tensor: the 1-D shard of a bucket, or the local part of a DTensor.
 """
 
 from __future__ import annotations
@@ -25,27 +22,18 @@ from shardckpt.state.redistribute.rank_grid import Ranks
 if TYPE_CHECKING:
     from shardckpt.core.params.full_params import Staging
 
-Tensors = Sequence[torch.Tensor | None]
-"""One tensor per entry, or per exposed parameter; None for those to skip."""
+Tensors = Sequence[torch.Tensor | None]  # one tensor per entry, or per exposed parameter; None for those to skip
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Properties of one parameter of the unsharded model.
+    """Properties of one parameter of the unsharded model."""
 
-    Attributes:
-        name: FQN without the segments of wrappers.
-        aliases: Other FQNs of a shared parameter.
-        shape: Full shape, in elements.
-        dtype: Stored dtype.
-        trains: Whether the parameter requires gradients.
-    """
-
-    name: str
-    aliases: tuple[str, ...]
+    name: str  # FQN without the segments of wrappers
+    aliases: tuple[str, ...]  # other FQNs of a shared parameter
     shape: tuple[int, ...]
-    dtype: torch.dtype
-    trains: bool
+    dtype: torch.dtype  # stored dtype
+    trains: bool  # whether the parameter requires gradients
 
 
 class ShardingAdapter(ABC):
@@ -239,13 +227,7 @@ class ShardingAdapter(ABC):
 
 
 class ParameterAdapter(ShardingAdapter):
-    """Adapter of one parameter that the engine does not manage.
-
-    Args:
-        entry: Properties of the parameter.
-        parameter: Parameter of the model.
-        ranks: All ranks of the model.
-    """
+    """Adapter of one parameter that the engine does not manage."""
 
     def __init__(self, entry: Entry, parameter: nn.Parameter, ranks: Ranks) -> None:
         super().__init__([entry], ranks)
@@ -285,10 +267,8 @@ def copy_parts(parts: Tensors, into: Tensors) -> None:
 
 
 def are_sharded_as(adapter: ShardingAdapter, values: Tensors) -> bool:
-    """Return True if values are sharded as `to_sharded` of an adapter returns them.
-
-    They can be loaded without an all-gather then.
-    """
+    """Return True if values are sharded as `to_sharded` of an adapter returns them."""
+    # They can be loaded without an all-gather then.
     pairs = zip(values, adapter.placements(), strict=True)
     return all(value is None or get_mesh_placements(value) == placed for value, placed in pairs)
 

@@ -143,9 +143,7 @@ class DTensorAdapter(ParameterAdapter):
         self.from_full([self.broadcast_full(values, dtype)], into)
 
     def _is_everywhere(self, mesh: DeviceMesh) -> bool:
-        """Return True if a mesh contains all ranks of the model and begins with rank 0.
-
-        The answer is the same on all ranks.
-        """
+        """Return True if a mesh contains all ranks of the model and begins with rank 0."""
+        # The answer is the same on all ranks.
         ranks = mesh.mesh.flatten()
         return len(ranks) == self.ranks.size and int(ranks[0]) == int(ranks.min())

@@ -21,13 +21,7 @@ from shardckpt.torch_features import shard_replicated
 
 
 class EngineBucketAdapter(ShardingAdapter):
-    """Adapter of an engine's bucket; subclasses know how its parameters are exposed.
-
-    Args:
-        registration: Registration of the bucket on the modules.
-        names: FQNs of each parameter in the model, the first one before its aliases.
-        ranks: All ranks of the model.
-    """
+    """Adapter of an engine's bucket; subclasses know how its parameters are exposed."""
 
     def __init__(self, registration: ParamRegistration, names: Sequence[Sequence[str]], ranks: Ranks) -> None:
         bucket = registration.bucket

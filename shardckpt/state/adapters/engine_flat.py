@@ -32,15 +32,7 @@ from shardckpt.state.redistribute.rank_grid import Ranks
 
 
 class EngineFlatAdapter(EngineBucketAdapter):
-    """Adapter of a bucket with a flat layout: a flat parameter or original ones.
-
-    Args:
-        registration: As for `EngineBucketAdapter`.
-        names: As for `EngineBucketAdapter`.
-        ranks: As for `EngineBucketAdapter`.
-        mesh: Mesh of the bucket, which is sharded along the last dimension; None if it is not sharded.
-        flat_name: FQN of the flat parameter; None if the original parameters are registered.
-    """
+    """Adapter of a bucket with a flat layout: a flat parameter or original ones."""
 
     def __init__(
         self,
@@ -62,12 +54,7 @@ class EngineFlatAdapter(EngineBucketAdapter):
         return layout
 
     def show(self, values: Sequence[torch.Tensor], *, is_flat: bool) -> None:
-        """Register tensors on the modules for torch's own recursion; `hide` undoes it.
-
-        Args:
-            values: Tensors, one per entry, or only the tensor of the flat parameter.
-            is_flat: Whether `values` is the flat parameter's tensor.
-        """
+        """Register tensors on the modules for torch's own recursion; `hide` undoes it."""
         home = self._registration.home if isinstance(self._registration, FlatParamRegistration) else None
         if home is not None:
             home.module._parameters[home.attribute] = values[0] if is_flat else None  # type: ignore[assignment]
@@ -106,10 +93,8 @@ class EngineFlatAdapter(EngineBucketAdapter):
 
     @property
     def has_parts_everywhere(self) -> bool:
-        """Return True if every rank has a part of every exposed parameter.
-
-        It always has one of a flat parameter.
-        """
+        """Return True if every rank has a part of every exposed parameter."""
+        # It always has one of a flat parameter.
         return self._flat_name is not None or self.bucket.keeps_full
 
     def shard_lengths(self, position: int) -> tuple[int, ...] | None:
@@ -160,10 +145,8 @@ class EngineFlatAdapter(EngineBucketAdapter):
 
     @cached_property
     def _both(self) -> list[MeshPlacements | None] | None:
-        """Placements over the mesh of data and tensor parallelism; None if not one mesh.
-
-        A tensor-parallel shard is split into rows again. Other parameters are replicated over tensor-parallel ranks.
-        """
+        """Placements over the mesh of data and tensor parallelism; None if not one mesh."""
+        # A tensor-parallel shard is split into rows again. Other parameters are replicated over tensor-parallel ranks.
         inner = next(leaf.device_mesh for leaf in self.bucket.unsharded.params if isinstance(leaf, DTensor))
         both: list[MeshPlacements | None] = []
         for spec, leaf in zip(self.layout.specs, self.bucket.unsharded.params, strict=True):

@@ -25,11 +25,9 @@ from shardckpt.errors import UsageError
 if TYPE_CHECKING:
     from shardckpt.core.params.param_bucket import Bucket
 
+# Storages without a shard of a flat parameter, so that the next save does not search for flat parameters again. An
+# address alone is not enough: the allocator gives the address of a freed tensor to the next one.
 _FULL: WeakSet[torch.UntypedStorage] = WeakSet()
-"""Storages without a shard of a flat parameter, so that the next save does not search for flat parameters again.
-
-An address alone is not enough: the allocator gives the address of a freed tensor to the next one.
-"""
 
 
 class FlatShardError(UsageError):
@@ -49,10 +47,8 @@ class FlatShards:
 
     @cached_property
     def _storages(self) -> frozenset[int]:
-        """Data pointers of the storages of all flat parameter shards in this process.
-
-        torch does not keep a list of its wrappers, so the search goes through all objects of the process.
-        """
+        """Data pointers of the storages of all flat parameter shards in this process."""
+        # torch does not keep a list of its wrappers, so the search goes through all objects of the process.
         from shardckpt.core.params.param_bucket import Bucket  # noqa: PLC0415  (only 1-D tensors need the engine)
 
         flat_param: Any = sys.modules.get("torch.distributed.fsdp._flat_param")
@@ -63,11 +59,7 @@ class FlatShards:
         return frozenset(storages - {0})
 
     def has_parameter(self, parameter: torch.Tensor) -> bool:
-        """Return True if a registered parameter is a flat parameter or a shard of one.
-
-        Args:
-            parameter: Parameter of a model; not a parameter of a wrapper that is part of the model.
-        """
+        """Return True if a registered parameter is a flat parameter or a shard of one."""
         if isinstance(parameter, DTensor):
             return False
         if isinstance(parameter, nn.Parameter) and _is_flat_parameter(parameter):
@@ -96,11 +88,7 @@ class FlatShards:
         return False
 
     def require_none(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Refuse registered parameters that are shards of flat parameters.
-
-        Raises:
-            FlatShardError: A parameter is such a shard.
-        """
+        """Refuse registered parameters that are shards of flat parameters."""
         for name, parameter in named:
             if self.has_parameter(parameter):
                 raise FlatShardError(clean(name))
@@ -113,11 +101,9 @@ def _is_flat_parameter(parameter: nn.Parameter) -> bool:
 
 
 def _find_instances(*kinds: type) -> list[Any]:
-    """Return all objects of this process that have one of some types, to which each object refers.
-
-    A list of all objects would refer to tuples that other threads build, too, for which `tuple(generator)` then raises
-    SystemError.
-    """
+    """Return all objects of this process that have one of some types, to which each object refers."""
+    # A list of all objects would refer to tuples that other threads build, too, for which `tuple(generator)` then
+    # raises SystemError.
     return [found for found in gc.get_referrers(*kinds) if type(found) in kinds]
 
 

@@ -40,21 +40,13 @@ EXTRA = "_extra_state"
 
 @dataclass(frozen=True)
 class Buffer:
-    """Buffer of a model.
+    """Buffer of a model."""
 
-    Attributes:
-        name: FQN without the segments of wrappers.
-        module: Module that registers the buffer.
-        attribute: Attribute of the module.
-        persistent: Whether state dicts contain the buffer.
-        dtype: Dtype of the buffer before the engine cast it.
-    """
-
-    name: str
-    module: nn.Module
-    attribute: str
-    persistent: bool
-    dtype: torch.dtype
+    name: str  # FQN without the segments of wrappers
+    module: nn.Module  # module that registers the buffer
+    attribute: str  # attribute of the module
+    persistent: bool  # whether state dicts contain the buffer
+    dtype: torch.dtype  # dtype of the buffer before the engine cast it
 
     @property
     def value(self) -> torch.Tensor:
@@ -72,29 +64,17 @@ class Buffer:
 
 @dataclass(frozen=True)
 class ModelIndex:
-    """Parameters, buffers and extra state of a model by FQN.
+    """Parameters, buffers and extra state of a model by FQN."""
 
-    Attributes:
-        names: All names in a state dict of the unsharded model, in its order.
-        adapters: Adapters of the parameters.
-        buffers: All buffers, including non-persistent ones.
-        extra: Modules with `get_extra_state`, by the name of that state.
-        aliases: Further names of shared parameters, each with the first name.
-        ranks: All ranks of the model.
-        root: The model itself.
-        places: Module and attribute of each parameter name.
-        flats: Modules and attributes of flat parameters.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # all names in a state dict of the unsharded model, in its order
     adapters: tuple[ShardingAdapter, ...]
-    buffers: tuple[Buffer, ...]
-    extra: dict[str, nn.Module]
-    aliases: dict[str, str]
+    buffers: tuple[Buffer, ...]  # all buffers, including non-persistent ones
+    extra: dict[str, nn.Module]  # modules with `get_extra_state`, by the name of that state
+    aliases: dict[str, str]  # further names of shared parameters, each with the first name
     ranks: Ranks
-    root: nn.Module
-    places: dict[str, tuple[nn.Module, str]]
-    flats: tuple[tuple[nn.Module, str], ...]
+    root: nn.Module  # the model itself
+    places: dict[str, tuple[nn.Module, str]]  # module and attribute of each parameter name
+    flats: tuple[tuple[nn.Module, str], ...]  # modules and attributes of flat parameters
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
@@ -128,10 +108,8 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules with their FQNs in the unsharded model, depth first.
-
-    Shared modules are yielded under each of their names.
-    """
+    """Yield modules with their FQNs in the unsharded model, depth first."""
+    # Shared modules are yielded under each of their names.
     yield prefix, model
     wrapped = below(model)
     for name, child in model._modules.items():
@@ -166,13 +144,8 @@ def is_fully_sharded(kind: type[nn.Module]) -> bool:
 
 
 def locate_in_buckets(module: nn.Module) -> tuple[list[nn.Parameter], list[int]] | None:
-    """Return the parameters of a module's unit, each with its offset in its bucket; None if they are not DTensors.
-
-    The offset is in bytes, and 0 for a parameter of which this rank has no elements.
-
-    Args:
-        module: Module that is sharded by `fully_shard`, of the engine or of torch, and resharded.
-    """
+    """Return the parameters of a module's unit, each with its offset in its bucket; None if they are not DTensors."""
+    # The offset is in bytes, and 0 for a parameter of which this rank has no elements.
     parameters: list[nn.Parameter] = []
     offsets: list[int] = []
     for registration in module.sharding_unit.registrations if isinstance(module, ShardedModule) else ():
@@ -188,10 +161,8 @@ def locate_in_buckets(module: nn.Module) -> tuple[list[nn.Parameter], list[int]]
 
 
 def has_mixed_wrapper(model: nn.Module) -> bool:
-    """Return True if a module has a wrapper's attribute and may have others, so that two names may become equal.
-
-    Modules of other classes than those of wrappers may have parameters that are not registered while they are flat.
-    """
+    """Return True if a module has a wrapper's attribute and may have others, so that two names may become equal."""
+    # Modules of other classes than those of wrappers may have parameters that are not registered while they are flat.
     return any(
         len(module._modules) + len(module._parameters) + len(module._buffers) > 1
         or not type(module).__module__.startswith(("torch.", "shardckpt.core."))
@@ -201,23 +172,12 @@ def has_mixed_wrapper(model: nn.Module) -> bool:
 
 
 def index_model(model: nn.Module) -> ModelIndex:
-    """Index a model that is sharded by the engine or torch, replicated or plain.
-
-    Raises:
-        NameCollisionError: Two of its tensors have one name without the segments of wrappers.
-        UsageError: A parameter belongs to a lazy module without a forward.
-    """
+    """Index a model that is sharded by the engine or torch, replicated or plain."""
     return _Walk(model).build()
 
 
 def index_complete_model(model: nn.Module) -> ModelIndex:
-    """Index a model; refuse a part of a wrapper with flat parameters.
-
-    Raises:
-        FlatShardError: A parameter is a shard of a flat parameter whose wrapper is around the model.
-        NameCollisionError: Two of its tensors have one name without the segments of wrappers.
-        UsageError: A parameter belongs to a lazy module without a forward.
-    """
+    """Index a model; refuse a part of a wrapper with flat parameters."""
     index = index_model(model)
     plain = [adapter for adapter in index.adapters if isinstance(adapter, ReplicatedAdapter)]
     FlatShards().require_none((adapter.entries[0].name, adapter.exposed[0]) for adapter in plain)
@@ -318,7 +278,6 @@ class _Walk:
         self._buffers[name] = Buffer(name, module, attribute, persistent, dtype)
 
     def build(self) -> ModelIndex:
-        """Return the index."""
         ranks = Ranks.from_groups(self._groups)
         adapters: list[ShardingAdapter] = [
             self._build_adapter(registration, ranks) for unit in self._units for registration in unit.registrations
@@ -379,11 +338,7 @@ _MESHES: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
 
 
 def get_bucket_mesh(bucket: Bucket) -> DeviceMesh | None:
-    """Return the mesh of a bucket, sharded along its last dim; None if not sharded.
-
-    Args:
-        bucket: Bucket of the wrapper. Without a user's mesh the result is a 1-D mesh of the shard group.
-    """
+    """Return the mesh of a bucket, sharded along its last dim; None if not sharded."""
     group = bucket.group
     return group.mesh if group.mesh is not None else get_mesh(group.shard, bucket.compute_device)
 

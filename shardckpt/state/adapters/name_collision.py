@@ -20,23 +20,13 @@ _FIX = (
 
 
 def build_collision(root: nn.Module, name: str, *places: tuple[nn.Module, str]) -> NameCollisionError:
-    """Return the error for two tensors of a model that have one name.
-
-    Args:
-        root: Model with both.
-        name: Name of both, without the segments of wrappers.
-        places: Module and attribute of each.
-    """
+    """Return the error for two tensors of a model that have one name."""
     paths = {id(module): path for path, module in root.named_modules()}
     return _build(name, [f"{paths[id(module)]}.{attribute}".removeprefix(".") for module, attribute in places])
 
 
 def clean_keys(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state without the segments of wrappers in its names.
-
-    Raises:
-        NameCollisionError: Two names with different values become equal.
-    """
+    """Return a state without the segments of wrappers in its names."""
     cleaned: dict[str, Any] = {}
     for name, value in state.items():
         if not _is_same(cleaned.setdefault(clean(name), value), value):

@@ -19,8 +19,8 @@ from shardckpt.state.adapters.model_index import ModelIndex, get_mesh
 from shardckpt.state.keys.kinds import is_flat_part, is_sharded_tensor
 
 MeshPlacements = tuple[DeviceMesh, tuple[Placement, ...]]
+# Offsets and sizes of the boxes of the ranks with elements, by rank.
 Rows = dict[int, tuple[tuple[int, ...], tuple[int, ...]]]
-"""Offsets and sizes of the boxes of the ranks with elements, by rank."""
 
 
 class ShardedTensorError(ShardckptError, ValueError):
@@ -38,12 +38,7 @@ def get_local_part(value: Any) -> torch.Tensor:
 
 
 def to_local_parts(values: Mapping[str, Any], index: ModelIndex) -> dict[str, Any]:
-    """Return a LOCAL state with this rank's shards instead of ShardedTensors.
-
-    Args:
-        values: Given values by names of the unsharded model and of flat parameters.
-        index: Index of the model. Without flat parameters, the shards of original parameters are next to torch's.
-    """
+    """Return a LOCAL state with this rank's shards instead of ShardedTensors."""
     has_flat = any(
         isinstance(adapter, EngineFlatAdapter) and adapter.flat_name is not None for adapter in index.adapters
     )
@@ -55,13 +50,8 @@ def to_local_parts(values: Mapping[str, Any], index: ModelIndex) -> dict[str, An
 
 
 def to_dtensors(values: Mapping[str, Any], index: ModelIndex) -> dict[str, Any]:
-    """Return values with DTensors instead of ShardedTensors.
-
-    The DTensors use the mesh of the model's own parameter if it fits.
-
-    Raises:
-        ShardedTensorError: A ShardedTensor is not split into rows as a DTensor of these ranks is.
-    """
+    """Return values with DTensors instead of ShardedTensors."""
+    # The DTensors use the mesh of the model's own parameter if it fits.
     if not any(map(is_sharded_tensor, values.values())):
         return dict(values)
     placements = get_placements(index)
@@ -74,10 +64,8 @@ def to_dtensors(values: Mapping[str, Any], index: ModelIndex) -> dict[str, Any]:
 
 
 def optim_state_to_dtensors(state: Mapping[Any, Mapping[str, Any]], index: ModelIndex) -> dict[Any, Mapping[str, Any]]:
-    """Return an optimizer's state with DTensors instead of ShardedTensors.
-
-    Arguments and errors are those of `to_dtensors`.
-    """
+    """Return an optimizer's state with DTensors instead of ShardedTensors."""
+    # Arguments and errors are those of `to_dtensors`.
     if not any(is_sharded_tensor(value) for slots in state.values() for value in slots.values()):
         return dict(state)
     placements = get_placements(index)
@@ -101,13 +89,8 @@ def get_placements(index: ModelIndex) -> dict[str, MeshPlacements]:
 
 
 def as_dtensor(name: str, value: Any, best: MeshPlacements | None) -> DTensor:
-    """Return a ShardedTensor as a DTensor of rows, without communication.
-
-    The DTensor uses the given mesh if it fits, otherwise a mesh of all ranks.
-
-    Raises:
-        ShardedTensorError: The ShardedTensor is not split into rows.
-    """
+    """Return a ShardedTensor as a DTensor of rows, without communication."""
+    # The DTensor uses the given mesh if it fits, otherwise a mesh of all ranks.
     rows: Rows = {
         shard.placement.rank(): (tuple(shard.shard_offsets), tuple(shard.shard_sizes))
         for shard in value.metadata().shards_metadata

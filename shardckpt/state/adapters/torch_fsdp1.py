@@ -39,11 +39,9 @@ _HOME = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
 
 def find_torch_wrapper(kind: Any) -> Any:
-    """Return torch's own wrapper among the base classes of a class, or None.
-
-    The class is recognized by its defining module, since torch's modules may have been patched with another class, such
-    as that of this package.
-    """
+    """Return torch's own wrapper among the base classes of a class, or None."""
+    # The class is recognized by its defining module, since torch's modules may have been patched with another class,
+    # such as that of this package.
     wrappers = (base for base in kind.__mro__ if (base.__module__, base.__name__) == (_HOME, _WRAPPER))
     return next(wrappers, None)
 
@@ -75,11 +73,7 @@ def shapes_at_first(model: nn.Module) -> dict[str, Any]:
 
 
 def refuse_local(kind: StateKind) -> None:
-    """Refuse kind LOCAL: the flat layout of torch's wrapper is private.
-
-    Raises:
-        ForeignShardingError: The kind is LOCAL.
-    """
+    """Refuse kind LOCAL: the flat layout of torch's wrapper is private."""
     if kind is StateKind.LOCAL:
         raise ForeignShardingError(
             "of a model under torch's FullyShardedDataParallel no LOCAL state is taken or put",
@@ -115,23 +109,14 @@ def _set_state_dict_type(
 
 
 def _require_wrappers(model: nn.Module, wrapper: Any) -> None:
-    """Refuse a part of a wrapper: only wrappers inside the model would be gathered.
-
-    Raises:
-        FlatShardError: A parameter belongs to a wrapper around the model.
-    """
+    """Refuse a part of a wrapper: only wrappers inside the model would be gathered."""
     inside = {id(p) for module in model.modules() if isinstance(module, wrapper) for p in module.parameters()}
     FlatShards().require_none((name, p) for name, p in model.named_parameters() if id(p) not in inside)
 
 
 def _require_distinct_names(model: nn.Module, wrapper: Any) -> None:
-    """Refuse names that become equal without the segments of wrappers. Collective.
-
-    Every rank has the names of a sharded state only.
-
-    Raises:
-        NameCollisionError: Two become equal.
-    """
+    """Refuse names that become equal without the segments of wrappers. Collective."""
+    # Every rank has the names of a sharded state only.
     fsdp = sys.modules["torch.distributed.fsdp.api"]
     sharded = fsdp.StateDictType.SHARDED_STATE_DICT, fsdp.ShardedStateDictConfig(), fsdp.ShardedOptimStateDictConfig()
     before = _set(wrapper, model, sharded)
@@ -171,16 +156,7 @@ def _to_full(name: str, value: Any) -> Any:
 
 
 def put_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> tuple[list[str], list[str]]:
-    """Load a state that every rank has into a model. Collective.
-
-    Args:
-        model: Model under torch's wrapper.
-        state: Full state by FQN; not changed.
-        strict: Raise an error for missing or unexpected names.
-
-    Returns:
-        Missing and unexpected names.
-    """
+    """Load a state that every rank has into a model. Collective. Returns missing and unexpected names."""
     with _set_state_dict_type(model, StateKind.FULL):
         keys = model.load_state_dict({clean(name): _to_full(name, v) for name, v in state.items()}, strict=strict)
     return [clean(name) for name in keys.missing_keys], [clean(name) for name in keys.unexpected_keys]
@@ -195,10 +171,7 @@ def full_optim_state(
 
 
 def sharded_optim_state(model: nn.Module, optim: torch.optim.Optimizer, *, offload: bool) -> dict[str, Any]:
-    """Return the state of a model's optimizer, with sharded tensors as DTensors.
-
-    Collective.
-    """
+    """Return the state of a model's optimizer, with sharded tensors as DTensors. Collective."""
     with _set_state_dict_type(model, StateKind.SHARDED, offload=offload) as wrapper:
         return _clean_names(wrapper.optim_state_dict(model, optim))
 
@@ -236,20 +209,8 @@ def _by_name(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> Mappi
 
 
 def put_optim_state(model: nn.Module, optim: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load a state that every rank has into a model's optimizer, by FQN. Collective.
-
-    torch matches param groups by position, so the groups are rebuilt in the order of the optimizer's.
-
-    Args:
-        model: Model under torch's wrapper.
-        optim: Optimizer of the model's parameters.
-        state: State as any tool saves it: nested or flattened, with FQNs or ids as keys; not changed.
-
-    Raises:
-        StateMismatchError: The state has names that the model does not have, or ranks have different states.
-        UsageError: The ids, or the flattened keys, do not match the optimizer's parameters.
-        ConflictError: Parameters of one group were saved with different settings.
-    """
+    """Load a state that every rank has into a model's optimizer, by FQN. Collective."""
+    # torch matches param groups by position, so the groups are rebuilt in the order of the optimizer's.
     live = full_optim_state(model, optim, offload=True, first_only=False)["param_groups"]
     known = shapes_at_first(model)
     ranks = get_ranks(model)

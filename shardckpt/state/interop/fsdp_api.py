@@ -46,13 +46,7 @@ def module_state_dict(module: FullyShardedDataParallel, *args: Any, **kwargs: An
 
 @outside_inference_mode
 def before_load(module: FullyShardedDataParallel, state: MutableMapping[str, Any], prefix: str) -> None:
-    """Register a unit's tensors on the wrapped module for torch's load. Collective.
-
-    Raises:
-        NameCollisionError: Two tensors of the module have one name without the segments of wrappers.
-        StateMismatchError: The state is a LOCAL state of another rank or of other units.
-        ShardedTensorError: The sharding of a ShardedTensor is not possible for a DTensor.
-    """
+    """Register a unit's tensors on the wrapped module for torch's load. Collective."""
     stale = _LOADING.pop(module, None)
     if stale is not None:  # an exception ended the load of an outer module
         stale.abandon()
@@ -88,10 +82,7 @@ def abandon_load(module: nn.Module) -> None:
 
 @outside_inference_mode
 def after_load(module: FullyShardedDataParallel, incompatible: Any) -> None:
-    """Store the loaded tensors in the unit, and report keys by FQN.
-
-    Collective for sharded states.
-    """
+    """Store the loaded tensors in the unit, and report keys by FQN. Collective for sharded states."""
     _LOADING.pop(module).finish()
     for names in (incompatible.missing_keys, incompatible.unexpected_keys):
         names[:] = [clean(name) for name in names]
@@ -155,10 +146,8 @@ def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, gro
 def shard_full_optim_state_dict(
     full: Mapping[str, Any], model: nn.Module, optim_input: Any, optim: torch.optim.Optimizer | None
 ) -> dict[str, Any]:
-    """Return this rank's shard of a full state, for `optim.load_state_dict`.
-
-    Every rank has the full state.
-    """
+    """Return this rank's shard of a full state, for `optim.load_state_dict`."""
+    # Every rank has the full state.
     _deprecated("shard_full_optim_state_dict", "optim_state_dict_to_load")
     _warn_of_input(optim_input)
     return _numbered(model, optim or _Groups.from_input(model, optim_input), full, StateKind.FULL)
@@ -167,10 +156,7 @@ def shard_full_optim_state_dict(
 def flatten_sharded_optim_state_dict(
     sharded: Mapping[str, Any], model: nn.Module, optim: torch.optim.Optimizer
 ) -> dict[str, Any]:
-    """Return this rank's shard of a sharded state, for `optim.load_state_dict`.
-
-    Collective.
-    """
+    """Return this rank's shard of a sharded state, for `optim.load_state_dict`. Collective."""
     _deprecated("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
     return _numbered(model, optim, sharded, StateKind.SHARDED)
 
@@ -241,11 +227,9 @@ def optim_state_dict_to_load(
     load_directly: bool,
     group: Any,
 ) -> dict[str, Any]:
-    """Return the state that the optimizer's `load_state_dict` accepts. Collective.
-
-    With `load_directly` the state is loaded too. If only rank 0 has a FULL state, the other ranks may pass None, as
-    Accelerate does.
-    """
+    """Return the state that the optimizer's `load_state_dict` accepts. Collective."""
+    # With `load_directly` the state is loaded too. If only rank 0 has a FULL state, the other ranks may pass None, as
+    # Accelerate does.
     del group
     kind = nn_module_hooks.KINDS[_settings(model).state_dict_type]
     if state is None and kind is StateKind.FULL and not index_model(model).ranks.is_first:

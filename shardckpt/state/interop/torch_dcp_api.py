@@ -34,10 +34,9 @@ class _EitherMeta(type):
 
 
 class _Either(metaclass=_EitherMeta):
-    """Class that forwards calls of torch's functions to torch's or our wrapper.
+    """Class that forwards calls of torch's functions to torch's or our wrapper."""
 
-    torch's functions search for it. It is neither of the two, and not a module.
-    """
+    # torch's functions search for it. It is neither of the two, and not a module.
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> Any:
@@ -127,10 +126,8 @@ _torch_saved: Any = getattr(state_dict_saver, "_stateful_to_state_dict", None)
 
 
 def _saved(state_dict: Any) -> Any:
-    """Return the state that `dcp.save` writes; refuse a LOCAL state.
-
-    `dcp.save` would keep the values of one rank only.
-    """
+    """Return the state that `dcp.save` writes; refuse a LOCAL state."""
+    # `dcp.save` would keep the values of one rank only.
     saved = _torch_saved(state_dict)
     if has_peers():
         for key, value in [("", state_dict), *saved.items()]:
@@ -148,19 +145,16 @@ def _set_up(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> None:
     _torch_set_up(self, state_dict, *args, **kwargs)
 
 
+# Names in torch's module that its functions look up, with their replacements.
 _KNOWN = {
     "FSDP": _Either,
     "_get_fqns": _names,
     "_get_module_fsdp_state_if_fully_sharded_module": _state,
 }
-"""Names in torch's module that its functions look up, with their replacements."""
 
 
 def register_with_torch_dcp() -> None:
-    """Make torch's functions find our wrapper, and its saver refuse LOCAL states.
-
-    A second call does nothing.
-    """
+    """Make torch's functions find our wrapper, and its saver refuse LOCAL states. A second call does nothing."""
     if _torch_saved is not None:
         state_dict_saver._stateful_to_state_dict = _saved
     if _torch_set_up is not None:

@@ -19,11 +19,9 @@ from shardckpt.plan.optim.param_groups import match_settings, settings
 from shardckpt.state.keys.kinds import KEY, VERSION, get_metadata
 from shardckpt.state.keys.slots import OpaqueStateError, copy_value
 
+# Key of the data that an optimizer's state of flat parameters would lose. The data are the FQNs in each param group,
+# and the slots that some parameters did not have.
 ORIGINALS = "originals"
-"""Key of the data that an optimizer's state of flat parameters would lose.
-
-The data are the FQNs in each param group, and the slots that some parameters did not have.
-"""
 
 
 def flat_units(state: Mapping[str, Any]) -> tuple[FlatUnit, ...]:

@@ -11,14 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from shardckpt.errors import UsageError
 
-KEY = "shardckpt"
-"""Key in a state dict's `_metadata` for its kind and layout."""
-
-VERSION = 1
-"""Version of the metadata under `KEY`."""
-
-_FLAT = "_flat_param"
-"""Name of flat parameters in torch's wrapper."""
+KEY = "shardckpt"  # key in a state dict's `_metadata` for its kind and layout
+VERSION = 1  # version of the metadata under `KEY`
+_FLAT = "_flat_param"  # name of flat parameters in torch's wrapper
 
 
 class LocalStateError(UsageError):
@@ -51,15 +46,7 @@ class StateKind(Enum):
 
 
 def parse_kind_to_take(kind: StateKind | str, *, rank0_only: bool) -> StateKind:
-    """Return the kind of a state to get, after a check of the arguments.
-
-    Args:
-        kind: Kind of state, or its name.
-        rank0_only: Whether only rank 0 gets the state.
-
-    Raises:
-        UsageError: The kind is unknown, or `rank0_only` with another kind than FULL.
-    """
+    """Return the kind of a state to get, after a check of the arguments."""
     parsed = StateKind.parse(kind)
     if rank0_only and parsed is not StateKind.FULL:
         raise UsageError("rank0_only goes with FULL alone", found=parsed.name)
@@ -74,15 +61,7 @@ def get_metadata(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def require_not_local(value: Any, where: str) -> None:
-    """Raise an error if a value contains a LOCAL state: ranks have different elements.
-
-    Args:
-        value: Any object, also nested containers.
-        where: Dotted name of the value, for the message.
-
-    Raises:
-        LocalStateError: The value contains a LOCAL state.
-    """
+    """Raise an error if a value contains a LOCAL state: ranks have different elements."""
     if not isinstance(value, Mapping):
         return
     if get_metadata(value).get("kind") == StateKind.LOCAL.name:
@@ -96,11 +75,7 @@ def require_not_local(value: Any, where: str) -> None:
 
 
 def detect_kind(state: Mapping[str, Any]) -> StateKind:
-    """Return the kind of a state dict, from its metadata or else from its values.
-
-    Args:
-        state: Tensors by name, with `_metadata` as set by `torch.nn.Module`.
-    """
+    """Return the kind of a state dict, from its metadata or else from its values."""
     kind = get_metadata(state).get("kind")
     if isinstance(kind, str) and kind in StateKind.__members__:
         return StateKind[kind]
@@ -114,10 +89,8 @@ def guess_kind(state: Mapping[str, Any]) -> StateKind:
 
 
 def is_sharded_tensor(value: Any) -> bool:
-    """Return True if a value is a ShardedTensor of torch, by its public methods.
-
-    The class itself is private to torch.
-    """
+    """Return True if a value is a ShardedTensor of torch, by its public methods."""
+    # The class itself is private to torch.
     return (
         isinstance(value, torch.Tensor)
         and not isinstance(value, DTensor)

@@ -11,14 +11,7 @@ _TUPLE, _DICT, _TENSOR = "tuple", "dict", "tensor"
 
 
 def encode(value: Any) -> bytes:
-    """Return a value as JSON.
-
-    Args:
-        value: Numbers, strings, None and tensors, in lists, tuples and dicts.
-
-    Raises:
-        TypeError: It has a value of another type.
-    """
+    """Return a value as JSON."""
     return json.dumps(_to_json(value)).encode()
 
 

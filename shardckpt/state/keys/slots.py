@@ -15,17 +15,16 @@ from torch.distributed.tensor import DTensor
 
 from shardckpt.errors import ShardckptError, UsageError
 
+# Maps (FQN, slot, tensor of this rank) to the dimension along which the tensors of all ranks are concatenated;
+# "replicated" if every rank has equal values; None if the sharding is unknown.
 StateLayout = Callable[[str, str, torch.Tensor], "int | str | None"]
-"""Maps (FQN, slot, tensor of this rank) to the dimension along which the tensors of all ranks are concatenated;
-"replicated" if every rank has equal values; None if the sharding is unknown."""
 
 
 class OpaqueStateError(ShardckptError, RuntimeError):
     """The sharding of a value in an optimizer's state is unknown."""
 
 
-PLAIN = (bool, int, float, str, type(None))
-"""Types of values that can be sent to ranks that do not have them."""
+PLAIN = (bool, int, float, str, type(None))  # types of values that can be sent to ranks that do not have them
 
 
 class Form(Enum):
@@ -38,17 +37,11 @@ class Form(Enum):
 
 @dataclass(frozen=True)
 class Slot:
-    """Description of one value in an optimizer's state, without tensor elements.
+    """Description of one value in an optimizer's state, without tensor elements."""
 
-    Attributes:
-        form: Relation to the parameter.
-        dtype: Dtype of a tensor, as torch spells it; empty for other values.
-        value: Value of a scalar; shape of an opaque tensor, or None if unknown.
-    """
-
-    form: Form
-    dtype: str = ""
-    value: Any = None
+    form: Form  # relation to the parameter
+    dtype: str = ""  # dtype of a tensor, as torch spells it; empty for other values
+    value: Any = None  # value of a scalar; shape of an opaque tensor, or None if unknown
 
     @property
     def kind(self) -> tuple[Form, str]:
@@ -68,20 +61,8 @@ class Slot:
 
 
 def ask_layout(layout: StateLayout | None, name: str, slot: str, value: torch.Tensor) -> int | str | None:
-    """Return how the ranks' opaque tensors are concatenated.
-
-    Args:
-        layout: Function of the user; None without one.
-        name: FQN of the parameter.
-        slot: Name of the slot.
-        value: Tensor of this rank, or the concatenated tensor.
-
-    Returns:
-        Dimension of the concatenation, "replicated", or None if unknown.
-
-    Raises:
-        OpaqueStateError: The function returned something else.
-    """
+    """Return how the ranks' opaque tensors are concatenated."""
+    # Returns dimension of the concatenation, "replicated", or None if unknown.
     answer = layout(name, slot, value) if layout is not None else None
     if answer is None or answer == "replicated" or (isinstance(answer, int) and not isinstance(answer, bool)):
         return answer
@@ -94,14 +75,8 @@ def ask_layout(layout: StateLayout | None, name: str, slot: str, value: torch.Te
 
 
 def split_lengths(total: int, extents: Sequence[int] | None) -> tuple[int, ...] | None:
-    """Return each rank's length of a concatenated tensor; None if unknown.
-
-    The tensor is split like its parameter, or equally.
-
-    Args:
-        total: Length of the tensor along the dimension.
-        extents: Length of each rank's part of the parameter; None if unknown.
-    """
+    """Return each rank's length of a concatenated tensor; None if unknown."""
+    # The tensor is split like its parameter, or equally.
     if extents is None:
         return None
     if total == sum(extents):
@@ -140,16 +115,11 @@ def to_slot(parameter: nn.Parameter, value: Any) -> Slot:
     return Slot(Form.OPAQUE, dtype)
 
 
-Survey = list[dict[str, Slot]]
-"""Slots by name, for each parameter in a fixed order, as in the optimizers of all ranks."""
+Survey = list[dict[str, Slot]]  # slots by name, for each parameter in a fixed order, as in the optimizers of all ranks
 
 
 def build_survey(kept: Sequence[tuple[nn.Parameter, Mapping[str, Any]]]) -> Survey:
-    """Return the description of this rank's optimizer state.
-
-    Args:
-        kept: Parameters with their optimizer states, in the same order on all ranks.
-    """
+    """Return the description of this rank's optimizer state."""
     return [{name: to_slot(parameter, value) for name, value in state.items()} for parameter, state in kept]
 
 
@@ -199,19 +169,15 @@ def group_by_slot(rows: Sequence[Mapping[str, Slot]]) -> list[tuple[str, Slot, s
     return [(name, slot, having) for (name, *_), (slot, having) in groups.items()]
 
 
+# Handling of numbers, such as steps, that differ among the members of one flat parameter.
 UnequalSteps = Literal["error", "largest"]
-"""Handling of numbers, such as steps, that differ among the members of one flat parameter."""
 
+# Suffix of messages about such numbers.
 LARGEST_NOTE = " (unequal_steps='largest' takes the largest, as if all had been trained from the first step on)"
-"""Suffix of messages about such numbers."""
 
 
 def require_way_with_steps(unequal_steps: Any) -> None:
-    """Check the argument `unequal_steps`.
-
-    Raises:
-        UsageError: The argument is neither "error" nor "largest".
-    """
+    """Check the argument `unequal_steps`."""
     if unequal_steps not in ("error", "largest"):
         raise UsageError("`unequal_steps` must be 'error' or 'largest'", found=repr(unequal_steps))
 
@@ -223,10 +189,8 @@ def largest(values: Sequence[Any]) -> Any:
 
 
 def with_largest(rows: Survey) -> Survey:
-    """Return the rows of a flat parameter's members with different numbers replaced.
-
-    All members get the largest number.
-    """
+    """Return the rows of a flat parameter's members with different numbers replaced."""
+    # All members get the largest number.
     chosen: dict[str, Any] = {}
     for slot in dict.fromkeys(name for row in rows for name, kept in row.items() if kept.form is Form.SCALAR):
         value = largest([row[slot].value for row in rows if slot in row])

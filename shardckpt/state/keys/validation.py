@@ -20,24 +20,15 @@ class StateMismatchError(ShardckptError, RuntimeError):
 
 
 class DistributedInput:
-    """Input of a load on all ranks: every rank has a state, or only rank 0.
-
-    Args:
-        given: Whether this rank has a state.
-        is_first: Whether this is rank 0.
-
-    Attributes:
-        digest: Digest of the data that must be equal on all ranks with a state.
-        broadcast_error: Reason why the state cannot be broadcast from rank 0; None if it can.
-        from_rank0: Whether only rank 0 has a state; set by `decide`.
-    """
+    """Input of a load on all ranks: every rank has a state, or only rank 0."""
 
     def __init__(self, given: bool, is_first: bool) -> None:
         self._given = given
         self._is_first = is_first
-        self.digest = b""
+        self.digest = b""  # digest of the data that must be equal on all ranks with a state
+        # Reason why the state cannot be broadcast from rank 0; None if it can.
         self.broadcast_error: ShardckptError | None = None
-        self.from_rank0 = False
+        self.from_rank0 = False  # whether only rank 0 has a state; set by `decide`
 
     @property
     def has_to_check(self) -> bool:
@@ -50,12 +41,7 @@ class DistributedInput:
         return (b"1" if self._given else b"0") + self.digest.ljust(_DIGEST, b"\0") + why
 
     def decide(self, group: Group, what: str, rows: list[bytes], *, compare: bool) -> None:
-        """Decide from the inputs of all ranks.
-
-        Raises:
-            StateMismatchError: Ranks have different states, or only some ranks have a state.
-            RankError: Only rank 0 has a state, and it cannot be broadcast.
-        """
+        """Decide from the inputs of all ranks."""
         has = [row[:1] == b"1" for row in rows]
         if all(has) or not any(has):
             if compare:
@@ -92,19 +78,7 @@ def _numbers(group: Group, ranks: list[int]) -> str:
 
 @contextmanager
 def validate_input(ranks: Ranks, what: str, *, given: bool) -> Iterator[DistributedInput]:
-    """Check a state inside the context; an error on one rank is raised on all ranks.
-
-    One collective at the end.
-
-    Args:
-        ranks: All ranks of the model.
-        what: Name of the operation, for messages.
-        given: Whether this rank has a state.
-
-    Raises:
-        StateMismatchError: Ranks have different states, or only some ranks have a state.
-        RankError: Another rank failed.
-    """
+    """Check a state inside the context; an error on one rank is raised on all ranks. One collective at the end."""
     with ranks.group.collective(what) as piggyback:
         agreed = DistributedInput(given, ranks.is_first)
         yield agreed
@@ -119,11 +93,7 @@ def digest(value: Any) -> bytes:
 
 
 def check_form(given: Any) -> None:
-    """Check that a value has the structure of an optimizer's state.
-
-    Raises:
-        StateMismatchError: The value does not have this structure.
-    """
+    """Check that a value has the structure of an optimizer's state."""
     state: Any = given.get("state", {}) if isinstance(given, Mapping) else None
     groups: Any = given.get("param_groups", []) if isinstance(given, Mapping) else None
     fits = isinstance(state, Mapping) and isinstance(groups, (list, tuple))

@@ -24,20 +24,8 @@ if TYPE_CHECKING:
 def map_ema_shards(
     model: nn.Module, local_model: LocalModel, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, TensorShards]:
-    """Return this rank's shards of tensors that follow a model's parameters, by FQN.
-
-    A tensor may be a DTensor, have the shape and elements of the parameter's local shard, or be unsharded.
-
-    Args:
-        model: Model with the parameters.
-        local_model: This rank's shards of the model.
-        tensors: Tensors by the names of `model.named_parameters()` or `named_buffers()`, with or without the segments
-            of wrappers; the tensor of a flat parameter contains all of its members. Other names are unsharded tensors.
-
-    Raises:
-        NameCollisionError: Two names become equal.
-        UnsupportedError: A tensor has neither the local nor the full shape of its parameter.
-    """
+    """Return this rank's shards of tensors that follow a model's parameters, by FQN."""
+    # A tensor may be a DTensor, have the shape and elements of the parameter's local shard, or be unsharded.
     given = clean_keys(tensors)
     arrays: dict[str, TensorShards] = {}
     live = {id(parameter): clean(name) for name, parameter in model.named_parameters()}

@@ -23,28 +23,17 @@ from shardckpt.state.local.tensor_shards import LocalShard, TensorShards, get_bo
 
 @dataclass(frozen=True)
 class LocalModel:
-    """Shards of a model on this rank.
+    """Shards of a model on this rank."""
 
-    Attributes:
-        index: Index of the model; None under torch's own wrapper, which returns full states only.
-        arrays: Parameters and persistent buffers by FQN of the unsharded model.
-        aliases: Further names of shared parameters, each with the first name.
-        buffers: Names of buffers in `arrays`; ranks may have different values of them.
-        extra: Modules with `get_extra_state`, by the name of that state.
-        names: All names of a state dict, in its order.
-        finish: Function to call after writes into the arrays.
-        frozen: Names of parameters in `arrays` that do not require gradients.
-        sharded: Names in `arrays` of which ranks have different parts; one rank may have all of a small one.
-    """
-
-    index: ModelIndex | None
-    arrays: dict[str, TensorShards]
-    aliases: dict[str, str]
-    buffers: frozenset[str]
-    extra: dict[str, nn.Module]
-    names: tuple[str, ...]
-    finish: Callable[[], None] = field(default=lambda: None)
-    frozen: frozenset[str] = frozenset()
+    index: ModelIndex | None  # index of the model; None under torch's own wrapper, which returns full states only
+    arrays: dict[str, TensorShards]  # parameters and persistent buffers by FQN of the unsharded model
+    aliases: dict[str, str]  # further names of shared parameters, each with the first name
+    buffers: frozenset[str]  # names of buffers in `arrays`; ranks may have different values of them
+    extra: dict[str, nn.Module]  # modules with `get_extra_state`, by the name of that state
+    names: tuple[str, ...]  # all names of a state dict, in its order
+    finish: Callable[[], None] = field(default=lambda: None)  # function to call after writes into the arrays
+    frozen: frozenset[str] = frozenset()  # names of parameters in `arrays` that do not require gradients
+    # Names in `arrays` of which ranks have different parts; one rank may have all of a small one.
     sharded: frozenset[str] = frozenset()
 
 
@@ -57,13 +46,7 @@ def get_adapter_shards(adapter: ShardingAdapter, packed: torch.Tensor) -> list[t
 
 
 def get_member_shards(adapter: EngineBucketAdapter, index: int, part: torch.Tensor) -> tuple[LocalShard, ...]:
-    """Return this rank's shards of one parameter of a bucket.
-
-    Args:
-        adapter: Adapter of the bucket.
-        index: Index of the parameter in the bucket.
-        part: This rank's part of the parameter, as `split_shard` of the bucket returns it.
-    """
+    """Return this rank's shards of one parameter of a bucket."""
     leaf = adapter.bucket.unsharded.params[index]
     shards = _iter_bucket_shards(adapter, index, part)
     if not isinstance(leaf, DTensor):
@@ -107,17 +90,8 @@ def _boxes(spec: ParamSpec, part: torch.Tensor, start: int, stop: int) -> Iterat
 
 
 def local_model(model: nn.Module) -> LocalModel:
-    """Return the shards of a model on this rank; reshards all units.
-
-    Collective under torch's own wrapper only, which gathers its full state.
-
-    Args:
-        model: Model that is sharded by either front end, torch's `fully_shard` or wrapper, has DTensors, is replicated,
-            compiled or plain.
-
-    Raises:
-        FlatShardError: A parameter is a shard of a flat parameter whose wrapper is around the model.
-    """
+    """Return the shards of a model on this rank; reshards all units."""
+    # Collective under torch's own wrapper only, which gathers its full state.
     if torch_fsdp1.is_foreign(model):
         return _foreign_model(model)
     reshard_all(model)

@@ -41,28 +41,16 @@ from shardckpt.state.optim.optim_state_dict import (
 
 @dataclass(frozen=True)
 class LocalOptimizer:
-    """Shards of an optimizer's state on this rank.
+    """Shards of an optimizer's state on this rank."""
 
-    Attributes:
-        arrays: Tensors by FQN and slot.
-        values: Values that are not tensors, by FQN and slot.
-        groups: Settings of each param group, with FQNs as `params`.
-        names: FQNs of all parameters, in the order of the groups.
-    """
-
-    arrays: dict[tuple[str, str], TensorShards]
-    values: dict[tuple[str, str], Any]
-    groups: list[dict[str, Any]]
-    names: tuple[str, ...]
+    arrays: dict[tuple[str, str], TensorShards]  # tensors by FQN and slot
+    values: dict[tuple[str, str], Any]  # values that are not tensors, by FQN and slot
+    groups: list[dict[str, Any]]  # settings of each param group, with FQNs as `params`
+    names: tuple[str, ...]  # FQNs of all parameters, in the order of the groups
 
 
 def local_optimizer(index: ModelIndex, optim: OptimizerLike) -> LocalOptimizer:
-    """Return the shards of an optimizer's state on this rank, without communication.
-
-    Raises:
-        ForeignParameterError: The optimizer has a parameter that does not belong to the model.
-        OpaqueStateError: The sharding of a value is unknown.
-    """
+    """Return the shards of an optimizer's state on this rank, without communication."""
     of = map_optimizer_params(index, optim)
     arrays: dict[tuple[str, str], TensorShards] = {}
     values: dict[tuple[str, str], Any] = {}
@@ -91,16 +79,9 @@ def find_index(
     parameters: Mapping[str, nn.Parameter],
     optim: torch.optim.Optimizer,
 ) -> ModelIndex | None:
-    """Return the index of the model with all parameters of an optimizer; None without one.
-
-    If several models have them together, or with parameters beside them, the result is an index of all of these, with
-    their names before their FQNs.
-
-    Args:
-        models: Models by name.
-        parameters: Parameters beside the models by name.
-        optim: Optimizer of some or all of their parameters.
-    """
+    """Return the index of the model with all parameters of an optimizer; None without one."""
+    # If several models have them together, or with parameters beside them, the result is an index of all of these, with
+    # their names before their FQNs.
     wanted = {id(parameter) for group in optim.param_groups for parameter in group["params"]}
     parts = _Parts()
     for name, (module, model) in models.items():
@@ -136,10 +117,8 @@ def _has_all(index: ModelIndex, optim: torch.optim.Optimizer) -> bool:
 
 
 def find_unsaved_values(optim: torch.optim.Optimizer) -> list[str]:
-    """Return names of what an optimizer has besides the state of its parameters and its groups.
-
-    Torch allows other keys than parameters in its state. Its class, or a hook, may add entries to `state_dict()`.
-    """
+    """Return names of what an optimizer has besides the state of its parameters and its groups."""
+    # Torch allows other keys than parameters in its state. Its class, or a hook, may add entries to `state_dict()`.
     others = [f"state.{key}" for key in optim.state if not isinstance(key, torch.Tensor)]
     hooks = getattr(optim, "_optimizer_state_dict_post_hooks", None)  # wrappers may lack it
     if type(optim).state_dict is not torch.optim.Optimizer.state_dict or hooks:
@@ -149,11 +128,7 @@ def find_unsaved_values(optim: torch.optim.Optimizer) -> list[str]:
 
 
 def parameter_names(index: ModelIndex, optim: OptimizerLike) -> list[list[str]]:
-    """Return the FQNs in each param group, in the order of the unsharded model.
-
-    Raises:
-        ForeignParameterError: The optimizer has a parameter that does not belong to the model.
-    """
+    """Return the FQNs in each param group, in the order of the unsharded model."""
     of = map_optimizer_params(index, optim)
     places = {name: at for at, name in enumerate(index.names)}
     flat = {
@@ -222,10 +197,8 @@ def _is_shaped(parameter: nn.Parameter, value: torch.Tensor) -> bool:
 
 
 def _make_zeros(parameter: nn.Parameter, dtype: torch.dtype, order: tuple[int, ...]) -> torch.Tensor:
-    """Return zeros of a parameter's shape and placements, with its memory order unless another is known.
-
-    `torch.zeros_like` of a DTensor would note the dtype of an earlier result, not of this one, in torch 2.6.
-    """
+    """Return zeros of a parameter's shape and placements, with its memory order unless another is known."""
+    # `torch.zeros_like` of a DTensor would note the dtype of an earlier result, not of this one, in torch 2.6.
     zeros = torch.zeros_like(local(parameter.detach()), dtype=dtype)
     if len(order) == zeros.dim():
         zeros = empty_in_order(zeros.shape, order, dtype, zeros.device).zero_()
@@ -257,34 +230,23 @@ def _shaped(params: AdapterParams, position: int, value: torch.Tensor) -> Iterat
 
 
 class SavedSlot(NamedTuple):
-    """Saved tensor of an optimizer slot.
+    """Saved tensor of an optimizer slot."""
 
-    Attributes:
-        shape: Saved shape, in elements.
-        dtype: Saved dtype.
-        order: Dimensions from the slowest to the fastest in the saved memory; empty if row-major or unknown.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # saved shape, in elements
     dtype: torch.dtype
+    # Dimensions from the slowest to the fastest in the saved memory; empty if row-major or unknown.
     order: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class OptimTargets:
-    """Tensors into which a saved optimizer state is read.
+    """Tensors into which a saved optimizer state is read."""
 
-    Attributes:
-        arrays: FQN, slot and destination of each tensor: the optimizer's own memory if it fits, otherwise new memory.
-        state: State of each parameter, complete once the arrays are filled.
-        changes: New settings of each param group; empty for a group without saved parameters.
-        problems: Mismatches, one sentence each, beginning with the dotted name.
-    """
-
+    # FQN, slot and destination of each tensor: the optimizer's own memory if it fits, otherwise new memory.
     arrays: list[tuple[str, str, TensorShards]]
-    state: dict[nn.Parameter, dict[str, Any]]
-    changes: list[dict[str, Any]]
-    problems: list[str]
+    state: dict[nn.Parameter, dict[str, Any]]  # state of each parameter, complete once the arrays are filled
+    changes: list[dict[str, Any]]  # new settings of each param group; empty for a group without saved parameters
+    problems: list[str]  # mismatches, one sentence each, beginning with the dotted name
 
     def put(self, optim: OptimizerLike) -> None:
         """Set the state and the settings of the optimizer."""
@@ -301,23 +263,8 @@ def plan_optim_targets(
     keeps_rest: bool = False,
     unequal_steps: UnequalSteps = "error",
 ) -> OptimTargets:
-    """Plan the targets of a saved optimizer state, without changing the optimizer.
-
-    An optimizer that never stepped gets new tensors.
-
-    Args:
-        model_index: Index of the model, or of several models.
-        optim: Optimizer of some or all parameters.
-        slots: Saved tensors by first FQN of the parameter and slot.
-        values: Saved values that are not tensors, by first FQN and slot.
-        groups: Saved param groups, with FQNs as `params`.
-        keeps_rest: Keep state that was not saved; otherwise it is dropped.
-        unequal_steps: As for `load_optim_state_dict`; the caller has to compare numbers in tensors.
-
-    Raises:
-        ForeignParameterError: The optimizer has a parameter that does not belong to the model.
-        ConflictError: Parameters of one group were saved with different settings.
-    """
+    """Plan the targets of a saved optimizer state, without changing the optimizer."""
+    # An optimizer that never stepped gets new tensors.
     of = map_optimizer_params(model_index, optim)
     targets = OptimTargets([], {}, match_settings(of.groups, groups), [])
     scalars = _scalars(model_index, slots)
@@ -429,10 +376,8 @@ class _TargetBuilder:
     def _other(
         self, params: AdapterParams, parameter: nn.Parameter, slot: str, saved: Mapping[str, SavedSlot], own: Any
     ) -> Any:
-        """Return the target of a tensor of another shape than its parameter.
-
-        It is the existing tensor, or a new one if the sharding is known.
-        """
+        """Return the target of a tensor of another shape than its parameter."""
+        # It is the existing tensor, or a new one if the sharding is known.
         name, first = next(iter(saved.items()))
         fits = isinstance(own, torch.Tensor) and tuple(own.shape) == first.shape and own.dtype == first.dtype
         if fits and _has_order(own, first.order):
@@ -475,11 +420,9 @@ def _on_device(value: Any, device: torch.device) -> Any:
 
 
 def _beside(parameter: DTensor, slot: SavedSlot) -> DTensor:
-    """Return a target for a saved tensor of another shape than its DTensor parameter.
-
-    It is sharded like the parameter in dimensions of equal length, and replicated in others: any placements of a
-    DTensor are correct.
-    """
+    """Return a target for a saved tensor of another shape than its DTensor parameter."""
+    # It is sharded like the parameter in dimensions of equal length, and replicated in others: any placements of a
+    # DTensor are correct.
     mesh, placements = parameter.device_mesh, list(parameter.placements)
     if len(slot.shape) != parameter.dim() or any(type(placement) not in (Shard, Replicate) for placement in placements):
         placements = [Replicate()] * mesh.ndim

@@ -10,11 +10,7 @@ from shardckpt.state.local.tensor_shards import end_address
 
 
 class SharedBytes:
-    """A copy on the CPU of the memory from the first to the last byte of some tensors.
-
-    Args:
-        tensors: Tensors with memory on one device.
-    """
+    """A copy on the CPU of the memory from the first to the last byte of some tensors."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._start = min(tensor.data_ptr() for tensor in tensors)

@@ -20,29 +20,18 @@ from shardckpt.errors import UnsupportedError
 
 
 class LocalShard(NamedTuple):
-    """One box of a tensor on this rank.
+    """One box of a tensor on this rank."""
 
-    Attributes:
-        box: Offsets and lengths in the full tensor.
-        tensor: Elements of the box, as a view of the rank's memory: a write changes the model.
-    """
-
-    box: Box
-    tensor: torch.Tensor
+    box: Box  # offsets and lengths in the full tensor
+    tensor: torch.Tensor  # elements of the box, as a view of the rank's memory: a write changes the model
 
 
 class TensorShards(NamedTuple):
-    """Full shape of a tensor, with its shards on this rank.
-
-    Attributes:
-        shape: Full shape, in elements.
-        dtype: Dtype of the elements.
-        shards: Disjoint shards on this rank; may be empty.
-    """
+    """Full shape of a tensor, with its shards on this rank."""
 
     shape: Shape
-    dtype: torch.dtype
-    shards: tuple[LocalShard, ...]
+    dtype: torch.dtype  # dtype of the elements
+    shards: tuple[LocalShard, ...]  # disjoint shards on this rank; may be empty
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -59,28 +48,12 @@ def has_own_elements(tensor: torch.Tensor) -> bool:
 def empty_in_order(
     shape: Sequence[int], order: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None
 ) -> torch.Tensor:
-    """Return an uninitialized tensor with a memory order of dimensions.
-
-    Args:
-        shape: Shape of the tensor, in elements.
-        order: Dimensions from the slowest to the fastest; empty for row-major.
-        dtype: Dtype of the tensor.
-        device: Device of the tensor; None for torch's default.
-    """
+    """Return an uninitialized tensor with a memory order of dimensions."""
     return view_in_order(torch.empty(prod(shape), dtype=dtype, device=device), shape, order)
 
 
 def get_tensor_shards(tensor: torch.Tensor, parameter: torch.Tensor | None = None) -> TensorShards:
-    """Return this rank's shards of a plain tensor or DTensor.
-
-    Args:
-        tensor: Tensor to describe.
-        parameter: Parameter that the tensor follows. If torch calls the placements of both equal, the parameter's are
-            used: versions that call a strided shard equal to a plain one drop the stride in results of arithmetic.
-
-    Raises:
-        UnsupportedError: The DTensor is a partial sum, or its local part is not a box.
-    """
+    """Return this rank's shards of a plain tensor or DTensor."""
     if not isinstance(tensor, DTensor):
         shape = tuple(tensor.shape)
         return TensorShards(shape, tensor.dtype, (LocalShard(full_box(shape), tensor.detach()),))
@@ -98,11 +71,7 @@ def _choose_placed(tensor: DTensor, parameter: torch.Tensor | None) -> DTensor:
 
 
 def get_box(tensor: DTensor, own: torch.Tensor | None = None) -> Box | None:
-    """Return the box of a DTensor on this rank; None if the rank is not in the mesh.
-
-    Raises:
-        UnsupportedError: The DTensor is a partial sum, or its local part is not a box.
-    """
+    """Return the box of a DTensor on this rank; None if the rank is not in the mesh."""
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -132,14 +101,7 @@ def _get_mesh_shape(mesh: DeviceMesh) -> Shape:
 
 @lru_cache(maxsize=4096)  # a hundred thousand tensors have a few dozen shapes
 def _compute_box(shape: Shape, placements: tuple[Placement, ...], mesh: Shape, coordinate: Shape) -> Box:
-    """Return the box of one rank for given placements.
-
-    Args:
-        shape: Shape of the full tensor, in elements.
-        placements: Placements, one per mesh dimension.
-        mesh: Shape of the mesh, in ranks.
-        coordinate: Coordinate of the rank in the mesh.
-    """
+    """Return the box of one rank for given placements."""
     if any(placement.is_partial() for placement in placements):
         raise UnsupportedError("a DTensor with partial sums cannot be saved", fix="Redistribute it first.")
     order = sort_by_split_order(placements, mesh)

@@ -67,10 +67,8 @@ def _index_layouts(units: Iterable[Mapping[str, Any]], prefix: str = "") -> dict
 
 
 def _without_names(param: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the layout of a parameter without names, for comparison.
-
-    Its FQN is relative to the unit, that of an entry to the model.
-    """
+    """Return the layout of a parameter without names, for comparison."""
+    # Its FQN is relative to the unit, that of an entry to the model.
     return {key: value for key, value in param.items() if key not in ("name", "aliases")}
 
 

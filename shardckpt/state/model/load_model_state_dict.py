@@ -106,10 +106,8 @@ def load_model_state_dict(
 
 
 def _load_foreign(model: nn.Module, state: Mapping[str, Any], kind: StateKind | str | None, *, strict: bool) -> Keys:
-    """Load a state that every rank has into a model under torch's own wrapper.
-
-    Rank 0 checks the state for all ranks.
-    """
+    """Load a state that every rank has into a model under torch's own wrapper."""
+    # Rank 0 checks the state for all ranks.
     expected = torch_fsdp1.shapes_at_first(model)
     ranks = torch_fsdp1.get_ranks(model)
     with validate_input(ranks, "fit a state to the model", given=bool(state)) as agreed:
@@ -287,15 +285,7 @@ class _IncomingModelState:
 
 
 def refuse_other_layout(note: Mapping[str, Any], model: nn.Module) -> None:
-    """Refuse a LOCAL state of another rank or of other units.
-
-    Args:
-        note: Metadata of the state; empty if it does not have metadata.
-        model: Model to load.
-
-    Raises:
-        StateMismatchError: The state does not fit.
-    """
+    """Refuse a LOCAL state of another rank or of other units."""
     problems = check_rank(note) or check_units(note, index_model(model))
     if problems:
         raise StateMismatchError(f"the state does not fit the model: {problems[0]}", fix="Nothing was changed.")
@@ -384,10 +374,8 @@ def _to_full(value: torch.Tensor) -> torch.Tensor:
 
 
 def _load_buffer(buffer: Buffer, given: _IncomingModelState, missing: set[str], first_of: Ranks | None) -> None:
-    """Copy the given value to a buffer, in its compute dtype.
-
-    Collective if only rank 0 of `first_of` has the value.
-    """
+    """Copy the given value to a buffer, in its compute dtype."""
+    # Collective if only rank 0 of `first_of` has the value.
     if not buffer.persistent or buffer.name in missing or (first_of is None and buffer.name not in given.values):
         return
     held = buffer.value

@@ -162,10 +162,8 @@ def _local(index: ModelIndex) -> dict[str, torch.Tensor]:
 
 
 def _ordered(tensors: Mapping[str, Any], index: ModelIndex) -> OrderedDict[str, Any]:
-    """Return tensors under all their names, in the order of the unsharded model.
-
-    Names that the unsharded model does not have come first.
-    """
+    """Return tensors under all their names, in the order of the unsharded model."""
+    # Names that the unsharded model does not have come first.
     state: OrderedDict[str, Any] = OrderedDict()
     known = set(index.names)
     state.update({name: value for name, value in tensors.items() if name not in known})
@@ -195,11 +193,7 @@ def local_metadata() -> dict[str, Any]:
 
 
 def units_metadata(index: ModelIndex) -> list[dict[str, Any]]:
-    """Return the layouts of a model's parameters, as plain JSON values.
-
-    Args:
-        index: Index of the model.
-    """
+    """Return the layouts of a model's parameters, as plain JSON values."""
     return [unit_metadata(adapter) for adapter in index.adapters]
 
 

@@ -14,11 +14,10 @@ from torch import nn
 from shardckpt.core.modules.fqn_and_params import clean
 from shardckpt.state.adapters.model_index import ModelIndex, below
 
+# Prefixes of modules whose methods and hooks are skipped: states here already have their results.
 _OWN_MODULES = ("torch.", "shardckpt.")
-"""Prefixes of modules whose methods and hooks are skipped: states here already have their results."""
 
-_QUANTIZED = "torch.ao."
-"""Prefix of modules whose classes have weights that are neither parameters nor buffers."""
+_QUANTIZED = "torch.ao."  # prefix of modules whose classes have weights that are neither parameters nor buffers
 
 _EXTRA_STATE = "_extra_state"
 
@@ -59,13 +58,9 @@ def run_load_hooks(index: ModelIndex, values: Mapping[str, Any]) -> dict[str, An
 
 
 def find_unsaved(index: ModelIndex | None) -> list[str]:
-    """Return names that modules add to `state_dict()`, and for which a checkpoint has no place.
-
-    Of modules with parameters, only what their own `_save_to_state_dict` adds is looked for: `state_dict()` may gather.
-
-    Args:
-        index: Index of a model in a state to save; None under torch's own wrapper.
-    """
+    """Return names that modules add to `state_dict()`, and for which a checkpoint has no place."""
+    # Of modules with parameters, only what their own `_save_to_state_dict` adds is looked for: `state_dict()` may
+    # gather.
     if index is None or index.flats:
         return []  # modules may have views of flat parameters, which are not there now
     found: dict[str, None] = {}
@@ -75,13 +70,8 @@ def find_unsaved(index: ModelIndex | None) -> list[str]:
 
 
 def find_quantized(index: ModelIndex | None) -> frozenset[str]:
-    """Return FQNs of parameters that mean nothing without values for which a checkpoint has no place.
-
-    Such as the weights of bitsandbytes, whose scales only `state_dict()` has.
-
-    Args:
-        index: Index of a model in a state to load; None under torch's own wrapper.
-    """
+    """Return FQNs of parameters that mean nothing without values for which a checkpoint has no place."""
+    # Such as the weights of bitsandbytes, whose scales only `state_dict()` has.
     if index is None or index.flats:
         return frozenset()  # as above
     found = set()

@@ -33,8 +33,7 @@ from shardckpt.state.model import module_hooks
 from shardckpt.state.model.model_state_dict import local_metadata, unit_metadata
 from shardckpt.state.redistribute.rank_grid import Ranks
 
-_COMPILED = "_orig_mod"
-"""Attribute of `torch.compile` for the compiled module; removed from every returned FQN."""
+_COMPILED = "_orig_mod"  # attribute of `torch.compile` for the compiled module; removed from every returned FQN
 
 KINDS = {
     StateDictType.FULL_STATE_DICT: StateKind.FULL,
@@ -58,13 +57,7 @@ def build_adapters(unit: FSDPUnit) -> list[EngineFlatAdapter]:
 
 
 class _ShownTensors:
-    """Tensors of a state, to register on a unit's modules for torch's recursion.
-
-    Args:
-        adapters: Adapters of the unit.
-        kind: Kind of the state.
-        first_only: Whether only rank 0 gets full tensors.
-    """
+    """Tensors of a state, to register on a unit's modules for torch's recursion."""
 
     def __init__(self, adapters: Sequence[EngineFlatAdapter], kind: StateKind, *, first_only: bool = False) -> None:
         self._adapters = adapters
@@ -95,14 +88,7 @@ class _ShownTensors:
 
 
 def require_distinct_names(module: nn.Module) -> None:
-    """Require that no two names become equal without the segments of wrappers.
-
-    Args:
-        module: Wrapped module.
-
-    Raises:
-        NameCollisionError: Two become equal.
-    """
+    """Require that no two names become equal without the segments of wrappers."""
     if has_mixed_wrapper(module):
         index_model(module)
 
@@ -115,21 +101,7 @@ def module_state_dict(
     prefix: str = "",
     keep_vars: bool = False,
 ) -> MutableMapping[str, Any]:
-    """Return the state of a wrapped module and its submodules. Collective.
-
-    `state_dict_type` sets its kind.
-
-    Args:
-        module: Wrapper of the module.
-        unit: Unit of the wrapper.
-        args: Positional arguments of `torch.nn.Module.state_dict`.
-        destination: Dict to extend; None for a new one.
-        prefix: Prefix of every name.
-        keep_vars: Return tensors that are not detached.
-
-    Raises:
-        NameCollisionError: Two tensors have one name without the segments of wrappers.
-    """
+    """Return the state of a wrapped module and its submodules. Collective. `state_dict_type` sets its kind."""
     given: dict[str, Any] = {"destination": destination, "prefix": prefix, "keep_vars": keep_vars}
     given.update(zip(given, args, strict=False))
     prefix = given["prefix"]
@@ -268,16 +240,8 @@ def _is_any(value: Any, addresses: Sequence[int]) -> bool:
 
 
 def prepare_state(state: MutableMapping[str, Any], prefix: str, unit: FSDPUnit) -> None:
-    """Rename a state's keys to those of torch's recursion, in place.
-
-    The keys are below the wrapper's attribute for the wrapped module.
-
-    Args:
-        state: torch's copy of a user's state.
-        prefix: Prefix of the wrapper.
-        unit: Unit of the wrapper. If the state also contains the registered flat parameters themselves, as from torch's
-            `set_model_state_dict`, they are not loaded.
-    """
+    """Rename a state's keys to those of torch's recursion, in place."""
+    # The keys are below the wrapper's attribute for the wrapped module.
     flats = [
         registration.flat.data_ptr()
         for registration in unit.registrations

@@ -47,21 +47,16 @@ from shardckpt.state.keys.validation import StateMismatchError, check_form, dige
 from shardckpt.state.model.layout_check import check_kind, check_rank, check_units
 from shardckpt.state.optim.optim_state_dict import AdapterParams, OptimizerLike, OptimizerParams, map_optimizer_params
 
+# Handling of a parameter without saved state: no state ("skip"), zeros, or an error.
 Missing = Literal["skip", "zeros", "error"]
-"""Handling of a parameter without saved state: no state ("skip"), zeros, or an error."""
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """State to set in one optimizer on this rank.
+    """State to set in one optimizer on this rank."""
 
-    Attributes:
-        state: New state of each parameter.
-        settings: New settings of each param group; empty for a group without saved parameters.
-    """
-
-    state: dict[nn.Parameter, dict[str, Any]]
-    settings: list[dict[str, Any]]
+    state: dict[nn.Parameter, dict[str, Any]]  # new state of each parameter
+    settings: list[dict[str, Any]]  # new settings of each param group; empty for a group without saved parameters
 
 
 @outside_inference_mode
@@ -149,11 +144,9 @@ def fit(
     unequal_steps: UnequalSteps = "error",
     in_place: bool = False,
 ) -> Fitted:
-    """Convert a state dict to an optimizer's state on this rank. Collective.
-
-    Arguments and errors are those of `load_optim_state_dict`. The optimizer is not changed, except that `in_place`
-    overwrites the elements of its tensors.
-    """
+    """Convert a state dict to an optimizer's state on this rank. Collective."""
+    # Arguments and errors are those of `load_optim_state_dict`. The optimizer is not changed, except that `in_place`
+    # overwrites the elements of its tensors.
     if missing not in ("skip", "zeros", "error"):
         raise UsageError("`missing` must be one of three words", found=missing, expected="skip, zeros or error")
     require_way_with_steps(unequal_steps)
@@ -253,10 +246,8 @@ class _IncomingOptimState:
 
     @cached_property
     def _usually_shaped(self) -> frozenset[str]:
-        """Slots that have the parameter's shape for most parameters.
-
-        Another shape of such a slot is an error.
-        """
+        """Slots that have the parameter's shape for most parameters."""
+        # Another shape of such a slot is an error.
         known = self.index.entries
         counts: dict[str, int] = {}
         for name in self.state.keys() & known.keys():
@@ -298,11 +289,7 @@ class _IncomingOptimState:
         )
 
     def check(self, of: OptimizerParams, missing: Missing) -> Survey:
-        """Return the survey of the values given for the optimizer's entries.
-
-        Raises:
-            StateMismatchError: The state does not fit.
-        """
+        """Return the survey of the values given for the optimizer's entries."""
         problems = check_kind(self.note, self.kind)
         problems += [
             f"{name!r} is the number of a parameter, not its name" for name in self._keys() if not isinstance(name, str)
@@ -349,10 +336,8 @@ class _IncomingOptimState:
         return self.state.get(flat or params.names(position)[0], {})
 
     def _find_local_misfits(self, params: AdapterParams) -> list[str]:
-        """Return the values of a flat parameter whose length does not fit.
-
-        The length may be with or without padding. Other units have other lengths.
-        """
+        """Return the values of a flat parameter whose length does not fit."""
+        # The length may be with or without padding. Other units have other lengths.
         if not params.is_flat or self.note:
             return []  # the metadata shows whether units are the same
         assert isinstance(params.adapter, EngineFlatAdapter)
@@ -383,17 +368,8 @@ class _IncomingOptimState:
         return misfits
 
     def parts(self, params: AdapterParams, index: int, slot: str, value: torch.Tensor) -> list[torch.Tensor] | None:
-        """Return each rank's part of a value of another shape than its parameter.
-
-        Args:
-            params: Parameters of an adapter.
-            index: Index of the entry.
-            slot: Name of the slot.
-            value: Concatenated tensor of all ranks.
-
-        Returns:
-            The parts in rank order; one part if the value is replicated; None if the sharding is unknown.
-        """
+        """Return each rank's part of a value of another shape than its parameter."""
+        # Returns the parts in rank order; one part if the value is replicated; None if the sharding is unknown.
         adapter, name = params.adapter, params.adapter.entries[index].name
         answer = ask_layout(self.layout, name, slot, value)
         if answer == "replicated":
@@ -436,11 +412,7 @@ def _first(name: Any, index: ModelIndex) -> Any:
 
 
 def _by_first_name(state: Mapping[Any, Any], index: ModelIndex) -> dict[Any, Any]:
-    """Return the state of each parameter by its first FQN.
-
-    Raises:
-        StateMismatchError: Two states are those of one parameter.
-    """
+    """Return the state of each parameter by its first FQN."""
     named: dict[Any, Any] = {}
     for name, slots in state.items():
         if named.setdefault(_first(name, index), slots) is not slots:
@@ -505,10 +477,8 @@ class _StateLoader:
         return {params.adapter.exposed[at]: self._select(params, at, state) for at, state in loaded.items()}
 
     def _select(self, params: AdapterParams, position: int, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the slots that this rank's optimizer has or will have.
-
-        Of a parameter without elements on this rank they are those that the optimizer made before its first step.
-        """
+        """Return the slots that this rank's optimizer has or will have."""
+        # Of a parameter without elements on this rank they are those that the optimizer made before its first step.
         made = self._made.get(params.adapter.exposed[position], {})
         return state if params.has_part(position) else {slot: value for slot, value in state.items() if slot in made}
 
@@ -551,10 +521,8 @@ class _StateLoader:
         return torch.zeros((), dtype=dtype).expand(entry.shape) if value is None else value.detach()
 
     def _get_target(self, adapter: ShardingAdapter, position: int, slot: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return the optimizer's own tensor if it fits, otherwise new memory.
-
-        The own tensor is not used if it shares memory with a given or an already written value.
-        """
+        """Return the optimizer's own tensor if it fits, otherwise new memory."""
+        # The own tensor is not used if it shares memory with a given or an already written value.
         parameter = adapter.exposed[position]
         own = self._own.get(parameter, {}).get(slot)
         if _fits(own, parameter, dtype):
@@ -601,8 +569,7 @@ class _StateLoader:
         return parts
 
 
-_NOWHERE = 0
-"""Data pointers of tensors without elements."""
+_NOWHERE = 0  # data pointers of tensors without elements
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -622,10 +589,8 @@ def _fits(own: Any, parameter: nn.Parameter, dtype: torch.dtype) -> TypeGuard[to
 
 
 def _to_local(value: Any, parameter: nn.Parameter, is_scalar: bool, owned: int) -> Any:
-    """Return a value of a LOCAL state in the optimizer's form.
-
-    It gets the padding of a flat parameter, or becomes a DTensor.
-    """
+    """Return a value of a LOCAL state in the optimizer's form."""
+    # It gets the padding of a flat parameter, or becomes a DTensor.
     if not isinstance(value, torch.Tensor) or is_scalar:
         return copy_value(value)
     if isinstance(parameter, DTensor):

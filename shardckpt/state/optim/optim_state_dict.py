@@ -58,15 +58,10 @@ class OptimizerLike(Protocol):
 
 @dataclass(frozen=True)
 class AdapterParams:
-    """Parameters of one adapter that an optimizer updates.
-
-    Attributes:
-        adapter: Adapter of the parameters.
-        positions: Indices of the adapter's exposed parameters that belong to the optimizer.
-    """
+    """Parameters of one adapter that an optimizer updates."""
 
     adapter: ShardingAdapter
-    positions: tuple[int, ...]
+    positions: tuple[int, ...]  # indices of the adapter's exposed parameters that belong to the optimizer
 
     def names(self, position: int) -> list[str]:
         """Return the FQNs of one exposed parameter; for a flat one, of all its members."""
@@ -79,11 +74,9 @@ class AdapterParams:
         return not is_divided or local(self.adapter.exposed[position]).numel() > 0
 
     def is_saving(self, position: int) -> bool:
-        """Return True if this rank's optimizer state of an exposed parameter is saved.
-
-        Without elements it is not: the optimizer never updates it, so a step count of its own stays behind. A parameter
-        that has none on any rank is saved by one of them.
-        """
+        """Return True if this rank's optimizer state of an exposed parameter is saved."""
+        # Without elements it is not: the optimizer never updates it, so a step count of its own stays behind. A
+        # parameter that has none on any rank is saved by one of them.
         return self.has_part(position) or self.adapter.is_reporting_rank(position)
 
     @property
@@ -94,15 +87,10 @@ class AdapterParams:
 
 @dataclass(frozen=True)
 class OptimizerParams:
-    """Parameters of an optimizer by adapter and by FQN.
+    """Parameters of an optimizer by adapter and by FQN."""
 
-    Attributes:
-        by_adapter: Parameters grouped by adapter.
-        groups: FQNs in each param group.
-    """
-
-    by_adapter: tuple[AdapterParams, ...]
-    groups: tuple[tuple[str, ...], ...]
+    by_adapter: tuple[AdapterParams, ...]  # parameters grouped by adapter
+    groups: tuple[tuple[str, ...], ...]  # FQNs in each param group
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -117,11 +105,7 @@ class OptimizerParams:
 
 
 def map_optimizer_params(model_index: ModelIndex, optim: OptimizerLike) -> OptimizerParams:
-    """Map an optimizer's parameters to adapters and FQNs.
-
-    Raises:
-        ForeignParameterError: A parameter does not belong to the model.
-    """
+    """Map an optimizer's parameters to adapters and FQNs."""
     where = {
         id(parameter): (adapter, position)
         for adapter in model_index.adapters
@@ -159,10 +143,8 @@ def _check_same(group: Group, digests: Sequence[bytes]) -> None:
 
 
 def gather_survey(of: OptimizerParams, optim: OptimizerLike, group: Group) -> Survey:
-    """Return the survey of the optimizers of all ranks.
-
-    Collective if a rank may not have a part of some parameter.
-    """
+    """Return the survey of the optimizers of all ranks."""
+    # Collective if a rank may not have a part of some parameter.
     mine = build_survey([(parameter, optim.state.get(parameter, {})) for parameter in of.parameters])
     if all(own.is_flat or not own.adapter.is_sharded or own.adapter.has_parts_everywhere for own in of.by_adapter):
         return mine
@@ -313,10 +295,8 @@ class _StateCollector:
     def _moved(
         self, adapter: ShardingAdapter, parts: Sequence[torch.Tensor | None], surveyed: Slot
     ) -> Iterable[torch.Tensor]:
-        """Return each entry's value in the requested kind. Collective.
-
-        Ranks that do not get values return an empty iterable.
-        """
+        """Return each entry's value in the requested kind. Collective."""
+        # Ranks that do not get values return an empty iterable.
         if self._kind is StateKind.SHARDED:
             return adapter.to_sharded(adapter.pack(parts, surveyed.torch_dtype), self._staging)
         packed = adapter.pack(parts, surveyed.torch_dtype, self._staging)
@@ -388,16 +368,7 @@ def _is_within(value: torch.Tensor, part: torch.Tensor | None) -> bool:
 
 
 def gather_uneven(own: torch.Tensor | None, dtype: torch.dtype, ranks: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Gather tensors of any shapes from the ranks that have one. Collective.
-
-    Args:
-        own: Tensor of this rank; None if it does not have one.
-        dtype: Dtype of all tensors.
-        ranks: Process group of the ranks.
-
-    Returns:
-        The tensors in rank order.
-    """
+    """Gather tensors of any shapes from the ranks that have one. Collective."""
     encoded = TorchGroup(ranks).all_gather(b"-" if own is None else ",".join(map(str, own.shape)).encode())
     shapes = [None if text == b"-" else torch.Size(int(n) for n in text.decode().split(",") if n) for text in encoded]
     device = get_group_device(ranks, torch.device("cpu") if own is None else own.device)

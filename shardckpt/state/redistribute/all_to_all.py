@@ -9,12 +9,7 @@ import torch.distributed as dist
 
 
 def pack(parts: Sequence[torch.Tensor], row: torch.Tensor) -> None:
-    """Copy tensors into consecutive elements of a row.
-
-    Args:
-        parts: Tensors of any dtype, on any device.
-        row: 1-D tensor with as many elements as all parts.
-    """
+    """Copy tensors into consecutive elements of a row."""
     if all(part.dtype == row.dtype and part.device == row.device and part.is_contiguous() for part in parts):
         if parts:
             torch.cat([part.view(-1) for part in parts], out=row)
@@ -24,12 +19,7 @@ def pack(parts: Sequence[torch.Tensor], row: torch.Tensor) -> None:
 
 
 def unpack(row: torch.Tensor, places: Sequence[torch.Tensor]) -> None:
-    """Copy consecutive elements of a row to destinations.
-
-    Args:
-        row: 1-D tensor with as many elements as all destinations.
-        places: Destinations of any dtype, on any device.
-    """
+    """Copy consecutive elements of a row to destinations."""
     for place, part in zip(places, torch.split(row, [place.numel() for place in places]), strict=True):
         place.copy_(part.view(place.shape))
 
@@ -41,15 +31,7 @@ def all_to_all(
     gives: Sequence[int],
     group: dist.ProcessGroup | None,
 ) -> dist.Work:
-    """Start an all-to-all with uneven splits. Collective; the caller waits for it.
-
-    Args:
-        taken: 1-D output, filled in rank order.
-        given: 1-D input, in rank order; it must not change until the end.
-        takes: Number of elements to receive from each rank.
-        gives: Number of elements to send to each rank.
-        group: Process group of the ranks; None for all ranks.
-    """
+    """Start an all-to-all with uneven splits. Collective; the caller waits for it."""
     size = taken.element_size()
     into, out = [size * n for n in takes], [size * n for n in gives]
     work: dist.Work | None = dist.all_to_all_single(

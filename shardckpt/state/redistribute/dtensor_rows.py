@@ -21,16 +21,8 @@ def direction(kept: DTensor) -> int | None:
 
 
 def gather_rows(kept: DTensor, at: int, part: torch.Tensor) -> torch.Tensor | None:
-    """Gather the rows of a DTensor to rank 0 of its mesh. Collective.
-
-    Args:
-        kept: DTensor with the mesh and placements.
-        at: Mesh dimension that shards it.
-        part: Rows of this rank, on the communication device of the mesh.
-
-    Returns:
-        The full tensor on rank 0; None on other ranks. Ranks that have copies of rows do nothing.
-    """
+    """Gather the rows of a DTensor to rank 0 of its mesh. Collective."""
+    # Returns the full tensor on rank 0; None on other ranks. Ranks that have copies of rows do nothing.
     mesh, place = kept.device_mesh, kept.device_mesh.get_coordinate()
     if place is None or any(where for axis, where in enumerate(place) if axis != at):
         return None
@@ -47,16 +39,7 @@ def gather_rows(kept: DTensor, at: int, part: torch.Tensor) -> torch.Tensor | No
 def scatter_rows(
     kept: DTensor, at: int, value: torch.Tensor | None, place: torch.Tensor, *, dtype: torch.dtype, staging: Staging
 ) -> None:
-    """Scatter the rows of a full tensor from rank 0 of the mesh. Collective.
-
-    Args:
-        kept: DTensor with the target mesh and placements.
-        at: Mesh dimension that shards it.
-        value: Full tensor on rank 0; None on other ranks.
-        place: Destination of this rank's rows.
-        dtype: Dtype of the communication.
-        staging: Communication buffers.
-    """
+    """Scatter the rows of a full tensor from rank 0 of the mesh. Collective."""
     mesh = kept.device_mesh
     dim, counts = _rows(kept, at)
     rows = None if value is None else [[part] for part in torch.split(value, list(counts), dim)]
@@ -71,10 +54,8 @@ def has_rows_everywhere(rows: int, ranks: int) -> bool:
 
 
 def get_mesh_device(kept: DTensor) -> torch.device:
-    """Return the communication device of a DTensor's mesh.
-
-    Its local tensor may be offloaded to the CPU.
-    """
+    """Return the communication device of a DTensor's mesh."""
+    # Its local tensor may be offloaded to the CPU.
     kind = kept.device_mesh.device_type
     return kept.device if kept.device.type == kind else current_device(kind)
 

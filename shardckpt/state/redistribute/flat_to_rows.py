@@ -33,15 +33,10 @@ def strides(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Rows:
-    """Split of a parameter along its slowest dimension, as by `torch.chunk`.
+    """Split of a parameter along its slowest dimension, as by `torch.chunk`."""
 
-    Attributes:
-        dim: Index of the dimension in the parameter's shape.
-        starts: Offset of each rank's part, in elements in memory order; the last item is the end.
-    """
-
-    dim: int
-    starts: tuple[int, ...]
+    dim: int  # index of the dimension in the parameter's shape
+    starts: tuple[int, ...]  # offset of each rank's part, in elements in memory order; the last item is the end
 
     @classmethod
     def from_spec(cls, spec: ParamSpec, world: int) -> Rows:
@@ -59,38 +54,23 @@ class Rows:
 
 @dataclass(frozen=True)
 class ElementRun:
-    """Contiguous elements of one parameter that one rank sends to another.
+    """Contiguous elements of one parameter that one rank sends to another."""
 
-    Attributes:
-        index: Index of the parameter.
-        flat: Offset in the flat shard, in elements.
-        part: Offset in the rows, in elements in memory order.
-        numel: Number of elements.
-    """
-
-    index: int
-    flat: int
-    part: int
+    index: int  # index of the parameter
+    flat: int  # offset in the flat shard, in elements
+    part: int  # offset in the rows, in elements in memory order
     numel: int
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Plan of one rank's sends and receives, from flat shards to rows.
+    """Plan of one rank's sends and receives, from flat shards to rows."""
 
-    Attributes:
-        rows: Split of each parameter.
-        out: Runs of this rank's flat shard to send, by receiving rank.
-        into: Runs of this rank's rows to receive, by sending rank.
-        shapes: Shape of this rank's rows of each parameter.
-        starts: Offset in this rank's flat shard of each parameter that has elements in it.
-    """
-
-    rows: tuple[Rows, ...]
-    out: tuple[tuple[ElementRun, ...], ...]
-    into: tuple[tuple[ElementRun, ...], ...]
-    shapes: tuple[tuple[int, ...], ...]
-    starts: dict[int, int]
+    rows: tuple[Rows, ...]  # split of each parameter
+    out: tuple[tuple[ElementRun, ...], ...]  # runs of this rank's flat shard to send, by receiving rank
+    into: tuple[tuple[ElementRun, ...], ...]  # runs of this rank's rows to receive, by sending rank
+    shapes: tuple[tuple[int, ...], ...]  # shape of this rank's rows of each parameter
+    starts: dict[int, int]  # offset in this rank's flat shard of each parameter that has elements in it
 
     @cached_property
     def gives(self) -> list[int]:
@@ -148,21 +128,10 @@ def find_first_owners(layout: FlatLayout) -> dict[int, int]:
 def start_flat_to_rows(
     shard: torch.Tensor, layout: FlatLayout, group: dist.ProcessGroup | None, staging: Staging
 ) -> Callable[[], list[torch.Tensor]]:
-    """Start an all-to-all for this rank's rows of every parameter. Collective.
-
-    Received elements are in rank order, which is the order of the flat layout, so each parameter's rows are contiguous.
-    Elements that this rank already has are not sent if they come first or last, so that the others are contiguous; they
-    are copied during the all-to-all.
-
-    Args:
-        shard: This rank's flat shard, or another tensor of its layout: 1-D, `layout.chunk` elements.
-        layout: Flat layout of the bucket.
-        group: Process group of the ranks that shard the bucket; None for a single rank.
-        staging: Communication buffers for the elements to send, in use until the end.
-
-    Returns:
-        Function that waits and returns the rows, as views of one tensor.
-    """
+    """Start an all-to-all for this rank's rows of every parameter. Collective."""
+    # Received elements are in rank order, which is the order of the flat layout, so each parameter's rows are
+    # contiguous. Elements that this rank already has are not sent if they come first or last, so that the others are
+    # contiguous; they are copied during the all-to-all.
     rank = dist.get_rank(group) if group is not None else 0
     plan = plan_exchange(layout, rank)
     given = [[shard[s.flat : s.flat + s.numel] for s in spans] for spans in plan.out]
@@ -204,19 +173,7 @@ def rows_to_flat(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Fill this rank's flat parts from the rows of all ranks, by one all-to-all.
-
-    Collective.
-
-    Args:
-        parts: This rank's rows of every parameter; None, on all ranks, for parameters to skip.
-        into: This rank's flat part of each parameter, 1-D; ignored for skipped parameters.
-        layout: Flat layout of the bucket.
-        group: Process group of the ranks that shard the bucket; None for a single rank.
-        staging: Communication buffers.
-        dtype: Dtype of the communication.
-        device: Device of the communication.
-    """
+    """Fill this rank's flat parts from the rows of all ranks, by one all-to-all. Collective."""
     rank = dist.get_rank(group) if group is not None else 0
     plan = plan_exchange(layout, rank)
     flats = [None if part is None else _flat(part, spec) for part, spec in zip(parts, layout.specs, strict=True)]

@@ -16,24 +16,16 @@ _LENGTH_BYTES = 8
 
 @dataclass(frozen=True)
 class Ranks:
-    """Ranks of a model as a grid: one process group, or one per axis of the grid.
+    """Ranks of a model as a grid: one process group, or one per axis of the grid."""
 
-    Attributes:
-        axes: Process groups of this rank, the slowest axis first; empty for a single rank.
-        guessed: Whether the ranks are a guess: the model does not use a process group, so ranks may have different
-            models.
-    """
-
+    # Process groups of this rank, the slowest axis first; empty for a single rank.
     axes: tuple[dist.ProcessGroup, ...] = ()
+    # Whether the ranks are a guess: the model does not use a process group, so ranks may have different models.
     guessed: bool = False
 
     @classmethod
     def from_groups(cls, groups: Iterable[dist.ProcessGroup | None]) -> Ranks:
-        """Build the grid from the process groups of a model.
-
-        Args:
-            groups: Process groups, which may repeat or contain each other; without groups the model is on all ranks.
-        """
+        """Build the grid from the process groups of a model."""
         if not (dist.is_available() and dist.is_initialized()):
             return cls()
         members: dict[frozenset[int], dist.ProcessGroup] = {}
@@ -78,11 +70,7 @@ class Ranks:
 
 
 class _Grid(Group):
-    """Group of ranks without a common process group; messages go axis by axis.
-
-    Args:
-        axes: Groups of this rank along each axis, the slowest axis first.
-    """
+    """Group of ranks without a common process group; messages go axis by axis."""
 
     def __init__(self, axes: Sequence[Group]) -> None:
         self._axes = axes

@@ -24,20 +24,9 @@ def scatter_from_rank0(
     device: torch.device,
     staging: Staging,
 ) -> None:
-    """Fill this rank's tensors with its parts from rank 0. Collective: one all-to-all.
-
-    Rank 0 copies its own parts while it sends the others. A rank with adjacent tensors receives directly into them;
-    other ranks copy the received elements once.
-
-    Args:
-        rows: On rank 0, the parts of each rank of the group; None on other ranks.
-        into: This rank's tensors, with the sizes of its parts; None, on all ranks, for tensors to skip.
-        group: Process group of the ranks with different parts; None for a single rank.
-        copies: Ranks with the same parts as this rank.
-        dtype: Dtype of the communication.
-        device: Device of the communication.
-        staging: Communication buffers.
-    """
+    """Fill this rank's tensors with its parts from rank 0. Collective: one all-to-all."""
+    # Rank 0 copies its own parts while it sends the others. A rank with adjacent tensors receives directly into them;
+    # other ranks copy the received elements once.
     places = [place for place in into if place is not None and place.numel()]
     count = sum(place.numel() for place in places)
     side_by_side = _in_one_piece(places, dtype, device)
@@ -82,10 +71,8 @@ def _give(
 
 
 def _in_one_piece(places: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-    """Return adjacent tensors as one 1-D tensor; None if not possible.
-
-    It is not possible for tensors that are not adjacent, or of another dtype or device.
-    """
+    """Return adjacent tensors as one 1-D tensor; None if not possible."""
+    # It is not possible for tensors that are not adjacent, or of another dtype or device.
     if not places:
         return torch.empty(0, dtype=dtype, device=device)
     first = places[0]
