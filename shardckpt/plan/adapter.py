@@ -19,15 +19,15 @@ _PREFIX = "base_model.model."
 _FACTOR = re.compile(
     r"(?P<module>.+)\.lora_(?P<kind>embedding_)?(?P<side>[AB])(\.(?P<adapter>(?!(weight|bias)$)[^.]+))?(\.weight)?"
 )
-# Last parts of the names of modules that are `Conv1D` in no model.
+# Last name parts of modules that are never `Conv1D`.
 _HEAD = re.compile(r"(.*_)?head|embed_out|score|classifier|qa_outputs")
 
 _TRAINED = "modules_to_save"
-# Part of the name of the base's own tensor in a state dict that has the trained one too.
+# Marks the base's own tensor in a state dict that has the trained one too.
 _ORIGINAL = ".original_module."
 _LARGEST_ALPHA = 1e30
 _RESIZE = (
-    "Give the base the vocabulary of the adapter with resize_token_embeddings({}), or save the adapter with"
+    "Give the base the adapter's vocabulary with resize_token_embeddings({}), or save the adapter with"
     " save_embedding_layers=True."
 )
 # Unsupported settings, which change the meaning of the factors, with their names in messages.
@@ -35,44 +35,44 @@ _REFUSED = {
     "use_dora": "DoRA, which scales what it adds by the norm of the result",
     "use_qalora": "QALoRA",
     "use_bdlora": "block-diagonal LoRA",
-    "lora_bias": "LoRA with biases of its own",
+    "lora_bias": "LoRA with its own biases",
     "layer_replication": "LoRA over replicated layers",
     "alora_invocation_tokens": "activated LoRA, which depends on the input",
     "trainable_token_indices": "single trained tokens",
     "target_parameters": "LoRA on bare parameters",
     "arrow_config": "a mixture of adapters",
 }
-# Starts of the values of `init_lora_weights` with which peft also changes the weights of the base.
+# Values of `init_lora_weights` that start so: peft also changes the base's weights.
 _CHANGES_BASE = re.compile(r"(?i:pissa|corda|olora|loftq|lora_ga)")
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """A weight to which the product of two factors is added."""
+    """A weight, and two factors whose product a merge adds to it."""
 
-    weight: str  # name of the weight in the base
-    a: str  # name of the first factor in the adapter, `rank x in`
-    b: str  # name of the second factor in the adapter, `out x rank`
-    scale: float  # factor of the product
+    weight: str  # name in the base
+    a: str  # name in the adapter: first factor, `rank x in`
+    b: str  # name in the adapter: second factor, `out x rank`
+    scale: float  # multiplies the product
     is_turned: bool  # whether the weight is `in x out`, as in an embedding and a `Conv1D`
 
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """The plan of a merge."""
+    """Plan to merge an adapter into its base."""
 
-    added: tuple[LowRank, ...]  # weights with their low-rank products
-    # Name in the base to name in the adapter, of fully trained tensors, and of tensors of the base that the adapter
-    # contains because products are added to them.
+    added: tuple[LowRank, ...]
+    # Name in the base to name in the adapter: fully trained tensors, and base tensors that the adapter contains because
+    # products are added to them.
     replaced: Mapping[str, str]
-    # Pairs of names in the adapter of one tensor, whose values have to be equal.
+    # Pairs of adapter names for one tensor: their values have to be equal.
     repeated: tuple[tuple[str, str], ...] = ()
-    # Shapes of replaced tensors that the base lacks, or has in another shape.
+    # Shapes of replaced tensors that the base lacks or has with another shape.
     shapes: Mapping[str, Shape] = field(default_factory=dict)
 
     @property
     def own(self) -> frozenset[str]:
-        """Names of fully trained tensors in the base, without their shared names."""
+        """Base names that the adapter trains in full, without shared names."""
         added = {each.weight for each in self.added}
         return frozenset(name for name in self.replaced if name not in added)
 
@@ -108,11 +108,11 @@ def plan_merge(
 
 @dataclass(frozen=True, slots=True)
 class _SortedNames:
-    """The names of an adapter's tensors by what they are in its base."""
+    """An adapter's names, sorted by their role in the base."""
 
     factors: Mapping[str, Mapping[str, str]]  # module to side to name
     turned: Set[str]  # modules whose weight is `in x out`
-    replaced: Mapping[str, list[str]]  # name in the base to names in the adapter, of all other tensors
+    replaced: Mapping[str, list[str]]  # all other tensors: name in the base to names in the adapter
 
 
 def _sort_names(adapter: Collection[str], where: str) -> _SortedNames:
@@ -123,7 +123,7 @@ def _sort_names(adapter: Collection[str], where: str) -> _SortedNames:
             "the file holds several adapters",
             where=where,
             found=", ".join(found),
-            fix=f"Write one of them into a folder: consolidate with --exclude '*.{found[-1]}*', for example.",
+            fix=f"Write one adapter into a folder: consolidate with --exclude '*.{found[-1]}*', for example.",
         )
     modules = {name: match["module"].removeprefix(_PREFIX) for name, match in factors.items()}
     require_unique({name: f"{modules[name]}.lora_{match['side']}" for name, match in factors.items()})
@@ -142,7 +142,7 @@ def _sort_names(adapter: Collection[str], where: str) -> _SortedNames:
 
 
 def list_changed(adapter: Collection[str], where: str) -> Set[str]:
-    """Return the names in the base of the tensors that an adapter changes."""
+    """Return the base names that an adapter changes."""
     names = _sort_names(adapter, where)
     return names.replaced.keys() | {f"{module}.weight" for module in names.factors}
 
@@ -157,7 +157,7 @@ def _require_lora(config: Mapping[str, Any], names: Iterable[str], where: str) -
     start = config.get("init_lora_weights")
     if isinstance(start, str) and _CHANGES_BASE.match(start):
         raise UnsupportedError(
-            "this adapter belongs to a base that peft changed when training began",
+            "this adapter belongs to a base that peft changed when training started",
             where=where,
             found=f"init_lora_weights {start!r} in adapter_config.json",
             fix="Merge it with peft, or save it with path_initial_model_for_weight_conversion=; for a base that holds"
@@ -171,12 +171,11 @@ def _require_lora(config: Mapping[str, Any], names: Iterable[str], where: str) -
 
 
 def _is_new_module(name: str, config: Mapping[str, Any], base: Sequence[str]) -> bool:
-    """Return True if a tensor's module is trained in full by the adapter and missing in the base, as a head."""
-    # Names of the base are sorted.
+    """Return True if the adapter trains a tensor's module in full and the base lacks it, as with a head."""
     saved, parts = config.get(_TRAINED), name.split(".")
     at = next((i for i, part in enumerate(parts[:-1], 1) if isinstance(saved, list) and part in saved), 0)
     prefix = ".".join((*parts[:at], ""))
-    first = bisect_left(base, prefix)
+    first = bisect_left(base, prefix)  # the base's names are sorted
     return at > 0 and not is_embedding(name) and not (first < len(base) and base[first].startswith(prefix))
 
 
@@ -195,7 +194,7 @@ def _require_in_base(name: str, base: Mapping[str, Shape], where: str) -> None:
 def _check_shapes(
     shapes: Mapping[str, Shape], replaced: Mapping[str, str], base: Mapping[str, Shape], where: str
 ) -> None:
-    """Require that only a vocabulary has another size than in the base, and the same in all of its tensors."""
+    """Require equal shapes; only a vocabulary may differ, and then alike in all its tensors."""
     resized: dict[Shape, tuple[str, Shape]] = {}
     for name, shape in shapes.items():
         before = base.get(name, shape)
@@ -209,7 +208,7 @@ def _check_shapes(
         name, shape = resized.get(size, ("", size))
         if name and _is_of_vocabulary(other) and shapes.get(other) != shape:
             raise UsageError(
-                f"the vocabulary of the adapter has {shape[0]} tokens in {name}, and {other} has another number",
+                f"the adapter's vocabulary has {shape[0]} tokens in {name}, but another number in {other}",
                 where=where,
                 found=size,
                 expected=shape,
@@ -238,7 +237,7 @@ def _low_rank(
     where: str,
 ) -> LowRank:
     if set(sides) != {"A", "B"}:
-        raise FormatError(f"{module} has one factor of two", where=where, found=", ".join(sides.values()))
+        raise FormatError(f"{module} has only one factor", where=where, found=", ".join(sides.values()))
     weight = f"{module}.weight"
     _require_in_base(weight, base, where)
     a, b = adapter[sides["A"]], adapter[sides["B"]]
@@ -266,9 +265,7 @@ def _low_rank(
 
 
 class _Settings:
-    """Ranks and scales of modules: defaults, and patterns of module names."""
-
-    # Patterns match the end of a name.
+    """Ranks and scales by module: defaults, and patterns that match the end of a name."""
 
     def __init__(self, config: Mapping[str, Any], characters: int, where: str) -> None:
         self.is_stabilised = bool(config.get("use_rslora"))
@@ -280,24 +277,24 @@ class _Settings:
         self._alphas = self._patterns("alpha_pattern", alphas, steps)
 
     def rank(self, module: str) -> int:
-        """Return the rank of a module's factors."""
+        """Return a module's rank."""
         rank = self._found(self._ranks, "r", module)
         if type(rank) is not int:
-            raise FormatError("the rank of an adapter must be an integer", where=self._where, found=rank)
+            raise FormatError("an adapter's rank must be an integer", where=self._where, found=rank)
         return rank
 
     def alpha(self, module: str) -> float:
-        """Return the scale of a module's product, before the division by the rank."""
+        """Return the scale of a module's product before the division by the rank."""
         alpha = self._found(self._alphas, "lora_alpha", module)
         if type(alpha) not in (int, float) or not abs(alpha) <= _LARGEST_ALPHA:
-            raise FormatError("lora_alpha is not a finite number", where=self._where, found=alpha)
+            raise FormatError("lora_alpha must be a finite number", where=self._where, found=alpha)
         return float(alpha)
 
     def _numbers_by_pattern(self, key: str) -> Mapping[object, object]:
-        """Return the numbers of the patterns below a key of the adapter's config."""
+        """Return the patterns and numbers that a config key holds."""
         numbers = self._config.get(key) or {}
         if not isinstance(numbers, dict):
-            raise FormatError(f"{key} does not map patterns to numbers", where=self._where, found=numbers)
+            raise FormatError(f"{key} must map patterns to numbers", where=self._where, found=numbers)
         return numbers
 
     def _patterns(

@@ -1,8 +1,8 @@
 """Plan fp8 weights with a scale for each block: which weights, names and config.
 
-The layout is that of DeepSeek-V3 (`README_WEIGHTS.md`, `inference/kernel.py` of its repository), which transformers
-(`integrations/finegrained_fp8.py`, 5.23) and vLLM (`layers/quantization/fp8.py`, 0.33) read: a weight is stored as
-`float8_e4m3fn`, beside it `<name>_scale_inv` in float32, by which the blocks are multiplied.
+The layout follows DeepSeek-V3 (`README_WEIGHTS.md`, `inference/kernel.py` in its repository). transformers
+(`integrations/finegrained_fp8.py`, 5.23) and vLLM (`layers/quantization/fp8.py`, 0.33) read it. A weight is stored as
+`float8_e4m3fn`; `<name>_scale_inv` in float32 multiplies its blocks.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from shardckpt.manifest import TensorEntry
 from shardckpt.plan.naming.fqn import require_matches
 from shardckpt.plan.quantized_weights import QUANTIZATION_CONFIG
 
-METHOD = "fp8-block"  # name of the method in `--quantize`
+METHOD = "fp8-block"  # as `--quantize` spells it
 
 DTYPE = "float8_e4m3fn"
-LARGEST = 448.0  # largest finite value of the dtype
-Blocks = tuple[int, int]  # elements of a block in each dimension; the last blocks may have fewer
-BLOCK: Blocks = (128, 128)  # the blocks that are written
+LARGEST = 448.0  # largest finite value
+Blocks = tuple[int, int]  # elements per dimension; the last blocks may have fewer
+BLOCK: Blocks = (128, 128)  # for written weights
 
 _KEPT_KEY = "modules_to_not_convert"
 _SCALE_SUFFIX = "_scale_inv"
 _WEIGHT_SUFFIX = ".weight"
-# Last part of a module's name, for modules that stay as they are: embeddings, heads and routers.
+# Last name parts of modules that stay unquantized: embeddings, heads and routers.
 _NOT_LINEAR = re.compile(r".*embed.*|wte|wpe|shared|(.*_)?(head|gate|router)|output|score|classifier")
 
-# Model types of transformers with `Conv1D` layers; their weights are transposed, and no reader takes them as fp8.
+# Model types in transformers with `Conv1D` layers; their weights are transposed, and no reader takes them as fp8.
 TRANSPOSED = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
 
 
@@ -41,7 +41,7 @@ def name_scale(weight: str) -> str:
 
 
 def count_blocks(shape: Shape, block: Blocks = BLOCK) -> Shape:
-    """Return the number of blocks in each dimension."""
+    """Count blocks in each dimension."""
     return tuple(-(-n // step) for n, step in zip(shape, block, strict=True))
 
 
@@ -52,28 +52,28 @@ def choose_weights(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
 ) -> list[str]:
-    """Return the names of the weights to quantize."""
-    # These are the matrices of floats named `*.weight`, except those of embeddings, heads and routers, and matrices
-    # that end in smaller blocks, since readers refuse them or take them back wrongly.
+    """Return names of weights to quantize."""
     if QUANTIZATION_CONFIG in config or (DTYPE in {entry.dtype for entry in tensors.values()}):
         raise UnsupportedError(
             "the model is already quantized",
             found=_describe(config.get(QUANTIZATION_CONFIG)),
-            fix="Convert the model from which it was made; --dtype bf16 takes fp8 in blocks back.",
+            fix="Convert the original model; --dtype bf16 dequantizes fp8 blocks.",
         )
     if config.get("model_type") in TRANSPOSED:
         raise UnsupportedError(
-            "the weights of this model are transposed (Conv1D), and no reader takes such weights as fp8",
+            "this model's weights are transposed (Conv1D), and no reader takes such weights as fp8",
             found=f"model_type {config['model_type']}",
         )
     require_matches((*include, *exclude), list(tensors))
+    # Float matrices named `*.weight` are taken, but no embeddings, heads and routers. Readers refuse matrices that end
+    # in smaller blocks, or read them wrongly.
     taken = [name for name, entry in tensors.items() if _is_taken(name, entry, include)]
     found = [name for name in taken if not _matches(name, exclude)]
     if not found:
         odd = sum(ends_in_smaller_blocks(tensors[name].shape) for name in tensors if is_linear(name, tensors[name]))
         raise UsageError(
             "found no weights to quantize",
-            found=f"{len(tensors)} tensors{f', {odd} of a width that {BLOCK[0]} does not divide' if odd else ''}",
+            found=f"{len(tensors)} tensors{f', {odd} with a width that {BLOCK[0]} does not divide' if odd else ''}",
             fix="Choose them by globs.",
         )
     return found
@@ -85,12 +85,12 @@ def ends_in_smaller_blocks(shape: Shape) -> bool:
 
 
 def is_stacked(name: str, entry: TensorEntry) -> bool:
-    """Return True for the weights of several experts in one tensor, which are not quantized."""
+    """Return True for several experts' weights in one tensor, which stay unquantized."""
     return len(entry.shape) == 3 and entry.dtype in FLOATS and "experts" in name.split(".")
 
 
 def is_linear(name: str, entry: TensorEntry) -> bool:
-    """Return True for the weight of a linear layer, by its name and shape."""
+    """Return True for a linear layer's weight, by its name and shape."""
     return _is_matrix(name, entry) and not _NOT_LINEAR.fullmatch(_module(name).rpartition(".")[2])
 
 
@@ -108,13 +108,13 @@ def _is_taken(name: str, entry: TensorEntry, include: Sequence[str]) -> bool:
         raise UsageError(
             f"--quantize-include matches {name}, which cannot be quantized",
             found=f"{entry.dtype} {list(entry.shape)}",
-            expected="a matrix of floats that is named *.weight",
+            expected="a float matrix named *.weight",
         )
     return True
 
 
 def plan_config(names: Mapping[str, TensorEntry], quantized: Iterable[str]) -> dict[str, object]:
-    """Return the `quantization_config` of a model."""
+    """Return the `quantization_config` for a model."""
     return {
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
@@ -125,8 +125,8 @@ def plan_config(names: Mapping[str, TensorEntry], quantized: Iterable[str]) -> d
 
 
 def _list_kept_modules(tensors: Mapping[str, TensorEntry], quantized: frozenset[str]) -> list[str]:
-    """Return the modules of matrices that are not quantized."""
-    # A module that has a quantized one inside is not named: transformers would skip both.
+    """Return modules whose matrices stay unquantized."""
+    # A module that contains a quantized one is not listed: transformers would skip both.
     within = {_module(name)[:at] for name in quantized for at in _dots(_module(name))}
     kept = (_module(name) for name, entry in tensors.items() if name not in quantized and len(entry.shape) > 1)
     return [module for module in dict.fromkeys(kept) if module and module not in within]
@@ -140,8 +140,7 @@ def _dots(name: str) -> list[int]:
 def find_scaled(
     tensors: Mapping[str, TensorEntry], config: Mapping[str, object], keep: Sequence[str] = ()
 ) -> dict[str, Blocks]:
-    """Return the fp8 weights that have scales beside them, each with the shape of its blocks."""
-    # A weight with one scale is one block.
+    """Return the block shape for each fp8 weight with scales; a weight with one scale is one block."""
     block = _read_block(config)
     found: dict[str, Blocks] = {}
     for name, entry in tensors.items():
@@ -151,7 +150,7 @@ def find_scaled(
 
 
 def _fit_block(name: str, shape: Shape, scales: Shape, block: Blocks | None) -> Blocks:
-    """Return the shape of the blocks of a weight, which its scales have to fit."""
+    """Return a weight's block shape, which its scales have to fit."""
     if len(shape) == 2:
         if scales in ((), (1,)) or (block is None and scales == (1, 1)):
             return (shape[0], shape[1])
@@ -159,7 +158,7 @@ def _fit_block(name: str, shape: Shape, scales: Shape, block: Blocks | None) -> 
             return block
     size = "one for the weight" if block is None else f"one for each block of {' x '.join(map(str, block))}"
     raise UnsupportedError(
-        f"the scales of {name} do not have the shape that its blocks need",
+        f"the scales of {name} do not fit its blocks",
         found=list(scales),
         expected=f"{size}, of {list(shape)}",
         fix="Leave the weight as it is with --keep-fp32.",
@@ -167,7 +166,7 @@ def _fit_block(name: str, shape: Shape, scales: Shape, block: Blocks | None) -> 
 
 
 def drop_quantization(config: Mapping[str, object], names: Iterable[str] | None) -> dict[str, object]:
-    """Return a model's config without the quantization of some weights."""
+    """Return a config without quantization for some weights; None means all."""
     rest = {key: value for key, value in config.items() if key != QUANTIZATION_CONFIG}
     quantization = config.get(QUANTIZATION_CONFIG)
     if names is None or not isinstance(quantization, Mapping):
@@ -178,7 +177,7 @@ def drop_quantization(config: Mapping[str, object], names: Iterable[str] | None)
 
 
 def _read_block(config: Mapping[str, object]) -> Blocks | None:
-    """Return the shape of a block; the usual one if the config does not say, None if it says that there are none."""
+    """Return the config's block shape: the usual one by default, None for `null`."""
     quantization = config.get(QUANTIZATION_CONFIG)
     block = quantization.get("weight_block_size", BLOCK) if isinstance(quantization, Mapping) else BLOCK
     if block is None:

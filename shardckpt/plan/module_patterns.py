@@ -1,9 +1,9 @@
-r"""Match patterns of module names in adapter configs in linear time.
+r"""Match module patterns from adapter configs in linear time.
 
 Supports the subset that peft writes. `re` takes exponential time for some patterns, and these come from untrusted
 files. Supported are characters, `.`, classes such as `[0-9]`, `\d`, `\w`, and escaped characters, each with or without
-`*`, `+` or `?`, and alternatives in groups without repetition, such as `layers\.(0|1)\.mlp`. A pattern of plain
-characters and dots is compared directly; others are compiled to an automaton whose states are created on demand.
+`*`, `+` or `?`, and alternatives in groups without repetition, such as `layers\.(0|1)\.mlp`. Plain characters and dots
+are compared directly; other patterns become an automaton whose states are created on demand.
 `MatchBudget` limits the total work.
 """
 
@@ -24,13 +24,13 @@ _TAIL = re.compile(r"\w*\Z", re.ASCII)
 
 _FREE_STEPS = 3_000_000
 _STEPS_PER_CHARACTER = 2
+# Costs: one step is a quarter of a microsecond, or four bytes of memory.
 _PATTERN_STEPS, _PART_STEPS, _NODE_STEPS, _CLASS_STEPS = 60, 2, 25, 1200
-# Costs of a pattern and of its parts: one step is a quarter of a microsecond, or four bytes of memory.
 _STATE_STEPS, _ARC_STEPS = 120, 25
 
 
 class MatchBudget:
-    """Limits the work of matching, in proportion to the length of names and patterns."""
+    """Limits the work for matching in proportion to the length of names and patterns."""
 
     __slots__ = ("_left", "_where")
 
@@ -43,19 +43,19 @@ class MatchBudget:
         self._left -= count
         if self._left < 0:
             raise UnsafeError(
-                "matching the patterns of the adapter would cost more than any adapter of its size needs",
+                "the adapter's patterns take too long to match for its size",
                 where=self._where,
-                fix="They look made to take hours; do not trust where they came from.",
+                fix="They look made to take hours: do not trust their source.",
             )
 
 
 class _Place(NamedTuple):
-    """One element of a pattern."""
+    """A pattern element."""
 
     # Matches one character: this character, or this expression; None matches all but a line break.
     test: str | re.Pattern[str] | None
-    repeats: bool = False  # whether the element may occur several times
-    is_optional: bool = False  # whether the element may be missing
+    repeats: bool = False  # whether it may occur several times
+    is_optional: bool = False  # whether it may be missing
 
     def fits(self, character: str) -> bool:
         if self.test is None:
@@ -79,10 +79,10 @@ class ModulePattern:
 
     def __init__(self, text: object, where: str, steps: MatchBudget) -> None:
         if not isinstance(text, str):
-            raise FormatError("a pattern of modules is not text", where=where, found=text)
+            raise FormatError("a module pattern must be text", where=where, found=text)
         if len(text) > _LONGEST:
             raise UnsupportedError(
-                "a pattern of modules is too long", where=where, found=f"{len(text)} characters", expected=_LONGEST
+                "a module pattern is too long", where=where, found=f"{len(text)} characters", expected=_LONGEST
             )
         steps.spend(_PATTERN_STEPS)
         self._steps = steps
@@ -119,7 +119,7 @@ class ModulePattern:
 
 
 def _literal_tail(text: str) -> str:
-    """Return characters at the end of every matching name; empty if they differ."""
+    """Return characters that end every matching name; empty if they differ."""
     found = _TAIL.search(text)
     assert found is not None
     is_escaped = text.endswith("\\", 0, found.start())
@@ -148,6 +148,7 @@ class _Automaton:
 
     def _add_arc(self, state: int, character: str) -> int:
         """Return the state after a character."""
+        # A match may start after a dot, unless it has to be the full name.
         starts = [0] if character == "." and not self._is_full else []
         for at in self._states[state]:
             node = self._nodes[at] if at < len(self._nodes) else None
@@ -159,7 +160,7 @@ class _Automaton:
         return following
 
     def _number(self, nodes: frozenset[int]) -> int:
-        """Return the number of a state, which is created if it is new."""
+        """Return a state's number; create a new state."""
         number = self._numbers.get(nodes)
         if number is None:
             self._steps.spend(_STATE_STEPS + 16 * len(nodes))
@@ -253,7 +254,7 @@ class _Parser:
         return _Place(test, repeat in ("*", "+"), repeat in ("*", "?"))
 
     def _one(self) -> str | re.Pattern[str] | None:
-        """Return the test of the next character of the pattern."""
+        """Return the test for the pattern's next character."""
         character = self._peek()
         self._at += 1
         if character == "[":
@@ -289,13 +290,13 @@ class _Parser:
         return self._text[self._at : self._at + 1]
 
     def _malformed(self) -> FormatError:
-        return FormatError("a pattern of modules must be a regular expression", where=self._where, found=self._pattern)
+        return FormatError("a module pattern must be a regular expression", where=self._where, found=self._pattern)
 
     def _refused(self) -> UnsupportedError:
         return UnsupportedError(
-            "a pattern of modules is of a form that could take for ever to match",
+            "a module pattern has a form that could take forever to match",
             where=self._where,
             found=self._pattern,
             expected=r"names, and parts such as [0-9]+, \d, .* and (a|b)",
-            fix="Write the names of the modules in its place in adapter_config.json.",
+            fix="Write module names in its place in adapter_config.json.",
         )

@@ -12,20 +12,20 @@ from collections.abc import Mapping, Set
 from shardckpt.dtypes import FLOATS
 from shardckpt.manifest import TensorEntry
 
-QUANTIZATION_CONFIG = "quantization_config"  # key of `config.json`
+QUANTIZATION_CONFIG = "quantization_config"  # key in `config.json`
 
-# Dtypes of quantized weights; masks are `bool`, and indices and counters `int64`.
+# Quantized weights have these dtypes; masks are `bool`, and indices and counters `int64`.
 _PACKED = re.compile(r"u?int(8|16|32)|float[468]_.*")
 
-_PART = ".absmax"  # end of the name of a part that each weight of bitsandbytes in 4 bits has
+_PART = ".absmax"  # each 4-bit weight of bitsandbytes has a part with this name
 
 _SCALE = re.compile(r"(.*_)?scales?(_inv|_ub|_[0-9])?")
-# Last parts of the names of tensors of a quantized module that are ordinary floats.
+# Last name parts of ordinary floats in a quantized module.
 _CAST = re.compile(r"(.*_)?bias|weight")
 
 
 def find_quantized(tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
-    """Return the modules that store a weight quantized, each with the name of the first such tensor."""
+    """Return modules with quantized weights, each with the first such tensor's name."""
     packed = _find_packed(tensors)
     return {_find_module(name, packed): name for name in reversed(list(tensors)) if name in packed}
 
@@ -47,12 +47,12 @@ def list_uncast(tensors: Mapping[str, TensorEntry], config: Mapping[str, object]
 
 
 def _find_packed(tensors: Mapping[str, TensorEntry]) -> Set[str]:
-    """Return the names of quantized weights; bitsandbytes may pack one in floats, and parts below its name show it."""
+    """Return quantized weights' names; parts below a name show weights that bitsandbytes packed in floats."""
     narrow = {name for name, entry in tensors.items() if len(entry.shape) > 1 and _PACKED.fullmatch(entry.dtype)}
     return narrow | {name.removesuffix(_PART) for name in tensors if name.endswith(_PART)} & tensors.keys()
 
 
 def _find_module(name: str, packed: Set[str]) -> str:
-    """Return the module of a tensor; parts of a weight, such as `weight.absmax`, are in the module of the weight."""
+    """Return a tensor's module; parts such as `weight.absmax` are in the weight's module."""
     parent = name.rpartition(".")[0]
     return parent.rpartition(".")[0] if parent in packed else parent

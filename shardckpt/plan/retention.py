@@ -15,10 +15,10 @@ from typing_extensions import Unpack
 
 from shardckpt.errors import UsageError, require_keywords
 
-ORPHAN_TTL_S = 24 * 3600.0  # seconds without a change after which an unfinished save counts as an orphan
+ORPHAN_TTL_S = 24 * 3600.0  # an unfinished save without changes for so long counts as an orphan
 
 
-PAUSE_S = 30 * 24 * 3600.0  # seconds between two steps above which the elapsed time is not trusted
+PAUSE_S = 30 * 24 * 3600.0  # longer intervals between two steps are not trusted
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _TIME = re.compile(rf"(\d+(?:\.\d+)?) ?([{''.join(_SECONDS)}])")
@@ -26,19 +26,19 @@ _NO_UNIT = re.compile(r"-?\d+(\.\d+)?")
 
 
 class SavedStep(NamedTuple):
-    """Properties of a step for the retention rules."""
+    """A step's properties for the retention rules."""
 
     number: int
-    is_complete: bool = True  # whether it can be loaded. Other steps are ignored, and not removed by these rules
-    saved_at: float | None = None  # start time of its save, in seconds since the epoch; None if unknown
-    metrics: Mapping[str, float] = MappingProxyType({})  # metrics that were saved with it, by name
-    # Number of times that the run had returned to an older step before it. A step of a later branch is newer than one
-    # of an earlier branch, whatever their numbers.
+    is_complete: bool = True  # whether it can be loaded; the rules ignore other steps, and do not remove them
+    saved_at: float | None = None  # when its save started, in seconds since the epoch; None if unknown
+    metrics: Mapping[str, float] = MappingProxyType({})  # saved with it, by name
+    # How often the run had returned to an older step before it. A step in a later branch is newer than one in an
+    # earlier branch, whatever their numbers.
     branch: int = 0
 
 
 class RetentionParams(TypedDict, total=False):
-    """Keyword parameters of every function that removes steps; `prune` describes them."""
+    """Keyword parameters for every function that removes steps; `prune` describes them."""
 
     keep_last: int | None
     keep_every: int | None
@@ -50,22 +50,20 @@ class RetentionParams(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Rules that keep steps; steps that no rule keeps are deleted."""
+    """Rules that keep steps; others are deleted. Without rules all steps are kept."""
 
-    # Without rules all steps are kept.
-
-    keep_last: int | None = None  # number of newest steps to keep
+    keep_last: int | None = None  # newest steps to keep
     keep_every: int | None = None  # steps whose number is a multiple of this are kept
-    # Number of best steps by metric to keep; of equal ones the later. A NaN is worse than any number. Steps without the
-    # metric cannot be ranked: they are kept if this is the only rule, else the other rules decide.
+    # Best steps to keep by metric; the later of equal ones. A NaN is worse than any number. Steps without the metric
+    # cannot be ranked: they are kept if this is the only rule, else the other rules decide.
     keep_best: int | None = None
     mode: Literal["min", "max"] = "min"  # whether the best step has the smallest or the largest metric
     keep_for_s: float | None = None  # steps saved less than this number of seconds ago are kept
-    metric: str = "loss"  # name of the metric for `keep_best`
+    metric: str = "loss"  # for `keep_best`
 
     @classmethod
     def from_params(cls, function: str, /, **rules: Unpack[RetentionParams]) -> Retention:
-        """Return the rules of a user's call."""
+        """Return the rules from a user's call."""
         require_keywords(function, rules, RetentionParams.__annotations__)
         keep_for_s = parse_age("keep_for", rules.pop("keep_for", None))
         if keep_for_s == 0:
@@ -96,7 +94,7 @@ class Retention:
 
 
 def _is_duration(seconds: object) -> bool:
-    """Return True for a valid number of seconds, including infinity."""
+    """Return True for valid seconds, including infinity."""
     if not isinstance(seconds, Real) or isinstance(seconds, bool):
         return False
     try:
@@ -113,7 +111,7 @@ def parse_age(name: str, time: timedelta | str | int | None) -> float | None:
         return float(match[1]) * _SECONDS[match[2]]
     if time is None or text == "0":
         return None if time is None else 0.0
-    if _NO_UNIT.fullmatch(text):
+    if _NO_UNIT.fullmatch(text):  # a reader would have to guess: 7 days, or 7 seconds; 0 needs no unit
         units = ", ".join(f"{text}{unit}" for unit in "hd")
         raise UsageError(f"`{name}` must have a unit", found=repr(time), expected=f"{units} or {text}w")
     if isinstance(time, timedelta) and time >= timedelta(0):
@@ -123,11 +121,11 @@ def parse_age(name: str, time: timedelta | str | int | None) -> float | None:
 
 def with_trusted_times(steps: Iterable[SavedStep], now: float, *, may_be_over: bool = False) -> list[SavedStep]:
     """Return steps with corrected times, robust to one wrong clock."""
-    # The age of a step is computed from the times between the steps after it, and from its own time; the smaller is
-    # used. A time that runs backward, or that is longer than `PAUSE_S`, counts as zero, since a pause of the run and a
-    # wrong clock cannot be distinguished. No step is older than one that was saved before it.
+    # A step's age is computed from the intervals between later steps, and from its own time; the smaller counts. An
+    # interval that is negative or longer than `PAUSE_S` counts as zero, since a paused run and a wrong clock look the
+    # same. No step is older than one that was saved before it.
     trusted, age, later = [], 0.0, now
-    longest = math.inf if may_be_over else PAUSE_S
+    longest = math.inf if may_be_over else PAUSE_S  # after the run's end, any time counts in full
     for step in sorted(steps, key=_age_order, reverse=True):
         if step.saved_at is not None:
             passed = later - step.saved_at
@@ -139,14 +137,13 @@ def with_trusted_times(steps: Iterable[SavedStep], now: float, *, may_be_over: b
 
 
 def _without_times_behind(steps: Iterable[SavedStep], now: float) -> list[SavedStep]:
-    """Return steps in the order of a run, none older than earlier steps."""
-    # Earlier steps whose time is in the future are ignored.
+    """Return a run's steps in order, none older than earlier steps."""
     ordered, latest = [], -math.inf
     for step in steps:
         if step.saved_at is not None:
             saved_at = max(step.saved_at, latest)
             step = step._replace(saved_at=saved_at)
-            latest = saved_at if saved_at <= now else latest
+            latest = saved_at if saved_at <= now else latest  # a time in the future is ignored
         ordered.append(step)
     return ordered
 
@@ -187,9 +184,7 @@ def require_metric(steps: Iterable[SavedStep], metric: str) -> None:
 
 
 def find_best(steps: Iterable[SavedStep], metric: str, mode: Literal["min", "max"]) -> int | None:
-    """Return the number of the complete step with the best metric; of equal ones the later."""
-    # A step whose metric is NaN is not ranked.
-    # Returns the number; None if no step is complete.
+    """Return the complete step with the best metric, the later of equal ones; None without a complete step."""
     rules = Retention(keep_best=1, metric=metric, mode=mode)
     complete = sorted((step for step in steps if step.is_complete), key=_age_order)
     ranked = [step for step in complete if not math.isnan(step.metrics.get(metric, math.nan))]
@@ -205,7 +200,7 @@ def find_best(steps: Iterable[SavedStep], metric: str, mode: Literal["min", "max
 
 
 def _best(steps: Sequence[SavedStep], count: int, rules: Retention) -> list[int]:
-    ranked = [step for step in reversed(steps) if rules.metric in step.metrics]  # of equal steps, the later comes first
+    ranked = [step for step in reversed(steps) if rules.metric in step.metrics]  # the later of equal steps comes first
     best = sorted(ranked, key=lambda step: _badness(step.metrics[rules.metric], rules.mode))[:count]
     unranked = [] if rules.has_others else [step for step in steps if rules.metric not in step.metrics]
     return [step.number for step in (*best, *unranked)]

@@ -1,8 +1,8 @@
-"""Plan the parameters of each tensor-parallel rank of vLLM.
+"""Plan the parameters for each tensor-parallel rank in vLLM.
 
-The names, the fused projections and the split are those of the state dict that `ShardedStateLoader` of vLLM 0.33 fills
+Names, fused projections and the split follow the state dict that `ShardedStateLoader` in vLLM 0.33 fills
 (`model_loader/sharded_state_loader.py`; `models/llama.py`, `mistral.py`, `qwen2.py`, `qwen3.py`; `layers/linear.py`,
-`layers/vocab_parallel_embedding.py`; the scales of `layers/attention/attention.py`). It accepts no other names.
+`layers/vocab_parallel_embedding.py`; the scales in `layers/attention/attention.py`). It accepts no other names.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from shardckpt.plan.rules.rules import Concat, Narrow, Recipe, SourceTensor
 
 Config = Mapping[str, object]
 
-VOCAB_MULTIPLE = 64  # the rows of embeddings are padded with zeros to a multiple of this
+VOCAB_MULTIPLE = 64  # embeddings are padded with zero rows to a multiple of this
 
-# Buffers of an attention layer, each 1.0, in float32: vLLM's state dict has them, and no checkpoint of a model has.
+# Attention buffers, each 1.0, in float32: vLLM's state dict has them, a model's checkpoint does not.
 SCALES = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale")
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
-_BUFFER = ".rotary_emb.inv_freq"  # end of the name of a buffer in old checkpoints, which vLLM computes itself
+_BUFFER = ".rotary_emb.inv_freq"  # buffer in old checkpoints, which vLLM computes itself
 
 
 class Parameter(NamedTuple):
-    """A parameter of one rank."""
+    """One rank's parameter."""
 
-    recipe: Recipe  # construction from tensors of the model
-    padding: int = 0  # number of rows of zeros that follow
+    recipe: Recipe  # from the model's tensors
+    padding: int = 0  # zero rows that follow
 
 
 @dataclass(frozen=True, slots=True)
 class VllmArchitecture:
-    """Layers of a class of vLLM."""
+    """Layers in a vLLM model class."""
 
-    has_qkv_bias: Callable[[Config], bool]  # returns True if a model has biases of the query, key and value projections
-    has_output_bias: Callable[[Config], bool]  # returns True if a model has a bias of the attention's output projection
-    has_mlp_bias: Callable[[Config], bool]  # returns True if a model has biases in its MLP
+    has_qkv_bias: Callable[[Config], bool]  # on the query, key and value projections
+    has_output_bias: Callable[[Config], bool]  # on the attention's output projection
+    has_mlp_bias: Callable[[Config], bool]
     has_qk_norm: bool = False  # whether query and key are normalized by head
-    # Whether heads may have another size than that of the hidden states divided by their number.
+    # Whether `head_dim` may differ from the hidden size divided by the number of heads.
     has_head_dim: bool = True
 
 
@@ -70,7 +70,7 @@ def _has_mlp_bias(config: Config) -> bool:
 
 
 _LLAMA = VllmArchitecture(_has_llama_bias, _has_attention_bias, _has_mlp_bias)
-# Known architectures by the name in `config.json`.
+# By name in `config.json`.
 ARCHITECTURES: Mapping[str, VllmArchitecture] = {
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _LLAMA,
@@ -80,14 +80,14 @@ ARCHITECTURES: Mapping[str, VllmArchitecture] = {
 
 
 class _Sizes(NamedTuple):
-    """Sizes of a model, in elements, by its config."""
+    """A model's sizes in elements, from its config."""
 
     layers: int
-    vocabulary: int  # number of tokens
+    vocabulary: int  # tokens
     hidden: int
-    intermediate: int  # size between the projections of the MLP
-    heads: int  # number of attention heads
-    kv_heads: int  # number of heads of key and value
+    intermediate: int  # between the MLP's projections
+    heads: int  # attention heads
+    kv_heads: int  # key and value heads
     head_dim: int
 
 
@@ -113,7 +113,7 @@ def _read_number(config: Config, key: str) -> int:
 
 
 class _Model:
-    """The tensors of a model, and which of them have been placed."""
+    """A model's tensors, and the names that are placed."""
 
     def __init__(self, sizes: _Sizes, shapes: Mapping[str, Shape], tp: int) -> None:
         self.sizes, self.tp = sizes, tp
@@ -121,12 +121,12 @@ class _Model:
         self.placed: set[str] = set()
 
     def full(self, name: str, *shape: int) -> SourceTensor:
-        """Return a tensor of the model, which must have a shape."""
+        """Return a tensor, which must have the shape."""
         if name not in self._shapes:
             raise IncompleteError(
                 "vLLM needs a tensor that the checkpoint does not hold",
                 where=name,
-                fix="Names must be those of transformers; --rules and --rename change them.",
+                fix="Use the names from transformers; --rules and --rename change them.",
             )
         if self._shapes[name] != shape:
             raise UnsupportedError(
@@ -139,19 +139,19 @@ class _Model:
         return SourceTensor(name, shape)
 
     def part(self, name: str, shape: Shape, dim: int, start: int, size: int) -> Recipe:
-        """Return a slice of a tensor."""
+        """Slice a tensor."""
         tensor = self.full(name, *shape)
         if size == shape[dim]:
             return tensor
         return Narrow(tensor, dim, start, tuple(size if d == dim else n for d, n in enumerate(shape)))
 
     def split(self, name: str, shape: Shape, dim: int, rank: int) -> Recipe:
-        """Return the equal part of a rank."""
+        """Return a rank's equal part."""
         size = self.divide(shape[dim], f"dimension {dim} of {name}")
         return self.part(name, shape, dim, rank * size, size)
 
     def divide(self, number: int, name: str) -> int:
-        """Return the part of each rank."""
+        """Return each rank's part."""
         if number % self.tp:
             raise UsageError(f"--tp {self.tp} must divide {name}", found=str(number))
         return number // self.tp
@@ -164,19 +164,19 @@ def find_architecture(config: Config) -> VllmArchitecture:
     known = ", ".join(ARCHITECTURES)
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise UnsupportedError(
-            "the names of vLLM's parameters are not known for this architecture",
+            "vLLM's parameter names are not known for this architecture",
             where="config.json",
             found=f"architectures {names}",
             expected=known,
-            fix="vLLM reads folders of safetensors of all architectures that it knows: leave out --to.",
+            fix="vLLM reads safetensors folders for all its architectures: leave out --to.",
         )
     if "quantization_config" in config:
         raise UnsupportedError(
-            "vLLM's layout of quantized weights depends on the device",
+            "vLLM's layout for quantized weights depends on the device",
             where="config.json",
             found="quantization_config",
-            fix="Take weights in fp8 back first: shardckpt convert SRC PLAIN --dtype bf16. Then convert PLAIN. Or serve"
-            " the folder of safetensors as it is: vLLM splits it itself.",
+            fix="Dequantize fp8 weights first: shardckpt convert SRC PLAIN --dtype bf16. Then convert PLAIN. Or serve"
+            " the safetensors folder as it is: vLLM splits it itself.",
         )
     return ARCHITECTURES[name]
 
@@ -184,8 +184,7 @@ def find_architecture(config: Config) -> VllmArchitecture:
 def plan_rank(
     config: Config, shapes: Mapping[str, Shape], rank: int, tp: int, *, ties: Mapping[str, str]
 ) -> dict[str, Parameter]:
-    """Return the parameters of a rank by name, in the order of vLLM's state dict."""
-    # The scales of attention layers are not among them; see `list_scales`.
+    """Return a rank's parameters by name, in vLLM's order; `list_scales` has the attention scales."""
     architecture = find_architecture(config)
     model = _Model(_read_sizes(config, architecture), shapes, tp)
     is_tied = config.get("tie_word_embeddings") is True
@@ -195,14 +194,14 @@ def plan_rank(
         for name, recipe in _plan_layer(model, architecture, config, prefix, rank):
             found[prefix + name] = Parameter(recipe)
     found[NORM] = Parameter(model.full(NORM, model.sizes.hidden))
-    # vLLM keeps the first in alphabetical order of the names of one tensor
+    # vLLM keeps a tied tensor under its first name in alphabetical order
     found[HEAD] = _split_vocabulary(model, EMBEDDING if is_tied else HEAD, rank)
     _require_all_placed(model, shapes, ties)
     return found
 
 
 def list_scales(config: Config) -> list[str]:
-    """Return the names of the scales of all attention layers."""
+    """Return the names of all attention layers' scales."""
     layers = config["num_hidden_layers"]
     assert isinstance(layers, int), "plan_rank has checked it"
     return [f"model.layers.{layer}.self_attn.attn.{name}" for layer in range(layers) for name in SCALES]
@@ -211,7 +210,7 @@ def list_scales(config: Config) -> list[str]:
 def _plan_layer(
     model: _Model, architecture: VllmArchitecture, config: Config, prefix: str, rank: int
 ) -> Iterator[tuple[str, Recipe]]:
-    """Yield the parameters of a layer, with the names in it."""
+    """Yield a layer's parameters, with names relative to it."""
     sizes = model.sizes
     hidden, inner, heads = sizes.hidden, sizes.intermediate, sizes.heads * sizes.head_dim
     yield "self_attn.qkv_proj.weight", _fuse_qkv(model, prefix, "weight", (hidden,), rank)
@@ -233,7 +232,7 @@ def _plan_layer(
 
 
 def _fuse_qkv(model: _Model, prefix: str, kind: str, rest: Shape, rank: int) -> Recipe:
-    """Return the heads of a rank; ranks share the heads of key and value if there are fewer."""
+    """Return a rank's heads; ranks share key and value heads if there are fewer."""
     _, _, _, _, heads, kv_heads, head_dim = model.sizes
     size = model.divide(heads, "the number of attention heads") * head_dim
     if kv_heads >= model.tp:
@@ -258,7 +257,7 @@ def _fuse_gate_up(model: _Model, prefix: str, kind: str, rest: Shape, rank: int)
 
 
 def _split_vocabulary(model: _Model, name: str, rank: int) -> Parameter:
-    """Return the rows of a rank; the last ones are padded with zeros."""
+    """Return a rank's rows; zeros pad the last ones."""
     rows, hidden = model.sizes.vocabulary, model.sizes.hidden
     size = model.divide(-(-rows // VOCAB_MULTIPLE) * VOCAB_MULTIPLE, "the padded vocabulary")
     start = min(rank * size, rows)

@@ -47,7 +47,7 @@ def test_what_differs_is_named_with_its_place_and_both_ways_out(tmp_path: Path) 
             {"m": {"0": torch.ones(2)}},
             {"m": {"1": torch.ones(2)}},
         ),
-        "To keep each rank's own, wrap it in shardckpt.PerRank. If it is a part of a sharded module, pass": (
+        "To keep each rank's own, wrap it in shardckpt.PerRank. If it is part of a sharded module, pass": (
             {"w": torch.ones(2)},
             {"w": torch.ones(3)},
         ),

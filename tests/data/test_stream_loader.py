@@ -215,7 +215,7 @@ class TestRefusals:
 
     def test_missing_streams_are_named(self) -> None:
         halves = save(make_ranks(2, 6, 4))
-        with pytest.raises(FormatError, match=r"positions in streams \[3, 4, 5\] of rank 0 are missing"):
+        with pytest.raises(FormatError, match=r"rank 0 misses its positions in streams \[3, 4, 5\]"):
             make_ranks(1, 6, 4)[0].load_state_dict(halves[0])
         with pytest.raises(FormatError, match=r"different numbers of streams: \[6, 8\]"):
             make_ranks(1, 6, 4)[0].load_other_world([halves[0], make_ranks(1, 8, 4)[0].state_dict()], 0, 1)

@@ -130,7 +130,7 @@ class TestAnOptimizerAlone:
         net, _ = self.folder(tmp_path / "ck")
         (tmp_path / "names.json").write_text(json.dumps([name for name, _ in net.named_parameters()]))
         options: dict[str, Any] = {"part": "optim", "shapes_from": tmp_path / "ck"}
-        with pytest.raises(UsageError, match=r"calls id 1 '0.bias', whose shape is another"):
+        with pytest.raises(UsageError, match=r"calls id 1 '0.bias', which has another shape"):
             shardckpt.consolidate(
                 tmp_path / "ck" / "optimizer.pt", tmp_path / "out", param_names=tmp_path / "names.json", **options
             )

@@ -119,7 +119,7 @@ def test_names_get_the_numbers_of_another_optimizer(src: Path, tmp_path: Path) -
     assert torch.equal(tensors(tmp_path / "out")["0/exp_avg"], NAMED["a.b/exp_avg"])
     assert [g["params"] for g in groups(tmp_path / "out")["param_groups"]] == [[3, 2], [], [0]]
     (tmp_path / "names.json").write_text(json.dumps(["a.b", "z"]))
-    with pytest.raises(UsageError, match=r"1 parameters of the optimizer have no number; found a\.w"):
+    with pytest.raises(UsageError, match=r"1 optimizer parameters have no number; found a\.w"):
         shardckpt.rekey(str(src), str(tmp_path / "no"), to="ids", param_names=str(tmp_path / "names.json"))
 
 

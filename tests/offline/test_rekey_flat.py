@@ -114,7 +114,7 @@ def test_consolidate_reads_them_by_names(saved: Path, tmp_path: Path) -> None:
 
 def test_without_layouts_it_is_refused(saved: Path, tmp_path: Path) -> None:
     rekeyed(saved / "ranks", tmp_path / "names", "names")
-    with pytest.raises(UsageError, match="the layouts of the flat parameters are not known"):
+    with pytest.raises(UsageError, match="the flat parameters' layouts are not known"):
         rekeyed(tmp_path / "names", tmp_path / "flat", "flat-parameters")
     assert not (tmp_path / "flat").exists()
 

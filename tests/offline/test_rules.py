@@ -130,7 +130,7 @@ def _part(state: dict[str, Any]) -> None:
     [
         (_lack, r"layers\.1\.experts\.2\.w1\.weight has no"),
         (_differ, "the parts of wqk/step differ"),
-        (_count, "differ in what it has only once"),
+        (_count, "parts have different scalars"),
         (_reshape, "exp_avg is not shaped like its parameter"),
         (_part, "several groups"),
     ],

@@ -91,7 +91,7 @@ def test_patterns_at_random_fit_what_re_says() -> None:
 
 @pytest.mark.parametrize("text", ["(a+)+b", "(a|b)*", "a{1,9}", "(?=a)", r"(a)\1", "a**", "(?P<x>a)", "a$b", "a+?"])
 def test_other_forms_are_refused(text: str) -> None:
-    with pytest.raises(UnsupportedError, match="for ever"):
+    with pytest.raises(UnsupportedError, match="forever"):
         made(text)
 
 
@@ -112,7 +112,7 @@ def test_patterns_that_would_take_minutes_are_refused_in_time() -> None:
     texts = [f"{'(.|x)' * 6}.*z{i}" for i in range(1000)]
     steps = MatchBudget(sum(map(len, names + texts)), "adapter")
     started = time.process_time()
-    with pytest.raises(UnsafeError, match="adapter: matching the patterns"):
+    with pytest.raises(UnsafeError, match="adapter: .*patterns take too long"):
         assert not any(
             pattern.fits(name) for pattern in [ModulePattern(t, "x", steps) for t in texts] for name in names
         )

@@ -9,7 +9,7 @@ from typing import Any, get_args
 from shardckpt.errors import FormatError, UnsupportedError
 from shardckpt.format.encodings.safetensors import parse_json
 from shardckpt.format.native.records import NEWER, read_fields, read_integer, read_save
-from shardckpt.plan.resume.resumes import MOST_RESUMES, CaptureResume, Resume
+from shardckpt.plan.resume.resumes import MAX_RESUMES, CaptureResume, Resume
 from shardckpt.plan.resume.verdict import Cause, Divergence, Since
 
 VERSION = 1
@@ -78,7 +78,7 @@ def _read_list(data: bytes, name: str, others: dict[str, type], where: str) -> d
     if version > VERSION:
         raise UnsupportedError("a newer version wrote these resumes", where=where, found=version, fix=NEWER)
     raw: dict[str, Any] = read_fields(content, {name: list, **others}, where)
-    if len(raw[name]) > MOST_RESUMES:
+    if len(raw[name]) > MAX_RESUMES:
         raise _error("too many", len(raw[name]), where)
     return raw
 

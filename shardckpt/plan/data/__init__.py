@@ -1,1 +1,1 @@
-"""Arithmetic of data positions: the order of samples, batches of a step, streams of a rank."""
+"""Data positions: sample order, batches per step, streams per rank."""

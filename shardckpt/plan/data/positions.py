@@ -1,4 +1,4 @@
-"""Positions in the samples of a training run, and the batches that follow from them on any number of ranks."""
+"""Data positions in a training run, and the batches that follow from them on any number of ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from shardckpt.errors import FormatError, UsageError, escape
 
-COUNT_LIMIT = 1 << 62  # numbers of samples, epochs and batches are below it: positions are computed with 64 bits
+COUNT_LIMIT = 1 << 62  # samples, epochs and batches are below it: positions are computed with 64 bits
 
 _INTEGER_LIMIT = 1 << 128
 _ORDER_CHARACTERS = 64
@@ -17,11 +17,11 @@ _ORDER_CHARACTERS = 64
 
 @dataclass(frozen=True, order=True)
 class DataPosition:
-    """Position of a training run in its samples, valid for any number of ranks and any batch size.
+    """Position in a run's samples, valid for any number of ranks and any batch size.
 
     Attributes:
-        epoch: Number of the epoch, from 0.
-        consumed: Number of samples of the epoch that were trained.
+        epoch: Epoch number, from 0.
+        consumed: Samples that were trained in this epoch.
     """
 
     epoch: int = 0
@@ -39,16 +39,16 @@ class DataPosition:
         return DataPosition(require_integer("epoch", self.epoch), require_integer("consumed", self.consumed))
 
 
-_COUNTS = ("epoch", "consumed", "unfinished", "samples")  # values of a stored position that are 0 or more
+_COUNTS = ("epoch", "consumed", "unfinished", "samples")  # stored values that must be 0 or more
 
 
 class InexactPositionError(UsageError):
-    """A position cannot be continued exactly: samples would come twice, or be left out.
+    """A run cannot continue exactly from a position: samples would come twice, or be skipped.
 
     Args:
         what: Description of the error.
         nearest: The nearest position that can be continued exactly.
-        fix: Action that the reader of the message can take.
+        fix: Action that resolves the error.
     """
 
     def __init__(self, what: str, *, nearest: DataPosition, fix: str) -> None:
@@ -58,18 +58,18 @@ class InexactPositionError(UsageError):
 
 @dataclass(frozen=True)
 class SavedPosition:
-    """Position of a sampler as a checkpoint stores it, with what has to be equal for an exact continuation."""
+    """A sampler's position as stored, with the values that must be equal to continue exactly."""
 
     epoch: int
-    consumed: int  # samples of the epoch that completed steps trained
-    unfinished: int  # batches of the next step that were trained without its end: their gradients are in no checkpoint
-    samples: int  # number of samples of an epoch
-    seed: int  # seed of the shuffle
+    consumed: int  # samples that completed steps trained in this epoch
+    unfinished: int  # batches trained of a step that did not end: no checkpoint has their gradients
+    samples: int  # samples in an epoch
+    seed: int
     order: str
 
     @property
     def position(self) -> DataPosition:
-        """The position of the last completed step."""
+        """The position after the last completed step."""
         return DataPosition(self.epoch, self.consumed)
 
     def to_state(self) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class SavedPosition:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> SavedPosition:
-        """Return the position of plain values."""
+        """Check and convert plain values."""
         for each in fields(cls):
             value = state.get(each.name) if isinstance(state, Mapping) else None
             if not _is_stored_value(each.name, value):
@@ -89,19 +89,19 @@ class SavedPosition:
                 )
         saved = cls(**{each.name: state[each.name] for each in fields(cls)})
         if saved.consumed > saved.samples:
-            raise FormatError(f"{saved.position} of a data position must be in an epoch of {saved.samples} samples")
+            raise FormatError(f"a data position must be in its epoch of {saved.samples} samples, got {saved.position}")
         return saved
 
     def require_same_order(self, other: SavedPosition) -> None:
-        """Require that a sampler has the samples of this position in the same order."""
-        # At the beginning of an epoch, every order continues exactly.
+        """Require that a sampler has the same samples in the same order."""
         names = ("samples", "order") if self.order == other.order == "sequential" else ("samples", "order", "seed")
         differing = [f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name) != getattr(other, name)]
+        # At the start of an epoch, every order continues exactly.
         if not self.consumed or not differing:
             return
         nearest = DataPosition(self.epoch + (2 * self.consumed >= self.samples))
         raise InexactPositionError(
-            f"{self.position} was saved with {', '.join(differing)}, and the sampler has another order of samples",
+            f"{self.position} was saved with {', '.join(differing)}, and the sampler orders samples differently",
             nearest=nearest,
             fix=f"Make the sampler with these values. The nearest exact place in the new order is {nearest}: restore "
             "without the sampler, and call its `move_to`.",
@@ -110,10 +110,10 @@ class SavedPosition:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Division of an epoch's samples into steps, of steps over ranks, and of a rank's samples into batches."""
+    """Splits an epoch into steps, a step over ranks, and a rank's samples into batches."""
 
-    # A step takes the next samples of the order, at any number of ranks. Without `drop_last`, the last two steps of an
-    # epoch share its rest, so that neither has less than half of `batch_size`.
+    # A step takes the next samples in order, at any number of ranks. Without `drop_last`, an epoch's last two steps
+    # share the rest, so that neither has less than half of `batch_size`.
 
     samples: int
     batch_size: int
@@ -130,13 +130,13 @@ class BatchPlan:
             raise UsageError(f"batch_size {self.batch_size} leaves out all {self.samples} samples", fix=fix)
         if self.smallest_step(0) < parts:
             raise UsageError(
-                f"a step of {self.smallest_step(0)} samples has fewer than one for each of {self.num_replicas} ranks x "
+                f"a step of {self.smallest_step(0)} samples is too small for {self.num_replicas} ranks x "
                 f"{self.accumulate} batches",
                 fix="Use a larger batch_size, fewer ranks" + ("." if self.drop_last else ", or drop_last=True."),
             )
 
     def step_size(self, consumed: int) -> int:
-        """Return the number of samples of the step behind `consumed` samples of an epoch; 0 at its end."""
+        """Return how many samples the step after `consumed` samples has; 0 at the epoch's end."""
         left = self.samples - consumed
         if left >= 2 * self.batch_size or (self.drop_last and left >= self.batch_size):
             return self.batch_size
@@ -145,12 +145,12 @@ class BatchPlan:
         return left if left <= self.batch_size else (left + 1) // 2
 
     def count_steps(self, consumed: int) -> int:
-        """Return the number of steps behind `consumed` samples of an epoch."""
+        """Return how many steps follow `consumed` samples in an epoch."""
         left = max(self.samples - consumed, 0)
         return left // self.batch_size if self.drop_last else -(-left // self.batch_size)
 
     def smallest_step(self, consumed: int) -> int:
-        """Return the number of samples of the smallest step behind `consumed` samples of an epoch."""
+        """Return how many samples the smallest step after `consumed` samples has."""
         left = self.samples - consumed
         if left < self.batch_size:
             return self.step_size(consumed)
@@ -158,26 +158,26 @@ class BatchPlan:
         return (self.batch_size + rest) // 2 if rest else self.batch_size
 
     def find_batch(self, consumed: int, batch: int, rank: int) -> range:
-        """Return the places in the epoch's order of one batch of a rank."""
+        """Return a rank's batch as places in the epoch's order."""
         start, stop = _divide(consumed, consumed + self.step_size(consumed), self.num_replicas, rank)
         return range(*_divide(start, stop, self.accumulate, batch))
 
     def go_to_next_step(self, position: DataPosition) -> DataPosition:
-        """Return the position behind the step at a position."""
+        """Return the position after the next step."""
         return self.skip_end(replace(position, consumed=position.consumed + self.step_size(position.consumed)))
 
     def skip_end(self, position: DataPosition) -> DataPosition:
-        """Return the position, or the beginning of the next epoch if no step of this one is left."""
+        """Return the position, or the next epoch's start if this epoch has no step left."""
         return position if self.step_size(position.consumed) > 0 else DataPosition(position.epoch + 1)
 
     def require_parts(self, position: DataPosition) -> None:
-        """Require that each rank has samples in every batch behind a position; `batch_size` may have changed."""
+        """Require samples for each rank in every batch after a position; `batch_size` may have changed."""
         left, smallest = self.samples - position.consumed, self.smallest_step(position.consumed)
         if left <= 0 or not self.step_size(position.consumed) or smallest >= self.accumulate * self.num_replicas:
             return
         nearest = DataPosition(position.epoch + 1)
         raise InexactPositionError(
-            f"behind {position} there are {left} samples, with a step of {smallest}: fewer than one for each of "
+            f"after {position}, {left} samples remain, with a step of {smallest}: too few for "
             f"{self.num_replicas} ranks x {self.accumulate} batches",
             nearest=nearest,
             fix=f"Resume with at most {max(smallest // self.accumulate, 1)} ranks, with accumulate=1, or with "
@@ -187,7 +187,7 @@ class BatchPlan:
 
 
 def require_count(name: str, value: object, limit: int = COUNT_LIMIT) -> int:
-    """Return an integer of 1 or more as a plain one."""
+    """Return an integer from 1 to below `limit` as an `int`."""
     number = require_integer(name, value)
     if number < 1:
         raise UsageError(f"{name} must be 1 or more, got {number}")
@@ -197,7 +197,7 @@ def require_count(name: str, value: object, limit: int = COUNT_LIMIT) -> int:
 
 
 def require_integer(name: str, value: object) -> int:
-    """Return an integer as a plain one: a checkpoint cannot store the numbers of numpy as positions."""
+    """Return an integer as an `int`: a checkpoint cannot store NumPy's integers as positions."""
     try:
         number = int(operator.index(value))  # type: ignore[arg-type]
     except TypeError:
@@ -208,7 +208,7 @@ def require_integer(name: str, value: object) -> int:
 
 
 def _is_stored_value(name: str, value: object) -> bool:
-    """Return whether a value of a stored position has the right kind and size."""
+    """Return True if a stored value has the right type and size."""
     if name == "order":
         return type(value) is str and len(value) <= _ORDER_CHARACTERS
     if type(value) is not int:
@@ -217,6 +217,6 @@ def _is_stored_value(name: str, value: object) -> bool:
 
 
 def _divide(start: int, stop: int, parts: int, number: int) -> tuple[int, int]:
-    """Return the beginning and end of one of nearly equal parts of a range."""
+    """Return the start and end of part `number` if a range is split nearly equally."""
     size = stop - start
     return start + size * number // parts, start + size * (number + 1) // parts

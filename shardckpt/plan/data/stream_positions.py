@@ -1,4 +1,4 @@
-"""Division of logical streams over ranks and workers, and positions in them."""
+"""Divide logical streams over ranks and workers, and store positions in them."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from typing import Any
 from shardckpt.errors import FormatError, UsageError, escape
 from shardckpt.plan.data.positions import COUNT_LIMIT, DataPosition, InexactPositionError, require_count
 
-_MOST_STREAMS = 1 << 20  # each has a position in memory and in the checkpoint
+_MAX_STREAMS = 1 << 20  # each has a position in memory and in the checkpoint
 
 
 @dataclass(frozen=True)
 class StreamPosition:
     """Position in one stream."""
 
-    epoch: int = 0  # number of the stream's epoch
-    samples: int = 0  # number of samples of the epoch that were trained
-    state: Any = None  # state of the iterable at this place; None if it is found by reading
+    epoch: int = 0  # each stream counts its own
+    samples: int = 0  # trained in this epoch
+    state: Any = None  # the iterable's state here; None if reading finds the place
 
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """Division of a fixed number of streams over ranks: a step takes one batch of every stream."""
+    """Divides a fixed number of streams over ranks; a step takes one batch from every stream."""
 
-    # Each rank has a range of streams, and one batch a step for each of them. So a step has the same samples at any
+    # Each rank has a range of streams, and reads one batch per step from each. So a step has the same samples at any
     # number of ranks that divides the number of streams.
 
     streams: int
     num_replicas: int = 1
 
     def __post_init__(self) -> None:
-        require_count("streams", self.streams, _MOST_STREAMS + 1)
+        require_count("streams", self.streams, _MAX_STREAMS + 1)
         require_count("num_replicas", self.num_replicas)
         if self.streams % self.num_replicas:
             fitting = [number for number in range(1, self.streams + 1) if not self.streams % number]
@@ -45,27 +45,27 @@ class StreamPlan:
 
     @property
     def batches_per_step(self) -> int:
-        """Number of batches of a rank in a step."""
+        """Batches that each rank trains per step."""
         return self.streams // self.num_replicas
 
     def find_streams(self, rank: int) -> range:
-        """Return the streams of a rank."""
+        """Return a rank's streams."""
         return range(rank * self.batches_per_step, (rank + 1) * self.batches_per_step)
 
     def choose_workers(self, most: int) -> int:
         """Return the largest number of workers that divides a rank's streams, at most `most`; 0 for no worker."""
-        # A loader takes a batch of each worker in turn, so each needs the same number of streams.
+        # A loader takes a batch from each worker in turn, so each needs the same number of streams.
         most = min(most, self.batches_per_step)
         return max((number for number in range(1, most + 1) if not self.batches_per_step % number), default=0)
 
 
 @dataclass(frozen=True)
 class SavedStreams:
-    """Positions in streams as a checkpoint stores them, of one rank or of all."""
+    """Stored positions in streams, for one rank or all."""
 
     streams: int
-    unfinished: int  # batches of the next step that were trained without its end
-    positions: Mapping[int, StreamPosition]  # position in each stream, by its number
+    unfinished: int  # batches trained of a step that did not end
+    positions: Mapping[int, StreamPosition]  # by stream number
 
     def to_state(self) -> dict[str, Any]:
         """Return the positions as plain values."""
@@ -74,7 +74,7 @@ class SavedStreams:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> SavedStreams:
-        """Return the positions of plain values."""
+        """Check and convert plain values."""
         try:
             streams, unfinished = _read_count(state["streams"]), _read_count(state["unfinished"])
             rows = {_read_stream(name, streams): row for name, row in state["positions"].items()}
@@ -84,13 +84,13 @@ class SavedStreams:
             }
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise FormatError(
-                "this is not the state of a stream loader", fix="It is that of another object."
+                "this is not the state of a stream loader", fix="It is the state of another object."
             ) from error
         return cls(streams, unfinished, positions)
 
     @classmethod
     def merge(cls, saved: Sequence[SavedStreams]) -> SavedStreams:
-        """Return the positions of all ranks."""
+        """Merge the positions that all ranks saved."""
         counts = sorted({each.streams for each in saved})
         if len(counts) != 1:
             raise FormatError(f"ranks of one save have different numbers of streams: {counts}")
@@ -102,7 +102,7 @@ class SavedStreams:
         return cls(counts[0], max(each.unfinished for each in saved), positions)
 
     def select(self, plan: StreamPlan, rank: int) -> dict[int, StreamPosition]:
-        """Return the positions of a rank's streams."""
+        """Return a rank's positions by stream."""
         if self.streams != plan.streams:
             nearest = DataPosition(min((at.epoch for at in self.positions.values()), default=0))
             raise InexactPositionError(
@@ -114,8 +114,8 @@ class SavedStreams:
         missing = [number for number in plan.find_streams(rank) if number not in self.positions]
         if missing:
             raise FormatError(
-                f"the positions in streams {missing} of rank {rank} are missing",
-                fix="If the data-parallel size changed on as many ranks, resume once with the size of the save.",
+                f"rank {rank} misses its positions in streams {missing}",
+                fix="If the data-parallel size changed on the same ranks, resume once with the saved size.",
             )
         return {number: self.positions[number] for number in plan.find_streams(rank)}
 
@@ -127,8 +127,8 @@ def _read_count(value: object) -> int:
 
 
 def _read_stream(name: object, streams: int) -> int:
-    """Return the number of a stream; each has one name, so that no other position replaces its own."""
+    """Parse a stream's number; only one spelling is valid, so that no position replaces another."""
     number = int(name) if isinstance(name, str) and len(name) <= len(str(streams)) else -1
     if not 0 <= number < streams or str(number) != name:
-        raise ValueError(f"{escape(name)} must be the number of one of {streams} streams")
+        raise ValueError(f"{escape(name)} must be a stream number below {streams}")
     return number

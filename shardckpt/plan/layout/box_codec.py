@@ -20,12 +20,12 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
 def pack_message(head: object, blob: bytes = b"") -> bytes:
-    """Return JSON and a block of bytes as one message."""
+    """Return JSON and bytes as one message."""
     return _join_message(_ENCODER.encode(head).encode(), blob)
 
 
 def unpack_message(data: bytes) -> tuple[Any, bytes]:
-    """Decode the result of `pack_message`."""
+    """Invert `pack_message`."""
     head, blob = _split_message(data)
     return json.loads(head), blob
 
@@ -40,16 +40,16 @@ def _split_message(data: bytes) -> tuple[bytes, bytes]:
 
 
 class BoxRow(NamedTuple):
-    """Boxes of one array."""
+    """One array's boxes."""
 
     path: Path
     shape: Shape
-    dtype: str  # dtype in torch's spelling
+    dtype: str  # in torch's spelling
     boxes: tuple[Box, ...]
 
 
 class ArrayNames:
-    """Arrays of rows, without boxes. Ranks with the same arrays share one object."""
+    """Arrays without their boxes. Ranks with the same arrays share one object."""
 
     def __init__(self, head: bytes, arrays: tuple[_Name, ...]) -> None:
         self.head = head
@@ -57,22 +57,21 @@ class ArrayNames:
         self.dims: NDArray[np.int64] = np.array([len(shape) for _, shape, _ in arrays], np.int64)
 
     def __eq__(self, other: object) -> bool:
-        """Return True if another object has the same names."""
         return self is other or (isinstance(other, ArrayNames) and self.head == other.head)
 
     def __hash__(self) -> int:
         return hash(self.head)
 
 
-_Name = tuple[Path, Shape, str]  # path, shape and dtype of an array
+_Name = tuple[Path, Shape, str]  # path, shape, dtype
 
 
 class PackedRows(NamedTuple):
-    """Encoded rows, from which millions of boxes are planned without objects."""
+    """Encoded rows: millions of boxes are planned without creating objects."""
 
     names: ArrayNames
-    counts: NDArray[np.int64]  # number of boxes of each array
-    numbers: NDArray[np.int64]  # concatenated offsets and sizes of all boxes
+    counts: NDArray[np.int64]  # boxes per array
+    numbers: NDArray[np.int64]  # every box's offset and size, concatenated
 
     def encode(self) -> bytes:
         """Return the rows as bytes."""
@@ -80,7 +79,7 @@ class PackedRows(NamedTuple):
 
     @classmethod
     def decode(cls, data: bytes) -> PackedRows:
-        """Decode the result of `encode`."""
+        """Invert `encode`."""
         head, blob = _split_message(data)
         names = _decode_names(head)
         table = np.frombuffer(blob, np.int64)
@@ -138,7 +137,7 @@ def encode_rows(rows: Iterable[BoxRow]) -> bytes:
 
 
 def decode_rows(data: bytes) -> list[BoxRow]:
-    """Decode the result of `encode_rows`."""
+    """Invert `encode_rows`."""
     return PackedRows.decode(data).unpack()
 
 

@@ -12,27 +12,27 @@ from shardckpt.manifest import Encoded, Piece, Span, Strided, TensorEntry
 from shardckpt.plan.layout.output_files import OutputTensor
 
 _FEW_PIECES = 64
-# Average bytes of pieces below which a block of many pieces is assembled at once instead of copying each.
+# A block with many pieces whose average size is below this is assembled at once instead of copying each.
 _FINE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A run of bytes that is copied unchanged."""
+    """Consecutive bytes that are copied unchanged."""
 
-    file: str  # name of the source file
-    offset: int  # offset of the first byte in it
+    file: str
+    offset: int  # first byte in the file
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """A block of one tensor within a batch."""
+    """A tensor's block within a batch."""
 
-    tensor: OutputTensor  # tensor to read
-    box: Box  # block, one contiguous range of the tensor
-    offset: int  # offset in the batch, in bytes as written
-    # File and first byte of the block, if it is written as it is stored; None if pieces are assembled.
+    tensor: OutputTensor
+    box: Box  # one contiguous range
+    offset: int  # in the batch, in bytes as written
+    # The block's stored bytes, if they are written unchanged; None if pieces are assembled.
     source: Copy | None = None
 
     @property
@@ -46,12 +46,12 @@ class Batch:
     """Bytes that are assembled in memory and written at once."""
 
     nbytes: int  # bytes as written
-    takes: tuple[Take, ...]  # blocks of the batch, contiguous
+    takes: tuple[Take, ...]  # contiguous
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A contiguous range of one tensor, and its source bytes if they can be copied."""
+    """A tensor's contiguous range, and its source bytes if they can be copied."""
 
     tensor: OutputTensor
     box: Box
@@ -61,7 +61,7 @@ class _Run:
 def steps(
     tensors: Sequence[OutputTensor], *, batch_bytes: int, copy_bytes: int, wide_bytes: int = 0
 ) -> Iterator[Copy | Batch]:
-    """Yield the steps that write the data of `tensors` contiguously."""
+    """Yield the steps that write `tensors` contiguously."""
     wide_bytes = max(batch_bytes, wide_bytes)
     takes: list[Take] = []
     size = stored = 0
@@ -106,13 +106,13 @@ def _merge_runs(runs: Iterator[_Run]) -> Iterator[list[_Run]]:
 
 def _runs(tensor: OutputTensor, batch_bytes: int) -> Iterator[_Run]:
     """Split a tensor into contiguous ranges in order: pieces, else blocks."""
-    # Pieces are used if all of them are contiguous.
     if bits(tensor.entry.stored) % 8:
         tensor = replace(tensor, entry=as_bytes(tensor.entry), dtype=as_bytes(tensor.entry).stored)
     entry = tensor.entry
     pieces = sorted((p for p in entry.pieces if p.box.volume), key=lambda p: flat_index(entry.shape, p.box.offset))
     most = most_elements(tensor, batch_bytes)
     is_fine = len(pieces) > _FEW_PIECES and entry.nbytes < len(pieces) * _FINE_BYTES
+    # Pieces are copied only if all are contiguous.
     if not tensor.is_computed and not is_fine and all(_is_run(tensor, piece) for piece in pieces):
         for box, file, layout in pieces:
             copy = Copy(file, layout.offset, layout.nbytes)
@@ -126,7 +126,7 @@ def _runs(tensor: OutputTensor, batch_bytes: int) -> Iterator[_Run]:
 
 
 def most_elements(tensor: OutputTensor, most_bytes: int) -> int:
-    """Return how many elements fit into some bytes, as stored and as written: full blocks of a quantized type."""
+    """Return how many elements fit into some bytes, as stored and as written; a quantized type has full blocks."""
     widest, block = max(bits(tensor.entry.stored), bits(tensor.dtype)), block_elements(tensor.dtype)
     return max(most_bytes * 8 // widest // block, 1) * block
 
@@ -141,8 +141,8 @@ def is_scattered(tensor: OutputTensor) -> bool:
 
 
 def as_bytes(entry: TensorEntry) -> TensorEntry:
-    """Return an array of sub-byte elements as bytes, which can be split anywhere."""
-    # An array of several spans is returned unchanged, since a split between its elements may be inside a byte.
+    """Return an array with sub-byte elements as bytes, which can be split anywhere."""
+    # With several spans, a split between elements may be inside a byte.
     if len(entry.pieces) != 1 or not isinstance(entry.pieces[0].layout, Span):
         return entry
     _, file, span = entry.pieces[0]
@@ -151,8 +151,7 @@ def as_bytes(entry: TensorEntry) -> TensorEntry:
 
 
 def _pieces_of_run(tensor: OutputTensor, box: Box, copy: Copy, most: int) -> Iterator[_Run]:
-    """Split a long run at the possible ends of batches."""
-    # `_merge_runs` joins parts that are copied together.
+    """Split a long run where batches may end; `_merge_runs` joins parts that are copied together."""
     at = copy.offset
     for block in contiguous_blocks(box, most):
         size = nbytes(tensor.dtype, block.volume)

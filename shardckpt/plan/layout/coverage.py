@@ -24,16 +24,16 @@ from shardckpt.manifest import Encoded, Lazy, Manifest, Piece, Span, Strided, Te
 _MAX_ELEMENTS = 1 << 62
 _MAX_BYTES = 1 << 62
 _INCOMPLETE = "The save was interrupted or the copy is incomplete: `shardckpt verify` lists the faults of each file."
-_MOST_COUNTED = 10_000
+_MAX_COUNTED = 10_000
 _ONE_OF_SEVERAL = "This is one file of several: put them into one folder and point at that."
 _PLACEHOLDER = "it has no elements: a placeholder, as DeepSpeed's ZeRO-3 leaves for weights that it did not gather"
-_OF_MODELS = ("safetensors", "adapter", "hf-torch", "accelerate")  # formats of files into which trainers write models
+_OF_MODELS = ("safetensors", "adapter", "hf-torch", "accelerate")  # formats in which trainers write models
 
 _GATHER = (
     "Name the folder of DeepSpeed's save_checkpoint, which holds the weights, or save the model again with"
     " stage3_gather_16bit_weights_on_model_save."
 )
-_RANK_FILES = ("ranks", "local")  # formats without a list of their files, so that a rank's file can be opened alone
+_RANK_FILES = ("ranks", "local")  # formats that do not list their files: one rank's file can be opened alone
 
 
 FaultKind = Literal["gap", "overlap", "missing_file", "truncated", "invalid"]
@@ -50,7 +50,7 @@ class PieceResolver(Protocol):
 
     @property
     def store(self) -> _Store:
-        """Store of the files."""
+        """Store that holds the files."""
 
     def resolve(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
         """Return the pieces without `Lazy` layouts, in the same order."""
@@ -58,14 +58,14 @@ class PieceResolver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault of one tensor."""
+    """A fault in one tensor."""
 
     kind: FaultKind
-    tensor: str  # dotted name of the tensor
+    tensor: str  # dotted name
     box: Box  # affected elements
     file: str  # affected file; empty if there is none
-    detail: str  # description of the fault
-    byte_range: tuple[int, int] | None = None  # offset and number of the affected bytes of the file; None if unknown
+    detail: str
+    byte_range: tuple[int, int] | None = None  # offset and number of affected bytes; None if unknown
     found: str = ""  # actual value; empty if `detail` says all
     expected: str = ""  # expected value; empty if `detail` says all
 
@@ -81,7 +81,7 @@ class Fault:
 
 def faults(manifest: Manifest, entries: Iterable[TensorEntry], *, limit: int = 16) -> list[Fault]:
     """Return the faults that prevent reading `entries` in full, at most `limit`."""
-    # Works for resolved and for lazy pieces; for a lazy piece, only its container is compared with the file.
+    # For a lazy piece, only its container is compared with the file.
     found: list[Fault] = []
     for entry in entries:
         if entry.shape == (0,) and _is_placeholder(manifest, entry):
@@ -103,7 +103,7 @@ def require_complete(manifest: Manifest, entries: Iterable[TensorEntry], where: 
             found=f"{len(manifest.files)} files",
             fix="Copy the missing files beside the others.",
         )
-    found = faults(manifest, entries, limit=_MOST_COUNTED)
+    found = faults(manifest, entries, limit=_MAX_COUNTED)
     if not found:
         return
     kinds: dict[str, type[CheckpointError]] = {
@@ -113,7 +113,7 @@ def require_complete(manifest: Manifest, entries: Iterable[TensorEntry], where: 
         "overlap": OverlapError,
     }
     first = found[0]
-    at_least = "at least " if len(found) == _MOST_COUNTED else ""
+    at_least = "at least " if len(found) == _MAX_COUNTED else ""
     more = f" ({at_least}{len(found) - 1} more such faults)" if len(found) > 1 else ""
     base = manifest.elsewhere.get(first.file, "")
     if base in manifest.closed:
@@ -137,8 +137,7 @@ def require_complete(manifest: Manifest, entries: Iterable[TensorEntry], where: 
 
 
 def locate(reader: PieceResolver, manifest: Manifest, entries: Sequence[TensorEntry]) -> list[TensorEntry]:
-    """Return the entries with every `Lazy` piece resolved."""
-    # Coverage is checked before and after.
+    """Return the entries with every `Lazy` piece resolved; check coverage before and after."""
     where = reader.store.url
     require_complete(manifest, entries, where)
     lazy = [piece for entry in entries for piece in entry.pieces if isinstance(piece.layout, Lazy)]
@@ -175,7 +174,7 @@ def _check_entry(manifest: Manifest, entry: TensorEntry, limit: int) -> list[Fau
 
 
 def _is_single_span(manifest: Manifest, entry: TensorEntry) -> bool:
-    """Return True if a tensor is one span of one file, as in most checkpoints."""
+    """Return True if a tensor is one span in one file, as in most checkpoints."""
     if len(entry.pieces) != 1:
         return False
     box, file, layout = entry.pieces[0]
@@ -189,7 +188,7 @@ def _is_single_span(manifest: Manifest, entry: TensorEntry) -> bool:
 
 
 def _is_plain_tiling(manifest: Manifest, entry: TensorEntry) -> bool:
-    """Return True if pieces are spans or containers in a grid or in order, as of rank shards."""
+    """Return True if pieces are spans or containers in a grid or in order, like rank shards."""
     boxes, width, files = tuple([piece.box for piece in entry.pieces]), bits(entry.stored), manifest.files
     volumes = _tile_often(entry.shape, boxes) if len(boxes) <= _USUAL_PIECES else _tile(entry.shape, boxes)
     if volumes is None:
@@ -205,13 +204,13 @@ def _is_plain_tiling(manifest: Manifest, entry: TensorEntry) -> bool:
 
 
 def _tile(shape: Shape, boxes: Sequence[Box]) -> tuple[int, ...] | None:
-    """Return the number of elements in each box if the boxes are in a grid or in order; else None."""
+    """Return each box's volume if the boxes are in a grid or in order; else None."""
     if prod(shape) > _MAX_ELEMENTS or not all(box.within(shape) for box in boxes):
         return None
     return tuple([box.volume for box in boxes]) if is_grid(shape, boxes) or _follow_one_another(shape, boxes) else None
 
 
-# `_tile` for arrays of a usual number of pieces: most layers of a model have the same boxes.
+# Most layers have the same boxes, so results for a usual number of pieces are cached.
 _tile_often = lru_cache(maxsize=1024)(_tile)
 
 _USUAL_PIECES = 64

@@ -1,4 +1,4 @@
-"""Convert an index of an array to a box and to an index in this box."""
+"""Convert an array index to a box and an index in this box."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Index = int | slice | EllipsisType  # selects elements along one dimension, or a
 
 
 def index_to_box(index: Index | tuple[Index, ...], shape: Shape) -> tuple[Box, tuple[int | slice, ...]]:
-    """Return the box with all elements of an index, and the index in this box."""
+    """Return the box that contains an index, and the index in this box."""
     picks = _picks(index if isinstance(index, tuple) else (index,), len(shape))
     ranges = [_range(pick, size) for pick, size in zip(picks, shape, strict=True)]
     inner = tuple(0 if isinstance(pick, int) else slice(None, None, pick.step or 1) for pick in picks)
@@ -34,7 +34,7 @@ def _is_pick(item: object) -> bool:
 
 
 def _range(pick: int | slice, size: int) -> tuple[int, int]:
-    """Return the first element along a dimension, and the number of elements to read."""
+    """Return the first element along a dimension, and how many to read."""
     if isinstance(pick, int):
         if not -size <= pick < size:
             raise IndexError(f"index {pick} is out of range for {size} elements")

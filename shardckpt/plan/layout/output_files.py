@@ -1,4 +1,4 @@
-"""Plan the output files of tensors: sizes, and names for Hugging Face readers."""
+"""Plan output files: sizes, and names for Hugging Face readers."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ _SIZE = re.compile(r"(?P<number>[0-9]{1,30}(\.[0-9]{1,30})?)\s*(?P<unit>[KMGTP]?
 
 
 class Change(Protocol):
-    """Changes values while they are copied."""
+    """Changes values while they are copied. Several threads may call it at the same time."""
 
     def __call__(self, box: Box, data: memoryview, stored: str) -> tuple[memoryview, str]:
-        """Return the changed elements of a block, and their dtype."""
-        # Several threads may call this at the same time.
+        """Return a block's changed elements, and their dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
     """A tensor to write."""
 
-    name: str  # final name
-    entry: TensorEntry  # source of the elements
-    dtype: str  # dtype to write, in torch's spelling
-    # Tensors that are written contiguously as this one, whose entry then has no pieces.
+    name: str
+    entry: TensorEntry
+    dtype: str  # to write, in torch's spelling
+    # Tensors that are written contiguously in its place; its own entry then has no pieces.
     members: tuple[OutputTensor, ...] = ()
-    change: Change | None = None  # change of the values; None without one
+    change: Change | None = None
 
     @property
     def shape(self) -> Shape:
@@ -55,7 +54,7 @@ class OutputTensor:
 
     @property
     def is_cast(self) -> bool:
-        """Whether the dtype of its elements changes."""
+        """Whether its dtype changes."""
         return self.dtype != self.entry.stored
 
     @property
@@ -68,12 +67,12 @@ class OutputTensor:
 class PlannedFile:
     """A payload file to write."""
 
-    name: str  # file name in the target
-    tensors: tuple[OutputTensor, ...]  # tensors in state-dict order; the writer of the format orders them in the file
+    name: str
+    tensors: tuple[OutputTensor, ...]  # in state-dict order; the format's writer orders them in the file
 
     @property
     def nbytes(self) -> int:
-        """Bytes of tensor data."""
+        """Tensor data in bytes."""
         return sum(t.nbytes for t in self.tensors)
 
 
@@ -100,8 +99,8 @@ def parse_size(text: int | str) -> int:
 
 def split_by_size(tensors: Sequence[OutputTensor], max_bytes: int) -> list[tuple[OutputTensor, ...]]:
     """Assign tensors to files greedily in order."""
-    # A tensor larger than a file gets its own. Same rule as `split_state_dict_into_shards_factory` of huggingface_hub,
-    # so that both tools split at the same tensors.
+    # A tensor above `max_bytes` gets its own file. The rule is the same as in huggingface_hub
+    # (`split_state_dict_into_shards_factory`), so both tools split at the same tensors.
     shards: list[tuple[OutputTensor, ...]] = []
     current: list[OutputTensor] = []
     size = 0
@@ -118,9 +117,9 @@ def split_by_size(tensors: Sequence[OutputTensor], max_bytes: int) -> list[tuple
 
 
 def split_as_stored(tensors: Sequence[OutputTensor]) -> list[tuple[OutputTensor, ...]]:
-    """Keep tensors of one source file together."""
-    # Tensors that are split over files get one additional file. A tensor without pieces is computed from the one before
-    # it, and follows it.
+    """Group tensors by source file."""
+    # Tensors from several files share one more file. A tensor without pieces is computed from the one before it, and
+    # follows it.
     files: dict[str, list[OutputTensor]] = {}
     name = ""
     for tensor in tensors:
@@ -144,7 +143,7 @@ def name_files(
 
 
 def index(files: Sequence[PlannedFile], more: Mapping[str, object] | None = None) -> dict[str, object]:
-    """Return the content of `*.safetensors.index.json` as transformers writes it."""
+    """Return `*.safetensors.index.json` as transformers writes it."""
     return {
         "metadata": {
             "total_parameters": sum(prod(t.shape) for file in files for t in file.tensors),

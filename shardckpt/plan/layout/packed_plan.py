@@ -22,19 +22,19 @@ _Integers = NDArray[np.int64]
 class Tilings(NamedTuple):
     """Planned arrays, whose boxes fill them consecutively in row-major order."""
 
-    tasks: list[PackedRows]  # boxes that each rank writes, which are those that it has
-    nbytes: list[int]  # bytes of each rank's boxes
-    others: list[int]  # indexes of the other arrays, which are not assigned to ranks yet
+    tasks: list[PackedRows]  # boxes that each rank writes; it has them in memory
+    nbytes: list[int]  # bytes that each rank writes
+    others: list[int]  # indexes of other arrays, which are not assigned to ranks yet
 
 
 class _Boxes(NamedTuple):
-    """All boxes of all ranks, rank by rank."""
+    """Every rank's boxes, rank by rank."""
 
     ranks: _Integers
-    arrays: _Integers  # index of the array of each box
-    widths: _Integers  # number of integers of each box
-    starts: _Integers  # index of the first element of each box in the row-major array
-    volumes: _Integers  # number of elements of each box
+    arrays: _Integers  # array index
+    widths: _Integers  # integers that encode the box
+    starts: _Integers  # first element's index in the row-major array
+    volumes: _Integers  # elements
     are_ranges: NDArray[np.bool_]  # whether each box is inside its array and contiguous
 
 
@@ -58,7 +58,7 @@ def find_tilings(ranks: Sequence[PackedRows], excluded: Collection[int] = ()) ->
 
 
 def _locate_boxes(names: ArrayNames, counts: _Integers, numbers: _Integers) -> _Boxes:
-    """Return the locations of the boxes of all ranks."""
+    """Locate every rank's boxes."""
     world, many = counts.shape
     arrays = np.repeat(np.tile(np.arange(many), world), counts.ravel())
     ranks = np.repeat(np.arange(world), counts.sum(axis=1))
@@ -70,7 +70,7 @@ def _locate_boxes(names: ArrayNames, counts: _Integers, numbers: _Integers) -> _
         chosen = np.flatnonzero(dims == ndim)
         shapes = np.array([s if len(s) == ndim else (0,) * ndim for _, s, _ in names.arrays], np.int64)
         step = np.ones(len(chosen), np.int64)
-        is_inner_full = np.ones(len(chosen), np.bool_)  # of the dimensions after
+        is_inner_full = np.ones(len(chosen), np.bool_)  # over the dimensions after
         for dim in reversed(range(ndim)):
             lengths = shapes[arrays[chosen], dim]
             offsets, sizes = numbers[firsts[chosen] + dim], numbers[firsts[chosen] + ndim + dim]
@@ -124,7 +124,7 @@ def _are_filled(names: ArrayNames, boxes: _Boxes, order: _Integers) -> NDArray[n
 def _take_boxes(
     ranks: Sequence[PackedRows], boxes: _Boxes, numbers: _Integers, is_taken: NDArray[np.bool_]
 ) -> list[PackedRows]:
-    """Return the rows of each rank with some of its boxes."""
+    """Return each rank's rows with only the taken boxes."""
     names, world = ranks[0].names, len(ranks)
     many = len(names.arrays)
     places = boxes.ranks[is_taken] * many + boxes.arrays[is_taken]

@@ -85,7 +85,7 @@ def _with_strides(layout: Layout, change: Steps) -> Layout:
 
 
 def _narrow_layout(piece: Piece, box: Box, dtype: str) -> Layout:
-    """Return the layout of a part of a piece."""
+    """Return the layout for a box inside a piece."""
     layout, rel = piece.layout, shift(box, piece.box.offset)
     inner = layout.inner if isinstance(layout, Encoded) else layout
     assert isinstance(inner, (Span, Strided)), "pieces are resolved before they are seen otherwise"

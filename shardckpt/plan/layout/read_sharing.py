@@ -13,34 +13,33 @@ from shardckpt.plan.layout.box_codec import pack_message, unpack_message
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# Bytes of a segment that one rank reads for others: a few requests, and a multiple of the native block size.
+# One rank reads a segment for others: a few requests, and a multiple of the native block size.
 SEGMENT_BYTES = 16 << 20
 
 Ids: TypeAlias = "NDArray[np.int64]"  # segment numbers, in ascending order
 
 
 class Extent(NamedTuple):
-    """Location of a segment."""
+    """A segment's location."""
 
     file: str
-    start: int  # offset of the first byte
-    stop: int  # end of the segment, exclusive
+    start: int  # first byte
+    stop: int  # exclusive
 
 
 class FileSegments:
-    """The segments of a checkpoint's files, with equal numbers on all ranks."""
-
-    # The ranks must have the same names and sizes.
+    """Segments in a checkpoint's files. Ranks with equal names and sizes number them equally."""
 
     def __init__(self, files: Mapping[str, int]) -> None:
         self._names = sorted(files)
         self._files = files
+        # A missing file has a negative size, and no segments.
         counts = (-(-max(files[name], 0) // SEGMENT_BYTES) for name in self._names)
         self._first = dict(zip(self._names, accumulate(counts, initial=0), strict=False))
         self._starts = np.array(list(self._first.values()), np.int64)
 
     def extent(self, number: int) -> Extent:
-        """Return the location of a segment."""
+        """Locate a segment."""
         name = self._names[int(np.searchsorted(self._starts, number, "right")) - 1]
         start = (number - self._first[name]) * SEGMENT_BYTES
         return Extent(name, start, min(start + SEGMENT_BYTES, self._files[name]))
@@ -54,8 +53,7 @@ class FileSegments:
             start = end
 
     def wanted(self, ranges: Iterable[tuple[str, int, int]], grain: int = 1) -> Ids:
-        """Return the segments of which at least half would be read."""
-        # Reading less is cheaper than sending.
+        """Return segments that would be read by half or more; reading less is cheaper than sending."""
         found: dict[int, int] = {}
         seen: set[tuple[str, int]] = set()
         for file, start, stop in ranges:
@@ -68,7 +66,7 @@ class FileSegments:
                     nbytes = sum(min((at + 1) * grain, self._files[file]) - at * grain for _, at in touched)
                 else:
                     nbytes = high - low
-                found[number] = found.get(number, 0) + nbytes
+                found[number] = found.get(number, 0) + nbytes  # ranges are disjoint
         mine = (number for number, nbytes in found.items() if 2 * nbytes >= self._nbytes(number))
         return np.array(sorted(mine), np.int64)
 
@@ -80,22 +78,22 @@ class FileSegments:
 class BroadcastGroup(NamedTuple):
     """Ranks that read the same segments, and take turns in reading and sending them."""
 
-    members: tuple[int, ...]  # ranks, in ascending order
-    ids: Ids  # segments. The one at position `p` is read by member `p % len(members)`, in round `p // len(members)`
+    members: tuple[int, ...]  # in ascending order
+    ids: Ids  # member `p % len(members)` reads the one at position `p`, in round `p // len(members)`
 
     @property
     def rounds(self) -> int:
-        """Number of rounds in which every rank has a turn."""
+        """Rounds in which every member has a turn."""
         return -(-len(self.ids) // len(self.members))
 
     def turns(self, number: int) -> Iterator[tuple[int, int]]:
-        """Yield the reading rank and the segment of each turn in a round."""
+        """Yield the reading rank and the segment for each turn in a round."""
         first = number * len(self.members)
         yield from zip(self.members, self.ids[first : first + len(self.members)].tolist(), strict=False)
 
 
 def assign_segments(wanted: Sequence[Ids]) -> list[list[BroadcastGroup]]:
-    """Return the broadcast groups of each rank, in the same order on all ranks."""
+    """Return each rank's broadcast groups, in the same order on all ranks."""
     ids = np.concatenate([*wanted, np.array([], np.int64)])
     ranks = np.repeat(np.arange(len(wanted)), [len(each) for each in wanted])
     order = np.lexsort((ranks, ids))
@@ -121,7 +119,7 @@ def encode_groups(groups: Sequence[BroadcastGroup]) -> bytes:
 
 
 def decode_groups(data: bytes) -> list[BroadcastGroup]:
-    """Decode the result of `encode_groups`."""
+    """Invert `encode_groups`."""
     rows, blob = unpack_message(data)
     ids = np.frombuffer(blob, np.int64)
     ends = list(accumulate((count for _, count in rows), initial=0))

@@ -17,46 +17,46 @@ from shardckpt.dtypes import bits, nbytes
 from shardckpt.errors import IncompleteError, UsageError
 from shardckpt.manifest import Path, dotted
 
-LEAST_SHARE_BYTES = 1 << 22  # minimum bytes of a part if a replicated box is split over its ranks
+LEAST_SHARE_BYTES = 1 << 22  # smallest part if ranks split a replicated box
 
 _NO_LIMIT = 1 << 62
 
 
 class LocalTensor(NamedTuple):
-    """The boxes of one tensor on one rank."""
+    """One rank's boxes of a tensor."""
 
-    path: Path  # path of the tensor in the saved state
+    path: Path  # in the saved state
     shape: Shape
-    dtype: str  # dtype in torch's spelling
-    boxes: tuple[Box, ...]  # disjoint boxes of this rank; empty if it has no elements
-    # Digest of the elements' bytes, if the rank knows it; it must be equal on ranks with the same boxes.
+    dtype: str  # in torch's spelling
+    boxes: tuple[Box, ...]  # disjoint; empty if this rank has no elements
+    # Digest of the elements' bytes, if known; ranks with the same boxes must have equal digests.
     digest: int | None = None
 
 
 class TensorSpec(NamedTuple):
-    """One tensor of the save."""
+    """A tensor in the save."""
 
-    path: Path  # path in the saved state
+    path: Path  # in the saved state
     shape: Shape
-    dtype: str  # dtype in torch's spelling
+    dtype: str  # in torch's spelling
 
 
 class WriteItem(NamedTuple):
     """One box that a rank writes."""
 
-    array: int  # index of the array in the plan
-    box: Box  # box to write, which the rank has in memory
+    array: int  # index in the plan
+    box: Box  # in the rank's memory
 
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
     """The boxes that each rank writes."""
 
-    arrays: tuple[TensorSpec, ...]  # arrays in the order of the lowest rank that has each
-    tasks: tuple[tuple[WriteItem, ...], ...]  # for each rank its boxes, in the order of the arrays
+    arrays: tuple[TensorSpec, ...]  # ordered by the lowest rank that has each
+    tasks: tuple[tuple[WriteItem, ...], ...]  # boxes by rank, in the order of `arrays`
 
     def count_rank_bytes(self, rank: int) -> int:
-        """Return the bytes of data that a rank writes."""
+        """Return how many bytes a rank writes."""
         return sum(nbytes(self.arrays[task.array].dtype, task.box.volume) for task in self.tasks[rank])
 
 
@@ -64,7 +64,7 @@ def plan_save(held: Sequence[Sequence[LocalTensor]], loads: Sequence[int] | None
     """Assign each box to a rank that writes it."""
     arrays = _gather(held)
     tasks: list[list[WriteItem]] = [[] for _ in held]
-    written = [0] * len(held) if loads is None else [*loads]
+    written = [0] * len(held) if loads is None else [*loads]  # ranks may write other bytes too
     shared: list[_Shared] = []
     for number, array in enumerate(arrays):
         dtype = array.spec.dtype
@@ -83,7 +83,7 @@ def plan_save(held: Sequence[Sequence[LocalTensor]], loads: Sequence[int] | None
 
 
 def digest(held: Iterable[LocalTensor]) -> bytes:
-    """Return a 16-byte digest of a plan's inputs: names, shapes, dtypes, boxes. Values are not included."""
+    """Return a 16-byte digest over names, shapes, dtypes and boxes, without values."""
     hasher = hashlib.blake2b(digest_size=16)
     for each in held:
         hasher.update(repr((each.path, each.shape, each.dtype, [tuple(box) for box in each.boxes])).encode())
@@ -92,26 +92,26 @@ def digest(held: Iterable[LocalTensor]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Array:
-    """An array, and the ranks that have each of its boxes."""
+    """An array, and the ranks that have each box."""
 
-    spec: TensorSpec  # path, shape and dtype
-    first: int  # first rank that has a part of it
-    ranks_by_box: dict[Box, list[int]]  # box to its ranks, in order
-    # Boxes to rank and digest of the lowest rank with exactly these boxes.
+    spec: TensorSpec
+    first: int  # lowest rank that has a part
+    ranks_by_box: dict[Box, list[int]]  # in rank order
+    # By boxes: the lowest rank with exactly these, and its digest.
     digests: dict[tuple[Box, ...], tuple[int, int]]
 
 
 class _Shared(NamedTuple):
-    """A box, or a part of one, that several ranks have."""
+    """A box or part that several ranks have."""
 
-    nbytes: int  # bytes of the box
+    nbytes: int
     array: int
-    box: Box  # box in the array
+    box: Box
     ranks: tuple[int, ...]
 
 
 def _gather(held: Sequence[Sequence[LocalTensor]]) -> list[_Array]:
-    """Collect the boxes of each array from all ranks; check dtypes and shapes."""
+    """Collect each array's boxes from all ranks; check dtypes and shapes."""
     arrays: dict[Path, _Array] = {}
     for rank, mine in enumerate(held):
         for path, shape, dtype, boxes, value in mine:
@@ -130,10 +130,10 @@ def _gather(held: Sequence[Sequence[LocalTensor]]) -> list[_Array]:
                 first, known = array.digests.setdefault(boxes, (rank, value))
                 if known != value:
                     raise UsageError(
-                        "ranks hold different values of what should be the same",
+                        "ranks hold different values of replicated data",
                         where=dotted(path),
                         found=f"rank {rank} differs from rank {first}",
-                        fix="Save it under a name of its own for each rank, or make the values equal.",
+                        fix="Save it under a different name on each rank, or make the values equal.",
                     )
     return list(arrays.values())
 
@@ -144,7 +144,7 @@ def _disagreement(array: _Array, rank: int, other: TensorSpec) -> UsageError:
         where=dotted(other.path),
         found=f"rank {rank}: {other.dtype} {list(other.shape)}",
         expected=f"rank {array.first}: {array.spec.dtype} {list(array.spec.shape)}",
-        fix="To keep each rank's own, wrap it in shardckpt.PerRank. If it is a part of a sharded module, pass the"
+        fix="To keep each rank's own, wrap it in shardckpt.PerRank. If it is part of a sharded module, pass the"
         " module that its wrapper returned (Lightning: `trainer.strategy.model`).",
     )
 
@@ -186,9 +186,8 @@ def _outside(array: _Array, box: Box) -> UsageError:
 
 
 def _volumes_of_tiling(shape: Shape, boxes: Sequence[Box]) -> list[int] | None:
-    """Return the element counts of boxes that are consecutive; else None."""
-    # The boxes must fill the array in row-major order. Most shardings have such boxes, and thousands of them are
-    # checked at once.
+    """Return element counts if the boxes fill the array in row-major order; else None."""
+    # Most shardings have such boxes; thousands are checked at once.
     if not boxes or not shape:
         return None
     numbers = chain.from_iterable(chain.from_iterable(boxes))
@@ -196,7 +195,7 @@ def _volumes_of_tiling(shape: Shape, boxes: Sequence[Box]) -> list[int] | None:
     offsets, sizes = table[:, 0], table[:, 1]
     volumes = sizes.prod(axis=1)
     full = sizes == np.array(shape)
-    inner_full = np.logical_and.accumulate(full[:, ::-1], axis=1)[:, -2::-1]  # of the dimensions after each
+    inner_full = np.logical_and.accumulate(full[:, ::-1], axis=1)[:, -2::-1]  # over the dimensions after each
     starts = offsets @ np.array(strides(shape))
     order = starts.argsort()
     ends = (starts + volumes)[order]
@@ -227,7 +226,7 @@ def _share_out(shared: Sequence[_Shared], loads: list[int]) -> Iterator[tuple[_S
         if queue is None:
             queue = queues[part.ranks] = [(loads[rank], rank) for rank in part.ranks]
             heapify(queue)
-        while queue[0][0] != loads[queue[0][1]]:  # the rank has received boxes as a member of another set of ranks
+        while queue[0][0] != loads[queue[0][1]]:  # the rank has received boxes in another set of ranks
             heapreplace(queue, (loads[queue[0][1]], queue[0][1]))
         load, rank = queue[0]
         loads[rank] = load + part.nbytes

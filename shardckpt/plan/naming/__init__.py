@@ -1,1 +1,1 @@
-"""Names of tensors: FQNs, shared tensors, sections of a checkpoint."""
+"""Tensor names: FQNs, shared tensors, sections in a checkpoint."""

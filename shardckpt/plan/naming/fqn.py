@@ -1,4 +1,4 @@
-"""Names of tensors: remove wrappers, select by globs, choose shared names.
+"""Tensor names: remove wrappers, select by globs, choose shared names.
 
 Shared tensors are detected from shared storages, alias records, and `tie_word_embeddings` in a model's config, never
 from equal values.
@@ -36,9 +36,9 @@ def strip_wrappers(name: str) -> str:
 
 
 def clean_names(names: Iterable[str]) -> dict[str, str]:
-    """Return the FQN in the unwrapped model for each name."""
-    # `module.` is removed only if every name starts with it, at any depth of nesting with the other wrappers. A name
-    # that consists only of wrappers stays unchanged.
+    """Return each name's FQN in the unwrapped model."""
+    # `module.` is removed only if every name starts with it, at any depth among other wrappers. A name that
+    # consists only of wrappers stays unchanged.
     cleaned = {name: strip_wrappers(name) for name in names}
     while cleaned and all(name.startswith(f"{_LEADING}.") and name != f"{_LEADING}." for name in cleaned.values()):
         cleaned = {name: new.removeprefix(f"{_LEADING}.") for name, new in cleaned.items()}
@@ -71,10 +71,10 @@ def _leading_depth(name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class NamedModel:
-    """The tensors of a model by FQN."""
+    """A model's tensors by FQN."""
 
-    tensors: dict[str, TensorEntry]  # name to array, in saved order
-    clean: Callable[[str], str]  # function that cleans further names in the same way
+    tensors: dict[str, TensorEntry]  # in saved order
+    clean: Callable[[str], str]  # cleans further names in the same way
 
 
 def name_model(manifest: Manifest, found: Sections) -> NamedModel:
@@ -94,13 +94,13 @@ def require_unique(renamed: Mapping[str, str]) -> None:
         if new in taken:
             raise NameCollisionError(
                 f"{taken[new]!r} and {old!r} would both be named {new!r}",
-                fix="Exclude one of them with --exclude, or convert one part at a time.",
+                fix="Exclude one with --exclude, or convert one part at a time.",
             )
         taken[new] = old
 
 
 def select_names(names: Iterable[str], include: Sequence[str], exclude: Sequence[str]) -> list[str]:
-    """Return the names that match a glob of `include` (or all) and none of `exclude`."""
+    """Return names that match `include` (by default all) and not `exclude`."""
     every = list(names)
     require_matches((*include, *exclude), every)
     kept = [
@@ -130,12 +130,12 @@ def require_matches(globs: Iterable[str], names: Sequence[str]) -> None:
 
 
 def is_head(name: str) -> bool:
-    """Return True for the weight of a module that a model's config may tie to the input embedding."""
+    """Return True for a weight that a model's config may tie to the input embedding."""
     return any(fnmatchcase(name, glob) for glob in _HEADS)
 
 
 def is_embedding(name: str) -> bool:
-    """Return True for the weight of a module that embeds tokens, in models of transformers."""
+    """Return True for a token embedding's weight, by transformers' names."""
     return any(fnmatchcase(name, glob) for glob in _EMBEDDINGS)
 
 

@@ -1,4 +1,4 @@
-"""Names that PEFT gives to the tensors of a model, and the other ones that its files have."""
+"""Names that PEFT gives to a model's tensors, in memory and in files."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _SAVED_MODULE = re.compile(r"\.modules_to_save\.[^.]+(?=\.)")
 _ADAPTER = re.compile(r"\.(lora_[A-Za-z_]+|trainable_tokens_[a-z]+)\.[^.]+(?=\.|$)")
 _MAGNITUDE = re.compile(r"\.lora_magnitude_vector\.weight$")
 
-# Parts of the names of a base model's tensors in the state dict of a PEFT model.
+# Name parts that mark a base model's tensors in a PEFT model's state dict.
 BASE_PARTS = ("base_model.model.", ".base_layer.", ".original_module.")
 
-# Options that write a model and its adapter from the state dict of a PEFT model.
+# Options that write a model and its adapter from a PEFT model's state dict.
 WAY_TO_BASE = (
     r"Write the model alone with --exclude '*.lora_*' --rename 'base_model\.model\.(.*)=\1' --rename"
     r" '(.*)\.base_layer(\..*)=\1\2', and its adapter with --include '*.lora_*' --rename"
@@ -22,10 +22,10 @@ WAY_TO_BASE = (
 
 
 def to_base_name(name: str) -> str:
-    """Return the name in the base model of a tensor that PEFT has wrapped; any other name as it is."""
+    """Return a tensor's name in the base model, without PEFT's wrappers."""
     return _WRAPPED.sub("", _PREFIX.sub("", name))
 
 
 def to_file_name(name: str) -> str:
-    """Return the name of an adapter's tensor in the files of `save_pretrained`, which lack the name of the adapter."""
+    """Return a tensor's name in `save_pretrained` files, which omit the adapter's name."""
     return _MAGNITUDE.sub(".lora_magnitude_vector", _ADAPTER.sub(r".\1", _SAVED_MODULE.sub("", name)))

@@ -1,8 +1,8 @@
 """Find the model, the optimizers and other parts of a checkpoint.
 
-The rules: a subtree with `state` and `param_groups` is an optimizer; the model is the subtree `model`, `state_dict` or
-`module`, else the only other subtree with tensors, else the top level. If the top level is a flat state dict, its
-subtrees are other parts. Nothing below an optimizer that the manifest lists is the model's. Options override the rules.
+A subtree with `state` and `param_groups` is an optimizer. The model is the subtree `model`, `state_dict` or `module`,
+else the only other subtree with tensors, else the top level. If the top level is a flat state dict, its subtrees are
+other parts. Tensors below a listed optimizer never belong to the model. Options override these rules.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
 
 @dataclass(frozen=True, slots=True)
 class Sections:
-    """Paths of the model, the optimizers and other subtrees of a checkpoint."""
+    """Paths to the model, the optimizers and other subtrees."""
 
-    model: Path  # path of the model; the empty path is the top level
-    optimizers: tuple[Path, ...]  # paths of the optimizers, in saved order
+    model: Path  # empty for the top level
+    optimizers: tuple[Path, ...]  # in saved order
     others: tuple[Path, ...]  # all other subtrees and values
     # Paths below which nothing belongs to the model: all optimizers, also unwanted ones.
     foreign: frozenset[Path] = frozenset()
@@ -38,7 +38,7 @@ class Sections:
 
 
 def find_sections(manifest: Manifest, model_key: str = "", optim_key: str = "") -> Sections:
-    """Find the model, the optimizers and other subtrees of a checkpoint."""
+    """Find a checkpoint's model, optimizers and other subtrees."""
     stored = _optimizers(manifest)
     optimizers = [find_key(manifest, optim_key, "--optim-key")] if optim_key else stored
     wanted = frozenset(optimizers)
@@ -60,7 +60,7 @@ def find_sections(manifest: Manifest, model_key: str = "", optim_key: str = "") 
 
 
 def model_paths(manifest: Manifest, found: Sections) -> Iterator[Path]:
-    """Yield the paths of the model's tensors, in saved order."""
+    """Yield paths to the model's tensors, in saved order."""
     depth = len(found.model)
     for path in manifest.tensors:
         is_of_model = path[:depth] == found.model and not (found.is_flat and len(path) > 1)
@@ -69,8 +69,7 @@ def model_paths(manifest: Manifest, found: Sections) -> Iterator[Path]:
 
 
 def model_values(manifest: Manifest, found: Sections) -> Iterator[Path]:
-    """Yield the paths in the model's subtree without a tensor, in saved order."""
-    # An example is a module's extra state.
+    """Yield paths to the model's other values, such as a module's extra state, in saved order."""
     depth = len(found.model)
     if depth:
         for path in manifest.objects:
@@ -94,10 +93,10 @@ def find_key(manifest: Manifest, key: str, option: str) -> Path:
                 return path[:n]
     tops = dict.fromkeys(str(path[0]) for path in _paths(manifest) if len(path) > 1)
     if not tops:
-        fix = f"All tensors of this checkpoint are at the top level: omit {option}."
+        fix = f"All tensors in this checkpoint are at the top level: omit {option}."
         raise UsageError(f"{option} {key!r} leads nowhere", found="no parts", fix=fix)
     raise UsageError(
-        f"{option} {key!r} leads nowhere", found=", ".join(list(tops)[:12]), fix="Choose one of those, or below one."
+        f"{option} {key!r} leads nowhere", found=", ".join(list(tops)[:12]), fix="Choose one, or a path below one."
     )
 
 
@@ -138,12 +137,11 @@ def _below_any(path: Path, roots: Set[Path]) -> bool:
 
 
 def _optimizers(manifest: Manifest) -> list[Path]:
-    """Return every path that has both `state` and `param_groups` below it."""
-    # They may be nested or flattened into one key.
+    """Return every path that has both `state` and `param_groups` below it, nested or flattened into one key."""
     seen: dict[Path, set[str]] = {}
     for path in _paths(manifest):
         if len(path) == 1 and isinstance(path[0], str) and not path[0].startswith((_STATE, _GROUPS)):
-            continue  # as most names of a flat state dict
+            continue  # as most names in a flat state dict
         for n, key in enumerate(path[: _DEEPEST + 1]):
             if isinstance(key, str):
                 kind = key.partition(".")[0]
@@ -176,8 +174,7 @@ def _model(manifest: Manifest, foreign: Set[Path]) -> Path:
 
 def _is_flat(manifest: Manifest, foreign: Set[Path]) -> bool:
     """Return True if the tensors at the top level are a model's state dict."""
-    # The alternative is a few numbers beside subtrees. The names of a state dict contain dots, and it has most of the
-    # elements.
+    # Otherwise there are a few numbers next to subtrees. A state dict's names contain dots, and it has most elements.
     if any("." in str(path[0]) for path in manifest.tensors if len(path) == 1):
         return True
     loose = [entry for path, entry in manifest.tensors.items() if len(path) == 1]

@@ -1,4 +1,4 @@
-"""Select the weights of a model: trained, master weights or averages."""
+"""Select a model's weights: trained, master weights or averages."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from shardckpt.manifest import Manifest, Path, TensorEntry, dotted
 from shardckpt.plan.naming.fqn import require_unique
 from shardckpt.plan.naming.sections import find_sections
 
-# The model's own weights, an optimizer's copies of higher precision, averages over steps, or a variant's name.
+# The model's own weights, an optimizer's copies in higher precision, averages over steps, or a variant's name.
 Weights = Literal["live", "master", "ema"] | str
 
 LIVE = "live"
 _USUAL = ("master", "ema")
-_AVERAGED = "module"  # prefix that `torch.optim.swa_utils.AveragedModel` adds to every name of its module
+_AVERAGED = "module"  # prefix that `torch.optim.swa_utils.AveragedModel` adds to every name
 
 
 def names(manifest: Manifest) -> tuple[str, ...]:
-    """Return the names of other weights: variants, and subtrees with usual names."""
+    """List other weights: variants, and subtrees with usual names."""
     tops = dict.fromkeys(path[0] for path in manifest.tensors if len(path) > 1)
     return tuple(dict.fromkeys((*manifest.variants, *(name for name in _USUAL if name in tops))))
 
 
 def choose(manifest: Manifest, kind: str, model_key: str = "") -> Manifest:
     """Return the checkpoint with the requested weights in place of the model's own."""
-    # Other weights are at the path of a variant, or in a subtree of their kind (`master`, `ema`), under the model's
+    # Other weights are at a variant's path, or in a subtree with the kind's name (`master`, `ema`), under the model's
     # names. Tensors without other weights, such as buffers and frozen parameters, stay unchanged.
     if kind == LIVE:
         return manifest
@@ -35,7 +35,7 @@ def choose(manifest: Manifest, kind: str, model_key: str = "") -> Manifest:
         raise UsageError(
             f"--weights {kind}: the checkpoint holds no such weights",
             found=", ".join((LIVE, *known)),
-            expected="one of those, or a variant that is saved as such",
+            expected="one of these, or a saved variant",
             fix="Leave --weights out for the model's own.",
         )
     root, of = manifest.variants.get(kind, ((kind,), None))
@@ -49,7 +49,6 @@ def choose(manifest: Manifest, kind: str, model_key: str = "") -> Manifest:
 
 def _by_name(manifest: Manifest, root: Path, live: set[Path], *, is_variant: bool) -> dict[Path, TensorEntry]:
     """Return other weights by the model's names."""
-    # For a variant, only tensors that the model also has.
     found: dict[Path, Path] = {}
     for path in manifest.tensors:
         if path[: len(root)] == root and len(path) > len(root):
@@ -57,7 +56,7 @@ def _by_name(manifest: Manifest, root: Path, live: set[Path], *, is_variant: boo
             plain = _split_name(name)
             if name not in live and plain in live:
                 name = plain
-            if name in live or not (is_variant and live):
+            if name in live or not (is_variant and live):  # a variant has only the model's tensors
                 found[path] = name
     require_unique({dotted(path): dotted(name) for path, name in found.items()})
     return {name: manifest.tensors[path] for path, name in found.items()}

@@ -1,6 +1,6 @@
 """Convert optimizer state between flat parameters and their members.
 
-Generic over the values: the caller packs the members' values of a slot into one value, or splits it.
+Generic over the values: the caller packs the members' values into one value, or splits it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Rows = Mapping[str, Mapping[str, V]]  # name to slot to value
 
 @dataclass(frozen=True)
 class FlatUnit:
-    """The parameters of one flat parameter.
+    """A flat parameter with its members.
 
     Attributes:
-        name: Name of the flat parameter.
-        layout: Layout of its parameters, with their names in the unsharded model, over ranks.
+        name: The flat parameter's name.
+        layout: Its members' layout over ranks, with their names in the unsharded model.
     """
 
     name: str
@@ -34,11 +34,11 @@ class FlatUnit:
 
     @property
     def names(self) -> list[str]:
-        """First names of the parameters."""
+        """The members' first names."""
         return [spec.name for spec in self.layout.specs]
 
     def note(self, rank: int) -> dict[str, Any]:
-        """Return the entry of the unit in the metadata of a rank's LOCAL state."""
+        """Return the unit's entry for the metadata in a rank's LOCAL state."""
         entries = [
             {"name": s.name, "aliases": list(s.aliases), "shape": list(s.shape), "dtype": s.dtype}
             for s in self.layout.specs
@@ -53,9 +53,7 @@ class FlatUnit:
 def pack_state(
     state: Mapping[str, Any], units: Sequence[FlatUnit], pack: Callable[[FlatUnit, str, dict[str, Any]], Any]
 ) -> tuple[Nested, dict[str, list[str]]]:
-    """Convert a nested state by names to flat parameters."""
-    # A flat parameter is in the first group of its members.
-    # Returns the state, and the slots that some members lack but their flat parameter has.
+    """Convert a nested state to flat parameters; also return the slots that some members lack."""
     match_settings([unit.names for unit in units], state[GROUPS])
     slots, missing = pack_slots(state[STATE], units, pack)
     return {**state, STATE: slots, GROUPS: _pack_groups(state[GROUPS], units)}, missing
@@ -64,7 +62,7 @@ def pack_state(
 def pack_slots(
     rows: Rows[V], units: Sequence[FlatUnit], pack: Callable[[FlatUnit, str, dict[str, V]], W]
 ) -> tuple[dict[str, Mapping[str, V | W]], dict[str, list[str]]]:
-    """Pack the slots of members, like `pack_state`."""
+    """Pack the members' slots, like `pack_state`."""
     unit_of = {name: unit for unit in units for name in unit.names}
     packed: dict[str, Mapping[str, V | W]] = {}
     missing: dict[str, list[str]] = {}
@@ -82,11 +80,12 @@ def pack_slots(
 
 
 def pick_slot(rows: Rows[V], slot: str) -> dict[str, V]:
-    """Return the values of one slot, by name."""
+    """Return one slot's values, by name."""
     return {name: row[slot] for name, row in rows.items() if slot in row}
 
 
 def _pack_groups(groups: Sequence[Mapping[str, Any]], units: Sequence[FlatUnit]) -> list[dict[str, Any]]:
+    # A flat parameter is in the first group that has a member.
     flat_of = {name: unit.name for unit in units for name in unit.names}
     seen: set[str] = set()
     packed = []
@@ -100,7 +99,7 @@ def _pack_groups(groups: Sequence[Mapping[str, Any]], units: Sequence[FlatUnit])
 def split_slots(
     rows: Rows[V], units: Iterable[FlatUnit], split: Callable[[FlatUnit, str, V], Mapping[str, W]]
 ) -> dict[str, dict[str, V | W]]:
-    """Convert slots of flat parameters to members; other parameters are unchanged."""
+    """Split flat parameters' slots for their members; keep other parameters."""
     unit_of = {unit.name: unit for unit in units}
     members: dict[str, dict[str, V | W]] = {}
     for name, slots in rows.items():
@@ -114,14 +113,14 @@ def split_slots(
 
 
 def split_groups(groups: Sequence[Mapping[str, Any]], units: Sequence[FlatUnit]) -> list[dict[str, Any]]:
-    """Return groups with the members of each flat parameter in its place."""
+    """Replace each flat parameter in groups by its members."""
     names = {unit.name: unit.names for unit in units}
     return [{**g, "params": [member for name in g["params"] for member in names.get(name, [name])]} for g in groups]
 
 
 def has_scalars(specs: Sequence[ParamSpec], slot: str, shapes: Mapping[str, Sequence[int] | None]) -> bool:
-    """Return True if the values of a slot are scalars."""
-    # The shape of a 0-dim parameter alone does not prove it.
+    """Return True if a slot holds scalars."""
     if slot == STEP or None in shapes.values():
         return True
+    # A 0-dim parameter has scalars anyway, so its shape proves nothing.
     return any(spec.shape and not shapes[spec.name] for spec in specs if spec.name in shapes)

@@ -1,4 +1,4 @@
-"""Match ids of an optimizer to parameter names; reject ambiguous matches."""
+"""Match an optimizer's ids to parameter names; reject ambiguous matches."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-# Remedy if the names of an optimizer's ids are unknown.
+# Fix for ids without names.
 GIVE_NAMES = (
     "Give --param-names FILE: a JSON array of names, such as [n for n, _ in model.named_parameters()] if the"
     " optimizer was built over model.parameters(), or an object from id to name."
 )
 
-# Warning for names that were assigned by the order of the model.
+# Warning for names that follow the model's order.
 BY_ORDER = (
     "the optimizer's ids were taken in the order of the model's state dict, since shapes alone do not distinguish them:"
     " where the optimizer was built in another order, give --param-names"
@@ -20,8 +20,7 @@ BY_ORDER = (
 
 
 def match_by_kind(wanted: Sequence[object], offered: Sequence[tuple[str, object]]) -> list[str] | None:
-    """Return the names that match the properties in any order, if unambiguous."""
-    # A property of None matches anything.
+    """Match names to properties in any order, if unambiguous; None matches anything."""
     asked = Counter(kind for kind in wanted if kind is not None)
     held = Counter(kind for _, kind in offered)
     unknown, unclaimed = len(wanted) - asked.total(), len(offered) - asked.total()
@@ -35,9 +34,9 @@ def match_by_kind(wanted: Sequence[object], offered: Sequence[tuple[str, object]
 
 
 def match_in_order(groups: Sequence[Sequence[object]], offered: Sequence[tuple[str, object]]) -> list[list[str]] | None:
-    """Return the names that match each group in order, if unambiguous."""
-    # A property of None matches anything. Each group takes its names before the next group. The assignment is unique if
-    # the leftmost and the rightmost one are equal, so two passes over a group are enough.
+    """Match names to each group's properties in order, if unambiguous; None matches anything."""
+    # Each group takes its names before the next group. A match is unique if the leftmost and the rightmost one are
+    # equal, so two passes over a group are enough.
     free: dict[object, list[int]] = {None: list(range(len(offered)))}
     for position, (_, kind) in enumerate(offered):
         free.setdefault(kind, []).append(position)
@@ -55,8 +54,7 @@ def match_in_order(groups: Sequence[Sequence[object]], offered: Sequence[tuple[s
 
 
 def has_match(wanted: Sequence[object], offered: Sequence[tuple[str, object]]) -> bool:
-    """Return True if any assignment of names matches the properties."""
-    # In any order; a property of None matches anything.
+    """Return True if names match the properties in any order; None matches anything."""
     held = Counter(kind for _, kind in offered)
     asked = Counter(kind for kind in wanted if kind is not None)
     return len(wanted) <= len(offered) and all(count <= held[kind] for kind, count in asked.items())

@@ -1,4 +1,4 @@
-"""Forms of optimizer state: by names, by ids, flattened, by paths.
+"""Convert optimizer state between forms: by names, by ids, flattened, by paths.
 
 Generic over the values, which are not copied. The nested form is torch's: `{"state": {key: {slot: value}},
 "param_groups": [{..., "params": [key, ...]}, ...]}`, whose keys are FQNs or ids. In the flattened form, each value has
@@ -22,7 +22,7 @@ Nested = dict[str, Any]  # the nested form; other entries are kept
 
 V = TypeVar("V")
 
-_MOST_DIGITS = 18
+_MAX_DIGITS = 18
 
 
 class MixedKeysError(ShardckptError, ValueError):
@@ -30,8 +30,7 @@ class MixedKeysError(ShardckptError, ValueError):
 
 
 def get_key_type(state: Mapping[str, Any]) -> type | None:
-    """Return the type of the keys: `int` for ids, `str` for names, else None."""
-    # Returns None for an empty state.
+    """Return the keys' type: `int` for ids, `str` for names, None for an empty state."""
     kinds = {type(key) for key in (*state.get(STATE, {}), *_iter_params(state.get(GROUPS, ())))}
     if len(kinds) > 1 or not kinds <= {int, str}:
         raise MixedKeysError(
@@ -49,39 +48,39 @@ def to_names(state: Mapping[str, Any], groups: Sequence[Sequence[str]] | None = 
         groups: Names in each group; None if the groups contain them as `param_names`.
 
     Raises:
-        UsageError: Names are unknown, or their number differs from that of the parameters.
+        UsageError: Names are unknown, or there are more or fewer names than parameters.
     """
     if get_key_type(state) is str:
         return dict(state)
     saved = state[GROUPS]
     if groups is not None and len(groups) != len(saved):
-        raise UsageError("names are of another number of groups", found=len(groups), expected=len(saved))
+        raise UsageError("names must be given for each group", found=len(groups), expected=len(saved))
     names: dict[Key, str] = {}
     for index, group in enumerate(saved):
         group_names = groups[index] if groups is not None else group.get("param_names", ())
         if len(group_names) != len(group["params"]):
             raise UsageError(
-                "the names of a group's parameters are not known",
+                "the names in a group are not known",
                 where=f"param_groups[{index}]",
                 found=f"{len(group_names)} names",
                 expected=f"{len(group['params'])}",
-                fix="Pass the names in the order of the groups.",
+                fix="Pass names for each group, in the same order.",
             )
         names.update(zip(group["params"], group_names, strict=True))
     return rename_params(state, names)
 
 
 def to_ids(state: Mapping[str, Any], groups: Sequence[Sequence[str]] | None = None) -> Nested:
-    """Return an optimizer state by ids, in the form of `torch.optim.Optimizer`.
+    """Return an optimizer state by ids, as `torch.optim.Optimizer` has it.
 
     Args:
         state: State by names or by ids.
-        groups: Names in each group of the target optimizer; None to number them in the order of the state's groups.
-            Settings follow the names; a group without names gets those of a saved group without names.
+        groups: Names in each group of the target optimizer; None to number them in the state's order. Settings follow
+            the names. A group without names gets the settings from a saved group without names.
 
     Raises:
-        UsageError: A name of the state is in no group.
-        ConflictError: Names of one group were saved with different settings.
+        UsageError: A name in the state is in no group.
+        ConflictError: Names in one group were saved with different settings.
     """
     if get_key_type(state) is int:
         return dict(state)
@@ -89,7 +88,7 @@ def to_ids(state: Mapping[str, Any], groups: Sequence[Sequence[str]] | None = No
     numbers = number_names(name for group in groups or [g["params"] for g in saved] for name in group)
     unknown = [name for name in state[STATE] if name not in numbers]
     if unknown:
-        raise UsageError("names of a state are in no group of the optimizer", found=", ".join(unknown[:10]))
+        raise UsageError("names in the state are in no group of the optimizer", found=", ".join(unknown[:10]))
     if groups is not None:
         empty = iter([settings(group) for group in saved if not group["params"]])
         changes = [
@@ -144,7 +143,7 @@ def flatten(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def nest(flat: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> Nested:
-    """Return the nested form of a flattened optimizer state.
+    """Unflatten an optimizer state.
 
     Args:
         flat: Values by flattened keys.
@@ -157,7 +156,7 @@ def nest(flat: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> Nested:
     slots, hypers = split_keys(flat, names.__contains__)
     unknown = [name for name in (*slots, *hypers) if name not in names]
     if unknown:
-        raise UsageError("a key is not one of a flattened optimizer state", found=unknown[0])
+        raise UsageError("a key does not fit a flattened optimizer state", found=unknown[0])
     return {STATE: slots, GROUPS: [_join_settings(group, hypers) for group in groups]}
 
 
@@ -178,20 +177,19 @@ def is_flattened(keys: Iterable[Hashable]) -> bool:
 def split_keys(
     flat: Mapping[str, V], is_param: Callable[[str], bool]
 ) -> tuple[dict[str, dict[str, V]], dict[str, dict[str, V]]]:
-    """Return the slots and the settings of a flattened state, by name."""
+    """Split a flattened state into slots and settings, by name."""
     parts: dict[str, dict[str, dict[str, V]]] = {STATE: {}, GROUPS: {}}
     for key, value in flat.items():
         kind, _, rest = key.partition(".")
         if kind not in parts:
-            raise UsageError("a key is not one of a flattened optimizer state", found=key)
+            raise UsageError("a key does not fit a flattened optimizer state", found=key)
         name, slot = split_key(rest, is_param)
         parts[kind].setdefault(name, {})[slot] = value
     return parts[STATE], parts[GROUPS]
 
 
 def split_key(key: str, is_param: Callable[[str], bool]) -> tuple[str, str]:
-    """Split `{name}.{slot}` after the longest prefix that is a parameter's name."""
-    # Without one, splits at the last dot.
+    """Split `{name}.{slot}` after the longest known parameter name, else at the last dot."""
     at = len(key)
     while (at := key.rfind(".", 0, at)) > 0:
         if is_param(key[:at]):
@@ -208,8 +206,6 @@ def to_paths(state: Mapping[str, Any]) -> dict[Path, Any]:
 
 def from_paths(tensors: Mapping[Path, V], values: Mapping[Path, object], *, has_lists: bool = False) -> Nested:
     """Return the nested state for values by paths."""
-    # A slot with nested tensors becomes one slot per tensor, with dots in its name. Keys in `state` that consist of
-    # digits become ids if the groups have ids, since torch's planner stores text.
     slots: dict[Key, dict[str, Any]] = {}
     nested = unflatten({path[1:]: value for path, value in values.items() if path[:1] == (STATE,)})
     for key, row in nested.items() if isinstance(nested, dict) else ():
@@ -217,6 +213,7 @@ def from_paths(tensors: Mapping[Path, V], values: Mapping[Path, object], *, has_
             slots.setdefault(key, {})[str(slot)] = value
     for path, tensor in tensors.items():
         if path[:1] == (STATE,) and len(path) >= 3:
+            # Nested tensors become one slot each, with dots in its name.
             row, slot = slots.setdefault(path[1], {}), dotted(path[2:])
             if slot in row:
                 raise FormatError("two values of an optimizer would get one name", where=dotted(path))
@@ -226,6 +223,7 @@ def from_paths(tensors: Mapping[Path, V], values: Mapping[Path, object], *, has_
     groups = _list_groups({path[1:]: v for path, v in values.items() if path[:1] == (GROUPS,)}, has_lists=has_lists)
     params = list(_iter_params(groups))
     require_keys(slots, STATE)
+    # torch's planner stores ids as text.
     if any(type(key) is int for key in params) and all(map(_is_digits, slots)):
         slots = {int(key): row for key, row in slots.items()}
     return {STATE: slots, GROUPS: groups}
@@ -249,7 +247,7 @@ def require_keys(keys: Iterable[object], where: str) -> None:
     """Require that every key is a name or an id."""
     for key in keys:
         if type(key) not in (int, str):
-            raise FormatError(f"a key of `{where}` is neither a name nor an id", found=key)
+            raise FormatError(f"a key in `{where}` must be a name or an id", found=key)
 
 
 def _iter_params(groups: Iterable[Mapping[str, Any]]) -> Iterable[Key]:
@@ -257,4 +255,4 @@ def _iter_params(groups: Iterable[Mapping[str, Any]]) -> Iterable[Key]:
 
 
 def _is_digits(key: Key) -> bool:
-    return isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= _MOST_DIGITS
+    return isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= _MAX_DIGITS

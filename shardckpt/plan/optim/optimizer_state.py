@@ -1,7 +1,7 @@
 """Convert stored optimizer state to FQNs: `(fqn, slot)`, groups with names.
 
-State belongs to a parameter by its FQN. Ids become names by a stored list, by shapes if exactly one assignment matches,
-or by the order of the model's state dict if the files keep it; the result records the last case.
+State belongs to a parameter by its FQN. Ids become names by a stored list, or by shapes if exactly one assignment
+matches. Else they follow the order of the model's state dict, if the files keep it; the result records this.
 """
 
 from __future__ import annotations
@@ -27,45 +27,44 @@ from shardckpt.plan.optim.optim_keys import (
 )
 from shardckpt.plan.optim.param_groups import group_by_settings, read_param_names
 
-UNITS = "units"  # key below an optimizer for the layouts of flat parameters: `[{"flat": name, "layout": JSON}, ...]`
-# Slots of torch's own optimizers with the shape of their parameter.
+UNITS = "units"  # key for flat parameters' layouts: `[{"flat": name, "layout": JSON}, ...]`
+# Slots in torch's own optimizers that have their parameter's shape.
 _ALIKE = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})
 
-# Formats whose paths have text for every key of a dict, as torch's planner writes them.
+# Formats whose paths have text for every dict key, as torch's planner writes them.
 _LISTING = frozenset({"dcp", "fabric"})
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """The state of one optimizer by FQN."""
+    """One optimizer's state by FQN."""
 
-    # `<fqn>/<slot>` to the array.
-    tensors: Mapping[str, TensorEntry]
+    tensors: Mapping[str, TensorEntry]  # by `<fqn>/<slot>`
     scalars: Mapping[str, Mapping[str, object]]  # FQN to slot to value, for state that is not a tensor
-    groups: Sequence[Mapping[str, object]]  # parameter groups of the optimizer, with `params` as FQNs
+    groups: Sequence[Mapping[str, object]]  # with `params` as FQNs
     # Layouts of flat parameters, if the checkpoint has them.
     units: Mapping[str, FlatLayout] = field(default_factory=dict)
     has_groups: bool = True  # whether groups are stored; otherwise parameters with equal settings form one
-    is_by_order: bool = False  # whether ids were named by the order of the model's state dict
-    nested: Mapping[str, Path] = field(default_factory=dict)  # slot with dots to its keys, of slots inside of others
+    is_by_order: bool = False  # whether ids got names by the model's order
+    nested: Mapping[str, Path] = field(default_factory=dict)  # keys of each nested slot, by its name with dots
 
 
 @dataclass(frozen=True, slots=True)
 class RawOptimizer:
-    """The state of one optimizer as stored, with its objects loaded."""
+    """One optimizer's state as stored, with its objects loaded."""
 
-    tensors: Mapping[Path, TensorEntry]  # path below the optimizer's root to the array
-    values: Mapping[Path, object]  # path below the optimizer's root to the value
-    has_lists: bool = False  # whether numbers in paths are always list indexes, never keys of dicts
-    keeps_order: bool = False  # whether the model's tensors are in the order of its state dict
+    tensors: Mapping[Path, TensorEntry]  # by path below the optimizer's root
+    values: Mapping[Path, object]  # by path below the optimizer's root
+    has_lists: bool = False  # whether numbers in paths are always list indexes, never dict keys
+    keeps_order: bool = False  # whether the model's tensors are in state-dict order
 
 
 @dataclass(frozen=True, slots=True)
 class _ParamNames:
-    """Names of ids."""
+    """Names for ids."""
 
-    names: Mapping[Key, str] = field(default_factory=dict)  # id to name
-    is_by_order: bool = False  # whether the names come from the order of the model's state dict
+    names: Mapping[Key, str] = field(default_factory=dict)  # by id
+    is_by_order: bool = False  # whether the names follow the model's order
 
 
 def read_raw(manifest: Manifest, root: Path, values: Mapping[Path, object]) -> RawOptimizer:
@@ -124,7 +123,7 @@ def key_by_id(raw: RawOptimizer) -> OptimizerState:
 
 
 def has_ids(raw: RawOptimizer) -> bool:
-    """Return True if any parameter of an optimizer has an id."""
+    """Return True if any parameter has an id."""
     return not _is_flattened(raw) and bool(_get_ids(_read_nested(raw)))
 
 
@@ -137,7 +136,7 @@ def _get_ids(state: Nested) -> list[int]:
 
 
 def _read_units(raw: RawOptimizer, clean: Callable[[str], str]) -> dict[str, FlatLayout]:
-    """Return the layouts of flat parameters that a reader stores in the state."""
+    """Return flat parameters' layouts, which a reader stores in the state."""
     stored = raw.values.get((UNITS,))
     units: dict[str, FlatLayout] = {}
     for unit in stored if isinstance(stored, list) else ():
@@ -185,7 +184,7 @@ def _name_ids(
 
 
 def _require_known(names: Mapping[Key, str], state: Nested, model: Mapping[str, Shape]) -> None:
-    """Reject a caller's names that the model lacks, or with moments of other shapes."""
+    """Reject a caller's names that the model lacks, or whose moments have other shapes."""
     for key, name in names.items():
         if name not in model:
             raise UsageError(
@@ -196,7 +195,7 @@ def _require_known(names: Mapping[Key, str], state: Nested, model: Mapping[str, 
     for key, slot, entry in _iter_tensors(state):
         if slot in _ALIKE and key in names and entry.shape != model[names[key]]:
             raise UsageError(
-                f"--param-names calls id {key} {names[key]!r}, whose shape is another",
+                f"--param-names calls id {key} {names[key]!r}, which has another shape",
                 where=dotted(entry.path),
                 found=entry.shape,
                 expected=model[names[key]],
@@ -228,8 +227,7 @@ def _iter_tensors(state: Nested) -> Iterator[tuple[Key, str, TensorEntry]]:
 
 
 def _infer_shapes(state: Nested) -> dict[Key, Shape]:
-    """Return the shape of each id's parameter, from its slots."""
-    # From a known slot of torch, or the only shape among the slots.
+    """Return each id's shape: from a known slot, or the only shape among its slots."""
     alike: dict[Key, Shape] = {}
     others: dict[Key, set[Shape]] = {}
     for key, slot, entry in _iter_tensors(state):
@@ -244,11 +242,11 @@ def _no_match(wanted: Sequence[object], offered: Sequence[tuple[str, object]], *
     if not offered:
         problem = f"the optimizer has {len(wanted)} ids, and the checkpoint holds no model that names them"
     elif not has_match(wanted, offered):
-        problem = f"the shapes of the optimizer's {len(wanted)} ids match the model's {len(offered)} names in no way"
+        problem = f"the optimizer's {len(wanted)} ids do not match the model's {len(offered)} names by shape"
     else:
         order = "not even in the order of the model's state dict" if keeps_order else "and the files keep no order"
         problem = (
-            f"the shapes of the optimizer's {len(wanted)} ids match the model's {len(offered)} names in several ways"
+            f"the optimizer's {len(wanted)} ids match the model's {len(offered)} names by shape in several ways"
             f", {order}"
         )
     return AmbiguousError(problem, fix=GIVE_NAMES)

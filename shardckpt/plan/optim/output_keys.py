@@ -1,4 +1,4 @@
-"""Convert the keys of optimizer state in output files."""
+"""Convert optimizer keys in output files."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from shardckpt.plan.optim.flat_params import FlatUnit, has_scalars, pack_state
 from shardckpt.plan.optim.optim_keys import GROUPS, STATE, Key, flatten, number_names, rename_params, to_paths
 
 Keys = Literal["names", "ids", "flat", "flat-parameters"]
-# Entries of `param_groups.json`: the kind of parameter keys, by default names; values that are not tensors; and the
-# keys of each slot inside of another one.
+# Entries in `param_groups.json`: the kind of parameter keys (by default names), values that are not tensors, a
+# flattened state, and the keys of nested slots.
 KEYS, VALUES, FLATTENED, NESTED = "keys", "non_tensor_state", "flattened", "nested"
 
-Units = Mapping[str, FlatLayout]  # layout of each flat parameter, with names of the unsharded model
+Units = Mapping[str, FlatLayout]  # by flat parameter, with names in the unsharded model
 
 
 def rekey_state(
@@ -37,6 +37,7 @@ def rekey_state(
         return _to_flat_params(tensors, content, units or {})
     if keys == "flat":
         renamed = _rename(tensors, lambda name, slot: f"{STATE}.{name}.{slot}")
+        # The groups stay: flattened settings do not show which parameters share a group.
         return renamed, {**content, KEYS: keys, FLATTENED: flatten(state)}
     ids = _number_names(tensors, content, numbers)
     by_id = rename_params(state, ids)
@@ -53,14 +54,14 @@ def to_state_paths(
     tensors: Iterable[OutputTensor], content: Mapping[str, Any]
 ) -> tuple[dict[Path, OutputTensor], dict[Path, object]]:
     """Return tensors, in their order, and values by their paths below the optimizer."""
-    # By names and by ids: `("state", parameter, slot)`, a slot inside of another one with all its keys, and
+    # By names and by ids: `("state", parameter, slot)`, a nested slot with all its keys, and
     # `("param_groups",)`, a list of dicts. Flattened: one key each, `("state.<parameter>.<slot>",)` and
     # `("param_groups.<parameter>.<setting>",)`.
     keys = content.get(KEYS, "names")
     if keys == "flat":
         return {(tensor.name,): tensor for tensor in tensors}, {(k,): v for k, v in content[FLATTENED].items()}
     if keys == "flat-parameters":
-        raise UsageError("only safetensors folders keep the layouts of flat parameters", fix="Choose names or ids.")
+        raise UsageError("only safetensors folders keep flat parameters' layouts", fix="Choose names or ids.")
 
     def key(name: str) -> Key:
         return int(name) if keys == "ids" else name
@@ -110,9 +111,9 @@ def _number_names(
     unknown = [name for name in dict.fromkeys((*names, *_group_tensors(tensors), *content[VALUES])) if name not in ids]
     if unknown:
         raise UsageError(
-            f"{len(unknown)} parameters of the optimizer have no number",
+            f"{len(unknown)} optimizer parameters have no number",
             found=", ".join(unknown[:8]),
-            fix="Give --param-names FILE with the names in the order of the optimizer's parameters.",
+            fix="Give --param-names FILE with the names in the optimizer's order.",
         )
     return ids
 
@@ -125,8 +126,8 @@ def _to_flat_params(
 ) -> tuple[tuple[OutputTensor, ...], dict[str, Any]]:
     if not units:
         raise UsageError(
-            "the layouts of the flat parameters are not known",
-            expected="rank files of LOCAL states of a model that was wrapped with use_orig_params=False",
+            "the flat parameters' layouts are not known",
+            expected="rank files with LOCAL states from a model that was wrapped with use_orig_params=False",
         )
     rows: dict[str, dict[str, Any]] = {name: dict(slots) for name, slots in _group_tensors(tensors).items()}
     for name, slots in content[VALUES].items():
@@ -152,7 +153,7 @@ def _to_flat_params(
 
 
 def _pack_slot(unit: FlatUnit, slot: str, values: Mapping[str, Any]) -> Any:
-    """Return the value of a flat parameter from the values of all its members."""
+    """Pack the values of all members into their flat parameter's value."""
     where, specs = f"{unit.name}/{slot}", unit.layout.specs
     missing = [name for name in unit.names if name not in values]
     tensors = {name: value for name, value in values.items() if isinstance(value, OutputTensor)}
@@ -169,7 +170,7 @@ def _pack_slot(unit: FlatUnit, slot: str, values: Mapping[str, Any]) -> Any:
         tensor = tensors[spec.name]
         if tensor.shape != spec.shape:
             raise UsageError(
-                "a value must have the shape of its parameter",
+                "a value must have its parameter's shape",
                 where=tensor.name,
                 found=tensor.shape,
                 expected=spec.shape,
@@ -192,8 +193,7 @@ def _require_equal(where: str, values: Mapping[str, object]) -> None:
 
 
 def _in_memory_order(entry: TensorEntry, spec: ParamSpec) -> TensorEntry:
-    """Return an entry with dimensions in the order of its parameter's memory."""
-    # The order is from the slowest to the fastest.
+    """Return an entry with its dimensions in memory order, slowest first."""
     if not spec.order:
         return entry
     return entry._replace(shape=spec.memory_shape, pieces=tuple(permute(entry.pieces, spec.order)))

@@ -8,21 +8,20 @@ from typing import Any
 
 from shardckpt.errors import UsageError
 
-NAMES = frozenset({"params", "param_names"})  # entries of a param group other than settings
+NAMES = frozenset({"params", "param_names"})  # a group's entries other than settings
 
 
 class ConflictError(UsageError):
-    """Parameters of one group were saved with different settings."""
+    """Parameters in one group were saved with different settings."""
 
 
 def settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a group's settings."""
+    """Copy a group's settings."""
     return {key: copy.deepcopy(value) for key, value in group.items() if key not in NAMES}
 
 
 def match_settings(live: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the saved settings of the parameters of each live group."""
-    # The result is empty if no parameter was saved.
+    """Return the saved settings for each live group; empty if no parameter was saved."""
     group_of = {name: at for at, group in enumerate(saved) for name in group["params"]}
     matches = []
     for names in live:
@@ -36,7 +35,7 @@ def match_settings(live: Sequence[Sequence[str]], saved: Sequence[Mapping[str, A
 
 
 def group_by_settings(hypers: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return groups of parameters with equal settings, in order of first members."""
+    """Group parameters by equal settings, in the order of first members."""
     groups: dict[str, dict[str, Any]] = {}
     for name, values in hypers.items():
         groups.setdefault(repr(sorted(values.items())), {**values, "params": []})["params"].append(name)
@@ -44,16 +43,14 @@ def group_by_settings(hypers: Mapping[str, Mapping[str, Any]]) -> list[dict[str,
 
 
 def merge_groups(lists: Sequence[object]) -> list[dict[str, Any]] | None:
-    """Return the groups of several ranks as one list, such as those of pipeline stages."""
-    # Groups with the same index and settings, else with the same settings, become one.
-    # Returns the groups; None if they have ids, which count the parameters of one rank, or if they contradict each
-    # other.
+    """Merge several ranks' groups, such as pipeline stages'; None if they have ids or contradict each other."""
     merged: list[dict[str, Any]] = []
     for groups in lists:
         if not isinstance(groups, list | tuple) or not all(map(_has_names, groups)):
-            return None
+            return None  # ids count one rank's parameters
         known = dict(enumerate(merged))
         for index, group in enumerate(groups):
+            # A group with the same index comes first, then any with the same settings.
             order = [at for at in (index, *known) if at in known]
             same = next((at for at in order if settings(known[at]) == settings(group)), None)
             if same is None:
@@ -71,7 +68,7 @@ def _has_names(group: object) -> bool:
 
 
 def read_param_names(groups: Sequence[Mapping[str, Any]]) -> dict[int, str]:
-    """Return the name of each id, from groups that list a name for each id."""
+    """Return names by id, from groups that list them."""
     names: dict[int, str] = {}
     for group in groups:
         params, stored = group.get("params"), group.get("param_names")

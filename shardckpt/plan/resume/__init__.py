@@ -1,1 +1,1 @@
-"""Comparison of resumed training with a witness: records, verdict."""
+"""Compare resumed training with a witness: records, verdict."""

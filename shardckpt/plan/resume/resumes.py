@@ -1,4 +1,4 @@
-"""Resumes of a step: how far each was compared with the record, and the verdict."""
+"""Resumes from a step: how far each was compared with the record, and the verdict."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from shardckpt.plan.resume.verdict import Divergence
 Verdict = Literal["proven", "diverged", "unproven"]
 StepVerdict = Literal["proven", "diverged", "unproven", "no record"]
 
-MOST_RESUMES = 64  # maximum number of resumes of a step that are kept, the newest
+MAX_RESUMES = 64  # per step; the newest are kept
 
-_MOST_CHARACTERS = 1000
-_MOST_RANKS = 64
+_MAX_CHARACTERS = 1000
+_MAX_RANKS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """A resume of a step, as far as it was compared with the record of the run that saved.
+    """A resume from a step, as far as it was compared with the record of the run that saved.
 
     Attributes:
-        id: Id of the resume.
+        id: The resume's id.
         began_at: Time of the restore, in seconds since the epoch.
-        steps: Numbers of the recorded steps, which the resume has to reproduce.
-        compared: Number of them that were equal to the record.
-        rank_count_before: Number of ranks of the run that saved.
-        rank_count: Number of ranks of the resumed run.
+        steps: Recorded steps, which the resume has to reproduce.
+        compared: How many steps were equal to the record.
+        rank_count_before: Ranks in the run that saved.
+        rank_count: Ranks in the resumed run.
         style_before: How the model was sharded when it was saved.
         style: How it is sharded in the resumed run; empty before the first compared step.
         has_equal_layout: Whether each rank holds the same elements as before; None before the first compared step.
@@ -51,7 +51,7 @@ class Resume:
 
     @property
     def verdict(self) -> Verdict:
-        """`proven` if one step or more was recorded and all were equal, `diverged`, or else `unproven`."""
+        """`proven` if steps were recorded and all were equal, `diverged` after a difference, else `unproven`."""
         if self.divergence is not None:
             return "diverged"
         return "proven" if self.steps and self.compared >= len(self.steps) else "unproven"
@@ -59,11 +59,11 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class CaptureResume:
-    """A resume from a capture of a tier, which may be gone before anybody asks for its verdict."""
+    """A resume from a tier's capture, which may be gone before anybody asks for the verdict."""
 
-    number: int  # number of the captured step
+    number: int  # captured step
     tier: str
-    path: str  # path or URL of the capture
+    path: str  # path or URL
     save: str  # id of the save that captured it
     resume: Resume
 
@@ -71,7 +71,7 @@ class CaptureResume:
 def begin_resume(record: WitnessRecord, *, resume_id: str, began_at: float, ranks: int) -> Resume:
     """Return a resume that was not compared yet."""
     steps, before = tuple(step.step for step in record.steps), record.environment
-    return Resume(resume_id, began_at, steps, 0, before.world, ranks, before.style[:_MOST_CHARACTERS])
+    return Resume(resume_id, began_at, steps, 0, before.world, ranks, before.style[:_MAX_CHARACTERS])
 
 
 def add_compared_step(resume: Resume, before: Environment, now: Environment, found: Divergence | None) -> Resume:
@@ -80,7 +80,7 @@ def add_compared_step(resume: Resume, before: Environment, now: Environment, fou
     return replace(
         resume,
         compared=resume.compared + (first is None),
-        style=now.style[:_MOST_CHARACTERS],
+        style=now.style[:_MAX_CHARACTERS],
         has_equal_layout=before.has_equal_layout(now),
         is_deterministic=before.is_deterministic and now.is_deterministic,
         divergence=first,
@@ -88,31 +88,31 @@ def add_compared_step(resume: Resume, before: Environment, now: Environment, fou
 
 
 def _shorten(found: Divergence) -> Divergence:
-    """Return a divergence of bounded size: names of tensors may have any length, and ranks may be many."""
-    texts = {name: getattr(found, name)[:_MOST_CHARACTERS] for name in ("name", "sentence", "fix")}
-    return replace(found, **texts, ranks=found.ranks[:_MOST_RANKS])
+    """Limit a divergence's size: names may have any length, and ranks may be many."""
+    texts = {name: getattr(found, name)[:_MAX_CHARACTERS] for name in ("name", "sentence", "fix")}
+    return replace(found, **texts, ranks=found.ranks[:_MAX_RANKS])
 
 
 def merge_resumes(known: Iterable[Resume], newer: Iterable[Resume]) -> tuple[Resume, ...]:
-    """Return the resumes of two lists, oldest first; of those with one id the newer, and at most `MOST_RESUMES`."""
+    """Merge two lists, oldest first; a newer resume replaces one with the same id, and `MAX_RESUMES` stay."""
     by_id = {resume.id: resume for resume in (*known, *newer)}
-    return tuple(sorted(by_id.values(), key=lambda resume: (resume.began_at, resume.id)))[-MOST_RESUMES:]
+    return tuple(sorted(by_id.values(), key=lambda resume: (resume.began_at, resume.id)))[-MAX_RESUMES:]
 
 
 def merge_capture_resumes(known: Iterable[CaptureResume], newer: Iterable[CaptureResume]) -> tuple[CaptureResume, ...]:
-    """Return the resumes of two lists as `merge_resumes`; texts have a bounded length."""
-    by_id = {each.resume.id: replace(each, path=each.path[:_MOST_CHARACTERS]) for each in (*known, *newer)}
+    """Merge two lists like `merge_resumes`; limit the length of texts."""
+    by_id = {each.resume.id: replace(each, path=each.path[:_MAX_CHARACTERS]) for each in (*known, *newer)}
     kept = merge_resumes((), (each.resume for each in by_id.values()))
     return tuple(by_id[resume.id] for resume in kept)
 
 
 def find_verdict(resumes: Sequence[Resume]) -> Verdict:
-    """Return the verdict on a step: that of its last resume that was compared to the end."""
+    """Return a step's verdict, from the last resume that was compared to the end."""
     last = find_last_compared(resumes)
     return "unproven" if last is None else last.verdict
 
 
 def find_last_compared(resumes: Sequence[Resume]) -> Resume | None:
-    """Return the last resume that was compared to the end; the last one if none was, None without one."""
+    """Return the last resume that was compared to the end, else the last one; None without resumes."""
     compared = (resume for resume in reversed(resumes) if resume.verdict != "unproven")
     return next(compared, resumes[-1] if resumes else None)

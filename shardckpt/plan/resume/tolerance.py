@@ -1,10 +1,9 @@
-"""Relative difference of a loss that another order of sums explains.
+"""Relative loss difference that reordered sums explain.
 
-A sum of n terms in any order has a relative error of at most about `lambda * sqrt(n) * u` (Higham and Mary, "A new
-approach to probabilistic rounding error analysis", SIAM J. Sci. Comput. 41(5), 2019, theorem 2.4), except with a
-probability of `2 * exp(-lambda**2 / 2)` for each sum. Here n is the longest sum of a layer, the largest dimension of a
-parameter, times the number of parameters, as each feeds the next. Results of layers are rounded once more to the dtype
-of the parameters.
+Summing n terms in any order has a relative error up to about `lambda * sqrt(n) * u` (Higham and Mary, "A new approach
+to probabilistic rounding error analysis", SIAM J. Sci. Comput. 41(5), 2019, theorem 2.4). Each sum exceeds it with
+probability `2 * exp(-lambda**2 / 2)`. Here n is a layer's longest sum (the largest parameter dimension) times the
+number of parameters, as each feeds the next. Layers round their results once more to the parameters' dtype.
 """
 
 from __future__ import annotations
@@ -14,19 +13,19 @@ from typing import NamedTuple
 
 _LAMBDA = 4.0
 _UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-_ACCUMULATED = 2.0**-24  # unit roundoff of sums: kernels sum in float32 or better
+_ACCUMULATED = 2.0**-24  # kernels sum in float32 or better
 
 
 class LossFactors(NamedTuple):
-    """Properties of a model on which its rounding errors depend."""
+    """Model properties on which rounding errors depend."""
 
-    dtypes: tuple[str, ...] = ()  # dtypes of the parameters
-    largest: int = 1  # largest dimension of a parameter
-    number: int = 0  # number of parameters
+    dtypes: tuple[str, ...] = ()  # parameter dtypes
+    largest: int = 1  # largest parameter dimension
+    number: int = 0  # parameters
 
 
 def loss_rtol(params: LossFactors) -> float:
-    """Return the relative difference of the loss of one step that reordered sums explain."""
+    """Return the relative loss difference that reordered sums explain in one step."""
     stored = max(
         (_UNIT_ROUNDOFF.get(dtype, _UNIT_ROUNDOFF["bfloat16"]) for dtype in params.dtypes), default=_ACCUMULATED
     )

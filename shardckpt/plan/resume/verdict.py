@@ -1,4 +1,4 @@
-"""Verdict on a resumed step: the first thing that differs from the record, in causal order."""
+"""Find the first difference between a resumed step and its record, in causal order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Cause = Literal["batch", "random state", "parameter", "precision", "optimizer", 
 
 Since = Literal["load", "use", "step"]
 
-_SHOWN = 3  # maximum number of names or ranks in a sentence; others are only counted
+_SHOWN = 3  # names or ranks in a sentence; others are only counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +32,14 @@ class Divergence:
     """The first difference between a resumed step and its record.
 
     Attributes:
-        cause: Kind of the thing that differs.
-        step: Number of the step; -1 for a check right after a load.
+        cause: Kind of difference.
+        step: Step number; -1 for a check right after a load.
         name: Tensor, generator, setting or flag that differs; for a batch how it differs: `repeated`, `skipped`,
             `other batch size`, `other order`, `other ranks' share`, `other samples`, or `same on several ranks`.
         ranks: Ranks that differ; empty if it is not known, or all do.
-        since: Whether it differs since the load, since its first use behind the load, or since the step.
+        since: Whether it differs since the load, since its first use after the load, or since the step.
         sentence: Description, without a period.
-        fix: Action that the reader of the message can take.
+        fix: Action that resolves it.
     """
 
     cause: Cause
@@ -59,7 +59,7 @@ class ResumeDivergence(ShardckptError, RuntimeError):  # noqa: N818  (a finding,
 
     Args:
         divergence: The first difference.
-        where: Path or URL of the step that was restored.
+        where: Path or URL of the restored step.
 
     Attributes:
         divergence: The first difference.
@@ -71,13 +71,13 @@ class ResumeDivergence(ShardckptError, RuntimeError):  # noqa: N818  (a finding,
 
 
 def find_divergence(record: WitnessRecord, seen: Observation) -> Divergence | None:
-    """Return the first difference of a resumed step; None without one, or without a record of the step."""
-    # On the same ranks with the same layout all bits have to be equal. On others, the samples of all ranks together and
-    # the settings of the state have to be equal, and the loss within the tolerance of reordered sums.
+    """Return a resumed step's first difference; None without one, or without a record."""
     recorded = record.find(seen.step.step)
     if recorded is None:
         return None
     pair = _Pair(record, recorded, seen)
+    # On the same ranks with the same layout all bits have to be equal. On others, all ranks' samples together and the
+    # state's settings have to be equal, and the loss within the tolerance for reordered sums.
     checks = _SAME_LAYOUT if record.environment.has_equal_layout(seen.environment) else _OTHER_LAYOUT
     return next((found for check in checks if (found := check(pair)) is not None), None)
 
@@ -105,7 +105,7 @@ class _Pair:
 
     @property
     def is_first(self) -> bool:
-        """Whether it is the first step behind the restored one."""
+        """Whether it is the first step after the restored one."""
         return self.number == self.record.number + 1
 
 
@@ -127,7 +127,7 @@ def _check_batch(pair: _Pair) -> Divergence | None:
 
 
 def _check_samples(pair: _Pair) -> Divergence | None:
-    """Compare the samples of all ranks together."""
+    """Compare all ranks' samples together."""
     recorded, now = pair.recorded.batch, pair.now.batch
     if recorded is None or now is None or recorded.total == now.total:
         return None
@@ -149,7 +149,7 @@ def _build_sample_divergence(
         sentence = f"in step {number}, ranks {twins[0]} and {twins[1]} got the same samples"
     elif pair.record.first_batch is not None and pair.record.first_batch.total == now.total:
         how, fix = "repeated", _FIX_POSITION
-        sentence = f"step {number} got the batch of the run's first step again: the data begins anew"
+        sentence = f"step {number} got the batch of the run's first step again: the data starts over"
     elif same is not None:
         how, fix = ("repeated" if same < number else "skipped"), _FIX_POSITION
         verb = "again: samples are repeated" if same < number else "already: samples are skipped"
@@ -173,7 +173,7 @@ def _build_sample_divergence(
 
 
 def _find_twins(batch: BatchDigests) -> tuple[int, ...]:
-    """Return two ranks with the same samples; empty if there are none."""
+    """Return two ranks with the same samples, else empty."""
     first: dict[tuple[int, int], int] = {}
     for rank, key in enumerate(zip(batch.counts, batch.multisets, strict=True)):
         if first.setdefault(key, rank) != rank and key[0]:
@@ -189,14 +189,13 @@ def _count_common(one: BatchDigests | None, other: BatchDigests) -> int:
 
 
 def _check_random_before(pair: _Pair) -> Divergence | None:
-    """Compare the generators that the recorded step drew numbers from; others do not matter to it."""
-    # Nor does one that a step seeds before it draws: it is equal after the step.
+    """Compare the generators that the recorded step drew from; others do not matter."""
     before, after = pair.recorded.random_before or {}, pair.recorded.random_after or {}
     now, now_after = pair.now.random_before or {}, pair.now.random_after or {}
     for name, values in before.items():
         drawn = set(_differing_ranks(values, after.get(name, values)))
         if name in after and name in now_after:
-            drawn &= set(_differing_ranks(after[name], now_after[name]))
+            drawn &= set(_differing_ranks(after[name], now_after[name]))  # equal if the step seeded it before it drew
         ranks = tuple(rank for rank in _differing_ranks(values, now.get(name, values)) if rank in drawn)
         if ranks:
             sentence = f"the random state of {name} differs before step {pair.number}{_on(ranks, len(values))}"
@@ -236,7 +235,7 @@ _ORDER: Sequence[str] = ("parameter", "buffer", "optimizer", "schedule", "state"
 
 
 def _check_ties(pair: _Pair) -> Divergence | None:
-    """Compare which parameters are one tensor: a tie that is missing changes the gradients of the step."""
+    """Compare which parameters are one tensor: a missing tie changes the step's gradients."""
     states: tuple[tuple[StateDigests | None, StateDigests | None, Since], ...] = (
         (pair.recorded.before, pair.now.before, "load"),
         (pair.recorded.after, pair.now.after, "step"),
@@ -261,10 +260,10 @@ def _check_state_before(pair: _Pair) -> Divergence | None:
 
 
 def _check_state_in_use(pair: _Pair) -> Divergence | None:
-    """Explain other results by the state at the first step of the optimizer; buffers have changed by then."""
-    # A step may itself set a learning rate, or change a parameter, before the optimizer: then its results are equal, or
-    # the setting is that after the recorded step. What is missing was put elsewhere for the step: it was in the state
-    # after the load.
+    """Explain other results by the state at the optimizer's first step; buffers have changed by then."""
+    # A step may set a learning rate or change a parameter before the optimizer runs. Then its results are equal, or the
+    # setting equals the recorded one after the step. Values that are missing here were in the state after the load, and
+    # moved elsewhere for the step.
     recorded, used, after = pair.recorded.before, pair.now.used, pair.recorded.after
     if recorded is None or used is None or not _has_other_results(pair):
         return None
@@ -296,7 +295,7 @@ def _check_settings_after(pair: _Pair) -> Divergence | None:
     return _compare_states(pair, _only_settings(pair.recorded.after), _only_settings(pair.now.after), "step", _CAUSES)
 
 
-# Parts of a state after a step; an optimizer changes parameters, a schedule both.
+# The order of parts after a step: an optimizer changes parameters, a schedule both.
 _CAUSES: Sequence[str] = ("schedule", "optimizer", "state", "parameter", "buffer")
 
 
@@ -343,7 +342,7 @@ def _compare_states(
     return None
 
 
-_COUNT = "num_batches_tracked"  # buffer that explains others of its module: averages of batch norm are weighted by it
+_COUNT = "num_batches_tracked"  # explains other buffers in its module: it weights batch norm's averages
 
 _PLURAL = {
     "parameter": "parameters",
@@ -375,7 +374,7 @@ _CAUSE_OF_PART: Mapping[str, Cause] = {
 
 
 def _check_results(pair: _Pair) -> Divergence | None:
-    """Compare loss and gradient norm bit for bit, and name the cause of a difference as far as it is known."""
+    """Compare loss and gradient norm bit for bit; name a difference's cause if it is known."""
     for what, recorded, now in _results(pair):
         ranks = _differing_ranks(recorded, now)
         if ranks:
@@ -426,19 +425,19 @@ def _results(pair: _Pair) -> Iterator[tuple[str, RankValues, RankValues]]:
 
 def _has_only_noise(pair: _Pair, recorded: RankValues, now: RankValues) -> bool:
     """Return True if a run that is not deterministic differs no more than two runs of a step did."""
-    # Before a step ran twice, no more than another order of sums explains.
     if pair.is_exact:
         return False
     record = pair.record
+    # Until a step ran twice, only reordered sums count as noise.
     tolerance = record.environment.rtol if record.noise is None else record.noise * _NOISE_MARGIN
     return relative_difference(recorded, now) <= tolerance * (pair.number - record.number)
 
 
-_NOISE_MARGIN = 4.0  # factor between the difference of two runs of a step, and the largest that counts as noise
+_NOISE_MARGIN = 4.0  # up to this factor above the difference between two runs of a step, a difference is noise
 
 
 def relative_difference(recorded: RankValues, now: RankValues) -> float:
-    """Return the largest relative difference of two values of a rank; infinite if one of them is not finite."""
+    """Return the largest relative difference on any rank; infinite if a value is not finite."""
     largest = 0.0
     for one, other in zip(recorded, now, strict=True):
         if one != other:
@@ -473,7 +472,7 @@ def _build_loss_divergence(pair: _Pair, what: str, ranks: tuple[int, ...]) -> Di
 
 
 def _check_mean_loss(pair: _Pair) -> Divergence | None:
-    """Compare the loss over all samples, within the tolerance of reordered sums."""
+    """Compare the loss over all samples, within the tolerance for reordered sums."""
     recorded, now = (_mean_loss(step) for step in (pair.recorded, pair.now))
     if recorded is None or now is None:
         return None
@@ -482,14 +481,14 @@ def _check_mean_loss(pair: _Pair) -> Divergence | None:
     if abs(now - recorded) <= rtol * max(abs(now), abs(recorded)) or (now != now and recorded != recorded):  # noqa: PLR0124
         return None
     sentence = (
-        f"the mean loss of step {pair.number} is {now!r}, recorded {recorded!r}: more than another order of sums "
-        f"explains (relative {rtol:.1e})"
+        f"the mean loss of step {pair.number} is {now!r}, recorded {recorded!r}: more than reordered sums "
+        f"explain (relative {rtol:.1e})"
     )
     return _check_flags(pair) or Divergence("loss", pair.number, "loss", sentence, _FIX_OTHER_RANKS)
 
 
 def _mean_loss(step: StepRecord) -> float | None:
-    """Return the mean loss of the ranks, weighted by their samples; None if no rank has one."""
+    """Return the ranks' mean loss, weighted by samples; None if no rank has one."""
     counts = step.batch.counts if step.batch is not None else (1,) * len(step.loss)
     pairs = [(from_bits(bits), n) for bits, n in zip(step.loss, counts, strict=True) if bits != NO_FLOAT]
     total = sum(n for _, n in pairs)
@@ -552,19 +551,19 @@ _FIX_RANDOM = {
     "before": "Put shardckpt.RNGState() into the state, restore last, and seed nothing after it",
     "after": "Seed nothing after restore, and look for what draws other numbers since then: a loader's iterator, "
     "a warm-up, a model in train() mode that was in eval() mode before",
-    "none": "Call train() of the model as in the run that saved: in eval() mode dropout draws no numbers; or look for "
+    "none": "Call the model's train() as in the run that saved: in eval() mode dropout draws no numbers; or look for "
     "what else draws none since the restore",
 }
 _RANDOM_CHANGES = {
-    "after": "it was seeded anew, or other numbers were drawn",
+    "after": "it was seeded again, or other numbers were drawn",
     "none": "the recorded step drew numbers, this one none",
 }
 _FIX_PRECISION = "Build the model, autocast and mixed precision as in the run that saved"
 _FIX_FLAGS = "Set it as in the run that saved, or accept that this resume is not bit for bit the same"
 _FIX_NOISE = (
     "Either a step is not deterministic (torch.use_deterministic_algorithms(True) makes it so, or "
-    "Witness(deterministic=False) allows it), or something differs that is not in the state (inputs that are made of "
-    "the batch, autocast, train() or eval() mode, the code of the model), or a graph that was compiled before the "
+    "Witness(deterministic=False) allows it), or something differs that is not in the state (inputs that are made from "
+    "the batch, autocast, train() or eval() mode, the model's code), or a graph that was compiled before the "
     "restore holds old values (torch.compiler.reset() drops it)"
 )
 _FIX_LOSS = "Two runs of a step differed less: look for what is not in the state"

@@ -17,7 +17,7 @@ _Rows = Mapping[str, Mapping[str, TensorEntry]]
 
 
 def infer_shapes(state: OptimizerState, known: Mapping[str, object]) -> dict[str, tuple[Shape, str]]:
-    """Infer the shapes of parameters that the model lacks from their largest slots."""
+    """Infer shapes for parameters that the model lacks from their largest slots."""
     found: dict[str, tuple[Shape, str]] = {}
     for key, entry in state.tensors.items():
         name = key.rpartition("/")[0]
@@ -27,9 +27,9 @@ def infer_shapes(state: OptimizerState, known: Mapping[str, object]) -> dict[str
 
 
 def remap_state(plan: RemapPlan, state: OptimizerState, same: Same) -> OptimizerState:
-    """Apply the rules of the parameters to the slots of an optimizer."""
+    """Apply the parameters' rules to an optimizer's slots."""
     # A slot with another shape than its parameter is kept if the parameter is only renamed; a scalar slot (`step`) is
-    # kept if it is equal for all sources of a tensor.
+    # kept if it is equal for all sources.
     rows: dict[str, dict[str, TensorEntry]] = {}
     for key, entry in state.tensors.items():
         name, _, slot = key.rpartition("/")
@@ -42,7 +42,7 @@ def remap_state(plan: RemapPlan, state: OptimizerState, same: Same) -> Optimizer
             tensors[f"{name}/{slot}"] = _make_entry(made.recipe, f"{name}/{slot}", slot, rows, same)
         values = [state.scalars.get(part, {}) for part in parts]
         if any(each != values[0] for each in values):
-            raise UsageError("parts of a tensor differ in what it has only once", where=name, found=values[:2])
+            raise UsageError("a tensor's parts have different scalars", where=name, found=values[:2])
         if values[0]:
             scalars[name] = values[0]
     groups = _groups(plan, state.groups)
@@ -57,7 +57,7 @@ def _slots(name: str, parts: Sequence[str], rows: _Rows) -> list[str]:
         if odd:
             lacking = parts[0] if odd & set(other) else part
             raise IncompleteError(
-                f"{name} is made of several tensors, of which {lacking} has no {min(odd)}",
+                f"{name} is made from several tensors, and {lacking} has no {min(odd)}",
                 fix="Leave the optimizer out with --part model, or drop such tensors with a rule.",
             )
     return slots
@@ -85,7 +85,6 @@ def _make_entry(recipe: Recipe, key: str, slot: str, rows: _Rows, same: Same) ->
 
 def _groups(plan: RemapPlan, groups: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
     """Return groups by the new names."""
-    # A tensor made of several is at the position of the first.
     home: dict[str, int] = {}
     for number, group in enumerate(groups):
         params = group["params"]
@@ -107,6 +106,7 @@ def _groups(plan: RemapPlan, groups: Sequence[Mapping[str, object]]) -> list[dic
     for group in groups:
         params = group["params"]
         assert isinstance(params, list), "as above"
+        # A tensor made from several is in the place of the first.
         names = dict.fromkeys(name for part in params for name in made_of.get(part, ()))
         found.append({**group, "params": list(names)})
     return found

@@ -1,4 +1,4 @@
-"""Patterns of names in rules: literal, `{x}` for a component, or regex."""
+"""Name patterns in rules: literal, `{x}` for a component, or regex."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from shardckpt.errors import UsageError
 _PLACE = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _SPECIAL = re.compile(r"[\\()\[\]*+?^$|]")
 _NUMBERED = re.compile(r"\\(\d+)")
-_MOST_DIGITS = 9
+_MAX_DIGITS = 9
 
 
 class Match:
-    r"""The match of a name with a pattern."""
+    """A name that matches a pattern."""
 
     def __init__(self, match: re.Match[str], is_regex: bool) -> None:
         self._match, self._is_regex = match, is_regex
@@ -23,10 +23,9 @@ class Match:
         return self._match[place]
 
     def number(self, place: str) -> int | None:
-        """Return the text of a placeholder as a number; None if it is not one."""
-        # Returns None also for leading zeros.
+        """Return a placeholder's text as a number; None for other text and leading zeros."""
         text = self._match[place]
-        is_number = text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS and str(int(text)) == text
+        is_number = text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS and str(int(text)) == text
         return int(text) if is_number else None
 
     def expand(self, replacement: str, more: Mapping[str, str] | None = None) -> str:
@@ -39,7 +38,7 @@ class Match:
 
 
 class Pattern:
-    r"""A pattern of tensor names."""
+    """A pattern for tensor names."""
 
     def __init__(self, text: str, where: str = "") -> None:
         self.text, self._where = text, where
@@ -62,7 +61,7 @@ class Pattern:
         try:
             self._compiled = re.compile(source)
         except re.error as error:
-            raise UsageError(f"no regular expression: {error}", where=where, found=text) from error
+            raise UsageError(f"invalid regular expression: {error}", where=where, found=text) from error
 
     def __str__(self) -> str:
         return self.text
@@ -78,16 +77,16 @@ class Pattern:
 
     @property
     def places(self) -> frozenset[str]:
-        """Names of the placeholders."""
+        """The placeholders' names."""
         return frozenset(self._compiled.groupindex)
 
     def match(self, name: str) -> Match | None:
-        """Return the match of a full name; None if it does not match."""
+        """Match a full name; None if it does not match."""
         found = self._compiled.fullmatch(name)
         return None if found is None else Match(found, self.is_regex)
 
     def check(self, replacement: str, more: frozenset[str] = frozenset()) -> None:
-        """Require that a replacement has only placeholders of the pattern."""
+        """Require that the pattern has all placeholders in a replacement."""
         unknown = [f"{{{name}}}" for name in _PLACE.findall(replacement) if name not in self.places | more]
         if self.is_regex:
             unknown += [f"\\{n}" for n in _NUMBERED.findall(replacement) if int(n) > self._compiled.groups]

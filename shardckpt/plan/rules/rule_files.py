@@ -1,4 +1,4 @@
-"""Parse rules: TOML with one table per rule, and `FROM=TO` of a command line."""
+"""Parse rules: TOML with one table per rule, and `FROM=TO` on a command line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ else:
 # The separator of FROM and TO, which excludes the `=` of a look-ahead or look-behind.
 _EQUALS = re.compile(r"(?<![?<\\])=")
 
-_MOST_PARTS = 10_000
+_MAX_PARTS = 10_000
 _OPTIONAL = "optional"
 _SHARES = "shares"  # key in a parsed rule that marks its sizes as proportions
 
@@ -31,25 +31,30 @@ def parse_rename(text: str) -> Rename:
     where = f"--rename {text}"
     split = _EQUALS.search(text)
     if split is None or not split.start():
-        raise UsageError("no FROM=TO", where=where, expected=r"such as 'model\.(.*)=\1'")
+        raise UsageError("a renaming must have the form FROM=TO", where=where, expected=r"such as 'model\.(.*)=\1'")
     return _rename({"from": text[: split.start()], "to": text[split.end() :]}, where)
 
 
 def parse_rules(text: str, where: str, config: Mapping[str, object] | None = None) -> tuple[Rule, ...]:
-    """Parse the rules of a TOML file."""
+    """Parse the rules in a TOML file."""
     try:
         raw = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise UsageError(f"no TOML: {error}", where=where) from error
+        raise UsageError(f"invalid TOML: {error}", where=where) from error
     tables = raw.get("rule")
     if set(raw) != {"rule"} or not isinstance(tables, list):
-        raise UsageError("no list of rules", where=where, found=", ".join(raw) or "nothing", expected="[[rule]] tables")
+        raise UsageError(
+            "a rules file must be a list of rules",
+            where=where,
+            found=", ".join(raw) or "nothing",
+            expected="[[rule]] tables",
+        )
     known = config or {}
     return tuple(_rule(table, f"{where}, rule {number}", known) for number, table in enumerate(tables, 1))
 
 
 def rules_text(place: str, read: Callable[[], str | None]) -> str:
-    """Return the text of a rules file, or of a built-in set of rules."""
+    """Return a rules file's text, or a built-in set."""
     found = read()
     if found is not None:
         return found
@@ -60,7 +65,7 @@ def rules_text(place: str, read: Callable[[], str | None]) -> str:
 
 
 def shipped() -> dict[str, str]:
-    """Return the built-in sets of rules: name to TOML."""
+    """Return built-in rules: name to TOML."""
     folder = files("shardckpt.plan") / "rule_sets"
     named = sorted((each.name, each) for each in folder.iterdir() if each.name.endswith(".toml"))
     return {name.removesuffix(".toml"): each.read_text(encoding="utf-8") for name, each in named}
@@ -70,23 +75,23 @@ def _rule(table: object, where: str, config: Mapping[str, object]) -> Rule:
     found: object = ", ".join(table) if isinstance(table, dict) else table
     kinds = [key for key in table if key != _OPTIONAL] if isinstance(table, dict) else []
     if not isinstance(table, dict) or len(kinds) != 1 or kinds[0] not in KINDS:
-        raise UsageError("a rule is one of several kinds", where=where, found=found, expected=", ".join(KINDS))
+        raise UsageError("a rule must have one known kind", where=where, found=found, expected=", ".join(KINDS))
     [kind], given = kinds, table[kinds[0]]
     may_miss = table.get(_OPTIONAL, False)
     if type(may_miss) is not bool:
-        raise UsageError("`optional` is neither true nor false", where=where, found=may_miss)
+        raise UsageError("`optional` must be true or false", where=where, found=may_miss)
     make, needed, optional = KINDS[kind]
     where = f"{where} ({kind})"
     if not isinstance(given, dict) or not needed <= set(given) or not set(given) <= needed | optional:
         found = ", ".join(given) if isinstance(given, dict) else given
         wanted = ", ".join(sorted(needed)) + (f", and perhaps {', '.join(sorted(optional))}" if optional else "")
-        raise UsageError("the rule has other keys than its kind", where=where, found=found, expected=wanted)
+        raise UsageError("the rule's keys do not fit its kind", where=where, found=found, expected=wanted)
     rule = make(_with_numbers(given, where, config), where)
     return IfAny(rule) if may_miss else rule
 
 
 def _with_numbers(given: Mapping[str, Any], where: str, config: Mapping[str, object]) -> dict[str, Any]:
-    """Replace names of the model's config by numbers, in `groups` and `sizes`."""
+    """Replace names in `groups` and `sizes` by numbers from the model's config."""
 
     def number(value: object) -> object:
         if not isinstance(value, str):
@@ -94,7 +99,7 @@ def _with_numbers(given: Mapping[str, Any], where: str, config: Mapping[str, obj
         found = config.get(value)
         if type(found) is not int:
             raise UsageError(
-                f"the rule needs {value!r} from the model's config.json, which does not say it",
+                f"the rule needs {value!r} from the model's config.json, which does not have it",
                 where=where,
                 fix="Name the folder that holds it with --config-from, or write the number into the rule.",
             )
@@ -162,12 +167,12 @@ def _cast(given: Mapping[str, Any], where: str) -> Cast:
     text = _text(given["dtype"], where)
     dtype = SHORT_NAMES.get(text, text)
     if dtype not in FLOATS:
-        raise UsageError("no float type to cast to", where=where, found=text, expected=", ".join(sorted(FLOATS)))
+        raise UsageError("`dtype` must be a float type", where=where, found=text, expected=", ".join(sorted(FLOATS)))
     return Cast(_pattern(given["name"], where), dtype)
 
 
 _Make = Callable[[Mapping[str, Any], str], Rename | Drop | Stack | Unstack | Split | Fuse | Transpose | Cast]
-# Kinds of rules by their names in files: parser, required keys, optional keys.
+# Parser, required keys and optional keys, by kind.
 KINDS: Mapping[str, tuple[_Make, frozenset[str], frozenset[str]]] = {
     "rename": (_rename, frozenset({"from", "to"}), frozenset()),
     "drop": (_drop, frozenset({"name"}), frozenset()),
@@ -198,11 +203,11 @@ def _int(value: object, where: str) -> int:
 
 def _count(value: object, where: str) -> int:
     if _int(value, where) < 1:
-        raise UsageError("no number from 1 on where one belongs", where=where, found=value)
+        raise UsageError("this must be a number from 1", where=where, found=value)
     return _int(value, where)
 
 
 def _list(value: object, where: str) -> list[object]:
-    if not isinstance(value, list) or not 0 < len(value) <= _MOST_PARTS:
-        raise UsageError("no list where one belongs", where=where, found=value)
+    if not isinstance(value, list) or not 0 < len(value) <= _MAX_PARTS:
+        raise UsageError("this must be a list", where=where, found=value)
     return value

@@ -1,7 +1,7 @@
 """Rules that rename and reshape a model's tensors, planned without data.
 
-Each rule works on the results of the previous rules. The plan gives, for every final name, its construction from the
-tensors of the checkpoint: concatenate, split, permute. The slots of an optimizer are constructed in the same way.
+Each rule works on the previous rules' results. For every final name, the plan says how to construct it from the
+checkpoint's tensors: concatenate, split, permute. Optimizer slots are constructed in the same way.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from shardckpt.manifest import Piece, TensorEntry
 from shardckpt.plan.layout.piece_views import narrow, permute, shift_pieces, squeeze, unsqueeze
 from shardckpt.plan.rules.patterns import Match, Pattern
 
-EACH = 0  # value of `groups` for as many groups as a dimension has elements
+EACH = 0  # for `groups`: as many groups as a dimension has elements
 
 
 @dataclass(frozen=True, slots=True)
 class Rename:
     """Rename tensors."""
 
-    source: Pattern  # pattern of the tensors' names
-    to: str  # new name, with placeholders of the pattern
+    source: Pattern
+    to: str  # new name, with the pattern's placeholders
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ class Drop:
 class Stack:
     """Stack tensors of equal shape along a new dimension."""
 
-    source: Pattern  # pattern of the tensors' names; its placeholder `over` counts them: 0, 1, 2 and so on
-    over: str  # name of the placeholder for the index
+    source: Pattern  # its placeholder `over` counts tensors: 0, 1, 2 and so on
+    over: str  # placeholder for the index
     to: str
     dim: int
 
@@ -49,22 +49,21 @@ class Stack:
 class Unstack:
     """Unstack tensors along a dimension: the inverse of `Stack`."""
 
-    source: Pattern  # pattern of the tensors' names
-    over: str  # name of the placeholder for the index of each result
-    to: str  # names of the results, with that placeholder
-    dim: int  # index of the dimension to remove
+    source: Pattern
+    over: str  # placeholder for each result's index
+    to: str  # the results' names, with that placeholder
+    dim: int  # dimension to remove
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
     """Split tensors along one dimension."""
 
-    source: Pattern  # pattern of the tensors' names
-    to: tuple[str, ...]  # names of the parts, in order
-    sizes: tuple[int, ...]  # elements of each part in that dimension, or proportions; empty for equal parts
+    source: Pattern
+    to: tuple[str, ...]  # the parts' names, in order
+    sizes: tuple[int, ...]  # each part's elements along `dim`, or proportions; empty for equal parts
     dim: int
-    # Number of equal groups along the dimension, each with a piece of every part; `EACH` for groups with one element of
-    # every part.
+    # Equal groups along `dim`, each with a piece from every part; with `EACH`, one element from every part.
     groups: int = 1
     are_shares: bool = False  # whether `sizes` are proportions
 
@@ -73,15 +72,15 @@ class Split:
 class Fuse:
     """Concatenate tensors along one dimension: the inverse of `Split`."""
 
-    source: tuple[Pattern, ...]  # patterns of the tensors' names, in order
-    to: str  # name of the concatenated tensor
+    source: tuple[Pattern, ...]  # in order
+    to: str
     dim: int
     groups: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Transpose:
-    """Permute the dimensions of tensors."""
+    """Permute tensors' dimensions."""
 
     name: Pattern
     dims: tuple[int, ...]  # for every new dimension, the index of the old one
@@ -92,28 +91,28 @@ class Cast:
     """Write a model's tensors in another float dtype; optimizer slots keep theirs."""
 
     name: Pattern
-    dtype: str  # dtype in torch's spelling
+    dtype: str  # in torch's spelling
 
 
 @dataclass(frozen=True, slots=True)
 class IfAny:
     """A rule that may match nothing."""
 
-    rule: Rename | Drop | Stack | Unstack | Split | Fuse | Transpose | Cast  # rule to apply
+    rule: Rename | Drop | Stack | Unstack | Split | Fuse | Transpose | Cast
 
 
 Rule = Rename | Drop | Stack | Unstack | Split | Fuse | Transpose | Cast | IfAny
 
 
 class SourceTensor(NamedTuple):
-    """A tensor of the checkpoint."""
+    """A tensor in the checkpoint."""
 
     name: str
     shape: Shape
 
 
 class Narrow(NamedTuple):
-    """A slice of a tensor along one dimension, starting at `start`."""
+    """A tensor's slice along one dimension, from `start`."""
 
     of: Recipe
     dim: int
@@ -130,7 +129,7 @@ class Concat(NamedTuple):
 
 
 class Unsqueeze(NamedTuple):
-    """A tensor with an additional dimension of size 1."""
+    """A tensor with an additional dimension: its size is 1."""
 
     of: Recipe
     dim: int
@@ -138,7 +137,7 @@ class Unsqueeze(NamedTuple):
 
 
 class Squeeze(NamedTuple):
-    """A tensor with a dimension of size 1 removed."""
+    """A tensor without a dimension: its size was 1."""
 
     of: Recipe
     dim: int
@@ -153,24 +152,24 @@ class Permute(NamedTuple):
     shape: Shape
 
 
-# Construction of a tensor from others; every class has a `shape`.
+# A tensor's construction from others; every class has a `shape`.
 Recipe = SourceTensor | Narrow | Concat | Unsqueeze | Squeeze | Permute
 
 
 class RemappedTensor(NamedTuple):
     """One tensor that the rules produce."""
 
-    recipe: Recipe  # construction of the tensor
-    dtype: str  # dtype of its sources
+    recipe: Recipe
+    dtype: str  # its sources' dtype
     cast: str = ""  # dtype to write, if a rule sets it
 
 
 @dataclass(frozen=True, slots=True)
 class RemapPlan:
-    """The tensors that rules produce from those of a model."""
+    """Tensors that rules produce from a model."""
 
     made: Mapping[str, RemappedTensor]  # final name to its construction, in order
-    dropped: tuple[str, ...]  # tensors of the checkpoint that rules dropped
+    dropped: tuple[str, ...]  # checkpoint tensors that rules dropped
 
 
 def plan_remap(rules: Sequence[Rule], tensors: Mapping[str, tuple[Shape, str]]) -> RemapPlan:
@@ -185,7 +184,7 @@ def plan_remap(rules: Sequence[Rule], tensors: Mapping[str, tuple[Shape, str]]) 
 
 
 def iter_sources(recipe: Recipe) -> Iterator[SourceTensor]:
-    """Yield the source tensors of a recipe, in order, including repetitions."""
+    """Yield a recipe's source tensors in order, including repetitions."""
     if isinstance(recipe, SourceTensor):
         yield recipe
     elif isinstance(recipe, Concat):
@@ -196,8 +195,7 @@ def iter_sources(recipe: Recipe) -> Iterator[SourceTensor]:
 
 
 def replace_sources(recipe: Recipe, names: Mapping[str, str]) -> Recipe:
-    """Return a recipe with renamed source tensors; names not in `names` stay."""
-    # The shapes must be the same.
+    """Rename a recipe's source tensors, whose shapes must be equal; names not in `names` stay."""
     if isinstance(recipe, SourceTensor):
         return recipe._replace(name=names.get(recipe.name, recipe.name))
     if isinstance(recipe, Concat):
@@ -206,7 +204,7 @@ def replace_sources(recipe: Recipe, names: Mapping[str, str]) -> Recipe:
 
 
 def apply_recipe(recipe: Recipe, name: str, entries: Mapping[str, TensorEntry]) -> TensorEntry:
-    """Build the entry of a tensor from resolved entries."""
+    """Build a tensor's entry from resolved entries."""
     found = [entries[leaf.name] for leaf in iter_sources(recipe)]
     types = {(entry.stored, entry.delivered) for entry in found}
     if len(types) > 1:
@@ -245,7 +243,6 @@ _Tensors = dict[str, RemappedTensor]
 
 def _apply(rule: Rule, made: _Tensors, where: str, *, may_miss: bool) -> _Tensors:
     """Apply one rule to all tensors."""
-    # The rule returns the replacements of each name that it matches; a result with several sources replaces the first.
     does: Mapping[type, Callable[..., dict[str, _Tensors]]] = {
         Rename: _rename,
         Drop: _drop,
@@ -256,13 +253,14 @@ def _apply(rule: Rule, made: _Tensors, where: str, *, may_miss: bool) -> _Tensor
         Transpose: _transpose,
         Cast: _cast,
     }
+    # Replacements for each matching name; a result with several sources replaces the first.
     taken = does[type(rule)](rule, made, where)
     if not taken and not may_miss:
         raise UsageError(
             "the rule matches no tensor",
             where=where,
             found=f"{len(made)} names such as {', '.join(list(made)[:3])}",
-            fix="`shardckpt inspect` lists names; rules apply in order. A file may say `optional = true` of a rule.",
+            fix="`shardckpt inspect` lists names; rules apply in order. A rule in a file may have `optional = true`.",
         )
     found: _Tensors = {}
     for name, each in made.items():
@@ -292,7 +290,7 @@ def _cast(rule: Cast, made: _Tensors, where: str) -> dict[str, _Tensors]:
     found: dict[str, _Tensors] = {}
     for name, _ in _find_matches(rule.name, made):
         if made[name].dtype not in FLOATS:
-            raise UsageError(f"{name} is of no float type to cast from", where=where, found=made[name].dtype)
+            raise UsageError(f"{name} must have a float type to be cast", where=where, found=made[name].dtype)
         found[name] = {name: made[name]._replace(cast=rule.dtype)}
     return found
 
@@ -371,7 +369,7 @@ def _split_each(
     where: str,
     parts: Callable[[str, Match, Recipe, int], list[tuple[str, Recipe]]],
 ) -> dict[str, _Tensors]:
-    """Return the replacements of each tensor that a rule splits."""
+    """Return replacements for each tensor that a rule splits."""
     found: dict[str, _Tensors] = {}
     for name, match in _find_matches(rule.source, made):
         each = made[name]
@@ -399,7 +397,7 @@ def _fuse(rule: Fuse, made: _Tensors, where: str) -> dict[str, _Tensors]:
         members = [group[number] for number in range(len(rule.source))]
         twice = [member for member in members if member in found]
         if twice:
-            raise UsageError(f"{twice[0]} would be a part of two tensors", where=where, found=to)
+            raise UsageError(f"{twice[0]} would be part of two tensors", where=where, found=to)
         dim = _normalize_dim(rule.dim, len(made[members[0]].recipe.shape), members[0], where)
         first = _require_alike(members, made, where, but=dim)
         recipes = [made[member].recipe for member in members]
@@ -417,7 +415,7 @@ def _fuse(rule: Fuse, made: _Tensors, where: str) -> dict[str, _Tensors]:
 
 
 def _sizes(rule: Split, length: int, name: str, where: str) -> tuple[int, ...]:
-    """Return the size of each part in elements, checked against `length`."""
+    """Return each part's size in elements, checked against `length`."""
     sizes = rule.sizes or (1,) * len(rule.to)
     if rule.are_shares or not rule.sizes:
         unit = length // sum(sizes)
@@ -434,7 +432,7 @@ def _sizes(rule: Split, length: int, name: str, where: str) -> tuple[int, ...]:
 
 
 def _narrow(recipe: Recipe, dim: int, start: int, size: int) -> Recipe:
-    """Return a slice of a recipe, simplified for slices and concatenated parts."""
+    """Slice a recipe; simplify slices and concatenated parts."""
     shape = recipe.shape
     if start == 0 and size == shape[dim]:
         return recipe
@@ -460,14 +458,13 @@ def _concat(parts: Sequence[Recipe], dim: int) -> Recipe:
 
 
 def _replace_members(members: Sequence[str], to: str, made_of: RemappedTensor, made: _Tensors) -> dict[str, _Tensors]:
-    """Return the replacements of members: all for the first, nothing for others."""
+    """Replace the first member by the result, and others by nothing."""
     first = next(name for name in made if name in set(members))
     return {member: {to: made_of} if member == first else {} for member in members}
 
 
 def _require_alike(members: Sequence[str], made: _Tensors, where: str, but: int | None = None) -> RemappedTensor:
-    """Return the first of several tensors with equal dtypes and shapes."""
-    # Shapes may differ in dimension `but`.
+    """Require equal dtypes and shapes, except in dimension `but`; return the first tensor."""
 
     def facts(name: str) -> tuple[object, ...]:
         shape = made[name].recipe.shape

@@ -28,7 +28,7 @@ from shardckpt.format.witness.resume_json import (
     encode_resumes,
 )
 from shardckpt.format.witness.step_witness import read_capture_witnesses
-from shardckpt.plan.resume.resumes import MOST_RESUMES, CaptureResume, Resume
+from shardckpt.plan.resume.resumes import MAX_RESUMES, CaptureResume, Resume
 from shardckpt.plan.resume.verdict import Divergence
 from shardckpt.storage.local import LocalStore
 
@@ -51,7 +51,7 @@ def test_resumes_are_decoded_as_they_were() -> None:
 def test_a_file_of_the_most_and_longest_resumes_is_small() -> None:
     found = replace(FOUND, name="x" * 1000, sentence="x" * 1000, fix="x" * 1000, ranks=(100_000,) * 64)
     resume = replace(DIVERGED, steps=(10**9,) * 64, divergence=found)
-    assert len(encode_resumes(SavedResumes(SAVE, (resume,) * MOST_RESUMES))) < 1 << 19
+    assert len(encode_resumes(SavedResumes(SAVE, (resume,) * MAX_RESUMES))) < 1 << 19
 
 
 def test_a_resume_replaces_an_earlier_one_with_its_id(store: LocalStore) -> None:
@@ -94,11 +94,11 @@ def test_resumes_from_captures_are_in_one_file_of_the_run(store: LocalStore) -> 
 
 
 def test_the_newest_resumes_from_captures_are_kept(store: LocalStore) -> None:
-    for at in range(MOST_RESUMES + 3):
+    for at in range(MAX_RESUMES + 3):
         resume = replace(PROVEN, id=f"{at:015d}", began_at=float(at))
         add_capture_resume(store, replace(CAPTURED, path="x" * 5000, resume=resume))
     kept = read_capture_resumes(store)
-    assert [each.resume.began_at for each in kept] == [float(at) for at in range(3, MOST_RESUMES + 3)]
+    assert [each.resume.began_at for each in kept] == [float(at) for at in range(3, MAX_RESUMES + 3)]
     assert {len(each.path) for each in kept} == {1000}
 
 
@@ -156,7 +156,7 @@ def test_an_unknown_cause_is_refused() -> None:
     ("change", "error"),
     [
         ({"version": 2}, UnsupportedError),
-        ({"resumes": [{}] * (MOST_RESUMES + 1)}, FormatError),
+        ({"resumes": [{}] * (MAX_RESUMES + 1)}, FormatError),
         ({"save": "../../etc"}, FormatError),
     ],
 )

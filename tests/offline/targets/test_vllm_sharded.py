@@ -79,7 +79,7 @@ def test_what_has_to_be_done_before_is_in_the_message(tmp_path: Path) -> None:
     src = write(tmp_path / "src", gguf_models.build_model())
     shardckpt.convert(src, tmp_path / "fp8", quantize="fp8-block")
     for options, message in (
-        ({}, r"quantization_config. Take weights in fp8 back first: shardckpt convert SRC PLAIN --dtype bf16"),
+        ({}, r"quantization_config. Dequantize fp8 weights first: shardckpt convert SRC PLAIN --dtype bf16"),
         ({"dtype": "bf16"}, r"First write a folder of safetensors.*convert THAT DST --to vllm-sharded --tp 2"),
     ):
         with pytest.raises(ShardckptError, match=message):

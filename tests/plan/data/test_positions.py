@@ -71,7 +71,7 @@ def test_the_next_step_of_the_last_one_is_the_next_epoch() -> None:
         ((8, 2.5), "batch_size must be an integer, got 2.5"),
         ((8, 4, 0), "accumulate must be 1 or more, got 0"),
         ((8, 9), "batch_size 9 leaves out all 8 samples"),
-        ((80, 8, 3, 3), "a step of 8 samples has fewer than one for each of 3 ranks x 3 batches"),
+        ((80, 8, 3, 3), "a step of 8 samples is too small for 3 ranks x 3 batches"),
         ((82, 8, 1, 8, False), "a step of 5 samples .* drop_last=True"),
     ],
 )
@@ -125,14 +125,16 @@ class TestSavedPositions:
     )
     def test_values_of_another_kind_are_refused(self, state: object) -> None:
         broken = {**self.saved.to_state(), **state} if isinstance(state, dict) and state else state
-        with pytest.raises(FormatError, match="of a data position must be") as caught:
+        with pytest.raises(FormatError, match="data position must be") as caught:
             SavedPosition.from_state(broken)
         assert len(str(caught.value)) < 2000
 
     def test_a_rest_with_fewer_samples_than_ranks_is_refused_with_the_next_epoch(self) -> None:
         plan = BatchPlan(100, 50, 1, 25, drop_last=False)
         plan.require_parts(DataPosition(1, 75))
-        with pytest.raises(InexactPositionError, match=r"12 samples, with a step of 12: .* at most 12 ranks") as caught:
+        with pytest.raises(
+            InexactPositionError, match=r"12 samples remain, with a step of 12: .* at most 12 ranks"
+        ) as caught:
             plan.require_parts(DataPosition(1, 88))
         assert caught.value.nearest == DataPosition(2)
         BatchPlan(100, 50, 1, 25).require_parts(DataPosition(1, 88))  # left out by drop_last

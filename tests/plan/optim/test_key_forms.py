@@ -145,7 +145,7 @@ def test_flattened_keys_are_recognized() -> None:
 
 def test_keys_of_other_forms_are_refused() -> None:
     for key in ("model.a.step", "state.b.step", "state"):
-        with pytest.raises(UsageError, match="not one of a flattened optimizer state"):
+        with pytest.raises(UsageError, match="does not fit a flattened optimizer state"):
             nest({key: 1}, [["a"]])
     with pytest.raises(UsageError, match="different settings; found a, b"):
         nest({"param_groups.a.lr": 1, "param_groups.b.lr": 2}, [["a", "b"]])

@@ -97,11 +97,11 @@ def test_a_group_without_names_has_the_settings_of_one_without_names() -> None:
 def test_names_that_do_not_match_the_groups_are_refused() -> None:
     numbered = to_ids(two())
     for groups in ([["a"], ["b"]], [["a"], ["b"], [], ["c"]]):
-        with pytest.raises(UsageError, match=rf"another number of groups; found {len(groups)}; expected 3"):
+        with pytest.raises(UsageError, match=rf"must be given for each group; found {len(groups)}; expected 3"):
             to_names(numbered, groups)
     with pytest.raises(UsageError, match=r"param_groups\[1\].*found 2 names; expected 1"):
         to_names(numbered, [["a"], ["b", "c"], []])
-    with pytest.raises(UsageError, match="names of a group's parameters are not known"):
+    with pytest.raises(UsageError, match="names in a group are not known"):
         to_names(numbered)
     with pytest.raises(UsageError, match="in no group of the optimizer; found a"):
         to_ids(two(), [["b"]])

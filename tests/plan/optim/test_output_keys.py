@@ -78,7 +78,7 @@ def test_a_parameter_in_another_order_is_read_in_that_order(kind: str) -> None:
             [tensor("a"), tensor("b", shape=(2,))],
             content(),
             units(),
-            "b/m: a value must have the shape",
+            "b/m: a value must have its parameter's shape",
         ),
         ([tensor("a"), tensor("b", dtype="bfloat16")], content(), units(), "members of one flat parameter differ"),
         ([tensor("a", "step", ()), tensor("b", "s", ())], content(), units(), "flat/step: a flat parameter would"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardckpt.plan.resume.resumes import MOST_RESUMES, add_compared_step, begin_resume, find_verdict, merge_resumes
+from shardckpt.plan.resume.resumes import MAX_RESUMES, add_compared_step, begin_resume, find_verdict, merge_resumes
 from shardckpt.plan.resume.step_records import Environment, StepRecord, WitnessRecord
 from shardckpt.plan.resume.verdict import Divergence
 
@@ -39,10 +39,10 @@ def test_a_resume_without_a_recorded_step_is_not_proven() -> None:
 
 
 def test_merged_resumes_are_in_order_each_once_and_the_newest_are_kept() -> None:
-    many = [replace(NEW, id=f"{at:015}", began_at=float(at)) for at in range(MOST_RESUMES + 6)]
+    many = [replace(NEW, id=f"{at:015}", began_at=float(at)) for at in range(MAX_RESUMES + 6)]
     newer = replace(many[-1], compared=2)
     merged = merge_resumes(reversed(many), [newer])
-    assert (len(merged), merged[0], merged[-1]) == (MOST_RESUMES, many[6], newer)
+    assert (len(merged), merged[0], merged[-1]) == (MAX_RESUMES, many[6], newer)
 
 
 def test_the_verdict_on_a_step_is_that_of_its_last_resume_that_was_compared() -> None:

@@ -238,9 +238,9 @@ def test_advice_names_gradients_beside_the_optimizer_and_modes_beside_generators
         assert "inputs, clipping, accumulation" in found.fix and "autocast" in found.fix
     found = verdict(replace(STEP, random_after={"python": (4, 4), "torch": (7, 6)}))
     assert found.sentence.endswith("equal before: the recorded step drew numbers, this one none")
-    assert found.fix.startswith("Call train() of the model") and "eval() mode" in found.fix
+    assert found.fix.startswith("Call the model's train()") and "eval() mode" in found.fix
     found = verdict(replace(STEP, random_after={"python": (4, 4), "torch": (7, 9)}))
-    assert found.sentence.endswith("it was seeded anew, or other numbers were drawn")
+    assert found.sentence.endswith("it was seeded again, or other numbers were drawn")
 
 
 def test_a_step_that_is_not_deep_is_compared_by_settings() -> None:

@@ -223,7 +223,7 @@ REFUSED: list[tuple[str, str]] = [
     (rule("fuse", **{"from": ["odd.0.w", "odd.1.w"], "to": "f"}), "does not fit"),
     (rule("fuse", **{"from": ["e.0.w", "e.1.w"], "to": "f", "dim": 1, "groups": 2}), "2 groups"),
     (rule("transpose", name="e.0.w", dims=[0, 0]), "dims do not fit"),
-    (rule("cast", name="ints", dtype="bf16"), "no float type"),
+    (rule("cast", name="ints", dtype="bf16"), "must have a float type"),
     (rule("unstack", **{"from": "e.0.w", "over": "k", "to": "e.{k}.w"}), "both be named"),
 ]
 
@@ -235,26 +235,26 @@ def test_a_rule_that_does_not_fit_is_refused_by_number_and_tensor(text: str, mes
 
 
 MALFORMED: list[tuple[str, str]] = [
-    ("[[rule]", "no TOML"),
-    ("", "no list of rules"),
-    ("rule = 3", "no list of rules"),
-    ("[[rules]]\ndrop = {name = 'a'}", "no list of rules"),
-    ("[[rule]]\ndrop = {name = 'a'}\nrename = {from = 'a', to = 'b'}", "one of several kinds"),
-    ("[[rule]]\nmelt = {name = 'a'}", "one of several kinds"),
-    ("[[rule]]\ndrop = {nam = 'a'}", "other keys"),
+    ("[[rule]", "invalid TOML"),
+    ("", "must be a list of rules"),
+    ("rule = 3", "must be a list of rules"),
+    ("[[rules]]\ndrop = {name = 'a'}", "must be a list of rules"),
+    ("[[rule]]\ndrop = {name = 'a'}\nrename = {from = 'a', to = 'b'}", "must have one known kind"),
+    ("[[rule]]\nmelt = {name = 'a'}", "must have one known kind"),
+    ("[[rule]]\ndrop = {nam = 'a'}", "do not fit its kind"),
     ("[[rule]]\ndrop = {name = 3}", "must be text"),
-    ("[[rule]]\ndrop = {name = '('}", "no regular expression"),
-    ("[[rule]]\ndrop = {name = 'a'}\noptional = 1", "neither true nor false"),
+    ("[[rule]]\ndrop = {name = '('}", "invalid regular expression"),
+    ("[[rule]]\ndrop = {name = 'a'}\noptional = 1", "must be true or false"),
     (rule("rename", **{"from": "a", "to": "{x}"}), "names {x}"),
     (rule("rename", **{"from": "(a)", "to": r"\2"}), "names "),
     (_stack("a.{e}", to="a.{e}"), "not in `to`"),
     (rule("unstack", **{"from": "a", "over": "e", "to": "b"}), "must stand in `to`"),
     (rule("split", **{"from": "a", "to": ["b"], "sizes": [1, 2]}), "differ in number"),
-    (rule("split", **{"from": "a", "to": ["b"], "sizes": [0]}), "from 1 on"),
-    (rule("split", **{"from": "a", "to": []}), "no list"),
-    (rule("fuse", **{"from": "a", "to": "b"}), "no list"),
+    (rule("split", **{"from": "a", "to": ["b"], "sizes": [0]}), "a number from 1"),
+    (rule("split", **{"from": "a", "to": []}), "must be a list"),
+    (rule("fuse", **{"from": "a", "to": "b"}), "must be a list"),
     (rule("transpose", name="a", dims=["x"]), "must be an integer"),
-    (rule("cast", name="a", dtype="int8"), "no float type"),
+    (rule("cast", name="a", dtype="int8"), "must be a float type"),
 ]
 
 
