@@ -1,6 +1,6 @@
-"""FULL, SHARDED and LOCAL state of sharded models and their optimizers, by FQN.
+"""FULL, SHARDED and LOCAL state for sharded models and their optimizers, by FQN.
 
-Names are loaded on first use: what needs one part of the package imports no others.
+Names are loaded on first use, so that nothing imports more than it needs.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def changed(before: dict, how: str) -> dict:
     elif how == "number":
         made["state"] = dict(enumerate(slots.values()))
         groups[0]["params"] = list(range(len(groups[0]["params"])))
-    elif how == "not a state of an optimizer":
+    elif how == "not an optimizer's state":
         made = {"state": {"last.bias": 3}, "param_groups": [{}]}
     return made
 
@@ -119,7 +119,7 @@ def test_an_optimizer_state_that_does_not_fit_changes_nothing():
             "step differs",
             "lr=0.3",
             "number",
-            "not a state of an optimizer",
+            "not an optimizer's state",
         ):
             if how == "step differs" and front_end != "flat":
                 continue
@@ -247,7 +247,7 @@ def test_models_under_torchs_own_wrapper_are_checked_too_before_torch_changes_an
             wrong += [] if told_rightly(rank, told, 0, "last.") else [(how, told)]
             told = refused(load_model_state_dict, model, spoiled(other, how) if rank == 1 else other)
             wrong += [] if "StateMismatchError" in told and "rank 1" in told else [(how, told)]
-        for how in ("last.other", "lr=0.3", "not a state of an optimizer"):
+        for how in ("last.other", "lr=0.3", "not an optimizer's state"):
             told = refused(load_optim_state_dict, model, optim, changed(moments, how))
             wrong += [] if how in told else [(how, told)]
             told = refused(load_optim_state_dict, model, optim, changed(moments, how) if rank == 1 else moments)

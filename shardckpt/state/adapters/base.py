@@ -1,8 +1,11 @@
-"""Interface of adapters, which get and set the state of sharded tensors.
+"""Interface for adapters, which get and set state for sharded tensors.
 
-The adapters are `engine_flat` and `engine_dtensor` for units of the engine (with a common base in `engine_bucket`),
-`dtensor` for all other DTensors, such as those of torch's `fully_shard`, and `replicated` for plain tensors.
-`torch_fsdp1` handles models under torch's own wrapper through torch's public functions.
+`engine_flat` and `engine_dtensor` are for the engine's units, with a common base in `engine_bucket`. `dtensor` is for
+all other DTensors, such as torch's `fully_shard` makes, and `replicated` for plain tensors. `torch_fsdp1` handles
+models under torch's own wrapper through torch's public functions.
+
+*Packed* values are this rank's shards for all entries in one tensor: a bucket's 1-D shard, or a DTensor's local part.
+An optimizer's moments have their parameters' layout, and use the same functions.
 """
 
 from __future__ import annotations
@@ -22,25 +25,25 @@ from shardckpt.state.redistribute.rank_grid import Ranks
 if TYPE_CHECKING:
     from shardckpt.core.params.full_params import Staging
 
-Tensors = Sequence[torch.Tensor | None]  # one tensor per entry, or per exposed parameter; None for those to skip
+Tensors = Sequence[torch.Tensor | None]  # one tensor per entry, or per exposed parameter; None to skip it
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Properties of one parameter of the unsharded model."""
+    """A parameter's properties in the unsharded model."""
 
-    name: str  # FQN without the segments of wrappers
-    aliases: tuple[str, ...]  # other FQNs of a shared parameter
+    name: str  # FQN without wrapper segments
+    aliases: tuple[str, ...]  # a shared parameter's other FQNs
     shape: tuple[int, ...]
     dtype: torch.dtype  # stored dtype
     trains: bool  # whether the parameter requires gradients
 
 
 class ShardingAdapter(ABC):
-    """Adapter that gets and sets the state of tensors that are sharded together.
+    """Adapter that gets and sets state for tensors that are sharded together.
 
     Args:
-        entries: Properties of the tensors, in order.
+        entries: The tensors' properties, in order.
         ranks: All ranks of the model.
     """
 
@@ -62,7 +65,7 @@ class ShardingAdapter(ABC):
 
     @property
     def is_everywhere(self) -> bool:
-        """Return True if every rank of the model has a part or a copy.
+        """Return True if every rank has a part or a copy.
 
         It is False for an expert that only some ranks have.
         """
@@ -70,18 +73,18 @@ class ShardingAdapter(ABC):
 
     @property
     def has_parts_everywhere(self) -> bool:
-        """Return True if optimizers of all ranks have state of the same parameters."""
+        """Return True if optimizers on all ranks have state for the same parameters."""
         return True
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
-        """Process group of the ranks with different parts; None if they are not one group."""
+        """Process group in which ranks have different parts; None if they are not one group."""
         return None
 
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Device of the tensors that ranks exchange."""
+        """Device on which ranks exchange tensors."""
 
     @property
     def is_stored_as_sharded(self) -> bool:
@@ -93,10 +96,10 @@ class ShardingAdapter(ABC):
 
     @abstractmethod
     def placements(self) -> list[MeshPlacements | None]:
-        """Return mesh and placements of each entry after `to_sharded`; None if unsharded."""
+        """Return mesh and placements for each entry after `to_sharded`; None if unsharded."""
 
     def shard_lengths(self, position: int) -> tuple[int, ...] | None:
-        """Return each rank's length of the sharded dimension; None if not exactly one is."""
+        """Return each rank's length in the sharded dimension; None unless exactly one is sharded."""
         del position
         return None
 
@@ -122,28 +125,28 @@ class ShardingAdapter(ABC):
 
     @abstractmethod
     def part_views(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """Return this rank's part of each entry as a view of `packed`.
+        """Return this rank's part of each entry as a view into `packed`.
 
         The views are 1-D if the layout is flat.
         """
 
     @abstractmethod
     def parts(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """Return `packed` as tensors with the shapes of the exposed parameters.
+        """Return `packed` as tensors with the exposed parameters' shapes.
 
         They are views if possible.
         """
 
     def local_parts(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """Return `parts`, with the local tensors of DTensors."""
+        """Return `parts`, with local tensors instead of DTensors."""
         return self.parts(packed)
 
     @abstractmethod
     def pack(self, parts: Tensors, dtype: torch.dtype, staging: Staging | None = None) -> torch.Tensor:
-        """Pack tensors with the shapes of the exposed parameters; zeros for None.
+        """Pack tensors with the exposed parameters' shapes; zeros for None.
 
         Args:
-            parts: Tensors to pack; the result may share the memory of a single tensor.
+            parts: Tensors to pack; the result may share a single tensor's memory.
             dtype: Dtype of the result.
             staging: Buffers that the following `to_full` uses too; None to allocate memory.
         """
@@ -156,7 +159,7 @@ class ShardingAdapter(ABC):
 
     @abstractmethod
     def to_full(self, packed: torch.Tensor, staging: Staging, *, first_only: bool) -> Iterable[torch.Tensor] | None:
-        """Return the full tensor of each entry. Collective.
+        """Return each entry's full tensor. Collective.
 
         Args:
             packed: Packed values to gather.
@@ -196,21 +199,21 @@ class ShardingAdapter(ABC):
 
     @abstractmethod
     def from_full(self, values: Tensors, into: Tensors) -> None:
-        """Copy this rank's parts of full values, which every rank has.
+        """Copy this rank's parts from full values, which every rank has.
 
         Args:
-            values: Full value of each entry, of any dtype; None for entries to skip.
-            into: Destinations, such as `part_views` of packed values; those of skipped entries are ignored.
+            values: Full value for each entry, in any dtype; None to skip it.
+            into: Destinations, such as `part_views` of packed values; skipped entries' destinations are ignored.
         """
 
     @abstractmethod
     def from_rank0(self, values: Tensors | None, into: Tensors, dtype: torch.dtype, staging: Staging) -> None:
-        """Copy this rank's parts of full values on rank 0. Collective.
+        """Copy this rank's parts from full values on rank 0. Collective.
 
         Args:
             values: As for `from_full` on rank 0; None on other ranks.
             into: As for `from_full`; None, on all ranks, for entries to skip.
-            dtype: Dtype of the destinations, which is the dtype of the communication.
+            dtype: The destinations' dtype, in which ranks communicate.
             staging: Communication buffers.
         """
 
@@ -227,7 +230,7 @@ class ShardingAdapter(ABC):
 
 
 class ParameterAdapter(ShardingAdapter):
-    """Adapter of one parameter that the engine does not manage."""
+    """Adapter for one parameter that the engine does not manage."""
 
     def __init__(self, entry: Entry, parameter: nn.Parameter, ranks: Ranks) -> None:
         super().__init__([entry], ranks)
@@ -254,7 +257,7 @@ class ParameterAdapter(ShardingAdapter):
         return self.parts(packed)
 
     def broadcast_full(self, values: Tensors | None, dtype: torch.dtype) -> torch.Tensor:
-        """Broadcast the full value of rank 0. Collective."""
+        """Broadcast rank 0's full value. Collective."""
         value = None if values is None else values[0]
         return broadcast_from_rank0(self.ranks, self.entries[0].shape, dtype, self.device, value)
 
@@ -267,8 +270,7 @@ def copy_parts(parts: Tensors, into: Tensors) -> None:
 
 
 def are_sharded_as(adapter: ShardingAdapter, values: Tensors) -> bool:
-    """Return True if values are sharded as `to_sharded` of an adapter returns them."""
-    # They can be loaded without an all-gather then.
+    """Return True if values are sharded as an adapter's `to_sharded` returns them: they load without an all-gather."""
     pairs = zip(values, adapter.placements(), strict=True)
     return all(value is None or get_mesh_placements(value) == placed for value, placed in pairs)
 

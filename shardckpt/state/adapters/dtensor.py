@@ -1,6 +1,6 @@
-"""DTensors of any placements that do not come from the engine.
+"""Adapter for DTensors with any placements that do not come from the engine.
 
-For example those of torch's `fully_shard`, of tensor parallelism, or created by a user.
+Torch's `fully_shard`, tensor parallelism or a user may have made them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardckpt.state.redistribute.dtensor_rows import has_rows_everywhere
 
 
 class DTensorAdapter(ParameterAdapter):
-    """Adapter of one parameter that is a DTensor."""
+    """Adapter for one parameter that is a DTensor."""
 
     @property
     def _kept(self) -> DTensor:
@@ -40,7 +40,7 @@ class DTensorAdapter(ParameterAdapter):
 
     @property
     def is_everywhere(self) -> bool:
-        """Return True if the mesh contains all ranks of the model."""
+        """Return True if the mesh contains all ranks."""
         return self._kept.device_mesh.size() == self.ranks.size
 
     @property
@@ -50,19 +50,19 @@ class DTensorAdapter(ParameterAdapter):
 
     @property
     def has_parts_everywhere(self) -> bool:
-        """Return True if every rank certainly has rows, also on a mesh of several dims."""
+        """Return True if every rank certainly has rows, also on a mesh with several dims."""
         dims = [placement.dim for placement in self._kept.placements if isinstance(placement, Shard)]
         return all(has_rows_everywhere(self._kept.shape[dim], self._kept.device_mesh.size()) for dim in dims)
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
-        """Process group of a 1-D mesh; None for other meshes."""
+        """A 1-D mesh's process group; None for other meshes."""
         mesh = self._kept.device_mesh
         return mesh.get_group() if mesh.ndim == 1 else None
 
     @property
     def device(self) -> torch.device:
-        """Device on which the ranks of the mesh exchange data."""
+        """Device on which the mesh's ranks exchange data."""
         return dtensor_rows.get_mesh_device(self._kept)
 
     def placements(self) -> list[MeshPlacements | None]:
@@ -70,7 +70,7 @@ class DTensorAdapter(ParameterAdapter):
         return [get_mesh_placements(self._kept)]
 
     def shard_lengths(self, position: int) -> tuple[int, ...] | None:
-        """Return the number of rows of each rank; None unless a 1-D mesh shards one dim."""
+        """Return each rank's number of rows; None unless a 1-D mesh shards one dim."""
         del position
         mesh, placement = self._kept.device_mesh, self._kept.placements[0]
         if mesh.ndim != 1 or type(placement) is not Shard:
@@ -78,7 +78,7 @@ class DTensorAdapter(ParameterAdapter):
         return split_rows(self._kept.shape[placement.dim], mesh.size())
 
     def layout_metadata(self) -> dict[str, Any]:
-        """Return the number of rows of each rank, if one mesh dimension shards rows."""
+        """Return each rank's number of rows, if one mesh dimension shards rows."""
         mesh, entry = self._kept.device_mesh, self.entries[0]
         if mesh.get_coordinate() is None:
             return {}
@@ -93,7 +93,7 @@ class DTensorAdapter(ParameterAdapter):
 
     @property
     def packed(self) -> torch.Tensor:
-        """Local tensor of the parameter."""
+        """The parameter's local tensor."""
         return local(self._parameter.detach())
 
     def parts(self, packed: torch.Tensor) -> list[torch.Tensor]:
@@ -125,7 +125,7 @@ class DTensorAdapter(ParameterAdapter):
         return None if full is None or (first_only and not self.ranks.is_first) else [full]
 
     def from_full(self, values: Tensors, into: Tensors) -> None:
-        """Copy this rank's shard of the full value."""
+        """Copy this rank's shard from the full value."""
         (value,), (place,) = values, into
         if value is None or place is None:
             return
@@ -143,7 +143,6 @@ class DTensorAdapter(ParameterAdapter):
         self.from_full([self.broadcast_full(values, dtype)], into)
 
     def _is_everywhere(self, mesh: DeviceMesh) -> bool:
-        """Return True if a mesh contains all ranks of the model and begins with rank 0."""
-        # The answer is the same on all ranks.
+        """Return True if a mesh contains all ranks and starts with rank 0; the answer is equal on all ranks."""
         ranks = mesh.mesh.flatten()
         return len(ranks) == self.ranks.size and int(ranks[0]) == int(ranks.min())

@@ -1,4 +1,4 @@
-"""Common base of the adapters of the engine's buckets."""
+"""Common base for adapters of the engine's buckets."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from shardckpt.torch_features import shard_replicated
 
 
 class EngineBucketAdapter(ShardingAdapter):
-    """Adapter of an engine's bucket; subclasses know how its parameters are exposed."""
+    """Adapter for an engine's bucket; subclasses know how its parameters are exposed."""
 
     def __init__(self, registration: ParamRegistration, names: Sequence[Sequence[str]], ranks: Ranks) -> None:
         bucket = registration.bucket
-        rows = zip(names, bucket.unsharded.params, strict=True)
+        rows = zip(names, bucket.unsharded.params, strict=True)  # each parameter's first FQN comes before its aliases
         super().__init__(
             [
                 Entry(first, tuple(others), tuple(leaf.shape), bucket.dtype, leaf.requires_grad)
@@ -37,12 +37,12 @@ class EngineBucketAdapter(ShardingAdapter):
 
     @property
     def bucket(self) -> Bucket:
-        """Bucket of the engine."""
+        """The engine's bucket."""
         return self._registration.bucket
 
     @property
     def device(self) -> torch.device:
-        """Compute device of the unit."""
+        """The unit's compute device."""
         return self.bucket.compute_device
 
     @property
@@ -52,7 +52,7 @@ class EngineBucketAdapter(ShardingAdapter):
 
     @property
     def is_everywhere(self) -> bool:
-        """Return True if every rank of the model has a part or a copy."""
+        """Return True if every rank has a part or a copy."""
         return self.bucket.group.world == self.ranks.size
 
     @property
@@ -62,7 +62,7 @@ class EngineBucketAdapter(ShardingAdapter):
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
-        """Process group of the ranks that shard the bucket."""
+        """Process group that shards the bucket."""
         return self.bucket.group.shard
 
     @property
@@ -71,12 +71,12 @@ class EngineBucketAdapter(ShardingAdapter):
         return any(isinstance(leaf, DTensor) for leaf in self.bucket.unsharded.params)
 
     def layout_metadata(self) -> dict[str, Any]:
-        """Return the layout, and the index of this rank in it."""
+        """Return the layout, and this rank's index in it."""
         return {"layout": self.bucket.layout.to_json(), "place": self.bucket.rank}
 
     @property
     def packed(self) -> torch.Tensor:
-        """This rank's shard of the bucket."""
+        """This rank's shard."""
         self._registration.pull_user_changes()
         return self.bucket.shard.detach()
 
@@ -95,7 +95,7 @@ class EngineBucketAdapter(ShardingAdapter):
         return self.bucket.split_shard(packed)
 
     def pack(self, parts: Tensors, dtype: torch.dtype, staging: Staging | None = None) -> torch.Tensor:
-        """Pack parts into one 1-D tensor with the layout of the shard."""
+        """Pack parts into one 1-D tensor with the shard's layout."""
         return concat_shards(self.bucket, [None if part is None else local(part) for part in parts], dtype, staging)
 
     def to_full(self, packed: torch.Tensor, staging: Staging, *, first_only: bool) -> Iterable[torch.Tensor] | None:
@@ -111,7 +111,7 @@ class EngineBucketAdapter(ShardingAdapter):
         return gather_full_tensor(seen) if isinstance(seen, DTensor) else value
 
     def _take_local(self, index: int, value: torch.Tensor) -> torch.Tensor:
-        """Return the part of a full parameter that the bucket contains."""
+        """Return a full parameter's part that the bucket contains."""
         leaf = self.bucket.unsharded.params[index]
         if not isinstance(leaf, DTensor):
             return value
@@ -119,22 +119,22 @@ class EngineBucketAdapter(ShardingAdapter):
         return shard_replicated(value, leaf.device_mesh, leaf.placements).to_local()
 
     def from_full(self, values: Tensors, into: Tensors) -> None:
-        """Copy this rank's shards of full values."""
+        """Copy this rank's shards from full values."""
         own = [None if value is None else self._take_local(index, value) for index, value in enumerate(values)]
         self._take(own, into)
 
     def _take(self, values: Tensors, into: Tensors) -> None:
-        """Copy this rank's shards of the bucket's parts of parameters."""
+        """Copy this rank's shards from the bucket's parts."""
         copy_parts(self._slice(values, self.bucket.rank), into)
 
     def _slice(self, values: Tensors, rank: int) -> list[torch.Tensor | None]:
-        """Return a rank's shards of the bucket's parts, as views if possible."""
+        """Return a rank's shards from the bucket's parts, as views if possible."""
         return list(values) if self.bucket.keeps_full else self.bucket.packing.shard_values(values, rank)
 
     def from_rank0(self, values: Tensors | None, into: Tensors, dtype: torch.dtype, staging: Staging) -> None:
-        """Scatter the shards; if the group is not all ranks of the model, broadcast."""
+        """Scatter the shards; broadcast if the group has not all ranks."""
         group = self.bucket.group
-        if self.is_parallel or group.world != self.ranks.size:  # rank 0 of the group may not be rank 0 of the model
+        if self.is_parallel or group.world != self.ranks.size:  # the group's rank 0 may not be the model's
             self.from_full(self._broadcast_full(values, into, dtype), into)
             return
         rows = None
@@ -144,7 +144,7 @@ class EngineBucketAdapter(ShardingAdapter):
         scatter_from_rank0(rows, into, group.shard, replicas, dtype=dtype, device=self.device, staging=staging)
 
     def _broadcast_full(self, values: Tensors | None, into: Tensors, dtype: torch.dtype) -> list[torch.Tensor | None]:
-        """Broadcast full values of rank 0. Collective."""
+        """Broadcast rank 0's full values. Collective."""
         given = [None] * len(self.entries) if values is None else values
         return [
             None if place is None else broadcast_from_rank0(self.ranks, entry.shape, dtype, self.device, value)

@@ -1,4 +1,4 @@
-"""Adapter of `fully_shard` units: DTensors that are sharded along one dimension."""
+"""Adapter for `fully_shard` units: DTensors that are sharded along one dimension."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardckpt.state.redistribute.rank_grid import Ranks
 
 
 class EngineDTensorAdapter(EngineBucketAdapter):
-    """Adapter of a bucket of `fully_shard`; for arguments see `EngineBucketAdapter`."""
+    """Adapter for a `fully_shard` bucket; for arguments see `EngineBucketAdapter`."""
 
     def __init__(self, registration: DTensorRegistration, names: Sequence[Sequence[str]], ranks: Ranks) -> None:
         super().__init__(registration, names, ranks)
@@ -23,7 +23,7 @@ class EngineDTensorAdapter(EngineBucketAdapter):
 
     @property
     def has_parts_everywhere(self) -> bool:
-        """Return True if every rank has rows of every parameter."""
+        """Return True if every rank has rows from every parameter."""
         rows = [
             spec.shape[placed.dim]
             for spec, placed in zip(self.bucket.layout.specs, self._placed, strict=True)
@@ -32,13 +32,13 @@ class EngineDTensorAdapter(EngineBucketAdapter):
         return all(has_rows_everywhere(count, self.bucket.group.size) for count in rows)
 
     def shard_lengths(self, position: int) -> tuple[int, ...] | None:
-        """Return the number of rows of each rank."""
+        """Return each rank's number of rows."""
         dim = self._placed[position].dim
         shape, ranks = self.bucket.layout.specs[position].shape, self.bucket.group.size
         return None if dim is None else split_rows(shape[dim], ranks)
 
     def placements(self) -> list[MeshPlacements | None]:
-        """Return the meshes and placements of the parameters."""
+        """Return the parameters' meshes and placements."""
         return [get_mesh_placements(parameter) for parameter in self.exposed]
 
     def to_sharded(self, packed: torch.Tensor, staging: Staging) -> list[torch.Tensor]:  # noqa: ARG002

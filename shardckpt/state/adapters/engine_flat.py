@@ -1,4 +1,4 @@
-"""Adapter of the wrapper's units: a flat parameter, or 1-D views of a flat shard."""
+"""Adapter for the wrapper's units: a flat parameter, or 1-D views into a flat shard."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from shardckpt.state.redistribute.rank_grid import Ranks
 
 
 class EngineFlatAdapter(EngineBucketAdapter):
-    """Adapter of a bucket with a flat layout: a flat parameter or original ones."""
+    """Adapter for a bucket with a flat layout: a flat parameter or original ones."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class EngineFlatAdapter(EngineBucketAdapter):
 
     @property
     def layout(self) -> FlatLayout:
-        """Layout of the entries in the shards of all ranks."""
+        """The entries' layout in all ranks' shards."""
         layout = self.bucket.layout
         assert isinstance(layout, FlatLayout), "the wrapper lays out flat"
         return layout
@@ -65,7 +65,7 @@ class EngineFlatAdapter(EngineBucketAdapter):
                     place.module._parameters[place.attribute] = value  # type: ignore[assignment]
 
     def registered(self, *, is_flat: bool) -> list[torch.Tensor]:
-        """Return the registered tensors: those of `show`, or a user's replacements."""
+        """Return the registered tensors, from `show` or a user's replacements."""
         if is_flat:
             assert isinstance(self._registration, FlatParamRegistration), "only a flat parameter has a home"
             places = [self._registration.home]
@@ -75,7 +75,7 @@ class EngineFlatAdapter(EngineBucketAdapter):
         return [tensor for tensor in tensors if tensor is not None]
 
     def hide(self) -> None:
-        """Register the sharded parameters of the bucket again."""
+        """Register the bucket's sharded parameters again."""
         if isinstance(self._registration, FlatParamRegistration):
             self._registration.unregister_summoned()
         else:
@@ -83,22 +83,21 @@ class EngineFlatAdapter(EngineBucketAdapter):
 
     @property
     def flat_name(self) -> str | None:
-        """FQN of the flat parameter; None if the original parameters are registered."""
+        """The flat parameter's FQN; None if the original parameters are registered."""
         return self._flat_name
 
     @property
     def unpadded_size(self) -> int:
-        """Number of elements of this rank's shard, without the padding at its end."""
+        """Elements in this rank's shard, without the padding at its end."""
         return self.layout.get_unpadded_size(self.bucket.rank)
 
     @property
     def has_parts_everywhere(self) -> bool:
-        """Return True if every rank has a part of every exposed parameter."""
-        # It always has one of a flat parameter.
+        """Return True if every rank has a part of every exposed parameter, as of a flat one."""
         return self._flat_name is not None or self.bucket.keeps_full
 
     def shard_lengths(self, position: int) -> tuple[int, ...] | None:
-        """Return the number of elements of each rank; with padding for a flat parameter."""
+        """Return each rank's number of elements; with padding for a flat parameter."""
         if self.is_parallel:
             return None
         if self._flat_name is not None:
@@ -119,7 +118,7 @@ class EngineFlatAdapter(EngineBucketAdapter):
         return False
 
     def layout_metadata(self) -> dict[str, Any]:
-        """Return the layout, the index of this rank in it, and the flat parameter's FQN."""
+        """Return the layout, this rank's index in it, and the flat parameter's FQN."""
         return {**super().layout_metadata(), "flat": self._flat_name}
 
     def to_sharded(self, packed: torch.Tensor, staging: Staging) -> list[torch.Tensor]:
@@ -139,13 +138,13 @@ class EngineFlatAdapter(EngineBucketAdapter):
         return lambda: [self._dtensor(part, index) for index, part in enumerate(rows())]
 
     def _parallel(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """Return DTensors of tensor parallelism, gathered over data-parallel ranks."""
+        """Return tensor-parallel DTensors, gathered over data-parallel ranks."""
         values = gather_full(self.bucket, packed).values
         return [self.bucket.wrap_unsharded(index, value.clone()) for index, value in enumerate(values)]
 
     @cached_property
     def _both(self) -> list[MeshPlacements | None] | None:
-        """Placements over the mesh of data and tensor parallelism; None if not one mesh."""
+        """Placements over one mesh for data and tensor parallelism; None without such a mesh."""
         # A tensor-parallel shard is split into rows again. Other parameters are replicated over tensor-parallel ranks.
         inner = next(leaf.device_mesh for leaf in self.bucket.unsharded.params if isinstance(leaf, DTensor))
         both: list[MeshPlacements | None] = []
@@ -189,7 +188,7 @@ class EngineFlatAdapter(EngineBucketAdapter):
         ]
 
     def _scalar(self, part: torch.Tensor) -> torch.Tensor:
-        """Broadcast a 0-dim value from rank 0 of the shard group. Collective."""
+        """Broadcast a 0-dim value from the shard group's rank 0. Collective."""
         value = part.clone() if part.dim() == 0 else part.new_zeros(())
         dist.broadcast(value.view(1).view(torch.uint8), group=self.bucket.group.shard, group_src=0)
         return value
@@ -212,7 +211,7 @@ class EngineFlatAdapter(EngineBucketAdapter):
         return [packed] if self._flat_name is not None else super().parts(packed)
 
     def pack(self, parts: Tensors, dtype: torch.dtype, staging: Staging | None = None) -> torch.Tensor:
-        """Pack parts into one 1-D tensor with the layout of the shard."""
+        """Pack parts into one 1-D tensor with the shard's layout."""
         if self._flat_name is None:
             return super().pack(parts, dtype, staging)
         if parts[0] is None:
@@ -220,7 +219,7 @@ class EngineFlatAdapter(EngineBucketAdapter):
         return local(parts[0]).to(dtype)
 
     def empty_like(self, position: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialized tensor; the padding of a flat parameter is zero."""
+        """Return an uninitialized tensor; a flat parameter's padding is zero."""
         empty = torch.empty_like(local(self.exposed[position].detach()), dtype=dtype)
         if self._flat_name is not None:
             at = 0

@@ -1,8 +1,8 @@
-"""Recognize shards of flat parameters that are given without their wrapper.
+"""Recognize flat parameters' shards that are given without their wrapper.
 
-Only the wrapper of a flat parameter (`FullyShardedDataParallel` of torch or of this package) knows the names and shapes
-of its elements. Below the wrapper (`model.module`), in an optimizer, and in the state dict of an inner module, the
-shard looks like any other 1-D tensor.
+Only a flat parameter's wrapper (`FullyShardedDataParallel`, torch's or ours) knows the names and shapes inside. Below
+the wrapper (`model.module`), in an optimizer, and in an inner module's state dict, the shard looks like any other 1-D
+tensor.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from shardckpt.errors import UsageError
 if TYPE_CHECKING:
     from shardckpt.core.params.param_bucket import Bucket
 
-# Storages without a shard of a flat parameter, so that the next save does not search for flat parameters again. An
-# address alone is not enough: the allocator gives the address of a freed tensor to the next one.
+# Storages without a flat parameter's shard, so that the next save does not search again. An address is not enough: the
+# allocator gives a freed tensor's address to the next one.
 _FULL: WeakSet[torch.UntypedStorage] = WeakSet()
 
 
 class FlatShardError(UsageError):
-    """A rank's shard of a flat parameter is given without its wrapper."""
+    """A flat parameter's shard is given without its wrapper."""
 
     def __init__(self, where: object) -> None:
         super().__init__(
             "this is one rank's shard of a flat parameter of FullyShardedDataParallel, not the parameter itself",
             where=where,
-            fix="Pass the module that FullyShardedDataParallel returned, and not its `.module` or tensors of that"
+            fix="Pass the module that FullyShardedDataParallel returned, and not its `.module` or the tensors in it"
             " (Lightning: `trainer.strategy.model`); or what `get_model_state_dict` returns for it.",
         )
 
 
 class FlatShards:
-    """Shards of flat parameters in this process, searched once, on the first query."""
+    """Flat parameters' shards in this process, searched once, on the first query."""
 
     @cached_property
     def _storages(self) -> frozenset[int]:
-        """Data pointers of the storages of all flat parameter shards in this process."""
-        # torch does not keep a list of its wrappers, so the search goes through all objects of the process.
+        """Data pointers of all storages with flat parameter shards in this process."""
         from shardckpt.core.params.param_bucket import Bucket  # noqa: PLC0415  (only 1-D tensors need the engine)
 
+        # torch does not list its wrappers, so the search goes through all objects in the process.
         flat_param: Any = sys.modules.get("torch.distributed.fsdp._flat_param")
         handle = getattr(flat_param, "FlatParamHandle", Bucket)
         storages = set()
@@ -59,7 +59,7 @@ class FlatShards:
         return frozenset(storages - {0})
 
     def has_parameter(self, parameter: torch.Tensor) -> bool:
-        """Return True if a registered parameter is a flat parameter or a shard of one."""
+        """Return True if a registered parameter is a flat parameter or its shard."""
         if isinstance(parameter, DTensor):
             return False
         if isinstance(parameter, nn.Parameter) and _is_flat_parameter(parameter):
@@ -88,7 +88,7 @@ class FlatShards:
         return False
 
     def require_none(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Refuse registered parameters that are shards of flat parameters."""
+        """Refuse registered parameters that are flat parameters' shards."""
         for name, parameter in named:
             if self.has_parameter(parameter):
                 raise FlatShardError(clean(name))
@@ -101,14 +101,14 @@ def _is_flat_parameter(parameter: nn.Parameter) -> bool:
 
 
 def _find_instances(*kinds: type) -> list[Any]:
-    """Return all objects of this process that have one of some types, to which each object refers."""
-    # A list of all objects would refer to tuples that other threads build, too, for which `tuple(generator)` then
-    # raises SystemError.
+    """Return all objects in this process with one of these types; each object refers to its type."""
+    # A list of all objects would also refer to tuples that other threads build: `tuple(generator)` then raises
+    # SystemError.
     return [found for found in gc.get_referrers(*kinds) if type(found) in kinds]
 
 
 def has_group() -> bool:
-    """Return True if this process is in a group, which every wrapper needs: also alone in it."""
+    """Return True if this process is in a group, which every wrapper needs, even alone."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -132,7 +132,7 @@ def _shard_of_bucket(bucket: Bucket) -> set[int]:
 
 
 def _shard_of_handle(handle: Any) -> set[int]:
-    """Return the storage of a shard of torch's wrapper; private names may be missing."""
+    """Return the storage for a shard in torch's wrapper; private names may be missing."""
     flat = getattr(handle, "flat_param", None)
     shard = getattr(flat, "_local_shard", flat)  # before the first forward, the flat parameter itself
     is_sharded = getattr(handle, "uses_sharded_strategy", True)

@@ -1,4 +1,4 @@
-"""Index a model by FQN: adapters of its parameters, buffers, extra state."""
+"""Index a model by FQN: adapters for its parameters, buffers, extra state."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ EXTRA = "_extra_state"
 
 @dataclass(frozen=True)
 class Buffer:
-    """Buffer of a model."""
+    """A model's buffer."""
 
-    name: str  # FQN without the segments of wrappers
+    name: str  # FQN without wrapper segments
     module: nn.Module  # module that registers the buffer
-    attribute: str  # attribute of the module
+    attribute: str  # in the module
     persistent: bool  # whether state dicts contain the buffer
-    dtype: torch.dtype  # dtype of the buffer before the engine cast it
+    dtype: torch.dtype  # before the engine cast it
 
     @property
     def value(self) -> torch.Tensor:
-        """Current tensor of the buffer."""
+        """The current tensor."""
         tensor = self.module._buffers[self.attribute]
         assert tensor is not None
         return tensor
@@ -64,21 +64,21 @@ class Buffer:
 
 @dataclass(frozen=True)
 class ModelIndex:
-    """Parameters, buffers and extra state of a model by FQN."""
+    """A model's parameters, buffers and extra state by FQN."""
 
-    names: tuple[str, ...]  # all names in a state dict of the unsharded model, in its order
+    names: tuple[str, ...]  # all names in the unsharded model's state dict, in its order
     adapters: tuple[ShardingAdapter, ...]
     buffers: tuple[Buffer, ...]  # all buffers, including non-persistent ones
-    extra: dict[str, nn.Module]  # modules with `get_extra_state`, by the name of that state
-    aliases: dict[str, str]  # further names of shared parameters, each with the first name
+    extra: dict[str, nn.Module]  # modules with `get_extra_state`, by the state's name
+    aliases: dict[str, str]  # a shared parameter's other names, each with the first name
     ranks: Ranks
     root: nn.Module  # the model itself
-    places: dict[str, tuple[nn.Module, str]]  # module and attribute of each parameter name
-    flats: tuple[tuple[nn.Module, str], ...]  # modules and attributes of flat parameters
+    places: dict[str, tuple[nn.Module, str]]  # module and attribute by parameter name
+    flats: tuple[tuple[nn.Module, str], ...]  # flat parameters' modules and attributes
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
-        """Entries of all parameters by their first names."""
+        """Entries for all parameters by their first names."""
         return {entry.name: entry for adapter in self.adapters for entry in adapter.entries}
 
     def describe_unmanaged(self) -> str:
@@ -98,7 +98,7 @@ class ModelIndex:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the model that Lightning's Fabric has wrapped, which it registers twice; any other model as it is."""
+    """Return the model that Lightning's Fabric has wrapped, and registers twice; any other model as it is."""
     fabric = model._modules.get("_orig_mod") or model  # compiled after `Fabric.setup`
     if not {"_forward_module", "_original_module"} <= fabric._modules.keys():
         return model
@@ -108,8 +108,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules with their FQNs in the unsharded model, depth first."""
-    # Shared modules are yielded under each of their names.
+    """Yield modules with their FQNs in the unsharded model, depth first; shared modules under each name."""
     yield prefix, model
     wrapped = below(model)
     for name, child in model._modules.items():
@@ -125,7 +124,7 @@ def below(model: nn.Module) -> set[str]:
 
 @lru_cache(maxsize=1024)
 def is_plain_module(kind: type[nn.Module]) -> bool:
-    """Return True if an index needs only parameters, buffers, children of a class."""
+    """Return True if an index needs only a class's parameters, buffers and children."""
     homes = ("torch.distributed", "torch.nn.parallel")
     return (
         kind.get_extra_state is nn.Module.get_extra_state
@@ -137,15 +136,15 @@ def is_plain_module(kind: type[nn.Module]) -> bool:
 
 @lru_cache(maxsize=1024)
 def is_fully_sharded(kind: type[nn.Module]) -> bool:
-    """Return True if a class is a plain one after `fully_shard`, of the engine or of torch, and nothing else."""
+    """Return True if a class is a plain one after `fully_shard`, ours or torch's, and nothing else."""
     front_end, original = kind.__mro__[1:3]
     is_of_torch = front_end.__name__ == "FSDPModule" and front_end.__module__.startswith("torch.distributed.")
     return (is_of_torch or issubclass(front_end, ShardedModule)) and is_plain_module(original)
 
 
 def locate_in_buckets(module: nn.Module) -> tuple[list[nn.Parameter], list[int]] | None:
-    """Return the parameters of a module's unit, each with its offset in its bucket; None if they are not DTensors."""
-    # The offset is in bytes, and 0 for a parameter of which this rank has no elements.
+    """Return a unit's parameters and their offsets in its buckets; None if they are not DTensors."""
+    # Offsets are in bytes, and 0 for a parameter without elements on this rank.
     parameters: list[nn.Parameter] = []
     offsets: list[int] = []
     for registration in module.sharding_unit.registrations if isinstance(module, ShardedModule) else ():
@@ -162,7 +161,7 @@ def locate_in_buckets(module: nn.Module) -> tuple[list[nn.Parameter], list[int]]
 
 def has_mixed_wrapper(model: nn.Module) -> bool:
     """Return True if a module has a wrapper's attribute and may have others, so that two names may become equal."""
-    # Modules of other classes than those of wrappers may have parameters that are not registered while they are flat.
+    # A user's subclass of a wrapper may have parameters that are not registered while they are flat.
     return any(
         len(module._modules) + len(module._parameters) + len(module._buffers) > 1
         or not type(module).__module__.startswith(("torch.", "shardckpt.core."))
@@ -177,7 +176,7 @@ def index_model(model: nn.Module) -> ModelIndex:
 
 
 def index_complete_model(model: nn.Module) -> ModelIndex:
-    """Index a model; refuse a part of a wrapper with flat parameters."""
+    """Index a model; refuse a module inside a wrapper with flat parameters."""
     index = index_model(model)
     plain = [adapter for adapter in index.adapters if isinstance(adapter, ReplicatedAdapter)]
     FlatShards().require_none((adapter.entries[0].name, adapter.exposed[0]) for adapter in plain)
@@ -196,7 +195,7 @@ def reshard_all(model: nn.Module) -> None:
 
 
 class _Walk:
-    """Traversal of a model that collects names for its index."""
+    """Traverses a model to collect names for its index."""
 
     def __init__(self, model: nn.Module) -> None:
         self._root = model
@@ -260,7 +259,7 @@ class _Walk:
             self._extra[prefix + EXTRA] = module
 
     def _claim(self, name: str, key: Any, module: nn.Module, attribute: str) -> None:
-        """Add a name of a state dict; the key is equal for the same tensor."""
+        """Add a state dict's name; the key is equal for the same tensor."""
         self._names.append(name)
         owner = self._owners.setdefault(name, (key, module, attribute))
         if owner[0] != key:
@@ -322,7 +321,7 @@ class _Walk:
 
 
 def get_process_groups(unit: FSDPUnit) -> list[dist.ProcessGroup | None]:
-    """Return the process groups of a unit's shards and of its replicas."""
+    """Return the process groups for a unit's shards and replicas."""
     groups: list[dist.ProcessGroup | None] = []
     for registration in unit.registrations:
         groups += [registration.bucket.group.shard, registration.bucket.group.replicate]
@@ -338,13 +337,13 @@ _MESHES: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
 
 
 def get_bucket_mesh(bucket: Bucket) -> DeviceMesh | None:
-    """Return the mesh of a bucket, sharded along its last dim; None if not sharded."""
+    """Return a bucket's mesh, sharded along its last dim; None if not sharded."""
     group = bucket.group
     return group.mesh if group.mesh is not None else get_mesh(group.shard, bucket.compute_device)
 
 
 def get_mesh(group: dist.ProcessGroup | None, device: torch.device) -> DeviceMesh | None:
-    """Return a 1-D mesh of a process group; None without a group."""
+    """Return a 1-D mesh for a process group; None without a group."""
     if group is None:
         return None
     if group not in _MESHES:

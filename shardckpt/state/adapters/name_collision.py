@@ -1,4 +1,4 @@
-"""Names that become equal without the segments of wrappers."""
+"""Names that become equal without wrapper segments."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from shardckpt.errors import NameCollisionError
 from shardckpt.state.keys.kinds import is_sharded_tensor
 
 _FIX = (
-    "Names are without the segments of wrappers (`_orig_mod` of torch.compile, `_fsdp_wrapped_module`,"
-    " `_checkpoint_wrapped_module`, `module` of DDP). Rename one of the two, or its module."
+    "Names are without wrapper segments (`_orig_mod` from torch.compile, `_fsdp_wrapped_module`,"
+    " `_checkpoint_wrapped_module`, `module` from DDP). Rename one of the two, or its module."
 )
 
 
 def build_collision(root: nn.Module, name: str, *places: tuple[nn.Module, str]) -> NameCollisionError:
-    """Return the error for two tensors of a model that have one name."""
+    """Return the error for two tensors with one name."""
     paths = {id(module): path for path, module in root.named_modules()}
     return _build(name, [f"{paths[id(module)]}.{attribute}".removeprefix(".") for module, attribute in places])
 
 
 def clean_keys(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state without the segments of wrappers in its names."""
+    """Remove wrapper segments from a state's names."""
     cleaned: dict[str, Any] = {}
     for name, value in state.items():
         if not _is_same(cleaned.setdefault(clean(name), value), value):
@@ -35,7 +35,7 @@ def clean_keys(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Return True for one value, or two tensors with one memory, as a state dict has of a tied parameter."""
+    """Return True for one value, or two tensors with one memory, as a state dict has for a tied parameter."""
     are_tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
     if one is other or not are_tensors or is_sharded_tensor(one) or is_sharded_tensor(other):
         return one is other

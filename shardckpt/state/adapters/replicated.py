@@ -1,4 +1,4 @@
-"""Adapter of plain tensors, with or without `DistributedDataParallel`."""
+"""Adapter for plain tensors, with or without `DistributedDataParallel`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardckpt.state.adapters.base import ParameterAdapter, Tensors, copy_parts
 
 
 class ReplicatedAdapter(ParameterAdapter):
-    """Adapter of one parameter with all elements on every rank."""
+    """Adapter for one parameter with all elements on every rank."""
 
     @property
     def is_sharded(self) -> bool:
@@ -21,7 +21,7 @@ class ReplicatedAdapter(ParameterAdapter):
 
     @property
     def device(self) -> torch.device:
-        """Device of the parameter."""
+        """The parameter's device."""
         return self._parameter.device
 
     def placements(self) -> list[MeshPlacements | None]:

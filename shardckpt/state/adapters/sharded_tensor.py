@@ -19,16 +19,16 @@ from shardckpt.state.adapters.model_index import ModelIndex, get_mesh
 from shardckpt.state.keys.kinds import is_flat_part, is_sharded_tensor
 
 MeshPlacements = tuple[DeviceMesh, tuple[Placement, ...]]
-# Offsets and sizes of the boxes of the ranks with elements, by rank.
+# Offsets and sizes of boxes, by rank with elements.
 Rows = dict[int, tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 class ShardedTensorError(ShardckptError, ValueError):
-    """The sharding of a ShardedTensor is not possible for a DTensor."""
+    """A ShardedTensor is sharded as no DTensor can be."""
 
 
 def get_local_part(value: Any) -> torch.Tensor:
-    """Return this rank's shard of a ShardedTensor; an empty tensor without a shard."""
+    """Return a ShardedTensor's shard on this rank; an empty tensor without a shard."""
     shards = value.local_shards()
     if shards:
         part = shards[0].tensor
@@ -50,8 +50,7 @@ def to_local_parts(values: Mapping[str, Any], index: ModelIndex) -> dict[str, An
 
 
 def to_dtensors(values: Mapping[str, Any], index: ModelIndex) -> dict[str, Any]:
-    """Return values with DTensors instead of ShardedTensors."""
-    # The DTensors use the mesh of the model's own parameter if it fits.
+    """Convert ShardedTensors to DTensors, on the mesh of the model's own parameter if it fits."""
     if not any(map(is_sharded_tensor, values.values())):
         return dict(values)
     placements = get_placements(index)
@@ -64,8 +63,7 @@ def to_dtensors(values: Mapping[str, Any], index: ModelIndex) -> dict[str, Any]:
 
 
 def optim_state_to_dtensors(state: Mapping[Any, Mapping[str, Any]], index: ModelIndex) -> dict[Any, Mapping[str, Any]]:
-    """Return an optimizer's state with DTensors instead of ShardedTensors."""
-    # Arguments and errors are those of `to_dtensors`.
+    """Convert ShardedTensors in an optimizer's state, like `to_dtensors`."""
     if not any(is_sharded_tensor(value) for slots in state.values() for value in slots.values()):
         return dict(state)
     placements = get_placements(index)
@@ -79,7 +77,7 @@ def optim_state_to_dtensors(state: Mapping[Any, Mapping[str, Any]], index: Model
 
 
 def get_placements(index: ModelIndex) -> dict[str, MeshPlacements]:
-    """Return the meshes and placements of the model's sharded parameters."""
+    """Return meshes and placements for the model's sharded parameters."""
     return {
         entry.name: placed
         for adapter in index.adapters
@@ -89,8 +87,7 @@ def get_placements(index: ModelIndex) -> dict[str, MeshPlacements]:
 
 
 def as_dtensor(name: str, value: Any, best: MeshPlacements | None) -> DTensor:
-    """Return a ShardedTensor as a DTensor of rows, without communication."""
-    # The DTensor uses the given mesh if it fits, otherwise a mesh of all ranks.
+    """Convert a ShardedTensor to a DTensor without communication, on the best mesh if it fits, else on all ranks."""
     rows: Rows = {
         shard.placement.rank(): (tuple(shard.shard_offsets), tuple(shard.shard_sizes))
         for shard in value.metadata().shards_metadata
@@ -111,7 +108,7 @@ def as_dtensor(name: str, value: Any, best: MeshPlacements | None) -> DTensor:
 
 
 def _rows(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size) -> Rows | None:
-    """Return the box of each rank of a DTensor; None if not split into rows."""
+    """Return a DTensor's boxes by rank; None if not split into rows."""
     coordinate = mesh.get_coordinate()
     is_by_rows = placements[-1] == Shard(0) and all(placement.is_replicate() for placement in placements[:-1])
     if coordinate is None or not is_by_rows or not shape:

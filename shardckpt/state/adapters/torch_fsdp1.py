@@ -1,4 +1,4 @@
-"""State of models under torch's FullyShardedDataParallel, by its public functions."""
+"""State for models under torch's FullyShardedDataParallel, by its public functions."""
 
 from __future__ import annotations
 
@@ -39,47 +39,46 @@ _HOME = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
 
 def find_torch_wrapper(kind: Any) -> Any:
-    """Return torch's own wrapper among the base classes of a class, or None."""
-    # The class is recognized by its defining module, since torch's modules may have been patched with another class,
-    # such as that of this package.
+    """Return torch's own wrapper among a class's bases, or None."""
+    # It is recognized by its defining module: torch's modules may have been patched with another class, such as ours.
     wrappers = (base for base in kind.__mro__ if (base.__module__, base.__name__) == (_HOME, _WRAPPER))
     return next(wrappers, None)
 
 
 def _find_wrappers(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of a model that are instances of torch's wrapper."""
+    """Return a model's modules that are instances of torch's wrapper."""
     if _HOME not in sys.modules:
         return []
     return [module for module in model.modules() if find_torch_wrapper(type(module)) is not None]
 
 
 def is_foreign(model: nn.Module) -> bool:
-    """Return True if torch's wrapper shards any part of a model."""
+    """Return True if torch's wrapper shards any part."""
     return bool(_find_wrappers(model))
 
 
 def get_ranks(model: nn.Module) -> Ranks:
-    """Return the ranks of a model under torch's wrapper."""
+    """Return a model's ranks under torch's wrapper."""
     wrappers: list[Any] = _find_wrappers(model)
-    # The replicate group of a hybrid wrapper is private to torch.
+    # A hybrid wrapper's replicate group is private to torch.
     is_hybrid = any("HYBRID" in wrapper.sharding_strategy.name for wrapper in wrappers)
     return Ranks.from_groups([dist.group.WORLD] if is_hybrid else [wrapper.process_group for wrapper in wrappers])
 
 
 def shapes_at_first(model: nn.Module) -> dict[str, Any]:
-    """Return the entries of a full state on rank 0, as meta tensors. Collective."""
+    """Return a full state's entries on rank 0, as meta tensors. Collective."""
     state = full_state(model, offload=True, first_only=True)
     return {name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in state.items()}
 
 
 def refuse_local(kind: StateKind) -> None:
-    """Refuse kind LOCAL: the flat layout of torch's wrapper is private."""
+    """Refuse kind LOCAL: torch's flat layout is private."""
     if kind is StateKind.LOCAL:
         raise ForeignShardingError(
-            "of a model under torch's FullyShardedDataParallel no LOCAL state is taken or put",
+            "a model under torch's FullyShardedDataParallel has no LOCAL state",
             found=kind.name,
             expected="FULL or SHARDED",
-            fix="Ask for one of them, or shard the model with shardckpt.",
+            fix="Use another kind, or shard the model with shardckpt.",
         )
 
 
@@ -87,7 +86,7 @@ def refuse_local(kind: StateKind) -> None:
 def _set_state_dict_type(
     model: nn.Module, kind: StateKind, *, offload: bool = False, first_only: bool = False
 ) -> Iterator[Any]:
-    """Set the kind of torch's state dicts inside the context; restore it on exit."""
+    """Set the kind for torch's state dicts inside the context; restore it on exit."""
     fsdp = sys.modules["torch.distributed.fsdp.api"]  # defines the settings of torch's wrapper
     wrapper = find_torch_wrapper(type(_find_wrappers(model)[0]))
     _require_wrappers(model, wrapper)
@@ -109,14 +108,14 @@ def _set_state_dict_type(
 
 
 def _require_wrappers(model: nn.Module, wrapper: Any) -> None:
-    """Refuse a part of a wrapper: only wrappers inside the model would be gathered."""
+    """Refuse a module inside a wrapper: only wrappers inside the model would be gathered."""
     inside = {id(p) for module in model.modules() if isinstance(module, wrapper) for p in module.parameters()}
     FlatShards().require_none((name, p) for name, p in model.named_parameters() if id(p) not in inside)
 
 
 def _require_distinct_names(model: nn.Module, wrapper: Any) -> None:
-    """Refuse names that become equal without the segments of wrappers. Collective."""
-    # Every rank has the names of a sharded state only.
+    """Refuse names that become equal without wrapper segments. Collective."""
+    # Only a sharded state has its names on every rank.
     fsdp = sys.modules["torch.distributed.fsdp.api"]
     sharded = fsdp.StateDictType.SHARDED_STATE_DICT, fsdp.ShardedStateDictConfig(), fsdp.ShardedOptimStateDictConfig()
     before = _set(wrapper, model, sharded)
@@ -127,20 +126,20 @@ def _require_distinct_names(model: nn.Module, wrapper: Any) -> None:
 
 
 def _set(wrapper: Any, model: nn.Module, settings: tuple[Any, Any, Any]) -> Any:
-    """Set the type of torch's state dicts without warnings; return the old settings."""
+    """Set the type for torch's state dicts without warnings; return the old settings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         return wrapper.set_state_dict_type(model, *settings)
 
 
 def full_state(model: nn.Module, *, offload: bool, first_only: bool) -> dict[str, Any]:
-    """Return the full state of a model by FQN. Collective."""
+    """Return a model's full state by FQN. Collective."""
     with _set_state_dict_type(model, StateKind.FULL, offload=offload, first_only=first_only):
         return clean_keys(model.state_dict())
 
 
 def sharded_state(model: nn.Module, *, offload: bool) -> dict[str, Any]:
-    """Return the state of a model by FQN, with DTensors for sharded ones. Collective."""
+    """Return a model's state by FQN, with DTensors for sharded tensors. Collective."""
     with _set_state_dict_type(model, StateKind.SHARDED, offload=offload):
         return {name: _to_dtensor(name, value) for name, value in clean_keys(model.state_dict()).items()}
 
@@ -150,7 +149,7 @@ def _to_dtensor(name: str, value: Any) -> Any:
 
 
 def _to_full(name: str, value: Any) -> Any:
-    """Return the full tensor of a sharded value. Collective."""
+    """Gather a sharded value. Collective."""
     tensor = _to_dtensor(name, value)
     return gather_full_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
@@ -165,19 +164,19 @@ def put_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> tu
 def full_optim_state(
     model: nn.Module, optim: torch.optim.Optimizer, *, offload: bool, first_only: bool
 ) -> dict[str, Any]:
-    """Return the full state of a model's optimizer. Collective."""
+    """Return an optimizer's full state. Collective."""
     with _set_state_dict_type(model, StateKind.FULL, offload=offload, first_only=first_only) as wrapper:
         return _clean_names(wrapper.optim_state_dict(model, optim))
 
 
 def sharded_optim_state(model: nn.Module, optim: torch.optim.Optimizer, *, offload: bool) -> dict[str, Any]:
-    """Return the state of a model's optimizer, with sharded tensors as DTensors. Collective."""
+    """Return an optimizer's state, with sharded tensors as DTensors. Collective."""
     with _set_state_dict_type(model, StateKind.SHARDED, offload=offload) as wrapper:
         return _clean_names(wrapper.optim_state_dict(model, optim))
 
 
 def _clean_names(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of an optimizer's state with FQNs of the unsharded model as keys."""
+    """Copy an optimizer's state, with FQNs in the unsharded model as keys."""
     return {
         "state": {
             clean(name): {slot: copy_value(_to_dtensor(f"{name}/{slot}", value)) for slot, value in slots.items()}
@@ -210,7 +209,7 @@ def _by_name(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> Mappi
 
 def put_optim_state(model: nn.Module, optim: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Load a state that every rank has into a model's optimizer, by FQN. Collective."""
-    # torch matches param groups by position, so the groups are rebuilt in the order of the optimizer's.
+    # torch matches param groups by position, so the groups are rebuilt in the optimizer's order.
     live = full_optim_state(model, optim, offload=True, first_only=False)["param_groups"]
     known = shapes_at_first(model)
     ranks = get_ranks(model)

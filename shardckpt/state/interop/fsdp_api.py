@@ -1,4 +1,4 @@
-"""State dict functions of `torch.distributed.fsdp`, which `shardckpt.core` calls."""
+"""State dict functions from `torch.distributed.fsdp`, which `shardckpt.core` calls."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _LOADING: WeakKeyDictionary[nn.Module, nn_module_hooks.Loading] = WeakKeyDiction
 
 @outside_inference_mode
 def module_state_dict(module: FullyShardedDataParallel, *args: Any, **kwargs: Any) -> MutableMapping[str, Any]:
-    """Return the state of a wrapped module and its submodules. Collective."""
+    """Return the state for a wrapped module and its submodules. Collective."""
     return nn_module_hooks.module_state_dict(module, module.sharding_unit, *args, **kwargs)
 
 
@@ -48,7 +48,7 @@ def module_state_dict(module: FullyShardedDataParallel, *args: Any, **kwargs: An
 def before_load(module: FullyShardedDataParallel, state: MutableMapping[str, Any], prefix: str) -> None:
     """Register a unit's tensors on the wrapped module for torch's load. Collective."""
     stale = _LOADING.pop(module, None)
-    if stale is not None:  # an exception ended the load of an outer module
+    if stale is not None:  # an exception ended an outer module's load
         stale.abandon()
     nn_module_hooks.require_distinct_names(module)
     kind = nn_module_hooks.KINDS[module.state_dict_settings.state_dict_type]
@@ -61,7 +61,7 @@ def before_load(module: FullyShardedDataParallel, state: MutableMapping[str, Any
 
 
 def _take_sharded_tensors(module: nn.Module, state: MutableMapping[str, Any], prefix: str, kind: StateKind) -> None:
-    """Replace ShardedTensors of torch's wrapper, in torch's copy of the user's state."""
+    """Replace ShardedTensors from torch's wrapper, in torch's copy of the user's state."""
     below = {name: clean(name[len(prefix) :]) for name in state if name.startswith(prefix)}
     taken = sharded_tensor.to_local_parts if kind is StateKind.LOCAL else sharded_tensor.to_dtensors
     converted = taken({plain: state[name] for name, plain in below.items()}, index_model(module))
@@ -73,7 +73,7 @@ def _take_sharded_tensors(module: nn.Module, state: MutableMapping[str, Any], pr
 
 
 def abandon_load(module: nn.Module) -> None:
-    """Undo the registration of loads that an exception ended."""
+    """Undo registrations for loads that an exception ended."""
     for submodule in module.modules():
         loading = _LOADING.pop(submodule, None)
         if loading is not None:
@@ -100,7 +100,7 @@ class _Groups:
 
     @classmethod
     def from_input(cls, model: nn.Module, given: Any) -> _Groups:
-        """Build it from parameters, param groups, or None for all parameters of a model."""
+        """Build it from parameters, param groups, or None for all of the model's parameters."""
         items: list[Any] = list(model.parameters() if given is None else given)
         if items and isinstance(items[0], Mapping):
             return cls([{**group, "params": list(group["params"])} for group in items])
@@ -128,7 +128,7 @@ def _warn_of_input(optim_input: Any) -> None:
 def full_optim_state_dict(
     model: nn.Module, optim: torch.optim.Optimizer, optim_input: Any, rank0_only: bool, group: Any
 ) -> dict[str, Any]:
-    """Return the full state of an optimizer by FQN, on the CPU. Collective."""
+    """Return an optimizer's full state by FQN, on the CPU. Collective."""
     del group
     _deprecated("full_optim_state_dict")
     _warn_of_input(optim_input)
@@ -137,7 +137,7 @@ def full_optim_state_dict(
 
 
 def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group: Any) -> dict[str, Any]:
-    """Return the state of an optimizer by FQN, as DTensors. Collective."""
+    """Return an optimizer's state by FQN, as DTensors. Collective."""
     del group
     _deprecated("sharded_optim_state_dict")
     return dict(optimizer.optim_state_dict(model, optim, StateKind.SHARDED))
@@ -146,8 +146,7 @@ def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, gro
 def shard_full_optim_state_dict(
     full: Mapping[str, Any], model: nn.Module, optim_input: Any, optim: torch.optim.Optimizer | None
 ) -> dict[str, Any]:
-    """Return this rank's shard of a full state, for `optim.load_state_dict`."""
-    # Every rank has the full state.
+    """Return this rank's shard of a full state that every rank has, for `optim.load_state_dict`."""
     _deprecated("shard_full_optim_state_dict", "optim_state_dict_to_load")
     _warn_of_input(optim_input)
     return _numbered(model, optim or _Groups.from_input(model, optim_input), full, StateKind.FULL)
@@ -184,7 +183,7 @@ def rekey_optim_state_dict(
     shared = sorted(index.aliases)
     if shared:
         raise SharedParameterError(
-            "a parameter has several names, so that names and numbers do not match",
+            "a parameter has several names, so names and numbers do not match",
             found=", ".join(f"{name} is {index.aliases[name]}" for name in shared[:5]),
         )
     live = optim or _Groups.from_input(model, optim_input)
@@ -200,7 +199,7 @@ def rekey_optim_state_dict(
 def optim_state_dict(
     model: nn.Module, optim: torch.optim.Optimizer, given: Mapping[str, Any] | None, group: Any
 ) -> dict[str, Any]:
-    """Return the optimizer state of the kind set by `state_dict_type`. Collective."""
+    """Return optimizer state in the kind that `state_dict_type` sets. Collective."""
     del group
     current = _settings(model)
     config = current.optim_state_dict_config
@@ -228,10 +227,9 @@ def optim_state_dict_to_load(
     group: Any,
 ) -> dict[str, Any]:
     """Return the state that the optimizer's `load_state_dict` accepts. Collective."""
-    # With `load_directly` the state is loaded too. If only rank 0 has a FULL state, the other ranks may pass None, as
-    # Accelerate does.
     del group
     kind = nn_module_hooks.KINDS[_settings(model).state_dict_type]
+    # If only rank 0 has a FULL state, the other ranks may pass None, as Accelerate does.
     if state is None and kind is StateKind.FULL and not index_model(model).ranks.is_first:
         state = {}
     converted = _numbered(model, optim, cast("Mapping[str, Any]", state), kind)  # refuses None, on all ranks
@@ -272,7 +270,7 @@ def _own_state(model: nn.Module, optim: torch.optim.Optimizer, given: Mapping[st
 
 
 def _numbered(model: nn.Module, optim: Any, state: Mapping[str, Any], kind: StateKind) -> dict[str, Any]:
-    """Return a state with ids in the order of an optimizer's groups. Collective."""
+    """Return a state with ids in the order that an optimizer's groups have. Collective."""
     fitted = load_optim_state_dict.fit(model, optim, state, kind=kind)
     kept, groups, number = {}, [], 0
     for live, change in zip(optim.param_groups, fitted.settings, strict=True):

@@ -34,9 +34,7 @@ class _EitherMeta(type):
 
 
 class _Either(metaclass=_EitherMeta):
-    """Class that forwards calls of torch's functions to torch's or our wrapper."""
-
-    # torch's functions search for it. It is neither of the two, and not a module.
+    """Class for which torch's functions search; it forwards their calls to torch's or our wrapper."""
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> Any:
@@ -70,13 +68,13 @@ def _of(module: nn.Module) -> Any:
 
 
 def _theirs_in(module: nn.Module) -> Any:
-    """Return torch's own wrapper if a model has it, even with patched torch modules."""
+    """Return a model's own torch wrapper, even with patched torch modules."""
     wrappers = (find_torch_wrapper(type(item)) for item in module.modules())
     return next((item for item in wrappers if item is not None), FullyShardedDataParallel)
 
 
 def _translated(given: Any) -> Any:
-    """Return our equivalent of torch's state dict type or configuration."""
+    """Return our equivalent to torch's state dict type or configuration."""
     if isinstance(given, theirs.StateDictType):
         return api.StateDictType[given.name]
     if isinstance(given, (theirs.StateDictConfig, theirs.OptimStateDictConfig)):
@@ -90,7 +88,7 @@ _torch_state: Any = getattr(functions, "_get_module_fsdp_state_if_fully_sharded_
 
 
 def _names(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
-    """Return the FQNs of a name in the model; a flat parameter has several."""
+    """Return a name's FQNs in the model; a flat parameter has several."""
     path, _, attribute = name.rpartition(".")
     if attribute == EXTRA and _is_ours(model):
         return {clean(name)}
@@ -103,7 +101,7 @@ def _names(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def _members(model: nn.Module, path: str, attribute: str) -> list[str]:
-    """Return the paths of a flat parameter's members; empty if it is not one of ours."""
+    """Return paths to a flat parameter's members; empty if it is not ours."""
     parts = path.split(".") if path else []
     for depth in range(len(parts), -1, -1):
         above = model.get_submodule(".".join(parts[:depth]))
@@ -118,7 +116,7 @@ def _members(model: nn.Module, path: str, attribute: str) -> list[str]:
 
 
 def _state(module: nn.Module) -> Any:
-    """Return the wrapper of a module, as its sharding state."""
+    """Return a module's wrapper, as its sharding state."""
     return module if isinstance(module, FullyShardedDataParallel) else _torch_state(module)
 
 
@@ -126,8 +124,7 @@ _torch_saved: Any = getattr(state_dict_saver, "_stateful_to_state_dict", None)
 
 
 def _saved(state_dict: Any) -> Any:
-    """Return the state that `dcp.save` writes; refuse a LOCAL state."""
-    # `dcp.save` would keep the values of one rank only.
+    """Return the state that `dcp.save` writes; refuse a LOCAL state, whose values it would keep from one rank only."""
     saved = _torch_saved(state_dict)
     if has_peers():
         for key, value in [("", state_dict), *saved.items()]:
@@ -163,7 +160,7 @@ def register_with_torch_dcp() -> None:
     lacking = [name for name in _KNOWN if not hasattr(functions, name)]
     if lacking:
         warnings.warn(
-            "torch.distributed.checkpoint.state_dict of this torch cannot find shardckpt's wrapper: use "
+            "torch.distributed.checkpoint.state_dict in this torch cannot find shardckpt's wrapper: use "
             f"shardckpt.model_state_dict and its like ({', '.join(lacking)} not found)",
             stacklevel=2,
         )

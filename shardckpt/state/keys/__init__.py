@@ -1,1 +1,1 @@
-"""Keys of optimizer state: FQNs, ids, slots, param groups."""
+"""Keys in optimizer state: FQNs, ids, slots, param groups."""

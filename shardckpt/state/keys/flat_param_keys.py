@@ -19,16 +19,16 @@ from shardckpt.plan.optim.param_groups import match_settings, settings
 from shardckpt.state.keys.kinds import KEY, VERSION, get_metadata
 from shardckpt.state.keys.slots import OpaqueStateError, copy_value
 
-# Key of the data that an optimizer's state of flat parameters would lose. The data are the FQNs in each param group,
-# and the slots that some parameters did not have.
+# Key for data that an optimizer's state by flat parameters would lose: the FQNs in each param group, and the slots that
+# some parameters did not have.
 ORIGINALS = "originals"
 
 
 def flat_units(state: Mapping[str, Any]) -> tuple[FlatUnit, ...]:
-    """Return the flat parameters in the metadata of a LOCAL state.
+    """Return the flat parameters in a LOCAL state's metadata.
 
     Args:
-        state: LOCAL state of a model or an optimizer, of any rank.
+        state: LOCAL state for a model or an optimizer, from any rank.
 
     Raises:
         UsageError: The metadata does not have flat parameters.
@@ -36,8 +36,8 @@ def flat_units(state: Mapping[str, Any]) -> tuple[FlatUnit, ...]:
     units = tuple(_unit(unit) for unit in get_metadata(state).get("units", ()) if unit.get("flat"))
     if not units:
         raise UsageError(
-            "the state has no metadata of flat parameters",
-            expected="a LOCAL state of a model that was wrapped with use_orig_params=False",
+            "the state has no metadata on flat parameters",
+            expected="a LOCAL state from a model that was wrapped with use_orig_params=False",
         )
     return units
 
@@ -53,20 +53,20 @@ def _unit(note: Mapping[str, Any]) -> FlatUnit:
 
 
 def to_flat_parameters(state: Mapping[str, Any], units: Sequence[FlatUnit], rank: int | None = None) -> dict[str, Any]:
-    """Return a state by FQN as the state of flat parameters.
+    """Return a state by FQN as a state by flat parameters.
 
     Other parameters are kept. An optimizer's state keeps, under `ORIGINALS`, the data that flat parameters lose, so
-    that `to_original_parameters` can restore it exactly. Its param groups list flat parameters; those of a rank's
-    shard list FQNs of the unsharded model, as LOCAL states do.
+    that `to_original_parameters` can restore it exactly. Its param groups list flat parameters. A rank's shard lists
+    FQNs in the unsharded model there, as LOCAL states do.
 
     Args:
-        state: Full tensors by FQN of the unsharded model; or an optimizer's `{"state": ..., "param_groups": ...}`.
-        units: Flat parameters of the model.
-        rank: Index of the rank whose LOCAL state to return, without padding; None for the full state.
+        state: Full tensors by FQN in the unsharded model; or an optimizer's `{"state": ..., "param_groups": ...}`.
+        units: The model's flat parameters.
+        rank: Rank whose LOCAL state to return, without padding; None for the full state.
 
     Raises:
         UsageError: Members are missing, have other shapes or several dtypes, or the rank does not exist.
-        ConflictError: Members of one flat parameter are in groups with different settings.
+        ConflictError: Members in one flat parameter are in groups with different settings.
         OpaqueStateError: A value is neither shaped like its parameter nor a scalar.
     """
     if rank is not None and not all(0 <= rank < unit.layout.world for unit in units):
@@ -80,25 +80,25 @@ def to_original_parameters(
     units: Sequence[FlatUnit],
     groups: Sequence[Sequence[str]] | None = None,
 ) -> dict[str, Any]:
-    """Return a state of flat parameters by FQN of the unsharded model.
+    """Return a state by flat parameters as a state by FQN in the unsharded model.
 
     Args:
-        states: Full state; or the states of all ranks, in order, with or without padding at the end.
-        units: Flat parameters of the model.
-        groups: FQNs in each param group of the result; None for the groups under `ORIGINALS`, or otherwise for groups
+        states: Full state; or all ranks' states, in order, with or without padding at the end.
+        units: The model's flat parameters.
+        groups: FQNs in each resulting param group; None for the groups under `ORIGINALS`, or otherwise for groups
             in which each flat parameter is replaced by all its members. Settings follow the FQNs.
 
     Raises:
-        UsageError: A flat parameter has another length than its unit, ranks disagree, or the number of states is not
-            the number of ranks.
+        UsageError: A flat parameter has another length than its unit, ranks disagree, or there is not one state
+        for each rank.
         ConflictError: A group would have FQNs that were saved with different settings.
-        OpaqueStateError: A value neither has the layout of its flat parameter nor is a scalar.
+        OpaqueStateError: A value neither has its flat parameter's layout nor is a scalar.
     """
     parts = [states] if isinstance(states, Mapping) else list(states)
     is_full = isinstance(states, Mapping)
     for unit in units:
         if not is_full and unit.layout.world != len(parts):
-            raise UsageError("not every rank's state is there", found=len(parts), expected=unit.layout.world)
+            raise UsageError("the states of some ranks are missing", found=len(parts), expected=unit.layout.world)
     if _is_optimizer(parts[0]):
         return _optim_to_originals(parts, units, is_full, groups)
     return _model_to_originals(parts, units, is_full)
@@ -109,7 +109,7 @@ def _is_optimizer(state: Mapping[str, Any]) -> bool:
 
 
 def _with_local_metadata(state: dict[str, Any], units: Sequence[FlatUnit], rank: int) -> dict[str, Any]:
-    """Add the metadata of a LOCAL state to a rank's shard, for merging and loading."""
+    """Add a LOCAL state's metadata to a rank's shard, for merging and loading."""
     with_metadata = OrderedDict(state)
     worlds = {unit.layout.world for unit in units}
     if len(worlds) == 1:
@@ -151,20 +151,20 @@ def _check(spec: ParamSpec, value: torch.Tensor) -> None:
             "a tensor must be unsharded", where=spec.name, found="a DTensor", fix="Take the state as FULL."
         )
     if tuple(value.shape) != spec.shape:
-        raise UsageError("a tensor is not as its unit says", where=spec.name, found=value.shape, expected=spec.shape)
+        raise UsageError("a tensor does not fit its unit", where=spec.name, found=value.shape, expected=spec.shape)
 
 
 def _unpad(unit: FlatUnit, parts: Sequence[torch.Tensor], is_full: bool, where: str) -> torch.Tensor:
-    """Concatenate the shards of a flat tensor without their padding."""
+    """Concatenate a flat tensor's shards without their padding."""
     layout = unit.layout
     lengths = [(layout.numel, layout.world * layout.chunk)] if is_full else []
     lengths = lengths or [(layout.get_unpadded_size(rank), layout.chunk) for rank in range(layout.world)]
     for rank, (part, fitting) in enumerate(zip(parts, lengths, strict=True)):
         if part.dim() != 1 or part.numel() not in fitting:
             what = (
-                "a flat tensor is not as long as its unit"
+                "a flat tensor does not have its unit's length"
                 if is_full
-                else f"that of rank {rank} is not as its unit says"
+                else f"rank {rank}'s shard does not fit its unit"
             )
             raise UsageError(what, where=where, found=tuple(part.shape), expected=(fitting[0],))
     return torch.cat([part.detach()[:owned] for part, (owned, _) in zip(parts, lengths, strict=True)])
@@ -187,7 +187,7 @@ def _members(unit: FlatUnit, flat: torch.Tensor) -> dict[str, torch.Tensor]:
 def _model_to_flat(state: Mapping[str, Any], units: Sequence[FlatUnit], rank: int | None) -> dict[str, Any]:
     missing = [name for unit in units for name in unit.names if name not in state]
     if missing:
-        raise UsageError("the state lacks members of flat parameters", found=", ".join(missing[:8]))
+        raise UsageError("the state lacks flat parameters' members", found=", ".join(missing[:8]))
     unit_of = {name: unit for unit in units for spec in unit.layout.specs for name in (spec.name, *spec.aliases)}
     flat: dict[str, Any] = {}
     for name, value in state.items():
@@ -243,7 +243,7 @@ def _pack_slot(unit: FlatUnit, slot: str, values: dict[str, Any], rank: int | No
 
 def _opaque_error(where: str, value: Any, expected: object) -> OpaqueStateError:
     return OpaqueStateError(
-        "what the optimizer keeps is neither shaped like its parameter nor a scalar",
+        "a slot must have its parameter's shape, or be a scalar",
         where=where,
         found=tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__,
         expected=expected,
@@ -296,11 +296,11 @@ def _original_groups(
 
 
 def _split_slot(unit: FlatUnit, slot: str, rows: Sequence[Mapping[str, Any]], is_full: bool) -> dict[str, Any]:
-    """Return each member's value of a slot, from the flat parameter's on each rank."""
+    """Split a slot's values on all ranks into each member's value."""
     where = f"{unit.name}/{slot}"
     lacking = [rank for rank, row in enumerate(rows) if slot not in row]
     if lacking:
-        raise UsageError(f"rank {lacking[0]} has fewer slots of a flat parameter than rank 0", where=where)
+        raise UsageError(f"rank {lacking[0]} has fewer slots for a flat parameter than rank 0", where=where)
     values = [row[slot] for row in rows]
     if isinstance(values[0], torch.Tensor) and values[0].dim():
         return _members(unit, _unpad(unit, values, is_full, where))

@@ -15,10 +15,10 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 def outside_inference_mode(function: Call) -> Call:
-    """Return a function of a model that leaves inference mode first."""
-    # A tensor that is made in inference mode cannot be written after it: an optimizer could not go on with a state of
-    # such tensors. Views of DTensors raise there. If the model itself was made in inference mode, its parameters can be
-    # written only there.
+    """Make a function leave inference mode first, unless its model was made there."""
+    # Tensors that are made in inference mode cannot be written after it, so an optimizer could not use such a state.
+    # Views of DTensors raise there. If the model itself was made in inference mode, its parameters can be written only
+    # there.
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from shardckpt.errors import UsageError
 
 KEY = "shardckpt"  # key in a state dict's `_metadata` for its kind and layout
 VERSION = 1  # version of the metadata under `KEY`
-_FLAT = "_flat_param"  # name of flat parameters in torch's wrapper
+_FLAT = "_flat_param"  # flat parameters' name in torch's wrapper
 
 
 class LocalStateError(UsageError):
@@ -21,9 +21,9 @@ class LocalStateError(UsageError):
 
 
 class StateKind(Enum):
-    """Kind of a state dict.
+    """A state dict's kind.
 
-    FULL contains full tensors, SHARDED a DTensor per sharded tensor, LOCAL the stored shards of this rank.
+    FULL contains full tensors, SHARDED a DTensor per sharded tensor, LOCAL this rank's stored shards.
     """
 
     FULL = "FULL"
@@ -41,15 +41,15 @@ class StateKind(Enum):
             return value
         kind = cls.__members__.get(value.upper()) if isinstance(value, str) else None
         if kind is None:
-            raise UsageError("the kind of state is unknown", found=value, expected=", ".join(cls.__members__))
+            raise UsageError("unknown kind of state", found=value, expected=", ".join(cls.__members__))
         return kind
 
 
 def parse_kind_to_take(kind: StateKind | str, *, rank0_only: bool) -> StateKind:
-    """Return the kind of a state to get, after a check of the arguments."""
+    """Check the arguments, and return the kind to get."""
     parsed = StateKind.parse(kind)
     if rank0_only and parsed is not StateKind.FULL:
-        raise UsageError("rank0_only goes with FULL alone", found=parsed.name)
+        raise UsageError("rank0_only needs the kind FULL", found=parsed.name)
     return parsed
 
 
@@ -66,7 +66,7 @@ def require_not_local(value: Any, where: str) -> None:
         return
     if get_metadata(value).get("kind") == StateKind.LOCAL.name:
         raise LocalStateError(
-            "a LOCAL state has what this rank holds, and other ranks have other elements under its names",
+            "a LOCAL state has only this rank's elements, and other ranks have others under its names",
             where=where,
             fix="Take it as SHARDED or FULL, or let each rank save its own (`torch.save`, `shardckpt.PerRank`).",
         )
@@ -75,7 +75,7 @@ def require_not_local(value: Any, where: str) -> None:
 
 
 def detect_kind(state: Mapping[str, Any]) -> StateKind:
-    """Return the kind of a state dict, from its metadata or else from its values."""
+    """Return a state dict's kind, from its metadata or else from its values."""
     kind = get_metadata(state).get("kind")
     if isinstance(kind, str) and kind in StateKind.__members__:
         return StateKind[kind]
@@ -83,14 +83,13 @@ def detect_kind(state: Mapping[str, Any]) -> StateKind:
 
 
 def guess_kind(state: Mapping[str, Any]) -> StateKind:
-    """Return the kind of a model's or optimizer's state, from its values."""
+    """Return a state's kind, from its values."""
     is_sharded = any(isinstance(value, DTensor) or is_sharded_tensor(value) for value in tensors(state))
     return StateKind.SHARDED if is_sharded else StateKind.FULL
 
 
 def is_sharded_tensor(value: Any) -> bool:
-    """Return True if a value is a ShardedTensor of torch, by its public methods."""
-    # The class itself is private to torch.
+    """Return True for torch's ShardedTensor, by its public methods: the class is private."""
     return (
         isinstance(value, torch.Tensor)
         and not isinstance(value, DTensor)
@@ -100,7 +99,7 @@ def is_sharded_tensor(value: Any) -> bool:
 
 
 def is_flat_part(name: str, value: Any) -> bool:
-    """Return True if a value is a shard of a flat parameter in a torch LOCAL state."""
+    """Return True for a flat parameter's shard in a torch LOCAL state."""
     return name.rpartition(".")[2].startswith(_FLAT) and is_sharded_tensor(value)
 
 

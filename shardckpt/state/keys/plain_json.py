@@ -1,4 +1,4 @@
-"""JSON of plain values that rank 0 sends to ranks without a state, which keeps their types."""
+"""Encode plain values as JSON that keeps their types; rank 0 sends them to ranks without a state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """Return the value that `encode` encoded, with tensors on the CPU."""
+    """Invert `encode`, with tensors on the CPU."""
     return _from_json(json.loads(data))
 
 
@@ -31,7 +31,7 @@ def _to_json(value: Any) -> Any:
         return {_DICT: [[_to_json(key), _to_json(item)] for key, item in value.items()]}
     if isinstance(value, torch.Tensor):
         return {_TENSOR: value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
-    raise TypeError(f"an object of the class {type(value).__name__} is not a plain value")
+    raise TypeError(f"an object with class {type(value).__name__} is not a plain value")
 
 
 def _from_json(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Optimizer slots of a parameter: values of its shape, scalars, other tensors."""
+"""A parameter's optimizer slots: values with its shape, scalars, other tensors."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from torch.distributed.tensor import DTensor
 
 from shardckpt.errors import ShardckptError, UsageError
 
-# Maps (FQN, slot, tensor of this rank) to the dimension along which the tensors of all ranks are concatenated;
+# Maps (FQN, slot, this rank's tensor) to the dimension along which all ranks' tensors are concatenated;
 # "replicated" if every rank has equal values; None if the sharding is unknown.
 StateLayout = Callable[[str, str, torch.Tensor], "int | str | None"]
 
 
 class OpaqueStateError(ShardckptError, RuntimeError):
-    """The sharding of a value in an optimizer's state is unknown."""
+    """A value in an optimizer's state has an unknown sharding."""
 
 
-PLAIN = (bool, int, float, str, type(None))  # types of values that can be sent to ranks that do not have them
+PLAIN = (bool, int, float, str, type(None))  # values with these types can be sent to ranks that do not have them
 
 
 class Form(Enum):
-    """Relation of an optimizer slot to its parameter: same shape, a scalar, or opaque."""
+    """A slot's relation to its parameter: same shape, a scalar, or opaque."""
 
     SHAPED = "shaped"
     SCALAR = "scalar"
@@ -37,20 +37,20 @@ class Form(Enum):
 
 @dataclass(frozen=True)
 class Slot:
-    """Description of one value in an optimizer's state, without tensor elements."""
+    """Describes one value in an optimizer's state, without tensor elements."""
 
-    form: Form  # relation to the parameter
-    dtype: str = ""  # dtype of a tensor, as torch spells it; empty for other values
-    value: Any = None  # value of a scalar; shape of an opaque tensor, or None if unknown
+    form: Form
+    dtype: str = ""  # a tensor's dtype, as torch spells it; empty for other values
+    value: Any = None  # a scalar's value; an opaque tensor's shape, or None if unknown
 
     @property
     def kind(self) -> tuple[Form, str]:
-        """Key of the slots that can be moved in one collective."""
+        """Key that slots share if one collective can move them."""
         return self.form, self.dtype
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Dtype of the tensor."""
+        """The tensor's dtype."""
         dtype = getattr(torch, self.dtype)
         assert isinstance(dtype, torch.dtype)
         return dtype
@@ -61,8 +61,7 @@ class Slot:
 
 
 def ask_layout(layout: StateLayout | None, name: str, slot: str, value: torch.Tensor) -> int | str | None:
-    """Return how the ranks' opaque tensors are concatenated."""
-    # Returns dimension of the concatenation, "replicated", or None if unknown.
+    """Ask how the ranks' opaque tensors are concatenated: a dimension, "replicated", or None if unknown."""
     answer = layout(name, slot, value) if layout is not None else None
     if answer is None or answer == "replicated" or (isinstance(answer, int) and not isinstance(answer, bool)):
         return answer
@@ -75,8 +74,7 @@ def ask_layout(layout: StateLayout | None, name: str, slot: str, value: torch.Te
 
 
 def split_lengths(total: int, extents: Sequence[int] | None) -> tuple[int, ...] | None:
-    """Return each rank's length of a concatenated tensor; None if unknown."""
-    # The tensor is split like its parameter, or equally.
+    """Split a concatenated tensor's length like its parameter's, or equally; None if unknown."""
     if extents is None:
         return None
     if total == sum(extents):
@@ -87,7 +85,7 @@ def split_lengths(total: int, extents: Sequence[int] | None) -> tuple[int, ...] 
 
 
 def copy_value(value: Any) -> Any:
-    """Return a deep copy of a value; tensors are detached."""
+    """Copy a value deeply; detach tensors."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
@@ -99,7 +97,7 @@ def is_placed_as(parameter: nn.Parameter, value: torch.Tensor) -> bool:
 
 
 def to_slot(parameter: nn.Parameter, value: Any) -> Slot:
-    """Return the description of one value in an optimizer's state."""
+    """Describe one value in an optimizer's state."""
     if not isinstance(value, torch.Tensor):
         return Slot(Form.SCALAR, "", value) if isinstance(value, PLAIN) else Slot(Form.OPAQUE)
     dtype = str(value.dtype).removeprefix("torch.")
@@ -115,11 +113,11 @@ def to_slot(parameter: nn.Parameter, value: Any) -> Slot:
     return Slot(Form.OPAQUE, dtype)
 
 
-Survey = list[dict[str, Slot]]  # slots by name, for each parameter in a fixed order, as in the optimizers of all ranks
+Survey = list[dict[str, Slot]]  # slots by name, for each parameter in an order that all ranks share
 
 
 def build_survey(kept: Sequence[tuple[nn.Parameter, Mapping[str, Any]]]) -> Survey:
-    """Return the description of this rank's optimizer state."""
+    """Describe this rank's optimizer state."""
     return [{name: to_slot(parameter, value) for name, value in state.items()} for parameter, state in kept]
 
 
@@ -137,7 +135,7 @@ def pack_survey(survey: Survey) -> bytes:
 
 
 def unpack_survey(data: bytes) -> Survey:
-    """Return the survey that `pack_survey` wrote."""
+    """Invert `pack_survey`."""
     forms, rows = json.loads(data)
     survey = []
     for row in rows:
@@ -151,7 +149,7 @@ def unpack_survey(data: bytes) -> Survey:
 
 
 def merge_surveys(surveys: Sequence[Survey]) -> Survey:
-    """Merge the surveys of all ranks; a rank may not have slots of some parameters."""
+    """Merge all ranks' surveys; a rank may lack some parameters' slots."""
     merged: Survey = [{} for _ in surveys[0]]
     for survey in surveys:
         for mine, theirs in zip(merged, survey, strict=True):
@@ -161,7 +159,7 @@ def merge_surveys(surveys: Sequence[Survey]) -> Survey:
 
 
 def group_by_slot(rows: Sequence[Mapping[str, Slot]]) -> list[tuple[str, Slot, set[int]]]:
-    """Return slots that can be moved together: name, slot, and indices of the rows."""
+    """Group slots that can be moved together: name, slot, and row indices."""
     groups: dict[tuple[str, Form, str], tuple[Slot, set[int]]] = {}
     for index, row in enumerate(rows):
         for name, slot in row.items():
@@ -169,10 +167,10 @@ def group_by_slot(rows: Sequence[Mapping[str, Slot]]) -> list[tuple[str, Slot, s
     return [(name, slot, having) for (name, *_), (slot, having) in groups.items()]
 
 
-# Handling of numbers, such as steps, that differ among the members of one flat parameter.
+# What to do with numbers, such as steps, that differ among one flat parameter's members.
 UnequalSteps = Literal["error", "largest"]
 
-# Suffix of messages about such numbers.
+# Suffix for messages about such numbers.
 LARGEST_NOTE = " (unequal_steps='largest' takes the largest, as if all had been trained from the first step on)"
 
 
@@ -183,14 +181,13 @@ def require_way_with_steps(unequal_steps: Any) -> None:
 
 
 def largest(values: Sequence[Any]) -> Any:
-    """Return the largest of different numbers; None if equal or not all are numbers."""
+    """Return the largest number; None if all are equal, or not all are numbers."""
     numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
     return max(values) if numbers and any(value != values[0] for value in values) else None
 
 
 def with_largest(rows: Survey) -> Survey:
-    """Return the rows of a flat parameter's members with different numbers replaced."""
-    # All members get the largest number.
+    """Give all members of a flat parameter the largest of their different numbers."""
     chosen: dict[str, Any] = {}
     for slot in dict.fromkeys(name for row in rows for name, kept in row.items() if kept.form is Form.SCALAR):
         value = largest([row[slot].value for row in rows if slot in row])

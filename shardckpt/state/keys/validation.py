@@ -20,13 +20,13 @@ class StateMismatchError(ShardckptError, RuntimeError):
 
 
 class DistributedInput:
-    """Input of a load on all ranks: every rank has a state, or only rank 0."""
+    """A load's input on all ranks: every rank has a state, or only rank 0."""
 
     def __init__(self, given: bool, is_first: bool) -> None:
         self._given = given
         self._is_first = is_first
-        self.digest = b""  # digest of the data that must be equal on all ranks with a state
-        # Reason why the state cannot be broadcast from rank 0; None if it can.
+        self.digest = b""  # over data that must be equal on all ranks with a state
+        # Why rank 0 cannot broadcast the state; None if it can.
         self.broadcast_error: ShardckptError | None = None
         self.from_rank0 = False  # whether only rank 0 has a state; set by `decide`
 
@@ -41,7 +41,7 @@ class DistributedInput:
         return (b"1" if self._given else b"0") + self.digest.ljust(_DIGEST, b"\0") + why
 
     def decide(self, group: Group, what: str, rows: list[bytes], *, compare: bool) -> None:
-        """Decide from the inputs of all ranks."""
+        """Decide from all ranks' inputs."""
         has = [row[:1] == b"1" for row in rows]
         if all(has) or not any(has):
             if compare:
@@ -87,20 +87,20 @@ def validate_input(ranks: Ranks, what: str, *, given: bool) -> Iterator[Distribu
 
 
 def digest(value: Any) -> bytes:
-    """Return a digest of plain JSON values; other values count by their type."""
+    """Digest plain JSON values; other values count by their type."""
     text = json.dumps(value, default=lambda item: type(item).__name__, separators=(",", ":"))
     return blake2b(text.encode(), digest_size=_DIGEST).digest()
 
 
 def check_form(given: Any) -> None:
-    """Check that a value has the structure of an optimizer's state."""
+    """Check that a value is structured like an optimizer's state."""
     state: Any = given.get("state", {}) if isinstance(given, Mapping) else None
     groups: Any = given.get("param_groups", []) if isinstance(given, Mapping) else None
     fits = isinstance(state, Mapping) and isinstance(groups, (list, tuple))
     fits = fits and all(isinstance(slots, Mapping) for slots in state.values())
     if not fits or not all(isinstance(g, Mapping) and isinstance(g.get("params"), (list, tuple)) for g in groups):
         raise StateMismatchError(
-            "this is not a state of an optimizer",
+            "this is not an optimizer's state",
             found=sorted(map(str, given))[:5] if isinstance(given, Mapping) else type(given).__name__,
             expected='{"state": {name: {slot: value}}, "param_groups": [{"params": [name, ...], ...}]}',
         )

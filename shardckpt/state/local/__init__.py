@@ -1,1 +1,1 @@
-"""LOCAL state: the stored shards of one rank."""
+"""LOCAL state: one rank's stored shards."""

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 def map_ema_shards(
     model: nn.Module, local_model: LocalModel, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, TensorShards]:
-    """Return this rank's shards of tensors that follow a model's parameters, by FQN."""
-    # A tensor may be a DTensor, have the shape and elements of the parameter's local shard, or be unsharded.
+    """Return this rank's shards by FQN, for tensors that follow a model's parameters."""
+    # A tensor may be a DTensor, be like the parameter's local shard, or be unsharded.
     given = clean_keys(tensors)
     arrays: dict[str, TensorShards] = {}
     live = {id(parameter): clean(name) for name, parameter in model.named_parameters()}
@@ -40,7 +40,7 @@ def map_ema_shards(
 
 
 def _shares(entries: tuple[Entry, ...], count: int) -> list[tuple[Entry, ...]]:
-    """Return the entries in each of `count` exposed parameters: all entries, or one."""
+    """Return the entries in each exposed parameter: all entries, or one."""
     return [entries] if count == 1 else [(entry,) for entry in entries]
 
 
@@ -55,7 +55,7 @@ def _array(tensor: torch.Tensor, parameter: nn.Parameter, entry: Entry, own: Ten
     if tuple(data.shape) == entry.shape:
         return TensorShards(entry.shape, data.dtype, (LocalShard(full_box(entry.shape), data),))
     raise UnsupportedError(
-        "neither the shape that the parameter has on this rank nor its unsharded one",
+        "a tensor must have its parameter's shape, on this rank or unsharded",
         where=entry.name,
         found=list(data.shape),
         expected=f"{list(here.shape)} or {list(entry.shape)}",
@@ -63,7 +63,7 @@ def _array(tensor: torch.Tensor, parameter: nn.Parameter, entry: Entry, own: Ten
 
 
 def _beside(part: torch.Tensor, here: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """Return the view of `data` that corresponds to the view `part` of `here`."""
+    """Return the view into `data` that corresponds to the view `part` into `here`."""
     start = (part.data_ptr() - here.data_ptr()) // here.element_size()
     if not part.numel() or not 0 <= start < here.numel():
         assert part.numel() == here.numel(), "a rank has a part of a parameter, or a copy of all"

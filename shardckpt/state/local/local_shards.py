@@ -1,4 +1,4 @@
-"""Shards of a model on this rank: boxes of full tensors as views, without copies."""
+"""A model's shards on this rank: boxes in full tensors as views, without copies."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from shardckpt.state.local.tensor_shards import LocalShard, TensorShards, get_bo
 
 @dataclass(frozen=True)
 class LocalModel:
-    """Shards of a model on this rank."""
+    """A model's shards on this rank."""
 
-    index: ModelIndex | None  # index of the model; None under torch's own wrapper, which returns full states only
-    arrays: dict[str, TensorShards]  # parameters and persistent buffers by FQN of the unsharded model
-    aliases: dict[str, str]  # further names of shared parameters, each with the first name
-    buffers: frozenset[str]  # names of buffers in `arrays`; ranks may have different values of them
-    extra: dict[str, nn.Module]  # modules with `get_extra_state`, by the name of that state
-    names: tuple[str, ...]  # all names of a state dict, in its order
-    finish: Callable[[], None] = field(default=lambda: None)  # function to call after writes into the arrays
-    frozen: frozenset[str] = frozenset()  # names of parameters in `arrays` that do not require gradients
-    # Names in `arrays` of which ranks have different parts; one rank may have all of a small one.
+    index: ModelIndex | None  # None under torch's own wrapper, which returns full states only
+    arrays: dict[str, TensorShards]  # parameters and persistent buffers by FQN in the unsharded model
+    aliases: dict[str, str]  # a shared parameter's other names, each with the first name
+    buffers: frozenset[str]  # names in `arrays`; ranks may have different values
+    extra: dict[str, nn.Module]  # modules with `get_extra_state`, by the state's name
+    names: tuple[str, ...]  # all names in a state dict, in its order
+    finish: Callable[[], None] = field(default=lambda: None)  # call it after writes into the arrays
+    frozen: frozenset[str] = frozenset()  # parameters in `arrays` that do not require gradients
+    # Names in `arrays` for which ranks have different parts; one rank may have a small tensor alone.
     sharded: frozenset[str] = frozenset()
 
 
 def get_adapter_shards(adapter: ShardingAdapter, packed: torch.Tensor) -> list[tuple[LocalShard, ...]]:
-    """Return this rank's shards of each entry of an adapter, as views."""
+    """Return this rank's shards for each entry in an adapter, as views."""
     if not isinstance(adapter, EngineBucketAdapter):
         (part,) = adapter.parts(packed)
         return [get_tensor_shards(part).shards]
@@ -46,7 +46,7 @@ def get_adapter_shards(adapter: ShardingAdapter, packed: torch.Tensor) -> list[t
 
 
 def get_member_shards(adapter: EngineBucketAdapter, index: int, part: torch.Tensor) -> tuple[LocalShard, ...]:
-    """Return this rank's shards of one parameter of a bucket."""
+    """Return this rank's shards for one parameter in a bucket."""
     leaf = adapter.bucket.unsharded.params[index]
     shards = _iter_bucket_shards(adapter, index, part)
     if not isinstance(leaf, DTensor):
@@ -73,7 +73,7 @@ def _iter_bucket_shards(adapter: EngineBucketAdapter, index: int, part: torch.Te
 
 
 def _get_run(layout: FlatLayout, index: int, rank: int) -> tuple[int, int]:
-    """Return start and stop of a rank's elements of a parameter, in memory order."""
+    """Return start and stop for a rank's elements in a parameter, in memory order."""
     first, numel = layout.offsets[index], layout.specs[index].numel
     low = rank * layout.chunk
     start = max(first, low)
@@ -90,8 +90,7 @@ def _boxes(spec: ParamSpec, part: torch.Tensor, start: int, stop: int) -> Iterat
 
 
 def local_model(model: nn.Module) -> LocalModel:
-    """Return the shards of a model on this rank; reshards all units."""
-    # Collective under torch's own wrapper only, which gathers its full state.
+    """Return a model's shards on this rank; reshards all units. Collective under torch's own wrapper only."""
     if torch_fsdp1.is_foreign(model):
         return _foreign_model(model)
     reshard_all(model)
@@ -125,7 +124,7 @@ def local_model(model: nn.Module) -> LocalModel:
 
 
 def _iter_sharded(index: ModelIndex) -> Iterator[str]:
-    """Yield names of parameters and buffers of which ranks have different parts."""
+    """Yield names for which ranks have different parts."""
     for adapter in index.adapters:
         if adapter.is_sharded or (isinstance(adapter, EngineBucketAdapter) and adapter.is_parallel):
             yield from (entry.name for entry in adapter.entries)
@@ -136,7 +135,7 @@ def _iter_sharded(index: ModelIndex) -> Iterator[str]:
 
 
 def _frozen(adapter: ShardingAdapter) -> Iterator[str]:
-    """Yield names of the adapter's entries whose exposed parameter needs no gradients."""
+    """Yield the adapter's entries whose exposed parameter needs no gradients."""
     exposed = adapter.exposed
     for number, entry in enumerate(adapter.entries):
         shown = exposed[number] if len(exposed) == len(adapter.entries) else exposed[0] if len(exposed) == 1 else None

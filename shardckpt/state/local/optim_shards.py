@@ -1,4 +1,4 @@
-"""Shards of an optimizer's state on this rank by FQN, and targets for a load."""
+"""An optimizer's shards on this rank by FQN, and targets for a load."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ from shardckpt.state.optim.optim_state_dict import (
 
 @dataclass(frozen=True)
 class LocalOptimizer:
-    """Shards of an optimizer's state on this rank."""
+    """An optimizer's shards on this rank."""
 
     arrays: dict[tuple[str, str], TensorShards]  # tensors by FQN and slot
     values: dict[tuple[str, str], Any]  # values that are not tensors, by FQN and slot
-    groups: list[dict[str, Any]]  # settings of each param group, with FQNs as `params`
-    names: tuple[str, ...]  # FQNs of all parameters, in the order of the groups
+    groups: list[dict[str, Any]]  # settings by param group, with FQNs as `params`
+    names: tuple[str, ...]  # all FQNs, in the order of the groups
 
 
 def local_optimizer(index: ModelIndex, optim: OptimizerLike) -> LocalOptimizer:
-    """Return the shards of an optimizer's state on this rank, without communication."""
+    """Return an optimizer's shards on this rank, without communication."""
     of = map_optimizer_params(index, optim)
     arrays: dict[tuple[str, str], TensorShards] = {}
     values: dict[tuple[str, str], Any] = {}
@@ -71,7 +71,7 @@ def local_optimizer(index: ModelIndex, optim: OptimizerLike) -> LocalOptimizer:
 
 
 class _Parts(nn.Module):
-    """Models and parameters beside them, by their paths in a state."""
+    """Models and separate parameters, by their paths in a state."""
 
 
 def find_index(
@@ -79,9 +79,9 @@ def find_index(
     parameters: Mapping[str, nn.Parameter],
     optim: torch.optim.Optimizer,
 ) -> ModelIndex | None:
-    """Return the index of the model with all parameters of an optimizer; None without one."""
-    # If several models have them together, or with parameters beside them, the result is an index of all of these, with
-    # their names before their FQNs.
+    """Return the index for the model that has an optimizer's parameters; None without one."""
+    # Several models, or separate parameters, may have them together. Then one index covers all, with their names before
+    # FQNs.
     wanted = {id(parameter) for group in optim.param_groups for parameter in group["params"]}
     parts = _Parts()
     for name, (module, model) in models.items():
@@ -103,7 +103,7 @@ def is_saved_as_returned(index: ModelIndex, optim: torch.optim.Optimizer) -> boo
 
 
 def can_take_ids(index: ModelIndex, optim: torch.optim.Optimizer) -> bool:
-    """Return True if an optimizer may take its own `state_dict()`, by ids: also one of several unsharded models."""
+    """Return True if an optimizer may take its own `state_dict()`, by ids: also for several unsharded models."""
     is_joint = isinstance(index.root, _Parts) and all(isinstance(each, ReplicatedAdapter) for each in index.adapters)
     return is_joint or is_saved_as_returned(index, optim)
 
@@ -117,7 +117,7 @@ def _has_all(index: ModelIndex, optim: torch.optim.Optimizer) -> bool:
 
 
 def find_unsaved_values(optim: torch.optim.Optimizer) -> list[str]:
-    """Return names of what an optimizer has besides the state of its parameters and its groups."""
+    """Return what an optimizer has in addition to its groups and its parameters' state."""
     # Torch allows other keys than parameters in its state. Its class, or a hook, may add entries to `state_dict()`.
     others = [f"state.{key}" for key in optim.state if not isinstance(key, torch.Tensor)]
     hooks = getattr(optim, "_optimizer_state_dict_post_hooks", None)  # wrappers may lack it
@@ -128,7 +128,7 @@ def find_unsaved_values(optim: torch.optim.Optimizer) -> list[str]:
 
 
 def parameter_names(index: ModelIndex, optim: OptimizerLike) -> list[list[str]]:
-    """Return the FQNs in each param group, in the order of the unsharded model."""
+    """Return the FQNs in each param group, in the unsharded model's order."""
     of = map_optimizer_params(index, optim)
     places = {name: at for at, name in enumerate(index.names)}
     flat = {
@@ -146,15 +146,15 @@ def _list_names(of: OptimizerParams) -> tuple[str, ...]:
 
 
 def _kept(params: AdapterParams, position: int, slot: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the FQNs of an optimizer value, each with its shards or the plain value."""
+    """Yield an optimizer value's FQNs, each with its shards or the plain value."""
     adapter, names = params.adapter, params.names(position)
     parameter = adapter.exposed[position]
     if isinstance(value, torch.Tensor) and not _is_dense(local(value)):
         raise OpaqueStateError(
-            "what the optimizer keeps is more, or less, than the elements of a dense tensor",
+            "a tensor in the optimizer's state must be dense",
             where=f"state.{names[0]}.{slot}",
-            found=f"a tensor of the class {type(local(value)).__name__}, layout {value.layout}",
-            fix="Save tensors that hold what it means, and build it from them when they are loaded.",
+            found=f"class {type(local(value)).__name__}, layout {value.layout}",
+            fix="Save dense tensors in its place, and build it from them after a load.",
         )
     if isinstance(value, torch.Tensor) and _is_shaped(parameter, value):
         yield from _shaped(params, position, value.detach())
@@ -191,13 +191,13 @@ def _is_dense(own: torch.Tensor) -> bool:
 
 
 def _is_shaped(parameter: nn.Parameter, value: torch.Tensor) -> bool:
-    """Return True if a value has the shape and the placements of its parameter."""
+    """Return True if a value has its parameter's shape and placements."""
     is_placed = is_placed_as(parameter, value)
     return value.shape == parameter.shape and is_placed and (isinstance(value, DTensor) or value.dim() > 0)
 
 
 def _make_zeros(parameter: nn.Parameter, dtype: torch.dtype, order: tuple[int, ...]) -> torch.Tensor:
-    """Return zeros of a parameter's shape and placements, with its memory order unless another is known."""
+    """Return zeros with a parameter's shape and placements, and its memory order unless another is known."""
     # `torch.zeros_like` of a DTensor would note the dtype of an earlier result, not of this one, in torch 2.6.
     zeros = torch.zeros_like(local(parameter.detach()), dtype=dtype)
     if len(order) == zeros.dim():
@@ -208,13 +208,13 @@ def _make_zeros(parameter: nn.Parameter, dtype: torch.dtype, order: tuple[int, .
 
 
 def _has_order(own: torch.Tensor, order: tuple[int, ...]) -> bool:
-    """Return True unless a saved memory order is known that fits a tensor, and is not its own."""
+    """Return False if a tensor has another memory order than was saved for it."""
     held = local(own)
     return len(order) != held.dim() or not order or memory_order(held) == order
 
 
 def _shaped(params: AdapterParams, position: int, value: torch.Tensor) -> Iterator[tuple[str, TensorShards]]:
-    """Yield the FQNs in an exposed parameter with the shards of a value of its layout."""
+    """Yield the FQNs in an exposed parameter, with shards from a value that has its layout."""
     adapter = params.adapter
     if params.is_flat:
         shards = get_adapter_shards(adapter, local(value))
@@ -230,26 +230,26 @@ def _shaped(params: AdapterParams, position: int, value: torch.Tensor) -> Iterat
 
 
 class SavedSlot(NamedTuple):
-    """Saved tensor of an optimizer slot."""
+    """An optimizer slot's saved tensor."""
 
     shape: tuple[int, ...]  # saved shape, in elements
     dtype: torch.dtype
-    # Dimensions from the slowest to the fastest in the saved memory; empty if row-major or unknown.
+    # Dimensions from slowest to fastest in the saved memory; empty if row-major or unknown.
     order: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class OptimTargets:
-    """Tensors into which a saved optimizer state is read."""
+    """Targets into which a saved optimizer state is read."""
 
-    # FQN, slot and destination of each tensor: the optimizer's own memory if it fits, otherwise new memory.
+    # FQN, slot and destination: the optimizer's own memory if it fits, otherwise new memory.
     arrays: list[tuple[str, str, TensorShards]]
-    state: dict[nn.Parameter, dict[str, Any]]  # state of each parameter, complete once the arrays are filled
-    changes: list[dict[str, Any]]  # new settings of each param group; empty for a group without saved parameters
-    problems: list[str]  # mismatches, one sentence each, beginning with the dotted name
+    state: dict[nn.Parameter, dict[str, Any]]  # by parameter, complete once the arrays are filled
+    changes: list[dict[str, Any]]  # new settings by param group; empty for a group without saved parameters
+    problems: list[str]  # mismatches, one sentence each, starting with the dotted name
 
     def put(self, optim: OptimizerLike) -> None:
-        """Set the state and the settings of the optimizer."""
+        """Set the optimizer's state and settings."""
         put_in_optimizer(optim, self.state, self.changes)
 
 
@@ -263,8 +263,7 @@ def plan_optim_targets(
     keeps_rest: bool = False,
     unequal_steps: UnequalSteps = "error",
 ) -> OptimTargets:
-    """Plan the targets of a saved optimizer state, without changing the optimizer."""
-    # An optimizer that never stepped gets new tensors.
+    """Plan targets for a saved optimizer state; an optimizer that never stepped gets new tensors."""
     of = map_optimizer_params(model_index, optim)
     targets = OptimTargets([], {}, match_settings(of.groups, groups), [])
     scalars = _scalars(model_index, slots)
@@ -283,7 +282,7 @@ def _find_params(of: OptimizerParams, names: set[str]) -> Iterator[tuple[Adapter
 
 
 def _scalars(index: ModelIndex, slots: Mapping[str, Mapping[str, SavedSlot]]) -> set[str]:
-    """Return the slots that are scalars, also of 0-dim parameters."""
+    """Return the slots that are scalars, also for 0-dim parameters."""
     entries = index.entries
     numbers = {"step"}
     for name, kept in slots.items():
@@ -294,7 +293,7 @@ def _scalars(index: ModelIndex, slots: Mapping[str, Mapping[str, SavedSlot]]) ->
 
 @dataclass(frozen=True)
 class _TargetBuilder:
-    """Builder of the targets, one parameter at a time."""
+    """Builds targets, one parameter at a time."""
 
     targets: OptimTargets
     slots: Mapping[str, Mapping[str, SavedSlot]]
@@ -305,7 +304,7 @@ class _TargetBuilder:
     unequal_steps: UnequalSteps
 
     def add_targets(self, params: AdapterParams, position: int, optim: OptimizerLike) -> None:
-        """Add the targets of one exposed parameter."""
+        """Add one exposed parameter's targets."""
         parameter, names = params.adapter.exposed[position], params.names(position)
         entries = params.adapter.entries if params.is_flat else [params.adapter.entries[position]]
         kept = dict(optim.state.get(parameter, {}))
@@ -329,7 +328,7 @@ class _TargetBuilder:
         self.targets.state[parameter] = state
 
     def _plain_values(self, names: Sequence[str]) -> dict[str, Any]:
-        """Return saved values other than tensors, which all members have in common."""
+        """Return saved values other than tensors; all members share them."""
         values_by_name: dict[str, Any] = {}
         for slot in dict.fromkeys(slot for name in names for slot in self.values.get(name, ())):
             by_name = {name: self.values[name][slot] for name in names if slot in self.values.get(name, ())}
@@ -342,7 +341,7 @@ class _TargetBuilder:
                 firsts = {value: name for name, value in reversed(by_name.items())}
                 text = ", ".join(f"{value} of {name}" for value, name in list(firsts.items())[:4])
                 end = LARGEST_NOTE if top is not None else ""
-                self.targets.problems.append(f"{slot} differs among parameters of one flat parameter: {text}{end}")
+                self.targets.problems.append(f"{slot} differs among one flat parameter's members: {text}{end}")
         return values_by_name
 
     def _shaped(self, params: AdapterParams, position: int, slot: str, saved: Mapping[str, SavedSlot], own: Any) -> Any:
@@ -376,8 +375,7 @@ class _TargetBuilder:
     def _other(
         self, params: AdapterParams, parameter: nn.Parameter, slot: str, saved: Mapping[str, SavedSlot], own: Any
     ) -> Any:
-        """Return the target of a tensor of another shape than its parameter."""
-        # It is the existing tensor, or a new one if the sharding is known.
+        """Return the target for a tensor with another shape than its parameter: the existing one, or a new one."""
         name, first = next(iter(saved.items()))
         fits = isinstance(own, torch.Tensor) and tuple(own.shape) == first.shape and own.dtype == first.dtype
         if fits and _has_order(own, first.order):
@@ -400,18 +398,18 @@ class _TargetBuilder:
         types = {saved_slot.dtype: name for name, saved_slot in saved.items()}
         if len(types) > 1:
             dtypes = ", ".join(f"{dtype} of {name}" for dtype, name in types.items())
-            self.targets.problems.append(f"{slot} differs among parameters of one flat parameter: {dtypes}")
+            self.targets.problems.append(f"{slot} differs among one flat parameter's members: {dtypes}")
         return next(iter(types))
 
 
 def _are_alike(one: Any, other: Any) -> bool:
-    """Return True if two values are equal; of values with tensors in them, the tensors are compared."""
+    """Return True if two values are equal; compare only the tensors in them if there are any."""
     held = tensors(one), tensors(other)
     return bool(one == other) if held == ([], []) else len(held[0]) == len(held[1]) and all(map(torch.equal, *held))
 
 
 def _on_device(value: Any, device: torch.device) -> Any:
-    """Return a value with the tensors in its lists, tuples and dicts on a device; single numbers stay on the CPU."""
+    """Move the tensors in a value's lists, tuples and dicts to a device; single numbers stay on the CPU."""
     if isinstance(value, torch.Tensor):
         return value.to(device) if value.dim() else value
     if isinstance(value, dict):
@@ -420,9 +418,9 @@ def _on_device(value: Any, device: torch.device) -> Any:
 
 
 def _beside(parameter: DTensor, slot: SavedSlot) -> DTensor:
-    """Return a target for a saved tensor of another shape than its DTensor parameter."""
-    # It is sharded like the parameter in dimensions of equal length, and replicated in others: any placements of a
-    # DTensor are correct.
+    """Return a target for a saved tensor with another shape than its DTensor parameter."""
+    # It is sharded like the parameter in dimensions with equal length, and replicated in others: any placements are
+    # correct.
     mesh, placements = parameter.device_mesh, list(parameter.placements)
     if len(slot.shape) != parameter.dim() or any(type(placement) not in (Shard, Replicate) for placement in placements):
         placements = [Replicate()] * mesh.ndim

@@ -1,4 +1,4 @@
-"""Bytes of memory that several tensors share, to find out whether values for them fit together."""
+"""Check whether values fit together for tensors that share memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardckpt.state.local.tensor_shards import end_address
 
 
 class SharedBytes:
-    """A copy on the CPU of the memory from the first to the last byte of some tensors."""
+    """A CPU copy of memory, from the first to the last byte of some tensors."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._start = min(tensor.data_ptr() for tensor in tensors)
@@ -19,14 +19,14 @@ class SharedBytes:
         self._values = torch.empty(size, dtype=torch.uint8)
 
     def take(self, tensor: torch.Tensor) -> bool:
-        """Take the bytes of a tensor. Return True if some were taken before."""
+        """Take a tensor's bytes. Return True if some were taken before."""
         place = self._view(self._is_taken, tensor)
         was_taken = bool(place.any())
         place.fill_(True)
         return was_taken
 
     def put(self, tensor: torch.Tensor, values: torch.Tensor) -> bool:
-        """Take the bytes of a tensor for values. Return False if some were taken for other bytes."""
+        """Take a tensor's bytes for values. Return False if some were taken for other bytes."""
         taken, place = self._view(self._is_taken, tensor), self._view(self._values, tensor)
         new = values.to(tensor.dtype).contiguous().reshape(-1).view(torch.uint8).reshape(place.shape)
         fits = not bool((taken & (place != new)).any())

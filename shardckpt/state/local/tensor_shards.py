@@ -1,4 +1,4 @@
-"""Shards of one tensor on this rank: boxes of the full tensor as views, without copies."""
+"""A tensor's shards on this rank: boxes in the full tensor as views, without copies."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ from shardckpt.errors import UnsupportedError
 
 
 class LocalShard(NamedTuple):
-    """One box of a tensor on this rank."""
+    """A tensor's box on this rank."""
 
     box: Box  # offsets and lengths in the full tensor
-    tensor: torch.Tensor  # elements of the box, as a view of the rank's memory: a write changes the model
+    tensor: torch.Tensor  # a view into the rank's memory: a write changes the model
 
 
 class TensorShards(NamedTuple):
-    """Full shape of a tensor, with its shards on this rank."""
+    """A tensor's full shape, with its shards on this rank."""
 
     shape: Shape
-    dtype: torch.dtype  # dtype of the elements
-    shards: tuple[LocalShard, ...]  # disjoint shards on this rank; may be empty
+    dtype: torch.dtype
+    shards: tuple[LocalShard, ...]  # disjoint; may be empty
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Dimensions from the slowest to the fastest in the memory of the shards; empty if row-major, or not dense."""
+        """Dimensions from slowest to fastest in the shards' memory; empty if row-major, or not dense."""
         others = [shard.tensor for shard in self.shards if not shard.tensor.is_contiguous()]
         return next(filter(None, map(memory_order, others)), ())
 
 
 def has_own_elements(tensor: torch.Tensor) -> bool:
-    """Return False if a tensor's elements are not in its own memory: its class makes them of other tensors."""
+    """Return False if a tensor's elements are not in its own memory: its class makes them from other tensors."""
     return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 def empty_in_order(
     shape: Sequence[int], order: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None
 ) -> torch.Tensor:
-    """Return an uninitialized tensor with a memory order of dimensions."""
+    """Return an uninitialized tensor with this memory order."""
     return view_in_order(torch.empty(prod(shape), dtype=dtype, device=device), shape, order)
 
 
 def get_tensor_shards(tensor: torch.Tensor, parameter: torch.Tensor | None = None) -> TensorShards:
-    """Return this rank's shards of a plain tensor or DTensor."""
+    """Return this rank's shards for a plain tensor or DTensor."""
     if not isinstance(tensor, DTensor):
         shape = tuple(tensor.shape)
         return TensorShards(shape, tensor.dtype, (LocalShard(full_box(shape), tensor.detach()),))
@@ -64,14 +64,14 @@ def get_tensor_shards(tensor: torch.Tensor, parameter: torch.Tensor | None = Non
 
 
 def _choose_placed(tensor: DTensor, parameter: torch.Tensor | None) -> DTensor:
-    """Return the parameter if torch calls the layouts of a DTensor and its parameter equal; otherwise the DTensor."""
+    """Return the parameter if torch calls its layout and the DTensor's equal; otherwise the DTensor."""
     if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
         return tensor
     return parameter if get_mesh_placements(tensor) == get_mesh_placements(parameter) else tensor
 
 
 def get_box(tensor: DTensor, own: torch.Tensor | None = None) -> Box | None:
-    """Return the box of a DTensor on this rank; None if the rank is not in the mesh."""
+    """Return a DTensor's box on this rank; None if the rank is not in the mesh."""
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -80,7 +80,7 @@ def get_box(tensor: DTensor, own: torch.Tensor | None = None) -> Box | None:
     shape = tuple((local(tensor) if own is None else own).shape)
     if shape != box.size:
         raise UnsupportedError(
-            "the local tensor of a DTensor must have the box of its placements",
+            "a DTensor's local tensor must fit its placements",
             found=shape,
             expected=box.size,
             fix="Redistribute it to plain Shard placements first.",
@@ -92,7 +92,7 @@ _SHAPES: WeakKeyDictionary[DeviceMesh, Shape] = WeakKeyDictionary()
 
 
 def _get_mesh_shape(mesh: DeviceMesh) -> Shape:
-    """Return the cached shape of a mesh; torch computes it on every access."""
+    """Return a mesh's cached shape; torch computes it on every access."""
     shape = _SHAPES.get(mesh)
     if shape is None:
         shape = _SHAPES[mesh] = tuple(mesh.shape)
@@ -101,13 +101,13 @@ def _get_mesh_shape(mesh: DeviceMesh) -> Shape:
 
 @lru_cache(maxsize=4096)  # a hundred thousand tensors have a few dozen shapes
 def _compute_box(shape: Shape, placements: tuple[Placement, ...], mesh: Shape, coordinate: Shape) -> Box:
-    """Return the box of one rank for given placements."""
+    """Return one rank's box for given placements."""
     if any(placement.is_partial() for placement in placements):
         raise UnsupportedError("a DTensor with partial sums cannot be saved", fix="Redistribute it first.")
     order = sort_by_split_order(placements, mesh)
     if order is None:
         raise UnsupportedError(
-            "the rows of a DTensor with a strided shard must follow a split of its mesh",
+            "a DTensor with a strided shard must have rows that follow its mesh",
             found=placements,
             expected="boxes, as `fully_shard` over tensor parallelism makes them",
             fix="Redistribute it to plain Shard placements first.",
@@ -122,7 +122,7 @@ def _compute_box(shape: Shape, placements: tuple[Placement, ...], mesh: Shape, c
 
 
 def end_address(tensor: torch.Tensor) -> int:
-    """Return the address behind the last byte of a tensor, which must have elements."""
+    """Return the address after a tensor's last byte; it must have elements."""
     if tensor.is_contiguous():
         return tensor.data_ptr() + tensor.nbytes
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))

@@ -31,7 +31,7 @@ def check_rank(note: Mapping[str, Any]) -> list[str]:
 
 
 def check_units(note: Mapping[str, Any], index: ModelIndex) -> list[str]:
-    """Return the differences between the layouts of a LOCAL state and of a model."""
+    """Return how a LOCAL state's layouts differ from a model's."""
     theirs = note.get("units")
     if theirs is None:
         return []
@@ -48,7 +48,7 @@ def check_units(note: Mapping[str, Any], index: ModelIndex) -> list[str]:
 
 
 def _index_layouts(units: Iterable[Mapping[str, Any]], prefix: str = "") -> dict[str, Mapping[str, Any]]:
-    """Return the layouts of sharded tensors by first FQN in the unsharded model."""
+    """Return sharded tensors' layouts by first FQN in the unsharded model."""
 
     def plain(name: str) -> str:
         return clean(name).removeprefix(prefix)
@@ -67,8 +67,7 @@ def _index_layouts(units: Iterable[Mapping[str, Any]], prefix: str = "") -> dict
 
 
 def _without_names(param: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the layout of a parameter without names, for comparison."""
-    # Its FQN is relative to the unit, that of an entry to the model.
+    """Remove names from a parameter's layout: they are relative to the unit, but entries' names to the model."""
     return {key: value for key, value in param.items() if key not in ("name", "aliases")}
 
 

@@ -61,16 +61,16 @@ def load_model_state_dict(
 
     Args:
         model: As for `model_state_dict`.
-        state_dict: State of any kind, with names of the unsharded or of a wrapped model. A FULL state may be on rank 0
+        state_dict: State in any kind, with names from the unsharded or a wrapped model. A FULL state may be on rank 0
             alone; the other ranks then pass an empty dict. It is not changed.
-        kind: Kind of the state; None to detect it.
+        kind: The state's kind; None to detect it.
         strict: Raise an error for missing or unexpected names; otherwise they are returned and skipped.
 
     Returns:
         Missing and unexpected names.
 
     Raises:
-        NameCollisionError: Two names of the model, or of the state, become equal without the segments of wrappers.
+        NameCollisionError: Two names in the model, or in the state, become equal without wrapper segments.
         StateMismatchError: The state does not fit; the message lists every name with its problem.
         RankError: The state does not fit on another rank.
     """
@@ -106,8 +106,7 @@ def load_model_state_dict(
 
 
 def _load_foreign(model: nn.Module, state: Mapping[str, Any], kind: StateKind | str | None, *, strict: bool) -> Keys:
-    """Load a state that every rank has into a model under torch's own wrapper."""
-    # Rank 0 checks the state for all ranks.
+    """Load a state that every rank has into a model under torch's own wrapper; rank 0 checks it for all."""
     expected = torch_fsdp1.shapes_at_first(model)
     ranks = torch_fsdp1.get_ranks(model)
     with validate_input(ranks, "fit a state to the model", given=bool(state)) as agreed:
@@ -143,20 +142,20 @@ def _mismatch_error(problems: Sequence[str]) -> StateMismatchError:
 
 
 def _broadcast_extra(given: _IncomingModelState, group: Group) -> dict[str, Any]:
-    """Broadcast the extra state of rank 0. Collective."""
+    """Broadcast rank 0's extra state. Collective."""
     data = group.broadcast(given.extra_as_json() if group.rank == 0 else None)
     return given.extra if group.rank == 0 else dict(plain_json.decode(data))
 
 
 def _broadcast_keys(keys: Keys, group: Group) -> Keys:
-    """Broadcast the missing and unexpected names of rank 0. Collective."""
+    """Broadcast rank 0's missing and unexpected names. Collective."""
     data = group.broadcast(json.dumps([keys.missing, keys.unexpected]).encode() if group.rank == 0 else None)
     missing, unexpected = json.loads(data)
     return Keys(tuple(missing), tuple(unexpected))
 
 
 class _IncomingModelState:
-    """State of a model to load, by FQN of the unsharded model."""
+    """A model's state to load, by FQN in the unsharded model."""
 
     def __init__(self, state: Mapping[str, Any], kind: StateKind | str | None, index: ModelIndex) -> None:
         self.kind = detect_kind(state) if kind is None else StateKind.parse(kind)
@@ -169,12 +168,12 @@ class _IncomingModelState:
             self.values = module_hooks.run_load_hooks(index, sharded_tensor.to_dtensors(values, index))
 
     def value(self, name: str, aliases: tuple[str, ...]) -> Any:
-        """Return the value under one of an entry's names; None without a value."""
+        """Return the value under any of an entry's names; None without a value."""
         return next((self.values[key] for key in (name, *aliases) if key in self.values), None)
 
     @property
     def digest(self) -> bytes:
-        """Digest of the data that must be equal on all ranks; LOCAL states may differ."""
+        """Digest over data that must be equal on all ranks; LOCAL states may differ."""
         if self.kind is StateKind.LOCAL:
             return digest(self.kind.name)
         known = set(self._index.names)
@@ -188,7 +187,7 @@ class _IncomingModelState:
     def broadcast_error(self) -> ShardckptError | None:
         """Return why this state cannot be broadcast from rank 0; None if it can."""
         if self.kind is not StateKind.FULL:
-            return StateMismatchError("of all ranks the first alone has a state", found=self.kind.name, expected="FULL")
+            return StateMismatchError("rank 0 alone has a state", found=self.kind.name, expected="FULL")
         try:
             self.extra_as_json()
         except StateMismatchError as error:
@@ -211,7 +210,7 @@ class _IncomingModelState:
 
     @property
     def extra(self) -> dict[str, Any]:
-        """Extra state of modules by name."""
+        """Modules' extra state by name."""
         return {name: self.values[name] for name in self._index.extra if name in self.values}
 
     def extra_as_json(self) -> bytes:
@@ -220,9 +219,9 @@ class _IncomingModelState:
             return plain_json.encode(self.extra)
         except (TypeError, ValueError) as error:
             raise StateMismatchError(
-                f"extra state of rank 0 alone cannot be sent to the other ranks: {error}",
+                f"extra state on rank 0 alone cannot be sent to the other ranks: {error}",
                 where=", ".join(self.extra),
-                expected="numbers, strings, tensors, and lists, tuples and dicts of them",
+                expected="numbers, strings, tensors, and lists, tuples and dicts with them",
                 fix="Give the state to every rank.",
             ) from error
 
@@ -264,7 +263,7 @@ class _IncomingModelState:
         ]
 
     def _find_unequal(self, names: Sequence[str]) -> list[str]:
-        """Return the further names of a parameter under which the state has other values than under the first."""
+        """Return a parameter's other names under which the state has other values than under the first."""
         first, *others = [name for name in names if isinstance(self.values.get(name), torch.Tensor)] or [""]
         return [
             f"{first} and {name} are one parameter in this model, and their values differ (leave one of them out)"
@@ -273,7 +272,7 @@ class _IncomingModelState:
         ]
 
     def _local_problems(self) -> list[str]:
-        """Return differences between layouts, which define the elements of a shard."""
+        """Return differences between layouts, which define a shard's elements."""
         problems = check_rank(self.note)
         if problems:
             return problems
@@ -285,14 +284,14 @@ class _IncomingModelState:
 
 
 def refuse_other_layout(note: Mapping[str, Any], model: nn.Module) -> None:
-    """Refuse a LOCAL state of another rank or of other units."""
+    """Refuse a LOCAL state from another rank or other units."""
     problems = check_rank(note) or check_units(note, index_model(model))
     if problems:
         raise StateMismatchError(f"the state does not fit the model: {problems[0]}", fix="Nothing was changed.")
 
 
 def _clean_names(state: Mapping[str, Any], index: ModelIndex) -> dict[str, Any]:
-    """Return a state with FQNs of the unsharded model, without wrapper segments."""
+    """Return a state with FQNs in the unsharded model, without wrapper segments."""
     cleaned = clean_keys(state)
     if index.names and not any(name in cleaned for name in index.names):
         stripped = {name.removeprefix("module."): value for name, value in cleaned.items()}
@@ -302,7 +301,7 @@ def _clean_names(state: Mapping[str, Any], index: ModelIndex) -> dict[str, Any]:
 
 
 def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True unless two tensors differ on this rank; tensors of different placements are not compared."""
+    """Return True unless two tensors differ on this rank; tensors with different placements are not compared."""
     if isinstance(one, DTensor) or isinstance(other, DTensor):
         is_same = isinstance(one, DTensor) and isinstance(other, DTensor) and one.placements == other.placements
         return one.shape == other.shape and (not is_same or _are_alike(local(one), local(other)))
@@ -324,7 +323,7 @@ def _misfit(name: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype) -
 
 
 def _local_values(adapter: ShardingAdapter, values: Mapping[str, Any]) -> list[tuple[str, Any, torch.Tensor]]:
-    """Return name, given value and current tensor for the values of an adapter."""
+    """Return name, given value and current tensor for an adapter's values."""
     if isinstance(adapter, EngineFlatAdapter) and adapter.flat_name is not None:
         held = adapter.packed[: adapter.unpadded_size]
         return [(adapter.flat_name, values[adapter.flat_name], held)] if adapter.flat_name in values else []
@@ -374,8 +373,7 @@ def _to_full(value: torch.Tensor) -> torch.Tensor:
 
 
 def _load_buffer(buffer: Buffer, given: _IncomingModelState, missing: set[str], first_of: Ranks | None) -> None:
-    """Copy the given value to a buffer, in its compute dtype."""
-    # Collective if only rank 0 of `first_of` has the value.
+    """Copy the given value to a buffer, in its compute dtype. Collective if only rank 0 of `first_of` has the value."""
     if not buffer.persistent or buffer.name in missing or (first_of is None and buffer.name not in given.values):
         return
     held = buffer.value

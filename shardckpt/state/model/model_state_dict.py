@@ -1,4 +1,4 @@
-"""Build the state dict of a model, of any of the three kinds."""
+"""Build a model's state dict, in any kind."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def world() -> Group:
 def iter_full_state_dict(
     model: nn.Module, *, offload_to_cpu: bool = False, rank0_only: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield names and full tensors of a model's state dict, one unit at a time.
+    """Yield names and full tensors from a model's state dict, one unit at a time.
 
     Collective: every rank has to iterate to the end. A shared parameter is yielded once, under its first name.
 
@@ -83,7 +83,7 @@ def model_state_dict(
     offload_to_cpu: bool = False,
     rank0_only: bool = False,
 ) -> dict[str, Any]:
-    """Return the state dict of a model, with unsharded FQNs as keys. Collective.
+    """Return a model's state dict, with FQNs in the unsharded model as keys. Collective.
 
     Args:
         model: Model that is sharded by either front end or torch's `fully_shard`, has DTensors, is replicated, compiled
@@ -94,13 +94,13 @@ def model_state_dict(
         rank0_only: With FULL, return the state on rank 0 only; other ranks get an empty dict.
 
     Returns:
-        Tensors by FQN, in the order of the unsharded model. All names of a shared parameter have the same tensor.
+        Tensors by FQN, in the unsharded model's order. All names of a shared parameter have the same tensor.
         Tensors that are neither gathered nor exchanged alias the model's memory, as in `model.state_dict()`.
 
     Raises:
-        UsageError: The kind is unknown, or `rank0_only` with another kind than FULL; or a parameter is a shard of a
-            flat parameter whose wrapper is around the model.
-        NameCollisionError: Two tensors have one name without the segments of wrappers.
+        UsageError: The kind is unknown, or `rank0_only` with another kind than FULL; or a parameter is a flat
+            parameter's shard, whose wrapper is around the model.
+        NameCollisionError: Two tensors have one name without wrapper segments.
     """
     kind = parse_kind_to_take(kind, rank0_only=rank0_only)
     model = unwrap(model)
@@ -162,8 +162,7 @@ def _local(index: ModelIndex) -> dict[str, torch.Tensor]:
 
 
 def _ordered(tensors: Mapping[str, Any], index: ModelIndex) -> OrderedDict[str, Any]:
-    """Return tensors under all their names, in the order of the unsharded model."""
-    # Names that the unsharded model does not have come first.
+    """Return tensors under all names, in the unsharded model's order; names that it does not have come first."""
     state: OrderedDict[str, Any] = OrderedDict()
     known = set(index.names)
     state.update({name: value for name, value in tensors.items() if name not in known})
@@ -178,7 +177,7 @@ def _ordered(tensors: Mapping[str, Any], index: ModelIndex) -> OrderedDict[str, 
 
 
 def with_metadata(state: OrderedDict[str, Any], kind: StateKind, index: ModelIndex) -> OrderedDict[str, Any]:
-    """Set kind and layout in a state's `_metadata`, next to the versions of modules."""
+    """Set kind and layout in a state's `_metadata`, next to modules' versions."""
     note: dict[str, Any] = {"version": VERSION, "kind": kind.name, "aliases": dict(index.aliases)}
     if kind is StateKind.LOCAL:
         register_with_torch_dcp()  # LOCAL states need it, with either front end
@@ -188,17 +187,17 @@ def with_metadata(state: OrderedDict[str, Any], kind: StateKind, index: ModelInd
 
 
 def local_metadata() -> dict[str, Any]:
-    """Return the metadata of every LOCAL state: version, kind and rank."""
+    """Return the metadata that every LOCAL state has: version, kind and rank."""
     return {"version": VERSION, "kind": StateKind.LOCAL.name, "rank": world().rank, "world": world().size}
 
 
 def units_metadata(index: ModelIndex) -> list[dict[str, Any]]:
-    """Return the layouts of a model's parameters, as plain JSON values."""
+    """Return a model's layouts as plain JSON values."""
     return [unit_metadata(adapter) for adapter in index.adapters]
 
 
 def unit_metadata(adapter: ShardingAdapter) -> dict[str, Any]:
-    """Return the layout of an adapter's tensors, as plain JSON values."""
+    """Return an adapter's layout as plain JSON values."""
     entries = [
         {"name": entry.name, "aliases": list(entry.aliases), "shape": list(entry.shape), "dtype": str(entry.dtype)[6:]}
         for entry in adapter.entries

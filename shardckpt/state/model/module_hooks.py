@@ -1,4 +1,4 @@
-"""Run the `state_dict` methods and hooks of a model's modules on states."""
+"""Run the `state_dict` methods and hooks in a model's modules on states."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch import nn
 from shardckpt.core.modules.fqn_and_params import clean
 from shardckpt.state.adapters.model_index import ModelIndex, below
 
-# Prefixes of modules whose methods and hooks are skipped: states here already have their results.
+# Methods and hooks from these modules are skipped: states here already have their results.
 _OWN_MODULES = ("torch.", "shardckpt.")
 
-_QUANTIZED = "torch.ao."  # prefix of modules whose classes have weights that are neither parameters nor buffers
+_QUANTIZED = "torch.ao."  # classes in these modules have weights that are neither parameters nor buffers
 
 _EXTRA_STATE = "_extra_state"
 
@@ -30,7 +30,7 @@ def is_bare() -> bool:
 
 
 def run_save_hooks(index: ModelIndex, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Run the save methods and hooks of a model's modules on a state."""
+    """Run the save methods and hooks in a model's modules on a state."""
     if not any(_has_save_hooks(module) for module in index.root.modules()):
         return values
     tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
@@ -40,7 +40,7 @@ def run_save_hooks(index: ModelIndex, values: Mapping[str, Any]) -> Mapping[str,
 
 
 def run_load_hooks(index: ModelIndex, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Run the load methods and hooks of a model's modules on a state, without loading."""
+    """Run the load methods and hooks in a model's modules on a state, without loading."""
     if not values or not any(_has_load_hooks(module) for module in index.root.modules()):
         return dict(values)
     shells = {
@@ -59,8 +59,6 @@ def run_load_hooks(index: ModelIndex, values: Mapping[str, Any]) -> dict[str, An
 
 def find_unsaved(index: ModelIndex | None) -> list[str]:
     """Return names that modules add to `state_dict()`, and for which a checkpoint has no place."""
-    # Of modules with parameters, only what their own `_save_to_state_dict` adds is looked for: `state_dict()` may
-    # gather.
     if index is None or index.flats:
         return []  # modules may have views of flat parameters, which are not there now
     found: dict[str, None] = {}
@@ -70,8 +68,7 @@ def find_unsaved(index: ModelIndex | None) -> list[str]:
 
 
 def find_quantized(index: ModelIndex | None) -> frozenset[str]:
-    """Return FQNs of parameters that mean nothing without values for which a checkpoint has no place."""
-    # Such as the weights of bitsandbytes, whose scales only `state_dict()` has.
+    """Return parameters that need values for which a checkpoint has no place, such as bitsandbytes' scales."""
     if index is None or index.flats:
         return frozenset()  # as above
     found = set()
@@ -85,7 +82,7 @@ def find_quantized(index: ModelIndex | None) -> frozenset[str]:
 
 
 def _list_added(module: nn.Module) -> list[str]:
-    """Return the names that a module adds to its state besides parameters, buffers and extra state."""
+    """Return the names that a module adds to its parameters, buffers and extra state."""
     adds_own = _overrides(module, "_save_to_state_dict") or type(module).__module__.startswith(_QUANTIZED)
     if not (adds_own or _overrides(module, "state_dict")):
         return []
@@ -93,6 +90,7 @@ def _list_added(module: nn.Module) -> list[str]:
     if next(module.parameters(), None) is None:
         made, known = module.state_dict(), {name for name, _ in module.named_buffers(remove_duplicate=False)}
     else:
+        # With parameters, `state_dict()` may gather; only the module's own `_save_to_state_dict` is asked.
         known = {*module._parameters, *module._buffers}
         if adds_own:
             with suppress(Exception):  # it may need parameters that are not sharded

@@ -1,6 +1,6 @@
-"""`state_dict()` and `load_state_dict()` of wrapped modules, by torch's recursion.
+"""`state_dict()` and `load_state_dict()` for wrapped modules, by torch's recursion.
 
-The tensors of a unit's state are registered on its modules during the recursion.
+A unit's tensors are registered on its modules during the recursion.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from shardckpt.state.model import module_hooks
 from shardckpt.state.model.model_state_dict import local_metadata, unit_metadata
 from shardckpt.state.redistribute.rank_grid import Ranks
 
-_COMPILED = "_orig_mod"  # attribute of `torch.compile` for the compiled module; removed from every returned FQN
+_COMPILED = "_orig_mod"  # `torch.compile` has the compiled module under it; removed from every returned FQN
 
 KINDS = {
     StateDictType.FULL_STATE_DICT: StateKind.FULL,
@@ -43,7 +43,7 @@ KINDS = {
 
 
 def build_adapters(unit: FSDPUnit) -> list[EngineFlatAdapter]:
-    """Return the adapters of one wrapped module, with FQNs relative to the module."""
+    """Return a wrapped module's adapters, with FQNs relative to the module."""
     adapters: list[EngineFlatAdapter] = []
     ranks = Ranks.from_groups(get_process_groups(unit))
     for registration in unit.registrations:
@@ -57,7 +57,7 @@ def build_adapters(unit: FSDPUnit) -> list[EngineFlatAdapter]:
 
 
 class _ShownTensors:
-    """Tensors of a state, to register on a unit's modules for torch's recursion."""
+    """A state's tensors, to register on a unit's modules for torch's recursion."""
 
     def __init__(self, adapters: Sequence[EngineFlatAdapter], kind: StateKind, *, first_only: bool = False) -> None:
         self._adapters = adapters
@@ -88,7 +88,7 @@ class _ShownTensors:
 
 
 def require_distinct_names(module: nn.Module) -> None:
-    """Require that no two names become equal without the segments of wrappers."""
+    """Require that no two names become equal without wrapper segments."""
     if has_mixed_wrapper(module):
         index_model(module)
 
@@ -101,7 +101,7 @@ def module_state_dict(
     prefix: str = "",
     keep_vars: bool = False,
 ) -> MutableMapping[str, Any]:
-    """Return the state of a wrapped module and its submodules. Collective. `state_dict_type` sets its kind."""
+    """Return the state for a wrapped module and its submodules. Collective. `state_dict_type` sets its kind."""
     given: dict[str, Any] = {"destination": destination, "prefix": prefix, "keep_vars": keep_vars}
     given.update(zip(given, args, strict=False))
     prefix = given["prefix"]
@@ -134,7 +134,7 @@ def module_state_dict(
 
 
 def _cleaned(destination: MutableMapping[str, Any], prefix: str) -> None:
-    """Remove the segments of wrappers from names with a prefix; keep their order."""
+    """Remove wrapper segments from names with a prefix; keep their order."""
 
     def cleaned(name: str) -> str:
         return prefix + clean(name[len(prefix) :]) if name.startswith(prefix) else name
@@ -150,7 +150,7 @@ def _cleaned(destination: MutableMapping[str, Any], prefix: str) -> None:
 
 
 def _note_units(destination: MutableMapping[str, Any], prefix: str, adapters: Sequence[EngineFlatAdapter]) -> None:
-    """Add the layout of a wrapper's parameters to `_metadata`; each wrapper does so."""
+    """Add a wrapper's layout to `_metadata`; each wrapper does so."""
     metadata = getattr(destination, "_metadata", None)
     if metadata is None:
         return
@@ -178,7 +178,7 @@ def _finish_state(
     unit: FSDPUnit,
     settings: StateDictSettings,
 ) -> None:
-    """Restore the dtypes of buffers, and move tensors to the requested device."""
+    """Restore buffers' dtypes, and move tensors to the requested device."""
     for name, owner, attribute in _buffers(module):
         dtype = unit.buffers.get_original_dtype(owner, attribute)
         if dtype is not None and prefix + name in destination:
@@ -199,7 +199,7 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 class Loading:
-    """One `load_state_dict` of a wrapped module, with the unit's tensors registered."""
+    """A wrapped module's `load_state_dict`, with the unit's tensors registered."""
 
     def __init__(self, module: StateStatics, unit: FSDPUnit) -> None:
         unit.reshard()
@@ -240,8 +240,7 @@ def _is_any(value: Any, addresses: Sequence[int]) -> bool:
 
 
 def prepare_state(state: MutableMapping[str, Any], prefix: str, unit: FSDPUnit) -> None:
-    """Rename a state's keys to those of torch's recursion, in place."""
-    # The keys are below the wrapper's attribute for the wrapped module.
+    """Rename a state's keys in place, as torch's recursion needs them: below the wrapper's attribute."""
     flats = [
         registration.flat.data_ptr()
         for registration in unit.registrations
@@ -256,13 +255,13 @@ def prepare_state(state: MutableMapping[str, Any], prefix: str, unit: FSDPUnit) 
         for place in compiled:
             if rest.startswith(place):
                 rest = f"{place}{_COMPILED}.{rest[len(place) :]}"
-        if rest not in chosen or len(name) < len(chosen[rest][0]):  # first, or it looks like a change of the user
+        if rest not in chosen or len(name) < len(chosen[rest][0]):  # first, or it looks like a user's change
             chosen[rest] = (name, value)
     state.update({f"{prefix}{WRAPPED}.{rest}": value for rest, (_, value) in chosen.items()})
 
 
 def _find_compiled(module: nn.Module, prefix: str = "") -> Iterator[str]:
-    """Yield the prefixes of names below compiled modules, outside nested wrappers."""
+    """Yield name prefixes below compiled modules, outside nested wrappers."""
     for name, child in module._modules.items():
         if child is None:
             continue

@@ -47,7 +47,7 @@ from shardckpt.state.keys.validation import StateMismatchError, check_form, dige
 from shardckpt.state.model.layout_check import check_kind, check_rank, check_units
 from shardckpt.state.optim.optim_state_dict import AdapterParams, OptimizerLike, OptimizerParams, map_optimizer_params
 
-# Handling of a parameter without saved state: no state ("skip"), zeros, or an error.
+# For a parameter without saved state: no state ("skip"), zeros, or an error.
 Missing = Literal["skip", "zeros", "error"]
 
 
@@ -55,8 +55,8 @@ Missing = Literal["skip", "zeros", "error"]
 class Fitted:
     """State to set in one optimizer on this rank."""
 
-    state: dict[nn.Parameter, dict[str, Any]]  # new state of each parameter
-    settings: list[dict[str, Any]]  # new settings of each param group; empty for a group without saved parameters
+    state: dict[nn.Parameter, dict[str, Any]]  # by parameter
+    settings: list[dict[str, Any]]  # by param group; empty for a group without saved parameters
 
 
 @outside_inference_mode
@@ -72,25 +72,25 @@ def load_optim_state_dict(
 ) -> None:
     """Load a state dict into a model's optimizer by FQN. Collective.
 
-    Sharding and param groups may differ from those of the save. The settings of a group are those of the saved group of
-    its parameters. The optimizer is changed only if the complete state fits. Tensors of the optimizer with the right
-    shape and dtype are overwritten in place; others are replaced.
+    Sharding and param groups may differ from the save. A group takes the settings with which its parameters were saved.
+    The optimizer is changed only if the complete state fits. Its tensors with the right shape and dtype are overwritten
+    in place; others are replaced.
 
     Args:
         model: As for `model_state_dict`.
-        optim: Optimizer of some or all of the model's parameters.
-        state_dict: State of any kind, with names of the unsharded or of a wrapped model. A FULL state may be on rank 0
+        optim: Optimizer for some or all of the model's parameters.
+        state_dict: State in any kind, with names from the unsharded or a wrapped model. A FULL state may be on rank 0
             alone; the other ranks then pass an empty dict. It is not changed.
-        kind: Kind of the state; None to detect it.
-        missing: Handling of parameters without a saved state: no state (`"skip"`), `"zeros"` or `"error"`.
+        kind: The state's kind; None to detect it.
+        missing: For parameters without a saved state: no state (`"skip"`), `"zeros"` or `"error"`.
         state_layout: As for `optim_state_dict`.
-        unequal_steps: Handling of numbers, such as steps, that differ among the members of one flat parameter, for
-            which the optimizer has one number: `"error"`, or use the `"largest"`. Without flat parameters each
-            parameter keeps its number.
+        unequal_steps: For numbers, such as steps, that differ among one flat parameter's members, though the optimizer
+            has one number for it: `"error"`, or use the `"largest"`. Without flat parameters each parameter keeps its
+            number.
 
     Raises:
-        StateMismatchError: Names, shapes or ranks of the state do not fit.
-        ConflictError: Parameters of one group were saved with different settings.
+        StateMismatchError: The state's names, shapes or ranks do not fit.
+        ConflictError: Parameters in one group were saved with different settings.
         RankError: The state does not fit on another rank.
     """
     model = unwrap(model)
@@ -117,7 +117,7 @@ def load_optim_state_dict(
 def put_in_optimizer(
     optim: OptimizerLike, states: Mapping[nn.Parameter, dict[str, Any]], settings: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Set an optimizer's state of each parameter, and the settings of its groups."""
+    """Set an optimizer's state for each parameter, and its groups' settings."""
     for parameter, state in states.items():
         optim.state.pop(parameter, None)
         if state:
@@ -144,11 +144,9 @@ def fit(
     unequal_steps: UnequalSteps = "error",
     in_place: bool = False,
 ) -> Fitted:
-    """Convert a state dict to an optimizer's state on this rank. Collective."""
-    # Arguments and errors are those of `load_optim_state_dict`. The optimizer is not changed, except that `in_place`
-    # overwrites the elements of its tensors.
+    """Convert a state dict to this rank's optimizer state; only `in_place` writes into tensors. Collective."""
     if missing not in ("skip", "zeros", "error"):
-        raise UsageError("`missing` must be one of three words", found=missing, expected="skip, zeros or error")
+        raise UsageError("unknown value for `missing`", found=missing, expected="skip, zeros or error")
     require_way_with_steps(unequal_steps)
     reshard_all(model)
     index = index_complete_model(model)
@@ -192,7 +190,7 @@ def _pack_for_broadcast(
     objects = [name for row in rows for name, slot in row.items() if slot.form is Form.OPAQUE and not slot.dtype]
     if objects:
         return StateMismatchError(
-            "values of the optimizer cannot be sent to the other ranks",
+            "the optimizer's values cannot be sent to the other ranks",
             where=", ".join(dict.fromkeys(objects)),
             expected="tensors, numbers and strings",
             fix="Give the state to every rank.",
@@ -204,13 +202,13 @@ def _pack_for_broadcast(
 
 
 def _pack(survey: str, changes: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return survey and settings of rank 0 as bytes for the other ranks."""
+    """Return rank 0's survey and settings as bytes for the other ranks."""
     try:
         return plain_json.encode([survey, [dict(change) for change in changes]])
     except TypeError as error:
         raise UsageError(
-            f"settings of a group cannot be sent to the other ranks: {error}",
-            expected="numbers, strings, tensors, and lists, tuples and dicts of them",
+            f"a group's settings cannot be sent to the other ranks: {error}",
+            expected="numbers, strings, tensors, and lists, tuples and dicts with them",
             fix="Give the state to every rank.",
         ) from error
 
@@ -222,7 +220,7 @@ def _unpack(data: bytes) -> tuple[Survey, list[dict[str, Any]]]:
 
 @dataclass(frozen=True)
 class _IncomingOptimState:
-    """State of an optimizer to load, by FQN of the unsharded model."""
+    """An optimizer's state to load, by FQN in the unsharded model."""
 
     kind: StateKind
     note: Mapping[str, Any]
@@ -234,7 +232,7 @@ class _IncomingOptimState:
 
     @cached_property
     def scalars(self) -> frozenset[str]:
-        """Slots that are scalars, also of 0-dim parameters."""
+        """Slots that are scalars, also for 0-dim parameters."""
         entries = self.index.entries
         shaped: dict[str, bool] = {"step": False}
         for name, slots in self.state.items():
@@ -246,8 +244,7 @@ class _IncomingOptimState:
 
     @cached_property
     def _usually_shaped(self) -> frozenset[str]:
-        """Slots that have the parameter's shape for most parameters."""
-        # Another shape of such a slot is an error.
+        """Slots that have their parameter's shape for most parameters; another shape is an error."""
         known = self.index.entries
         counts: dict[str, int] = {}
         for name in self.state.keys() & known.keys():
@@ -289,10 +286,10 @@ class _IncomingOptimState:
         )
 
     def check(self, of: OptimizerParams, missing: Missing) -> Survey:
-        """Return the survey of the values given for the optimizer's entries."""
+        """Return a survey of the values for the optimizer's entries; refuse a state that does not fit."""
         problems = check_kind(self.note, self.kind)
         problems += [
-            f"{name!r} is the number of a parameter, not its name" for name in self._keys() if not isinstance(name, str)
+            f"{name!r} is a parameter's number, not its name" for name in self._keys() if not isinstance(name, str)
         ]
         known = set(self.index.entries) | {h.flat_name for h in self.index.adapters if isinstance(h, EngineFlatAdapter)}
         problems += [f"Unexpected key: {name}" for name in self._keys() if isinstance(name, str) and name not in known]
@@ -311,7 +308,7 @@ class _IncomingOptimState:
         return list(dict.fromkeys([*self.state, *(name for group in self.groups for name in group["params"])]))
 
     def _check_adapter(self, params: AdapterParams, missing: Missing) -> tuple[Survey, list[str]]:
-        """Return the survey of an adapter's entries, also of missing ones, and problems."""
+        """Return a survey for an adapter's entries, also missing ones, and problems."""
         entries = params.adapter.entries
         if self.kind is StateKind.LOCAL:
             return [{} for _ in entries], self._find_local_misfits(params)
@@ -331,13 +328,12 @@ class _IncomingOptimState:
         return rows, problems
 
     def get_local_slots(self, params: AdapterParams, position: int) -> Mapping[str, Any]:
-        """Return the slots of one exposed parameter in a LOCAL state."""
+        """Return one exposed parameter's slots in a LOCAL state."""
         flat = params.adapter.flat_name if isinstance(params.adapter, EngineFlatAdapter) else None
         return self.state.get(flat or params.names(position)[0], {})
 
     def _find_local_misfits(self, params: AdapterParams) -> list[str]:
-        """Return the values of a flat parameter whose length does not fit."""
-        # The length may be with or without padding. Other units have other lengths.
+        """Return a flat parameter's values whose length does not fit, with or without padding."""
         if not params.is_flat or self.note:
             return []  # the metadata shows whether units are the same
         assert isinstance(params.adapter, EngineFlatAdapter)
@@ -349,7 +345,7 @@ class _IncomingOptimState:
         ]
 
     def _find_misfits(self, params: AdapterParams, rows: Survey) -> list[str]:
-        """Return values of other shapes than their parameters, of unknown sharding."""
+        """Return values with other shapes than their parameters, and unknown sharding."""
         misfits = []
         for index, (entry, row) in enumerate(zip(params.adapter.entries, rows, strict=True)):
             for slot, slot_value in row.items():
@@ -368,8 +364,7 @@ class _IncomingOptimState:
         return misfits
 
     def parts(self, params: AdapterParams, index: int, slot: str, value: torch.Tensor) -> list[torch.Tensor] | None:
-        """Return each rank's part of a value of another shape than its parameter."""
-        # Returns the parts in rank order; one part if the value is replicated; None if the sharding is unknown.
+        """Split a value with another shape than its parameter by rank; one part if replicated, None if unknown."""
         adapter, name = params.adapter, params.adapter.entries[index].name
         answer = ask_layout(self.layout, name, slot, value)
         if answer == "replicated":
@@ -396,7 +391,7 @@ class _IncomingOptimState:
 
 
 def _members(names: Sequence[Any], index: ModelIndex) -> list[Any]:
-    """Return the names of a group, with members instead of flat parameters."""
+    """Replace flat parameters in a group's names by their members."""
     flats = {
         h.flat_name: [entry.name for entry in h.entries] for h in index.adapters if isinstance(h, EngineFlatAdapter)
     }
@@ -404,7 +399,7 @@ def _members(names: Sequence[Any], index: ModelIndex) -> list[Any]:
 
 
 def _first(name: Any, index: ModelIndex) -> Any:
-    """Return the first FQN of a parameter, without segments of any wrapper."""
+    """Return a parameter's first FQN, without wrapper segments."""
     if not isinstance(name, str):
         return name
     plain = clean(name)
@@ -412,20 +407,20 @@ def _first(name: Any, index: ModelIndex) -> Any:
 
 
 def _by_first_name(state: Mapping[Any, Any], index: ModelIndex) -> dict[Any, Any]:
-    """Return the state of each parameter by its first FQN."""
+    """Return the state by each parameter's first FQN."""
     named: dict[Any, Any] = {}
     for name, slots in state.items():
         if named.setdefault(_first(name, index), slots) is not slots:
             same = " and ".join(str(each) for each in state if _first(each, index) == _first(name, index))
             raise StateMismatchError(
                 f"the state does not fit the optimizer: {same} are one parameter in this model, and each has a state",
-                fix="Nothing was changed. Leave one of them out.",
+                fix="Nothing was changed. Leave one out.",
             )
     return named
 
 
 def _find_unequal(entries: Sequence[Entry], rows: Survey) -> list[str]:
-    """Return scalars and dtypes that differ among the members of one flat parameter."""
+    """Return scalars and dtypes that differ among one flat parameter's members."""
     unequal = []
     for slot in dict.fromkeys(name for row in rows for name in row):
         values: dict[str, str] = {}
@@ -437,12 +432,12 @@ def _find_unequal(entries: Sequence[Entry], rows: Survey) -> list[str]:
                 )
         if len(values) > 1:
             different = ", ".join(f"{value} of {name}" for value, name in values.items())
-            unequal.append(f"{slot} differs among parameters of one flat parameter: {different}{LARGEST_NOTE}")
+            unequal.append(f"{slot} differs among one flat parameter's members: {different}{LARGEST_NOTE}")
     return unequal
 
 
 class _StateLoader:
-    """Loader of an optimizer's state, one adapter at a time."""
+    """Loads an optimizer's state, one adapter at a time."""
 
     def __init__(
         self,
@@ -460,7 +455,7 @@ class _StateLoader:
         self._staging = Staging()
 
     def load_state(self, params: AdapterParams, rows: Survey) -> dict[nn.Parameter, dict[str, Any]]:
-        """Return the new optimizer state of an adapter's parameters. Collective."""
+        """Return the new optimizer state for an adapter's parameters. Collective."""
         if self._given.kind is StateKind.LOCAL:
             return self._get_local(params)
         loaded: dict[int, dict[str, Any]] = {position: {} for position in params.positions}
@@ -478,7 +473,7 @@ class _StateLoader:
 
     def _select(self, params: AdapterParams, position: int, state: dict[str, Any]) -> dict[str, Any]:
         """Return the slots that this rank's optimizer has or will have."""
-        # Of a parameter without elements on this rank they are those that the optimizer made before its first step.
+        # Without elements on this rank, a parameter has only slots that the optimizer made before its first step.
         made = self._made.get(params.adapter.exposed[position], {})
         return state if params.has_part(position) else {slot: value for slot, value in state.items() if slot in made}
 
@@ -521,8 +516,7 @@ class _StateLoader:
         return torch.zeros((), dtype=dtype).expand(entry.shape) if value is None else value.detach()
 
     def _get_target(self, adapter: ShardingAdapter, position: int, slot: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return the optimizer's own tensor if it fits, otherwise new memory."""
-        # The own tensor is not used if it shares memory with a given or an already written value.
+        """Return the optimizer's own tensor if it fits and shares no memory with other values, else new memory."""
         parameter = adapter.exposed[position]
         own = self._own.get(parameter, {}).get(slot)
         if _fits(own, parameter, dtype):
@@ -545,7 +539,7 @@ class _StateLoader:
             state[position][name] = self._placed(params, position, name, value)
 
     def _placed(self, params: AdapterParams, position: int, name: str, value: Any) -> Any:
-        """Return this rank's part of a value of another shape than its parameter."""
+        """Return this rank's part of a value with another shape than its parameter."""
         if not isinstance(value, torch.Tensor):
             return copy_value(value)
         mine = value.detach()
@@ -569,7 +563,7 @@ class _StateLoader:
         return parts
 
 
-_NOWHERE = 0  # data pointers of tensors without elements
+_NOWHERE = 0  # tensors without elements have this data pointer
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -589,8 +583,7 @@ def _fits(own: Any, parameter: nn.Parameter, dtype: torch.dtype) -> TypeGuard[to
 
 
 def _to_local(value: Any, parameter: nn.Parameter, is_scalar: bool, owned: int) -> Any:
-    """Return a value of a LOCAL state in the optimizer's form."""
-    # It gets the padding of a flat parameter, or becomes a DTensor.
+    """Convert a LOCAL state's value for the optimizer: add a flat parameter's padding, or make a DTensor."""
     if not isinstance(value, torch.Tensor) or is_scalar:
         return copy_value(value)
     if isinstance(parameter, DTensor):

@@ -1,4 +1,4 @@
-"""Build the state dict of an optimizer by FQN, of any of the three kinds."""
+"""Build an optimizer's state dict by FQN, in any kind."""
 
 from __future__ import annotations
 
@@ -53,18 +53,18 @@ class OptimizerLike(Protocol):
 
     @property
     def state(self) -> Any:
-        """State of each parameter."""
+        """State by parameter."""
 
 
 @dataclass(frozen=True)
 class AdapterParams:
-    """Parameters of one adapter that an optimizer updates."""
+    """An adapter's parameters that an optimizer updates."""
 
     adapter: ShardingAdapter
-    positions: tuple[int, ...]  # indices of the adapter's exposed parameters that belong to the optimizer
+    positions: tuple[int, ...]  # indices among the adapter's exposed parameters
 
     def names(self, position: int) -> list[str]:
-        """Return the FQNs of one exposed parameter; for a flat one, of all its members."""
+        """Return an exposed parameter's FQNs; a flat one has all its members'."""
         entries = self.adapter.entries
         return [entry.name for entry in entries] if self.is_flat else [entries[position].name]
 
@@ -74,9 +74,9 @@ class AdapterParams:
         return not is_divided or local(self.adapter.exposed[position]).numel() > 0
 
     def is_saving(self, position: int) -> bool:
-        """Return True if this rank's optimizer state of an exposed parameter is saved."""
-        # Without elements it is not: the optimizer never updates it, so a step count of its own stays behind. A
-        # parameter that has none on any rank is saved by one of them.
+        """Return True if this rank's optimizer state for an exposed parameter is saved."""
+        # Without elements it is not: the optimizer never updates it, so its step count stays behind. One rank saves a
+        # parameter without elements on any rank.
         return self.has_part(position) or self.adapter.is_reporting_rank(position)
 
     @property
@@ -87,9 +87,9 @@ class AdapterParams:
 
 @dataclass(frozen=True)
 class OptimizerParams:
-    """Parameters of an optimizer by adapter and by FQN."""
+    """An optimizer's parameters by adapter and by FQN."""
 
-    by_adapter: tuple[AdapterParams, ...]  # parameters grouped by adapter
+    by_adapter: tuple[AdapterParams, ...]
     groups: tuple[tuple[str, ...], ...]  # FQNs in each param group
 
     @property
@@ -99,7 +99,7 @@ class OptimizerParams:
 
     @property
     def shared(self) -> bytes:
-        """Digest that must be equal on all ranks: of the parameters that all ranks share."""
+        """Digest over the parameters that all ranks share; it must be equal on all ranks."""
         sharded = [params for params in self.by_adapter if params.adapter.is_sharded and params.adapter.is_everywhere]
         return digest([params.names(at) for params in sharded for at in params.positions])
 
@@ -120,8 +120,8 @@ def map_optimizer_params(model_index: ModelIndex, optim: OptimizerLike) -> Optim
                 raise ForeignParameterError(
                     "the optimizer holds a parameter that the model does not have",
                     where=f"param_groups[{index}]",
-                    found="one of a lazy module" if is_lazy(parameter) else tuple(parameter.shape),
-                    fix="Make the optimizer of the sharded model's parameters, after sharding.",
+                    found="a lazy module's parameter" if is_lazy(parameter) else tuple(parameter.shape),
+                    fix="Make the optimizer from the sharded model's parameters, after sharding.",
                 )
             adapter, position = where[id(parameter)]
             positions.setdefault(id(adapter), set()).add(position)
@@ -136,15 +136,14 @@ def _check_same(group: Group, digests: Sequence[bytes]) -> None:
     odd = [str(group.global_rank(rank)) for rank, value in enumerate(digests) if value != digests[0]]
     if odd:
         raise StateMismatchError(
-            "the optimizers of the ranks have different ones of the parameters that the ranks share",
+            "optimizers on different ranks cover different shared parameters",
             found=f"others on rank {', '.join(odd)} than on rank {group.global_rank(0)}",
             fix="Give every rank's optimizer the same parameters.",
         )
 
 
 def gather_survey(of: OptimizerParams, optim: OptimizerLike, group: Group) -> Survey:
-    """Return the survey of the optimizers of all ranks."""
-    # Collective if a rank may not have a part of some parameter.
+    """Return a survey over all ranks' optimizers. Collective if a rank may lack a part of some parameter."""
     mine = build_survey([(parameter, optim.state.get(parameter, {})) for parameter in of.parameters])
     if all(own.is_flat or not own.adapter.is_sharded or own.adapter.has_parts_everywhere for own in of.by_adapter):
         return mine
@@ -163,15 +162,15 @@ def optim_state_dict(
     rank0_only: bool = False,
     state_layout: StateLayout | None = None,
 ) -> dict[str, Any]:
-    """Return the state dict of a model's optimizer by FQN. Collective.
+    """Return an optimizer's state dict by FQN. Collective.
 
     Args:
         model: As for `model_state_dict`.
-        optim: Optimizer of some or all of the model's parameters.
+        optim: Optimizer for some or all of the model's parameters.
         kind: FULL: full tensors. SHARDED: a DTensor for each sharded tensor. LOCAL: this rank's shards as stored.
         offload_to_cpu: Return tensors on the CPU.
         rank0_only: With FULL, return the state on rank 0 only; other ranks get an empty dict.
-        state_layout: Function that returns the sharding of tensors that do not have their parameter's shape.
+        state_layout: Function that returns the sharding for tensors that do not have their parameter's shape.
 
     Returns:
         `{"state": {name: {slot: value}}, "param_groups": [{"params": [name, ...], ...}]}`; entries do not share
@@ -180,8 +179,8 @@ def optim_state_dict(
     Raises:
         UsageError: The kind is unknown, or `rank0_only` with another kind than FULL.
         ForeignParameterError: The optimizer has a parameter that does not belong to the model.
-        OpaqueStateError: The sharding of a tensor is unknown.
-        StateMismatchError: The optimizers of the ranks have different sharded parameters.
+        OpaqueStateError: A tensor's sharding is unknown.
+        StateMismatchError: Optimizers on different ranks have different sharded parameters.
     """
     kind = parse_kind_to_take(kind, rank0_only=rank0_only)
     model = unwrap(model)
@@ -215,7 +214,7 @@ def optim_state_dict(
 
 
 class _StateCollector:
-    """Collector of an optimizer's state, one adapter at a time."""
+    """Collects an optimizer's state, one adapter at a time."""
 
     def __init__(
         self,
@@ -235,7 +234,7 @@ class _StateCollector:
     def add_state(
         self, params: AdapterParams, rows: Sequence[dict[str, Slot]], state: dict[str, dict[str, Any]]
     ) -> None:
-        """Add the optimizer state of an adapter's parameters. Collective."""
+        """Add the optimizer state for an adapter's parameters. Collective."""
         for name, slot, indices in group_by_slot(rows):
             having = [params.positions[index] for index in sorted(indices)]
             if slot.form is Form.SCALAR:
@@ -295,8 +294,7 @@ class _StateCollector:
     def _moved(
         self, adapter: ShardingAdapter, parts: Sequence[torch.Tensor | None], surveyed: Slot
     ) -> Iterable[torch.Tensor]:
-        """Return each entry's value in the requested kind. Collective."""
-        # Ranks that do not get values return an empty iterable.
+        """Return each entry's value in the requested kind; empty on ranks that do not get values. Collective."""
         if self._kind is StateKind.SHARDED:
             return adapter.to_sharded(adapter.pack(parts, surveyed.torch_dtype), self._staging)
         packed = adapter.pack(parts, surveyed.torch_dtype, self._staging)
@@ -305,7 +303,7 @@ class _StateCollector:
     def _get_local(
         self, params: AdapterParams, slot: str, parts: Sequence[torch.Tensor | None], state: dict[str, dict[str, Any]]
     ) -> None:
-        """Copy this rank's shards; those of a flat parameter without padding."""
+        """Copy this rank's shards; flat parameters without padding."""
         adapter = params.adapter
         owned = adapter.unpadded_size if isinstance(adapter, EngineFlatAdapter) and params.is_flat else None
         is_sharded = self._kind is StateKind.SHARDED
@@ -330,7 +328,7 @@ class _StateCollector:
                     state.setdefault(name, {})[slot] = value.cpu() if moves else value
 
     def _joined(self, params: AdapterParams, name: str, slot: str, surveyed: Slot, own: Any) -> Any:
-        """Return a value of another shape than its parameter, concatenated if sharded."""
+        """Return a value with another shape than its parameter, concatenated if sharded."""
         if isinstance(own, DTensor):
             return gather_full_tensor(own) if self._kind is StateKind.FULL else own.detach().clone()
         if self._kind is StateKind.LOCAL or not params.adapter.is_sharded:
@@ -353,14 +351,14 @@ class _StateCollector:
 
 
 def _place_like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a value that is placed as its parameter with the stride that torch's arithmetic may have dropped."""
+    """Return a value that is placed as its parameter, with the stride that torch's arithmetic may have dropped."""
     if not isinstance(parameter, DTensor) or not isinstance(part, DTensor) or is_strided(parameter) == is_strided(part):
         return part
     return wrap_local(local(part), parameter.device_mesh, parameter.placements, part.shape, part.stride())
 
 
 def _is_within(value: torch.Tensor, part: torch.Tensor | None) -> bool:
-    """Return True if a value starts in the memory of the optimizer's tensor."""
+    """Return True if a value starts inside the optimizer's tensor."""
     if part is None:
         return False
     storage = local(part).untyped_storage()
@@ -368,7 +366,7 @@ def _is_within(value: torch.Tensor, part: torch.Tensor | None) -> bool:
 
 
 def gather_uneven(own: torch.Tensor | None, dtype: torch.dtype, ranks: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Gather tensors of any shapes from the ranks that have one. Collective."""
+    """Gather tensors with any shapes from the ranks that have one, in rank order. Collective."""
     encoded = TorchGroup(ranks).all_gather(b"-" if own is None else ",".join(map(str, own.shape)).encode())
     shapes = [None if text == b"-" else torch.Size(int(n) for n in text.decode().split(",") if n) for text in encoded]
     device = get_group_device(ranks, torch.device("cpu") if own is None else own.device)

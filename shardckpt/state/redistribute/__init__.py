@@ -1,1 +1,1 @@
-"""Redistribution of tensors: all-to-all, scatter from rank 0, rows of DTensors."""
+"""Redistribute tensors: all-to-all, scatter from rank 0, rows of DTensors."""

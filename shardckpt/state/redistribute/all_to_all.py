@@ -1,4 +1,4 @@
-"""All-to-all of packed elements, sent as bytes so that every dtype is supported."""
+"""All-to-all for packed elements, sent as bytes so that every dtype is supported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 def pack(parts: Sequence[torch.Tensor], row: torch.Tensor) -> None:
-    """Copy tensors into consecutive elements of a row."""
+    """Copy tensors into a row's consecutive elements."""
     if all(part.dtype == row.dtype and part.device == row.device and part.is_contiguous() for part in parts):
         if parts:
             torch.cat([part.view(-1) for part in parts], out=row)
@@ -19,7 +19,7 @@ def pack(parts: Sequence[torch.Tensor], row: torch.Tensor) -> None:
 
 
 def unpack(row: torch.Tensor, places: Sequence[torch.Tensor]) -> None:
-    """Copy consecutive elements of a row to destinations."""
+    """Copy a row's consecutive elements to destinations."""
     for place, part in zip(places, torch.split(row, [place.numel() for place in places]), strict=True):
         place.copy_(part.view(place.shape))
 
@@ -31,7 +31,7 @@ def all_to_all(
     gives: Sequence[int],
     group: dist.ProcessGroup | None,
 ) -> dist.Work:
-    """Start an all-to-all with uneven splits. Collective; the caller waits for it."""
+    """Start an all-to-all with uneven splits. Collective; the caller waits, and keeps `given` unchanged until then."""
     size = taken.element_size()
     into, out = [size * n for n in takes], [size * n for n in gives]
     work: dist.Work | None = dist.all_to_all_single(

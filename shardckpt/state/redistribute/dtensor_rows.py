@@ -1,4 +1,4 @@
-"""Rows of DTensors: gathered to rank 0 or scattered along one mesh dimension."""
+"""Gather a DTensor's rows to rank 0, or scatter them, along one mesh dimension."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ def direction(kept: DTensor) -> int | None:
 
 
 def gather_rows(kept: DTensor, at: int, part: torch.Tensor) -> torch.Tensor | None:
-    """Gather the rows of a DTensor to rank 0 of its mesh. Collective."""
-    # Returns the full tensor on rank 0; None on other ranks. Ranks that have copies of rows do nothing.
+    """Gather a DTensor's rows to rank 0 of its mesh; other ranks return None. Collective."""
     mesh, place = kept.device_mesh, kept.device_mesh.get_coordinate()
     if place is None or any(where for axis, where in enumerate(place) if axis != at):
-        return None
+        return None  # ranks with copies of rows do nothing
     dim, counts = _rows(kept, at)
     own = pad_rows(part, dim, counts[0])
     rows = [torch.empty_like(own) for _ in counts] if place[at] == 0 else None
@@ -39,7 +38,7 @@ def gather_rows(kept: DTensor, at: int, part: torch.Tensor) -> torch.Tensor | No
 def scatter_rows(
     kept: DTensor, at: int, value: torch.Tensor | None, place: torch.Tensor, *, dtype: torch.dtype, staging: Staging
 ) -> None:
-    """Scatter the rows of a full tensor from rank 0 of the mesh. Collective."""
+    """Scatter a full tensor's rows from rank 0 of the mesh. Collective."""
     mesh = kept.device_mesh
     dim, counts = _rows(kept, at)
     rows = None if value is None else [[part] for part in torch.split(value, list(counts), dim)]
@@ -49,13 +48,12 @@ def scatter_rows(
 
 
 def has_rows_everywhere(rows: int, ranks: int) -> bool:
-    """Return True if every rank gets at least one of a parameter's rows."""
+    """Return True if every rank gets at least one row."""
     return chunk_range(rows, ranks, ranks - 1)[1] > 0
 
 
 def get_mesh_device(kept: DTensor) -> torch.device:
-    """Return the communication device of a DTensor's mesh."""
-    # Its local tensor may be offloaded to the CPU.
+    """Return the device on which a DTensor's mesh communicates; the local tensor may be offloaded."""
     kind = kept.device_mesh.device_type
     return kept.device if kept.device.type == kind else current_device(kind)
 

@@ -1,4 +1,4 @@
-"""Exchange flat shards for rows of each parameter, and back, by one all-to-all.
+"""Exchange flat shards for each parameter's rows, and back, by one all-to-all.
 
 Every rank computes the complete exchange from the flat layout.
 """
@@ -27,16 +27,16 @@ def row_dim(spec: ParamSpec) -> int:
 
 @lru_cache(maxsize=4096)
 def strides(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides for a memory order of dims; an empty order is row-major."""
+    """Return the strides for a memory order; an empty order is row-major."""
     return view_in_order(torch.empty(prod(shape), device="meta"), shape, order).stride()
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Split of a parameter along its slowest dimension, as by `torch.chunk`."""
+    """A parameter's split along its slowest dimension, as by `torch.chunk`."""
 
-    dim: int  # index of the dimension in the parameter's shape
-    starts: tuple[int, ...]  # offset of each rank's part, in elements in memory order; the last item is the end
+    dim: int  # in the parameter's shape
+    starts: tuple[int, ...]  # each rank's offset, in elements in memory order; the last item is the end
 
     @classmethod
     def from_spec(cls, spec: ParamSpec, world: int) -> Rows:
@@ -46,7 +46,7 @@ class Rows:
         return cls(row_dim(spec), tuple(chunk_range(shape[0], world, rank)[0] * row for rank in range(world + 1)))
 
     def shape(self, spec: ParamSpec, rank: int) -> tuple[int, ...]:
-        """Return the shape of a rank's part."""
+        """Return the shape for a rank's part."""
         if not spec.shape:
             return () if rank == 0 else (0,)
         return chunk_box(spec.shape, self.dim, len(self.starts) - 1, rank).size
@@ -54,9 +54,9 @@ class Rows:
 
 @dataclass(frozen=True)
 class ElementRun:
-    """Contiguous elements of one parameter that one rank sends to another."""
+    """A parameter's contiguous elements that one rank sends to another."""
 
-    index: int  # index of the parameter
+    index: int  # the parameter's index
     flat: int  # offset in the flat shard, in elements
     part: int  # offset in the rows, in elements in memory order
     numel: int
@@ -64,33 +64,33 @@ class ElementRun:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Plan of one rank's sends and receives, from flat shards to rows."""
+    """One rank's sends and receives, from flat shards to rows."""
 
-    rows: tuple[Rows, ...]  # split of each parameter
-    out: tuple[tuple[ElementRun, ...], ...]  # runs of this rank's flat shard to send, by receiving rank
-    into: tuple[tuple[ElementRun, ...], ...]  # runs of this rank's rows to receive, by sending rank
-    shapes: tuple[tuple[int, ...], ...]  # shape of this rank's rows of each parameter
-    starts: dict[int, int]  # offset in this rank's flat shard of each parameter that has elements in it
+    rows: tuple[Rows, ...]  # by parameter
+    out: tuple[tuple[ElementRun, ...], ...]  # runs in this rank's flat shard to send, by receiving rank
+    into: tuple[tuple[ElementRun, ...], ...]  # runs in this rank's rows to receive, by sending rank
+    shapes: tuple[tuple[int, ...], ...]  # shape of this rank's rows, by parameter
+    starts: dict[int, int]  # offset in this rank's flat shard, by parameter with elements in it
 
     @cached_property
     def gives(self) -> list[int]:
-        """Number of elements to send to each rank."""
+        """Elements to send to each rank."""
         return [sum(span.numel for span in spans) for spans in self.out]
 
     @cached_property
     def takes(self) -> list[int]:
-        """Number of elements to receive from each rank."""
+        """Elements to receive from each rank."""
         return [sum(span.numel for span in spans) for spans in self.into]
 
     @cached_property
     def held(self) -> list[int]:
-        """Number of elements in this rank's rows of each parameter."""
+        """Elements in this rank's rows, by parameter."""
         return [prod(shape) for shape in self.shapes]
 
 
 @lru_cache(maxsize=4096)
 def plan_exchange(layout: FlatLayout, rank: int) -> Exchange:
-    """Plan one rank's part of the exchange from flat shards to rows."""
+    """Plan one rank's part in the exchange from flat shards to rows."""
     rows = tuple(Rows.from_spec(spec, layout.world) for spec in layout.specs)
     ranks = range(layout.world)
     out = tuple(tuple(_spans(layout, rows, rank, getter)) for getter in ranks)
@@ -116,7 +116,7 @@ def _runs(layout: FlatLayout, rank: int) -> tuple[ShardRun, ...]:
 
 @lru_cache(maxsize=4096)
 def find_first_owners(layout: FlatLayout) -> dict[int, int]:
-    """Return the lowest rank that has elements of each parameter, by its index."""
+    """Return the lowest rank that has elements, by parameter index."""
     owners: dict[int, int] = {}
     for rank in range(layout.world):
         for run in _runs(layout, rank):
@@ -128,10 +128,10 @@ def find_first_owners(layout: FlatLayout) -> dict[int, int]:
 def start_flat_to_rows(
     shard: torch.Tensor, layout: FlatLayout, group: dist.ProcessGroup | None, staging: Staging
 ) -> Callable[[], list[torch.Tensor]]:
-    """Start an all-to-all for this rank's rows of every parameter. Collective."""
-    # Received elements are in rank order, which is the order of the flat layout, so each parameter's rows are
-    # contiguous. Elements that this rank already has are not sent if they come first or last, so that the others are
-    # contiguous; they are copied during the all-to-all.
+    """Start an all-to-all for this rank's rows; the returned function waits for them. Collective."""
+    # Received elements are in rank order, as in the flat layout, so each parameter's rows are contiguous. This rank's
+    # own elements are not sent if they come first or last, so that the others are contiguous; they are copied
+    # meanwhile.
     rank = dist.get_rank(group) if group is not None else 0
     plan = plan_exchange(layout, rank)
     given = [[shard[s.flat : s.flat + s.numel] for s in spans] for spans in plan.out]
@@ -173,7 +173,7 @@ def rows_to_flat(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Fill this rank's flat parts from the rows of all ranks, by one all-to-all. Collective."""
+    """Fill this rank's flat parts from all ranks' rows, by one all-to-all. Collective."""
     rank = dist.get_rank(group) if group is not None else 0
     plan = plan_exchange(layout, rank)
     flats = [None if part is None else _flat(part, spec) for part, spec in zip(parts, layout.specs, strict=True)]
@@ -206,7 +206,7 @@ def _slice_targets(
     spans: Sequence[ElementRun],
     starts: Mapping[int, int],
 ) -> list[torch.Tensor]:
-    """Return the destinations of runs, without those of skipped parameters."""
+    """Return where runs go, without skipped parameters."""
     targets = []
     for span in spans:
         place, at = into[span.index], span.flat - starts[span.index]
@@ -216,7 +216,7 @@ def _slice_targets(
 
 
 def _to_shape(part: torch.Tensor, shape: tuple[int, ...], spec: ParamSpec) -> torch.Tensor:
-    """Return elements in memory order as a tensor of the given shape."""
+    """Return elements in memory order as a tensor with the given shape."""
     if not spec.order:
         return part.view(shape)
     return part.view([shape[d] for d in spec.order]).permute([spec.order.index(d) for d in range(len(spec.order))])

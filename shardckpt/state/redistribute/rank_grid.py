@@ -1,4 +1,4 @@
-"""Ranks of a model: all ranks, or those of a pipeline stage or a part of a mesh."""
+"""A model's ranks: all, or only the ranks in a pipeline stage or in part of a mesh."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _LENGTH_BYTES = 8
 
 @dataclass(frozen=True)
 class Ranks:
-    """Ranks of a model as a grid: one process group, or one per axis of the grid."""
+    """A model's ranks as a grid: one process group, or one per axis."""
 
-    # Process groups of this rank, the slowest axis first; empty for a single rank.
+    # This rank's process groups, the slowest axis first; empty for a single rank.
     axes: tuple[dist.ProcessGroup, ...] = ()
     # Whether the ranks are a guess: the model does not use a process group, so ranks may have different models.
     guessed: bool = False
 
     @classmethod
     def from_groups(cls, groups: Iterable[dist.ProcessGroup | None]) -> Ranks:
-        """Build the grid from the process groups of a model."""
+        """Build the grid from a model's process groups."""
         if not (dist.is_available() and dist.is_initialized()):
             return cls()
         members: dict[frozenset[int], dist.ProcessGroup] = {}
@@ -44,7 +44,7 @@ class Ranks:
 
     @property
     def group(self) -> Group:
-        """Group for the messages of these ranks."""
+        """Group for messages between these ranks."""
         if not self.axes:
             return LocalGroup()
         return TorchGroup(self.axes[0]) if len(self.axes) == 1 else _Grid([TorchGroup(axis) for axis in self.axes])
@@ -56,7 +56,7 @@ class Ranks:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Ranks on all axes together."""
         return prod(axis.size() for axis in self.axes)
 
     def broadcast_from_rank0(self, tensor: torch.Tensor) -> None:
@@ -70,14 +70,14 @@ class Ranks:
 
 
 class _Grid(Group):
-    """Group of ranks without a common process group; messages go axis by axis."""
+    """Group for ranks without a common process group; messages go axis by axis."""
 
     def __init__(self, axes: Sequence[Group]) -> None:
         self._axes = axes
 
     @property
     def rank(self) -> int:
-        """Index of this rank, with the fastest axis last."""
+        """This rank's index, with the fastest axis last."""
         rank = 0
         for axis in self._axes:
             rank = rank * axis.size + axis.rank
@@ -85,11 +85,11 @@ class _Grid(Group):
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Ranks on all axes together."""
         return prod(axis.size for axis in self._axes)
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """Gather bytes of different lengths: first the lengths, then the padded bytes."""
+        """Gather bytes with different lengths: first the lengths, then the padded bytes."""
         lengths = [
             int.from_bytes(data_length, "big")
             for data_length in self.all_gather_equal(len(data).to_bytes(_LENGTH_BYTES, "big"))
@@ -98,7 +98,7 @@ class _Grid(Group):
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
     def all_gather_equal(self, data: bytes) -> list[bytes]:
-        """Gather bytes of equal length along the fastest axis, then along the next axes."""
+        """Gather bytes with equal length along the fastest axis, then along the next axes."""
         rows = data
         for axis in reversed(self._axes):
             rows = b"".join(axis.all_gather_equal(rows))

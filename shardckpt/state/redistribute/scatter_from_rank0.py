@@ -1,4 +1,4 @@
-"""Scatter tensors of rank 0, directly into the final memory of each rank."""
+"""Scatter tensors from rank 0, directly into each rank's final memory."""
 
 from __future__ import annotations
 
@@ -71,8 +71,7 @@ def _give(
 
 
 def _in_one_piece(places: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-    """Return adjacent tensors as one 1-D tensor; None if not possible."""
-    # It is not possible for tensors that are not adjacent, or of another dtype or device.
+    """Return adjacent tensors as one 1-D tensor; None if they are apart, or have another dtype or device."""
     if not places:
         return torch.empty(0, dtype=dtype, device=device)
     first = places[0]

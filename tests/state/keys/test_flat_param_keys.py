@@ -206,17 +206,17 @@ def test_settings_that_differ_within_a_flat_parameter_are_refused_with_both_valu
 def test_what_does_not_fit_the_units_is_refused() -> None:
     state = {"a": torch.ones(2, 3), "b": torch.ones(3)}
     parts = [to_flat_parameters(state, two(), rank) for rank in range(2)]
-    with pytest.raises(UsageError, match="lacks members of flat parameters; found b"):
+    with pytest.raises(UsageError, match="lacks flat parameters' members; found b"):
         to_flat_parameters({"a": state["a"]}, two())
     with pytest.raises(UsageError, match=r"rank does not exist; found 2; expected below 2"):
         to_flat_parameters(state, two(), 2)
-    with pytest.raises(UsageError, match="not as its unit says"):
+    with pytest.raises(UsageError, match="does not fit its unit"):
         to_flat_parameters({**state, "b": torch.ones(4)}, two())
-    with pytest.raises(UsageError, match="not every rank's state is there; found 1; expected 2"):
+    with pytest.raises(UsageError, match="the states of some ranks are missing; found 1; expected 2"):
         to_original_parameters(parts[:1], two())
-    with pytest.raises(UsageError, match="that of rank 0 is not as its unit says"):
+    with pytest.raises(UsageError, match="rank 0's shard does not fit its unit"):
         to_original_parameters(parts[::-1], two())
-    with pytest.raises(UsageError, match="has no metadata of flat parameters"):
+    with pytest.raises(UsageError, match="has no metadata on flat parameters"):
         flat_units(state)
 
 

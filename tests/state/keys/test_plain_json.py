@@ -36,7 +36,7 @@ def test_values_keep_their_types() -> None:
 
 
 def test_other_values_are_refused() -> None:
-    with pytest.raises(TypeError, match="an object of the class set is not"):
+    with pytest.raises(TypeError, match="an object with class set is not"):
         plain_json.encode({"a": [{1}]})
 
 
