@@ -48,8 +48,8 @@ _NO_CONFIG = (
     "no config.json was found to go with the model: give --config-from FOLDER (config_from=) where transformers is to"
     " load it"
 )
+# Changes a selection, given the model's `config.json`, before optimizer keys are converted.
 Change = Callable[[Selection, Mapping[str, object]], Selection]
-"""Function of a selection and the content of the model's `config.json`."""
 
 
 def _keep_selection(selection: Selection, _: Mapping[str, object]) -> Selection:
@@ -135,16 +135,7 @@ def convert(
 
 
 def parse_options(function: str, given: Mapping[str, Any]) -> Options:
-    """Return checked options from keyword arguments.
-
-    Args:
-        function: Name of the function that was called, for messages.
-        given: Keyword arguments of the call.
-
-    Raises:
-        TypeError: A name is unknown.
-        UsageError: An option has an invalid value.
-    """
+    """Return checked options from keyword arguments."""
     require_keywords(function, given, ConversionParams.__annotations__)
     lists = {key: parse_globs(key, given[key], _LISTS[key]) for key in _LISTS if key in given}
     paths = {key: os.fspath(value) for key, value in given.items() if isinstance(value, os.PathLike)}
@@ -160,19 +151,7 @@ def export(
     keeps_split: bool = False,
     change: Change = _keep_selection,
 ) -> Report:
-    """Open, check, plan, write and publish.
-
-    Args:
-        src: As for `consolidate`.
-        dst: As for `consolidate`.
-        options: Validated options.
-        on_progress: As for `consolidate`.
-        keeps_split: Whether to keep the distribution of tensors over files.
-        change: Changes the selection before the keys of its optimizer are converted.
-
-    Raises:
-        ShardckptError: As for `consolidate`.
-    """
+    """Open, check, plan, write and publish."""
     watch = Stopwatch()
     require_apart(src, dst)
     target = choose_target(options.to, dst)

@@ -41,8 +41,7 @@ from shardckpt.storage.resolve_url import as_url, kind, local_path, not_found_er
 from shardckpt.storage.store import Store, read_bytes
 from shardckpt.storage.thread_pool import ThreadPool
 
-_AT_ONCE = 4
-"""Files that are copied concurrently, each through one buffer."""
+_FILES_AT_ONCE = 4  # each is copied through one buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,19 +76,12 @@ class Copied:
 
 
 class _Transfer(NamedTuple):
-    """A folder to copy.
-
-    Attributes:
-        folder: The folder.
-        target: Path or URL of its copy.
-        held: Name to size in bytes of the files that the target has.
-        is_present: Whether the target has the copy already.
-    """
+    """A folder to copy."""
 
     folder: StoredFolder
-    target: str
-    held: Mapping[str, int]
-    is_present: bool
+    target: str  # path or URL of its copy
+    held: Mapping[str, int]  # name to size in bytes, of files in the target
+    is_present: bool  # the target has a complete copy
 
     @property
     def shown(self) -> str:
@@ -114,17 +106,11 @@ class _Transfer(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """The content of a step or a run.
-
-    Attributes:
-        folders: Folders to copy.
-        incomplete: Steps that are not complete.
-        other_content: Names of content that no save wrote.
-    """
+    """The content of a step or a run."""
 
     folders: list[StoredFolder]
     incomplete: tuple[StepInfo, ...] = ()
-    other_content: tuple[str, ...] = ()
+    other_content: tuple[str, ...] = ()  # names of content that no save wrote
 
 
 def copy(
@@ -202,11 +188,7 @@ def copy(
 
 
 def _read_source(src: str) -> _Source:
-    """Return the steps of the source.
-
-    Raises:
-        UsageError: It is not a step or a run.
-    """
+    """Return the steps of the source."""
     found = kind(src)
     if found == "missing":
         raise not_found_error(src)
@@ -255,12 +237,7 @@ def _plan_transfer(folder: StoredFolder, dst: str) -> _Transfer:
 
 
 def _require_vacant(transfers: list[_Transfer], dst: str, *, overwrite: bool) -> None:
-    """Require that no folder has other content at its target, before anything is written.
-
-    Raises:
-        TargetExistsError: The target has another step or other files.
-        UnknownFormatError: The target of a run is a checkpoint, or contains checkpoints that are not steps.
-    """
+    """Require that no folder has other content at its target, before anything is written."""
     files = {entry.name for entry in open_store(dst).list() if not entry.is_folder}
     for transfer in transfers:
         if transfer.folder.name in files:
@@ -284,11 +261,7 @@ def _count_needed_bytes(transfers: Collection[_Transfer]) -> int:
 
 
 def _check_bases(transfer: _Transfer, transfers: Collection[_Transfer]) -> list[str]:
-    """Check that the copy of a step will find its bases; return what the user has to know.
-
-    Raises:
-        UsageError: Files of a base are not beside the target, and are not copied there either.
-    """
+    """Check that the copy of a step will find its bases; return what the user has to know."""
     commit = transfer.folder.commit
     if commit is None:
         return []
@@ -311,11 +284,7 @@ def _check_bases(transfer: _Transfer, transfers: Collection[_Transfer]) -> list[
 
 @contextmanager
 def _noticing_removal(folder: StoredFolder) -> Iterator[None]:
-    """Report a step that was removed from the source while it is copied as such, not as damaged.
-
-    Raises:
-        MissingFileError: It was removed or replaced.
-    """
+    """Report a step that was removed from the source while it is copied as such, not as damaged."""
     try:
         yield
     except (CheckpointError, StorageError) as error:
@@ -376,7 +345,7 @@ def _find_good_files(transfer: _Transfer, meter: Meter) -> frozenset[str]:
 def _copy_files(folder: StoredFolder, names: Collection[str], publication: Publication, meter: Meter) -> None:
     """Copy files side by side; once one fails, the others stop."""
     store = VerifiedStore(folder.raw_store, folder.hashes)
-    with ThreadPool(_AT_ONCE, thread_name_prefix="shardckpt-copy") as pool:
+    with ThreadPool(_FILES_AT_ONCE, thread_name_prefix="shardckpt-copy") as pool:
         started = [pool.submit(_copy_file, store, folder.files[name], publication, meter) for name in names]
         try:
             for done in as_completed(started):

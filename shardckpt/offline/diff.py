@@ -154,14 +154,7 @@ def _refuse_optimizer(prefix: str, *sides: Canonical) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _DiffOptions:
-    """Options of a comparison.
-
-    Attributes:
-        part: Part to compare.
-        include: Globs of names; empty for all.
-        exclude: Globs of names to skip.
-        tolerance: Maximum difference of floating-point numbers.
-    """
+    """Options of a comparison."""
 
     part: Part
     include: tuple[str, ...]
@@ -262,10 +255,7 @@ def _list_not_compared(a: _Side, b: _Side, in_a: Leaves, in_b: Leaves) -> dict[s
 
 
 def _source(name: str, sources: Mapping[str, ObjectEntry]) -> str:
-    """Return the dotted path of the value that contains another; else empty.
-
-    The result is empty if it was not read from a file.
-    """
+    """Return the dotted path of the file's value that contains another; empty if it is not from a file."""
     while name and name not in sources:
         name = name.rpartition(".")[0]
     return name

@@ -126,19 +126,12 @@ def _check_weights(weights: Sequence[float] | None, adapters: int) -> Sequence[f
 
 @dataclass(frozen=True, slots=True)
 class _Adapter:
-    """An open adapter.
-
-    Attributes:
-        reader: Open checkpoint of the adapter.
-        config: Content of `adapter_config.json`.
-        weight: Factor of its products.
-        entries: Tensors by name, without the names of wrappers.
-    """
+    """An open adapter."""
 
     reader: Reader
     config: Mapping[str, Any]
-    weight: float
-    entries: Mapping[str, TensorEntry]
+    weight: float  # multiplies its products
+    entries: Mapping[str, TensorEntry]  # by name without wrappers
 
     @property
     def url(self) -> str:
@@ -186,10 +179,7 @@ def _require_plain_base(selection: Selection, config: Mapping[str, object], adap
 
 
 def _add_tied_heads(selection: Selection, config: Mapping[str, object], adapters: Sequence[_Adapter]) -> Selection:
-    """Return the base's tensors with heads that adapters change and that the files lack, since the model ties them.
-
-    Such a head begins as a copy of the embeddings.
-    """
+    """Add the heads that adapters change and that the files lack because the model ties them."""
     known = {tensor.name for tensor in selection.model} | selection.ties.keys()
     embedding = next((tensor for tensor in selection.model if is_embedding(tensor.name)), None)
     if embedding is None or not _may_tie(config):
@@ -198,7 +188,7 @@ def _add_tied_heads(selection: Selection, config: Mapping[str, object], adapters
     heads = sorted(filter(is_head, changed - known))
     return replace(
         selection,
-        model=(*selection.model, *(replace(embedding, name=head) for head in heads)),
+        model=(*selection.model, *(replace(embedding, name=head) for head in heads)),  # starts as the embedding
         order=(*selection.order, *heads),
         warnings=(*selection.warnings, *(_UNTIED.format(head, embedding.name) for head in heads)),
     )
@@ -295,15 +285,7 @@ def _add_changes(
     changes: dict[str, Change],
     given: Mapping[str, Change],
 ) -> None:
-    """Add the changes of an adapter to those of the adapters before it.
-
-    Args:
-        adapter: Open adapter.
-        merge: Its planned changes.
-        known: Names and shapes of the base's tensors.
-        changes: Changes by name, which are completed.
-        given: Changes of the base itself, which are applied first.
-    """
+    """Add the changes of an adapter to those of the adapters before it."""
     wanted = list(adapter.entries.values())
     entries = dict(zip(adapter.entries, locate(adapter.reader, adapter.reader.manifest, wanted), strict=True))
     if merge.own and adapter.weight != 1:
@@ -328,15 +310,7 @@ def _add_changes(
 
 
 class _AdapterReader:
-    """Reads the adapter's factors as numbers; caches the last full one.
-
-    Args:
-        reader: Open adapter.
-        entries: Located tensors of the adapter, by name.
-
-    Raises:
-        UnsupportedError: A tensor does not have a float dtype.
-    """
+    """Reads the adapter's factors as numbers; caches the last full one."""
 
     def __init__(self, reader: Reader, entries: Mapping[str, TensorEntry]) -> None:
         self._pieces, self._entries = PieceReader(reader.store), entries
@@ -359,10 +333,7 @@ class _AdapterReader:
         return data, entry.stored
 
     def rows(self, name: str, dim: int, start: int, size: int, kind: str) -> NDArray[Any]:
-        """Return some rows (`dim` 0) or columns (`dim` 1) of a factor.
-
-        Further dimensions count as columns.
-        """
+        """Return rows (`dim` 0) or columns (`dim` 1) of a factor. Further dimensions count as columns."""
         shape = self._entries[name].shape
         offset = tuple(start if d == dim else 0 for d in range(len(shape)))
         box = Box(offset, tuple(size if d == dim else n for d, n in enumerate(shape)))
@@ -382,14 +353,7 @@ def _numbers(data: memoryview, stored: str, kind: str) -> NDArray[Any]:
 
 
 class _LowRankSum:
-    """Adds the product of two factors to a weight.
-
-    Args:
-        source: Reader of the adapter.
-        low_rank: Factors and scale.
-        shape: Shape of the weight.
-        before: Change that is applied to the weight before.
-    """
+    """Adds the product of two factors to a weight."""
 
     def __init__(self, source: _AdapterReader, low_rank: LowRank, shape: Shape, before: Change | None) -> None:
         self._source, self._low_rank, self._shape, self._before = source, low_rank, shape, before
@@ -409,10 +373,8 @@ class _LowRankSum:
         return memoryview(found).cast("B"), kind
 
     def _added(self, box: Box, kind: str) -> NDArray[Any]:
-        """Return the product for a block: rows of the weight, or a part of one row.
-
-        Dimensions after the first (of a convolution's kernel) count as one.
-        """
+        """Return the product for a block: rows of the weight, or a part of one row."""
+        # Dimensions after the first (in a convolution's kernel) count as one.
         columns = self._shape[1] if len(self._shape) == 2 else int(np.prod(self._shape[1:]))
         first = flat_index(self._shape, box.offset)
         row, column = divmod(first, columns)
@@ -428,12 +390,7 @@ class _LowRankSum:
 
 
 class _TensorCopy:
-    """Replaces values by those of another tensor.
-
-    Args:
-        source: Reader of the adapter.
-        name: Name of the tensor in the adapter.
-    """
+    """Replaces values by those of another tensor."""
 
     def __init__(self, source: _AdapterReader, name: str) -> None:
         self._source, self._name = source, name

@@ -25,23 +25,12 @@ from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.naming.sections import split_flat_names
 from shardckpt.storage.resolve_url import as_url, fix_folder
 
+# Per read; a cast or reordered array takes this much memory in addition.
 _BATCH_BYTES = 64 << 20
-"""Bytes per read; the same amount of memory is used in addition to the array if it is cast or reordered."""
 
 
 class ArraySource:
-    """An open checkpoint whose tensors are read into NumPy arrays.
-
-    Args:
-        url: Path or URL of the checkpoint.
-        verify: Whether to check each block that is read against its hash.
-        bases: Base checkpoints that the caller names.
-
-    Raises:
-        SourceNotFoundError: The path does not exist.
-        CheckpointError: The checkpoint cannot be read.
-        UsageError: The checkpoint has flat parameters, and no file lists their members.
-    """
+    """An open checkpoint whose tensors are read into NumPy arrays."""
 
     def __init__(self, url: str, verify: bool, bases: NamedBases) -> None:
         reader = open_checkpoint(url, bases)
@@ -72,12 +61,7 @@ class ArraySource:
         return find(self._tree, path)
 
     def read_tree(self, tree: Any) -> Any:
-        """Return a part of the tree with its tensors read into arrays.
-
-        Raises:
-            CheckpointError: A tensor or value cannot be read.
-            NoMemoryError: A tensor does not fit into memory.
-        """
+        """Return a part of the tree with its tensors read into arrays."""
         paths = list(dict.fromkeys(ref.path for ref in iter_refs(tree)))
         located = locate(self._reader, self._manifest, [self.arrays[path] for path in paths])  # before allocating
         arrays = {
@@ -90,17 +74,7 @@ class ArraySource:
         return fill_tree(tree, get_array)
 
     def read(self, entry: TensorEntry, box: Box) -> NDArray[Any]:
-        """Return the elements of a box.
-
-        Args:
-            entry: Tensor to read.
-            box: Box in the tensor, in elements.
-
-        Raises:
-            CheckpointError: Elements are missing or damaged, or NumPy lacks their dtype.
-            NoMemoryError: The elements do not fit into memory.
-            StorageError: The store failed.
-        """
+        """Return the elements of a box."""
         (located,) = locate(self._reader, self._manifest, [entry])
         return self._read_located(located, box)
 
@@ -141,11 +115,7 @@ def _allocate(entry: TensorEntry, box: Box) -> NDArray[Any]:
 
 
 def array_dtype(entry: TensorEntry) -> np.dtype[Any]:
-    """Return the NumPy dtype for the arrays of a tensor.
-
-    Raises:
-        UnsupportedError: NumPy lacks the dtype.
-    """
+    """Return the NumPy dtype for the arrays of a tensor."""
     try:
         return numpy_dtype(entry.dtype)
     except (TypeError, KeyError) as error:
@@ -153,13 +123,7 @@ def array_dtype(entry: TensorEntry) -> np.dtype[Any]:
 
 
 def decode_named_value(value: NamedValue) -> object:
-    """Convert a value of torch without torch.
-
-    A size becomes a tuple, a device text, a dtype NumPy's dtype.
-
-    Raises:
-        UnsupportedError: NumPy lacks the dtype.
-    """
+    """Convert a torch value without torch: size to tuple, device to text, dtype to NumPy's dtype."""
     if value.kind == "size":
         return value.value
     if value.kind == "device":
@@ -204,18 +168,7 @@ OpenedArrays: TypeAlias = Opened[ArraySource]
 
 
 def open_arrays(path: Any, *, verify: str | bool, base: NamedBases | None) -> OpenedArrays:
-    """Open a checkpoint of any format to read parts of it into NumPy arrays.
-
-    Args:
-        path: Path or URL of the checkpoint.
-        verify: Whether to check each block that is read against its hash.
-        base: Folder of the base checkpoint if it was moved, as for `load`.
-
-    Raises:
-        SourceNotFoundError: The path does not exist.
-        CheckpointError: The checkpoint cannot be read.
-        UsageError: `verify` has an unknown value.
-    """
+    """Open a checkpoint of any format to read parts of it into NumPy arrays."""
     if verify not in (False, True, "read"):
         raise UsageError("`verify` must be False or 'read'", found=repr(verify))
     return Opened(ArraySource(fix_folder(as_url(path)), bool(verify), base or ""), SavedArray)

@@ -199,15 +199,7 @@ def ls(
 
 
 def open_run(root: str) -> tuple[Store, RunDirectory]:
-    """Return the store and the steps of a run.
-
-    Args:
-        root: Path or URL of the run's folder.
-
-    Raises:
-        UsageError: The folder does not exist or has no steps; the message describes its content.
-        StorageError: Reading failed.
-    """
+    """Return the store and the steps of a run."""
     store = _open(root)
     run = read_run(store)
     if not run.steps:
@@ -321,10 +313,7 @@ def _is_complete(step: StepFolder) -> bool:
 
 
 def _sound_run(store: Store, *, verify: bool) -> RunDirectory:
-    """Return a run after checking its newest complete step.
-
-    A step that is removed meanwhile is not faulty.
-    """
+    """Return a run after checking its newest complete step."""
 
     def find_fault(step: StepFolder) -> str:
         return manifest_fault(store, step) or (_damage(store, step) if verify else "")
@@ -333,6 +322,7 @@ def _sound_run(store: Store, *, verify: bool) -> RunDirectory:
         run = read_run_to_remove(open_store(store.url))
         sound = with_sound_newest(run, find_fault)
         faulty = {step.save for step in run.complete} - {step.save for step in sound.complete}
+        # A step that was removed meanwhile is not faulty.
         if not faulty or faulty <= {step.save for step in read_run(open_store(store.url)).complete}:
             return sound
 
@@ -369,12 +359,7 @@ def _require_empty(root: str, store: Store) -> None:
 
 
 def describe_steps(store: Store, steps: Iterable[StepFolder]) -> tuple[StepInfo, ...]:
-    """Return steps as results have them.
-
-    Args:
-        store: Store whose root is the run.
-        steps: Steps of the run.
-    """
+    """Return steps as results have them."""
     return tuple(
         StepInfo(
             each.number,
@@ -389,11 +374,7 @@ def describe_steps(store: Store, steps: Iterable[StepFolder]) -> tuple[StepInfo,
 
 
 def describe_captures(captures: Iterable[CaptureWitness]) -> tuple[StepProof, ...]:
-    """Return captures as results have them.
-
-    Args:
-        captures: Captures that a run was resumed from.
-    """
+    """Return captures as results have them."""
     described = []
     for each in captures:
         capture, last = each.last, each.last.resume

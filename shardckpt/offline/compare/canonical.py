@@ -21,26 +21,18 @@ from shardckpt.plan.optim import optimizer_state
 from shardckpt.plan.optim.optimizer_state import OptimizerState, RawOptimizer
 from shardckpt.plan.rules.rules import Rule
 
-_STEP_SLOT = "step"
-"""Slot in which torch's optimizers count steps, as a tensor of a float dtype."""
+_STEP_SLOT = "step"  # slot in which torch's optimizers count steps, as a tensor of a float dtype
 
 
+# How parameters are named: by stored `names`, by names that a reader assigned in model `order`, or by `ids`.
 Naming = Literal["names", "order", "ids"]
-"""Parameters by `names`, by names that a reader assigned in the `order` of the model, or by an optimizer's `ids`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """Naming of one optimizer's parameters.
+    """Naming of one optimizer's parameters."""
 
-    Attributes:
-        root: Dotted path of the optimizer.
-        naming: Kind of parameter names.
-        tensors: Names of its tensors.
-        values: Paths of its values.
-    """
-
-    root: str
+    root: str  # dotted path of the optimizer
     naming: Naming
     tensors: frozenset[str]
     values: frozenset[Path]
@@ -48,34 +40,25 @@ class Optimizer:
 
 @dataclass(slots=True)
 class Canonical:
-    """Content of the requested part of a checkpoint.
+    """Content of the requested part of a checkpoint."""
 
-    Attributes:
-        tensors: Name to array. Model tensors have the names of the unwrapped model, other tensors their dotted paths;
-            `merge_slots` adds the optimizers' state.
-        slots: `<parameter>/<slot>` to array, of the optimizers.
-        values: Path to value, for all values that are not tensors; the first key of an optimizer's value is its prefix.
-        groups: Prefix of an optimizer's names to its groups; the prefix of the only optimizer is empty.
-        refused: Name to the reason why its value cannot be read.
-        sources: Dotted path of a value to its location, for values that were read from a file.
-        optimizers: Prefix of an optimizer's names to its naming.
-        left_out: Dotted paths of content outside of the requested part.
-        counters: Names of tensors that are not training values: integers and single numbers outside of model and
-            optimizers (states of random generators, positions in data, scores of a callback), counts of batches in the
-            model and of steps in optimizers.
-        warnings: Oddities, one sentence each.
-    """
-
+    # Name to array. Model tensors have the names of the unwrapped model, other tensors their dotted paths;
+    # `merge_slots` adds the optimizers' state.
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
-    slots: dict[str, TensorEntry] = field(default_factory=dict)
+    slots: dict[str, TensorEntry] = field(default_factory=dict)  # `<parameter>/<slot>` to array
+    # Path to value, for all values that are not tensors; the first key of an optimizer's value is its prefix.
     values: dict[Path, object] = field(default_factory=dict)
+    # Prefix of an optimizer's names to its groups; the prefix of the only optimizer is empty.
     groups: dict[str, Groups] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)  # name to the reason for not reading its value
+    # Dotted path of a value to its location, for values that were read from a file.
     sources: dict[str, ObjectEntry] = field(default_factory=dict)
-    optimizers: dict[str, Optimizer] = field(default_factory=dict)
-    left_out: tuple[str, ...] = ()
+    optimizers: dict[str, Optimizer] = field(default_factory=dict)  # prefix of an optimizer's names to its naming
+    left_out: tuple[str, ...] = ()  # dotted paths of content outside of the requested part
+    # Names of tensors that are not training values: batch counts in the model, step counts in optimizers, and elsewhere
+    # integers and single numbers (random states, data positions, callback scores).
     counters: set[str] = field(default_factory=set)
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)  # oddities, one sentence each
 
     def merge_slots(self, taken: Set[str] = frozenset()) -> None:
         """Add the slots to the tensors; the name of a slot says so if another tensor, here or in `taken`, has it."""
@@ -90,18 +73,7 @@ class Canonical:
 
 
 def read_canonical(reader: Reader, part: Part, rules: Sequence[Rule] = (), *, by_ids: bool = False) -> Canonical:
-    """Return the content of a checkpoint under format-independent names.
-
-    Args:
-        reader: Open checkpoint.
-        part: Part to read; `all` is the full checkpoint.
-        rules: Rules that rename and reshape the tensors of the model and its optimizers.
-        by_ids: Whether parameters that are stored by ids keep these, even if their names are known.
-
-    Raises:
-        CheckpointError: Optimizer values cannot be read.
-        StorageError: The store failed.
-    """
+    """Return the content of a checkpoint under format-independent names."""
     return _Naming(reader, rules, by_ids=by_ids).run(part)
 
 
@@ -204,24 +176,18 @@ class _Naming:
         self._add_unread()
 
     def _add_unread(self) -> None:
-        """Add the values that the reader skips.
-
-        Files among them get their location, to be compared as bytes.
-        """
+        """Add the values that the reader skips."""
         unread = self._manifest.unread
         if not unread:
             return
         self._made.refused.update(dict.fromkeys(unread, "this is not read"))
         sizes = {entry.name: entry.size for entry in self._reader.store.list() if not entry.is_folder}
         for name in unread:
-            if name in sizes:
+            if name in sizes:  # a file, which is compared as bytes
                 self._made.sources[name] = ObjectEntry((name,), UNREAD, name, Span(0, sizes[name]))
 
     def _is_read(self, root: Path, path: Path) -> bool:
-        """Return True if an optimizer's array has been read.
-
-        As part of its state, or as a number of its groups.
-        """
+        """Return True if an optimizer's array has been read, with its state or as a number in its groups."""
         kind, dot, _ = str(path[len(root)]).partition(".")
         return kind != "param_groups" or (not dot and prod(self._manifest.tensors[path].shape) <= SMALL_ELEMENTS)
 

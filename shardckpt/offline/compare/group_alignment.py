@@ -12,26 +12,15 @@ _GROUPS, _PARAMS = "param_groups", "params"
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The groups of one optimizer.
+    """The groups of one optimizer."""
 
-    Attributes:
-        settings: Settings of each group, without `params`.
-        members: Parameter names of each group.
-        are_stored: Whether the checkpoint contains groups; otherwise parameters with equal settings form one.
-    """
-
-    settings: Sequence[Mapping[str, object]]
-    members: Sequence[Sequence[str]]
-    are_stored: bool = True
+    settings: Sequence[Mapping[str, object]]  # without `params`
+    members: Sequence[Sequence[str]]  # parameter names
+    are_stored: bool = True  # False: parameters with equal settings form a group
 
 
 def index_groups(groups: Sequence[Mapping[str, object]], *, are_stored: bool) -> Groups:
-    """Index the groups of an optimizer by parameter name.
-
-    Args:
-        groups: Groups, each with a list of names as `params`.
-        are_stored: Whether the checkpoint contains groups.
-    """
+    """Index the groups of an optimizer by parameter name."""
     settings = [{key: value for key, value in group.items() if key != _PARAMS} for group in groups]
     members = [group.get(_PARAMS, ()) for group in groups]
     return Groups(settings, [m if isinstance(m, (list, tuple)) else () for m in members], are_stored)
@@ -41,13 +30,8 @@ NO_GROUPS = Groups((), (), are_stored=False)
 
 
 def align(a: Groups, b: Groups) -> tuple[dict[Path, object], dict[Path, object]]:
-    """Return the settings of both under common paths for the same parameters.
-
-    The paths are `param_groups.<number>.<setting>`. If both group the parameters equally, numbers are those of `a`.
-    Otherwise the settings of each set of parameters that share a group in both are listed under its first parameter,
-    and the grouping itself is one more value, `param_groups.members`, unless one of them stores no groups. The order of
-    groups, and of parameters in a group, is ignored.
-    """
+    """Return the settings of both under common paths for the same parameters."""
+    # A cell is a set of parameters that share a group in both; the order in a group does not count.
     in_a, in_b = _home(a), _home(b)
     cells: dict[tuple[int | None, int | None], str] = {}
     for name in (*in_a, *in_b):
@@ -56,6 +40,7 @@ def align(a: Groups, b: Groups) -> tuple[dict[Path, object], dict[Path, object]]
     for place in range(max(map(len, empty))):
         pair = tuple(row[place] if place < len(row) else None for row in empty)
         cells[pair[0], pair[1]] = ""
+    # With equal groups the key is the number in `a`, else the first parameter in the cell.
     are_alike = all(_are_different([cell[side] for cell in cells]) for side in (0, 1))
     made: tuple[dict[Path, object], dict[Path, object]] = ({}, {})
     for (i, j), first in cells.items():

@@ -24,12 +24,7 @@ _NO_MORE = "it holds more values than the files have bytes"
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Maximum difference of equal numbers: `|a - b| <= atol + rtol * |b|`.
-
-    Attributes:
-        atol: Absolute tolerance.
-        rtol: Tolerance relative to the second number.
-    """
+    """Maximum difference of equal numbers: `|a - b| <= atol + rtol * |b|`."""
 
     atol: float = 0.0
     rtol: float = 0.0
@@ -42,24 +37,15 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class Leaves:
-    """The leaves of nested values.
+    """The leaves of nested values."""
 
-    Attributes:
-        values: Dotted name to a scalar, a set, a tuple of scalars, or `()` for an empty container.
-        refused: Dotted name to the reason why its value cannot be compared.
-    """
-
+    # Dotted name to a scalar, a set, a tuple of scalars, or `()` for an empty container.
     values: dict[str, object] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)  # dotted name to the reason for not comparing
 
 
 def find_leaves(nested_values: Mapping[Path, object], most: int) -> Leaves:
-    """Flatten nested values to leaves; a sequence of scalars is one leaf.
-
-    Args:
-        nested_values: Path to value.
-        most: Maximum number of visited values: shared containers of a pickle could represent any number of them.
-    """
+    """Flatten nested values to leaves; a sequence of scalars is one leaf."""
     scalars: dict[Path, object] = {}
     found = Leaves()
     left = most
@@ -93,10 +79,7 @@ def is_leaf(value: object) -> bool:
 
 
 def _plain(value: object) -> object:
-    """Return a value in a form common to all formats.
-
-    Empty containers and sequences of scalars become tuples.
-    """
+    """Return a value in a form common to all formats: sequences of scalars become tuples."""
     if type(value) is NamedValue and value.kind == "size":
         return value.value
     if type(value) is NamedValue and value.kind == "dtype":
@@ -137,10 +120,7 @@ def _size(value: object) -> int:
 
 
 def _join_scalars(scalars: Mapping[Path, object]) -> dict[Path, object]:
-    """Join scalars whose keys count from 0 into one leaf.
-
-    Some formats store the items of lists separately.
-    """
+    """Join scalars whose keys count from 0 into one leaf, since some formats store list items separately."""
     rows: dict[Path, dict[int, object]] = {}
     mixed: set[Path] = {()}
     for path, value in scalars.items():
@@ -170,10 +150,7 @@ def _number(key: str | int) -> int:
 
 
 def are_equal(a: object, b: object, tolerance: Tolerance) -> bool:
-    """Return True if two leaves are equal, with floats within the tolerance.
-
-    Their types must be equal.
-    """
+    """Return True if two leaves are equal, with floats within the tolerance; different types are never equal."""
     if type(a) is tuple and type(b) is tuple:
         return len(a) == len(b) and all(map(_are_same, a, b, [tolerance] * len(a)))
     return _are_same(a, b, tolerance)
@@ -215,10 +192,7 @@ def _are_close(a: float, b: float, tolerance: Tolerance) -> bool:
 
 
 def describe(a: object, b: object, tolerance: Tolerance) -> tuple[str, str]:
-    """Return texts for two different leaves.
-
-    For sequences, the first items that differ.
-    """
+    """Return texts for two different leaves; for sequences, for the first items that differ."""
     if type(a) is tuple and type(b) is tuple and a and b:
         if len(a) != len(b):
             return f"{len(a)} items", f"{len(b)} items"

@@ -15,20 +15,12 @@ from shardckpt.format.reader import Reader
 from shardckpt.manifest import TensorEntry, dotted
 from shardckpt.offline.write.numpy_casts import cast_into
 
-BLOCK_BYTES = 1 << 21
-"""Bytes to read at a time; as float64, a block takes up to 8 times as many."""
-
-StoredTensor = tuple[Reader, TensorEntry]
-"""A tensor of an open checkpoint, without `Lazy` pieces."""
+BLOCK_BYTES = 1 << 21  # per read; a block takes up to 8 times as many as float64
+StoredTensor = tuple[Reader, TensorEntry]  # without `Lazy` pieces
 
 
 def read_values(tensor: StoredTensor, elements: int) -> Iterator[bytearray]:
-    """Yield the elements in the dtype that readers deliver, at most `elements` at a time.
-
-    Raises:
-        CheckpointError: Bytes are damaged or missing.
-        StorageError: Reading failed.
-    """
+    """Yield the elements in the dtype that readers deliver, at most `elements` at a time."""
     reader, entry = tensor
     for raw in read_blocks(reader, entry, elements * bits(entry.stored) // 8):
         yield _convert(raw, entry)

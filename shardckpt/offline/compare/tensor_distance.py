@@ -17,15 +17,7 @@ from shardckpt.offline.results.contents import describe_entry
 
 
 def compare_tensors(name: str, a: StoredTensor, b: StoredTensor, tolerance: Tolerance) -> TensorDifference | None:
-    """Return the difference of two tensors of one shape; None if they are equal.
-
-    Both are split at the same elements. Blocks of the same bits have no distance, so their numbers are not looked at:
-    if other blocks differ, the second tensor is read once more for its norm.
-
-    Raises:
-        CheckpointError: Bytes are damaged or missing.
-        StorageError: Reading failed.
-    """
+    """Return the difference of two tensors of one shape; None if they are equal."""
     (_, left), (_, right) = a, b
     same_type = left.dtype == right.dtype
     have_numbers = _has_numbers(left.dtype) and _has_numbers(right.dtype)
@@ -34,7 +26,7 @@ def compare_tensors(name: str, a: StoredTensor, b: StoredTensor, tolerance: Tole
     equal = same_type
     elements = max(BLOCK_BYTES * 8 // max(bits(left.stored), bits(right.stored)), 1)
     for x, y in zip(read_values(a, elements), read_values(b, elements), strict=True):
-        if same_type and x == y:
+        if same_type and x == y:  # equal bits: no distance to compute
             continue
         u, v = (to_numbers(x, left.dtype), to_numbers(y, right.dtype)) if have_numbers else (None, None)
         if u is None or v is None or not (is_tolerant and _are_close(u, v, tolerance)):
@@ -73,19 +65,13 @@ def _has_numbers(dtype: str) -> bool:
 
 
 def _is_tolerated(dtype: str) -> bool:
-    """Return True if tolerances apply to a dtype.
-
-    They apply to floating-point and complex dtypes that can be read as numbers.
-    """
+    """Return True if tolerances apply: to float and complex dtypes that can be read as numbers."""
     return dtype.startswith(("float", "bfloat", "complex")) and _has_numbers(dtype)
 
 
 def _are_close(x: NDArray[Any], y: NDArray[Any], tolerance: Tolerance) -> bool:
-    """Return True if all numbers are within the tolerance.
-
-    Complex numbers are compared by parts.
-    """
-    if x.dtype.kind == "c":
+    """Return True if all numbers are within the tolerance."""
+    if x.dtype.kind == "c":  # compare real and imaginary parts
         x, y = x.view(np.float64), y.view(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
         is_near = np.abs(x - y) <= tolerance.atol + tolerance.rtol * np.abs(y)

@@ -20,34 +20,20 @@ from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.storage.store import Store
 
 _READ_BYTES = 1 << 19
-_LEAST_SCALE = np.finfo(np.float32).tiny
-"""Smallest scale: the smallest normal number, since devices may flush smaller ones to zero."""
+_MIN_SCALE = np.finfo(np.float32).tiny  # devices may flush smaller numbers to zero
 
 
 class WeightScales:
-    """The scales of one weight, which is read for them by strips of as many rows as a block has.
-
-    Scales are kept until the weight has been written: at most 4 bytes for each block of the files in progress.
-
-    Args:
-        store: Store of the source.
-        weight: Weight before it is quantized, with located pieces.
-    """
+    """The scales of one weight, computed by strips with as many rows as a block."""
 
     def __init__(self, store: Store, weight: OutputTensor) -> None:
         self._weight, self._pieces = weight, PieceReader(store)
         self._lock = threading.Lock()
-        self._kept: dict[int, NDArray[np.float32]] = {}
+        self._kept: dict[int, NDArray[np.float32]] = {}  # until the strip is written
         self._unused: dict[int, int] = {}
 
     def strip(self, index: int) -> NDArray[np.float32]:
-        """Return the scales of the blocks in one strip.
-
-        Raises:
-            PrecisionError: The strip has a value that is not finite.
-            CheckpointError: The source's bytes cannot be read.
-            StorageError: Reading failed.
-        """
+        """Return the scales of the blocks in one strip."""
         with self._lock:  # decoders are shared, and a strip is read once
             scales = self._kept.get(index)
             if scales is None:
@@ -91,7 +77,7 @@ class WeightScales:
                 found="NaN, infinity or a value beyond float32",
                 fix="`shardckpt stats` counts them; leave the tensor in its type with --quantize-exclude.",
             )
-        scales: NDArray[np.float32] = np.maximum(largest / np.float32(LARGEST), _LEAST_SCALE)
+        scales: NDArray[np.float32] = np.maximum(largest / np.float32(LARGEST), _MIN_SCALE)
         scales[largest == 0] = 1
         return scales
 
@@ -107,11 +93,7 @@ def _find_largest(data: memoryview, stored: str, box: Box) -> NDArray[np.float32
 
 
 class ScaleValues:
-    """Yields scales as the values of a tensor that no file contains.
-
-    Args:
-        scales: Scales of a weight.
-    """
+    """Yields scales as the values of a tensor that no file contains."""
 
     def __init__(self, scales: WeightScales) -> None:
         self._scales = scales
@@ -126,12 +108,7 @@ class ScaleValues:
 
 
 class BlockQuantizer:
-    """Divides a weight by the scales of its blocks and rounds to fp8.
-
-    Args:
-        scales: Scales of the weight.
-        weight: Weight before it is quantized.
-    """
+    """Divides a weight by the scales of its blocks and rounds to fp8."""
 
     def __init__(self, scales: WeightScales, weight: OutputTensor) -> None:
         self._scales, self._weight = scales, weight
@@ -151,13 +128,7 @@ class BlockQuantizer:
 
 
 class BlockDequantizer:
-    """Multiplies a weight by the stored scales of its blocks.
-
-    Args:
-        store: Store of the source.
-        scales: Tensor of the scales, with located pieces.
-        block: Elements of a block in each dimension.
-    """
+    """Multiplies a weight by the stored scales of its blocks."""
 
     def __init__(self, store: Store, scales: TensorEntry, block: Blocks) -> None:
         self._pieces, self._entry, self._block = PieceReader(store), scales, block

@@ -21,18 +21,7 @@ from shardckpt.plan.quantized_weights import QUANTIZATION_CONFIG, find_quantized
 def quantize(
     reader: Reader, options: Options, selection: Selection, config: ConfigFiles
 ) -> tuple[Selection, ConfigFiles]:
-    """Return a selection whose weights of linear layers are fp8, with their scales, and the config that says so.
-
-    Args:
-        reader: Open checkpoint.
-        options: Options of the conversion.
-        selection: Tensors to write; their changes are applied before.
-        config: Config files of the model.
-
-    Raises:
-        UsageError: The config is missing, or an option does not match the tensors.
-        UnsupportedError: The model is quantized, or of a kind that cannot be.
-    """
+    """Return a selection whose weights of linear layers are fp8, with their scales, and the config that says so."""
     if not config.config:
         raise UsageError(
             f"--quantize needs the model's {CONFIG}, which names the weights in fp8 to readers",
@@ -97,13 +86,7 @@ def _name_first(tensors: list[OutputTensor]) -> str:
 def dequantize(
     reader: Reader, options: Options, selection: Selection, config: ConfigFiles
 ) -> tuple[Selection, ConfigFiles]:
-    """Return a selection whose fp8 weights with scales are cast to `--dtype`, without the scales.
-
-    The arguments are those of `quantize`.
-
-    Raises:
-        UnsupportedError: Scales do not have the shape that the blocks need.
-    """
+    """Return a selection whose fp8 weights with scales are cast to `--dtype`, without the scales."""
     tensors = {tensor.name: tensor for tensor in selection.model}
     entries = {name: tensor.entry for name, tensor in tensors.items()}
     found = fp8_blocks.find_scaled(entries, config.config, options.keep_fp32)

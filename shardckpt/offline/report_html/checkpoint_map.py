@@ -12,24 +12,17 @@ from shardckpt.manifest import Manifest, Piece, Span, Strided, TensorEntry, dott
 from shardckpt.offline.results.contents import FileInfo, Inspection
 from shardckpt.offline.results.problems import Problem
 
-MAX_PIECES = 400_000
-"""Pieces on a page; a browser draws them at once. Further ones are counted, not listed."""
+MAX_PIECES = 400_000  # a browser draws them at once; further pieces are counted, not listed
 
 _MAX_OBJECTS = 20_000
 
 
 class FileExtent(NamedTuple):
-    """Bytes of a file that hold a piece.
-
-    Attributes:
-        offset: Offset of the first byte.
-        nbytes: Number of bytes.
-        is_exact: Whether the bytes hold this piece alone; not so for compressed data and unopened containers.
-    """
+    """Bytes of a file that hold a piece."""
 
     offset: int
     nbytes: int
-    is_exact: bool
+    is_exact: bool  # no other piece is in these bytes; False for compressed data and unopened containers
 
 
 def find_file_extent(piece: Piece, dtype: str) -> FileExtent:
@@ -54,15 +47,8 @@ def _find_elements(layout: Strided, box: Box) -> tuple[int, int]:
 
 
 def describe_checkpoint(manifest: Manifest, found: Inspection, *, max_pieces: int = MAX_PIECES) -> dict[str, Any]:
-    """Return the data of a checkpoint's page: JSON values only.
-
-    Names are coded by a table of their segments, and pieces by columns, so that 100,000 tensors take a few MB.
-
-    Args:
-        manifest: The manifest, of which `found` was made.
-        found: Result of `inspect` on it.
-        max_pieces: Pieces to list. If there are more, each tensor gets its first ones.
-    """
+    """Return the data for a checkpoint's page: JSON values only."""
+    # Names are coded by a segment table and pieces by columns: 100,000 tensors take a few MB.
     entries = list(manifest.tensors.values())
     files = sorted(found.files, key=_order)
     dtypes = list(dict.fromkeys(entry.dtype for entry in entries))

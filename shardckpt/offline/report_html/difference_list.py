@@ -11,11 +11,8 @@ from shardckpt.offline.results.comparison import Comparison, LayerDifference, Te
 
 
 def describe_comparison(found: Comparison) -> dict[str, Any]:
-    """Return the data of a comparison's page: JSON values only.
-
-    The first difference is that of the first layer by natural order of names, so that `layers.2` is before `layers.10`.
-    """
-    differences = sorted(found.differences, key=lambda each: split_numbers(each.name))
+    """Return the data for a comparison's page: JSON values only."""
+    differences = sorted(found.differences, key=lambda each: split_numbers(each.name))  # layers.2 before layers.10
     return {
         "schema_version": 1,
         "kind": "diff",

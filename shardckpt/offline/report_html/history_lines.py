@@ -9,15 +9,11 @@ from shardckpt.errors import escape
 from shardckpt.manifest import split_numbers
 from shardckpt.offline.results.tensor_stats import STATS, History, TensorStats
 
-_DIGITS = 6
-"""Significant digits of a value; a run of 1,000 tensors and 100 steps takes about 2 MB then."""
+_DIGITS = 6  # significant; 1,000 tensors in 100 steps take about 2 MB
 
 
 def describe_history(found: History) -> dict[str, Any]:
-    """Return the data of a history's page: JSON values only.
-
-    A tensor has None for a step that lacks it.
-    """
+    """Return the data for a history's page: JSON values only; None where a step lacks a tensor."""
     steps = [{tensor.name: tensor for tensor in step.tensors} for step in found.steps]
     names = sorted({name for step in steps for name in step}, key=split_numbers)
     return {

@@ -26,15 +26,9 @@ def _read_asset(name: str) -> str:
 
 
 def render_page(title: str, data: Mapping[str, Any]) -> str:
-    """Return the page of a report.
-
-    Nothing of `data` is in the page as text, so names in it cannot become elements or code: it is deflated JSON in
-    base64, and the script shows it as text alone. The page loads nothing, and its policy forbids it.
-
-    Args:
-        title: Text for the title.
-        data: JSON values, without infinities and NaN; `kind` names the script.
-    """
+    """Return the page of a report."""
+    # `data` is hostile: as deflated JSON in base64, its names cannot become elements or code. The script shows it as
+    # text only. The page loads nothing, and its policy forbids that.
     packed = zlib.compress(json.dumps(data, separators=(",", ":"), allow_nan=False).encode(), 6)
     values = {
         "title": html.escape(title),
@@ -46,16 +40,7 @@ def render_page(title: str, data: Mapping[str, Any]) -> str:
 
 
 def write_page(page: str, path: str) -> None:
-    """Write a page at once; it replaces only an earlier report.
-
-    Args:
-        page: Text of the page.
-        path: Path or URL of the file.
-
-    Raises:
-        TargetExistsError: The path is a folder, or a file that is not a report.
-        StorageError: Writing failed; an earlier file stays.
-    """
+    """Write a page at once; it replaces only an earlier report."""
     require_report_target(path)
     folder, name = split(path)
     with open_store(folder).create(name) as out:
@@ -63,12 +48,7 @@ def write_page(page: str, path: str) -> None:
 
 
 def require_report_target(path: str) -> None:
-    """Require that a report may be written to `path`.
-
-    Raises:
-        UsageError: The path has no file name.
-        TargetExistsError: The path is a folder, or a file that is not a report.
-    """
+    """Require that a report may be written to `path`."""
     folder, name = split(path)
     found = kind(path)
     if found == "missing":

@@ -34,12 +34,7 @@ class TensorInfo(NamedTuple):
 
 
 def describe_entry(name: str, entry: TensorEntry) -> TensorInfo:
-    """Return a tensor of a manifest as results have it.
-
-    Args:
-        name: Its name in the result.
-        entry: The tensor.
-    """
+    """Return a tensor of a manifest as results have it."""
     return TensorInfo(name, entry.dtype, entry.shape, entry.nbytes, len(entry.pieces))
 
 

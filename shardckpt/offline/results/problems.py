@@ -118,12 +118,7 @@ def from_fault(fault: Fault) -> Problem:
 
 
 def from_error(error: CheckpointError | MissingFileError, url: str = "") -> Problem:
-    """Return an error of reading as a problem.
-
-    Args:
-        error: The error; its message is that of the problem.
-        url: Path or URL of the checkpoint, in which a file of the error is.
-    """
+    """Return an error of reading as a problem."""
     kind: ProblemKind = next((kind for cls, kind in _KINDS_OF_ERRORS if isinstance(error, cls)), "unreadable")
     where = str(error.where)
     file = where.removeprefix(f"{url.rstrip('/')}/") if url and where.startswith(f"{url.rstrip('/')}/") else ""

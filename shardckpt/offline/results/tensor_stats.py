@@ -38,16 +38,13 @@ class TensorStats:
     is_stored: bool = False
 
 
+# Attributes of `TensorStats` that are statistics.
 STATS = ("nans", "infs", "zeros", "min", "max", "mean", "l2")
-"""Statistics of `TensorStats`, by the names of their attributes."""
 
 
 def find_layer(name: str) -> str:
-    """Return the layer of a tensor: its name up to the first number, else up to its last dot.
-
-    Optimizer state (`<fqn>/<slot>`) belongs to the layer of its parameter.
-    """
-    segments = name.partition("/")[0].split(".")
+    """Return the layer of a tensor: its name up to the first number, else up to its last dot."""
+    segments = name.partition("/")[0].split(".")  # the slot of an optimizer counts with its parameter
     numbers = (at for at, segment in enumerate(segments) if segment.isdecimal())
     return ".".join(segments[: next(numbers, len(segments) - 2) + 1]) or name
 

@@ -13,16 +13,10 @@ from shardckpt.offline.results.tensor_stats import STATS, TensorStats
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """Comparison of a statistic of a tensor and a number.
-
-    Attributes:
-        stat: Name of the statistic.
-        is_met: Comparison of its value and the limit.
-        limit: Number to compare with.
-    """
+    """Comparison of a statistic of a tensor and a number."""
 
     stat: str
-    is_met: Callable[[float, float], bool]
+    is_met: Callable[[float, float], bool]  # called with value and limit
     limit: float
 
     def is_true(self, tensor: TensorStats) -> bool:
@@ -31,10 +25,8 @@ class Condition:
         return value is not None and self.is_met(value, self.limit)
 
     def is_undecided(self, tensor: TensorStats) -> bool:
-        """Return whether values that the statistic leaves out may hide that the condition was true before.
-
-        A weight that grows becomes Inf and then NaN, and then counts neither in its norm nor among the infinities.
-        """
+        """Return whether values that the statistic leaves out may hide that the condition was true before."""
+        # A growing weight becomes Inf, then NaN: NaN counts neither in its norm nor among the infinities.
         if self.stat == "nans":
             return False
         return tensor.nans > 0 or (self.stat != "infs" and tensor.infs > 0)
@@ -53,11 +45,7 @@ _NAMED = {"nan": Condition("nans", operator.gt, 0), "inf": Condition("infs", ope
 
 
 def parse_condition(text: str) -> Condition:
-    """Return the condition that a text states; nothing of the text is evaluated.
-
-    Raises:
-        UsageError: The text is not a condition.
-    """
+    """Return the condition that a text states; nothing of the text is evaluated."""
     if isinstance(text, str) and text in _NAMED:
         return _NAMED[text]
     match = _CONDITION.fullmatch(text) if isinstance(text, str) else None

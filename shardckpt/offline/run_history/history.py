@@ -63,15 +63,7 @@ def history(
 
 
 def list_complete(root: str) -> tuple[StepInfo, ...]:
-    """Return the complete steps of a run, oldest first, at least one.
-
-    Args:
-        root: Path or URL of the run's folder.
-
-    Raises:
-        UsageError: The folder is not a run, or has no complete step.
-        StorageError: Reading failed.
-    """
+    """Return the complete steps of a run, oldest first, at least one."""
     steps = ls(root)
     if not steps.complete:
         raise SourceNotFoundError(
@@ -103,11 +95,7 @@ class ChosenTensors:
         return cls(part, parse_globs("include", include), parse_globs("exclude", exclude))
 
     def measure(self, step: StepInfo) -> StepStats:
-        """Return their statistics in one step.
-
-        Raises:
-            StepRemovedError: Another process removed or replaced the step meanwhile.
-        """
+        """Return their statistics in one step."""
         try:
             found = stats(step.path, part=self.part, include=self.include, exclude=self.exclude)
         except ShardckptError as error:

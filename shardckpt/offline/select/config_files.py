@@ -41,8 +41,7 @@ _NAMES = (
     "processor_config.json",
     "audio_tokenizer_config.json",
 )
-TIE = "tie_word_embeddings"
-"""Key of a config that ties the head to the embeddings."""
+TIE = "tie_word_embeddings"  # config key that ties the head to the embeddings
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 _MAX_BYTES = 256 * 2**20
@@ -51,33 +50,18 @@ _MAX_CONFIG_BYTES = 16 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class ConfigFiles:
-    """Config and tokenizer files that are copied unchanged.
+    """Config and tokenizer files that are copied unchanged."""
 
-    Attributes:
-        store: Store that contains them; None without any.
-        files: Name to size in bytes.
-        config: Parsed `config.json`; empty if it is missing.
-        kept: Name to content of config files that stay when a checkpoint is replaced, if no new ones replace them.
-        is_changed: Whether `config` differs from the file.
-    """
-
-    store: Store | None
-    files: dict[str, int]
-    config: dict[str, object]
+    store: Store | None  # None without files
+    files: dict[str, int]  # name to size in bytes
+    config: dict[str, object]  # parsed `config.json`; empty if it is missing
+    # Name to content: config files that stay when a checkpoint is replaced, unless new ones replace them.
     kept: Mapping[str, bytes] = field(default_factory=dict)
-    is_changed: bool = False
+    is_changed: bool = False  # `config` differs from the file
 
 
 def find_config_files(source: Source, config_from: str = "") -> ConfigFiles:
-    """Find config files in `config_from`, else in the source's folder or its parent.
-
-    The parent folder is used only if it contains the `config.json` of a model.
-
-    Raises:
-        UsageError: `config_from` is not a folder, or has no file to copy.
-        FormatError: `config.json` is not a JSON object.
-        StorageError: A store failed.
-    """
+    """Find config files in `config_from`, else in the source's folder or its parent."""
     if config_from:
         if kind(config_from) != "folder":
             raise UsageError("--config-from is not a folder", found=config_from)
@@ -96,14 +80,13 @@ def find_config_files(source: Source, config_from: str = "") -> ConfigFiles:
     if not has_config:
         return carried
     found = _list_config_files(above)
+    # The parent counts only if its `config.json` describes a model.
     return found if "model_type" in found.config or "architectures" in found.config else carried
 
 
 def drop_adapter_config(carried: ConfigFiles) -> ConfigFiles:
-    """Return the config files of a model without that of an adapter whose tensors are in the same folder.
-
-    Readers that found it beside a model would look for the adapter.
-    """
+    """Return a model's config files without the config of an adapter in the same folder."""
+    # Readers that find it next to a model would look for the adapter.
     if carried.store is None or ADAPTER_CONFIG not in carried.files:
         return carried
     if not any(entry.name.startswith("adapter_model.") for entry in carried.store.list()):
@@ -112,17 +95,7 @@ def drop_adapter_config(carried: ConfigFiles) -> ConfigFiles:
 
 
 def add_kept_files(carried: ConfigFiles, target: str, is_config: re.Pattern[str]) -> ConfigFiles:
-    """Add the config files of a replaced checkpoint.
-
-    Args:
-        carried: Files of the source or of the folder that the user named; they take precedence.
-        target: Folder that is replaced, which need not exist.
-        is_config: Pattern of names of config files that belong to such a checkpoint.
-
-    Raises:
-        FormatError: `config.json` is not a JSON object, or a config file is too large.
-        StorageError: The store failed.
-    """
+    """Add the config files of a replaced checkpoint."""
     if kind(target) != "folder":
         return carried
     store = open_store(target)
@@ -148,11 +121,7 @@ def _list_config_files(store: Store) -> ConfigFiles:
 
 
 def read_config(store: Store, size: int) -> dict[str, object]:
-    """Return the parsed `config.json` of a folder; empty if it is missing.
-
-    Raises:
-        FormatError: The file is not a JSON object, or is too large.
-    """
+    """Return the parsed `config.json` of a folder; empty if it is missing."""
     if size < 0:
         return {}
     where = f"{store.url}/{CONFIG}"
@@ -181,10 +150,8 @@ def with_values(carried: ConfigFiles, values: Mapping[str, object]) -> ConfigFil
 
 
 def with_dtype(config: Mapping[str, object], dtype: str) -> dict[str, object]:
-    """Return a model's config with its dtypes set to the dtype of the cast.
-
-    Without this `from_pretrained` would cast the tensors back. Other values stay unchanged.
-    """
+    """Return a model's config with its dtypes set to the dtype of the cast."""
+    # Otherwise `from_pretrained` would cast the tensors back.
     changed: dict[str, object] = {}
     for key, value in config.items():
         if isinstance(value, dict):

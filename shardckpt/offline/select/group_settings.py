@@ -30,14 +30,8 @@ def read_content(state: OptimizerState) -> dict[str, Any]:
 
 
 def as_json(content: Mapping[str, Any]) -> dict[str, object]:
-    """Return the content of `param_groups.json`.
-
-    A value that JSON cannot represent is stored as readable text, and again as tagged JSON with its path, so that it
-    can be restored exactly.
-
-    Raises:
-        CheckpointError: A value cannot be written as JSON at all.
-    """
+    """Return the content of `param_groups.json`."""
+    # For values that JSON cannot represent: path and tagged JSON. `made` has them as readable text.
     exact: list[list[object]] = []
     made: dict[str, object] = {key: _plain(value) for key, value in content.items()}
     for path, value in iter_settings(content):

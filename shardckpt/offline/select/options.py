@@ -17,23 +17,18 @@ from shardckpt.plan.naming.weights import Weights
 _SWITCHES = ("allow_overflow", "allow_loss", "overwrite", "dry_run", "parallel")
 Part = Literal["model", "optim", "all"]
 OptimKeys = Literal["names", "ids", "flat"]
-VLLM_SHARDED = "vllm-sharded"
-"""The target that `tp` belongs to."""
+VLLM_SHARDED = "vllm-sharded"  # the only target that takes `tp`
 
 PARTS: tuple[Part, ...] = ("model", "optim", "all")
 OPTIM_KEYS: tuple[OptimKeys, ...] = ("names", "ids", "flat")
 DEFAULT_SHARD_BYTES = 5 * 10**9
 DEFAULT_MEMORY_BYTES = 256 * 2**20
+# The modules that a conversion loads (mainly NumPy, 16 MiB) take almost this much.
 LEAST_MEMORY_BYTES = 24 * 2**20
-"""Minimum memory limit: the modules that a conversion loads (mainly NumPy, 16 MiB) already take almost this much."""
 
 
 def parse_dtype(text: str) -> str:
-    """Return torch's name of a float dtype for casts, or a quantized type; empty stays empty.
-
-    Raises:
-        UsageError: The dtype is unknown, or values cannot be cast to it.
-    """
+    """Return torch's name of a float dtype for casts, or a quantized type; empty stays empty."""
     name = SHORT_NAMES.get(text, text)
     if name and name not in FLOATS and name not in QUANTIZED:
         known = sorted({*SHORT_NAMES, *FLOATS, *QUANTIZED})
@@ -42,11 +37,7 @@ def parse_dtype(text: str) -> str:
 
 
 def parse_memory(limit: int | str) -> int:
-    """Return a memory limit in bytes.
-
-    Raises:
-        UsageError: The limit is not a size, or too small.
-    """
+    """Return a memory limit in bytes."""
     nbytes = parse_size(limit)
     if nbytes < LEAST_MEMORY_BYTES:
         raise UsageError("--max-memory is too small to work in", found=str(limit), expected="24MiB or more")
@@ -54,11 +45,7 @@ def parse_memory(limit: int | str) -> int:
 
 
 def parse_part(part: str) -> Part:
-    """Return the part of a checkpoint that a caller names.
-
-    Raises:
-        UsageError: The part is unknown.
-    """
+    """Return the part of a checkpoint that a caller names."""
     for known in PARTS:
         if part == known:
             return known
@@ -66,16 +53,7 @@ def parse_part(part: str) -> Part:
 
 
 def parse_globs(name: str, globs: object, what: str = "globs of names") -> tuple[str, ...]:
-    """Return globs as a caller gives them: several texts, or one.
-
-    Args:
-        name: Name of the argument, for messages.
-        globs: The argument.
-        what: Description of the texts, for messages.
-
-    Raises:
-        UsageError: It is something else.
-    """
+    """Return globs as a caller gives them: several texts, or one."""
     texts = (globs,) if isinstance(globs, str) else tuple(globs) if isinstance(globs, Iterable) else (None,)
     if not all(isinstance(text, str) for text in texts):
         raise UsageError(f"`{name}` must be {what}", found=repr(globs), expected="a list of texts")

@@ -13,18 +13,7 @@ from shardckpt.plan.naming.fqn import name_model
 
 
 def load_param_shapes(reader: Reader, shapes_from: str, ids: Mapping[int, str] | None = None) -> Reader:
-    """Return a reader that knows the members of its flat parameters.
-
-    Args:
-        reader: Open checkpoint.
-        shapes_from: Checkpoint of the same model, in any format, with full tensors; empty for none.
-        ids: Names of an optimizer's ids, if known.
-
-    Raises:
-        UsageError: Shapes are missing, or do not match the flat parameters; or a file has the wrong kind.
-        CheckpointError: The other checkpoint cannot be read.
-        StorageError: The store failed.
-    """
+    """Return a reader that knows the members of its flat parameters."""
     if not reader.is_flat:
         return reader
     if reader.needs_param_shapes and not shapes_from:
@@ -59,13 +48,10 @@ def load_param_shapes(reader: Reader, shapes_from: str, ids: Mapping[int, str] |
 
 
 def _keeps_order(manifest: Manifest, entries: Sequence[TensorEntry]) -> bool:
-    """Return True if a checkpoint's tensors are in the order of the model.
-
-    The format or the offsets decide. safetensors files are usually sorted by dtype and name; in DCP folders, replicated
-    tensors are distributed over ranks.
-    """
+    """Return True if a checkpoint's tensors are in the order of the model."""
     if manifest.keeps_order:
         return True
+    # safetensors files are usually sorted by dtype and name; DCP spreads replicated tensors over ranks.
     by_file: dict[tuple[str, str], list[str]] = {}
     for entry in entries:
         for file in {piece.file for piece in entry.pieces}:

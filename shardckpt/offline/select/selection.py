@@ -40,53 +40,29 @@ if TYPE_CHECKING:
     from shardckpt.plan.optim import optimizer_state
     from shardckpt.plan.rules.rules import Rule
 
-SMALL_ELEMENTS = 64
-"""Maximum elements of an array among hyperparameters that is read as numbers."""
+SMALL_ELEMENTS = 64  # larger arrays among hyperparameters are not read as numbers
 _MAX_NAMES_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The content to write.
+    """The content to write."""
 
-    Attributes:
-        model: Model tensors in state-dict order, tied ones once.
-        optim: Optimizer state, with names `<fqn>/<slot>`.
-        groups: The optimizer's `param_groups` and `non_tensor_state`; None without an optimizer.
-        units: Members of the optimizer's flat parameters, if the checkpoint has them.
-        ties: Name that is not written to the name that is written for it.
-        left_out: Dotted paths of content outside of the requested part.
-        warnings: Oddities, one sentence each.
-        order: All names of the model in state-dict order, including those that are not written.
-        keeps_order: Whether the checkpoint keeps that order; otherwise the names are sorted, for example.
-        config_values: Values that the model's config has to have, such as those of a head with values of its own.
-    """
-
-    model: tuple[OutputTensor, ...]
-    optim: tuple[OutputTensor, ...]
-    groups: Mapping[str, Any] | None
-    units: Mapping[str, FlatLayout]
-    ties: Mapping[str, str]
-    left_out: tuple[str, ...]
-    warnings: tuple[str, ...]
-    order: tuple[str, ...] = ()
-    keeps_order: bool = True
+    model: tuple[OutputTensor, ...]  # in state-dict order, tied tensors once
+    optim: tuple[OutputTensor, ...]  # named `<fqn>/<slot>`
+    groups: Mapping[str, Any] | None  # `param_groups` and `non_tensor_state`; None without an optimizer
+    units: Mapping[str, FlatLayout]  # members of stored flat parameters
+    ties: Mapping[str, str]  # name that is not written to the name that is written for it
+    left_out: tuple[str, ...]  # dotted paths of content outside of the requested part
+    warnings: tuple[str, ...]  # one sentence each
+    order: tuple[str, ...] = ()  # all model names in state-dict order, also if not written
+    keeps_order: bool = True  # False: the checkpoint has another order, such as sorted names
+    # Values to set in the model's config, for example to untie a head that has values of its own.
     config_values: Mapping[str, object] = field(default_factory=dict)
 
 
 def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Selection:
-    """Select the tensors to write, require all elements, and locate their bytes.
-
-    Args:
-        reader: Open checkpoint.
-        options: Options of the conversion.
-        config: The model's `config.json`, for ties.
-
-    Raises:
-        UsageError: There is nothing to write, or an option does not match the checkpoint.
-        CheckpointError: A required tensor is missing, short, duplicate or rejected.
-        StorageError: The store failed.
-    """
+    """Select the tensors to write, require all elements, and locate their bytes."""
     manifest = sections.split_flat_names(reader.manifest)
     if options.weights != "live":
         manifest = weights.choose(manifest, options.weights, options.model_key)
@@ -187,16 +163,7 @@ def _list_unwritten(
 
 @dataclass(frozen=True, slots=True)
 class _OpenModel:
-    """An open checkpoint with a named model.
-
-    Attributes:
-        reader: Open checkpoint.
-        manifest: Manifest of the checkpoint.
-        found: Sections of the checkpoint.
-        model: Model by FQN.
-        options: Options of the conversion.
-        config: The model's `config.json`.
-    """
+    """An open checkpoint with a named model."""
 
     reader: Reader
     manifest: Manifest
@@ -229,15 +196,10 @@ class _OpenModel:
 
 @dataclass(frozen=True, slots=True)
 class _Ties:
-    """Ties of a model.
+    """Ties of a model."""
 
-    Attributes:
-        dropped: Name that is not written to the name that is written for it.
-        own: Heads with values of their own that the model's config ties.
-    """
-
-    dropped: dict[str, str]
-    own: tuple[str, ...]
+    dropped: dict[str, str]  # name that is not written to the name that is written for it
+    own: tuple[str, ...]  # heads with other values, though the config ties them
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -253,26 +215,15 @@ class _Ties:
 
 @dataclass(frozen=True, slots=True)
 class _ChosenTensors:
-    """Tensors under their final names.
-
-    Attributes:
-        names: Names of the model in state-dict order.
-        tensors: Name to array; tied names may be missing.
-        ties: Name that is not written to the name that is written for it.
-        state: Optimizer state, if it is requested.
-        found_ties: Ties of the source.
-        casts: Name to the dtype that a rule sets.
-        used: Source tensors, if rules make the results.
-        dropped: Names of tensors that rules dropped.
-    """
+    """Tensors under their final names."""
 
     names: Sequence[str]
-    tensors: Mapping[str, TensorEntry]
-    ties: Mapping[str, str]
+    tensors: Mapping[str, TensorEntry]  # tied names may be missing
+    ties: Mapping[str, str]  # name that is not written to the name that is written for it
     state: optimizer_state.OptimizerState | None
     found_ties: _Ties
-    casts: Mapping[str, str] = field(default_factory=dict)
-    used: Sequence[TensorEntry] = ()
+    casts: Mapping[str, str] = field(default_factory=dict)  # name to the rule's dtype
+    used: Sequence[TensorEntry] = ()  # source tensors, if rules make the results
     dropped: tuple[str, ...] = ()
 
 
@@ -340,10 +291,7 @@ def _target_dtype(name: str, entry: TensorEntry, options: Options, uncast: Set[s
 
 
 def _check_shapes(tensors: Mapping[str, TensorEntry], shapes_from: str) -> None:
-    """Compare global shapes with those of another checkpoint.
-
-    Formats without shapes can hide missing rows.
-    """
+    """Compare global shapes with another checkpoint: formats without shapes can hide missing rows."""
     if not shapes_from:
         return
     other, shapes = _read_model(shapes_from)
@@ -429,11 +377,7 @@ def _restrict_state(state: optimizer_state.OptimizerState, fqns: Set[str]) -> op
 
 
 def load_values(reader: Reader, manifest: Manifest, root: Path) -> dict[Path, object]:
-    """Return the objects below `root`, with small hyperparameter tensors as numbers.
-
-    Raises:
-        CheckpointError: An object is damaged or rejected.
-    """
+    """Return the objects below `root`, with small hyperparameter tensors as numbers."""
     n = len(root)
     values: dict[Path, object] = {}
     for path, entry in manifest.objects.items():
@@ -451,11 +395,7 @@ def load_values(reader: Reader, manifest: Manifest, root: Path) -> dict[Path, ob
 
 
 def read_param_names(url: str) -> dict[int, str]:
-    """Read `--param-names`: a JSON object from id to name, or an array of names.
-
-    Raises:
-        UsageError: The file contains neither.
-    """
+    """Read `--param-names`: a JSON object from id to name, or an array of names."""
     parent, name = split(url)
     reader = open_store(parent)
     size = reader.size(name)

@@ -23,12 +23,12 @@ from shardckpt.offline.write.conversion import PlannedFiles
 from shardckpt.plan.layout.output_files import OutputTensor, parse_size, split_as_stored, split_by_size
 from shardckpt.storage.resolve_url import local_path
 
+# Config files that belong to a model's weights; tokenizers and other files do not.
 CONFIG_FILES = re.compile(r"(generation_|adapter_)?config\.json")
-"""Config files that belong to a model's weights; other files of a folder, such as tokenizers, do not."""
 
 FRESH = "(-[0-9a-f]{8})?"
+# Unique suffix and file number, before the extension.
 SHARD = rf"{FRESH}(-\d{{5}}-of-\d{{5}})?"
-"""Pattern of a file name before its suffix: a unique suffix, and the number of the file."""
 
 _SHOWN = 8
 
@@ -98,36 +98,22 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True)
 class RankOptions:
-    """Arguments of `reshard`, with sizes in bytes.
-
-    Attributes:
-        world_size: Number of ranks over which the tensors are split.
-        max_file_bytes: Maximum bytes of tensor data in a file.
-        keep_whole: Globs of names that rank files do not split.
-        allow_loss: Whether to omit values that the target cannot store.
-    """
+    """Arguments of `reshard`, with sizes in bytes."""
 
     world_size: int
-    max_file_bytes: int
-    keep_whole: tuple[str, ...] = ()
-    allow_loss: bool = False
+    max_file_bytes: int  # tensor data only
+    keep_whole: tuple[str, ...] = ()  # globs: names that rank files do not split
+    allow_loss: bool = False  # omit values that the target cannot store
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRanks:
-    """The plan of a full checkpoint for a number of ranks.
-
-    Attributes:
-        files: Files to write.
-        tensors: Tensors by path, each once.
-        ties: Further path of a tensor to its path in `tensors`.
-        warnings: Oddities and omitted values, one sentence each.
-    """
+    """The plan of a full checkpoint for a number of ranks."""
 
     files: PlannedFiles
     tensors: Mapping[Path, OutputTensor]
-    ties: Mapping[Path, Path]
-    warnings: tuple[str, ...]
+    ties: Mapping[Path, Path]  # further path of a tensor to its path in `tensors`
+    warnings: tuple[str, ...]  # one sentence each
 
 
 def accept_options(options: Options) -> None:
@@ -181,11 +167,7 @@ class Target:
 
 
 def require_quantization(target: Target, dtype: str) -> None:
-    """Require a target to have a quantized type.
-
-    Raises:
-        UsageError: `dtype` is a quantized type that the target cannot store.
-    """
+    """Require a target to have a quantized type."""
     if dtype in QUANTIZED and not target.holds_dtype(dtype):
         raise UsageError(
             f"--dtype {dtype} is a type of GGUF", found=f"--to {target.name}", expected="--to gguf, or DST.gguf"
@@ -193,13 +175,10 @@ def require_quantization(target: Target, dtype: str) -> None:
 
 
 def encode_json(content: Mapping[str, object]) -> bytes:
-    """Return indented JSON.
-
-    Unpaired surrogates are escaped, since UTF-8 cannot represent them.
-    """
+    """Return indented JSON."""
     try:
         return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
-    except UnicodeEncodeError:
+    except UnicodeEncodeError:  # unpaired surrogates, which are escaped here
         return (json.dumps(content, indent=2) + "\n").encode()
 
 
@@ -213,16 +192,7 @@ def _list_settings(selection: Selection) -> Iterable[tuple[Path, object]]:
 
 
 def drop_unsupported(selection: Selection, target: Target, *, allow_loss: bool) -> Selection:
-    """Drop from a selection the values that the target cannot store, with warnings.
-
-    Args:
-        selection: Tensors and settings to write.
-        target: Format to write.
-        allow_loss: Whether to drop values that it cannot store.
-
-    Raises:
-        UsageError: The target cannot store a value, and `allow_loss` is false; the message lists such values.
-    """
+    """Drop from a selection the values that the target cannot store, with warnings."""
     dtypes = {t.name: t.dtype for t in (*selection.model, *selection.optim) if not target.holds_dtype(t.dtype)}
     values = {path: value for path, value in _list_settings(selection) if not target.holds_value(value)}
     lost_tensors = [f"{name}, of type {dtype}" for name, dtype in dtypes.items()]
@@ -251,16 +221,7 @@ def drop_unsupported(selection: Selection, target: Target, *, allow_loss: bool) 
 
 
 def require_allowed(lost: Sequence[str], title: str, *, allow_loss: bool) -> None:
-    """Require that values may be lost if there are any to lose.
-
-    Args:
-        lost: Descriptions of the values to lose.
-        title: Name of the target, such as `a DCP checkpoint`.
-        allow_loss: Whether values may be lost.
-
-    Raises:
-        UsageError: Values would be lost, and `allow_loss` is false.
-    """
+    """Require that values may be lost if there are any to lose."""
     if lost and not allow_loss:
         more = f" and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else ""
         raise UsageError(

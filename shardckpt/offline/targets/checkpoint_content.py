@@ -16,21 +16,13 @@ from shardckpt.plan.layout.output_files import OutputTensor
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Content to write.
-
-    Attributes:
-        arrays: Tensors by path, each once.
-        ties: Further path of a tensor to its path in `arrays`.
-        values: All other values by path.
-        order: Paths of tensors in the order that readers see, including tied ones.
-        left_out: Values that the target cannot store, one sentence each.
-    """
+    """Content to write."""
 
     arrays: Mapping[Path, OutputTensor]
-    ties: Mapping[Path, Path]
+    ties: Mapping[Path, Path]  # further path of a tensor to its path in `arrays`
     values: Mapping[Path, object]
-    order: tuple[Path, ...] = ()
-    left_out: tuple[str, ...] = ()
+    order: tuple[Path, ...] = ()  # tensors in the order that readers see, with tied ones
+    left_out: tuple[str, ...] = ()  # values that the target cannot store
 
 
 def _keep_path(path: Path) -> Path:
@@ -50,21 +42,7 @@ def full_content(
     placed: Callable[[Path], Path] = _keep_path,
     leaves: Callable[[object, Path], Mapping[Path, object]] = _keep_value,
 ) -> Content:
-    """Return the content of a checkpoint after checking that it is complete.
-
-    Args:
-        reader: Open checkpoint.
-        title: Name of the target, for messages.
-        allow_loss: Whether to omit values that the target cannot store.
-        holds_value: Returns True if the target can store a value exactly.
-        placed: Returns the path in the target.
-        leaves: Splits a value that is not a tensor into the values that the target stores, by path.
-
-    Raises:
-        UsageError: The target cannot store a value, and `allow_loss` is false.
-        CheckpointError: Elements are missing or duplicate, or a container is damaged.
-        StorageError: The store failed.
-    """
+    """Return the content of a checkpoint after checking that it is complete."""
     manifest = reader.manifest
     lost = [f"{dotted(path)}, of type {e.dtype}" for path, e in manifest.tensors.items() if e.dtype not in TYPES]
     paths = [path for path, e in manifest.tensors.items() if path not in manifest.aliases and e.dtype in TYPES]

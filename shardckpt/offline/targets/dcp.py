@@ -33,10 +33,7 @@ from shardckpt.storage.replaceable import FolderKind
 
 
 def plan(conversion: Conversion) -> PlannedFiles:
-    """Plan `.distcp` files and `.metadata`.
-
-    `convert` keeps the source's split of tensors.
-    """
+    """Plan `.distcp` files and `.metadata`."""
     content = build_content(conversion.selection)
 
     def plan_layout(unique_suffix: str, _: str) -> Layout:
@@ -48,12 +45,7 @@ def plan(conversion: Conversion) -> PlannedFiles:
 
 
 def plan_ranks(reader: Reader, options: RankOptions) -> PlannedRanks:
-    """Plan all content of a checkpoint like a save of a number of ranks.
-
-    Raises:
-        UsageError: Torch cannot load some values, and they must not be omitted.
-        CheckpointError: Elements are missing or duplicate, or a container is damaged.
-    """
+    """Plan all content of a checkpoint like a save of a number of ranks."""
     content = full_content(
         reader,
         TARGET.title,
@@ -77,10 +69,7 @@ def _holds_value(value: object) -> bool:
 
 
 def _holds_open_ordered_dict(value: object) -> bool:
-    """Return True if a value contains an `OrderedDict` that would become a dict.
-
-    Torch's planner flattens it.
-    """
+    """Return True if a value contains an `OrderedDict` that torch's planner would flatten to a dict."""
     if isinstance(value, (OrderedDict, Ordered)):
         return bool(value)
     if isinstance(value, dict):
@@ -98,12 +87,7 @@ def _parts(arrays: Mapping[Path, OutputTensor], chunks: Iterable[PayloadChunk]) 
 
 
 class _Slices:
-    """Writes the slices of a file in order, from the bytes of their elements.
-
-    Args:
-        file: Planned file.
-        writer: File to write to.
-    """
+    """Writes the slices of a file in order, from the bytes of their elements."""
 
     def __init__(self, file: SliceFile, writer: FileSink) -> None:
         self._slices, self._writer = file.slices, writer
@@ -164,10 +148,8 @@ def build_content(selection: Selection) -> Content:
 
 
 def to_torch_path(path: Path) -> Path:
-    """Return a path in torch's form.
-
-    Numbers are list indexes, but parameter ids of optimizers are keys.
-    """
+    """Return a path in torch's form."""
+    # Numbers are list indexes, but parameter ids in optimizers are keys.
     return tuple(str(key) if i and path[i - 1] == STATE and isinstance(key, int) else key for i, key in enumerate(path))
 
 
@@ -192,8 +174,7 @@ def _is_opened(value: list[Any]) -> bool:
     return any(isinstance(each, dict) or (isinstance(each, list) and _is_opened(each)) for each in value)
 
 
-Boxes = Sequence[Sequence[tuple[Path, Box]]]
-"""For each rank, the boxes to write."""
+Boxes = Sequence[Sequence[tuple[Path, Box]]]  # for each rank
 
 
 def split_boxes(content: Content, world_size: int) -> Boxes:
@@ -221,11 +202,7 @@ def split_boxes_as_stored(content: Content) -> Boxes:
 
 
 def _plan_layout(content: Content, boxes: Boxes, max_file_bytes: int, unique_suffix: str) -> Layout:
-    """Return the files, with at least one for each rank.
-
-    Raises:
-        UnsupportedError: Torch cannot load a value or dtype.
-    """
+    """Return the files, with at least one for each rank."""
     items = [make_object(path, value) for path, value in content.values.items()]
     files: list[SliceFile] = []
     for rank, own_boxes in enumerate(boxes):

@@ -36,39 +36,27 @@ from shardckpt.storage.replaceable import FolderKind
 LATEST = "latest_universal"
 _ZERO, _WEIGHTS, _STEP = "zero", "fp32", "step"
 _MASTER = "master"
-_OLDEST_VERSION = "0.14.0"
-"""DeepSpeed version to write if the source is from another framework: files are unchanged since then."""
+_OLDEST_VERSION = "0.14.0"  # for sources from other frameworks: files are unchanged since then
 
+# Training loop state that DeepSpeed restores, if the source is a DeepSpeed checkpoint.
 _LOOP = ("lr_scheduler", "data_sampler", "random_ltd", "global_samples")
-"""State of the training loop that DeepSpeed restores, if the source is a DeepSpeed checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Param:
-    """A trained parameter.
+    """A trained parameter."""
 
-    Attributes:
-        weights: Weights in float32.
-        slots: Optimizer slots.
-        step: Number of optimizer steps, as an array or a value; None if unknown.
-    """
-
-    weights: OutputTensor
+    weights: OutputTensor  # float32
     slots: Mapping[str, OutputTensor]
-    step: OutputTensor | object
+    step: OutputTensor | object  # array or value; None if unknown
 
 
+# Path of a torch file, its value, and the tensors of its storages.
 _PlannedFile = tuple[str, object, Sequence[OutputTensor]]
-"""Path of a torch file, its value, and the tensors of its storages."""
 
 
 def plan(conversion: Conversion) -> PlannedFiles:
-    """Plan the folder of a conversion.
-
-    Raises:
-        UsageError: DeepSpeed could not load the result, for the stated reason.
-        CheckpointError: Master weights are missing, or the number of steps cannot be read.
-    """
+    """Plan the folder of a conversion."""
     reader, selection, options = conversion.reader, conversion.selection, conversion.options
     weights = master_weights(reader, options, conversion.config.config, selection)
     params, lost = _params(selection, weights)
@@ -97,11 +85,7 @@ def plan(conversion: Conversion) -> PlannedFiles:
 
 
 def check(options: Options) -> None:
-    """Reject options that do not apply.
-
-    Raises:
-        UsageError: Only a part is requested, or other keys than names.
-    """
+    """Reject options that do not apply."""
     if options.part != "all" or options.optim_keys != "names":
         raise UsageError(
             "a universal checkpoint holds model and optimizer, by name",
@@ -113,12 +97,7 @@ def check(options: Options) -> None:
 def master_weights(
     reader: Reader, options: Options, config: Mapping[str, object], selection: Selection
 ) -> list[OutputTensor]:
-    """Return the master weights: the optimizer's own copies if the source has them.
-
-    Raises:
-        UsageError: The optimizer has a parameter that the model lacks, or the source has no optimizer.
-        CheckpointError: Elements of the master weights are missing.
-    """
+    """Return the master weights: the optimizer's own copies if the source has them."""
     if not _trained_names(selection):
         raise UsageError(
             "a universal checkpoint is for resuming training, and the source has no optimizer",
@@ -147,10 +126,7 @@ def _trained_names(selection: Selection) -> list[str]:
 
 
 def _params(selection: Selection, weights: Sequence[OutputTensor]) -> tuple[dict[str, _Param], list[str]]:
-    """Return the trained parameters by name, and descriptions of lost state.
-
-    Lost state is state that DeepSpeed would not load.
-    """
+    """Return the trained parameters by name, and descriptions of state that DeepSpeed would not load."""
     slots: dict[str, dict[str, OutputTensor]] = {}
     lost = []
     steps: dict[str, OutputTensor | object] = {}
@@ -208,10 +184,7 @@ def _param_files(folder: str, param: _Param) -> Iterator[_PlannedFile]:
 def _optimizer_state(
     reader: Reader, selection: Selection, params: Mapping[str, _Param]
 ) -> tuple[object, Sequence[OutputTensor]]:
-    """Return the values that all parameters share.
-
-    Stage 3 also reads its groups and steps from these.
-    """
+    """Return the values that all parameters share; ZeRO stage 3 also reads groups and steps from them."""
     steps = [param.step for param in params.values() if isinstance(param.step, OutputTensor)][:1]
     step = TensorValue(0, steps[0].dtype, ()) if steps else next((p.step for p in params.values()), None)
     given: Sequence[Mapping[str, Any]] = (selection.groups or {}).get(GROUPS, ())

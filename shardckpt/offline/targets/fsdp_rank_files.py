@@ -28,8 +28,7 @@ from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.plan.naming.fqn import require_matches
 from shardckpt.storage.replaceable import FolderKind
 
-MOST_RANKS = 4096
-"""Each file lists all ranks, so that the work grows with the square of their number."""
+MAX_RANKS = 4096  # each file lists all ranks: work grows with the square of their number
 
 _STATE = "state"
 _TENSOR = "torch.distributed.tensor"
@@ -40,21 +39,10 @@ _KIND = FolderKind("one checkpoint of a torch file for each rank", payload=re.co
 
 
 def plan_rank_files(reader: Reader, options: RankOptions, title: str) -> PlannedRanks:
-    """Plan one file per rank, `rank0.pt` first.
-
-    Args:
-        reader: Open checkpoint.
-        options: Number of ranks, and tensors that are not split.
-        title: Name of the target, for messages.
-
-    Raises:
-        UsageError: A glob matches nothing, torch cannot load a value, or there are too many ranks.
-        CheckpointError: Elements are missing or duplicate, or a container is damaged.
-        UnsupportedError: Torch cannot load a value or dtype.
-    """
-    if options.world_size > MOST_RANKS:
+    """Plan one file per rank, `rank0.pt` first."""
+    if options.world_size > MAX_RANKS:
         raise UsageError(
-            f"--world-size of {title} is too large", found=options.world_size, expected=f"at most {MOST_RANKS}"
+            f"--world-size of {title} is too large", found=options.world_size, expected=f"at most {MAX_RANKS}"
         )
     content = full_content(reader, title, allow_loss=options.allow_loss)
     split = sharded_paths(content, options.keep_whole)
@@ -68,15 +56,7 @@ def plan_rank_files(reader: Reader, options: RankOptions, title: str) -> Planned
 
 
 def sharded_paths(content: Content, keep_whole: Sequence[str]) -> frozenset[Path]:
-    """Return the paths of sharded tensors; all other tensors are replicated.
-
-    Args:
-        content: Content to write.
-        keep_whole: Globs of dotted names that are not split.
-
-    Raises:
-        UsageError: A glob matches nothing.
-    """
+    """Return the paths of sharded tensors; all other tensors are replicated."""
     names = {path: dotted(path) for path in content.arrays}
     require_matches(keep_whole, list(names.values()))
     kept = {path for path, name in names.items() if any(fnmatchcase(name, glob) for glob in keep_whole)}
@@ -84,14 +64,12 @@ def sharded_paths(content: Content, keep_whole: Sequence[str]) -> frozenset[Path
 
 
 def _sharded_in_source(arrays: Mapping[Path, OutputTensor]) -> set[Path]:
-    """Return the tensors to split: those that the source splits, or all.
-
-    Includes those that it would split if they had more rows. All tensors with rows are split if the source splits none.
-    """
+    """Return the tensors to split: those that the source splits, or all."""
     rows = {path: tensor for path, tensor in arrays.items() if tensor.shape and 0 not in tensor.shape}
     pieces = {path: sum(1 for piece in tensor.entry.pieces if piece.box.volume) for path, tensor in rows.items()}
     if all(count < 2 for count in pieces.values()):
         return set(rows)
+    # A tensor with one row would be split if it had more.
     return {path for path, tensor in rows.items() if pieces[path] > 1 or tensor.shape[0] == 1}
 
 
@@ -120,15 +98,12 @@ def _instance(module: str, name: str, state: Mapping[str, object]) -> GlobalCall
 
 
 def _mesh(rank: int, world: int) -> GlobalCall:
-    """Return the mesh of all ranks as one of them stores it.
-
-    The list of ranks is storage 0.
-    """
+    """Return the mesh of all ranks as one rank stores it."""
     axis = _instance(_LAYOUT, "_FlatLayout", {"shape": (world,), "stride": (1,)})
     state: dict[str, object] = {
         "_device_type": "cpu",
         "_layout": _instance(_LAYOUT, "_MeshLayout", {"axes": (axis,)}),
-        "_rank_map": TensorValue(0, "int32", (world,)),
+        "_rank_map": TensorValue(0, "int32", (world,)),  # storage 0 has the list of ranks
         "_mesh_dim_names": None,
         "_root_mesh": None,
         "_preserve_rank_order": False,  # read by torch 2.15; earlier ones ignore it

@@ -24,11 +24,7 @@ from shardckpt.storage.replaceable import FileKind, FolderKind
 
 
 def plan(conversion: Conversion) -> PlannedFiles:
-    """Plan the files of a conversion.
-
-    Raises:
-        UsageError: One file cannot contain both a model and an optimizer.
-    """
+    """Plan the files of a conversion."""
     stem = "adapter_model" if conversion.is_adapter else "model"
     groups: dict[str, list[tuple[OutputTensor, ...]]] = {}
     if conversion.options.part != "optim":
@@ -61,11 +57,7 @@ def _plan_folder(
     index_name: str,
     unique_suffix: str,
 ) -> Layout:
-    """Return the files of a folder.
-
-    The index is written if there are several files, if there are optimizer files (which readers that list the folder
-    would take for shards), and on stores without rename, where the index makes the result loadable.
-    """
+    """Return the files of a folder."""
     metadata = _metadata(conversion)
     files = {stem: name_files(parts, stem, unique_suffix) for stem, parts in groups.items()}
     small = conversion.encode_config()
@@ -77,17 +69,17 @@ def _plan_folder(
         small[name] = encode_json(as_json(conversion.selection.groups))
         companions = {OPTIMIZER_FILES_KEY: [f.name for f in files[OPTIMIZER]], PARAM_GROUPS_KEY: name}
     first = next(iter(files.values()))
+    # Readers that list the folder would take optimizer files for shards. On stores without rename, the index makes the
+    # result loadable.
     if conversion.options.part != "model" or not conversion.is_local or len(first) > 1:
         small[index_name] = encode_json(index(first, companions))
     return Layout(tuple(build_file(file, metadata) for part in files.values() for file in part), small)
 
 
 def _metadata(conversion: Conversion) -> dict[str, str]:
-    """Return the header metadata: that of the source, ties, and casts.
-
-    Ties are stored as `dropped: kept`, like `save_model` does.
-    """
+    """Return the header metadata: the source's, ties, and casts."""
     selection = conversion.selection
+    # Ties as `dropped: kept`, as in `save_model`.
     metadata = {**conversion.reader.manifest.metadata, "format": "pt", **selection.ties}
     casts = {t.name: t.entry.stored for t in selection.model if t.is_cast}
     if casts:
@@ -97,11 +89,7 @@ def _metadata(conversion: Conversion) -> dict[str, str]:
 
 
 def build_file(file: PlannedFile, metadata: Mapping[str, str]) -> OutputFile:
-    """Order a file's tensors and build its header.
-
-    Raises:
-        UnsupportedError: Safetensors cannot store a dtype.
-    """
+    """Order a file's tensors and build its header."""
     tensors = {t.name: t for t in file.tensors}
     order = file_order(HeaderTensor(t.name, t.dtype, t.shape) for t in file.tensors)
     header = encode_header(order, metadata)

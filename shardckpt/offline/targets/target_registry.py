@@ -21,6 +21,7 @@ _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 _PLAN, _WRITE, _HOLD = "plan its files", "write its files", "say what it can hold"
 
+# Modules are imported on demand. The first target is the default.
 BUILT_IN = {
     "safetensors": "shardckpt.offline.targets.safetensors_files",
     "torch": "shardckpt.offline.targets.torchsave",
@@ -30,7 +31,6 @@ BUILT_IN = {
     "gguf": "shardckpt.offline.targets.gguf.target",
     "vllm-sharded": "shardckpt.offline.targets.vllm_sharded",
 }
-"""Modules of the built-in targets, imported on demand. The first target is the default."""
 
 DEFAULT = next(iter(BUILT_IN))
 
@@ -64,15 +64,7 @@ def list_targets(*, for_ranks: bool = False, imports_plugins: bool = True) -> tu
 
 
 def find_target(name: str, where: str = "") -> Target:
-    """Return a target by its name; a plugin is loaded if no built-in target has it.
-
-    Args:
-        name: Name in `--to`.
-        where: Path or URL of the result, for errors of a plugin.
-
-    Raises:
-        UsageError: No target has this name, or its plugin cannot be loaded.
-    """
+    """Return a target by its name; a plugin is loaded if no built-in target has it."""
     if name in BUILT_IN:
         return load_target(name)
     for plugin in _find_plugins():
@@ -95,12 +87,7 @@ def _load_plugins(on_error: Callable[[str], None] = lambda _: None) -> Iterator[
 
 
 class _Guard(NamedTuple):
-    """Adds the name of a plugin to errors of its target, plan and files.
-
-    Attributes:
-        plugin: Plugin of the target.
-        where: Path or URL of the result.
-    """
+    """Adds the name of a plugin to errors of its target, plan and files."""
 
     plugin: Plugin
     where: str
@@ -142,15 +129,7 @@ class _Guard(NamedTuple):
 
 
 def find_rank_target(name: str, where: str = "") -> Target:
-    """Return a target that `reshard` supports, by its name.
-
-    Args:
-        name: Name in `--to`.
-        where: Path or URL of the result, for errors of a plugin.
-
-    Raises:
-        UsageError: No target has this name, or the target does not support a number of ranks.
-    """
+    """Return a target that `reshard` supports, by its name."""
     target = find_target(name, where) if name in list_targets() else None
     if target is None or target.plan_ranks is None:
         names = ", ".join(list_targets(for_ranks=True))
@@ -159,13 +138,7 @@ def find_rank_target(name: str, where: str = "") -> Target:
 
 
 def choose_target(name: str, path: str) -> Target:
-    """Return the target of a conversion, by its name or by the suffix of the path.
-
-    Plugins are loaded if no built-in target has the suffix of the path.
-
-    Raises:
-        UsageError: The target is unknown, or does not write files with this suffix.
-    """
+    """Return the target of a conversion, by its name or by the suffix of the path."""
     if not name:
         by_suffix = _find_by_suffix(path) or _find_plugin_by_suffix(path)
         return by_suffix or _require_folder(path, load_target(DEFAULT))

@@ -12,15 +12,7 @@ from shardckpt.offline.write.stream import FileSink, OutputFile, TensorPart, Ten
 def archive_file(
     name: str, archive: TorchArchive, parts: Sequence[TensorPart], count: int, head: bytes = b""
 ) -> OutputFile:
-    """Return a file of `torch.save`.
-
-    Args:
-        name: File name in the target.
-        archive: Layout of the file.
-        parts: Contents of its storages, in order.
-        count: Number of tensors in the file.
-        head: Content of the storages before those of `parts`.
-    """
+    """Return a file of `torch.save`."""
 
     def encode(stream: TensorStream, writer: FileSink) -> bytes:
         sink = ArchiveWriter(archive, writer.write)

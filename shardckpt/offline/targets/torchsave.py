@@ -66,14 +66,7 @@ def _plan_folder(conversion: Conversion, stem: str, index: str, unique_suffix: s
 def model_files(
     selection: Selection, groups: Sequence[tuple[OutputTensor, ...]], stem: str, unique_suffix: str
 ) -> tuple[list[OutputFile], dict[str, object]]:
-    """Return the files of a model, and the content of its index.
-
-    Args:
-        selection: Tensors to write; tied names are in one file and share a storage.
-        groups: Tensors of each file.
-        stem: `pytorch_model` or `adapter_model`.
-        unique_suffix: Suffix of every stem; use it if readers may still read files with the usual names.
-    """
+    """Return the files of a model, and the content of its index."""
     named = name_files(groups, stem, unique_suffix, SUFFIX)
     keeps_order = selection.keeps_order
     files = [
@@ -100,24 +93,14 @@ def _single_file(conversion: Conversion) -> OutputFile:
 
 
 def torch_file(name: str, value: object, tensors: Sequence[OutputTensor], *, keeps_order: bool = True) -> OutputFile:
-    """Return a file with a value.
-
-    Args:
-        name: File name in the target.
-        value: Value to save, with a `TensorValue` for each tensor.
-        tensors: Contents of its storages, in the order of their indexes.
-        keeps_order: Whether the value has the tensors in the order of the model.
-    """
+    """Return a file with a value."""
     storages = [Storage(t.dtype, prod(t.shape)) for t in tensors]
     archive = plan_archive(value, storages, keeps_order=keeps_order)
     return archive_file(name, archive, list(iter_parts(tensors)), len(tensors))
 
 
 def state_dict(selection: Selection, tensors: Sequence[OutputTensor]) -> dict[str, TensorValue]:
-    """Return names to tensors in state-dict order, including tied names.
-
-    Storages have the given order.
-    """
+    """Return names to tensors in state-dict order, including tied names; storages have the given order."""
     numbers = {tensor.name: number for number, tensor in enumerate(tensors)}
     order = selection.order or tuple(numbers)
     found = {}

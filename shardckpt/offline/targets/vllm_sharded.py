@@ -24,11 +24,7 @@ from shardckpt.storage.replaceable import FolderKind
 
 
 class _Constant:
-    """Yields one element as all values of a tensor that no file contains.
-
-    Args:
-        element: Bytes of the element.
-    """
+    """Yields one element as all values of a tensor that no file contains."""
 
     def __init__(self, element: bytes) -> None:
         self._element = element
@@ -39,11 +35,7 @@ class _Constant:
 
 
 def check(options: Options) -> None:
-    """Check options that need no checkpoint.
-
-    Raises:
-        UsageError: The number of ranks is missing, or an optimizer is requested.
-    """
+    """Check options that need no checkpoint."""
     if options.tp < 1:
         raise UsageError(
             f"--to {VLLM_SHARDED} needs the number of ranks",
@@ -55,12 +47,7 @@ def check(options: Options) -> None:
 
 
 def plan(conversion: Conversion) -> PlannedFiles:
-    """Plan the files of all ranks.
-
-    Raises:
-        UsageError: The config is missing, a tensor is computed, or the number of ranks does not fit the model.
-        CheckpointError: The architecture is unknown, or does not have the tensors of the checkpoint.
-    """
+    """Plan the files of all ranks."""
     selection, config = conversion.selection, conversion.config.config
     if not config:
         raise UsageError(

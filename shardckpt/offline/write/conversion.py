@@ -34,21 +34,15 @@ from shardckpt.storage.thread_pool import ThreadPool
 
 _Publication = TypeVar("_Publication")
 
-Hashes = Mapping[str, bytes]
-"""File name to the packed hashes of its blocks; empty if the format stores none."""
+Hashes = Mapping[str, bytes]  # file name to the packed hashes of its blocks; empty if the format stores none
 
 
 @dataclass(frozen=True, slots=True)
 class FinalFiles:
-    """Files that depend on the hashes of the payload; they are written last.
+    """Files that depend on the hashes of the payload; they are written last."""
 
-    Attributes:
-        names: File names in the order of writing.
-        made: Returns their content after the payload has been written.
-    """
-
-    names: tuple[str, ...]
-    made: Callable[[Hashes], Mapping[str, bytes]]
+    names: tuple[str, ...]  # in writing order
+    made: Callable[[Hashes], Mapping[str, bytes]]  # returns their content, after the payload is written
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,35 +132,20 @@ class PlannedFiles:
 
 @dataclass(frozen=True, slots=True)
 class ConversionPlan:
-    """A planned conversion of a complete source; nothing has been written.
-
-    Attributes:
-        reader: Open checkpoint.
-        files: Files to write.
-        report: Report without files and times.
-        max_memory: Maximum bytes of memory in addition to that of the started process.
-        overwrite: Whether to replace a checkpoint of the same format.
-        jobs: Number of threads that read and write; None to choose it.
-        allow_overflow: Whether to accept finite values that become infinite in a cast.
-        copied: Name to size of files of `copied_from` that are copied unchanged.
-        copied_from: Store of these files.
-    """
+    """A planned conversion of a complete source; nothing has been written."""
 
     reader: Reader
     files: PlannedFiles
-    report: Report
-    max_memory: int
-    overwrite: bool = False
-    jobs: int | None = None
-    allow_overflow: bool = False
-    copied: Mapping[str, int] = field(default_factory=dict)
+    report: Report  # without files and times
+    max_memory: int  # bytes, in addition to the started process
+    overwrite: bool = False  # replace a checkpoint of the same format
+    jobs: int | None = None  # threads; None to choose
+    allow_overflow: bool = False  # accept finite values that become infinite in a cast
+    copied: Mapping[str, int] = field(default_factory=dict)  # name to size: files to copy unchanged
     copied_from: Store | None = None
 
     def publish_with(self, function: Callable[..., _Publication]) -> _Publication:
-        """Call `publish` or `begin` of `storage.publish` for the target.
-
-        Raises their errors.
-        """
+        """Call `publish` or `begin` of `storage.publish` for the target."""
         files, target, kind = self.files, self.report.target, self.files.kind
         if isinstance(kind, FolderKind):
             kind = replace(kind, renewed=frozenset(self.copied))
@@ -180,10 +159,7 @@ class ConversionPlan:
         )
 
     def plan_layout(self, unique_suffix: str, save_id: str) -> Layout:
-        """Return the files of the target.
-
-        Raises UsageError if their names clash or the last file is missing.
-        """
+        """Return the files of the target."""
         layout = self.files.plan_layout(unique_suffix, save_id)
         layout.check_names(self.files.last if local_path(self.report.target) is None else "")
         return layout
@@ -191,13 +167,7 @@ class ConversionPlan:
     def write_payload(
         self, files: Sequence[OutputFile], publication: Publication, on_progress: OnProgress | None
     ) -> Hashes:
-        """Write payload files concurrently, and return the hashes of their blocks.
-
-        Raises:
-            CheckpointError: The source's bytes cannot be read, a cast overflows, or a written file cannot be read.
-            StorageError: Reading or writing failed.
-            UsageError: The size of a file differs from the plan, or no more threads can be started.
-        """
+        """Write payload files concurrently, and return the hashes of their blocks."""
         threads = self._count_threads(files)
         writers = max(min(threads, len(files)), 1)
         meter = Meter(self.files.nbytes, on_progress) if writers > 1 or on_progress is not None else None
@@ -215,10 +185,7 @@ class ConversionPlan:
         return count_threads(sum(file.nbytes for file in files), self.max_memory, is_local=is_local)
 
     def finish(self, layout: Layout, hashes: Hashes, publication: Publication) -> None:
-        """Write all files except the payload, with the last file at the end.
-
-        Raises StorageError.
-        """
+        """Write all files except the payload, with the last file at the end."""
         if self.copied_from is not None:
             for name, size in self.copied.items():
                 if name not in layout.small:
@@ -255,14 +222,10 @@ def _write_file(file: OutputFile, stream: TensorStream, publication: Publication
 
 
 class Stopwatch:
-    """Seconds spent in each of several consecutive phases.
-
-    Attributes:
-        seconds: Phase to seconds so far.
-    """
+    """Seconds spent in each of several consecutive phases."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}  # by phase, so far
         self._since = time.perf_counter()
 
     def end_phase(self, phase: str) -> None:
@@ -273,10 +236,7 @@ class Stopwatch:
 
 
 def write_alone(plan: ConversionPlan, watch: Stopwatch, on_progress: OnProgress | None) -> Layout:
-    """Write and publish all files from this process, and return them.
-
-    Raises errors like `run_conversion`.
-    """
+    """Write and publish all files from this process, and return them."""
     with plan.publish_with(publish) as publication:
         layout = plan.plan_layout(publication.unique_suffix, plan.files.save_id)
         hashes = plan.write_payload(layout.payload, publication, on_progress)
@@ -292,19 +252,7 @@ def run_conversion(
     on_progress: OnProgress | None,
     write: Callable[[ConversionPlan, Stopwatch, OnProgress | None], Layout] = write_alone,
 ) -> Report:
-    """Write the target, except in a dry run, and return the completed report.
-
-    Args:
-        plan: Conversion to run.
-        watch: Stopwatch whose first phase has ended.
-        on_progress: Called while bytes are written.
-        write: Writes and publishes the files, from this process or from all ranks of a job.
-
-    Raises:
-        UsageError: The target exists and cannot be replaced.
-        CheckpointError: The source's bytes cannot be read, or a cast overflows.
-        StorageError: Reading or writing failed, or the target has too little space.
-    """
+    """Write the target, except in a dry run, and return the completed report."""
     watch.end_phase("plan")
     layout = plan.plan_layout("", plan.files.save_id) if plan.report.dry_run else write(plan, watch, on_progress)
     carried = tuple(dict.fromkeys((*plan.copied, *layout.others)))

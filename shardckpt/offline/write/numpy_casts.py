@@ -11,29 +11,17 @@ from shardckpt.format.encodings.element_values import numpy_dtype
 if TYPE_CHECKING:
     import numpy as np
 
+# Per step, which needs about 5 times their memory: it should stay in a cache.
 _QUANTIZED_ELEMENTS = 1 << 14
-"""Elements that are quantized at a time: the steps need about 5 times their memory, which should stay in a cache."""
 
+# Bits of infinity; comparing integers is 5 times as fast as `isinf` for the types that ml_dtypes adds.
 _HALF_INFINITIES = {"bfloat16": 0x7F80, "float16": 0x7C00}
-"""The bits of infinity; comparing integers is 5 times as fast as `isinf` of the types that ml_dtypes adds."""
 
 
 def cast_into(
     data: memoryview, stored: str, out: memoryview, dtype: str, *, name: str, allow_overflow: bool = False
 ) -> None:
-    """Cast elements, rounding to nearest even like torch.
-
-    Args:
-        data: Stored elements.
-        stored: Dtype of the stored elements.
-        out: Buffer for as many elements of `dtype`; filled completely.
-        dtype: Dtype to cast to, or a quantized type, with full blocks.
-        name: Name of the tensor, for the message.
-        allow_overflow: Accept finite values that become infinite.
-
-    Raises:
-        PrecisionError: A finite value is outside the range of the dtype, or an imaginary part would be dropped.
-    """
+    """Cast elements and fill `out`, rounding to nearest even like torch."""
     import numpy as np  # noqa: PLC0415  (as in `numpy_dtype`)
 
     source = np.frombuffer(data, numpy_dtype(stored))
@@ -60,10 +48,7 @@ def cast_into(
 
 
 def _count_beyond(source: np.ndarray[Any, Any], target: np.ndarray[Any, Any], dtype: str) -> int:
-    """Count finite values that are not finite after a cast.
-
-    Dtypes without infinity have NaN there.
-    """
+    """Count finite values that become infinite in a cast, or NaN in dtypes without infinity."""
     import numpy as np  # noqa: PLC0415  (as in `numpy_dtype`)
 
     if dtype in FLOATS:  # counting infinities is twice as fast
@@ -83,13 +68,8 @@ def _count_infinite(values: np.ndarray[Any, Any], dtype: str) -> int:
 
 
 def _quantize(source: np.ndarray[Any, Any], out: np.ndarray[Any, Any], name: str) -> None:
-    """Quantize to `q8_0`: for each 32 elements a scale in float16 and 32 signed bytes.
-
-    The bits are those of `gguf.quants`, which rounds half away from zero.
-
-    Raises:
-        PrecisionError: A value is not finite, or too large for a scale.
-    """
+    """Quantize to `q8_0`: for each 32 elements a scale in float16 and 32 signed bytes."""
+    # `gguf.quants` makes the same bits: it rounds half away from zero.
     import numpy as np  # noqa: PLC0415  (as in `numpy_dtype`)
 
     block, _ = QUANTIZED["q8_0"]

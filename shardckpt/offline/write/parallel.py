@@ -21,10 +21,7 @@ _SEPARATOR = "\0"
 
 
 def share_out(files: Sequence[OutputFile], ranks: int) -> list[list[OutputFile]]:
-    """Return the files of each rank: the largest first, to the least loaded rank.
-
-    The result is the same on every rank.
-    """
+    """Assign files to ranks, the largest first, to the least loaded rank; equal on every rank."""
     loads = [(0, rank) for rank in range(ranks)]
     heapify(loads)
     mine: list[list[OutputFile]] = [[] for _ in range(ranks)]
@@ -36,14 +33,7 @@ def share_out(files: Sequence[OutputFile], ranks: int) -> list[list[OutputFile]]
 
 
 def write_with_ranks(plan: ConversionPlan, watch: Stopwatch, on_progress: OnProgress | None) -> Layout:
-    """Write a conversion with the ranks of `torchrun` or of the caller's own job.
-
-    All or nothing: a failure of one rank is raised on all. Rank 0 generates the names and writes the small files.
-
-    Raises:
-        ShardckptError: This rank failed.
-        RankError: Another rank failed, is gone, or did not come.
-    """
+    """Write a conversion with the ranks of `torchrun` or the caller's own job; if one fails, all raise."""
     report = plan.report
     with join_ranks(f"{report.target}\0{report.tensor_count}\0{report.nbytes}") as group:
         layout = _publish_together(group, plan, on_progress)

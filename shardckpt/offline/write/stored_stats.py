@@ -15,14 +15,7 @@ from shardckpt.plan.layout.output_files import OutputTensor
 
 
 def describe_values(name: str, entry: TensorEntry, found: ValueStats, *, is_stored: bool) -> TensorStats:
-    """Return the statistics of a tensor for callers.
-
-    Args:
-        name: Name to show.
-        entry: Entry of the tensor.
-        found: Statistics of its values.
-        is_stored: Whether the save stored them.
-    """
+    """Return the statistics of a tensor for callers."""
     has_values = found.finite > 0
     return TensorStats(
         name=name,
@@ -40,10 +33,7 @@ def describe_values(name: str, entry: TensorEntry, found: ValueStats, *, is_stor
 
 
 def find_piece_stats(reader: Reader, tensor: OutputTensor) -> Mapping[Box, ValueStats]:
-    """Return the statistics that the save stored for each piece of a tensor whose values are written as they are.
-
-    Empty without them, or if the tensor is changed.
-    """
+    """Return the stored statistics of each piece; empty if there are none or the tensor is changed."""
     entry = tensor.entry
     if tensor.is_computed or tensor.members or not _is_as_saved(reader, entry):
         return {}
@@ -51,12 +41,7 @@ def find_piece_stats(reader: Reader, tensor: OutputTensor) -> Mapping[Box, Value
 
 
 def merge_piece_stats(boxes: Sequence[Box], stored: Mapping[Box, ValueStats]) -> list[ValueStats]:
-    """Return the statistics of boxes that stored pieces make up; empty if there is another box.
-
-    Args:
-        boxes: Disjoint boxes of a tensor.
-        stored: Disjoint pieces with their statistics.
-    """
+    """Return the statistics of boxes that stored pieces make up; empty if there is another box."""
     if not boxes:
         return []
     order = sorted(boxes)

@@ -24,21 +24,17 @@ from shardckpt.storage.store import Read, Store, Writer
 
 _T = TypeVar("_T")
 
+# Resident memory of a conversion's modules beyond `inspect`, as measured (NumPy: 16 MiB).
 RESERVED_BYTES = 20 * 2**20
-"""Additional resident memory of a conversion's modules over those of `inspect`, measured (NumPy: 16 MiB)."""
 
-_BUFFERS = 4
-"""Maximum copies of a batch in memory for each thread: as stored, as staged, as cast, and being written."""
+_BUFFERS = 4  # copies of a batch in memory per thread: stored, staged, cast, being written
 
 _LEAST_BATCH_BYTES = 1 << 16
-_LOCAL_BATCH_BYTES = 1 << 20
-"""Batch size for local sources: fastest if a batch stays in the processor's cache."""
+_LOCAL_BATCH_BYTES = 1 << 20  # fastest if a batch stays in the processor's cache
+_REMOTE_BATCH_BYTES = 1 << 23  # fewer and larger requests are faster
 
-_REMOTE_BATCH_BYTES = 1 << 23
-"""Batch size for remote sources: fewer and larger requests are faster."""
-
+# For transposed views: each batch reads much of its storage again, so few large batches are faster.
 _WIDE_BATCH_BYTES = 1 << 25
-"""Batch size for transposed views: each batch reads much of its storage again, so that few large ones are faster."""
 
 _COPY_BYTES = 1 << 18
 _COPY_STEP_BYTES = 1 << 28
@@ -46,27 +42,15 @@ _COPY_STEP_BYTES = 1 << 28
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """Memory limits of one thread, in bytes.
-
-    Attributes:
-        batch_bytes: Maximum bytes of one batch.
-        wide_bytes: Maximum bytes of one batch of a transposed view.
-        step_bytes: Maximum bytes of one copy, after which progress is reported; a remote source keeps them in memory.
-    """
+    """Memory limits of one thread, in bytes."""
 
     batch_bytes: int
-    wide_bytes: int
-    step_bytes: int
+    wide_bytes: int  # batch of a transposed view
+    step_bytes: int  # copy between two progress reports; a remote source keeps it in memory
 
     @classmethod
     def share(cls, max_memory: int, threads: int, *, is_local: bool) -> MemoryBudget:
-        """Divide a limit on added memory, in bytes, among concurrent threads.
-
-        Args:
-            max_memory: Limit in bytes.
-            threads: Number of threads.
-            is_local: Whether the source's files are on this machine.
-        """
+        """Divide a limit on added memory, in bytes, among concurrent threads."""
         share = max(max_memory - RESERVED_BYTES, 0) // (_BUFFERS * threads)
         share = max(share, _LEAST_BATCH_BYTES)
         batch = min(share, _LOCAL_BATCH_BYTES if is_local else _REMOTE_BATCH_BYTES)
@@ -88,11 +72,7 @@ class FileSink(Sink, Protocol):
 
 
 class CountingWriter:
-    """Counts the bytes that an encoder writes to a file, and cannot be closed.
-
-    Args:
-        writer: Open file.
-    """
+    """Counts the bytes that an encoder writes to a file, and cannot be closed."""
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
@@ -110,17 +90,12 @@ class CountingWriter:
 
 
 class _CopiedBlock(NamedTuple):
-    """A block of a copy that a thread of the pool reads.
-
-    Attributes:
-        copy: Bytes to read.
-    """
+    """A block of a copy that a thread of the pool reads."""
 
     copy: Copy
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes."""
         return self.copy.nbytes
 
 
@@ -128,27 +103,14 @@ _Step = Copy | _CopiedBlock | Batch
 
 
 class TensorPart(NamedTuple):
-    """A box of a tensor that is written contiguously.
-
-    Attributes:
-        tensor: Tensor to write.
-        box: Box in the tensor, in row-major order.
-    """
+    """A box of a tensor that is written contiguously."""
 
     tensor: OutputTensor
-    box: Box
+    box: Box  # in row-major order
 
 
 class TensorStream:
-    """Streams tensors of one open checkpoint to output files, within a memory limit.
-
-    Args:
-        reader: Open checkpoint.
-        budget: Memory limits.
-        meter: Counter of the written bytes, which files that are written side by side need; None if nobody asks for it.
-        pool: Threads that read, cast and write.
-        allow_overflow: Whether to accept finite values that become infinite in a cast.
-    """
+    """Streams tensors of one open checkpoint to output files, within a memory limit."""
 
     def __init__(
         self,
@@ -178,28 +140,14 @@ class TensorStream:
         self._meter.stop()
 
     def write_tensors(self, tensors: Sequence[OutputTensor], writer: FileSink) -> None:
-        """Write full tensors contiguously; unchanged bytes are copied from file to file.
-
-        Threads read and cast, and this thread writes.
-
-        Raises:
-            CheckpointError: The source's bytes cannot be read, or a cast overflows.
-            StorageError: Reading or writing failed.
-        """
+        """Write full tensors contiguously; unchanged bytes are copied from file to file."""
         budget = self._budget
         plan = steps(tensors, batch_bytes=budget.batch_bytes, copy_bytes=_COPY_BYTES, wide_bytes=budget.wide_bytes)
         with self._fill_file():
             self._write_in_order(self._share_copies(plan), writer, writer)
 
     def write_parts(self, parts: Iterable[TensorPart], sink: Sink) -> None:
-        """Write parts of tensors contiguously.
-
-        Threads assemble the parts, and this thread writes them.
-
-        Raises:
-            CheckpointError: The source's bytes cannot be read, or a cast overflows.
-            StorageError: Reading or writing failed.
-        """
+        """Write parts of tensors contiguously."""
         self._write_in_order(batches(parts, self._budget.batch_bytes, self._budget.wide_bytes), sink)
 
     @contextmanager
@@ -213,10 +161,8 @@ class TensorStream:
                 self._filled_files -= 1
 
     def _share_copies(self, plan: Iterable[Copy | Batch]) -> Iterator[_Step]:
-        """Split copies into blocks for the pool, as long as it has more threads than files are written.
-
-        With as many files as threads, each is copied by the thread that writes it, through one buffer.
-        """
+        """Split copies into blocks for the pool, as long as it has more threads than files to write."""
+        # Otherwise the thread that writes a file copies it through one buffer.
         for step in plan:
             if isinstance(step, Copy) and self._pool.threads > (1 if self._has_blocks else self._filled_files):
                 yield from map(_CopiedBlock, split_copy(step, self._copy_bytes, is_aligned=self._has_blocks))
@@ -278,13 +224,7 @@ def _return(value: _T) -> _T:
 
 
 def split_copy(copy: Copy, most: int, *, is_aligned: bool) -> Iterator[Copy]:
-    """Yield parts of a copy.
-
-    Args:
-        copy: Bytes to copy.
-        most: Maximum bytes of a part.
-        is_aligned: Whether parts end at multiples of `most` in the source, each of which is verified at once.
-    """
+    """Yield parts of a copy; aligned ones end at multiples of `most` in the source, to be verified at once."""
     start, end = copy.offset, copy.offset + copy.nbytes
     while start < end:
         stop = min(start - (start % most if is_aligned else 0) + most, end)
@@ -307,19 +247,11 @@ class _Scratch:
 
 
 class _Assembler:
-    """Assembles the batches of one file on any thread.
-
-    Decoders of encoded pieces run forward only.
-
-    Args:
-        store: Store of the source.
-        scratch: Buffers for elements to cast.
-        allow_overflow: Whether to accept finite values that become infinite in a cast.
-    """
+    """Assembles the batches of one file on any thread."""
 
     def __init__(self, store: Store, scratch: _Scratch, *, allow_overflow: bool) -> None:
         self._store, self._scratch, self._allow_overflow = store, scratch, allow_overflow
-        self._decoding: PieceReader | None = None
+        self._decoding: PieceReader | None = None  # decoders run forward only
         self._decoded: OutputTensor | None = None
         self._last: tuple[OutputTensor | None, bool] = (None, False)
 
@@ -333,17 +265,7 @@ class _Assembler:
         return self._last[1]
 
     def assemble(self, batch: Batch, out: memoryview, *, is_decoded: bool) -> None:
-        """Fill a buffer with a batch, including casts.
-
-        Args:
-            batch: Batch to assemble.
-            out: Buffer of exactly the batch's bytes.
-            is_decoded: Result of `is_decoded` for the batch.
-
-        Raises:
-            CheckpointError: The source's bytes cannot be read, or a cast overflows.
-            StorageError: Reading failed.
-        """
+        """Fill a buffer with a batch, including casts."""
         targets = self._targets(batch, out)
         reads: list[Read] = []
         items: list[ReadItem] = []
@@ -393,8 +315,8 @@ class _Assembler:
         cast_into(data, stored, out, tensor.dtype, name=tensor.name, allow_overflow=self._allow_overflow)
 
 
+# Writes one file without closing it; returns block hashes if the format stores them.
 Encoder = Callable[[TensorStream, FileSink], bytes]
-"""Writes one file from start to end without closing it; returns hashes of its blocks if the format stores any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,13 +344,7 @@ def iter_parts(tensors: Iterable[OutputTensor]) -> Iterator[TensorPart]:
 
 
 def batches(parts: Iterable[TensorPart], most: int, wide: int = 0) -> Iterator[Batch]:
-    """Yield parts in order, split into blocks, in batches of at most `most` bytes.
-
-    Args:
-        parts: Parts to write.
-        most: Maximum bytes of a batch, as stored and as written.
-        wide: Maximum bytes of a block of a transposed view, which forms a batch of its own if it is larger than `most`.
-    """
+    """Yield parts in order, split into blocks, in batches of at most `most` bytes."""
     takes: list[Take] = []
     size = stored = 0
     for tensor, part in parts:

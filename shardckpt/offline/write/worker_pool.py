@@ -19,50 +19,32 @@ from shardckpt.torchrun import count_cores, local_world_size
 
 _T = TypeVar("_T")
 
-_MOST_THREADS = 4
-"""Maximum threads by default: with more, memory or the disk is the limit."""
+_MAX_THREADS = 4  # by default: with more, memory or the disk is the limit
+_MIN_BYTES = 16 << 20  # to write, for a thread that is worth starting
 
-_LEAST_BYTES = 16 << 20
-"""Minimum bytes to write for each thread that is worth starting."""
-
+# Per default thread: its buffers, and blocks of a step that are kept to verify them.
 _MEMORY_BYTES = 24 << 20
-"""Memory of each default thread, in bytes: its buffers, and blocks of a step that are kept to verify them."""
 
-_LEAST_MEMORY_BYTES = 5 << 20
-"""Memory of each requested thread, in bytes: small buffers, and staged ranges of strided views."""
+# Per requested thread: small buffers, and staged ranges of strided views.
+_MIN_MEMORY_BYTES = 5 << 20
 
 
 def count_threads(nbytes: int, max_memory: int, *, is_local: bool) -> int:
-    """Return the number of threads that make a conversion faster, at least 1.
-
-    Args:
-        nbytes: Bytes to write.
-        max_memory: Maximum bytes of memory for all threads.
-        is_local: Whether source and target are on this machine; remote stores send concurrent requests themselves.
-    """
-    useful = min(_MOST_THREADS, nbytes // _LEAST_BYTES, max_memory // _MEMORY_BYTES) if is_local else 1
+    """Return the number of threads that make a conversion faster, at least 1."""
+    useful = min(_MAX_THREADS, nbytes // _MIN_BYTES, max_memory // _MEMORY_BYTES) if is_local else 1
     if useful <= 1:
         return 1
     return max(min(useful, count_cores() // (local_world_size() or 1)), 1)
 
 
 def limit_threads(jobs: int, max_memory: int) -> int:
-    """Return the number of requested threads that fit into memory, at least 1.
-
-    Args:
-        jobs: Requested number of threads.
-        max_memory: Maximum bytes of memory for all threads, in addition to that of the modules.
-    """
-    return max(min(jobs, max_memory // _LEAST_MEMORY_BYTES), 1)
+    """Return the number of requested threads that fit into memory, at least 1."""
+    return max(min(jobs, max_memory // _MIN_MEMORY_BYTES), 1)
 
 
 @contextmanager
 def report_missing_threads() -> Iterator[None]:
-    """Convert Python's error for a thread that cannot start.
-
-    Raises:
-        UsageError: The system allows this process no more threads.
-    """
+    """Convert Python's error for a thread that cannot start."""
     try:
         yield
     except RuntimeError as error:
@@ -76,33 +58,20 @@ def report_missing_threads() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class PoolTask(Generic[_T]):
-    """A task of writing a file.
-
-    Attributes:
-        run: Function that performs the task.
-        is_chained: Whether the task must wait for the previous chained task, since both use the same decoders.
-        is_trivial: Whether waking a thread takes longer than the task; the thread that submits it then runs it.
-    """
+    """A task of writing a file."""
 
     run: Callable[[], _T]
-    is_chained: bool = False
-    is_trivial: bool = False
+    is_chained: bool = False  # waits for the previous chained task: both use the same decoders
+    is_trivial: bool = False  # faster than waking a thread: the submitting thread runs it
 
 
 class WorkerPool:
-    """Threads that run tasks, shared by the files that are written concurrently.
-
-    If several threads work for a single file, they also plan its tasks. The thread that writes is the slowest on
-    storage as fast as memory, and then only writes.
-
-    Args:
-        threads: Number of threads.
-        files: Number of files that are written concurrently.
-    """
+    """Threads that run tasks, shared by the files that are written concurrently."""
 
     def __init__(self, threads: int, files: int) -> None:
         self.threads = threads
         self.ahead = max(threads // files, 1)
+        # The writing thread is the slowest on storage as fast as memory: for a single file, others plan its tasks.
         self._plans_tasks = threads > files == 1
         self._pool = ThreadPool(threads)
 
@@ -112,18 +81,9 @@ class WorkerPool:
 
     @contextmanager
     def run(self, tasks: Iterable[PoolTask[_T]], ahead: int) -> Iterator[Iterator[_T]]:
-        """Yield an iterator of the tasks' results, in order.
-
-        Leaving the block waits for the running tasks, also after an error, so that their file is not closed before they
-        end. Tasks that have not started are canceled.
-
-        Args:
-            tasks: Tasks, generated when they are submitted.
-            ahead: Maximum number of submitted tasks before the result of an earlier one is taken.
-
-        Raises:
-            ShardckptError: The first failed task, in order, raised this error.
-        """
+        """Yield an iterator of the tasks' results, in order."""
+        # Leaving the block waits for running tasks, also after an error: their file must not be closed before they end.
+        # Tasks that have not started are canceled.
         if not self._plans_tasks:
             with self._submit(tasks, ahead) as results:
                 yield results
@@ -179,12 +139,7 @@ class WorkerPool:
 
 
 class _TaskLine(Generic[_T]):
-    """Tasks that threads take in order, and whose results another thread takes in the same order.
-
-    Args:
-        tasks: Tasks, generated one at a time by the thread that takes them.
-        ahead: Maximum number of taken tasks before the result of an earlier one is taken.
-    """
+    """Tasks that threads take in order, and whose results another thread takes in the same order."""
 
     def __init__(self, tasks: Iterator[PoolTask[_T]], ahead: int) -> None:
         self._tasks = tasks

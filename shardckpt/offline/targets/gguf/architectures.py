@@ -13,43 +13,25 @@ from shardckpt.errors import UnsupportedError
 
 @dataclass(frozen=True, slots=True)
 class NamedTensor:
-    """A tensor of an architecture.
+    """A tensor of an architecture."""
 
-    Attributes:
-        source: Name in transformers; of a layer, the name below it.
-        name: Name in GGUF; of a layer, the name below it.
-        shape: Keys of `Hyperparameters.sizes`, the slowest dimension first.
-        heads: Key of the number of heads, if the rows of each head are stored in another order; else empty.
-        is_required: Whether every model of the architecture has it.
-    """
-
-    source: str
-    name: str
-    shape: tuple[str, ...]
-    heads: str = ""
-    is_required: bool = True
+    source: str  # name in transformers; without the layer's prefix
+    name: str  # name in GGUF; without the layer's prefix
+    shape: tuple[str, ...]  # keys of `Hyperparameters.sizes`, the slowest dimension first
+    heads: str = ""  # key for the number of heads if each head's rows are reordered, else empty
+    is_required: bool = True  # every model has it
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A kind of model that llama.cpp runs.
+    """A kind of model that llama.cpp runs."""
 
-    Attributes:
-        name: Name in GGUF; the prefix of the keys of hyperparameters.
-        layer: Tensors of each layer.
-        has_rope_dimensions: Whether the number of rotated dimensions is stored.
-    """
-
-    name: str
+    name: str  # name in GGUF; prefix of hyperparameter keys
     layer: tuple[NamedTensor, ...]
-    has_rope_dimensions: bool = False
+    has_rope_dimensions: bool = False  # the number of rotated dimensions is stored
 
     def list_tensors(self, layers: int) -> Iterator[NamedTensor]:
-        """Yield all tensors of a model with full names, in the order of the computation.
-
-        Args:
-            layers: Number of layers.
-        """
+        """Yield all tensors of a model with full names, in the order of the computation."""
         yield EMBEDDING
         for number in range(layers):
             for tensor in self.layer:
@@ -60,8 +42,8 @@ class Architecture:
 
 
 EMBEDDING = NamedTensor("model.embed_tokens.weight", "token_embd.weight", ("vocabulary", "embedding"))
+# Without an output layer, llama.cpp uses the embedding.
 OUTPUT = NamedTensor("lm_head.weight", "output.weight", ("vocabulary", "embedding"))
-"""The output layer; llama.cpp uses the embedding in its place if a file has none."""
 
 _LAYER = (
     NamedTensor("input_layernorm.weight", "attn_norm.weight", ("embedding",)),
@@ -102,25 +84,17 @@ def _by_pairs(tensors: tuple[NamedTensor, ...]) -> tuple[NamedTensor, ...]:
 
 
 _LLAMA = Architecture("llama", _by_pairs(_LAYER + _optional(_INPUT_BIASES + _OTHER_BIASES)), has_rope_dimensions=True)
+# By `model_type` of `config.json`.
 ARCHITECTURES = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "qwen2": Architecture("qwen2", _LAYER + _INPUT_BIASES),
     "qwen3": Architecture("qwen3", _LAYER + _HEAD_NORMS),
 }
-"""`model_type` of a `config.json` to the architecture."""
 
 
 def find_architecture(model_type: object, where: str) -> Architecture:
-    """Return the architecture of a model.
-
-    Args:
-        model_type: Value in `config.json`.
-        where: Path or URL of that file.
-
-    Raises:
-        UnsupportedError: GGUF files of this architecture are not written.
-    """
+    """Return the architecture of a model."""
     found = ARCHITECTURES.get(model_type) if isinstance(model_type, str) else None
     if found is None:
         raise UnsupportedError(

@@ -23,15 +23,7 @@ def is_byte_fallback(content: Mapping[str, Any]) -> bool:
 
 
 def read_byte_fallback(content: Mapping[str, Any], size: int) -> Vocabulary:
-    """Return the vocabulary.
-
-    Args:
-        content: Content of `tokenizer.json`.
-        size: Number of rows of the embedding.
-
-    Raises:
-        UnsupportedError: llama.cpp would make other tokens, or there are more tokens than rows.
-    """
+    """Return the vocabulary."""
     model, table = content["model"], TokenTable(size)
     merges = [_split(merge) for merge in model["merges"]]
     added = content.get("added_tokens") or []
@@ -52,11 +44,7 @@ def _split(merge: str | list[str]) -> tuple[str, str]:
 
 
 def _score_texts(merges: list[tuple[str, str]], vocabulary: Iterable[str]) -> dict[str, float]:
-    """Return the score of each text that merges make: 0 for the first, 1 less for each later one.
-
-    Raises:
-        UnsupportedError: The merges of one text are not neighbors, or some parts of a text are not merged.
-    """
+    """Return the score of each text that merges make: 0 for the first, 1 less for each later one."""
     scores: dict[str, float] = {}
     last = ""
     for left, right in merges:

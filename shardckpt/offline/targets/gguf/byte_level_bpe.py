@@ -16,6 +16,7 @@ _CASED = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# Word split, and whether a word that is a token is taken before merges, to llama.cpp's name for both.
 _SPLITS = {
     (_CONTRACTIONS + _WORDS + r"\p{N}{1,3}" + _REST, True): "llama-bpe",
     (_CONTRACTIONS + _WORDS + r"\p{N}{1,3}" + _REST, False): "smaug-bpe",
@@ -24,7 +25,6 @@ _SPLITS = {
     ("of GPT-2", False): "gpt-2",
     ("digits, then of GPT-2", False): "smollm",
 }
-"""Split of text into words, and whether a word that is a token is taken before merges, to llama.cpp's name of both."""
 
 
 def is_byte_level(content: Mapping[str, Any]) -> bool:
@@ -33,15 +33,7 @@ def is_byte_level(content: Mapping[str, Any]) -> bool:
 
 
 def read_byte_level(content: Mapping[str, Any], size: int) -> Vocabulary:
-    """Return the vocabulary.
-
-    Args:
-        content: Content of `tokenizer.json`.
-        size: Number of rows of the embedding.
-
-    Raises:
-        UnsupportedError: llama.cpp has no name for its split of text, or there are more tokens than rows.
-    """
+    """Return the vocabulary."""
     model, table = content["model"], TokenTable(size)
     for text, number in model["vocab"].items():
         table.put(number, text, NORMAL)

@@ -11,38 +11,23 @@ from shardckpt.errors import FormatError, UnsupportedError
 from shardckpt.format.encodings.gguf import MetadataValue
 from shardckpt.offline.targets.gguf.architectures import Architecture
 
-_USUAL_THETA = 10000.0
-"""Base of the rotary embedding of configs that name none."""
-
-_INTEGER_END, _NUMBER_END = 1 << 32, 3e38
-"""Integers and numbers must be smaller: GGUF stores them with 32 bits."""
+_USUAL_THETA = 10000.0  # rotary base for configs that name none
+_INTEGER_END, _NUMBER_END = 1 << 32, 3e38  # exclusive limits: GGUF stores 32 bits
 
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameters:
-    """Hyperparameters of a model.
-
-    Attributes:
-        layers: Number of layers.
-        sizes: Numbers of rows, columns and heads by the names that `NamedTensor` uses.
-        metadata: Keys and values for GGUF, without the type of the file.
-        is_tied: Whether the output layer is the embedding.
-        rope: Values of the rotary embedding.
-        warnings: Differences of the computation in llama.cpp, one sentence each.
-    """
+    """Hyperparameters of a model."""
 
     layers: int
-    sizes: Mapping[str, int]
-    metadata: Mapping[str, MetadataValue]
-    is_tied: bool
+    sizes: Mapping[str, int]  # rows, columns and heads by the names in `NamedTensor.shape`
+    metadata: Mapping[str, MetadataValue]  # for GGUF, without the file type
+    is_tied: bool  # the output layer is the embedding
     rope: Rope
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # differences in llama.cpp's computation, one sentence each
 
     def list_rope_factors(self) -> list[float]:
-        """Return the divisors of frequencies for Llama 3, else nothing.
-
-        High frequencies have the divisor 1, low ones `factor`, and those between them are on a ramp.
-        """
+        """Return the divisors of frequencies for Llama 3: 1 for high ones, `factor` for low ones, a ramp between."""
         rope, head = self.rope, self.sizes["head"]
         if rope.kind != "llama3":
             return []
@@ -54,17 +39,7 @@ class Hyperparameters:
 
 
 def read_hyperparameters(config: Mapping[str, Any], architecture: Architecture, where: str) -> Hyperparameters:
-    """Return the hyperparameters of a model.
-
-    Args:
-        config: Content of `config.json`.
-        architecture: Architecture of the model.
-        where: Path or URL of the file, for messages.
-
-    Raises:
-        FormatError: A value is missing or not of its type.
-        UnsupportedError: The architecture in llama.cpp has no place for a value.
-    """
+    """Return the hyperparameters of a model."""
     values = _ConfigValues(config, where)
     values.require("hidden_act", "silu")
     heads = values.integer("num_attention_heads")
@@ -112,12 +87,7 @@ def read_hyperparameters(config: Mapping[str, Any], architecture: Architecture, 
 
 
 class _ConfigValues:
-    """Checked values of a JSON object.
-
-    Args:
-        content: The object.
-        where: Path or URL of its file.
-    """
+    """Checked values of a JSON object."""
 
     def __init__(self, content: Mapping[str, Any], where: str) -> None:
         self._content, self._where = content, where
@@ -158,12 +128,7 @@ class _ConfigValues:
 
 
 class Rope(_ConfigValues):
-    """Checked values of the rotary embedding.
-
-    Args:
-        content: Values of `rope_parameters`, or those of older configs.
-        where: Path or URL of `config.json`.
-    """
+    """Checked values of the rotary embedding."""
 
     def __init__(self, content: Mapping[str, Any], where: str) -> None:
         super().__init__(content, where)
@@ -227,11 +192,8 @@ def _warn_of_window(window: int, context: int) -> tuple[str, ...]:
 
 
 def _find_window(config: Mapping[str, Any], context: int) -> int:
-    """Return the number of tokens that attention is limited to; 0 without a limit.
-
-    These architectures of llama.cpp have no limit: up to that number of tokens they compute the same. Models of llama
-    have none either, those of Qwen if they say so, and `layer_types` may say that no layer has it.
-    """
+    """Return the number of tokens that attention is limited to; 0 without a limit."""
+    # llama.cpp has no limit for these architectures: results are equal up to this number of tokens.
     window, kind = config.get("sliding_window"), config.get("model_type")
     is_used = kind == "mistral" or (kind in ("qwen2", "qwen3") and config.get("use_sliding_window") is True)
     types = config.get("layer_types")

@@ -17,26 +17,18 @@ from shardckpt.offline.targets.gguf.hyperparameters import Hyperparameters
 from shardckpt.offline.write.stream import FileSink, TensorPart, TensorStream
 from shardckpt.plan.layout.output_files import OutputTensor
 
-_BUFFERS = (".rotary_emb.inv_freq",)
-"""Ends of names of buffers that older checkpoints contain and llama.cpp computes."""
+_BUFFERS = (".rotary_emb.inv_freq",)  # buffers in older checkpoints, which llama.cpp computes
 
 _SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedTensor:
-    """A tensor of a file.
-
-    Attributes:
-        header: Name, type and shape.
-        source: Tensor of the source, with the type to write; None if the data is known.
-        heads: Number of heads whose rows are stored by pairs; 0 keeps the order.
-        data: Data of a tensor without a source.
-    """
+    """A tensor of a file."""
 
     header: GgufTensor
-    source: OutputTensor | None
-    heads: int = 0
+    source: OutputTensor | None  # with the type to write; None if the data is known
+    heads: int = 0  # whose rows are stored by pairs; 0 keeps the order
     data: bytes = b""
 
     @property
@@ -45,10 +37,8 @@ class PlacedTensor:
         return self.header.nbytes + len(padding(self.header.nbytes))
 
     def iter_rows(self) -> Iterator[TensorPart]:
-        """Yield the rows of each head by pairs: row i of its first half, then row i of its second half.
-
-        transformers rotates element i of a head with element i + half, llama.cpp (for llama) rotates neighbors.
-        """
+        """Yield the rows of each head by pairs: row i of its first half, then row i of its second half."""
+        # transformers rotates a head's element i with element i + half, llama.cpp (for llama) rotates neighbors.
         assert self.source is not None, "data that is known has no rows"
         rows, *rest = self.source.shape
         half = rows // self.heads // 2
@@ -61,19 +51,7 @@ class PlacedTensor:
 def place_tensors(
     selection: Selection, architecture: Architecture, model: Hyperparameters, url: str
 ) -> tuple[PlacedTensor, ...]:
-    """Return the tensors of a file in order.
-
-    Args:
-        selection: Tensors of the source.
-        architecture: Architecture of the model.
-        model: Hyperparameters of the model.
-        url: Path or URL of the source, for messages.
-
-    Raises:
-        IncompleteError: A tensor is missing.
-        UnsupportedError: The architecture has no place for a tensor, or a shape does not fit the hyperparameters.
-        UsageError: The rows of a tensor cannot be quantized.
-    """
+    """Return the tensors of a file in order."""
     stored = {tensor.name: tensor for tensor in selection.model}
     stored |= {name: stored[kept] for name, kept in selection.ties.items() if kept in stored}
     layers = min(model.layers, len(stored))  # more cannot be complete, and a config may name billions
@@ -139,12 +117,7 @@ def most_common_type(tensors: tuple[PlacedTensor, ...]) -> str:
 
 
 def write_data(tensors: tuple[PlacedTensor, ...], stream: TensorStream, writer: FileSink) -> None:
-    """Write the data of all tensors, each with its padding; tensors that need none are written together.
-
-    Raises:
-        CheckpointError: The source's bytes cannot be read, or a cast overflows.
-        StorageError: Reading or writing failed.
-    """
+    """Write the data of all tensors, each with its padding; tensors that need none are written together."""
     together: list[OutputTensor] = []
     for tensor in tensors:
         zeros = padding(tensor.header.nbytes)

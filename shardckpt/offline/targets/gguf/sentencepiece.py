@@ -23,18 +23,7 @@ _CHANGES_TEXT = (
 
 
 def read_sentencepiece(data: bytes, added: Iterable[AddedToken], size: int, where: str) -> Vocabulary:
-    """Return the vocabulary.
-
-    Args:
-        data: Content of `tokenizer.model`.
-        added: Tokens that were added to it.
-        size: Number of rows of the embedding.
-        where: Path or URL of the file.
-
-    Raises:
-        FormatError: The file is damaged.
-        UnsupportedError: It has another algorithm than BPE, or there are more tokens than rows.
-    """
+    """Return the vocabulary."""
     table, number, algorithm = TokenTable(size), 0, _UNIGRAM
     normalizer: dict[int, bytes | int] = {}
     try:

@@ -16,19 +16,13 @@ from shardckpt.offline.write.stream import FileSink, OutputFile, TensorStream
 from shardckpt.storage.replaceable import FileKind
 
 SUFFIX = ".gguf"
-_FILE_TYPES = {"float32": 0, "float16": 1, "q8_0": 7, "bfloat16": 32}
-"""Dtype of most matrices to llama.cpp's number of such files."""
+_FILE_TYPES = {"float32": 0, "float16": 1, "q8_0": 7, "bfloat16": 32}  # llama.cpp's number, by the commonest dtype
 
 _QUANTIZATION_VERSION = 2
 
 
 def plan(conversion: Conversion) -> PlannedFiles:
-    """Plan the file of a model.
-
-    Raises:
-        UsageError: The target is not a file, `config.json` is missing, or rows cannot be quantized.
-        CheckpointError: The model is of an unknown architecture, or does not fit its `config.json`.
-    """
+    """Plan the file of a model."""
     if not conversion.is_file:
         raise UsageError("a GGUF checkpoint is one file", found=conversion.target, fix=f"End its name in {SUFFIX}.")
     if conversion.is_adapter:

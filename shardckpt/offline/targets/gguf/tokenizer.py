@@ -20,6 +20,7 @@ JSON, MODEL, SETTINGS = "tokenizer.json", "tokenizer.model", "tokenizer_config.j
 _ADDED, _JINJA = "added_tokens.json", "chat_template.jinja"
 _MAX_BYTES = 64 * 2**20
 
+# Special token to its key, as llama.cpp spells them.
 _SPECIAL = {
     "bos": "bos_token_id",
     "eos": "eos_token_id",
@@ -28,33 +29,18 @@ _SPECIAL = {
     "pad": "padding_token_id",
     "mask": "mask_token_id",
 }
-"""Special token to its key; llama.cpp spells them so."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
-    """Tokenizer of a model.
-
-    Attributes:
-        metadata: Keys and values for GGUF.
-        warnings: Oddities, one sentence each.
-    """
+    """Tokenizer of a model."""
 
     metadata: Mapping[str, MetadataValue]
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # one sentence each
 
 
 def read_tokenizer(files: ConfigFiles, size: int) -> Tokenizer:
-    """Return the tokenizer in a model's folder; without one that llama.cpp has, a warning says why.
-
-    Args:
-        files: Files beside `config.json`.
-        size: Number of rows of the embedding.
-
-    Raises:
-        FormatError: A file is damaged.
-        StorageError: Reading failed.
-    """
+    """Return the tokenizer in a model's folder; without one that llama.cpp has, a warning says why."""
     folder = _Folder(files)
     try:
         return folder.read(size)
@@ -64,14 +50,7 @@ def read_tokenizer(files: ConfigFiles, size: int) -> Tokenizer:
 
 
 class _Folder:
-    """Tokenizer files of a folder.
-
-    Args:
-        files: The files and their store.
-
-    Raises:
-        FormatError: A file is not a JSON object.
-    """
+    """Tokenizer files of a folder."""
 
     def __init__(self, files: ConfigFiles) -> None:
         self._files = files
@@ -184,12 +163,7 @@ def _list_steps(content: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _read_ends(step: Mapping[str, Any], special: Mapping[str, int]) -> dict[str, bool]:
-    """Return whether a token is added at the start and at the end of one text.
-
-    Args:
-        step: `TemplateProcessing` of `tokenizer.json`.
-        special: Id of each special token.
-    """
+    """Return whether a token is added at the start and at the end of one text."""
     single, ids = step["single"], {name: token["ids"] for name, token in step["special_tokens"].items()}
     ends = {"bos": single[0], "eos": single[-1]} if len(single) > 1 else {}
     found = {}

@@ -9,37 +9,26 @@ from typing import Any
 from shardckpt.errors import UnsupportedError
 from shardckpt.format.encodings.gguf import MetadataValue
 
+# Token kinds, as llama.cpp and sentencepiece number them.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-"""Kinds of tokens, as llama.cpp and sentencepiece number them."""
 
 _ADDED_SCORE = -1000.0
-_SPACE = "▁"
-"""The character that stands for a space in pieces of sentencepiece."""
+_SPACE = "▁"  # a space in sentencepiece
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Tokens of a model, and how text becomes tokens.
+    """Tokens of a model, and how text becomes tokens."""
 
-    Attributes:
-        model: Algorithm in llama.cpp: `gpt2` for byte-level BPE, `llama` for sentencepiece.
-        pre: Name of the split of text into words before merges.
-        tokens: Text of each token by id.
-        types: Kind of each token.
-        scores: Score of each token, for sentencepiece; else empty.
-        merges: Pairs to merge, the first one first, for BPE; else empty.
-        adds: Whether something is added to a text: `bos_token`, `eos_token`, `space_prefix`; without what is unknown.
-        warnings: Ways in which llama.cpp makes other tokens, one sentence each.
-    """
-
-    model: str
-    pre: str
-    tokens: Sequence[str]
-    types: Sequence[int]
-    scores: Sequence[float] = ()
-    merges: Sequence[str] = ()
+    model: str  # in llama.cpp: `gpt2` for byte-level BPE, `llama` for sentencepiece
+    pre: str  # name for the word split before merges
+    tokens: Sequence[str]  # text by id
+    types: Sequence[int]  # kind by id
+    scores: Sequence[float] = ()  # by id for sentencepiece, else empty
+    merges: Sequence[str] = ()  # pairs in order for BPE, else empty
+    # Whether a text gets `bos_token`, `eos_token` or `space_prefix`; unknown ones are missing.
     adds: Mapping[str, bool] = field(default_factory=dict)
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # how llama.cpp makes other tokens, one sentence each
 
     @property
     def metadata(self) -> dict[str, MetadataValue]:
@@ -56,17 +45,11 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class AddedToken:
-    """A token that was added to a vocabulary.
-
-    Attributes:
-        number: Id of the token.
-        text: Text of the token.
-        is_special: Whether it is a control token, which is not a part of any text.
-    """
+    """A token that was added to a vocabulary."""
 
     number: int
     text: str
-    is_special: bool
+    is_special: bool  # a control token, never part of a text
 
     @classmethod
     def read(cls, number: int, content: Mapping[str, Any]) -> AddedToken:
@@ -78,11 +61,7 @@ class AddedToken:
 
 
 class TokenTable:
-    """Tokens by id, with one unused token for each row of the embedding that has none.
-
-    Args:
-        size: Number of rows of the embedding.
-    """
+    """Tokens by id, with one unused token for each row of the embedding that has none."""
 
     def __init__(self, size: int) -> None:
         self.tokens = [f"[PAD{number}]" for number in range(size)]
