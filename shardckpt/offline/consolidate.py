@@ -45,8 +45,7 @@ _LISTS = {
 }
 _CONFIGS = frozenset({CONFIG, ADAPTER_CONFIG})
 _NO_CONFIG = (
-    "no config.json was found to go with the model: give --config-from FOLDER (config_from=) where transformers is to"
-    " load it"
+    "no config.json was found for the model, and transformers needs one: give --config-from FOLDER (config_from=)"
 )
 # Changes a selection, given the model's `config.json`, before optimizer keys are converted.
 Change = Callable[[Selection, Mapping[str, object]], Selection]
@@ -69,14 +68,14 @@ def consolidate(
     until the result is complete.
 
     Args:
-        src: Checkpoint in any readable format: path or URL of a folder or file.
+        src: Checkpoint in any readable format: a path or URL.
         dst: Folder to write, or a file if it ends in `.safetensors`, `.pt`, `.pth`, `.bin` or `.gguf`.
-        on_progress: Called while bytes are written, by one thread at a time; an exception that it raises stops the work
-            and removes the result.
-        **options: Fields of `Options`.
+        on_progress: Called while bytes are written, by one thread at a time. An exception from it stops the work and
+            removes the result.
+        **options: Fields in `Options`.
 
     Returns:
-        Report of the written files.
+        Report with the written files.
 
     Raises:
         UsageError: The call is invalid: the source does not exist, the target exists, or an option does not apply.
@@ -92,7 +91,7 @@ def consolidate(
 
 
 def _with_config_warning(report: Report, options: Options) -> Report:
-    """Add a warning if transformers lacks the config of a merged folder."""
+    """Add a warning if transformers lacks a config for a merged folder."""
     target = choose_target(options.to, report.target)
     is_model_folder = (
         options.part == "model"
@@ -114,16 +113,16 @@ def convert(
 ) -> Report:
     """Convert a checkpoint like `consolidate`, but keep its split into files.
 
-    Tensors that one source file contains in full stay together; those split over several files share one more file.
+    Tensors stay together if one source file contains them in full. Split tensors share one additional file.
 
     Args:
         src: As for `consolidate`.
         dst: As for `consolidate`.
         on_progress: As for `consolidate`.
-        **options: Fields of `Options`; `max_shard_size` is not used.
+        **options: Fields in `Options`; `max_shard_size` is not used.
 
     Returns:
-        Report of the written files.
+        Report with the written files.
 
     Raises:
         UsageError: As for `consolidate`.
@@ -159,7 +158,7 @@ def export(
     target.check(options)
     is_file = dst.endswith(target.suffixes)
     if options.quantize and (is_file or target.name != DEFAULT):
-        raise UsageError("--quantize writes a folder of safetensors", found=dst if is_file else f"--to {target.name}")
+        raise UsageError("--quantize writes a safetensors folder", found=dst if is_file else f"--to {target.name}")
     if options.parallel:
         require_torch("parallel=True (--parallel, or a start by torchrun)")  # ranks communicate through torch
     source = open_source(src, options.base)
@@ -205,7 +204,7 @@ def export(
 
 
 def _with_warning_of_uncast(selection: Selection, options: Options) -> Selection:
-    """Add a warning of the parts of quantized weights that are written as they are although a cast is requested."""
+    """Add a warning if parts of quantized weights keep their dtype although a cast is requested."""
     dtype = parse_dtype(options.dtype)
     left = [t.name for t in selection.model if dtype and t.dtype == t.entry.dtype != dtype and "float" in t.dtype]
     left = [name for name in left if not any(fnmatchcase(name, glob) for glob in options.keep_fp32)]
@@ -213,21 +212,19 @@ def _with_warning_of_uncast(selection: Selection, options: Options) -> Selection
         return selection
     count = "1 part of quantized weights is" if len(left) == 1 else f"{len(left)} parts of quantized weights are"
     warning = (
-        f"{count} not cast, such as {left[0]}: only fp8 with scales beside it, named *_scale_inv, is taken back; the"
-        " rest keeps its type and its scales"
+        f"{count} not cast, such as {left[0]}: only fp8 with scales named *_scale_inv can be dequantized; other types"
+        " keep their scales"
     )
     return replace(selection, warnings=(*selection.warnings, warning))
 
 
 def _with_warning_of_peft(selection: Selection) -> Selection:
-    """Add a warning if a folder for transformers gets the names of a PEFT model."""
+    """Add a warning if a folder for transformers gets PEFT names."""
     names = (tensor.name for tensor in selection.model if ".lora_" not in tensor.name)
     wrapped = next((name for name in names if any(part in name for part in BASE_PARTS)), "")
     if not wrapped:
         return selection
-    warning = (
-        f"{wrapped} and others are names of a PEFT model, and transformers finds no weights by them. {WAY_TO_BASE}"
-    )
+    warning = f"{wrapped} and others are PEFT names, which transformers does not find. {WAY_TO_BASE}"
     return replace(selection, warnings=(*selection.warnings, warning))
 
 
@@ -238,7 +235,7 @@ def _import_fp8() -> ModuleType:
 
 
 def _rekey(selection: Selection, options: Options) -> Selection:
-    """Return a selection with the requested keys for its optimizer."""
+    """Return a selection with the requested optimizer keys."""
     if selection.groups is None or options.optim_keys == "names":
         return selection
     from shardckpt.plan.optim.output_keys import rekey_state  # noqa: PLC0415  (most conversions write no optimizer)
@@ -253,7 +250,7 @@ def _build_report(source: str, conversion: Conversion, files: PlannedFiles) -> R
     options, selection = conversion.options, conversion.selection
     tensors = (*selection.model, *selection.optim) if files.written is None else files.written
     kept = ", ".join(conversion.config.kept)
-    notes = [f"{kept} of the checkpoint that is replaced: kept for the new one"] if kept else []
+    notes = [f"{kept}: kept from the replaced checkpoint"] if kept else []
     return Report(
         source=source,
         target=conversion.target,

@@ -1,4 +1,4 @@
-"""Implement `copy`: copy a step or a run of the native format, byte for byte."""
+"""Implement `copy`: copy a step or a run in the native format, byte for byte."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ _FILES_AT_ONCE = 4  # each is copied through one buffer
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """Result of a copy; with `dry_run`, of the copy that would be made.
+    """Result of a copy; with `dry_run`, the expected result.
 
     Attributes:
         source: Path or URL of the step or run.
         target: Path or URL of its copy.
-        copied: Names of the copied folders: steps, and folders with files that these refer to.
-        present: Names of the folders of which the target had the copy already.
-        nbytes: Bytes of the copied folders.
-        checked_bytes: Bytes of them that matched their hashes; other files were saved without.
-        incomplete: Incomplete steps, with the faults for which they were not copied.
+        copied: Names of copied folders: steps, and folders with files that steps refer to.
+        present: Names of folders that the target already had.
+        nbytes: Size of the copied folders, in bytes.
+        checked_bytes: Bytes that matched their hashes; other files were saved without hashes.
+        incomplete: Incomplete steps, which were not copied, with their faults.
         other_content: Names of files and folders in the steps that no save wrote; they were not copied.
         warnings: Bases on other stores, one sentence each.
         dry_run: Whether nothing was written.
@@ -85,12 +85,12 @@ class _Transfer(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """Name of the folder for the user."""
+        """Name for the user."""
         return self.folder.name or self.target.rstrip("/").rpartition("/")[2]
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether the target has only files that an interrupted copy of the same folder wrote."""
+        """Whether the target has only files from an interrupted copy of this folder."""
         held = self._counting
         return bool(held) and COMMIT not in held and held <= self.folder.sizes.keys()
 
@@ -101,12 +101,12 @@ class _Transfer(NamedTuple):
 
     @property
     def _counting(self) -> set[str]:
-        """Names of the files that the target has, without those of systems."""
+        """Names of the target's files, without system files."""
         return {name for name in self.held if not is_ignored(name)}
 
 
 class _Source(NamedTuple):
-    """The content of a step or a run."""
+    """Content to copy from a step or a run."""
 
     folders: list[StoredFolder]
     incomplete: tuple[StepInfo, ...] = ()
@@ -121,31 +121,30 @@ def copy(
     dry_run: bool = False,
     on_progress: OnProgress | None = None,
 ) -> Copied:
-    """Copy a step of shardckpt, or all complete steps of a run, byte for byte.
+    """Copy a shardckpt step, or all complete steps in a run, byte for byte.
 
-    Bytes are compared with the hashes in the manifests while they are copied, through buffers of a fixed size. A folder
-    appears at once on a disk; on other stores its `COMMIT` is written last. Steps of a run keep their names, and are
-    copied after the steps that they refer to. A step that the target has already, with the same `COMMIT`, is not copied
-    again, so that an interrupted copy of a run can be repeated; so are files of an interrupted copy that match their
-    hashes. Records of training steps (`Checkpointer(witness=...)`) are copied with their steps, and the verdicts on
-    resumes are added to those of the copy.
+    While bytes are copied, through buffers of a fixed size, they are compared with the hashes in the manifests. On a
+    disk, a folder appears at once; on other stores, its `COMMIT` is written last. Steps in a run keep their names, and
+    are copied after the steps that they refer to. An interrupted copy can be repeated: steps with the same `COMMIT` and
+    files with matching hashes are not copied again. Records of training steps (`Checkpointer(witness=...)`) are copied
+    with their steps, and verdicts on resumes are added to the copy's verdicts.
 
     Args:
-        src: Path or URL of a step's folder, or of a run's.
-        dst: Folder to write: the step, or the folder of the run.
-        overwrite: Replace steps of the target that differ.
-        dry_run: Check the source and the target, and write nothing.
-        on_progress: Called while bytes are copied, by one thread at a time; an exception that it raises stops the copy.
+        src: Path or URL of a step or a run.
+        dst: Folder to write: the step, or the run's folder.
+        overwrite: Replace different steps in the target.
+        dry_run: Check source and target, and write nothing.
+        on_progress: Called while bytes are copied, by one thread at a time. An exception from it stops the copy.
 
     Returns:
-        Names of the folders, and the bytes that were copied.
+        Names of the folders, and the copied bytes.
 
     Raises:
-        UsageError: The source is not a step or a run of shardckpt, or a base of the step is not beside the target.
+        UsageError: The source is not a shardckpt step or run, or a base of the step is not next to the target.
         TargetExistsError: The target has another step or other files; nothing was written.
         CheckpointError: The source is damaged; the message names the file and the block.
-        StorageError: Reading or writing failed; a step that was not copied completely does not exist. Nothing was
-            written if the disk of the target has no space for all of them.
+        StorageError: Reading or writing failed; an incomplete copy of a step does not exist. If the target's disk has
+            too little space for all steps, nothing was written.
 
     Examples:
         >>> shardckpt.copy("/scratch/run", "s3://bucket/run")  # doctest: +SKIP
@@ -188,7 +187,7 @@ def copy(
 
 
 def _read_source(src: str) -> _Source:
-    """Return the steps of the source."""
+    """Return the source's steps."""
     found = kind(src)
     if found == "missing":
         raise not_found_error(src)
@@ -203,17 +202,17 @@ def _read_source(src: str) -> _Source:
     run, folders = _read_folders(src)
     if not run.complete:
         raise UnknownFormatError(
-            "only steps of shardckpt and runs of them are copied",
+            "only shardckpt steps and runs can be copied",
             where=src,
             found=checkpoint_in(src) or "no complete step",
-            fix="`shardckpt convert` reads the other formats.",
+            fix="`shardckpt convert` reads other formats.",
         )
     others = [f"{step.name}/{name}" for step in run.complete for name in step.others]
     return _Source(folders, describe_steps(open_store(src), run.incomplete), tuple(others))
 
 
 def _read_folders(src: str) -> tuple[RunDirectory, list[StoredFolder]]:
-    """Return a run and its folders; steps that another process removes meanwhile are not part of it."""
+    """Return a run and its folders, without steps that another process removes meanwhile."""
     store = open_store(src)
     run = read_run(store)
     while True:
@@ -227,7 +226,7 @@ def _read_folders(src: str) -> tuple[RunDirectory, list[StoredFolder]]:
 
 
 def _plan_transfer(folder: StoredFolder, dst: str) -> _Transfer:
-    """Compare a folder with the content of its target."""
+    """Compare a folder with its target."""
     target = f"{dst.rstrip('/')}/{folder.name}" if folder.name else dst
     store = open_store(target)
     held = {entry.name: entry.size for entry in store.list() if not entry.is_folder}
@@ -252,7 +251,7 @@ def _require_vacant(transfers: list[_Transfer], dst: str, *, overwrite: bool) ->
 
 
 def _count_needed_bytes(transfers: Collection[_Transfer]) -> int:
-    """Return the space that copies need, in their order; each folder that one replaces is removed after it."""
+    """Return the space that copies need in this order: a replaced folder is removed after its copy."""
     used = needed = 0
     for transfer in transfers:
         needed = max(needed, used + transfer.folder.nbytes)
@@ -261,7 +260,7 @@ def _count_needed_bytes(transfers: Collection[_Transfer]) -> int:
 
 
 def _check_bases(transfer: _Transfer, transfers: Collection[_Transfer]) -> list[str]:
-    """Check that the copy of a step will find its bases; return what the user has to know."""
+    """Check that a copied step will find its bases; return warnings."""
     commit = transfer.folder.commit
     if commit is None:
         return []
@@ -274,7 +273,7 @@ def _check_bases(transfer: _Transfer, transfers: Collection[_Transfer]) -> list[
                 notes.append(f"{transfer.shown} refers to {where}: to load the copy, name it as base=")
         elif not sizes.keys() <= copied.get(name, {}).keys() and (missing := find_missing_files(where, [sizes])):
             raise UsageError(
-                "the step refers to files that are not beside the target",
+                "the step refers to files that are not next to the target",
                 where=transfer.target,
                 found=f"no {name}/{min(missing)}",
                 fix=f"Copy its run, or {name} first.",
@@ -284,7 +283,7 @@ def _check_bases(transfer: _Transfer, transfers: Collection[_Transfer]) -> list[
 
 @contextmanager
 def _noticing_removal(folder: StoredFolder) -> Iterator[None]:
-    """Report a step that was removed from the source while it is copied as such, not as damaged."""
+    """If a step was removed during its copy, report that instead of damage."""
     try:
         yield
     except (CheckpointError, StorageError) as error:
@@ -315,10 +314,10 @@ def _copy_folder(transfer: _Transfer, meter: Meter, *, overwrite: bool) -> None:
 
 
 def _copy_witness(transfer: _Transfer) -> list[str]:
-    """Copy the files beside a step: record of training steps, resumes. Return what the user has to know."""
+    """Copy the files next to a step: the record of training steps, resumes. Return warnings."""
     try:
         source, target = split(transfer.folder.raw_store.url), split(transfer.target)
-    except UsageError:  # a bucket is a step: it has no place beside it
+    except UsageError:  # a step that is a bucket has no place next to it
         return []
     notes = []
     for what, copy_file in (("witness", copy_record), ("verdicts", copy_resumes)):
@@ -330,7 +329,7 @@ def _copy_witness(transfer: _Transfer) -> list[str]:
 
 
 def _find_good_files(transfer: _Transfer, meter: Meter) -> frozenset[str]:
-    """Return the hashed files of an interrupted copy that match their hashes."""
+    """Return the files from an interrupted copy that match their hashes."""
     store = VerifiedStore(open_store(transfer.target), transfer.folder.hashes)
     good = set()
     for name, hashed in transfer.folder.hashes.items():

@@ -45,10 +45,10 @@ from shardckpt.storage.resolve_url import as_url
 from shardckpt.storage.store import read_bytes
 
 _BLOCK_BYTES = 1 << 21
-_LEAST_VALUES = 1 << 16
+_MIN_VALUES = 1 << 16
 _UNNAMED = (
-    "one checkpoint has its parameters by name, the other by ids, and nothing says for sure which name an id"
-    " stands for: convert it with --param-names, and compare the result"
+    "one checkpoint has its parameters by name, the other by ids whose names are uncertain: convert it with"
+    " --param-names, and compare the result"
 )
 
 
@@ -69,35 +69,35 @@ def diff(
 ) -> Comparison:
     """Compare all tensors and other values of two checkpoints by canonical names.
 
-    Model tensors are matched by the names of the unwrapped model, optimizer state by `<fqn>/<slot>`, settings of
-    optimizer groups by their parameters (`param_groups.0.lr`), and other values by their dotted paths. Flat parameters
-    of FSDP1 are split by the shapes of the other checkpoint if their own files store none.
+    Model tensors are matched by their names in the unwrapped model, optimizer state by `<fqn>/<slot>`, group settings
+    by their parameters (`param_groups.0.lr`), and other values by their dotted paths. If FSDP1's flat parameters are
+    stored without shapes, the other checkpoint's shapes split them.
 
     Tensors are equal if dtype, shape and bits are; other values if types and values are, whatever their containers.
-    With `atol` or `rtol`, real numbers `x` and `y` of a floating-point dtype are also equal if `|x - y| <= atol + rtol
-    * |y|`: then -0.0 equals 0.0, any NaN equals any other, an infinity equals only itself, and complex numbers are
-    compared by parts. Integers and booleans are always compared exactly, and another dtype is always a difference.
+    With `atol` or `rtol`, floating-point numbers are also equal if `|x - y| <= atol + rtol * |y|`. Then -0.0 equals
+    0.0, any NaN equals any other, and an infinity equals only itself; complex numbers are compared by parts. Integers
+    and booleans are always compared exactly, and another dtype is always a difference.
 
     Args:
         a: Checkpoint in any readable format.
         b: Checkpoint to compare with.
-        part: `model`, `optim` or `all`: the full checkpoint, including values outside of model and optimizer.
-        include: Globs of names to compare; empty for all.
-        exclude: Globs of names to skip.
+        part: `model`, `optim` or `all`: the full checkpoint, including values outside model and optimizer.
+        include: Globs for names to compare; empty for all.
+        exclude: Globs for names to skip.
         atol: Absolute tolerance.
         rtol: Tolerance relative to the value in `b`.
-        rules: TOML file, or name of a built-in set of rules, that convert the names and shapes of `a` to those of `b`.
+        rules: TOML file, or name of built-in rules, to convert names and shapes in `a` to the ones in `b`.
         rename: `FROM=TO`, applied in order after `rules`.
         base: Folders of moved base checkpoints, as for `load`.
-        html: Path or URL of a file to write: one page that shows the differences, sorted and by layer.
-        on_progress: Called after each tensor that both have; an exception that it raises stops the work.
+        html: Path or URL for one page that shows the differences, sorted and by layer.
+        on_progress: Called after each tensor that both have; an exception from it stops the work.
 
     Returns:
         Entries that only one has, entries that differ, skipped entries, and entries that could not be compared.
 
     Raises:
-        UsageError: A source does not exist or is not recognized; a glob matches nothing, or nothing remains; a
-            tolerance is negative or NaN; `html` names another file than an earlier report.
+        UsageError: A source does not exist or is not recognized, or a tolerance is negative or NaN. A glob matches
+            nothing, or nothing remains. `html` names another file than an earlier report.
         CheckpointError: A checkpoint is damaged or incomplete.
         StorageError: Reading failed.
     """
@@ -136,7 +136,7 @@ def _diff(
 
 
 def _list_differently_named(a: _Side, b: _Side) -> list[str]:
-    """Return the prefixes of optimizers with certain names in only one checkpoint."""
+    """Return the prefixes of optimizers whose names are certain in only one checkpoint."""
     in_a, in_b = a.held.optimizers, b.held.optimizers
     return [prefix for prefix in in_a if prefix in in_b and in_a[prefix].naming != in_b[prefix].naming]
 
@@ -154,8 +154,6 @@ def _refuse_optimizer(prefix: str, *sides: Canonical) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _DiffOptions:
-    """Options of a comparison."""
-
     part: Part
     include: tuple[str, ...]
     exclude: tuple[str, ...]
@@ -199,7 +197,7 @@ def _open(
 
 
 def _split_bases(a: str, b: str, base: NamedBases) -> tuple[NamedBases, NamedBases]:
-    """Return the named bases of each checkpoint."""
+    """Assign the named bases to the checkpoints."""
     if not base:
         return "", ""
     readers = open_checkpoint(a), open_checkpoint(b)
@@ -283,22 +281,22 @@ def _list_excluded(every: Mapping[str, None], chosen: Mapping[str, None]) -> lis
 
 
 def _leaves(a: _Side, b: _Side) -> tuple[Leaves, Leaves]:
-    """Return the flattened values of both, with settings of groups under common names."""
+    """Return the flattened values of both, with group settings under common names."""
     of_groups: tuple[dict[Path, object], dict[Path, object]] = ({}, {})
     for prefix in {**a.held.groups, **b.held.groups}:
         aligned = align(a.held.groups.get(prefix, NO_GROUPS), b.held.groups.get(prefix, NO_GROUPS))
         for out, settings in zip(of_groups, aligned, strict=True):
             out.update({(f"{prefix}{path[0]}", *path[1:]): value for path, value in settings.items()})
     first, second = (
-        find_leaves({**side.held.values, **settings}, _most_values(side.reader))
+        find_leaves({**side.held.values, **settings}, _max_values(side.reader))
         for side, settings in zip((a, b), of_groups, strict=True)
     )
     return first, second
 
 
-def _most_values(reader: Reader) -> int:
-    """Return the maximum number of values in a checkpoint's files, at a byte each."""
-    return _LEAST_VALUES + sum(size for size in reader.manifest.files.values() if size > 0)
+def _max_values(reader: Reader) -> int:
+    """Return how many values a checkpoint's files can contain at most, at a byte each."""
+    return _MIN_VALUES + sum(size for size in reader.manifest.files.values() if size > 0)
 
 
 def _tensor_and_value(name: str, a: _Side, b: _Side, in_a: Leaves, in_b: Leaves) -> ValueDifference:
@@ -336,7 +334,7 @@ def _compare(name: str, a: _Side, b: _Side, tolerance: Tolerance) -> TensorDiffe
 
 
 def _compare_types(name: str, left: TensorEntry | None, right: TensorEntry | None) -> TensorDifference | None:
-    """Return the difference of tensors of other shapes, or of which one is missing."""
+    """Return the difference if shapes differ or a tensor is missing."""
     if left is None:
         return right and TensorDifference(name, "only_in_b", None, describe_entry(name, right))
     if right is None:

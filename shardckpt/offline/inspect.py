@@ -1,4 +1,4 @@
-"""Implement `inspect`: show content from headers and metadata alone."""
+"""Implement `inspect`: show content from headers and metadata only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardckpt.plan.naming.sections import find_sections, model_paths, split_fla
 from shardckpt.storage.resolve_url import as_url
 
 _SHOWN = 60
-_MOST_FAULTS = 1_000
+_MAX_FAULTS = 1_000
 
 
 def inspect(
@@ -35,15 +35,15 @@ def inspect(
     """Describe a checkpoint without reading tensor data or executing code.
 
     Args:
-        src: Checkpoint in any readable format: path or URL of a folder or file.
-        shapes_from: Any checkpoint of the same model with full tensors; then flat parameters of FSDP1 are shown as
-            their members.
+        src: Checkpoint in any readable format: a path or URL.
+        shapes_from: Any checkpoint of the same model with full tensors, to show FSDP1's flat parameters as their
+            members.
         base: Folder of the base checkpoint if it was moved, as for `load`.
-        html: Path or URL of a file to write: one page, for any browser and without network, that shows sizes by name,
-            which file and rank holds which box of each tensor at which bytes, and what is missing or damaged.
+        html: Path or URL for one page, which needs no network. It shows sizes by name, the file, rank and bytes for
+            every box, and missing or damaged content.
 
     Returns:
-        Tensors, values, files and parts of the checkpoint. Gaps, overlaps and short files are its problems, no errors.
+        Tensors, values, files and parts. Gaps, overlaps and short files are listed as problems, not raised.
 
     Raises:
         UsageError: The source does not exist or is not recognized, the shapes do not match, or `html` names another
@@ -95,7 +95,7 @@ def describe_manifest(src: str, manifest: Manifest) -> Inspection:
         warnings=tuple(manifest.warnings),
         problems=(
             *map(missing_file, manifest.missing),
-            *map(from_fault, faults(manifest, manifest.tensors.values(), limit=_MOST_FAULTS)),
+            *map(from_fault, faults(manifest, manifest.tensors.values(), limit=_MAX_FAULTS)),
         ),
     )
 

@@ -39,13 +39,10 @@ from shardckpt.storage.resolve_url import as_url
 
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _UNTIED = (
-    "{} and {} are tied in the base, and no more: config.json may have to say so (a written one has"
+    "{} and {} were tied in the base and differ now: config.json may have to say so (a written one has"
     " tie_word_embeddings false for a head)"
 )
-_NEW = (
-    "{} is not in the base: load the result with the class that the adapter was trained with, a classifier with"
-    " num_labels={}"
-)
+_NEW = "{} is not in the base: load the result with the adapter's model class, a classifier with num_labels={}"
 
 
 def merge_adapter(
@@ -59,21 +56,21 @@ def merge_adapter(
 ) -> Report:
     """Write a base model with one or more LoRA adapters merged into it.
 
-    The result is `base + sum of weight * scale * (B @ A)`: what `peft` calls `cat`, and not its `linear`, which adds
-    the factors. Products are computed in float32 (float64 for a base in float64) and added in that dtype; the sum is
-    rounded once to the written dtype. Fully trained tensors replace those of the base. Memory is constant except for
-    one factor of each adapter at a time.
+    The result is the base plus `weight * scale * (B @ A)` for each adapter: `peft` calls this `cat`; its `linear` adds
+    the factors instead. Products and sums are computed in float32 (float64 for a base in float64), and rounded once to
+    the written dtype. Fully trained tensors replace the base's tensors. Memory is constant except for one factor per
+    adapter at a time.
 
     Args:
-        base: Checkpoint of the model on which the adapters were trained, in any readable format.
-        adapter: Folder with `adapter_config.json` and the adapter's tensors, as `peft` saves it, or several of them.
+        base: Checkpoint of the adapters' base model, in any readable format.
+        adapter: Folder with `adapter_config.json` and the adapter's tensors, as `peft` saves it; or several folders.
         dst: As for `consolidate`.
-        adapter_weights: Factor of each adapter's products, in the order of the adapters; 1 for each by default.
+        adapter_weights: A factor for each adapter's products, in adapter order; 1 by default.
         on_progress: As for `consolidate`.
-        **options: Fields of `Options`, for the base; `part` is the model.
+        **options: Fields in `Options`, for the base; `part` is the model.
 
     Returns:
-        Report of the written files.
+        Report with the written files.
 
     Raises:
         UsageError: The call is invalid: an adapter belongs to another base, two adapters set one tensor, or an option
@@ -126,8 +123,6 @@ def _check_weights(weights: Sequence[float] | None, adapters: int) -> Sequence[f
 
 @dataclass(frozen=True, slots=True)
 class _Adapter:
-    """An open adapter."""
-
     reader: Reader
     config: Mapping[str, Any]
     weight: float  # multiplies its products
@@ -156,11 +151,11 @@ def _open_adapter(path: str, weight: float) -> _Adapter:
 
 
 def _require_plain_base(selection: Selection, config: Mapping[str, object], adapters: Sequence[_Adapter]) -> None:
-    """Require that the weights that adapters change are numbers to which something can be added."""
+    """Require that adapters change only weights with plain numbers."""
     tensors = {tensor.name: tensor for tensor in selection.model}
     quantized = find_quantized({name: tensor.entry for name, tensor in tensors.items()})
     plain = {name for name, tensor in tensors.items() if tensor.entry.dtype in FLOATS} - {*quantized.values()}
-    plain |= {name for name, tensor in tensors.items() if tensor.change is not None}  # fp8 that has been taken back
+    plain |= {name for name, tensor in tensors.items() if tensor.change is not None}  # dequantized fp8
     changed = {selection.ties.get(name, name) for each in adapters for name in list_changed(each.entries, each.url)}
     for name in sorted(changed):
         module, _, last = name.rpartition(".")
@@ -173,8 +168,8 @@ def _require_plain_base(selection: Selection, config: Mapping[str, object], adap
             f"the base is quantized, and nothing can be added to {name}",
             found=f"{packed} in {tensors[packed].entry.dtype}{f', quant_method {kind}' if kind else ''}",
             expected=", ".join(sorted(FLOATS)),
-            fix="Merge into the base before it was quantized, or take it back first: --dtype bf16 does for fp8 with"
-            " *_scale_inv, and model.dequantize() of transformers for others.",
+            fix="Merge into the base before quantization, or dequantize it first: with --dtype bf16 for fp8 with"
+            " *_scale_inv, else with transformers' model.dequantize().",
         )
 
 
@@ -218,7 +213,7 @@ def _merge(selection: Selection, adapters: Sequence[_Adapter], config: Mapping[s
             warnings.append(_UNTIED.format(name, kept))
         elif name in changes:
             if kept in changes:
-                raise UnsupportedError("the adapter changes two names of one tensor", found=f"{name}, {kept}")
+                raise UnsupportedError("the adapter changes one tensor under two names", found=f"{name}, {kept}")
             changes[kept] = changes.pop(name)  # one tensor with two names: both change, as in the module
     order = [name for name in selection.order if name in tensors] or list(tensors)
     for name, entry in resized.items():
@@ -237,20 +232,20 @@ def _merge(selection: Selection, adapters: Sequence[_Adapter], config: Mapping[s
 
 
 def _describe_vocabulary(resized: Mapping[str, TensorEntry], known: Mapping[str, Shape]) -> dict[str, object]:
-    """Return the size of a vocabulary that the adapter has changed, as the value of a config."""
+    """Return the vocabulary size for the config if the adapter has changed it."""
     rows = [entry.shape[0] for name, entry in resized.items() if name in known]
     return {"vocab_size": rows[0]} if rows else {}
 
 
 def _warnings_of_ties(merged: Selection, config: Mapping[str, object]) -> list[str]:
-    """Return warnings of changed embeddings that only the head of the merged model uses too."""
+    """Return warnings about changed embeddings that only the merged model's head also uses."""
     names = {tensor.name for tensor in merged.model} | merged.ties.keys()
     if not _may_tie(config) or any(map(is_head, names)):
         return []
     changed = [tensor.name for tensor in merged.model if tensor.change is not None]
     return [
-        f"{name} is changed, and the model may tie its head to it ({TIE}): then the head of the merged model changes"
-        " too, that of the model with the adapter does not"
+        f"{name} is changed, and the model may tie its head to it ({TIE}): then the merged model's head changes too,"
+        " unlike the head in the model with the adapter"
         for name in changed
         if is_embedding(name)
     ]
@@ -262,7 +257,7 @@ def _may_tie(config: Mapping[str, object]) -> bool:
 
 
 def _plan_changes(adapter: _Adapter, known: Mapping[str, Shape], *, is_transposed: bool) -> Merge:
-    """Plan the changes of an adapter, and require that two names of one tensor have equal values."""
+    """Plan an adapter's changes; require equal values for one tensor's two names."""
     shapes = {name: entry.shape for name, entry in adapter.entries.items()}
     merge = plan_merge(adapter.config, shapes, known, adapter.url, is_transposed=is_transposed)
     for pair in merge.repeated:
@@ -270,7 +265,7 @@ def _plan_changes(adapter: _Adapter, known: Mapping[str, Shape], *, is_transpose
         is_like = (first.shape, first.stored) == (second.shape, second.stored)
         if not is_like or not same_bits(adapter.reader, adapter.reader.manifest, first, second):
             raise NameCollisionError(
-                "two tensors of the adapter belong to one of the base, and their values differ",
+                "two adapter tensors belong to one base tensor, and their values differ",
                 where=adapter.url,
                 found=", ".join(pair),
                 fix="Write the adapter without one of them: consolidate with --exclude.",
@@ -285,7 +280,7 @@ def _add_changes(
     changes: dict[str, Change],
     given: Mapping[str, Change],
 ) -> None:
-    """Add the changes of an adapter to those of the adapters before it."""
+    """Add an adapter's changes to the earlier adapters' changes."""
     wanted = list(adapter.entries.values())
     entries = dict(zip(adapter.entries, locate(adapter.reader, adapter.reader.manifest, wanted), strict=True))
     if merge.own and adapter.weight != 1:
@@ -318,14 +313,13 @@ class _AdapterReader:
         self._kept: tuple[str, str, NDArray[Any]] | None = None
         for name, entry in entries.items():
             if entry.stored not in FLOATS:
-                raise UnsupportedError(f"{name} is of no float type", where=reader.store.url, found=entry.stored)
+                raise UnsupportedError(f"{name} must have a float type", where=reader.store.url, found=entry.stored)
 
     def shape(self, name: str) -> Shape:
-        """Return the shape of a tensor."""
         return self._entries[name].shape
 
     def raw(self, name: str, box: Box) -> tuple[memoryview, str]:
-        """Return the bytes of a box of a tensor, and their dtype."""
+        """Return the bytes in a tensor's box, and their dtype."""
         entry = self._entries[name]
         data = memoryview(bytearray(nbytes(entry.stored, box.volume)))
         with self._lock:  # threads share the decoders of encoded factors
@@ -333,7 +327,7 @@ class _AdapterReader:
         return data, entry.stored
 
     def rows(self, name: str, dim: int, start: int, size: int, kind: str) -> NDArray[Any]:
-        """Return rows (`dim` 0) or columns (`dim` 1) of a factor. Further dimensions count as columns."""
+        """Return a factor's rows (`dim` 0) or columns (`dim` 1); further dimensions count as columns."""
         shape = self._entries[name].shape
         offset = tuple(start if d == dim else 0 for d in range(len(shape)))
         box = Box(offset, tuple(size if d == dim else n for d, n in enumerate(shape)))
@@ -341,7 +335,6 @@ class _AdapterReader:
         return found.reshape(box.size[0], -1)
 
     def full_factor(self, name: str, kind: str) -> NDArray[Any]:
-        """Return a full factor."""
         kept = self._kept
         if kept is None or kept[:2] != (name, kind):
             kept = self._kept = (name, kind, self.rows(name, 0, 0, self._entries[name].shape[0], kind))
@@ -353,7 +346,7 @@ def _numbers(data: memoryview, stored: str, kind: str) -> NDArray[Any]:
 
 
 class _LowRankSum:
-    """Adds the product of two factors to a weight."""
+    """Adds two factors' product to a weight."""
 
     def __init__(self, source: _AdapterReader, low_rank: LowRank, shape: Shape, before: Change | None) -> None:
         self._source, self._low_rank, self._shape, self._before = source, low_rank, shape, before
@@ -365,7 +358,7 @@ class _LowRankSum:
         return is_sum_of_copy or isinstance(self._before, _TensorCopy)
 
     def __call__(self, box: Box, data: memoryview, stored: str) -> tuple[memoryview, str]:
-        """Return a block of the weight plus the product, in the computation's dtype."""
+        """Return the weight plus the product in a box, in the computation's dtype."""
         if self._before is not None:
             data, stored = self._before(box, data, stored)
         kind = "float64" if stored == "float64" else "float32"
@@ -373,7 +366,7 @@ class _LowRankSum:
         return memoryview(found).cast("B"), kind
 
     def _added(self, box: Box, kind: str) -> NDArray[Any]:
-        """Return the product for a block: rows of the weight, or a part of one row."""
+        """Return the product for a block: several rows, or a part of one row."""
         # Dimensions after the first (in a convolution's kernel) count as one.
         columns = self._shape[1] if len(self._shape) == 2 else int(np.prod(self._shape[1:]))
         first = flat_index(self._shape, box.offset)
@@ -390,11 +383,11 @@ class _LowRankSum:
 
 
 class _TensorCopy:
-    """Replaces values by those of another tensor."""
+    """Replaces a tensor's values with another tensor's values."""
 
     def __init__(self, source: _AdapterReader, name: str) -> None:
         self._source, self._name = source, name
 
     def __call__(self, box: Box, data: memoryview, stored: str) -> tuple[memoryview, str]:  # noqa: ARG002
-        """Return the block of the other tensor."""
+        """Return the other tensor's values in a box."""
         return self._source.raw(self._name, box)

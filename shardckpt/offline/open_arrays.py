@@ -61,7 +61,7 @@ class ArraySource:
         return find(self._tree, path)
 
     def read_tree(self, tree: Any) -> Any:
-        """Return a part of the tree with its tensors read into arrays."""
+        """Return a subtree with its tensors read into arrays."""
         paths = list(dict.fromkeys(ref.path for ref in iter_refs(tree)))
         located = locate(self._reader, self._manifest, [self.arrays[path] for path in paths])  # before allocating
         arrays = {
@@ -74,7 +74,7 @@ class ArraySource:
         return fill_tree(tree, get_array)
 
     def read(self, entry: TensorEntry, box: Box) -> NDArray[Any]:
-        """Return the elements of a box."""
+        """Return the elements in a box."""
         (located,) = locate(self._reader, self._manifest, [entry])
         return self._read_located(located, box)
 
@@ -115,7 +115,7 @@ def _allocate(entry: TensorEntry, box: Box) -> NDArray[Any]:
 
 
 def array_dtype(entry: TensorEntry) -> np.dtype[Any]:
-    """Return the NumPy dtype for the arrays of a tensor."""
+    """Return the NumPy dtype for a tensor's arrays."""
     try:
         return numpy_dtype(entry.dtype)
     except (TypeError, KeyError) as error:
@@ -138,7 +138,7 @@ def decode_named_value(value: NamedValue) -> object:
 
 
 class SavedArray(StoredTensor[ArraySource, NDArray[Any]]):
-    """A tensor of an open checkpoint; indexing reads elements, `[...]` all of them."""
+    """A tensor in an open checkpoint; indexing reads elements, `[...]` reads all."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -147,7 +147,7 @@ class SavedArray(StoredTensor[ArraySource, NDArray[Any]]):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Dtype of the arrays; that of `ml_dtypes` if NumPy itself lacks it."""
+        """Dtype of the arrays; from `ml_dtypes` if NumPy itself lacks it."""
         return array_dtype(self._entry)
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
@@ -168,7 +168,7 @@ OpenedArrays: TypeAlias = Opened[ArraySource]
 
 
 def open_arrays(path: Any, *, verify: str | bool, base: NamedBases | None) -> OpenedArrays:
-    """Open a checkpoint of any format to read parts of it into NumPy arrays."""
+    """Open a checkpoint in any format to read parts into NumPy arrays."""
     if verify not in (False, True, "read"):
         raise UsageError("`verify` must be False or 'read'", found=repr(verify))
     return Opened(ArraySource(fix_folder(as_url(path)), bool(verify), base or ""), SavedArray)

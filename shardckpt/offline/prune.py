@@ -1,4 +1,4 @@
-"""Implement `ls` and `prune`: list and remove the steps of a run."""
+"""Implement `ls` and `prune`: list and remove a run's steps."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ _AT_ONCE = 8
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """One step of a run.
+    """One step in a run.
 
     Attributes:
-        number: Number of the step.
-        path: Path or URL of the step, which all functions and commands accept.
-        nbytes: Committed bytes of its files.
-        saved_at: Start time of its save, in seconds since the epoch; None if unknown.
-        fault: Reason why the step is not complete; empty if it is.
-        metrics: Metrics that were saved with it, by name; None if they were not read.
-        has_stats: Whether statistics of its values were saved with it; None if this was not read.
+        number: Step number.
+        path: Path or URL, which all functions and commands accept.
+        nbytes: Committed bytes in its files.
+        saved_at: Time when its save started, in seconds since the epoch; None if unknown.
+        fault: Why the step is incomplete; empty for a complete step.
+        metrics: Saved metrics, by name; None if they were not read.
+        has_stats: Whether the save stored statistics; None if this was not read.
         proof: Verdict on its resumes: `proven`, `diverged`, `unproven` or `no record`; None if this was not read.
-        equal_steps: Numbers of training steps that were equal in the resume that decides the verdict, and of those
-            that are recorded behind the step; None if this was not read.
-        is_unfinished: Whether its save or its removal was interrupted, or goes on.
+        equal_steps: Two counts of training steps: equal ones in the resume that decides the verdict, and recorded ones
+            after the step. None if this was not read.
+        is_unfinished: Whether its save or removal was interrupted, or is in progress.
     """
 
     number: int
@@ -76,14 +76,13 @@ class StepInfo:
 
 @dataclass(frozen=True, slots=True)
 class StepList:
-    """The steps of a run.
+    """A run's steps.
 
     Attributes:
         root: Path or URL of the run.
-        complete: Steps that were committed and have all their files, oldest first.
+        complete: Committed steps that have all their files, oldest first.
         incomplete: Folders that are named like steps and cannot be loaded.
-        durability: Copies of each step in the root and its tiers, in the order of their numbers; None if they were not
-            read.
+        durability: Copies of each step in the root and its tiers, by step number; None if they were not read.
         captures: Captures in tiers that the run was resumed from, which may be gone; None if their verdicts were not
             read.
     """
@@ -95,11 +94,11 @@ class StepList:
     captures: tuple[StepProof, ...] | None = None
 
     def find_best(self, metric: str = "loss", mode: Literal["min", "max"] = "min") -> StepInfo | None:
-        """Return the complete step with the best metric, of equal ones the later; None if no step is complete.
+        """Return the complete step with the best metric, the later if equal; None if no step is complete.
 
         Args:
-            metric: Name of a metric. The steps have metrics after `ls(root, metrics=True)`.
-            mode: Whether the best step has the smallest or the largest metric.
+            metric: Metric name. The steps have metrics after `ls(root, metrics=True)`.
+            mode: Whether the smallest or the largest metric is best.
 
         Raises:
             UsageError: No step has a number for the metric, or the mode is unknown.
@@ -111,13 +110,13 @@ class StepList:
 
 @dataclass(frozen=True, slots=True)
 class UnfinishedFolder:
-    """A folder that an interrupted save or removal left, or one that a save or removal in progress needs.
+    """A folder from an interrupted save or removal, or for one in progress.
 
     Attributes:
-        name: Name of the folder in the run.
-        nbytes: Bytes of its files.
-        removable_at: Time from which on `prune` with the same `unfinished_for` removes it if it does not change, in
-            seconds since the epoch; None if its age is unknown.
+        name: Folder name in the run.
+        nbytes: Bytes in its files.
+        removable_at: Time in seconds since the epoch after which `prune` with the same `unfinished_for` removes it,
+            unless it changes; None if its age is unknown.
     """
 
     name: str
@@ -127,7 +126,7 @@ class UnfinishedFolder:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """The removed steps and orphans; with `dry_run`, those that would be removed.
+    """The removed steps and orphans; with `dry_run`, the ones to remove.
 
     Attributes:
         root: Path or URL of the run.
@@ -135,9 +134,9 @@ class Pruned:
         kept: Complete steps that stay.
         incomplete: Incomplete steps, which stay.
         orphans: Names of folders that killed saves and removals left.
-        other_content: Paths relative to the root of content in the removed steps that no save wrote; it stays.
+        other_content: Paths relative to the root: content in the removed steps that no save wrote, which stays.
         dry_run: Whether nothing was removed.
-        unfinished: Folders of unfinished saves and removals that stay, since they changed a short time ago.
+        unfinished: Folders of unfinished saves and removals that stay because they changed recently.
     """
 
     root: str
@@ -151,23 +150,23 @@ class Pruned:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the removed steps."""
+        """Bytes in the removed steps."""
         return sum(step.nbytes for step in self.removed)
 
 
 def ls(
     root: str | os.PathLike[str], *, metrics: bool = False, proof: bool = False, durability: bool = False
 ) -> StepList:
-    """List the steps of a run.
+    """List a run's steps.
 
     A step is complete if its `COMMIT` is valid and all its files have their sizes.
 
     Args:
         root: Path or URL of the run's folder.
-        metrics: Read the metrics of the complete steps, and whether they have statistics, from their manifests.
-        proof: Read the verdicts on resumes of the complete steps, and of captures; `prove` returns more about them.
-        durability: List the copies of each step that this machine can read, in the tiers too, and what they survive.
-            The folder need not exist yet if a tier has a copy.
+        metrics: Read metrics from the manifests of complete steps, and whether they have statistics.
+        proof: Read the verdicts on resumes from complete steps and captures; `prove` returns more about them.
+        durability: List each step's copies that this machine can read, also in tiers, and what they survive. If a tier
+            has a copy, the folder need not exist yet.
 
     Raises:
         UsageError: The folder does not exist or has no steps; the message describes its content.
@@ -199,7 +198,7 @@ def ls(
 
 
 def open_run(root: str) -> tuple[Store, RunDirectory]:
-    """Return the store and the steps of a run."""
+    """Return a run's store and steps."""
     store = _open(root)
     run = read_run(store)
     if not run.steps:
@@ -216,29 +215,29 @@ def prune(
     dry_run: bool = False,
     **rules: Unpack[RetentionParams],
 ) -> Pruned:
-    """Remove the steps of a run that no rule keeps, and old orphans.
+    """Remove a run's steps that no rule keeps, and old orphans.
 
-    The newest complete step always stays, and only complete steps count. `COMMIT` of a step is removed first, so that
-    an interrupted call leaves every step either complete or nonexistent.
+    The newest complete step always stays, and only complete steps count. A step's `COMMIT` is removed first: after an
+    interrupted call, every step is either complete or nonexistent.
 
     Args:
         root: Path or URL of the run's folder.
-        steps: Numbers of the steps to remove, in place of rules; the newest complete one stays.
-        keep_last: Number of newest steps to keep.
+        steps: Step numbers to remove, instead of rules; the newest complete step stays.
+        keep_last: How many of the newest steps to keep.
         keep_every: Steps whose number is a multiple of this are kept.
-        keep_best: Number of best steps by `metric` to keep; steps without the metric are kept too, unless there are
-            other rules. Without any rule all steps are kept.
-        metric: Metric for `keep_best`, one of those saved with the steps.
-        mode: Whether the best step has the smallest or the largest metric.
+        keep_best: How many of the best steps by `metric` to keep; steps without the metric are kept too, unless there
+            are other rules. Without any rule all steps are kept.
+        metric: Saved metric for `keep_best`.
+        mode: Whether the smallest or the largest metric is best.
         keep_for: Minimum age of removed steps: a timedelta, or text with a unit such as `"36h"`, `"7d"`, `"2w"`.
-        verify: Check every block of the newest step before removing any; a damaged step is ignored, and the one before
-            is checked. Without it only its manifest is read.
-        unfinished_for: Minimum time without a change after which folders of unfinished saves and removals are removed:
-            as for `keep_for`, or 0. With less than the time of a save, no job may save into the run.
+        verify: Check every block in the newest step before removing any; after a damaged step, check the step before.
+            Otherwise only its manifest is read.
+        unfinished_for: Remove folders of unfinished saves and removals that have not changed for this time: as for
+            `keep_for`, or 0. If a save takes longer than this time, no job may save into the run.
         dry_run: Remove nothing.
 
     Returns:
-        The removed steps and orphans, and the folders of unfinished saves and removals that stay.
+        The removed steps and orphans, and the unfinished folders that stay.
 
     Raises:
         UsageError: The folder does not exist or has no steps; a rule has an invalid value; no step has the metric.
@@ -302,7 +301,7 @@ def _describe_unfinished(store: Store, run: RunDirectory, orphan: Orphan, age_s:
 
 
 def _require_numbers(steps: object) -> None:
-    """Reject other values than numbers of steps, of which none would be removed. Raises UsageError."""
+    """Reject values that are not step numbers, which would remove nothing. Raises UsageError."""
     listed = steps if isinstance(steps, Collection) else [None]
     if not all(isinstance(number, Integral) and not isinstance(number, bool) for number in listed):
         raise UsageError("`steps` must be a list of step numbers", found=repr(steps), expected="such as [100, 200]")
@@ -348,7 +347,7 @@ def _open(root: str) -> Store:
 
 
 def _require_empty(root: str, store: Store) -> None:
-    """Reject a folder with other content than steps. Raises UnknownFormatError."""
+    """Reject a folder without steps but with other content. Raises UnknownFormatError."""
     require_start_of_run(root)
     names = [entry.name for entry in store.list() if not entry.name.startswith(".")]
     if names:

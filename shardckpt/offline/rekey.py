@@ -1,4 +1,4 @@
-"""Implement `rekey`: convert the keys of optimizer state."""
+"""Implement `rekey`: convert optimizer keys."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ def rekey(
     on_progress: OnProgress | None = None,
     **options: Unpack[RekeyParams],
 ) -> Report:
-    """Write a checkpoint like `consolidate`, with other keys for its optimizer.
+    """Write a checkpoint like `consolidate`, with other optimizer keys.
 
     No value changes.
 
     Args:
-        src: Checkpoint in any readable format, with an optimizer: path or URL of a folder or file.
+        src: Checkpoint with an optimizer, in any readable format: a path or URL.
         dst: Folder to write; with `names`, also a file if it ends in `.safetensors`, without groups.
-        to: `names`: tensors are named `<parameter>/<slot>`. `ids`: `<number>/<slot>`, with the ids of `torch.optim`;
-            the groups keep the names. `flatten`: `state.<parameter>.<slot>`. `nest`: the inverse of `flatten`.
-            `flat-parameters`: `<flat parameter>/<slot>`, one tensor of all its members, if the files store the layouts:
-            LOCAL states, and results of `rekey`. `names` is the inverse.
+        to: `names`: tensors are named `<parameter>/<slot>`. `ids`: `<number>/<slot>`, with `torch.optim`'s ids; the
+            groups keep the names. `flatten`: `state.<parameter>.<slot>`. `nest`: the inverse of `flatten`.
+            `flat-parameters`: `<flat parameter>/<slot>`, one tensor for all members; only for files with layouts: LOCAL
+            states, and results of `rekey`. `names` is the inverse.
         on_progress: As for `consolidate`.
-        **options: Fields of `Options`; `part` is `all` by default. `param_names` gives the names of a source with ids;
-            with `to="ids"` and a source with names, it gives the id of each name.
+        **options: Fields in `Options`; `part` is `all` by default. `param_names` gives the names for a source with ids;
+            with `to="ids"` and a source with names, it gives each name's id.
 
     Returns:
-        Report of the written files.
+        Report with the written files.
 
     Raises:
         UsageError: The call is invalid: `to` is unknown, or names are.
@@ -63,15 +63,15 @@ def rekey(
     """
     src, dst = as_url(src), as_url(dst)
     if to not in _KEYS:
-        raise UsageError("`to` names an unknown kind of keys", found=to, expected=", ".join(_KEYS))
+        raise UsageError("`to` must be a kind of keys", found=to, expected=", ".join(_KEYS))
     if "optim_keys" in options:
-        raise UsageError("keys are asked for twice", found="optim_keys", expected="`to` alone")
+        raise UsageError("`to` and `optim_keys` exclude each other", found="optim_keys", expected="`to` alone")
     chosen = parse_options("rekey", {"part": "all", **options})
     if chosen.part == "model":
         raise UsageError("the model alone has no keys to change", found="part model", expected="all or optim")
     if dst.endswith(SUFFIX) and _KEYS[to] in ("ids", "flat-parameters"):
         raise UsageError(
-            "one file cannot store the groups, which say to which parameters its tensors belong",
+            "one file cannot store the param groups, which map its tensors to parameters",
             found=dst,
             fix="Name a folder.",
         )

@@ -1,4 +1,4 @@
-"""Implement `reshard`: write a checkpoint for another number of ranks."""
+"""Implement `reshard`: write a checkpoint for another world size."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardckpt.plan.layout.output_files import parse_size
 from shardckpt.storage.publish import require_apart
 from shardckpt.storage.resolve_url import as_url
 
-MOST_RANKS = 16_384
+MAX_RANKS = 16_384
 
 
 def reshard(
@@ -39,30 +39,30 @@ def reshard(
     dry_run: bool = False,
     on_progress: OnProgress | None = None,
 ) -> Report:
-    """Write all content of a checkpoint like a save of `world_size` ranks.
+    """Write a checkpoint as a save on `world_size` ranks would.
 
-    Each rank has at least one payload file. No value changes: loading the result gives the same bits as loading the
-    source, at any world size. Memory is constant.
+    Each rank has at least one payload file. No value changes: the result loads with the same bits as the source, at any
+    world size. Memory is constant.
 
     Args:
         src: As for `consolidate`.
         dst: Folder to write.
-        world_size: Number of ranks over which tensors are split, along their first dimension: at most 16,384, and 4,096
-            with `torch`, where each file lists all ranks.
+        world_size: Ranks over which tensors are split, along their first dimension: at most 16,384; at most 4,096 with
+            `torch`, where each file lists all ranks.
         to: Format to write: `native`; `dcp`, which `torch.distributed.checkpoint` loads; or `torch`, one `torch.save`
-            file per rank with the DTensors of FSDP2.
-        max_shard_size: Maximum bytes of tensor data in a file: a number, or `5GB`. With `torch` each rank has one file.
-        max_memory: Maximum bytes of memory in addition to that of the started process.
-        shapes_from: Any checkpoint of the same model with full tensors, for flat parameters of FSDP1.
+            file per rank with FSDP2's DTensors.
+        max_shard_size: Maximum tensor data per file: a number of bytes, or `5GB`. With `torch` each rank has one file.
+        max_memory: Maximum memory in bytes, in addition to the started process.
+        shapes_from: Any checkpoint of the same model with full tensors, for FSDP1's flat parameters.
         base: Folder of the base checkpoint if it was moved, as for `load`.
-        keep_whole: Globs of dotted names that `torch` does not split, such as buffers; the file of every rank has them.
+        keep_whole: Globs for dotted names that `torch` does not split, such as buffers; every rank's file has them.
         allow_loss: Omit values that the format cannot store; otherwise they are an error that lists them.
         overwrite: Replace one existing checkpoint of the same format.
         dry_run: Plan and check, and write nothing.
         on_progress: As for `consolidate`.
 
     Returns:
-        Report of the written files.
+        Report with the written files.
 
     Raises:
         ShardckptError: As for `consolidate`.
@@ -73,8 +73,8 @@ def reshard(
     src, dst = as_url(src), as_url(dst)
     watch = Stopwatch()
     target = find_rank_target(to, dst)
-    if type(world_size) is not int or not 1 <= world_size <= MOST_RANKS:
-        raise UsageError("--world-size is not a number of ranks", found=repr(world_size), expected=f"1 to {MOST_RANKS}")
+    if type(world_size) is not int or not 1 <= world_size <= MAX_RANKS:
+        raise UsageError("--world-size must be a number of ranks", found=repr(world_size), expected=f"1 to {MAX_RANKS}")
     require_bools(allow_loss=allow_loss, overwrite=overwrite, dry_run=dry_run)
     unsplit = parse_globs("keep_whole", keep_whole)
     if unsplit and to != "torch":

@@ -1,4 +1,4 @@
-"""Implement `stats`: counts, extremes and norms of the values of each tensor."""
+"""Implement `stats`: counts, extremes and norms for each tensor."""
 
 from __future__ import annotations
 
@@ -33,20 +33,19 @@ def stats(
     base: NamedBases = "",
     recompute: bool = False,
 ) -> Statistics:
-    """Return statistics of the values of a checkpoint, in bounded memory and without torch.
+    """Return statistics for a checkpoint's tensors, in bounded memory and without torch.
 
-    Those that a save stored (`save(..., stats=True)`) are read; others are computed from all values.
+    Stored statistics (`save(..., stats=True)`) are read; others are computed from all values.
 
-    Names are those of `diff`: parameters by the names of the unwrapped model, optimizer state by `<fqn>/<slot>`. A
-    tensor that is tied to another one counts under its first name alone.
+    Names are as in `diff`: parameters as in the unwrapped model, optimizer state as `<fqn>/<slot>`. Tied tensors count
+    once, under the first name.
 
     Args:
-        src: Checkpoint in any readable format: path or URL of a folder or file.
-        part: `model` or `optim`; everything if empty or `all`. Counters (of steps, of batches), and integers and
-            single numbers outside of model and optimizer such as states of random generators, are left out unless it is
-            `all` or `include` is given.
-        include: Globs of names; empty for all.
-        exclude: Globs of names to skip.
+        src: Checkpoint in any readable format: a path or URL.
+        part: `model` or `optim`; everything if empty or `all`. Without `all` or `include`, counters (steps, batches)
+            are skipped, and integers and single numbers outside model and optimizer, such as random states.
+        include: Globs for names; empty for all.
+        exclude: Globs for names to skip.
         base: Folder of the base checkpoint if it was moved, as for `load`.
         recompute: Compute all statistics from the values.
 
@@ -88,7 +87,7 @@ def _measure(name: str, reader: Reader, entry: TensorEntry, *, recompute: bool) 
 
 
 def _sum_layers(tensors: Iterable[TensorStats]) -> tuple[LayerStats, ...]:
-    """Return the layers in natural order of their names."""
+    """Return the layers in natural name order."""
     members: dict[str, list[TensorStats]] = {}
     for tensor in tensors:
         members.setdefault(find_layer(tensor.name), []).append(tensor)

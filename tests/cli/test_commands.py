@@ -543,7 +543,7 @@ def test_commands_that_write_nothing_read_their_part(verb: str) -> None:
     [
         ("consolidate SRC OUT --keep-fp32 b", "--keep-fp32 does nothing without --dtype or --quantize"),
         ("consolidate SRC OUT --part optim --dtype bf16", "--dtype casts the model, which --part optim leaves out"),
-        ("consolidate SRC OUT --part optim --weights ema", "--weights chooses those of the model"),
+        ("consolidate SRC OUT --part optim --weights ema", "--weights chooses model weights"),
         ("consolidate SRC OUT --optim-keys ids", "--optim-keys does nothing without --part optim or all"),
         ("inspect SRC --json --tree", "--tree does nothing with --json"),
         ("inspect SRC --html OUT.html --tree", "--tree does nothing with --html"),

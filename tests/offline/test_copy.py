@@ -169,7 +169,7 @@ class TestRun:
 
     def test_other_content_is_refused(self, source: Path, fixtures: Path, tmp_path: Path) -> None:
         other = fixtures / "dcp_fsdp2_llama_w2" / "ckpt"
-        with pytest.raises(UnknownFormatError, match=r"only steps of shardckpt.*DCP.*shardckpt convert"):
+        with pytest.raises(UnknownFormatError, match=r"only shardckpt steps.*DCP.*shardckpt convert"):
             shardckpt.copy(other, tmp_path / "there")
         shutil.copytree(other, tmp_path / "dcp")
         with pytest.raises(UnknownFormatError, match="no step of a run is here"):
@@ -227,7 +227,7 @@ class TestStep:
         assert restored(tmp_path / "there") == (2, 2.0)
 
     def test_one_that_refers_to_others_needs_them_beside_the_target(self, source: Path, tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match=rf"files that are not beside the target.*{step_name(1)}"):
+        with pytest.raises(UsageError, match=rf"files that are not next to the target.*{step_name(1)}"):
             shardckpt.copy(source / step_name(4), tmp_path / step_name(4))
         assert os.listdir(tmp_path) == []
         shardckpt.copy(source, tmp_path / "there")

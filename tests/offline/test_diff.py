@@ -329,7 +329,7 @@ def test_globs_choose_tensors_and_values_and_the_rest_is_said(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"part": "trainer"}, "--part must be one of"),
+        ({"part": "trainer"}, "--part must be a part"),
         ({"atol": -1.0}, "atol must be a finite number"),
         ({"rtol": math.nan}, "rtol must be a finite number"),
         ({"include": ["nothing"]}, "matches no tensor"),

@@ -16,11 +16,11 @@ from safetensors.numpy import save_file
 from share_writers import as_rank, sharded
 
 from shardckpt.format.encodings.safetensors import HeaderTensor, encode_header
-from shardckpt.offline.select.options import LEAST_MEMORY_BYTES
+from shardckpt.offline.select.options import MIN_MEMORY_BYTES
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peaks are read from /proc")
 
-CAP = LEAST_MEMORY_BYTES
+CAP = MIN_MEMORY_BYTES
 CAP_OF_4 = 40 << 20
 """The least for 4 threads."""
 ROWS, COLUMNS = 8 * CAP // 4 // 2048, 2048

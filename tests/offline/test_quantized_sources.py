@@ -103,7 +103,7 @@ def test_a_weight_with_one_scale_is_taken_back_as_transformers_does(shape: tuple
     expected = (SCALAR["a.weight"].float() * scale.reshape(())).bfloat16()
     assert_same(load_folder(tmp_path / "out"), {"a.weight": expected, "n.weight": torch.ones(4).bfloat16()})
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
-    assert report.left_out == ("a.activation_scale (of a weight that is fp8 no more)",)
+    assert report.left_out == ("a.activation_scale (for a dequantized weight)",)
     assert report.warnings == ()
 
 

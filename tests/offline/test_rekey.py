@@ -124,11 +124,11 @@ def test_names_get_the_numbers_of_another_optimizer(src: Path, tmp_path: Path) -
 
 
 def test_what_cannot_be_is_refused(src: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="unknown kind of keys"):
+    with pytest.raises(UsageError, match="must be a kind of keys"):
         shardckpt.rekey(str(src), str(tmp_path / "out"), to="numbers")
     with pytest.raises(UsageError, match="no keys to change"):
         shardckpt.rekey(str(src), str(tmp_path / "out"), to="ids", part="model")
-    with pytest.raises(UsageError, match="one file cannot store the groups"):
+    with pytest.raises(UsageError, match="one file cannot store the param groups"):
         shardckpt.rekey(str(src), str(tmp_path / "out.safetensors"), to="ids", part="optim")
     torch.save(PARAMETERS, tmp_path / "model.pt")
     with pytest.raises(UsageError, match="holds no optimizer"):

@@ -55,7 +55,7 @@ def test_progress_goes_to_a_function(run: Path, tmp_path: Path) -> None:
         ("bisect", {"when": "nan", "include": 3}, "`include` must be globs of names; found 3"),
         ("history", {"exclude": [3]}, "`exclude` must be globs of names"),
         ("history", {"html": 3}, "must be a path or a URL"),
-        ("history", {"part": 3}, "--part must be one of"),
+        ("history", {"part": 3}, "--part must be a part"),
     ],
 )
 def test_other_wrong_arguments_are_named(run: Path, verb: str, options: dict[str, Any], message: str) -> None:
@@ -76,7 +76,7 @@ def test_one_glob_is_a_glob(run: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"jobs": "2"}, "--jobs is not a number of threads; found '2'"),
+        ({"jobs": "2"}, "--jobs must be a number of threads; found '2'"),
         ({"include": 3}, "`include` must be globs of names; found 3"),
         ({"rename": 3}, "`rename` must be texts FROM=TO; found 3"),
         ({"overwrite": "no"}, "`overwrite` is neither True nor False; found 'no'"),

@@ -1,4 +1,4 @@
-"""Read an open checkpoint under names that are independent of its format."""
+"""Read an open checkpoint under format-independent names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardckpt.plan.optim import optimizer_state
 from shardckpt.plan.optim.optimizer_state import OptimizerState, RawOptimizer
 from shardckpt.plan.rules.rules import Rule
 
-_STEP_SLOT = "step"  # slot in which torch's optimizers count steps, as a tensor of a float dtype
+_STEP_SLOT = "step"  # slot with the step count of torch's optimizers, a float tensor
 
 
 # How parameters are named: by stored `names`, by names that a reader assigned in model `order`, or by `ids`.
@@ -30,7 +30,7 @@ Naming = Literal["names", "order", "ids"]
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """Naming of one optimizer's parameters."""
+    """Names for one optimizer's parameters."""
 
     root: str  # dotted path of the optimizer
     naming: Naming
@@ -40,7 +40,7 @@ class Optimizer:
 
 @dataclass(slots=True)
 class Canonical:
-    """Content of the requested part of a checkpoint."""
+    """Content of a checkpoint's requested part."""
 
     # Name to array. Model tensors have the names of the unwrapped model, other tensors their dotted paths;
     # `merge_slots` adds the optimizers' state.
@@ -48,20 +48,20 @@ class Canonical:
     slots: dict[str, TensorEntry] = field(default_factory=dict)  # `<parameter>/<slot>` to array
     # Path to value, for all values that are not tensors; the first key of an optimizer's value is its prefix.
     values: dict[Path, object] = field(default_factory=dict)
-    # Prefix of an optimizer's names to its groups; the prefix of the only optimizer is empty.
+    # By the prefix of an optimizer's names, which is empty for the only optimizer.
     groups: dict[str, Groups] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)  # name to the reason for not reading its value
-    # Dotted path of a value to its location, for values that were read from a file.
+    # Dotted path to location, for values from a file.
     sources: dict[str, ObjectEntry] = field(default_factory=dict)
-    optimizers: dict[str, Optimizer] = field(default_factory=dict)  # prefix of an optimizer's names to its naming
-    left_out: tuple[str, ...] = ()  # dotted paths of content outside of the requested part
+    optimizers: dict[str, Optimizer] = field(default_factory=dict)  # by the prefix of their names
+    left_out: tuple[str, ...] = ()  # dotted paths outside the requested part
     # Names of tensors that are not training values: batch counts in the model, step counts in optimizers, and elsewhere
     # integers and single numbers (random states, data positions, callback scores).
     counters: set[str] = field(default_factory=set)
-    warnings: list[str] = field(default_factory=list)  # oddities, one sentence each
+    warnings: list[str] = field(default_factory=list)  # one sentence each
 
     def merge_slots(self, taken: Set[str] = frozenset()) -> None:
-        """Add the slots to the tensors; the name of a slot says so if another tensor, here or in `taken`, has it."""
+        """Add the slots to the tensors; mark the name of a slot that another tensor, here or in `taken`, has."""
         for slot, entry in self.slots.items():
             name = slot
             while name in self.tensors or name in taken:
@@ -118,7 +118,7 @@ class _Naming:
             self._add_object(path, (self._model.clean(dotted(path[depth:])),))
 
     def _is_of_list(self, entry: TensorEntry) -> bool:
-        """Return whether integers at the top level are of a list, such as one value per rank, and of no model."""
+        """Return whether top-level integers form a list, such as one value per rank, instead of a model."""
         return not self._found.model and _is_integer(entry) and any(isinstance(key, int) for key in entry.path)
 
     def _add_optimizer(self, root: Path) -> None:
@@ -213,5 +213,5 @@ def _is_integer(entry: TensorEntry) -> bool:
 
 
 def _is_count(entry: TensorEntry) -> bool:
-    """Return whether a tensor of a model is one integer, such as the number of batches that a batch norm has seen."""
+    """Return whether a model's tensor is one integer, such as the batch count in a batch norm."""
     return _is_integer(entry) and entry.shape == ()

@@ -1,4 +1,4 @@
-"""Align the groups of two optimizers by parameter names, to compare settings."""
+"""Align the param groups in two optimizers by parameter names, to compare settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _GROUPS, _PARAMS = "param_groups", "params"
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The groups of one optimizer."""
+    """One optimizer's param groups."""
 
     settings: Sequence[Mapping[str, object]]  # without `params`
     members: Sequence[Sequence[str]]  # parameter names
@@ -20,7 +20,7 @@ class Groups:
 
 
 def index_groups(groups: Sequence[Mapping[str, object]], *, are_stored: bool) -> Groups:
-    """Index the groups of an optimizer by parameter name."""
+    """Separate names and settings in an optimizer's groups."""
     settings = [{key: value for key, value in group.items() if key != _PARAMS} for group in groups]
     members = [group.get(_PARAMS, ()) for group in groups]
     return Groups(settings, [m if isinstance(m, (list, tuple)) else () for m in members], are_stored)
@@ -45,7 +45,7 @@ def align(a: Groups, b: Groups) -> tuple[dict[Path, object], dict[Path, object]]
     made: tuple[dict[Path, object], dict[Path, object]] = ({}, {})
     for (i, j), first in cells.items():
         key = (i if i is not None else j) if are_alike or not first else first
-        assert key is not None, "a cell is of one group at least"
+        assert key is not None, "a cell belongs to at least one group"
         for number, side, out in ((i, a, made[0]), (j, b, made[1])):
             if number is not None:
                 out.update({(_GROUPS, key, name): value for name, value in side.settings[number].items()})

@@ -1,7 +1,7 @@
 """Flatten nested values to leaves with dotted names, and compare leaves.
 
 Formats split nested values differently: one stores every number, another stores a full dict as one object. Their leaves
-are equal. The kind of a container (list or tuple, dict or `OrderedDict`) is ignored.
+are equal. Container kinds (list or tuple, dict or `OrderedDict`) are ignored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NO_MORE = "it holds more values than the files have bytes"
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Maximum difference of equal numbers: `|a - b| <= atol + rtol * |b|`."""
+    """Numbers are equal if `|a - b| <= atol + rtol * |b|`."""
 
     atol: float = 0.0
     rtol: float = 0.0
@@ -37,7 +37,7 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class Leaves:
-    """The leaves of nested values."""
+    """Leaves in nested values."""
 
     # Dotted name to a scalar, a set, a tuple of scalars, or `()` for an empty container.
     values: dict[str, object] = field(default_factory=dict)
@@ -64,7 +64,7 @@ def find_leaves(nested_values: Mapping[Path, object], most: int) -> Leaves:
         elif is_leaf(value):
             scalars[path] = value
         else:
-            found.refused[dotted(path)] = f"it holds something of the type {type(value).__name__}"
+            found.refused[dotted(path)] = f"it holds an unsupported type, {type(value).__name__}"
     for path, value in _join_scalars(scalars).items():
         name = dotted(path)
         found.values[name if name not in found.values else repr(path)] = value
@@ -94,7 +94,7 @@ def _plain(value: object) -> object:
 
 
 def _inside(value: object) -> Iterable[tuple[str | int, object]] | None:
-    """Return the items of a container by key; None for a leaf."""
+    """Return a container's items by key; None for a leaf."""
     if isinstance(value, dict):
         return _key_items(value)
     if type(value) in (list, tuple) and not is_leaf(value):
@@ -142,7 +142,7 @@ def _join_scalars(scalars: Mapping[Path, object]) -> dict[Path, object]:
 
 
 def _number(key: str | int) -> int:
-    """Return the list index of a key; -1 if it is not one."""
+    """Return a key as list index, else -1."""
     if type(key) is int:
         return key
     text = str(key)

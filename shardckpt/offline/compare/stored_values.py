@@ -1,4 +1,4 @@
-"""Read the values of stored tensors as numbers, block by block."""
+"""Read stored tensors as numbers, block by block."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def to_numbers(data: bytearray, dtype: str) -> NDArray[Any]:
 
 
 def sum_squares(values: NDArray[Any]) -> float:
-    """Return the sum of the squares of the finite numbers."""
+    """Sum the squares of finite numbers."""
     flat = np.abs(values).ravel()
     flat = np.where(np.isfinite(flat), flat, 0.0)
     return float(np.dot(flat, flat))

@@ -17,7 +17,7 @@ from shardckpt.offline.results.contents import describe_entry
 
 
 def compare_tensors(name: str, a: StoredTensor, b: StoredTensor, tolerance: Tolerance) -> TensorDifference | None:
-    """Return the difference of two tensors of one shape; None if they are equal."""
+    """Compare two tensors with one shape; return None if they are equal."""
     (_, left), (_, right) = a, b
     same_type = left.dtype == right.dtype
     have_numbers = _has_numbers(left.dtype) and _has_numbers(right.dtype)
@@ -52,7 +52,7 @@ def compare_tensors(name: str, a: StoredTensor, b: StoredTensor, tolerance: Tole
 
 
 def _compute_norm(tensor: StoredTensor, elements: int) -> float:
-    """Return the L2 norm of the finite elements."""
+    """Return the L2 norm over finite elements."""
     total = 0.0
     for data in read_values(tensor, elements):
         total += sum_squares(to_numbers(data, tensor[1].dtype))
@@ -60,7 +60,7 @@ def _compute_norm(tensor: StoredTensor, elements: int) -> float:
 
 
 def _has_numbers(dtype: str) -> bool:
-    """Return True if elements are numbers of complete bytes."""
+    """Return True if elements are numbers with complete bytes."""
     return bits(dtype) % 8 == 0 and dtype != HALF_BYTE_PAIR
 
 
@@ -81,7 +81,7 @@ def _are_close(x: NDArray[Any], y: NDArray[Any], tolerance: Tolerance) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Distance:
-    """Differences of two arrays, over the blocks that differ so far; `squares` is the sum of their squares."""
+    """Differences so far between two arrays; `squares` sums their squares."""
 
     max_abs: float = 0.0
     max_rel: float = 0.0

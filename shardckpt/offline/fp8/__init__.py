@@ -1,1 +1,1 @@
-"""Weights in fp8 with a scale for each block: quantize them, and take them back."""
+"""Weights in fp8 with a scale for each block: quantize and dequantize them."""

@@ -1,4 +1,4 @@
-"""Scales of blocks, computed from the source, and the changes that use them."""
+"""Block scales, computed from the source, and the changes that use them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MIN_SCALE = np.finfo(np.float32).tiny  # devices may flush smaller numbers to z
 
 
 class WeightScales:
-    """The scales of one weight, computed by strips with as many rows as a block."""
+    """One weight's scales, computed by strips with as many rows as a block."""
 
     def __init__(self, store: Store, weight: OutputTensor) -> None:
         self._weight, self._pieces = weight, PieceReader(store)
@@ -33,7 +33,7 @@ class WeightScales:
         self._unused: dict[int, int] = {}
 
     def strip(self, index: int) -> NDArray[np.float32]:
-        """Return the scales of the blocks in one strip."""
+        """Return the block scales in one strip."""
         with self._lock:  # decoders are shared, and a strip is read once
             scales = self._kept.get(index)
             if scales is None:
@@ -41,7 +41,7 @@ class WeightScales:
             return scales
 
     def count_use(self, index: int, elements: int) -> None:
-        """Forget the scales of a strip once all of its elements have been written."""
+        """Forget a strip's scales once all its elements are written."""
         rows, columns = self._weight.shape
         with self._lock:
             left = self._unused.get(index, min(BLOCK[0], rows - index * BLOCK[0]) * columns) - elements
@@ -93,7 +93,7 @@ def _find_largest(data: memoryview, stored: str, box: Box) -> NDArray[np.float32
 
 
 class ScaleValues:
-    """Yields scales as the values of a tensor that no file contains."""
+    """Yields scales as values for a tensor that no file contains."""
 
     def __init__(self, scales: WeightScales) -> None:
         self._scales = scales
@@ -108,13 +108,13 @@ class ScaleValues:
 
 
 class BlockQuantizer:
-    """Divides a weight by the scales of its blocks and rounds to fp8."""
+    """Divides a weight by its block scales and rounds to fp8."""
 
     def __init__(self, scales: WeightScales, weight: OutputTensor) -> None:
         self._scales, self._weight = scales, weight
 
     def __call__(self, box: Box, data: memoryview, stored: str) -> tuple[memoryview, str]:
-        """Return the quantized elements of a block of the tensor."""
+        """Return the quantized elements in a box."""
         if self._weight.change is not None:
             data, stored = self._weight.change(box, data, stored)
         values = np.frombuffer(data, numpy_dtype(stored)).reshape(box.size)
@@ -128,14 +128,14 @@ class BlockQuantizer:
 
 
 class BlockDequantizer:
-    """Multiplies a weight by the stored scales of its blocks."""
+    """Multiplies a weight by its stored block scales."""
 
     def __init__(self, store: Store, scales: TensorEntry, block: Blocks) -> None:
         self._pieces, self._entry, self._block = PieceReader(store), scales, block
         self._lock = threading.Lock()
 
     def __call__(self, box: Box, data: memoryview, stored: str) -> tuple[memoryview, str]:
-        """Return the elements of a block of the tensor in float32."""
+        """Return the elements in a box as float32."""
         values = np.frombuffer(data, numpy_dtype(stored)).reshape(box.size).astype(np.float32)
         for index, rows in iter_strips(box, self._block[0]):
             values[rows] *= spread(self._read(index), box, self._block[1])
@@ -152,14 +152,14 @@ class BlockDequantizer:
 
 
 def iter_strips(box: Box, height: int) -> Iterator[tuple[int, slice]]:
-    """Yield the strips of `height` rows that a box touches: index, and the box's rows in it."""
+    """Yield the strips with `height` rows that a box touches: index, and the box's rows in it."""
     first, stop = box.offset[0], box.offset[0] + box.size[0]
     for index in range(first // height, -(-stop // height)):
         yield index, slice(max(index * height, first) - first, min((index + 1) * height, stop) - first)
 
 
 def spread(scales: NDArray[np.float32], box: Box, width: int) -> NDArray[np.float32]:
-    """Return a scale for each column of a box, from those of blocks of `width` columns."""
+    """Return a scale for each column in a box, from scales for blocks with `width` columns."""
     start = box.offset[1]
     first, stop = start // width, -(-(start + box.size[1]) // width)
     found: NDArray[np.float32] = np.repeat(scales[first:stop], width)

@@ -1,4 +1,4 @@
-"""Quantize the weights of a selection to fp8, or take fp8 weights back."""
+"""Quantize a selection's weights to fp8, or dequantize fp8 weights."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from shardckpt.plan.quantized_weights import QUANTIZATION_CONFIG, find_quantized
 def quantize(
     reader: Reader, options: Options, selection: Selection, config: ConfigFiles
 ) -> tuple[Selection, ConfigFiles]:
-    """Return a selection whose weights of linear layers are fp8, with their scales, and the config that says so."""
+    """Return a selection with fp8 weights and scales for linear layers, and the config that says so."""
     if not config.config:
         raise UsageError(
-            f"--quantize needs the model's {CONFIG}, which names the weights in fp8 to readers",
+            f"--quantize needs the model's {CONFIG}, which lists the fp8 weights for readers",
             where=reader.store.url,
             fix="Name its folder with --config-from.",
         )
@@ -60,16 +60,16 @@ def _warn_of_shapes(weights: list[OutputTensor]) -> Iterator[str]:
     if odd:
         yield (
             f"{len(odd)} quantized weights end in smaller blocks, such as {odd[0].name} of {list(odd[0].shape)}: vLLM"
-            " refuses some of them, and transformers takes them back wrongly where it finds no GPU"
+            " refuses some of them, and transformers dequantizes them wrongly without a GPU"
         )
 
 
 def _warn_of_left(tensors: list[OutputTensor]) -> Iterator[str]:
-    """Yield warnings of weights that are not quantized, although no option says so."""
+    """Yield warnings about weights that are not quantized, although no option says so."""
     if odd := [t for t in tensors if fp8_blocks.is_linear(t.name, t.entry)]:
         yield (
-            f"not quantized, since 128 does not divide a width: {_name_first(odd)} (--quantize-include takes such"
-            " weights, and not all readers do)"
+            f"not quantized, since 128 does not divide a width: {_name_first(odd)} (--quantize-include quantizes"
+            " them, but some readers reject them)"
         )
     if stacked := [t for t in tensors if fp8_blocks.is_stacked(t.name, t.entry)]:
         yield (
@@ -100,7 +100,7 @@ def dequantize(
     changed = fp8_blocks.drop_quantization(config.config, found if rest else None)
     config = replace(config, config=changed, is_changed=changed != config.config)
     unused = _list_unused(entries, tensors, found)
-    left_out = (*selection.left_out, *(f"{name} (of a weight that is fp8 no more)" for name in unused))
+    left_out = (*selection.left_out, *(f"{name} (for a dequantized weight)" for name in unused))
     model = tuple(tensor for name, tensor in tensors.items() if name not in unused)
     return replace(selection, model=model, left_out=left_out), config
 
@@ -108,7 +108,7 @@ def dequantize(
 def _list_unused(
     entries: Mapping[str, TensorEntry], tensors: Mapping[str, OutputTensor], found: Iterable[str]
 ) -> list[str]:
-    """Return what only the fp8 of weights needed that have been taken back, such as scales of their inputs."""
+    """Return tensors that only fp8 weights needed and no dequantized weight needs, such as input scales."""
     written = {name: entries[name]._replace(stored=tensor.dtype, delivered="") for name, tensor in tensors.items()}
     plain = {name.rpartition(".")[0] for name in found} - find_quantized(written).keys()
     return [name for name in list_uncast(entries, {}) if name in tensors and name.rpartition(".")[0] in plain]

@@ -18,7 +18,7 @@ _MAX_OBJECTS = 20_000
 
 
 class FileExtent(NamedTuple):
-    """Bytes of a file that hold a piece."""
+    """Bytes that hold a piece in a file."""
 
     offset: int
     nbytes: int
@@ -26,7 +26,7 @@ class FileExtent(NamedTuple):
 
 
 def find_file_extent(piece: Piece, dtype: str) -> FileExtent:
-    """Return the bytes of a file that hold a piece of a tensor of `dtype`."""
+    """Return the bytes that hold a piece in its file; `dtype` is the tensor's."""
     layout = piece.layout
     if isinstance(layout, Span):
         return FileExtent(layout.offset, layout.nbytes, is_exact=True)
@@ -39,7 +39,7 @@ def find_file_extent(piece: Piece, dtype: str) -> FileExtent:
 
 
 def _find_elements(layout: Strided, box: Box) -> tuple[int, int]:
-    """Return the first element of a view in its storage and the end of its last."""
+    """Return a view's first element in its storage, and the end of the last."""
     if not box.volume:
         return layout.start, layout.start
     last = sum((size - 1) * stride for size, stride in zip(box.size, layout.strides, strict=True))
@@ -87,20 +87,20 @@ def _order(file: FileInfo) -> tuple[bool, int, list[tuple[int, str]]]:
 
 
 def _code_names(names: Iterable[str]) -> dict[str, Any]:
-    """Return the dotted names as indexes into a list of their segments."""
+    """Return dotted names as indexes into a list of segments."""
     known: dict[str, int] = {}
     coded = [[known.setdefault(segment, len(known)) for segment in escape(name).split(".")] for name in names]
     return {"segments": list(known), "tensors": coded}
 
 
 def _code_ties(manifest: Manifest) -> list[tuple[int, int]]:
-    """Return pairs of indexes: a tied tensor, and the one whose elements it shares."""
+    """Return index pairs: a tied tensor, and the tensor that stores its elements."""
     index = {path: at for at, path in enumerate(manifest.tensors)}
     return [(index[path], index[kept]) for path, kept in manifest.aliases.items() if path in index and kept in index]
 
 
 def _list_pieces(entries: list[TensorEntry], files: Mapping[str, int], limit: int) -> dict[str, Any]:
-    """Return the pieces as columns, without boxes of full tensors."""
+    """Return the pieces as columns, without boxes for full tensors."""
     total = sum(len(entry.pieces) for entry in entries)
     share = limit // max(len(entries), 1) if total > limit else total
     columns: dict[str, list[Any]] = {name: [] for name in ("tensor", "file", "offset", "nbytes", "is_exact", "box")}
@@ -122,7 +122,7 @@ def _list_pieces(entries: list[TensorEntry], files: Mapping[str, int], limit: in
 
 
 def _list_faults(manifest: Manifest, problems: Iterable[Problem]) -> list[dict[str, Any]]:
-    """Return gaps, overlaps and missing bytes by the index of their tensor."""
+    """Return gaps, overlaps and missing bytes by tensor index."""
     index = {dotted(path): at for at, path in enumerate(manifest.tensors)}
     return [
         {"tensor": index[name], "kind": problem.kind, "box": str(problem.box), "text": problem.message}

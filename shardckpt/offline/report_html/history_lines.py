@@ -1,4 +1,4 @@
-"""Describe the history of a run for the page: a value for each statistic, tensor and step."""
+"""Describe a run's history for the page: a value for each statistic, tensor and step."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def _read_asset(name: str) -> str:
 
 
 def render_page(title: str, data: Mapping[str, Any]) -> str:
-    """Return the page of a report."""
+    """Return a report's page."""
     # `data` is hostile: as deflated JSON in base64, its names cannot become elements or code. The script shows it as
     # text only. The page loads nothing, and its policy forbids that.
     packed = zlib.compress(json.dumps(data, separators=(",", ":"), allow_nan=False).encode(), 6)

@@ -1,4 +1,4 @@
-"""Describe the resumes of a run for the page: steps on a line, with a verdict each."""
+"""Describe a run's resumes for the page: steps on a line, with a verdict each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardckpt.plan.resume.resumes import Resume
 
 
 def describe_proof(found: Proof) -> dict[str, Any]:
-    """Return the data of a run's page of resumes: JSON values only."""
+    """Return the data for the page about a run's resumes: JSON values only."""
     return {
         "schema_version": 1,
         "kind": "proof",

@@ -1,1 +1,1 @@
-"""Results of the offline verbs for callers."""
+"""Results that offline verbs return."""

@@ -1,4 +1,4 @@
-"""Differences of two checkpoints, as frozen values."""
+"""Differences between two checkpoints, as frozen values."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class TensorDifference:
 
     Attributes:
         name: Canonical name.
-        kind: Kind of the difference.
-        a: The tensor in the first checkpoint; None if it has none.
-        b: The tensor in the second checkpoint; None if it has none.
+        kind: How they differ.
+        a: Tensor in the first checkpoint; None if it is missing there.
+        b: Tensor in the second checkpoint; None if it is missing there.
         max_abs: Largest absolute difference; None if values were not compared.
         max_rel: Largest difference relative to the larger magnitude; None if values were not compared.
-        nans: Number of NaNs in the first and in the second.
-        l2: L2 norm of the difference, infinite if it is not finite; None if values were not compared, and for a counter
-            (of steps, of batches) or a random generator's state, which have no part in the norms of layers.
-        norm: L2 norm of the finite elements of the second; None where `l2` is.
+        nans: NaN counts in the first and the second.
+        l2: L2 norm of the difference, or infinity if it is not finite. None if values were not compared, and for
+            counters (steps, batches) and random states, which do not count in layer norms.
+        norm: L2 norm over the second tensor's finite elements; None where `l2` is.
     """
 
     name: str
@@ -42,12 +42,12 @@ class TensorDifference:
 
     @property
     def relative_l2(self) -> float | None:
-        """L2 norm of the difference relative to that of the second; infinite if only the latter is 0."""
+        """L2 norm of the difference relative to the second tensor's norm; infinite if only the latter is 0."""
         return None if self.l2 is None or self.norm is None else divide_norms(self.l2, self.norm)
 
     @property
     def layer(self) -> str:
-        """Name of the layer, as `find_layer` returns it."""
+        """Layer name, as `find_layer` returns it."""
         return find_layer(self.name)
 
     @property
@@ -65,12 +65,12 @@ def _describe_difference(name: str, kind: str, a: str, b: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LayerDifference:
-    """Differences of the tensors of one layer.
+    """Differences between the tensors in one layer.
 
     Attributes:
-        name: Name of the layer, as `find_layer` returns it.
-        tensor_count: Number of tensors that differ.
-        l2: L2 norm of the differences of values; None if no values were compared.
+        name: Layer name, as `find_layer` returns it.
+        tensor_count: How many tensors differ.
+        l2: L2 norm of the differences; None if no values were compared.
         norm: L2 norm of these tensors in the second checkpoint; None if no values were compared.
         max_abs: Largest absolute difference; None if no values were compared.
     """
@@ -83,7 +83,7 @@ class LayerDifference:
 
     @property
     def relative_l2(self) -> float | None:
-        """L2 norm of the differences relative to that of the second; infinite if only the latter is 0."""
+        """L2 norm of the differences relative to `norm`; infinite if only the latter is 0."""
         return None if self.l2 is None or self.norm is None else divide_norms(self.l2, self.norm)
 
 
@@ -94,13 +94,13 @@ def divide_norms(distance: float, norm: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ValueDifference:
-    """A value, not a tensor in both checkpoints, that differs.
+    """A different value that is not a tensor in both checkpoints.
 
     Attributes:
         name: Canonical name: `param_groups.0.lr`, or a dotted path.
-        kind: Kind of the difference.
-        a: Text for the value in the first checkpoint; empty if it has none.
-        b: Text for the value in the second checkpoint; empty if it has none.
+        kind: How they differ.
+        a: Text for the value in the first checkpoint; empty if it is missing there.
+        b: Text for the value in the second checkpoint; empty if it is missing there.
     """
 
     name: str
@@ -128,20 +128,20 @@ class NotCompared(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Differences of two checkpoints.
+    """Differences between two checkpoints.
 
     Attributes:
-        a: Path or URL of the first.
-        b: Path or URL of the second.
-        compared: Number of tensors in both.
-        equal: Number of these with the same dtype, shape and bits, or within the tolerances.
-        differences: Tensors that differ or are in only one, in order of name.
-        warnings: Oddities, one sentence each.
-        compared_values: Number of values in both that are not tensors; a sequence of plain values counts as one.
-        equal_values: Number of these that are equal.
-        value_differences: Values that differ or are in only one, in order of name.
+        a: The first path or URL.
+        b: The second path or URL.
+        compared: How many tensors are in both.
+        equal: How many tensors have the same dtype, shape and bits, or are within the tolerances.
+        differences: Tensors that differ or are in only one, by name.
+        warnings: Warnings, one sentence each.
+        compared_values: How many values in both are not tensors; a sequence of plain values counts as one.
+        equal_values: How many values are equal.
+        value_differences: Values that differ or are in only one, by name.
         not_compared: Requested entries that could not be compared, by name.
-        left_out: Dotted names of content outside of the requested part.
+        left_out: Dotted names outside the requested part.
     """
 
     a: str

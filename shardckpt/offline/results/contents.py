@@ -1,4 +1,4 @@
-"""Content of a checkpoint, and the result of its verification, as frozen values."""
+"""A checkpoint's content, and the result of verifying it, as frozen values."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from shardckpt.offline.results.tensor_stats import TensorStats
 
 
 class TensorInfo(NamedTuple):
-    """A tensor of a checkpoint; as text, its dtype and shape.
+    """A tensor in a checkpoint; as text, its dtype and shape.
 
     Attributes:
         name: Dotted path; canonical name in a comparison.
         dtype: Dtype that readers deliver.
         shape: Global shape, in elements.
         nbytes: Bytes of the full tensor.
-        pieces: Number of pieces.
+        pieces: How many pieces store it.
     """
 
     name: str
@@ -34,17 +34,17 @@ class TensorInfo(NamedTuple):
 
 
 def describe_entry(name: str, entry: TensorEntry) -> TensorInfo:
-    """Return a tensor of a manifest as results have it."""
+    """Return a manifest's tensor as results have it."""
     return TensorInfo(name, entry.dtype, entry.shape, entry.nbytes, len(entry.pieces))
 
 
 class FileInfo(NamedTuple):
-    """A file of a checkpoint, as shown by `inspect`.
+    """A file in a checkpoint, as `inspect` shows it.
 
     Attributes:
         name: File name in the checkpoint.
-        nbytes: Bytes of the file; None if it is missing.
-        rank: Rank that the name states; None if it states none.
+        nbytes: Size in bytes; None if the file is missing.
+        rank: Rank in the name; None without a rank.
     """
 
     name: str
@@ -54,20 +54,20 @@ class FileInfo(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """Content of a checkpoint.
+    """A checkpoint's content.
 
     Attributes:
         source: Path or URL.
-        format: Format of the checkpoint.
-        files: Files with tensors, in order of the format.
+        format: Checkpoint format.
+        files: Files with tensors, in the format's order.
         tensors: Tensors in saved order.
-        objects: Dotted path of every value that is not a tensor to a short text of the value, if it is known.
-        ties: Dotted path to the dotted path of the array that it shares.
+        objects: Dotted path to a short text if known, for every value that is not a tensor.
+        ties: Dotted path to the dotted path with the shared array.
         metadata: Text stored with the tensors.
         parts: Part (`model`, `optimizer`, `other`) to its paths.
-        warnings: Oddities, one sentence each.
-        problems: Gaps, overlaps, missing and short files: what is seen without reading tensors, at most 1,000.
-        stats: Statistics of the tensors whose save stored them, by the names of `tensors`.
+        warnings: Warnings, one sentence each.
+        problems: Gaps, overlaps, missing and short files, as far as they show without reading tensors; at most 1,000.
+        stats: Stored statistics, by the names in `tensors`.
     """
 
     source: str
@@ -84,7 +84,7 @@ class Inspection:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors; tied tensors count once."""
+        """Bytes in all tensors; tied tensors count once."""
         return sum(t.nbytes for t in self.tensors if t.name not in self.ties)
 
 
@@ -94,8 +94,8 @@ class Verification:
 
     Attributes:
         source: Path or URL.
-        format: Format of the checkpoint.
-        tensor_count: Number of tensors whose coverage was checked.
+        format: Checkpoint format.
+        tensor_count: How many tensors were checked for gaps and overlaps.
         checked_bytes: Bytes that match a stored checksum.
         problems: All faults.
         warnings: Oddities that are not faults.

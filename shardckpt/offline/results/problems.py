@@ -1,4 +1,4 @@
-"""Problems of a checkpoint: kind, place, expected and found value, and a sentence."""
+"""Problems in a checkpoint: kind, place, expected and found value, and a sentence."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ _RANK = re.compile(
 
 
 class FileRange(NamedTuple):
-    """Bytes of a file.
+    """A byte range in a file.
 
     Attributes:
         offset: Offset of the first byte.
-        nbytes: Number of bytes.
+        nbytes: Length in bytes.
     """
 
     offset: int
@@ -64,19 +64,19 @@ class FileRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A problem of a checkpoint; as text, it is its message.
+    """A problem in a checkpoint; as text, it is its message.
 
     Attributes:
-        kind: `gap` and `overlap` of elements; `missing_file`; `truncated`, a file ends before a tensor does;
-            `wrong_size` of a file; `checksum`; `invalid`, a box or layout that no tensor has; `unreadable`,
-            `unsupported` and `unsafe` files.
-        message: All of it as one sentence.
-        tensors: Dotted names of the tensors, the first 1,000; empty if no tensor is known.
-        box: Elements of the tensor; None if unknown, or if several tensors have the problem.
-        file: Name of the file in the checkpoint; empty without one.
-        byte_range: Bytes of the file; None if unknown.
-        expected: Expected value as text; empty if there is none.
-        found: Actual value as text; empty if there is none.
+        kind: For elements: `gap`, `overlap`, or `invalid` if no tensor has such a box or layout. For files:
+            `missing_file`; `truncated` if it ends before a tensor does; `wrong_size`; `checksum`; `unreadable`;
+            `unsupported`; `unsafe`.
+        message: The problem as one sentence.
+        tensors: Dotted tensor names, at most 1,000; empty if unknown.
+        box: Affected elements; None if unknown, or if several tensors have the problem.
+        file: File name in the checkpoint; empty without a file.
+        byte_range: Affected bytes in the file; None if unknown.
+        expected: Expected value as text; empty without a value.
+        found: Actual value as text; empty without a value.
     """
 
     kind: ProblemKind
@@ -90,7 +90,7 @@ class Problem:
 
     @property
     def rank(self) -> int | None:
-        """Rank that the name of the file states; None if it states none."""
+        """Rank in the file's name; None without a rank."""
         return find_rank(self.file)
 
     def __str__(self) -> str:
@@ -98,13 +98,13 @@ class Problem:
 
 
 def find_rank(file: str) -> int | None:
-    """Return the rank that a file's name states; None if it states none."""
+    """Return the rank in a file name; None without a rank."""
     match = _RANK.search(file)
     return int(match[match.lastindex or 0]) if match else None
 
 
 def from_fault(fault: Fault) -> Problem:
-    """Return a fault of a tensor's pieces as a problem."""
+    """Return a fault in a tensor's pieces as a problem."""
     return Problem(
         fault.kind,
         escape(fault),
@@ -118,7 +118,7 @@ def from_fault(fault: Fault) -> Problem:
 
 
 def from_error(error: CheckpointError | MissingFileError, url: str = "") -> Problem:
-    """Return an error of reading as a problem."""
+    """Return a reading error as a problem."""
     kind: ProblemKind = next((kind for cls, kind in _KINDS_OF_ERRORS if isinstance(error, cls)), "unreadable")
     where = str(error.where)
     file = where.removeprefix(f"{url.rstrip('/')}/") if url and where.startswith(f"{url.rstrip('/')}/") else ""

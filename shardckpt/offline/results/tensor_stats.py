@@ -1,4 +1,4 @@
-"""Statistics of tensors, of layers and of the steps of a run, as frozen values."""
+"""Statistics by tensor, layer and step, as frozen values."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from shardckpt.boxes import Shape
 
 @dataclass(frozen=True, slots=True)
 class TensorStats:
-    """Statistics of one tensor; complex numbers count by their magnitude.
+    """Statistics for one tensor; complex numbers count by their magnitude.
 
     Attributes:
         name: Canonical name.
         dtype: Dtype to deliver.
         shape: Global shape.
-        nans: Number of NaNs.
-        infs: Number of infinities.
-        zeros: Number of zeros.
-        min: Smallest finite value; None if there is none.
-        max: Largest finite value; None if there is none.
-        mean: Mean of the finite values; None if there is none.
-        l2: L2 norm of the finite values.
-        is_stored: Whether the save stored the statistics, so that the values were not read.
+        nans: NaN count.
+        infs: Infinity count.
+        zeros: Zero count.
+        min: Smallest finite value; None without finite values.
+        max: Largest finite value; None without finite values.
+        mean: Mean finite value; None without finite values.
+        l2: L2 norm over finite values.
+        is_stored: Whether the save stored the statistics; then the values were not read.
     """
 
     name: str
@@ -43,7 +43,7 @@ STATS = ("nans", "infs", "zeros", "min", "max", "mean", "l2")
 
 
 def find_layer(name: str) -> str:
-    """Return the layer of a tensor: its name up to the first number, else up to its last dot."""
+    """Return a tensor's layer: its name up to the first number, else up to its last dot."""
     segments = name.partition("/")[0].split(".")  # the slot of an optimizer counts with its parameter
     numbers = (at for at, segment in enumerate(segments) if segment.isdecimal())
     return ".".join(segments[: next(numbers, len(segments) - 2) + 1]) or name
@@ -51,17 +51,17 @@ def find_layer(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LayerStats:
-    """Statistics of the tensors of one layer.
+    """Statistics for the tensors in one layer.
 
     Attributes:
-        name: Name of the layer, as `find_layer` returns it.
-        tensor_count: Number of tensors.
-        nans: Number of NaNs.
-        infs: Number of infinities.
-        zeros: Number of zeros.
-        min: Smallest finite value; None if there is none.
-        max: Largest finite value; None if there is none.
-        l2: L2 norm of the finite values.
+        name: Layer name, as `find_layer` returns it.
+        tensor_count: Tensor count.
+        nans: NaN count.
+        infs: Infinity count.
+        zeros: Zero count.
+        min: Smallest finite value; None without finite values.
+        max: Largest finite value; None without finite values.
+        l2: L2 norm over finite values.
     """
 
     name: str
@@ -80,10 +80,10 @@ class Statistics:
 
     Attributes:
         source: Path or URL.
-        format: Format of the checkpoint.
-        tensors: Statistics of each tensor, in saved order.
-        layers: Statistics of each layer, in natural order of names.
-        left_out: Names of counters and states of random generators, if these were not asked for.
+        format: Checkpoint format.
+        tensors: Statistics by tensor, in saved order.
+        layers: Statistics by layer, in natural name order.
+        left_out: Names of counters and random states that were not requested.
     """
 
     source: str
@@ -94,29 +94,29 @@ class Statistics:
 
     @property
     def nans(self) -> int:
-        """Number of NaNs in all tensors."""
+        """NaN count in all tensors."""
         return sum(tensor.nans for tensor in self.tensors)
 
     @property
     def infs(self) -> int:
-        """Number of infinities in all tensors."""
+        """Infinity count in all tensors."""
         return sum(tensor.infs for tensor in self.tensors)
 
     @property
     def stored(self) -> int:
-        """Number of tensors whose statistics the save stored."""
+        """Count of tensors with stored statistics."""
         return sum(tensor.is_stored for tensor in self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """Statistics of chosen tensors of one step of a run.
+    """Statistics for chosen tensors in one step.
 
     Attributes:
-        number: Number of the step.
+        number: Step number.
         path: Path or URL of the step.
-        tensors: Statistics of each tensor.
-        left_out: Names of counters and states of random generators, if these were not asked for.
+        tensors: Statistics by tensor.
+        left_out: Names of counters and random states that were not requested.
     """
 
     number: int
@@ -147,11 +147,11 @@ class Bisection:
     Attributes:
         root: Path or URL of the run.
         when: The condition.
-        first: First step that the condition is true for, with the tensors that it is true for; None without one.
-        examined: Numbers of the steps whose statistics were looked at, in this order.
-        is_scan: Whether all steps were looked at, from the oldest until the first.
+        first: First step that meets the condition, with the tensors that meet it; None without such a step.
+        examined: Numbers of the examined steps, in this order.
+        is_scan: Whether every step was examined, from the oldest to the first.
         warnings: Steps that were removed while they were read, one sentence each.
-        left_out: Names of counters and states of random generators in these steps, if these were not asked for.
+        left_out: Names of counters and random states in these steps that were not requested.
     """
 
     root: str

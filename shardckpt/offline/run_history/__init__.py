@@ -1,1 +1,1 @@
-"""Statistics over the steps of a run: list them, find the first bad step."""
+"""Statistics over a run's steps: list them, find the first bad step."""

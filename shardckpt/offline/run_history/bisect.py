@@ -1,4 +1,4 @@
-"""Implement `bisect`: the first step of a run that a condition is true for."""
+"""Implement `bisect`: find a run's first step that meets a condition."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ def bisect(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
 ) -> Bisection:
-    """Find the first step of a run with a tensor that a condition is true for.
+    """Find a run's first step with a tensor that meets a condition.
 
-    A bisection assumes that the condition stays true once it is, as NaN in weights does: it looks at the newest step,
-    and then at one in the middle of those that may be the first. A condition that becomes false again needs `scan`.
-    Statistics leave NaN and Inf out, so a step in which a tensor has them may follow one with a large norm: the
-    bisection finds the first step with a tensor that the condition is true for or that has such values, and then looks
-    at each step from there on until the condition is true.
+    A bisection assumes that the condition stays true once it is, as NaN in weights does. It examines the newest step,
+    then the middle of the remaining steps. A condition that becomes false again needs `scan`.
+
+    Statistics leave out NaN and Inf, so a step with such values may follow a step with a large norm. The bisection
+    therefore finds the first step with such values or a true condition. From there it examines every step until the
+    condition is true.
 
     Args:
         root: Path or URL of the run's folder.
-        when: `nan`, `inf`, or a comparison of a statistic and a number: `l2>100`, `max>=1e4`, `nans>3`. The statistics
+        when: `nan`, `inf`, or a statistic, a comparison and a number: `l2>100`, `max>=1e4`, `nans>3`. The statistics
             are `nans`, `infs`, `zeros`, `min`, `max`, `mean`, `l2`; the comparisons `<`, `<=`, `>`, `>=`.
-        scan: Look at every step, from the oldest on, until the condition is true.
-        part: `model` or `optim`; everything if empty or `all`. Counters (of steps, of batches), and integers and
-            single numbers outside of model and optimizer such as states of random generators, are left out unless it is
-            `all` or `include` is given.
-        include: Globs of names; empty for all.
-        exclude: Globs of names to skip.
+        scan: Examine every step, from the oldest on, until the condition is true.
+        part: `model` or `optim`; everything if empty or `all`. Without `all` or `include`, counters (steps, batches)
+            are skipped, and integers and single numbers outside model and optimizer, such as random states.
+        include: Globs for names; empty for all.
+        exclude: Globs for names to skip.
 
     Raises:
-        UsageError: The condition is not one of these; the folder is not a run, or has no complete step; in a step a
-            glob matches nothing.
+        UsageError: The condition is invalid; the folder is not a run, or has no complete step; a glob matches nothing
+            in a step.
         CheckpointError: A step is damaged.
         StorageError: Reading failed.
 
@@ -74,7 +74,7 @@ def bisect(
             candidates = steps if scan else _drop_good(steps, may_follow_bad)
             first = next(filter(is_bad, candidates), None)
             break
-        except StepRemovedError as error:  # the search begins again with the steps that are left
+        except StepRemovedError as error:  # search again in the remaining steps
             warnings.append(str(error))
     examined = tuple(step.number for step in found)
     left_out = tuple(dict.fromkeys(name for step in found.values() for name in step.left_out))
@@ -85,7 +85,7 @@ def bisect(
 
 
 def _drop_good(steps: Sequence[StepInfo], is_bad: Callable[[StepInfo], bool]) -> Sequence[StepInfo]:
-    """Return the steps from the first bad one on, if all after it are bad; none if the last one is good."""
+    """Return the steps from the first bad one on, if all after it are bad; empty if the last is good."""
     if not is_bad(steps[-1]):
         return ()
     low, high = 0, len(steps) - 1

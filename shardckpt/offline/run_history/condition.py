@@ -1,4 +1,4 @@
-"""Read a condition on a statistic of a tensor, such as `l2>100`."""
+"""Read a condition on a tensor's statistic, such as `l2>100`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardckpt.offline.results.tensor_stats import STATS, TensorStats
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """Comparison of a statistic of a tensor and a number."""
+    """Comparison between a tensor's statistic and a number."""
 
     stat: str
     is_met: Callable[[float, float], bool]  # called with value and limit
@@ -25,7 +25,7 @@ class Condition:
         return value is not None and self.is_met(value, self.limit)
 
     def is_undecided(self, tensor: TensorStats) -> bool:
-        """Return whether values that the statistic leaves out may hide that the condition was true before."""
+        """Return whether values that the statistic skips may hide that the condition was true before."""
         # A growing weight becomes Inf, then NaN: NaN counts neither in its norm nor among the infinities.
         if self.stat == "nans":
             return False
@@ -45,7 +45,7 @@ _NAMED = {"nan": Condition("nans", operator.gt, 0), "inf": Condition("infs", ope
 
 
 def parse_condition(text: str) -> Condition:
-    """Return the condition that a text states; nothing of the text is evaluated."""
+    """Parse a condition without evaluating it as code."""
     if isinstance(text, str) and text in _NAMED:
         return _NAMED[text]
     match = _CONDITION.fullmatch(text) if isinstance(text, str) else None
@@ -53,6 +53,6 @@ def parse_condition(text: str) -> Condition:
         raise UsageError(
             "a condition must be nan, inf, or a statistic, a comparison and a number",
             found=text,
-            expected=f"nan, inf, or such as l2>100 with one of {', '.join(STATS)} and of {' '.join(_COMPARISONS)}",
+            expected=f"nan, inf, or such as l2>100, with {', '.join(STATS)} and {' '.join(_COMPARISONS)}",
         )
     return Condition(match[1], _COMPARISONS[match[2]], float(match[3]))

@@ -1,4 +1,4 @@
-"""Implement `history`: statistics of tensors over the steps of a run."""
+"""Implement `history`: tensor statistics over a run's steps."""
 
 from __future__ import annotations
 
@@ -24,22 +24,21 @@ def history(
     exclude: Sequence[str] = (),
     html: str | os.PathLike[str] = "",
 ) -> History:
-    """Return statistics of tensors over the complete steps of a run.
+    """Return tensor statistics over a run's complete steps.
 
-    Those that a save stored are read; others are computed from all values, as `stats` does.
+    Stored statistics are read; others are computed from all values, as in `stats`.
 
     Args:
         root: Path or URL of the run's folder.
-        part: `model` or `optim`; everything if empty or `all`. Counters (of steps, of batches), and integers and
-            single numbers outside of model and optimizer such as states of random generators, are left out unless it is
-            `all` or `include` is given.
-        include: Globs of names; empty for all.
-        exclude: Globs of names to skip.
-        html: Path or URL of a file to write: one page that draws the statistics over the steps, a line for each tensor.
+        part: `model` or `optim`; everything if empty or `all`. Without `all` or `include`, counters (steps, batches)
+            are skipped, and integers and single numbers outside model and optimizer, such as random states.
+        include: Globs for names; empty for all.
+        exclude: Globs for names to skip.
+        html: Path or URL for one page that draws the statistics over the steps, a line for each tensor.
 
     Raises:
-        UsageError: The folder is not a run, or has no complete step; in a step a glob matches nothing, or nothing
-            remains; `html` names another file than an earlier report.
+        UsageError: The folder is not a run, or has no complete step. A glob matches nothing in a step, or nothing
+            remains. `html` names another file than an earlier report.
         CheckpointError: A step is damaged.
         StorageError: Reading failed.
 
@@ -63,7 +62,7 @@ def history(
 
 
 def list_complete(root: str) -> tuple[StepInfo, ...]:
-    """Return the complete steps of a run, oldest first, at least one."""
+    """Return a run's complete steps, oldest first, at least one."""
     steps = ls(root)
     if not steps.complete:
         raise SourceNotFoundError(
@@ -81,7 +80,7 @@ class StepRemovedError(MissingFileError):
 
 @dataclass(frozen=True, slots=True)
 class ChosenTensors:
-    """Tensors of each step whose statistics are wanted."""
+    """Tensors to measure in each step."""
 
     part: str
     include: tuple[str, ...]
@@ -109,5 +108,5 @@ def _is_there(step: StepInfo) -> bool:
     """Return whether a run still has a complete step."""
     try:
         return step in ls(step.path.rpartition("/")[0]).complete
-    except ShardckptError:  # the run has no step any more, or is gone
+    except ShardckptError:  # the run has no steps any more, or is gone
         return False

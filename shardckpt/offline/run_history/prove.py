@@ -1,4 +1,4 @@
-"""Implement `prove`: which resumes of a run were compared with its records, and what differed."""
+"""Implement `prove`: which of a run's resumes were compared with its records, and what differed."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _AT_ONCE = 8
 
 
 def prove(root: str | os.PathLike[str], *, html: str | os.PathLike[str] = "") -> Proof:
-    """Show which steps of a run have a record, which resumes were compared with it, and what differed first.
+    """Show which steps have a record, which resumes were compared with it, and what differed first.
 
-    Nothing is trained: the verdicts are those that resumed runs wrote (`Checkpointer(witness=...)`).
+    Nothing is trained: resumed runs wrote the verdicts (`Checkpointer(witness=...)`).
 
     Args:
         root: Path or URL of the run's folder.
-        html: Path or URL of a file to write: one page with the steps on a line, and their resumes.
+        html: Path or URL for one page with the steps on a line, and their resumes.
 
     Returns:
-        The complete steps with their resumes, and the removed steps and captures that the run was resumed from. A
-        record or a verdict that cannot be read is one of the warnings.
+        The complete steps with their resumes, and the removed steps and captures that the run was resumed from.
+        Unreadable records and verdicts are warnings.
 
     Raises:
         UsageError: The folder does not exist or has no steps; `html` names another file than an earlier report.

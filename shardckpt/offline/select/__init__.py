@@ -1,1 +1,1 @@
-"""Select tensors and settings of a source, and their names."""
+"""Select a source's tensors and settings, and their names."""

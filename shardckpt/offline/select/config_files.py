@@ -1,4 +1,4 @@
-"""Find config and tokenizer files of a model, near the checkpoint or elsewhere."""
+"""Find a model's config and tokenizer files, near the checkpoint or elsewhere."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def drop_adapter_config(carried: ConfigFiles) -> ConfigFiles:
 
 
 def add_kept_files(carried: ConfigFiles, target: str, is_config: re.Pattern[str]) -> ConfigFiles:
-    """Add the config files of a replaced checkpoint."""
+    """Add a replaced checkpoint's config files."""
     if kind(target) != "folder":
         return carried
     store = open_store(target)
@@ -121,7 +121,7 @@ def _list_config_files(store: Store) -> ConfigFiles:
 
 
 def read_config(store: Store, size: int) -> dict[str, object]:
-    """Return the parsed `config.json` of a folder; empty if it is missing."""
+    """Return a folder's parsed `config.json`; empty if it is missing."""
     if size < 0:
         return {}
     where = f"{store.url}/{CONFIG}"
@@ -138,7 +138,7 @@ def _require_config_size(size: int, where: str) -> None:
 
 
 def with_values(carried: ConfigFiles, values: Mapping[str, object]) -> ConfigFiles:
-    """Return config files with other values, also where the config of the text model has them."""
+    """Return config files with other values, also in the text model's config."""
     if not carried.config or not values:
         return carried
     config, text = dict(carried.config), carried.config.get("text_config")
@@ -150,7 +150,7 @@ def with_values(carried: ConfigFiles, values: Mapping[str, object]) -> ConfigFil
 
 
 def with_dtype(config: Mapping[str, object], dtype: str) -> dict[str, object]:
-    """Return a model's config with its dtypes set to the dtype of the cast."""
+    """Return a model's config with its dtypes set to the cast's dtype."""
     # Otherwise `from_pretrained` would cast the tensors back.
     changed: dict[str, object] = {}
     for key, value in config.items():

@@ -1,7 +1,7 @@
-"""Param groups and values of an optimizer, as JSON and by path.
+"""An optimizer's param groups and values, as JSON and by path.
 
-`param_groups.json` stores plain values, and exact copies of values that plain JSON cannot represent; by path, values
-have the form of `torch.optim` and `torch.distributed`.
+`param_groups.json` stores plain values, and exact copies of values that plain JSON cannot represent. By path, values
+have the form that `torch.optim` and `torch.distributed` use.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from shardckpt.plan.optim.output_keys import NESTED, VALUES
 
 
 def read_content(state: OptimizerState) -> dict[str, Any]:
-    """Return the groups and values of an optimizer with their original types."""
+    """Return an optimizer's groups and values with their original types."""
     values = {name: dict(slots) for name, slots in state.scalars.items()}
     nested = {NESTED: {slot: list(keys) for slot, keys in state.nested.items()}} if state.nested else {}
     return {GROUPS: [dict(group) for group in state.groups], VALUES: values, **nested}
 
 
 def as_json(content: Mapping[str, Any]) -> dict[str, object]:
-    """Return the content of `param_groups.json`."""
+    """Return the content for `param_groups.json`."""
     # For values that JSON cannot represent: path and tagged JSON. `made` has them as readable text.
     exact: list[list[object]] = []
     made: dict[str, object] = {key: _plain(value) for key, value in content.items()}
@@ -50,7 +50,7 @@ def as_json(content: Mapping[str, Any]) -> dict[str, object]:
 
 
 def iter_settings(content: Mapping[str, Any]) -> Iterator[tuple[Path, object]]:
-    """Yield every setting of a group and every value of a parameter, by its path."""
+    """Yield every group setting and every parameter value, by path."""
     for number, group in enumerate(content[GROUPS]):
         yield from (((GROUPS, number, key), value) for key, value in group.items())
     for name, slots in content[VALUES].items():
@@ -58,7 +58,7 @@ def iter_settings(content: Mapping[str, Any]) -> Iterator[tuple[Path, object]]:
 
 
 def drop_settings(content: Mapping[str, Any], lost: frozenset[Path]) -> dict[str, Any]:
-    """Return the content without some of its settings."""
+    """Return the content without some settings."""
     groups = [
         {key: value for key, value in group.items() if (GROUPS, number, key) not in lost}
         for number, group in enumerate(content[GROUPS])

@@ -1,4 +1,4 @@
-"""Options of a conversion, and the users' names of dtypes."""
+"""Conversion options, and dtypes as users name them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIM_KEYS: tuple[OptimKeys, ...] = ("names", "ids", "flat")
 DEFAULT_SHARD_BYTES = 5 * 10**9
 DEFAULT_MEMORY_BYTES = 256 * 2**20
 # The modules that a conversion loads (mainly NumPy, 16 MiB) take almost this much.
-LEAST_MEMORY_BYTES = 24 * 2**20
+MIN_MEMORY_BYTES = 24 * 2**20
 
 
 def parse_dtype(text: str) -> str:
@@ -39,17 +39,17 @@ def parse_dtype(text: str) -> str:
 def parse_memory(limit: int | str) -> int:
     """Return a memory limit in bytes."""
     nbytes = parse_size(limit)
-    if nbytes < LEAST_MEMORY_BYTES:
+    if nbytes < MIN_MEMORY_BYTES:
         raise UsageError("--max-memory is too small to work in", found=str(limit), expected="24MiB or more")
     return nbytes
 
 
 def parse_part(part: str) -> Part:
-    """Return the part of a checkpoint that a caller names."""
+    """Return the part that a caller names."""
     for known in PARTS:
         if part == known:
             return known
-    raise UsageError("--part must be one of the parts of a checkpoint", found=part, expected=", ".join(PARTS))
+    raise UsageError("--part must be a part of a checkpoint", found=part, expected=", ".join(PARTS))
 
 
 def parse_globs(name: str, globs: object, what: str = "globs of names") -> tuple[str, ...]:
@@ -61,7 +61,7 @@ def parse_globs(name: str, globs: object, what: str = "globs of names") -> tuple
 
 
 class CommonParams(TypedDict, total=False):
-    """Keyword parameters of all conversions; `Options` describes them."""
+    """Keyword parameters for all conversions; `Options` describes them."""
 
     part: Part
     weights: Weights
@@ -88,13 +88,13 @@ class CommonParams(TypedDict, total=False):
 
 
 class RekeyParams(CommonParams, total=False):
-    """Keyword parameters of `rekey`."""
+    """Keyword parameters for `rekey`."""
 
     base: NamedBases
 
 
 class TargetParams(TypedDict, total=False):
-    """Keyword parameters of conversions that choose the format that they write."""
+    """Keyword parameters for conversions that can write several formats."""
 
     to: str
     tp: int
@@ -104,53 +104,53 @@ class TargetParams(TypedDict, total=False):
 
 
 class ConversionParams(RekeyParams, TargetParams, total=False):
-    """Keyword parameters of `consolidate` and `convert`."""
+    """Keyword parameters for `consolidate` and `convert`."""
 
 
 class MergeParams(CommonParams, TargetParams, total=False):
-    """Keyword parameters of `merge_adapter`, whose `base` is the base model."""
+    """Keyword parameters for `merge_adapter`, whose `base` is the base model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options of `consolidate` and `convert`.
+    """Options for `consolidate` and `convert`.
 
     Field names are the command's options, with underscores.
 
     Attributes:
-        to: Format to write: `safetensors`, `torch` (files of `torch.save`), `dcp` (torch's distributed checkpoints),
-            `native` (a step of shardckpt), or another name that `list_targets` returns. If empty: the format with the
-            suffix of the target, else `safetensors`.
-        tp: Number of tensor-parallel ranks, for `vllm-sharded`.
+        to: Format to write: `safetensors`, `torch` (`torch.save` files), `dcp` (torch's distributed checkpoints),
+            `native` (a shardckpt step), or another name that `list_targets` returns. If empty: the format with the
+            target's suffix, else `safetensors`.
+        tp: Tensor-parallel world size, for `vllm-sharded`.
         part: `model`, `optim` or `all`.
         weights: `live`, the model's own; `master`, `ema` or a variant's name, if the checkpoint contains these.
-        model_key: Path of the model, if the rules do not find it.
-        optim_key: Path of the optimizer: a key, a file, or `file:key`.
-        optim_keys: Parameter keys of the written optimizer: `names`; `ids`, numbered as in `torch.optim`; or `flat`,
+        model_key: Path to the model, if the rules do not find it.
+        optim_key: Path to the optimizer: a key, a file, or `file:key`.
+        optim_keys: Parameter keys to write for the optimizer: `names`; `ids`, numbered as in `torch.optim`; or `flat`,
             one key per value, `state.<parameter>.<slot>`.
         param_names: JSON file from optimizer id to name, or an array of names.
-        shapes_from: Any checkpoint of the same model with full tensors, to split flat parameters, to check shapes, and
-            to name the ids of an optimizer that is alone in its file.
+        shapes_from: Any checkpoint of the same model with full tensors. It splits flat parameters, checks shapes, and
+            names the ids if an optimizer is alone in its file.
         base: Folder of the base checkpoint if it was moved, as for `load`.
         dtype: Float dtype to cast the model's float tensors to, or `q8_0` for GGUF.
-        keep_fp32: Globs of final names that are not cast, and not quantized.
-        quantize: `fp8-block` to store weights of linear layers as `float8_e4m3fn` with a scale for each block of 128 x
-            128, as DeepSeek-V3 does. Only for a folder of safetensors with the model's config.
-        quantize_include: Globs of final names to quantize instead: matrices named `*.weight`.
-        quantize_exclude: Globs of final names that are not quantized.
+        keep_fp32: Globs for final names that are not cast, and not quantized.
+        quantize: `fp8-block` to store linear weights as `float8_e4m3fn` with a scale for each 128 x 128 block, as
+            DeepSeek-V3 does. Only for a safetensors folder with the model's config.
+        quantize_include: Globs for final names to quantize instead: matrices named `*.weight`.
+        quantize_exclude: Globs for final names that are not quantized.
         allow_overflow: Accept finite values that become infinite in a cast.
         allow_loss: Omit values that the format cannot store; otherwise they are an error that lists them.
-        max_shard_size: Maximum bytes of tensor data in a file.
-        max_memory: Maximum bytes of memory in addition to that of the started process.
-        include: Globs of final names to write; empty for all.
-        exclude: Globs of final names to skip.
-        rules: TOML file, or name of a built-in set of rules, for other names and shapes.
+        max_shard_size: Maximum tensor data per file, in bytes.
+        max_memory: Maximum memory in bytes, in addition to the started process.
+        include: Globs for final names to write; empty for all.
+        exclude: Globs for final names to skip.
+        rules: TOML file, or name of built-in rules, for other names and shapes.
         rename: `FROM=TO`, in order, after `rules`: FROM is a regular expression for full names, TO may refer to groups.
         config_from: Folder whose config and tokenizer files are copied.
         overwrite: Replace one existing checkpoint of the same format.
         dry_run: Plan and check, and write nothing.
-        jobs: Threads that read and write, in each process; None to choose their number, at most 4.
-        parallel: Whether to share the output files among the ranks of the job, all of which make this call.
+        jobs: Threads per process that read and write; None to choose, at most 4.
+        parallel: Whether to share the output files among the job's ranks, which all make this call.
     """
 
     to: str = ""
@@ -190,7 +190,9 @@ class Options:
         """
         parse_part(self.part)
         if self.optim_keys not in OPTIM_KEYS:
-            raise UsageError(f"--optim-keys {self.optim_keys!r} is not a kind of keys", expected=", ".join(OPTIM_KEYS))
+            raise UsageError(
+                "--optim-keys must be a kind of keys", found=repr(self.optim_keys), expected=", ".join(OPTIM_KEYS)
+            )
         parse_dtype(self.dtype)
         self._check_quantize()
         self._check_idle()
@@ -199,7 +201,7 @@ class Options:
         parse_size(self.max_shard_size)
         parse_memory(self.max_memory)
         if self.jobs is not None and (type(self.jobs) is not int or self.jobs < 1):
-            raise UsageError("--jobs is not a number of threads", found=repr(self.jobs), expected="1 or more")
+            raise UsageError("--jobs must be a number of threads", found=repr(self.jobs), expected="1 or more")
         require_bools(**{name: getattr(self, name) for name in _SWITCHES})
         return self
 
@@ -209,7 +211,7 @@ class Options:
         idle = {
             "--keep-fp32 does nothing without --dtype or --quantize": self.keep_fp32 and not is_cast,
             "--dtype casts the model, which --part optim leaves out": self.dtype and self.part == "optim",
-            "--weights chooses those of the model, which --part optim leaves out": self.weights != "live"
+            "--weights chooses model weights, which --part optim leaves out": self.weights != "live"
             and self.part == "optim",
             "--optim-keys does nothing without --part optim or all": self.optim_keys != "names"
             and self.part == "model",
@@ -220,7 +222,7 @@ class Options:
 
     def _check_quantize(self) -> None:
         if self.quantize not in ("", METHOD):
-            raise UsageError("--quantize must be a kind of quantization", found=self.quantize, expected=METHOD)
+            raise UsageError("--quantize must be a quantization method", found=self.quantize, expected=METHOD)
         if not self.quantize and (self.quantize_include or self.quantize_exclude):
             raise UsageError(
                 "globs choose what --quantize quantizes", found="no --quantize", fix=f"Pass --quantize {METHOD}."

@@ -1,4 +1,4 @@
-"""Load names and shapes of flat parameters from another checkpoint."""
+"""Load names and shapes for flat parameters from another checkpoint."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from shardckpt.plan.naming.fqn import name_model
 
 
 def load_param_shapes(reader: Reader, shapes_from: str, ids: Mapping[int, str] | None = None) -> Reader:
-    """Return a reader that knows the members of its flat parameters."""
+    """Return a reader that knows its flat parameters' members."""
     if not reader.is_flat:
         return reader
     if reader.needs_param_shapes and not shapes_from:
         raise UsageError(
-            "these are flat parameters, and no file has the shapes of their parameters",
+            "these are flat parameters, and no file has the shapes of their members",
             where=reader.store.url,
             found="a chunk of each unit on each rank, as FSDP1's LOCAL_STATE_DICT gives it",
             fix="Give --shapes-from SRC, any checkpoint of the same model that holds full tensors.",
@@ -34,7 +34,7 @@ def load_param_shapes(reader: Reader, shapes_from: str, ids: Mapping[int, str] |
             "this checkpoint has no shapes: it holds flat parameters itself",
             where=shapes_from,
             expected="full tensors",
-            fix="Give another checkpoint of the same model, or save model.state_dict() of a model on the meta device.",
+            fix="Give another checkpoint of the same model, or save model.state_dict() on the meta device.",
         )
     other = sections.split_flat_names(opened.manifest)
     model = name_model(other, sections.find_sections(other)).tensors
@@ -48,7 +48,7 @@ def load_param_shapes(reader: Reader, shapes_from: str, ids: Mapping[int, str] |
 
 
 def _keeps_order(manifest: Manifest, entries: Sequence[TensorEntry]) -> bool:
-    """Return True if a checkpoint's tensors are in the order of the model."""
+    """Return True if a checkpoint's tensors are in model order."""
     if manifest.keeps_order:
         return True
     # safetensors files are usually sorted by dtype and name; DCP spreads replicated tensors over ranks.

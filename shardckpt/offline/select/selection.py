@@ -1,4 +1,4 @@
-"""Select the content of a conversion, with its final names."""
+"""Select what to convert, with its final names."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Selection:
     groups: Mapping[str, Any] | None  # `param_groups` and `non_tensor_state`; None without an optimizer
     units: Mapping[str, FlatLayout]  # members of stored flat parameters
     ties: Mapping[str, str]  # name that is not written to the name that is written for it
-    left_out: tuple[str, ...]  # dotted paths of content outside of the requested part
+    left_out: tuple[str, ...]  # dotted paths outside the requested part
     warnings: tuple[str, ...]  # one sentence each
     order: tuple[str, ...] = ()  # all model names in state-dict order, also if not written
     keeps_order: bool = True  # False: the checkpoint has another order, such as sorted names
@@ -127,15 +127,15 @@ def _warn_of_order(state: optimizer_state.OptimizerState | None) -> tuple[str, .
 
 
 def _warn_of_numbers(manifest: Manifest, root: Path) -> Iterator[str]:
-    """Yield a warning of the small tensors among the settings of an optimizer, such as learning rates."""
+    """Yield a warning about small tensors among optimizer settings, such as learning rates."""
     paths = [path for path, _ in _iter_settings(manifest, root)]
     if paths:
         more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-        yield f"{dotted(paths[0])}{more}: a tensor among the settings of the optimizer, written as a number"
+        yield f"{dotted(paths[0])}{more}: a tensor among the optimizer settings, written as a number"
 
 
 def _iter_settings(manifest: Manifest, root: Path) -> Iterator[tuple[Path, TensorEntry]]:
-    """Yield the small tensors among the settings of an optimizer."""
+    """Yield the small tensors among optimizer settings."""
     for path, entry in manifest.tensors.items():
         if path[: len(root) + 1] == (*root, "param_groups") and prod(entry.shape) <= SMALL_ELEMENTS:
             yield path, entry
@@ -152,7 +152,7 @@ def _read_rules(options: Options, config: Mapping[str, object]) -> tuple[Rule, .
 def _list_unwritten(
     manifest: Manifest, found: sections.Sections, options: Options, *, has_optimizer: bool
 ) -> Iterator[Path]:
-    """Yield what no target stores: values of the model, and what an optimizer has next to its state and groups."""
+    """Yield content that no target stores: the model's values, and an optimizer's extra content."""
     if options.part != "optim":
         yield from sections.model_values(manifest, found)
     if has_optimizer:
@@ -179,7 +179,7 @@ class _OpenModel:
         return _optimizer(self.reader, self.manifest, self.found, self.model, self.options)
 
     def find_ties(self, chosen: Sequence[str]) -> _Ties:
-        """Return the names that are not written, and the heads that the config ties although they have own values."""
+        """Return the tied names, and the heads that the config ties although they have other values."""
         tensors = {name: self.model.tensors[name] for name in chosen}
         paths = {name: entry.path for name, entry in tensors.items()}
         tied = names.read_config_ties(self.config, tensors)
@@ -196,8 +196,6 @@ class _OpenModel:
 
 @dataclass(frozen=True, slots=True)
 class _Ties:
-    """Ties of a model."""
-
     dropped: dict[str, str]  # name that is not written to the name that is written for it
     own: tuple[str, ...]  # heads with other values, though the config ties them
 
@@ -238,7 +236,7 @@ def _choose_stored(opened: _OpenModel) -> _ChosenTensors:
 
 
 def _choose_remapped(opened: _OpenModel, rules: Sequence[Rule]) -> _ChosenTensors:
-    """Return the results of rules; globs match the names after the rules."""
+    """Return the tensors that rules make; globs match their new names."""
     from shardckpt.format import remap  # noqa: PLC0415  (as in `_read_rules`)
 
     reader, manifest, model, options = opened.reader, opened.manifest, opened.model, opened.options
@@ -259,13 +257,13 @@ def _choose_remapped(opened: _OpenModel, rules: Sequence[Rule]) -> _ChosenTensor
 
 
 def _needed_warnings(warnings: Sequence[str], unasked: Sequence[Path]) -> list[str]:
-    """Return the warnings without those of parts that are not written, which begin with their paths."""
+    """Drop the warnings that start with the path of an unwritten part."""
     roots = tuple(f"{dotted(root)}: " for root in unasked if root)
     return [warning for warning in warnings if not warning.startswith(roots)]
 
 
 def _unneeded_faults(manifest: Manifest, wanted: Sequence[TensorEntry]) -> list[str]:
-    """Return the faults of tensors that are not requested, as warnings."""
+    """Return faults in tensors that are not requested, as warnings."""
     needed = {entry.path for entry in wanted}
     rest = (entry for path, entry in manifest.tensors.items() if path not in needed)
     return [f"not needed here, but damaged: {fault}" for fault in faults(manifest, rest, limit=4)]
@@ -319,7 +317,7 @@ def _check_shapes(tensors: Mapping[str, TensorEntry], shapes_from: str) -> None:
 
 
 def _read_model(url: str) -> tuple[Manifest, Mapping[str, TensorEntry]]:
-    """Return a checkpoint, and the tensors of its model by name."""
+    """Return a checkpoint's manifest, and its model tensors by name."""
     manifest = sections.split_flat_names(open_checkpoint(url).manifest)
     return manifest, name_model(manifest, sections.find_sections(manifest)).tensors
 
@@ -371,7 +369,7 @@ def _optimizer(
 
 
 def _restrict_state(state: optimizer_state.OptimizerState, fqns: Set[str]) -> optimizer_state.OptimizerState:
-    """Return the state of some parameters only; groups and values stay."""
+    """Keep only some parameters' state; groups and values stay."""
     kept = {key: entry for key, entry in state.tensors.items() if key.rpartition("/")[0] in fqns}
     return replace(state, tensors=kept)
 

@@ -1,1 +1,1 @@
-"""Output formats: the files of each."""
+"""Output formats, and their files."""

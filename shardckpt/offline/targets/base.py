@@ -1,7 +1,7 @@
-"""Interface of targets: supported values, and the files of a conversion.
+"""Interface for targets: supported values, and the files of a conversion.
 
 A target is one frozen value. To add one, write a module and add a line in `target_registry.py`, or an entry point
-`shardckpt.targets` of another distribution (docs/extending.md).
+`shardckpt.targets` in another distribution (docs/extending.md).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """Source, options and target of a conversion.
+    """A conversion's source, options and target.
 
     Attributes:
         target: Path or URL, as the caller gave it.
-        options: Options of the call.
+        options: Options in the call.
         reader: Open checkpoint.
         config: Config and tokenizer files to copy.
         selection: Located and complete tensors, and settings, under their final names.
@@ -57,7 +57,7 @@ class Conversion:
 
     @property
     def file_name(self) -> str:
-        """Name of the single file."""
+        """The single file's name."""
         return self.target.rpartition("/")[2]
 
     @property
@@ -72,16 +72,16 @@ class Conversion:
 
     @property
     def max_file_bytes(self) -> int:
-        """Maximum bytes of tensor data in a file."""
+        """Maximum tensor data per file, in bytes."""
         return parse_size(self.options.max_shard_size)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of tensor data in the selection."""
+        """Tensor data in the selection, in bytes."""
         return sum(tensor.nbytes for tensor in (*self.selection.model, *self.selection.optim))
 
     def split_tensors(self, tensors: Sequence[OutputTensor]) -> list[tuple[OutputTensor, ...]]:
-        """Return the tensors of each file, at least one."""
+        """Return the tensors for each file, at least one."""
         if self.is_file:
             return [tuple(tensors)]
         split = split_as_stored(tensors) if self.keeps_split else split_by_size(tensors, self.max_file_bytes)
@@ -108,7 +108,7 @@ class RankOptions:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRanks:
-    """The plan of a full checkpoint for a number of ranks."""
+    """A full checkpoint, planned for several ranks."""
 
     files: PlannedFiles
     tensors: Mapping[Path, OutputTensor]
@@ -138,18 +138,17 @@ class Target:
 
     Attributes:
         name: Name in `--to`.
-        title: Name of one such checkpoint in messages: `a DCP checkpoint`.
+        title: Phrase for messages: `a DCP checkpoint`.
         files: Description of the written files, for the table of targets.
         read_by: Readers of the files, for the table of targets.
-        plan: Plans the files of a conversion; reads no tensor data. Raises UsageError for content that cannot be
-            written.
-        holds_dtype: Returns True if tensors of a dtype, in torch's spelling, can be stored exactly.
-        holds_value: Returns True if a setting or value of an optimizer can be stored exactly.
+        plan: Plans a conversion's files; reads no tensor data. Raises UsageError for content that cannot be written.
+        holds_dtype: Returns True if tensors with a dtype, in torch's spelling, can be stored exactly.
+        holds_value: Returns True if an optimizer's setting or value can be stored exactly.
         suffixes: File name suffixes that select a single file; empty if the target is always a folder.
         check: Checks options before the source is opened. Raises UsageError.
-        keeps_config: Whether config files of a replaced checkpoint stay.
-        writes_text: Whether a value that cannot be stored exactly is written as text instead of being omitted.
-        plan_ranks: Plans a full checkpoint for a number of ranks, for `reshard`; None if not supported.
+        keeps_config: Whether a replaced checkpoint's config files stay.
+        writes_text: Whether to write values as text that cannot be stored exactly, instead of omitting them.
+        plan_ranks: Plans a full checkpoint for several ranks, for `reshard`; None if not supported.
     """
 
     name: str
@@ -170,7 +169,7 @@ def require_quantization(target: Target, dtype: str) -> None:
     """Require a target to have a quantized type."""
     if dtype in QUANTIZED and not target.holds_dtype(dtype):
         raise UsageError(
-            f"--dtype {dtype} is a type of GGUF", found=f"--to {target.name}", expected="--to gguf, or DST.gguf"
+            f"--dtype {dtype} is a GGUF type", found=f"--to {target.name}", expected="--to gguf, or DST.gguf"
         )
 
 
@@ -183,7 +182,7 @@ def encode_json(content: Mapping[str, object]) -> bytes:
 
 
 def _list_settings(selection: Selection) -> Iterable[tuple[Path, object]]:
-    """Return the settings of the optimizer by path, none without an optimizer."""
+    """Return optimizer settings by path, empty without an optimizer."""
     if selection.groups is None:
         return ()
     from shardckpt.offline.select.group_settings import iter_settings  # noqa: PLC0415  (most conversions write no optimizer)
@@ -227,7 +226,7 @@ def require_allowed(lost: Sequence[str], title: str, *, allow_loss: bool) -> Non
         raise UsageError(
             f"{title} cannot hold all of this",
             found=", ".join(lost[:_SHOWN]) + more,
-            fix="Pass allow_loss=True (--allow-loss) to do without it, or choose another format with --to.",
+            fix="Pass allow_loss=True (--allow-loss) to omit it, or choose another format with --to.",
         )
 
 

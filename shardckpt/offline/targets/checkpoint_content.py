@@ -1,4 +1,4 @@
-"""Full content of a checkpoint for torch's formats."""
+"""A checkpoint's full content, for torch's formats."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def full_content(
     placed: Callable[[Path], Path] = _keep_path,
     leaves: Callable[[object, Path], Mapping[Path, object]] = _keep_value,
 ) -> Content:
-    """Return the content of a checkpoint after checking that it is complete."""
+    """Return a checkpoint's content after checking that it is complete."""
     manifest = reader.manifest
     lost = [f"{dotted(path)}, of type {e.dtype}" for path, e in manifest.tensors.items() if e.dtype not in TYPES]
     paths = [path for path, e in manifest.tensors.items() if path not in manifest.aliases and e.dtype in TYPES]

@@ -45,7 +45,7 @@ def plan(conversion: Conversion) -> PlannedFiles:
 
 
 def plan_ranks(reader: Reader, options: RankOptions) -> PlannedRanks:
-    """Plan all content of a checkpoint like a save of a number of ranks."""
+    """Plan a full checkpoint as a save on several ranks."""
     content = full_content(
         reader,
         TARGET.title,
@@ -87,7 +87,7 @@ def _parts(arrays: Mapping[Path, OutputTensor], chunks: Iterable[PayloadChunk]) 
 
 
 class _Slices:
-    """Writes the slices of a file in order, from the bytes of their elements."""
+    """Writes a file's slices in order, from their elements' bytes."""
 
     def __init__(self, file: SliceFile, writer: FileSink) -> None:
         self._slices, self._writer = file.slices, writer
@@ -96,7 +96,7 @@ class _Slices:
         self._advance()
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Write the next bytes of the chunks, which may span several of them."""
+        """Write the next bytes, which may span several chunks."""
         rest = memoryview(data).cast("B")
         while len(rest):
             assert self._archive is not None, "more bytes than the slices have"
@@ -108,10 +108,10 @@ class _Slices:
 
     def close(self) -> None:
         """Check that every slice has been written."""
-        assert self._next == len(self._slices) and self._archive is None, "bytes of a slice were never given"
+        assert self._next == len(self._slices) and self._archive is None, "a slice lacks bytes"
 
     def _advance(self) -> None:
-        """Write slices until one needs bytes of a tensor."""
+        """Write slices until one needs a tensor's bytes."""
         while not self._missing:
             if self._archive is not None:
                 self._archive.close()
@@ -132,7 +132,7 @@ class _Slices:
 
 
 def build_content(selection: Selection) -> Content:
-    """Build the content of a selection in torch's form: `model` and `optim`."""
+    """Build a selection's content in torch's form: `model` and `optim`."""
     arrays: dict[Path, OutputTensor] = {("model", tensor.name): tensor for tensor in selection.model}
     ties: dict[Path, Path] = {
         ("model", name): ("model", kept) for name, kept in selection.ties.items() if ("model", kept) in arrays
@@ -160,7 +160,7 @@ def flatten_value(value: Any, path: Path) -> dict[Path, object]:
         for key, inner in value.items():
             made = flatten_value(inner, (*path, str(key)))
             if not found.keys().isdisjoint(made):
-                raise NameCollisionError("two keys of a dict read alike as text", where=dotted(path), found=repr(key))
+                raise NameCollisionError("two dict keys are equal as text", where=dotted(path), found=repr(key))
             found |= made
     elif isinstance(value, list) and _is_opened(value):
         for i, inner in enumerate(value):
@@ -228,7 +228,7 @@ def _dcp_file(file: SliceFile, arrays: Mapping[Path, OutputTensor]) -> OutputFil
 
 
 def _rows(tensor: OutputTensor, world_size: int, rank: int) -> Iterable[Box]:
-    """Return the box of a rank: its rows, or the full tensor if it cannot be split."""
+    """Return a rank's box: its rows, or the full tensor if it cannot be split."""
     shape = tensor.shape
     if not shape or 0 in shape or tensor.members:
         return (full_box(shape),)

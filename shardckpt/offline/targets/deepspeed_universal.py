@@ -1,8 +1,8 @@
 """Target `deepspeed-universal`: one folder per trained parameter.
 
-DeepSpeed resumes from it on any topology. For `load_checkpoint` with `"checkpoint": {"load_universal": true}`, and ZeRO
-stages 1 to 3: weights in float32 under `zero/`, with the values that all parameters share, and model files with the
-live weights, buffers and ties.
+DeepSpeed resumes from it on any topology, with `load_checkpoint`, `"checkpoint": {"load_universal": true}` and ZeRO
+stages 1 to 3. `zero/` has float32 weights and the values that all parameters share; model files have the live weights,
+buffers and ties.
 """
 
 from __future__ import annotations
@@ -44,19 +44,17 @@ _LOOP = ("lr_scheduler", "data_sampler", "random_ltd", "global_samples")
 
 @dataclass(frozen=True, slots=True)
 class _Param:
-    """A trained parameter."""
-
     weights: OutputTensor  # float32
     slots: Mapping[str, OutputTensor]
     step: OutputTensor | object  # array or value; None if unknown
 
 
-# Path of a torch file, its value, and the tensors of its storages.
+# A torch file's path and value, and the tensors in its storages.
 _PlannedFile = tuple[str, object, Sequence[OutputTensor]]
 
 
 def plan(conversion: Conversion) -> PlannedFiles:
-    """Plan the folder of a conversion."""
+    """Plan a conversion's folder."""
     reader, selection, options = conversion.reader, conversion.selection, conversion.options
     weights = master_weights(reader, options, conversion.config.config, selection)
     params, lost = _params(selection, weights)
@@ -102,7 +100,7 @@ def master_weights(
         raise UsageError(
             "a universal checkpoint is for resuming training, and the source has no optimizer",
             found="no trained parameter",
-            expected="an optimizer with its groups, which say what is trained",
+            expected="an optimizer with its param groups",
             fix="Name it with --optim-key; or write the weights alone, --to safetensors.",
         )
     found = selection.model
@@ -113,9 +111,7 @@ def master_weights(
     for name in _trained_names(selection):
         tensor = known.get(name) or known.get(selection.ties.get(name, ""))
         if tensor is None:
-            raise UsageError(
-                f"the optimizer has {name!r}, which the model lacks", fix="Take it along, or leave out neither."
-            )
+            raise UsageError(f"the optimizer has {name!r}, which the model lacks", fix="Include it in the model, too.")
         made.append(OutputTensor(name, tensor.entry, "float32"))
     return made
 
@@ -126,7 +122,7 @@ def _trained_names(selection: Selection) -> list[str]:
 
 
 def _params(selection: Selection, weights: Sequence[OutputTensor]) -> tuple[dict[str, _Param], list[str]]:
-    """Return the trained parameters by name, and descriptions of state that DeepSpeed would not load."""
+    """Return the trained parameters by name, and descriptions for state that DeepSpeed would not load."""
     slots: dict[str, dict[str, OutputTensor]] = {}
     lost = []
     steps: dict[str, OutputTensor | object] = {}
@@ -162,8 +158,8 @@ def _require_alike(selection: Selection, params: Mapping[str, _Param]) -> None:
             lacking = [slot for slot in slots if slot not in params[name].slots]
             if lacking:
                 raise UsageError(
-                    f"{name!r} has no {lacking[0]}, which others of its group have: DeepSpeed keeps both in one tensor",
-                    fix="Take it out of the optimizer's group in training, and save again.",
+                    f"{name!r} has no {lacking[0]}, which others in its group have: DeepSpeed keeps both in one tensor",
+                    fix="Remove it from the optimizer's group in training, and save again.",
                 )
 
 
@@ -202,7 +198,7 @@ def _optimizer_state(
 
 
 def _model_fields(reader: Reader, selection: Selection, params: Mapping[str, _Param], steps: int) -> dict[str, object]:
-    """Return the fields of a model file in addition to the weights."""
+    """Return a model file's fields in addition to the weights."""
     groups: Sequence[Mapping[str, Any]] = (selection.groups or {}).get(GROUPS, ())
     shapes = [{name: NamedValue("size", params[name].weights.shape) for name in group["params"]} for group in groups]
     return {
@@ -225,7 +221,7 @@ def _model_fields(reader: Reader, selection: Selection, params: Mapping[str, _Pa
 
 
 def _loop(reader: Reader) -> dict[str, object]:
-    """Return the plain state of the training loop that DeepSpeed restores."""
+    """Return the plain training loop state that DeepSpeed restores."""
     found: dict[str, object] = {}
     for key in _LOOP if reader.manifest.format.startswith("deepspeed") else ():
         below = {p[1:]: e.value for p, e in reader.manifest.objects.items() if p[0] == key}
@@ -241,7 +237,7 @@ def _version(reader: Reader) -> str:
 
 
 def _steps(reader: Reader, params: Mapping[str, _Param]) -> int:
-    """Return the number of optimizer steps."""
+    """Return the optimizer's step count."""
     entry = reader.manifest.objects.get(("global_steps",))
     if entry is not None and type(entry.value) is int:
         return entry.value

@@ -1,9 +1,8 @@
 """`reshard --to torch`: one file per rank, with DTensors that FSDP2 loads.
 
-Tensors are sharded by rows. The pickles are those of torch 2.13: a 1-D mesh over all ranks, `Shard(0)`. Values that are
-not tensors, and replicated tensors (buffers, steps), are in the file of every rank. A sharded source shows which
-tensors are replicated: those with several rows in one piece. If no tensor of the source is sharded, all tensors with
-rows are split.
+Tensors are sharded by rows. The pickles are as in torch 2.13: a 1-D mesh over all ranks, `Shard(0)`. Every rank's file
+has the replicated tensors (buffers, steps) and the values that are not tensors. In a sharded source, a tensor with
+several rows in one piece is replicated. If the source has no sharded tensor, all tensors with rows are split.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def plan_rank_files(reader: Reader, options: RankOptions, title: str) -> Planned
 
 
 def sharded_paths(content: Content, keep_whole: Sequence[str]) -> frozenset[Path]:
-    """Return the paths of sharded tensors; all other tensors are replicated."""
+    """Return the paths of the tensors to shard; all others are replicated."""
     names = {path: dotted(path) for path in content.arrays}
     require_matches(keep_whole, list(names.values()))
     kept = {path for path, name in names.items() if any(fnmatchcase(name, glob) for glob in keep_whole)}
@@ -64,7 +63,7 @@ def sharded_paths(content: Content, keep_whole: Sequence[str]) -> frozenset[Path
 
 
 def _sharded_in_source(arrays: Mapping[Path, OutputTensor]) -> set[Path]:
-    """Return the tensors to split: those that the source splits, or all."""
+    """Return the tensors to split: the ones that the source splits, or all."""
     rows = {path: tensor for path, tensor in arrays.items() if tensor.shape and 0 not in tensor.shape}
     pieces = {path: sum(1 for piece in tensor.entry.pieces if piece.box.volume) for path, tensor in rows.items()}
     if all(count < 2 for count in pieces.values()):
@@ -98,7 +97,7 @@ def _instance(module: str, name: str, state: Mapping[str, object]) -> GlobalCall
 
 
 def _mesh(rank: int, world: int) -> GlobalCall:
-    """Return the mesh of all ranks as one rank stores it."""
+    """Return the mesh over all ranks, as one rank stores it."""
     axis = _instance(_LAYOUT, "_FlatLayout", {"shape": (world,), "stride": (1,)})
     state: dict[str, object] = {
         "_device_type": "cpu",

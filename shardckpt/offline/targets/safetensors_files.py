@@ -24,7 +24,7 @@ from shardckpt.storage.replaceable import FileKind, FolderKind
 
 
 def plan(conversion: Conversion) -> PlannedFiles:
-    """Plan the files of a conversion."""
+    """Plan a conversion's files."""
     stem = "adapter_model" if conversion.is_adapter else "model"
     groups: dict[str, list[tuple[OutputTensor, ...]]] = {}
     if conversion.options.part != "optim":
@@ -57,7 +57,6 @@ def _plan_folder(
     index_name: str,
     unique_suffix: str,
 ) -> Layout:
-    """Return the files of a folder."""
     metadata = _metadata(conversion)
     files = {stem: name_files(parts, stem, unique_suffix) for stem, parts in groups.items()}
     small = conversion.encode_config()

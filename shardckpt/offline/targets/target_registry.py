@@ -1,4 +1,4 @@
-"""Registry of output formats.
+"""Registry for output formats.
 
 To add one, write a module in this folder and add a line to `BUILT_IN`.
 """
@@ -47,11 +47,11 @@ def load_targets() -> tuple[Target, ...]:
 
 
 def list_targets(*, for_ranks: bool = False, imports_plugins: bool = True) -> tuple[str, ...]:
-    """Return the names of the output formats, with those of installed plugins last.
+    """Return the names of output formats; installed plugins come last.
 
     Args:
-        for_ranks: Whether to return the formats of `reshard` instead of `consolidate`, `convert` and `merge_adapter`.
-        imports_plugins: Whether to import plugins to learn if `reshard` supports them; without it, all are listed.
+        for_ranks: Whether to return formats for `reshard` instead of `consolidate`, `convert` and `merge_adapter`.
+        imports_plugins: Whether to import plugins to see if `reshard` supports them; otherwise all are listed.
 
     Examples:
         >>> shardckpt.list_targets()
@@ -78,7 +78,7 @@ def _find_plugins() -> tuple[Plugin, ...]:
 
 
 def _load_plugins(on_error: Callable[[str], None] = lambda _: None) -> Iterator[Target]:
-    """Yield the targets of plugins; pass loading errors to `on_error`."""
+    """Yield the targets in plugins; pass loading errors to `on_error`."""
     for plugin in _find_plugins():
         try:
             yield load_plugin(plugin, Target)
@@ -87,7 +87,7 @@ def _load_plugins(on_error: Callable[[str], None] = lambda _: None) -> Iterator[
 
 
 class _Guard(NamedTuple):
-    """Adds the name of a plugin to errors of its target, plan and files."""
+    """Adds a plugin's name to errors from its target, plan and files."""
 
     plugin: Plugin
     where: str
@@ -138,7 +138,7 @@ def find_rank_target(name: str, where: str = "") -> Target:
 
 
 def choose_target(name: str, path: str) -> Target:
-    """Return the target of a conversion, by its name or by the suffix of the path."""
+    """Return a conversion's target, by its name or by the path's suffix."""
     if not name:
         by_suffix = _find_by_suffix(path) or _find_plugin_by_suffix(path)
         return by_suffix or _require_folder(path, load_target(DEFAULT))
@@ -156,12 +156,12 @@ def choose_target(name: str, path: str) -> Target:
 
 
 def _require_folder(path: str, target: Target) -> Target:
-    """Return the target if the path is that of a folder; refuse one that ends nearly as a file would."""
+    """Return the target for a folder's path; reject a path with nearly a file's suffix."""
     _, dot, suffix = path.rpartition("/")[2].rpartition(".")
     meant = get_close_matches(f".{suffix}", _SUFFIXES, 1, _ALIKE) if dot else []
     if meant:
         raise UsageError(
-            "this is neither the name of a file that is written nor surely one of a folder",
+            "this name could be a file or a folder",
             where=path,
             expected=f"a file that ends with {meant[0]}",
             fix="For a folder of this name, write a slash at its end.",
@@ -174,7 +174,7 @@ _ALIKE = 0.8
 
 
 def _find_by_suffix(path: str) -> Target | None:
-    """Return the built-in target that writes files with the suffix of the path; those after it are not imported."""
+    """Return the built-in target that writes the path's suffix; later ones are not imported."""
     targets = map(load_target, BUILT_IN) if _has_suffix(path) else ()
     return next((target for target in targets if path.endswith(target.suffixes)), None)
 

@@ -12,7 +12,7 @@ from shardckpt.offline.write.stream import FileSink, OutputFile, TensorPart, Ten
 def archive_file(
     name: str, archive: TorchArchive, parts: Sequence[TensorPart], count: int, head: bytes = b""
 ) -> OutputFile:
-    """Return a file of `torch.save`."""
+    """Return a `torch.save` file with `head`, then `parts`, in its storages."""
 
     def encode(stream: TensorStream, writer: FileSink) -> bytes:
         sink = ArchiveWriter(archive, writer.write)

@@ -1,6 +1,6 @@
 """Target `torch`: files that `torch.load(weights_only=True)` reads.
 
-All bytes are planned, and written as a stream.
+All bytes are planned, then streamed.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _plan_folder(conversion: Conversion, stem: str, index: str, unique_suffix: s
 def model_files(
     selection: Selection, groups: Sequence[tuple[OutputTensor, ...]], stem: str, unique_suffix: str
 ) -> tuple[list[OutputFile], dict[str, object]]:
-    """Return the files of a model, and the content of its index."""
+    """Return a model's files and its index."""
     named = name_files(groups, stem, unique_suffix, SUFFIX)
     keeps_order = selection.keeps_order
     files = [
@@ -81,7 +81,7 @@ def model_files(
 
 
 def _single_file(conversion: Conversion) -> OutputFile:
-    """Return the single file of a part: a state dict, or both under their keys."""
+    """Return a part's single file: a state dict, or both under their keys."""
     selection, name = conversion.selection, conversion.file_name
     if conversion.options.part == "optim":
         return torch_file(name, _optimizer(selection, 0), selection.optim)

@@ -1,4 +1,4 @@
-"""Target `vllm-sharded`: files of each tensor-parallel rank, for vLLM's `--load-format sharded_state`."""
+"""Target `vllm-sharded`: files for each tensor-parallel rank, for vLLM's `--load-format sharded_state`."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from shardckpt.storage.replaceable import FolderKind
 
 
 class _Constant:
-    """Yields one element as all values of a tensor that no file contains."""
+    """Yields one element for all values in a tensor that no file contains."""
 
     def __init__(self, element: bytes) -> None:
         self._element = element
 
     def __call__(self, box: Box, data: memoryview, stored: str) -> tuple[memoryview, str]:  # noqa: ARG002
-        """Return the element for each position of a box."""
+        """Return the element for each position in a box."""
         return memoryview(self._element * box.volume), stored
 
 
@@ -40,14 +40,14 @@ def check(options: Options) -> None:
         raise UsageError(
             f"--to {VLLM_SHARDED} needs the number of ranks",
             found=str(options.tp),
-            fix="Pass --tp N to consolidate or convert; an adapter is merged into a folder of safetensors first.",
+            fix="Pass --tp N to consolidate or convert; an adapter is merged into a safetensors folder first.",
         )
     if options.part != "model":
         raise UsageError("vLLM loads a model only", found=f"--part {options.part}", expected="--part model")
 
 
 def plan(conversion: Conversion) -> PlannedFiles:
-    """Plan the files of all ranks."""
+    """Plan all ranks' files."""
     selection, config = conversion.selection, conversion.config.config
     if not config:
         raise UsageError(
@@ -59,7 +59,7 @@ def plan(conversion: Conversion) -> PlannedFiles:
     if computed:
         raise UsageError(
             f"{computed[0]} cannot be computed and split at once",
-            fix="First write a folder of safetensors: leave out --to and --tp. Then: shardckpt convert THAT DST"
+            fix="First write a safetensors folder: leave out --to and --tp. Then: shardckpt convert THAT DST"
             f" --to {VLLM_SHARDED} --tp {conversion.options.tp}.",
         )
     tp = conversion.options.tp
@@ -80,7 +80,6 @@ def plan(conversion: Conversion) -> PlannedFiles:
 
 
 def _plan_tensors(selection: Selection, config: Mapping[str, object], rank: int, tp: int) -> list[OutputTensor]:
-    """Return the tensors of a rank."""
     tensors = {tensor.name: tensor for tensor in selection.model}
     tensors |= {name: tensors[kept] for name, kept in selection.ties.items() if kept in tensors}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
@@ -97,7 +96,7 @@ def _plan_tensors(selection: Selection, config: Mapping[str, object], rank: int,
 
 
 def _build_tensor(name: str, parameter: Parameter, entries: Mapping[str, TensorEntry], dtype: str) -> OutputTensor:
-    """Return a tensor of a rank, as boxes of tensors of the model."""
+    """Return a rank's tensor, as boxes in the model's tensors."""
     entry = apply_recipe(parameter.recipe, name, entries)
     rows = OutputTensor(name, entry, dtype)
     if not parameter.padding:
@@ -113,7 +112,7 @@ def _build_constant(name: str, shape: Shape, stored: str, dtype: str, element: b
 
 
 def _find_dtype(name: str, recipe: Recipe, tensors: Mapping[str, OutputTensor]) -> str:
-    """Return the dtype that all parts of a tensor are written in."""
+    """Return the dtype for all parts of a tensor."""
     dtypes = {tensors[leaf.name].dtype for leaf in iter_sources(recipe)}
     if len(dtypes) > 1:
         raise UsageError(

@@ -1,1 +1,1 @@
-"""Captures in the memory of this machine: list and stop their holders."""
+"""Captures in this machine's memory: list and stop their holders."""

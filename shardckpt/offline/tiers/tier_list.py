@@ -1,4 +1,4 @@
-"""`tiers` and `stop_tiers`: the holders of captures of this user on this node."""
+"""Implement `tiers` and `stop_tiers`: this user's capture holders on this node."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from shardckpt.storage.resolve_url import open_store
 
 @dataclass(frozen=True, slots=True)
 class HolderInfo:
-    """A holder: a process that keeps the captures of one run.
+    """A holder: a process that keeps one run's captures.
 
     Attributes:
-        run: Id of the run.
-        url: URL of its captures, for every function and command.
-        steps: Numbers of the complete captures, the oldest first.
-        parts: Numbers of the captures of which this machine has only some files, the oldest first.
-        nbytes: Bytes of memory for its files, including those being written.
-        max_bytes: Maximum of these bytes.
-        clients: Number of connected processes.
+        run: Run id.
+        url: Captures' URL, for every function and command.
+        steps: Step numbers of complete captures, oldest first.
+        parts: Step numbers of captures with only some files on this machine, oldest first.
+        nbytes: Memory for its files in bytes, including files in progress.
+        max_bytes: Maximum for `nbytes`.
+        clients: How many processes are connected.
         pid: Process id.
-        started_at: Time of its start, in seconds since the epoch.
+        started_at: Start time, in seconds since the epoch.
     """
 
     run: str
@@ -40,12 +40,12 @@ class HolderInfo:
 
 @dataclass(frozen=True, slots=True)
 class HungHolderInfo:
-    """A holder that does not answer: it is stopped, or hangs.
+    """A holder that does not answer because it is stopped or hangs.
 
     Attributes:
-        run: Id of the run.
-        url: URL of its captures, for every function and command.
-        pid: Process id; 0 if it is unknown.
+        run: Run id.
+        url: Captures' URL, for every function and command.
+        pid: Process id; 0 if unknown.
     """
 
     run: str
@@ -58,9 +58,9 @@ class TierList:
     """Result of `tiers`.
 
     Attributes:
-        holders: Holders of this user on this node, in the order of their runs.
-        hung: Holders that do not answer, in the order of their runs.
-        stopped: Runs whose holders `shardckpt tiers stop` has ended, before the others were listed.
+        holders: This user's holders on this node, by run.
+        hung: Holders that do not answer, by run.
+        stopped: Runs whose holders `shardckpt tiers stop` ended before it listed the others.
     """
 
     holders: tuple[HolderInfo, ...]
@@ -69,13 +69,13 @@ class TierList:
 
 
 def tiers() -> TierList:
-    """List the holders of captures of this user on this node; one that does not answer within 10 s is listed as hung.
+    """List this user's capture holders on this node; a holder is hung if it does not answer within 10 s.
 
     Returns:
         The holders, with the steps that they have.
 
     Raises:
-        StorageError: The folder of sockets cannot be opened.
+        StorageError: The folder with sockets cannot be opened.
         UnsafeError: Other users may use that folder.
     """
     found = find_holders()
@@ -96,26 +96,26 @@ def tiers() -> TierList:
 
 
 def stop_tiers(run: str | None = None) -> tuple[str, ...]:
-    """End holders of captures of this user on this node; their captures are lost.
+    """End this user's capture holders on this node; their captures are lost.
 
-    One that does not answer within 10 s gets SIGTERM, and SIGKILL 2 s later.
+    A holder that does not answer within 10 s gets SIGTERM, and SIGKILL 2 s later.
 
     Args:
-        run: Id of the run; None for all.
+        run: Run id; None for all.
 
     Returns:
-        The ids of the runs whose holders were ended.
+        Ids of the runs whose holders were ended.
 
     Raises:
         UsageError: No holder has this run.
-        StorageError: The folder of sockets cannot be opened, or a holder that does not answer cannot be ended.
+        StorageError: The folder with sockets cannot be opened, or a hung holder cannot be ended.
         UnsafeError: Other users may use that folder.
     """
     return tuple(stop_holders(run))
 
 
 def _list_steps(url: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the numbers of the complete captures, and of those of which other machines have the rest."""
+    """Return the step numbers of complete captures, and of captures that are partly on other machines."""
     with suppress(CheckpointError, StorageError):  # it has ended meanwhile
         run = read_run(open_store(url))
         return tuple(step.number for step in run.complete), tuple(step.number for step in run.steps if step.is_part)

@@ -1,4 +1,4 @@
-"""The planned files of a target, and their execution: publish, copy, report."""
+"""A target's planned files, and their execution: publish, copy, report."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Hashes = Mapping[str, bytes]  # file name to the packed hashes of its blocks; em
 
 @dataclass(frozen=True, slots=True)
 class FinalFiles:
-    """Files that depend on the hashes of the payload; they are written last."""
+    """Files that depend on payload hashes; they are written last."""
 
     names: tuple[str, ...]  # in writing order
     made: Callable[[Hashes], Mapping[str, bytes]]  # returns their content, after the payload is written
@@ -47,11 +47,11 @@ class FinalFiles:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The files of a target.
+    """A target's files.
 
     Attributes:
         payload: Payload files in order, including their headers.
-        small: Name to content of other files, which are written after the payload.
+        small: Name to content: other files, which are written after the payload.
         ending: Files that are written last, if the format stores hashes.
     """
 
@@ -66,7 +66,7 @@ class Layout:
 
     @property
     def others(self) -> tuple[str, ...]:
-        """Names of all other files."""
+        """Names of all files except the payload."""
         return (*self.small, *(self.ending.names if self.ending else ()))
 
     def check_names(self, last: str) -> None:
@@ -89,7 +89,7 @@ class Layout:
     def write_rest(self, hashes: Hashes, publication: Publication) -> None:
         """Write all files except the payload. Raises StorageError.
 
-        `hashes` are those of the payload's blocks.
+        `hashes` are for the payload's blocks.
         """
         ending = self.ending.made(hashes) if self.ending else {}
         for name, content in (*self.small.items(), *ending.items()):
@@ -104,19 +104,18 @@ def keep_nothing(target: str) -> Collection[str]:  # noqa: ARG001  (other format
 
 @dataclass(frozen=True, slots=True)
 class PlannedFiles:
-    """The planned files of a conversion.
+    """A conversion's planned files.
 
     Attributes:
         kind: Kind of checkpoint that may be replaced at the target.
-        last: Name of the file that makes the result loadable. It must be planned if the target is a folder of a remote
-            store; on a disk all files appear atomically.
-        plan_layout: Returns the files, given a suffix for their names and the id of a native step. The suffix is empty
-            unless readers may still read files with the usual names. All ranks that share the files get those of rank
-            0.
-        nbytes: Bytes of tensor data to write.
-        find_kept: Returns files of the target that other checkpoints refer to, given its path or URL.
-        save_id: Id of the native step; empty for other formats.
-        written: Tensors as written, if the target chooses their dtypes; None for those of the selection.
+        last: Name of the file that makes the result loadable. On a remote store it must be planned; on a disk all files
+            appear atomically.
+        plan_layout: Returns the files, given a suffix for their names and a native step's id. The suffix is empty
+            unless readers may still read files with the usual names. All ranks that share the files get rank 0's.
+        nbytes: Tensor data to write, in bytes.
+        find_kept: Returns the target's files that other checkpoints refer to, given its path or URL.
+        save_id: The native step's id; empty for other formats.
+        written: Tensors as written, if the target chooses their dtypes; None for the selection's tensors.
         warnings: Content that the files lack, one sentence each.
     """
 
@@ -132,7 +131,7 @@ class PlannedFiles:
 
 @dataclass(frozen=True, slots=True)
 class ConversionPlan:
-    """A planned conversion of a complete source; nothing has been written."""
+    """A planned conversion; the source is complete, and nothing has been written."""
 
     reader: Reader
     files: PlannedFiles
@@ -145,7 +144,7 @@ class ConversionPlan:
     copied_from: Store | None = None
 
     def publish_with(self, function: Callable[..., _Publication]) -> _Publication:
-        """Call `publish` or `begin` of `storage.publish` for the target."""
+        """Call `publish` or `begin` in `storage.publish` for the target."""
         files, target, kind = self.files, self.report.target, self.files.kind
         if isinstance(kind, FolderKind):
             kind = replace(kind, renewed=frozenset(self.copied))
@@ -159,7 +158,7 @@ class ConversionPlan:
         )
 
     def plan_layout(self, unique_suffix: str, save_id: str) -> Layout:
-        """Return the files of the target."""
+        """Return the target's files."""
         layout = self.files.plan_layout(unique_suffix, save_id)
         layout.check_names(self.files.last if local_path(self.report.target) is None else "")
         return layout
@@ -167,7 +166,7 @@ class ConversionPlan:
     def write_payload(
         self, files: Sequence[OutputFile], publication: Publication, on_progress: OnProgress | None
     ) -> Hashes:
-        """Write payload files concurrently, and return the hashes of their blocks."""
+        """Write payload files concurrently, and return their block hashes."""
         threads = self._count_threads(files)
         writers = max(min(threads, len(files)), 1)
         meter = Meter(self.files.nbytes, on_progress) if writers > 1 or on_progress is not None else None
@@ -222,14 +221,14 @@ def _write_file(file: OutputFile, stream: TensorStream, publication: Publication
 
 
 class Stopwatch:
-    """Seconds spent in each of several consecutive phases."""
+    """Seconds spent in consecutive phases."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}  # by phase, so far
         self._since = time.perf_counter()
 
     def end_phase(self, phase: str) -> None:
-        """Attribute the time since the last phase to `phase`."""
+        """Add the time since the last phase to `phase`."""
         now = time.perf_counter()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._since
         self._since = now

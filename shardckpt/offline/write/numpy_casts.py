@@ -58,7 +58,7 @@ def _count_beyond(source: np.ndarray[Any, Any], target: np.ndarray[Any, Any], dt
 
 
 def _count_infinite(values: np.ndarray[Any, Any], dtype: str) -> int:
-    """Count infinities of either sign."""
+    """Count infinities with either sign."""
     import numpy as np  # noqa: PLC0415  (as in `numpy_dtype`)
 
     infinity = _HALF_INFINITIES.get(dtype)

@@ -1,6 +1,6 @@
-"""Share one conversion among ranks, each of which writes some payload files.
+"""Share one conversion among ranks: each writes some payload files.
 
-Rank 0 begins and commits the publication.
+Rank 0 starts and commits the publication, generates names and writes the small files.
 """
 
 from __future__ import annotations

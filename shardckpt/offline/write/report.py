@@ -1,4 +1,4 @@
-"""The result of a conversion for callers."""
+"""A conversion's result for callers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ NO_SHAPES = (
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """A payload file of the target.
+    """A payload file in the target.
 
     Attributes:
         name: File name in the target.
-        nbytes: Bytes of the file.
-        tensor_count: Number of tensors in the file.
+        nbytes: Size in bytes.
+        tensor_count: Tensors in the file.
     """
 
     name: str
@@ -31,18 +31,18 @@ class Report:
     """Result of a conversion; with `dry_run`, the planned result.
 
     Attributes:
-        source: Path or URL of the source.
-        target: Path or URL of the target.
-        format: Format of the source.
+        source: The source's path or URL.
+        target: The target's path or URL.
+        format: The source's format.
         part: Requested part.
         files: Payload files, in order.
         carried: Names of the target's other files.
-        tensor_count: Number of written tensors.
-        nbytes: Written bytes of tensor data.
+        tensor_count: Written tensors.
+        nbytes: Written tensor data, in bytes.
         ties: Name that is not written to the name that is written for it.
-        cast: Number of cast tensors by stored and written dtype: `float32 -> bfloat16`.
-        left_out: Subtrees of the source outside of the requested part.
-        warnings: Oddities, one sentence each.
+        cast: Count of cast tensors by stored and written dtype: `float32 -> bfloat16`.
+        left_out: The source's subtrees outside the requested part.
+        warnings: Warnings, one sentence each.
         seconds: Seconds by phase: open, plan, copy, publish.
         dry_run: Whether nothing was written.
     """

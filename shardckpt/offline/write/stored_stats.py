@@ -1,4 +1,4 @@
-"""Statistics of values that the save of a checkpoint stored."""
+"""Value statistics that a checkpoint's save stored."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardckpt.plan.layout.output_files import OutputTensor
 
 
 def describe_values(name: str, entry: TensorEntry, found: ValueStats, *, is_stored: bool) -> TensorStats:
-    """Return the statistics of a tensor for callers."""
+    """Return a tensor's statistics for callers."""
     has_values = found.finite > 0
     return TensorStats(
         name=name,
@@ -33,7 +33,7 @@ def describe_values(name: str, entry: TensorEntry, found: ValueStats, *, is_stor
 
 
 def find_piece_stats(reader: Reader, tensor: OutputTensor) -> Mapping[Box, ValueStats]:
-    """Return the stored statistics of each piece; empty if there are none or the tensor is changed."""
+    """Return the stored statistics by piece; empty without them, or if the tensor is changed."""
     entry = tensor.entry
     if tensor.is_computed or tensor.members or not _is_as_saved(reader, entry):
         return {}
@@ -41,7 +41,7 @@ def find_piece_stats(reader: Reader, tensor: OutputTensor) -> Mapping[Box, Value
 
 
 def merge_piece_stats(boxes: Sequence[Box], stored: Mapping[Box, ValueStats]) -> list[ValueStats]:
-    """Return the statistics of boxes that stored pieces make up; empty if there is another box."""
+    """Return statistics for boxes that stored pieces make up; empty if there is another box."""
     if not boxes:
         return []
     order = sorted(boxes)
@@ -66,7 +66,7 @@ def _contains(box: Box, piece: Box) -> bool:
 
 
 def find_stored_stats(reader: Reader, entry: TensorEntry) -> ValueStats | None:
-    """Return the statistics that the save stored for a tensor; None without them, or if a reader changed the tensor."""
+    """Return a tensor's stored statistics; None without them, or if a reader changed the tensor."""
     return reader.value_stats(entry.path) if _is_as_saved(reader, entry) else None
 
 

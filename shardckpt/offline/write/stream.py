@@ -29,7 +29,7 @@ RESERVED_BYTES = 20 * 2**20
 
 _BUFFERS = 4  # copies of a batch in memory per thread: stored, staged, cast, being written
 
-_LEAST_BATCH_BYTES = 1 << 16
+_MIN_BATCH_BYTES = 1 << 16
 _LOCAL_BATCH_BYTES = 1 << 20  # fastest if a batch stays in the processor's cache
 _REMOTE_BATCH_BYTES = 1 << 23  # fewer and larger requests are faster
 
@@ -42,7 +42,7 @@ _COPY_STEP_BYTES = 1 << 28
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """Memory limits of one thread, in bytes."""
+    """One thread's memory limits, in bytes."""
 
     batch_bytes: int
     wide_bytes: int  # batch of a transposed view
@@ -50,15 +50,15 @@ class MemoryBudget:
 
     @classmethod
     def share(cls, max_memory: int, threads: int, *, is_local: bool) -> MemoryBudget:
-        """Divide a limit on added memory, in bytes, among concurrent threads."""
+        """Divide a memory limit, in bytes, among concurrent threads."""
         share = max(max_memory - RESERVED_BYTES, 0) // (_BUFFERS * threads)
-        share = max(share, _LEAST_BATCH_BYTES)
+        share = max(share, _MIN_BATCH_BYTES)
         batch = min(share, _LOCAL_BATCH_BYTES if is_local else _REMOTE_BATCH_BYTES)
         return cls(batch, min(share, _WIDE_BATCH_BYTES), _COPY_STEP_BYTES if is_local else 2 * batch)
 
 
 class Sink(Protocol):
-    """A sequential consumer of bytes."""
+    """Takes bytes in order."""
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Write the next bytes. Raises StorageError."""
@@ -68,7 +68,7 @@ class FileSink(Sink, Protocol):
     """An open file for an encoder, which cannot close it."""
 
     def copy_from(self, source: Store, name: str, offset: int, nbytes: int) -> None:
-        """Append a range of a file of `source`. Raises StorageError."""
+        """Append a range from a file in `source`. Raises StorageError."""
 
 
 class CountingWriter:
@@ -84,13 +84,13 @@ class CountingWriter:
         self.nbytes += memoryview(data).nbytes
 
     def copy_from(self, source: Store, name: str, offset: int, nbytes: int) -> None:
-        """Append a range of a file of `source`. Raises errors like `Writer.copy_from`."""
+        """Append a range from a file in `source`. Raises errors like `Writer.copy_from`."""
         self._writer.copy_from(source, name, offset, nbytes)
         self.nbytes += nbytes
 
 
 class _CopiedBlock(NamedTuple):
-    """A block of a copy that a thread of the pool reads."""
+    """A copy's block that a pool thread reads."""
 
     copy: Copy
 
@@ -103,14 +103,14 @@ _Step = Copy | _CopiedBlock | Batch
 
 
 class TensorPart(NamedTuple):
-    """A box of a tensor that is written contiguously."""
+    """A box in a tensor that is written contiguously."""
 
     tensor: OutputTensor
     box: Box  # in row-major order
 
 
 class TensorStream:
-    """Streams tensors of one open checkpoint to output files, within a memory limit."""
+    """Streams tensors from one open checkpoint to output files, within a memory limit."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class TensorStream:
             self._write_in_order(self._share_copies(plan), writer, writer)
 
     def write_parts(self, parts: Iterable[TensorPart], sink: Sink) -> None:
-        """Write parts of tensors contiguously."""
+        """Write tensor parts contiguously."""
         self._write_in_order(batches(parts, self._budget.batch_bytes, self._budget.wide_bytes), sink)
 
     @contextmanager
@@ -224,7 +224,7 @@ def _return(value: _T) -> _T:
 
 
 def split_copy(copy: Copy, most: int, *, is_aligned: bool) -> Iterator[Copy]:
-    """Yield parts of a copy; aligned ones end at multiples of `most` in the source, to be verified at once."""
+    """Yield a copy's parts; aligned ones end at multiples of `most` in the source, to be verified at once."""
     start, end = copy.offset, copy.offset + copy.nbytes
     while start < end:
         stop = min(start - (start % most if is_aligned else 0) + most, end)
@@ -233,7 +233,7 @@ def split_copy(copy: Copy, most: int, *, is_aligned: bool) -> Iterator[Copy]:
 
 
 class _Scratch:
-    """Buffers of each thread by purpose, reused by its next task."""
+    """Each thread's buffers by purpose, reused by its next task."""
 
     def __init__(self) -> None:
         self._local = threading.local()
@@ -247,7 +247,7 @@ class _Scratch:
 
 
 class _Assembler:
-    """Assembles the batches of one file on any thread."""
+    """Assembles one file's batches on any thread."""
 
     def __init__(self, store: Store, scratch: _Scratch, *, allow_overflow: bool) -> None:
         self._store, self._scratch, self._allow_overflow = store, scratch, allow_overflow
@@ -286,14 +286,14 @@ class _Assembler:
                 self._compute(take, data, out[take.offset : take.offset + take.nbytes])
 
     def _pieces(self, batch: Batch) -> PieceReader:
-        """Return the reader with the decoders of a tensor, a new one for each tensor."""
+        """Return the reader with a tensor's decoders, a new one for each tensor."""
         if self._decoding is None or batch.takes[-1].tensor is not self._decoded:
             self._decoding = PieceReader(self._store)
             self._decoded = batch.takes[-1].tensor
         return self._decoding
 
     def _targets(self, batch: Batch, out: memoryview) -> list[memoryview]:
-        """Return the buffer for each block of a batch: in `out`, or one to cast from."""
+        """Return a buffer for each block in a batch: in `out`, or one to cast from."""
         sizes = [nbytes(t.tensor.entry.stored, t.box.volume) if t.tensor.is_computed else 0 for t in batch.takes]
         stored = self._scratch.get("stored", sum(sizes))
         targets: list[memoryview] = []
@@ -321,13 +321,13 @@ Encoder = Callable[[TensorStream, FileSink], bytes]
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:
-    """A planned file of tensor data, in any format.
+    """A planned file with tensor data, in any format.
 
     Attributes:
         name: File name in the target, with forward slashes.
-        nbytes: Bytes of the file.
-        count: Number of tensors, or parts of tensors, in the file.
-        encode: Writes the bytes of the file.
+        nbytes: Size in bytes.
+        count: How many tensors, or tensor parts, it has.
+        encode: Writes its bytes.
     """
 
     name: str
@@ -344,7 +344,7 @@ def iter_parts(tensors: Iterable[OutputTensor]) -> Iterator[TensorPart]:
 
 
 def batches(parts: Iterable[TensorPart], most: int, wide: int = 0) -> Iterator[Batch]:
-    """Yield parts in order, split into blocks, in batches of at most `most` bytes."""
+    """Yield parts in order, split into blocks, in batches with at most `most` bytes."""
     takes: list[Take] = []
     size = stored = 0
     for tensor, part in parts:

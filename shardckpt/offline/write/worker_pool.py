@@ -30,7 +30,7 @@ _MIN_MEMORY_BYTES = 5 << 20
 
 
 def count_threads(nbytes: int, max_memory: int, *, is_local: bool) -> int:
-    """Return the number of threads that make a conversion faster, at least 1."""
+    """Return how many threads make a conversion faster, at least 1."""
     useful = min(_MAX_THREADS, nbytes // _MIN_BYTES, max_memory // _MEMORY_BYTES) if is_local else 1
     if useful <= 1:
         return 1
@@ -38,7 +38,7 @@ def count_threads(nbytes: int, max_memory: int, *, is_local: bool) -> int:
 
 
 def limit_threads(jobs: int, max_memory: int) -> int:
-    """Return the number of requested threads that fit into memory, at least 1."""
+    """Return how many of the requested threads fit into memory, at least 1."""
     return max(min(jobs, max_memory // _MIN_MEMORY_BYTES), 1)
 
 
@@ -52,13 +52,13 @@ def report_missing_threads() -> Iterator[None]:
             raise
         raise UsageError(
             "the system allows this process no more threads",
-            fix="Lower --jobs (jobs=), or raise the limit on processes (ulimit -u, or that of the container).",
+            fix="Lower --jobs (jobs=), or raise the limit on processes (ulimit -u, or the container's limit).",
         ) from error
 
 
 @dataclass(frozen=True, slots=True)
 class PoolTask(Generic[_T]):
-    """A task of writing a file."""
+    """One step in writing a file."""
 
     run: Callable[[], _T]
     is_chained: bool = False  # waits for the previous chained task: both use the same decoders
@@ -81,7 +81,7 @@ class WorkerPool:
 
     @contextmanager
     def run(self, tasks: Iterable[PoolTask[_T]], ahead: int) -> Iterator[Iterator[_T]]:
-        """Yield an iterator of the tasks' results, in order."""
+        """Yield an iterator over the tasks' results, in order."""
         # Leaving the block waits for running tasks, also after an error: their file must not be closed before they end.
         # Tasks that have not started are canceled.
         if not self._plans_tasks:
@@ -98,7 +98,7 @@ class WorkerPool:
 
     @contextmanager
     def _share(self, line: _TaskLine[_T]) -> Iterator[Iterator[_T]]:
-        """Run the tasks of a line on all threads."""
+        """Run a line's tasks on all threads."""
         working: list[Future[None]] = []
         try:
             working += filter(None, (self._pool.start(line.work) for _ in range(self.threads)))
@@ -152,7 +152,7 @@ class _TaskLine(Generic[_T]):
         self._chained: Future[_T] | None = None
 
     def work(self) -> None:
-        """Take and run tasks until there are none, or until `stop` is called."""
+        """Take and run tasks until the last, or until `stop` is called."""
         while True:
             self._permits.get()
             with self._lock:
@@ -186,7 +186,7 @@ class _TaskLine(Generic[_T]):
         return run, future
 
     def results(self) -> Iterator[_T]:
-        """Yield the results in the order of the tasks; the first error in this order is raised."""
+        """Yield the results in task order; the first error in this order is raised."""
         while (future := self._taken.get()) is not None:
             yield future.result()
             self._permits.put(None)

@@ -184,8 +184,8 @@ def test_weights_that_are_left_are_named_with_the_reason(tmp_path: Path) -> None
         ({"quantize_exclude": "a*"}, "out", "--quantize fp8-block"),
         ({"quantize_include": ["a*"]}, "out", "--quantize fp8-block"),
         ({"quantize": "fp8-block", "part": "optim"}, "out", "needs a model"),
-        ({"quantize": "fp8-block", "to": "dcp"}, "out", "folder of safetensors; found --to dcp"),
-        ({"quantize": "fp8-block"}, "out.safetensors", "folder of safetensors; found .*out.safetensors"),
+        ({"quantize": "fp8-block", "to": "dcp"}, "out", "safetensors folder; found --to dcp"),
+        ({"quantize": "fp8-block"}, "out.safetensors", "safetensors folder; found .*out.safetensors"),
         ({"quantize": "fp8-block"}, "out", "--config-from"),
     ],
 )

@@ -219,9 +219,7 @@ def test_a_learning_rate_in_a_tensor_is_written_as_a_number_and_this_is_told(tmp
     src = saved(tmp_path, {"model": net.state_dict(), "optim": state}, "b.pt")
     report = shardckpt.consolidate(src, tmp_path / "out.pt", part="all")
     assert torch.load(tmp_path / "out.pt")["optimizer"]["param_groups"][0]["lr"] == 0.5
-    assert report.warnings == (
-        "optim.param_groups.0.lr: a tensor among the settings of the optimizer, written as a number",
-    )
+    assert report.warnings == ("optim.param_groups.0.lr: a tensor among the optimizer settings, written as a number",)
     assert shardckpt.consolidate(src, tmp_path / "model").warnings[1:] == ()
 
 

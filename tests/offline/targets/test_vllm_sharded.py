@@ -80,7 +80,7 @@ def test_what_has_to_be_done_before_is_in_the_message(tmp_path: Path) -> None:
     shardckpt.convert(src, tmp_path / "fp8", quantize="fp8-block")
     for options, message in (
         ({}, r"quantization_config. Dequantize fp8 weights first: shardckpt convert SRC PLAIN --dtype bf16"),
-        ({"dtype": "bf16"}, r"First write a folder of safetensors.*convert THAT DST --to vllm-sharded --tp 2"),
+        ({"dtype": "bf16"}, r"First write a safetensors folder.*convert THAT DST --to vllm-sharded --tp 2"),
     ):
         with pytest.raises(ShardckptError, match=message):
             shardckpt.convert(tmp_path / "fp8", tmp_path / "out", to="vllm-sharded", tp=2, **options)
@@ -156,7 +156,7 @@ def test_shards_of_a_training_run_are_written_with_the_config_of_the_base(tmp_pa
         ({}, {"to": "dcp"}, UsageError, "--to vllm-sharded"),
         ({}, {"part": "all"}, UsageError, "--part model"),
         ({}, {"dtype": "bf16", "keep_fp32": "*q_proj*"}, UsageError, "qkv_proj.*several types.*bfloat16, float32"),
-        ({}, {"quantize": "fp8-block"}, UsageError, "folder of safetensors"),
+        ({}, {"quantize": "fp8-block"}, UsageError, "safetensors folder"),
     ],
 )
 def test_models_and_calls_that_vllm_would_not_take_are_refused(

@@ -106,14 +106,14 @@ function squarify(sizes, x, y, width, height) {
   return boxes;
 }
 
-const MOST_BOXES = 120;
+const MAX_BOXES = 120;
 
 function listChildren(node) {
   const children = [...node.children.values()].filter((child) => child.nbytes > 0).sort((a, b) => b.nbytes - a.nbytes);
-  if (children.length <= MOST_BOXES) return children;
-  const rest = children.slice(MOST_BOXES);
+  if (children.length <= MAX_BOXES) return children;
+  const rest = children.slice(MAX_BOXES);
   const sum = (name) => rest.reduce((total, child) => total + child[name], 0);
-  return [...children.slice(0, MOST_BOXES), { name: `${formatCount(rest.length)} more`, keys: node.keys, parent: node, tensor: null,
+  return [...children.slice(0, MAX_BOXES), { name: `${formatCount(rest.length)} more`, keys: node.keys, parent: node, tensor: null,
     children: new Map(rest.map((child) => [child.name, child])), count: sum("count"), nbytes: sum("nbytes"),
     parts: new Set(rest.flatMap((child) => [...child.parts])) }];
 }

@@ -1,7 +1,7 @@
 // The report of a history: one line for each tensor over the steps of a run, and the same numbers as tables.
 
 const data = await readData();
-const MOST_LINES = PALETTE.length;
+const MAX_LINES = PALETTE.length;
 const LABELS = { l2: "L2 norm", max: "largest value", min: "smallest value", mean: "mean", nans: "NaNs", infs: "infinities", zeros: "zeros" };
 const [WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM] = [1200, 380, 74, 16, 14, 36];
 
@@ -54,7 +54,7 @@ function filter() {
 function toggle(tensor) {
   const isChosen = !chosen.delete(tensor);
   if (isChosen) {
-    if (chosen.size === MOST_LINES) chosen.delete([...chosen][0]);
+    if (chosen.size === MAX_LINES) chosen.delete([...chosen][0]);
     chosen.add(tensor);
   }
   draw();
@@ -62,7 +62,7 @@ function toggle(tensor) {
 }
 
 function draw() {
-  shownLines = chosen.size ? [...chosen] : table.rows.slice(0, MOST_LINES);
+  shownLines = chosen.size ? [...chosen] : table.rows.slice(0, MAX_LINES);
   cursor.line = Math.max(Math.min(cursor.line, shownLines.length - 1), 0);
   const lines = formatPlural(shownLines.length, "line");
   shown.textContent = chosen.size ? `${lines}: those that were chosen, of ${formatPlural(tensors.length, "tensor")}`

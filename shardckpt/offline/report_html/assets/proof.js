@@ -10,7 +10,7 @@ const TEXTS = {
   "no record": "no training step behind it was recorded",
 };
 const WIDTH = 1200, HEIGHT = 120, LEFT = 30, RIGHT = 30, LINE = 52;
-const MOST_NAMES = 10, LEAST_GAP = 26; // numbers below the line; pixels between steps that have marks
+const MAX_NAMES = 10, MIN_GAP = 26; // numbers below the line; pixels between steps that have marks
 
 const { steps } = data;
 const countOf = (verdict) => steps.filter((step) => step.verdict === verdict).length;
@@ -38,14 +38,14 @@ const line = makeSvg("svg", { class: "chart proof", viewBox: `0 0 ${WIDTH} ${HEI
 const shown = make("p", { role: "status", class: "mono" });
 
 function drawLine() {
-  const every = Math.ceil(steps.length / MOST_NAMES);
+  const every = Math.ceil(steps.length / MAX_NAMES);
   const gap = steps.length < 2 ? WIDTH : toX(1) - toX(0);
   const parts = [makeSvg("line", { class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: LINE, y2: LINE })];
   steps.forEach((step, at) => {
     const x = toX(at), radius = Math.max(Math.min(gap / 2 - 1, 13), 2);
     const title = makeSvg("title", {}, describeStep(step));
     parts.push(makeSvg("circle", { class: `step ${step.verdict.replace(" ", "-")}`, cx: x, cy: LINE, r: radius }, title));
-    if (gap >= LEAST_GAP) parts.push(makeSvg("text", { class: "mark", x, y: LINE + 5, "text-anchor": "middle" }, MARKS[step.verdict]));
+    if (gap >= MIN_GAP) parts.push(makeSvg("text", { class: "mark", x, y: LINE + 5, "text-anchor": "middle" }, MARKS[step.verdict]));
     if (at % every === 0) parts.push(makeSvg("text", { x, y: LINE + 42, "text-anchor": "middle" }, formatCount(step.number)));
   });
   parts.push(makeSvg("path", { class: "pointer", d: "" }));

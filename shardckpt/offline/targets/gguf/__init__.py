@@ -1,1 +1,1 @@
-"""Target `gguf`: names, hyperparameters and tokenizer of a model for llama.cpp."""
+"""Target `gguf`: a model's names, hyperparameters and tokenizer for llama.cpp."""

@@ -1,6 +1,6 @@
-"""Architectures that GGUF can hold: names and shapes of their tensors.
+"""Architectures that GGUF can hold: tensor names and shapes.
 
-The names are those of llama.cpp's loader (`src/models/` of ggml-org/llama.cpp), for the tensors of transformers.
+GGUF names are from llama.cpp's loader (`src/models/` in ggml-org/llama.cpp), for the tensors in transformers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from shardckpt.errors import UnsupportedError
 
 @dataclass(frozen=True, slots=True)
 class NamedTensor:
-    """A tensor of an architecture."""
+    """A tensor in an architecture."""
 
     source: str  # name in transformers; without the layer's prefix
     name: str  # name in GGUF; without the layer's prefix
@@ -24,14 +24,14 @@ class NamedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A kind of model that llama.cpp runs."""
+    """A model architecture that llama.cpp runs."""
 
     name: str  # name in GGUF; prefix of hyperparameter keys
     layer: tuple[NamedTensor, ...]
     has_rope_dimensions: bool = False  # the number of rotated dimensions is stored
 
     def list_tensors(self, layers: int) -> Iterator[NamedTensor]:
-        """Yield all tensors of a model with full names, in the order of the computation."""
+        """Yield a model's tensors with full names, in computation order."""
         yield EMBEDDING
         for number in range(layers):
             for tensor in self.layer:
@@ -94,7 +94,7 @@ ARCHITECTURES = {
 
 
 def find_architecture(model_type: object, where: str) -> Architecture:
-    """Return the architecture of a model."""
+    """Return a model's architecture."""
     found = ARCHITECTURES.get(model_type) if isinstance(model_type, str) else None
     if found is None:
         raise UnsupportedError(

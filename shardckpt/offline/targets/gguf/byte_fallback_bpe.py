@@ -1,7 +1,7 @@
-"""Vocabulary of a BPE of sentencepiece, from the `tokenizer.json` of the tokenizers library.
+"""Vocabulary of a sentencepiece BPE, from the `tokenizer.json` that the tokenizers library writes.
 
 This file has an ordered list of merges. llama.cpp merges the two neighbors whose joined text has the highest score, so
-the merges have to follow from one score for each text.
+the merges have to follow from one score per text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SPACE = "▁"
 
 
 def is_byte_fallback(content: Mapping[str, Any]) -> bool:
-    """Return True if the content of `tokenizer.json` is a BPE of characters, which falls back to bytes."""
+    """Return True if `tokenizer.json` has a character BPE that falls back to bytes."""
     return content["model"].get("type") == "BPE" and bool(content["model"].get("byte_fallback"))
 
 
@@ -44,7 +44,7 @@ def _split(merge: str | list[str]) -> tuple[str, str]:
 
 
 def _score_texts(merges: list[tuple[str, str]], vocabulary: Iterable[str]) -> dict[str, float]:
-    """Return the score of each text that merges make: 0 for the first, 1 less for each later one."""
+    """Return a score for each merged text: 0 for the first, 1 less for each later one."""
     scores: dict[str, float] = {}
     last = ""
     for left, right in merges:
@@ -62,14 +62,14 @@ def _score_texts(merges: list[tuple[str, str]], vocabulary: Iterable[str]) -> di
 
 
 def _list_pairs(text: str, texts: set[str]) -> Iterator[tuple[str, str]]:
-    """Yield the pairs of known texts that make another."""
+    """Yield the pairs whose known texts make another."""
     for at in range(1, len(text)):
         if text[:at] in texts and text[at:] in texts:
             yield text[:at], text[at:]
 
 
 def _has_space_prefix(content: Mapping[str, Any]) -> bool:
-    """Return whether a space is put in front of a text. Raises UnsupportedError if the text is changed otherwise."""
+    """Return whether a space is put in front of a text. Raises UnsupportedError for other changes."""
     first, then = content.get("normalizer"), content.get("pre_tokenizer")
     is_prefixed = False
     for step in first.get("normalizers", [first]) if first else []:

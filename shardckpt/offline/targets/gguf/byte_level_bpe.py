@@ -1,4 +1,4 @@
-"""Vocabulary of a byte-level BPE, from the `tokenizer.json` of the tokenizers library."""
+"""Vocabulary of a byte-level BPE, from the `tokenizer.json` that the tokenizers library writes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SPLITS = {
 
 
 def is_byte_level(content: Mapping[str, Any]) -> bool:
-    """Return True if the content of `tokenizer.json` is a BPE of bytes."""
+    """Return True if `tokenizer.json` has a byte-level BPE."""
     return content["model"].get("type") == "BPE" and any(each["type"] == "ByteLevel" for each in _list_steps(content))
 
 
@@ -43,7 +43,7 @@ def read_byte_level(content: Mapping[str, Any], size: int) -> Vocabulary:
 
 
 def _join(merge: str | list[str]) -> str:
-    """Return a pair of a merge with a space between; a space inside a part is written as its byte."""
+    """Return a merge's pair with a space between; a space inside a part is written as its byte."""
     if isinstance(merge, str):
         return merge
     return " ".join(part.replace(" ", chr(ord(" ") + 256)) for part in merge)
@@ -65,7 +65,7 @@ def _name_split(content: Mapping[str, Any]) -> str:
 
 
 def _describe_split(steps: list[dict[str, Any]]) -> str:
-    """Return the regular expression of a split, or the name of one that the library knows by itself."""
+    """Return the regular expression for a split, or the name of a built-in split."""
     kinds = [each["type"] for each in steps]
     uses_regex = bool(steps[-1].get("use_regex", True))
     if kinds == ["ByteLevel"] and uses_regex:

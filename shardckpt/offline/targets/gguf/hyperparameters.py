@@ -1,4 +1,4 @@
-"""Hyperparameters of a model, from its `config.json`, as metadata of GGUF."""
+"""A model's hyperparameters, from its `config.json`, as GGUF metadata."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _INTEGER_END, _NUMBER_END = 1 << 32, 3e38  # exclusive limits: GGUF stores 32 bi
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameters:
-    """Hyperparameters of a model."""
+    """A model's hyperparameters."""
 
     layers: int
     sizes: Mapping[str, int]  # rows, columns and heads by the names in `NamedTensor.shape`
@@ -27,7 +27,7 @@ class Hyperparameters:
     warnings: tuple[str, ...] = ()  # differences in llama.cpp's computation, one sentence each
 
     def list_rope_factors(self) -> list[float]:
-        """Return the divisors of frequencies for Llama 3: 1 for high ones, `factor` for low ones, a ramp between."""
+        """Return Llama 3's frequency divisors: 1 for high frequencies, `factor` for low ones, a ramp between."""
         rope, head = self.rope, self.sizes["head"]
         if rope.kind != "llama3":
             return []
@@ -39,7 +39,7 @@ class Hyperparameters:
 
 
 def read_hyperparameters(config: Mapping[str, Any], architecture: Architecture, where: str) -> Hyperparameters:
-    """Return the hyperparameters of a model."""
+    """Return a model's hyperparameters."""
     values = _ConfigValues(config, where)
     values.require("hidden_act", "silu")
     heads = values.integer("num_attention_heads")
@@ -87,20 +87,20 @@ def read_hyperparameters(config: Mapping[str, Any], architecture: Architecture, 
 
 
 class _ConfigValues:
-    """Checked values of a JSON object."""
+    """Checked values from a JSON object."""
 
     def __init__(self, content: Mapping[str, Any], where: str) -> None:
         self._content, self._where = content, where
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Return a positive number of elements; a missing or null one has the default."""
+        """Return a positive integer; a missing or null value has the default."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _INTEGER_END:
-            raise self._fault(key, value, "a positive integer of 32 bits")
+            raise self._fault(key, value, "a positive 32-bit integer")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a positive number; a missing or null one has the default."""
+        """Return a positive number; a missing or null value has the default."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < _NUMBER_END:
             raise self._fault(key, value, "a positive number")
@@ -115,7 +115,7 @@ class _ConfigValues:
         value = self._get(key, only)
         if value != only:
             raise UnsupportedError(
-                f"{key} of this model has no place in GGUF", where=self._where, found=value, expected=only
+                f"GGUF cannot store this model's {key}", where=self._where, found=value, expected=only
             )
 
     def _get(self, key: str, default: object) -> object:
@@ -128,7 +128,7 @@ class _ConfigValues:
 
 
 class Rope(_ConfigValues):
-    """Checked values of the rotary embedding."""
+    """Checked values for the rotary embedding."""
 
     def __init__(self, content: Mapping[str, Any], where: str) -> None:
         super().__init__(content, where)
@@ -153,7 +153,7 @@ _YARN_KEYS = {
 
 
 def _read_rope(config: Mapping[str, Any], where: str) -> Rope:
-    """Return the values of the rotary embedding, also of configs before transformers 5."""
+    """Return the rotary embedding's values, also from configs before transformers 5."""
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(found, dict):
         raise FormatError("rope_parameters must be an object", where=where, found=type(found).__name__)
@@ -164,7 +164,7 @@ def _read_rope(config: Mapping[str, Any], where: str) -> Rope:
 
 
 def _scaling_metadata(rope: Rope, context: int) -> dict[str, MetadataValue]:
-    """Return the keys of a scaled rotary embedding."""
+    """Return the keys for a scaled rotary embedding."""
     if rope.kind not in ("linear", "yarn"):
         return {}
     found: dict[str, MetadataValue] = {"type": str(rope.kind), "factor": rope.number("factor")}
@@ -187,12 +187,12 @@ def _warn_of_window(window: int, context: int) -> tuple[str, ...]:
     if not window:
         return ()
     return (
-        f"context_length is the sliding_window of {window}, not {context}: llama.cpp would attend to all tokens beyond",
+        f"context_length is the sliding_window, {window}, not {context}: llama.cpp would attend to all tokens beyond",
     )
 
 
 def _find_window(config: Mapping[str, Any], context: int) -> int:
-    """Return the number of tokens that attention is limited to; 0 without a limit."""
+    """Return how many tokens attention is limited to; 0 without a limit."""
     # llama.cpp has no limit for these architectures: results are equal up to this number of tokens.
     window, kind = config.get("sliding_window"), config.get("model_type")
     is_used = kind == "mistral" or (kind in ("qwen2", "qwen3") and config.get("use_sliding_window") is True)

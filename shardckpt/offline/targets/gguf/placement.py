@@ -1,4 +1,4 @@
-"""Placement of a model's tensors in a GGUF file: names, types, and the order of rows."""
+"""Place a model's tensors in a GGUF file: names, types, and row order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class PlacedTensor:
-    """A tensor of a file."""
+    """A tensor in a file."""
 
     header: GgufTensor
     source: OutputTensor | None  # with the type to write; None if the data is known
@@ -33,11 +33,11 @@ class PlacedTensor:
 
     @property
     def padded_nbytes(self) -> int:
-        """Bytes of the data and of its padding."""
+        """Bytes of the data with its padding."""
         return self.header.nbytes + len(padding(self.header.nbytes))
 
     def iter_rows(self) -> Iterator[TensorPart]:
-        """Yield the rows of each head by pairs: row i of its first half, then row i of its second half."""
+        """Yield each head's rows by pairs: row i in the first half, then row i in the second half."""
         # transformers rotates a head's element i with element i + half, llama.cpp (for llama) rotates neighbors.
         assert self.source is not None, "data that is known has no rows"
         rows, *rest = self.source.shape
@@ -51,7 +51,7 @@ class PlacedTensor:
 def place_tensors(
     selection: Selection, architecture: Architecture, model: Hyperparameters, url: str
 ) -> tuple[PlacedTensor, ...]:
-    """Return the tensors of a file in order."""
+    """Return a file's tensors in order."""
     stored = {tensor.name: tensor for tensor in selection.model}
     stored |= {name: stored[kept] for name, kept in selection.ties.items() if kept in stored}
     layers = min(model.layers, len(stored))  # more cannot be complete, and a config may name billions
@@ -66,7 +66,7 @@ def place_tensors(
             f"a tensor of the {architecture.name} architecture is missing",
             where=url,
             found=f"no {missing[0]}" + (f", and {len(missing) - 1} more" if len(missing) > 1 else ""),
-            fix="Give the config.json of this model, or the names of transformers with --rules or --rename.",
+            fix="Give this model's config.json, or the names in transformers with --rules or --rename.",
         )
     placed = [_place(each, stored[each.source], model) for each in wanted if each.source in stored]
     factors = model.list_rope_factors()
@@ -86,13 +86,13 @@ def _require_known(stored: Mapping[str, OutputTensor], wanted: list[NamedTensor]
             f"{architecture}, the architecture in config.json, has no such tensor",
             where=url,
             found=", ".join(unknown[:_SHOWN]) + more,
-            fix="Give the config.json of this model, leave the tensor out with --exclude, or give the names of"
-            " transformers with --rules or --rename.",
+            fix="Give this model's config.json, leave the tensor out with --exclude, or give the names in transformers"
+            " with --rules or --rename.",
         )
 
 
 def _place(named: NamedTensor, source: OutputTensor, model: Hyperparameters) -> PlacedTensor:
-    """Return a tensor with its type: vectors are stored in float32, as llama.cpp requires it."""
+    """Return a tensor with its type: llama.cpp requires vectors in float32."""
     shape = tuple(model.sizes[size] for size in named.shape)
     if source.shape != shape:
         raise UnsupportedError(
@@ -112,12 +112,12 @@ def _place(named: NamedTensor, source: OutputTensor, model: Hyperparameters) -> 
 
 
 def most_common_type(tensors: tuple[PlacedTensor, ...]) -> str:
-    """Return the dtype of most matrices."""
+    """Return the dtype that most matrices have."""
     return Counter(each.header.dtype for each in tensors if len(each.header.shape) > 1).most_common(1)[0][0]
 
 
 def write_data(tensors: tuple[PlacedTensor, ...], stream: TensorStream, writer: FileSink) -> None:
-    """Write the data of all tensors, each with its padding; tensors that need none are written together."""
+    """Write all tensors' data, each with its padding; tensors that need none are written together."""
     together: list[OutputTensor] = []
     for tensor in tensors:
         zeros = padding(tensor.header.nbytes)

@@ -1,4 +1,4 @@
-"""Vocabulary of sentencepiece, from `tokenizer.model`.
+"""A sentencepiece vocabulary, from `tokenizer.model`.
 
 The file is a protocol buffer (https://github.com/google/sentencepiece, `sentencepiece_model.proto`); the few fields
 that are needed are read here.
@@ -40,7 +40,7 @@ def read_sentencepiece(data: bytes, added: Iterable[AddedToken], size: int, wher
     except ShardckptError:
         raise
     except (IndexError, KeyError, TypeError, ValueError, struct.error) as error:
-        raise FormatError("this is not a model of sentencepiece", where=where, found=str(error)) from error
+        raise FormatError("this is not a sentencepiece model", where=where, found=str(error)) from error
     if algorithm != _BPE:
         raise UnsupportedError("tokenizer.model has another algorithm than BPE", where=where)
     table.put_added(added)
@@ -57,7 +57,7 @@ def _as_bytes(value: bytes | int) -> bytes:
 
 
 def _read_fields(data: bytes) -> Iterator[tuple[int, bytes | int]]:
-    """Yield number and value of each field of a message."""
+    """Yield each field's number and value."""
     at = 0
     while at < len(data):
         key, at = _read_varint(data, at)
@@ -71,7 +71,7 @@ def _read_fields(data: bytes) -> Iterator[tuple[int, bytes | int]]:
         elif kind in (_FIXED32, _FIXED64):
             size = 4 if kind == _FIXED32 else 8
         else:
-            raise ValueError(f"a field of the unknown kind {kind}")
+            raise ValueError(f"a field has the unknown kind {kind}")
         if at + size > len(data):
             raise ValueError("a field goes beyond the end")
         yield key >> 3, data[at : at + size]
@@ -79,11 +79,11 @@ def _read_fields(data: bytes) -> Iterator[tuple[int, bytes | int]]:
 
 
 def _read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return a number of 7 bits a byte, the lowest first, and the position after it."""
+    """Return a number with 7 bits per byte, lowest first, and the position after it."""
     value = shift = 0
     while data[at] & 0x80:
         value |= (data[at] & 0x7F) << shift
         shift, at = shift + 7, at + 1
         if shift > 63:
-            raise ValueError("a number of more than 64 bits")
+            raise ValueError("a number has more than 64 bits")
     return value | data[at] << shift, at + 1

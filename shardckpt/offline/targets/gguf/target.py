@@ -22,7 +22,7 @@ _QUANTIZATION_VERSION = 2
 
 
 def plan(conversion: Conversion) -> PlannedFiles:
-    """Plan the file of a model."""
+    """Plan a model's file."""
     if not conversion.is_file:
         raise UsageError("a GGUF checkpoint is one file", found=conversion.target, fix=f"End its name in {SUFFIX}.")
     if conversion.is_adapter:
@@ -58,9 +58,9 @@ def _read_model(conversion: Conversion) -> tuple[Architecture, Hyperparameters]:
     config = conversion.config
     if not config.config or config.store is None:
         raise UsageError(
-            "GGUF needs the hyperparameters of the model, and no config.json was found beside the source",
+            "GGUF needs the model's hyperparameters, and no config.json was found next to the source",
             where=conversion.reader.store.url,
-            fix="Name the folder of its config.json: --config-from FOLDER (config_from=).",
+            fix="Name the folder with its config.json: --config-from FOLDER (config_from=).",
         )
     where = f"{config.store.url}/{CONFIG}"
     architecture = find_architecture(config.config.get("model_type"), where)

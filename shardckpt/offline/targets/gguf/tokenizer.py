@@ -1,4 +1,4 @@
-"""Tokenizer of a model, as metadata of GGUF."""
+"""A model's tokenizer, as GGUF metadata."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _SPECIAL = {
 
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
-    """Tokenizer of a model."""
+    """A model's tokenizer."""
 
     metadata: Mapping[str, MetadataValue]
     warnings: tuple[str, ...] = ()  # one sentence each
 
 
 def read_tokenizer(files: ConfigFiles, size: int) -> Tokenizer:
-    """Return the tokenizer in a model's folder; without one that llama.cpp has, a warning says why."""
+    """Return the tokenizer in a model's folder; if llama.cpp lacks it, a warning says why."""
     folder = _Folder(files)
     try:
         return folder.read(size)
@@ -50,14 +50,14 @@ def read_tokenizer(files: ConfigFiles, size: int) -> Tokenizer:
 
 
 class _Folder:
-    """Tokenizer files of a folder."""
+    """A folder's tokenizer files."""
 
     def __init__(self, files: ConfigFiles) -> None:
         self._files = files
         self._content, self._settings = self._json(JSON), self._json(SETTINGS)
 
     def read(self, size: int) -> Tokenizer:
-        """Return the tokenizer. Raises UnsupportedError if llama.cpp has none such, and FormatError."""
+        """Return the tokenizer. Raises FormatError, and UnsupportedError if llama.cpp lacks it."""
         try:
             vocabulary = self._read_vocabulary(size)
             special = dict(self._find_special(vocabulary.tokens))
@@ -83,20 +83,18 @@ class _Folder:
         if self._content and is_byte_fallback(self._content):
             return read_byte_fallback(self._content, size)
         if self._content:
-            raise UnsupportedError(
-                f"{JSON} has neither a BPE of bytes nor one of sentencepiece, and {MODEL} is missing"
-            )
-        raise UnsupportedError(f"neither {JSON} nor {MODEL} is beside config.json")
+            raise UnsupportedError(f"{JSON} has neither a byte-level nor a sentencepiece BPE, and {MODEL} is missing")
+        raise UnsupportedError(f"neither {JSON} nor {MODEL} is next to config.json")
 
     def _list_added(self) -> Iterator[AddedToken]:
-        """Yield the tokens that were added to a model of sentencepiece."""
+        """Yield the tokens that were added to a sentencepiece model."""
         for text, number in self._json(_ADDED).items():
             yield AddedToken.read(number, {"content": text})
         for number, content in self._settings.get("added_tokens_decoder", {}).items():
             yield AddedToken.read(int(number), content)
 
     def _find_special(self, tokens: Sequence[str]) -> Iterator[tuple[str, int]]:
-        """Yield special tokens and their ids: those of the tokenizer, else those of `config.json`."""
+        """Yield special tokens and their ids, from the tokenizer, else from `config.json`."""
         numbers = {text: number for number, text in enumerate(tokens)}
         for name in _SPECIAL:
             entry = self._settings.get(f"{name}_token")
@@ -106,7 +104,7 @@ class _Folder:
                 yield name, number
 
     def _find_added(self, special: Mapping[str, int]) -> dict[str, bool]:
-        """Return what is added to a text, by the settings and by the steps after tokenization, which decide."""
+        """Return what is added to a text, by the settings and by later steps, which decide."""
         settings = {"bos_token": "add_bos_token", "eos_token": "add_eos_token", "space_prefix": "add_prefix_space"}
         found = {name: self._settings[key] for name, key in settings.items() if _is_bool(self._settings.get(key))}
         for step in _list_steps(self._content):
@@ -117,16 +115,16 @@ class _Folder:
         return found
 
     def _find_chat_format(self) -> str:
-        """Return how messages of a chat become text, in Jinja; empty if unknown."""
+        """Return how chat messages become text, in Jinja; empty if unknown."""
         found = self._settings.get("chat_template")
-        if isinstance(found, list):  # several, each an object of two values
+        if isinstance(found, list):  # several, each an object with two values
             found = next((text for name, text in map(_read_named, found) if name == "default"), None)
         if found is None and _JINJA in self._files.files:
             found = self._bytes(_JINJA).decode()
         return found if isinstance(found, str) else ""
 
     def _json(self, name: str) -> dict[str, Any]:
-        """Return the content of a JSON file; empty if there is none."""
+        """Return a JSON file's content; empty without a file."""
         if name not in self._files.files:
             return {}
         content = parse_json(self._bytes(name), where=self._where(name))
@@ -146,7 +144,7 @@ class _Folder:
 
 
 def _read_named(entry: Mapping[str, str]) -> tuple[str, str]:
-    """Return the name and the text of one of several formats of a chat."""
+    """Return a chat format's name and text."""
     name = entry["name"]
     [text] = (value for key, value in entry.items() if key != "name")
     return name, text
@@ -157,13 +155,13 @@ def _is_bool(value: object) -> bool:
 
 
 def _list_steps(content: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the steps after tokenization of `tokenizer.json`."""
+    """Return the steps after tokenization in `tokenizer.json`."""
     first = content.get("post_processor")
     return first.get("processors", [first]) if first else []
 
 
 def _read_ends(step: Mapping[str, Any], special: Mapping[str, int]) -> dict[str, bool]:
-    """Return whether a token is added at the start and at the end of one text."""
+    """Return whether a token is added at the start and at the end of a text."""
     single, ids = step["single"], {name: token["ids"] for name, token in step["special_tokens"].items()}
     ends = {"bos": single[0], "eos": single[-1]} if len(single) > 1 else {}
     found = {}

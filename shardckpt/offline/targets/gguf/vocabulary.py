@@ -1,4 +1,4 @@
-"""Vocabulary of a tokenizer for GGUF, whatever the files that it comes from."""
+"""A tokenizer's vocabulary for GGUF, from any kind of file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SPACE = "▁"  # a space in sentencepiece
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Tokens of a model, and how text becomes tokens."""
+    """A model's tokens, and how text becomes tokens."""
 
     model: str  # in llama.cpp: `gpt2` for byte-level BPE, `llama` for sentencepiece
     pre: str  # name for the word split before merges
@@ -53,7 +53,7 @@ class AddedToken:
 
     @classmethod
     def read(cls, number: int, content: Mapping[str, Any]) -> AddedToken:
-        """Return a token of `tokenizer.json` or of `tokenizer_config.json`."""
+        """Return a token in `tokenizer.json` or `tokenizer_config.json`."""
         text = content["content"]
         looks_special = text.startswith("<|") and text.endswith("|>")
         is_special = bool(content.get("special")) or looks_special or text == "<pad>"
@@ -61,7 +61,7 @@ class AddedToken:
 
 
 class TokenTable:
-    """Tokens by id, with one unused token for each row of the embedding that has none."""
+    """Tokens by id, with an unused token for each embedding row that has none."""
 
     def __init__(self, size: int) -> None:
         self.tokens = [f"[PAD{number}]" for number in range(size)]

@@ -255,17 +255,17 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ShardckptError], str]] = {
     "a number that is text": (
         {"vocab_size": "40"},
         FormatError,
-        "vocab_size must be a positive integer of 32 bits; found 40",
+        "vocab_size must be a positive 32-bit integer; found 40",
     ),
     "another activation": (
         {"hidden_act": "gelu"},
         UnsupportedError,
-        "hidden_act of this model .*found gelu; expected silu",
+        "this model's hidden_act.*found gelu; expected silu",
     ),
     "rotation of a part": (
         {"rope_parameters": {"partial_rotary_factor": 0.5}},
         UnsupportedError,
-        "partial_rotary_factor of this",
+        "this model's partial_rotary_factor",
     ),
     "another rotation": (
         {"rope_parameters": {"rope_type": "longrope"}},
@@ -293,7 +293,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ShardckptError], str]] = {
         UnsupportedError,
         "no such tensor; found model.layers.1.input_layernorm",
     ),
-    "a number beyond GGUF's": ({"max_position_embeddings": 1 << 40}, FormatError, "must be a positive integer of 32"),
+    "a number beyond GGUF's": ({"max_position_embeddings": 1 << 40}, FormatError, "must be a positive 32-bit integer"),
     "a number beyond all": ({"rms_norm_eps": 10**400}, FormatError, "rms_norm_eps must be a positive number"),
     "a billion layers": ({"num_hidden_layers": 1 << 30}, IncompleteError, "found no model.layers.2.input_layernorm"),
     "a billion tokens": ({"vocab_size": 1 << 30}, UnsupportedError, r"embed_tokens.weight does not fit.*\(40, 64\)"),
@@ -340,7 +340,7 @@ class TestRefusals:
     def test_a_source_without_config_says_what_to_give(self, source: Path, tmp_path: Path) -> None:
         shardckpt.convert(source, tmp_path / "a" / "step-1", to="dcp")
         (tmp_path / "a" / "step-1" / "config.json").unlink()
-        with pytest.raises(UsageError, match=r"no config.json was found beside.*--config-from FOLDER"):
+        with pytest.raises(UsageError, match=r"no config.json was found next to.*--config-from FOLDER"):
             shardckpt.convert(tmp_path / "a" / "step-1", tmp_path / "out.gguf")
 
     @pytest.mark.parametrize(
@@ -348,8 +348,8 @@ class TestRefusals:
         [
             ("out", {"to": "gguf"}, "a GGUF checkpoint is one file; found .*out.*End its name in .gguf"),
             ("out.gguf", {"part": "all"}, "GGUF holds no optimizer; found --part all"),
-            ("out", {"dtype": "q8_0"}, "--dtype q8_0 is a type of GGUF; found --to safetensors; expected --to gguf"),
-            ("out", {"dtype": "q8_0", "to": "native"}, "--dtype q8_0 is a type of GGUF; found --to native"),
+            ("out", {"dtype": "q8_0"}, "--dtype q8_0 is a GGUF type; found --to safetensors; expected --to gguf"),
+            ("out", {"dtype": "q8_0", "to": "native"}, "--dtype q8_0 is a GGUF type; found --to native"),
             ("out.gguf", {"dtype": "q4_0"}, "--dtype 'q4_0' is not a float type to cast to"),
         ],
     )
@@ -418,4 +418,4 @@ class TestRefusals:
         report = shardckpt.convert(src, tmp_path / "out.gguf")
         name = "llama" if config["model_type"] == "mistral" else config["model_type"]
         assert open_file(tmp_path / "out.gguf", tmp_path).fields[f"{name}.context_length"].contents() == context
-        assert any("sliding_window of 64, not 128" in line for line in report.warnings) == (context == 64)
+        assert any("sliding_window, 64, not 128" in line for line in report.warnings) == (context == 64)

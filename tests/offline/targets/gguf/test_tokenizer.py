@@ -131,9 +131,9 @@ class TestByteLevel:
             ({"added_tokens": [{"id": 40, "content": "<x>"}]}, "'<x>' has the id 40, and the embedding 40 rows"),
             (
                 {"model": {"type": "Unigram", "vocab": []}},
-                "tokenizer.json has neither a BPE of bytes nor one of sentencepiece, and tokenizer.model",
+                "tokenizer.json has neither a byte-level nor a sentencepiece BPE, and tokenizer.model",
             ),
-            (None, "neither tokenizer.json nor tokenizer.model is beside"),
+            (None, "neither tokenizer.json nor tokenizer.model is next to"),
         ],
     )
     def test_a_tokenizer_that_llama_cpp_lacks_is_a_warning(
@@ -232,7 +232,7 @@ class TestSentencepiece:
     )
     def test_a_damaged_model_is_an_error(self, data: bytes, src: Path, tmp_path: Path) -> None:
         (src / "tokenizer.model").write_bytes(data)
-        with pytest.raises(FormatError, match="not a model of sentencepiece"):
+        with pytest.raises(FormatError, match="not a sentencepiece model"):
             shardckpt.convert(src, tmp_path / "out.gguf")
 
 
