@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from shardckpt.errors import FormatError, ShardckptError
 from shardckpt.format.budget import ReadBudget
-from shardckpt.format.encodings.pickle_reader import Limits, Persistent, PickleMachine, load
+from shardckpt.format.encodings.pickle_reader import Limits, Machine, Persistent, load
 from shardckpt.format.encodings.pickle_stubs import ALLOWED, InstanceStub, Ordered, TensorStub
 
 __all__ = ["PickleSeries"]
@@ -111,7 +111,7 @@ class _Skeleton:
         return _Filler(raw, self.changed).fill(self.value)
 
 
-class _HoleMachine(PickleMachine):
+class _HoleMachine(Machine):
     """Interpreter of a pickle with holes.
 
     Args:
@@ -122,9 +122,9 @@ class _HoleMachine(PickleMachine):
         budget: Budget for reading.
     """
 
-    atoms = PickleMachine.atoms | {TextHole}
-    sized = (*PickleMachine.sized, TextHole)
-    texts = (*PickleMachine.texts, TextHole)
+    atoms = Machine.atoms | {TextHole}
+    sized = (*Machine.sized, TextHole)
+    texts = (*Machine.texts, TextHole)
 
     __slots__ = ("holes",)
 
@@ -154,16 +154,16 @@ class _HoleMachine(PickleMachine):
         return TextHole(lambda raw: f"{kind}:{index.read(raw)}")
 
 
-def _take_hole(machine: PickleMachine, pos: int) -> int:
+def _take_hole(machine: Machine, pos: int) -> int:
     assert isinstance(machine, _HoleMachine)
     if pos not in machine.holes:
-        return PickleMachine.table[_HOLE](machine, pos)
+        return Machine.table[_HOLE](machine, pos)
     end, hole = machine.holes.pop(pos)
     machine.stack.append(hole)
     return end
 
 
-_HoleMachine.table = [_take_hole if code == _HOLE else step for code, step in enumerate(PickleMachine.table)]
+_HoleMachine.table = [_take_hole if code == _HOLE else step for code, step in enumerate(Machine.table)]
 
 
 def load_holes(
