@@ -112,7 +112,7 @@ def test_patterns_that_would_take_minutes_are_refused_in_time() -> None:
     texts = [f"{'(.|x)' * 6}.*z{i}" for i in range(1000)]
     steps = MatchBudget(sum(map(len, names + texts)), "adapter")
     started = time.process_time()
-    with pytest.raises(UnsafeError, match="adapter: .*patterns take too long"):
+    with pytest.raises(UnsafeError, match=r"adapter: .*patterns take too long"):
         assert not any(
             pattern.fits(name) for pattern in [ModulePattern(t, "x", steps) for t in texts] for name in names
         )
