@@ -24,25 +24,23 @@ from shardckpt.storage.sftp import SftpFiles, get_connection
 from shardckpt.storage.store import Capabilities, Listed, Read, check_name
 from shardckpt.storage.thread_pool import ThreadPool
 
+# Cached bytes of one store, so that a small checkpoint is fetched only once, in whatever order it is read.
 CACHE_BYTES = 32 << 20
-"""Cached bytes of one store, so that a small checkpoint is fetched only once, in whatever order it is read."""
 
-CONCURRENT = 8
-"""Maximum concurrent requests of one read."""
+CONCURRENT = 8  # maximum concurrent requests of one read
 
 _SFTP = {"sftp", "ssh"}
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "abfs": "azure", "abfss": "azure", "az": "azure", "sftp": "sftp", "ssh": "sftp"}
 
 
+# Retry settings for botocore; its default of five attempts with long pauses would multiply with those of `retry`.
 _S3_RETRIES = {"mode": "standard", "total_max_attempts": 3}
-"""Retry settings for botocore; its default of five attempts with long pauses would multiply with those of `retry`."""
 
 
 _HTTP_CONNECT_S = 15.0
 
-_HTTP_READ_S = 30.0
-"""Seconds without a byte after which an HTTP request is given up."""
+_HTTP_READ_S = 30.0  # seconds without a byte after which an HTTP request is given up
 
 
 class _Wanted(NamedTuple):
@@ -59,22 +57,7 @@ _Running = deque[tuple[tuple[str, ByteRange], Future[bytes]]]
 
 
 class FsspecStore:
-    """A folder on any file system of fsspec.
-
-    Reads are thread-safe; endpoints and keys come from the environment.
-
-    Args:
-        url: URL of the folder.
-        cache_bytes: Maximum bytes to cache.
-        storage_options: Options of the file system, as in fsspec.
-
-    Attributes:
-        url: URL of the root folder, as given.
-        capabilities: No atomic rename, and every read is a request.
-
-    Raises:
-        UsageError: The protocol is unknown, or its package is not installed.
-    """
+    """A folder on any file system of fsspec. Reads are thread-safe; endpoints and keys come from the environment."""
 
     def __init__(self, url: str, *, cache_bytes: int = CACHE_BYTES, **storage_options: object) -> None:
         self.url = url
@@ -87,14 +70,7 @@ class FsspecStore:
         self._lock = threading.Lock()
 
     def list(self, folder: str = "") -> list[Listed]:
-        """Return the content of `folder`, sorted by name.
-
-        Returns an empty list if the folder does not exist.
-
-        Raises:
-            UnsafeError: The folder leaves the root.
-            StorageError: The store failed, after retries.
-        """
+        """Return the content of `folder`, sorted by name."""
         path = self._path(folder) if folder else self._root
         try:
             entries: list[dict[str, Any]] = retry(
@@ -115,13 +91,7 @@ class FsspecStore:
         return sorted(listed)
 
     def size(self, name: str) -> int:
-        """Return a file's size in bytes, without a request if a listing contained it.
-
-        Raises:
-            MissingFileError: The file does not exist.
-            UnsafeError: The name leaves the root.
-            StorageError: The store failed, after retries, or does not report a size.
-        """
+        """Return a file's size in bytes, without a request if a listing contained it."""
         known = self._sizes.get(name)
         if known is not None:
             return known
@@ -134,14 +104,7 @@ class FsspecStore:
         return self._sizes[name]
 
     def read(self, reads: Sequence[Read]) -> None:
-        """Fill every buffer, from the cache and with few concurrent requests for the rest.
-
-        Raises:
-            TruncatedError: A file ends before a range does.
-            MissingFileError: The file does not exist.
-            UnsafeError: A name leaves the root.
-            StorageError: The store failed, after retries.
-        """
+        """Fill every buffer, from the cache and with few concurrent requests for the rest."""
         for name, offset, buffer in reads:
             self._check_range(name, offset, offset + buffer.nbytes)
         wanted: dict[str, _Parts] = {}
@@ -158,16 +121,13 @@ class FsspecStore:
             self._fetch_all(requests, wanted)
 
     def _plan(self, name: str, parts: _Parts) -> Sequence[ByteRange]:
-        """Return the requests for the missing parts of a file.
-
-        A request that continues the previous one reads ahead.
-        """
+        """Return the requests for the missing parts of a file."""
         size = self._sizes[name]
         missing = [ByteRange(part.start, part.start + len(part.target)) for part in parts]
         requests = plan_requests(self._cache, name, size, missing)
         last = self._next.get(name)
         if last and len(requests) == 1 and requests[0].start == last.stop:
-            start = last.stop
+            start = last.stop  # a request that continues the previous one reads ahead
             stop = min(max(requests[0].stop, start + min(2 * (start - last.start), MAX_REQUEST)), size)
             if not self._cache.holds(name, start, stop):
                 requests = [ByteRange(start, stop)]
@@ -226,42 +186,20 @@ class FsspecStore:
             raise TruncatedError.from_size(self._shown(name), size, stop)
 
     def create(self, name: str, *, is_new: bool = False, needed: str = "") -> FsspecWriter:
-        """Start a new file.
-
-        Args:
-            name: Name of the file.
-            is_new: Create the file only if the name is still unused on close: of several concurrent writers, one
-                succeeds. Back ends without an atomic operation for this check for the name and then write.
-            needed: Name of a file without which the request for a small file is not repeated, because another process
-                has removed what the new file stands for; empty without one.
-
-        Raises:
-            UnsafeError: The name leaves the root.
-            StorageError: The file cannot be created.
-        """
+        """Start a new file."""
         path = self._path(name)
         self._forget(name)
         return new_writer(self._fs, path, self._shown(name), is_new=is_new, needed=self._path(needed) if needed else "")
 
     def delete(self, name: str) -> None:
-        """Remove a file; a missing one is not an error.
-
-        Raises:
-            UnsafeError: The name leaves the root.
-            StorageError: The store failed, after retries.
-        """
+        """Remove a file; a missing one is not an error."""
         path = self._path(name)
         self._forget(name)
         with suppress(MissingFileError):
             retry(lambda: self._fs.rm_file(path), "cannot delete", self._shown(name))
 
     def delete_files(self, folder: str, names: Collection[str]) -> None:
-        """Remove some files of a folder, and the folder if nothing else is there.
-
-        Raises:
-            UnsafeError: A name leaves the root.
-            StorageError: The store failed, after retries.
-        """
+        """Remove some files of a folder, and the folder if nothing else is there."""
         self._delete_all([f"{folder}/{name}" for name in sorted(names)])
         with suppress(Exception):  # buckets have no folders; elsewhere an empty folder is harmless
             self._fs.rmdir(self._path(folder))
@@ -273,12 +211,7 @@ class FsspecStore:
                 done.result()
 
     def delete_folder(self, folder: str) -> None:
-        """Remove a folder with all its content; a missing one is not an error.
-
-        Raises:
-            UnsafeError: The name leaves the root.
-            StorageError: The store failed, after retries.
-        """
+        """Remove a folder with all its content; a missing one is not an error."""
         below = list(self._walk(folder))
         self._delete_all([entry.name for entry in below if not entry.is_folder])
         for name in (*(entry.name for entry in below if entry.is_folder), folder):
@@ -293,14 +226,7 @@ class FsspecStore:
             yield entry
 
     def changed_at(self, folder: str) -> float | None:
-        """Return the time of the last change in a folder, in seconds since the epoch.
-
-        Returns None if the store has no times.
-
-        Raises:
-            UnsafeError: The name leaves the root.
-            StorageError: The store failed, after retries.
-        """
+        """Return when a folder last changed, in seconds since the epoch; None if the store has no times."""
         path = self._path(folder)
         entries: dict[str, dict[str, Any]] = retry(
             lambda: self._fs.find(path, detail=True), "cannot list", self._shown(folder)
@@ -309,25 +235,11 @@ class FsspecStore:
         return max((time for time in times if time is not None), default=None)
 
     def written_at(self, name: str) -> float | None:
-        """Return the time at which a file was written, in seconds since the epoch.
-
-        Returns None if the store has no times.
-
-        Raises:
-            MissingFileError: The file does not exist.
-            UnsafeError: The name leaves the root.
-            StorageError: The store failed, after retries.
-        """
+        """Return the time at which a file was written, in seconds since the epoch; None if the store has no times."""
         return _changed(self._get_info(name, "its time"))
 
     def version(self, name: str) -> str:
-        """Return a text that changes when a file is replaced; empty if unavailable.
-
-        Raises:
-            MissingFileError: The file does not exist.
-            UnsafeError: The name leaves the root.
-            StorageError: The store failed, after retries.
-        """
+        """Return a text that changes when a file is replaced; empty if unavailable."""
         entry = self._get_info(name, "its version")
         known = [f"{key} {entry[key]}" for key in (*_VERSIONS, *_TIMES) if entry.get(key) is not None]
         return f"{entry.get('size')} {' '.join(known)}" if known else ""
@@ -337,10 +249,7 @@ class FsspecStore:
         raise StorageError("this store cannot rename", where=self._shown(source), expected=target)
 
     def _get_info(self, name: str, what: str) -> dict[str, Any]:
-        """Return the store's metadata of a file.
-
-        Raises MissingFileError, UnsafeError, StorageError.
-        """
+        """Return the store's metadata of a file."""
         path = self._path(name)
         info: dict[str, Any] = retry(lambda: self._fs.info(path), f"cannot find {what}", self._shown(name))
         return info
@@ -359,11 +268,11 @@ class FsspecStore:
         return f"{self.url.rstrip('/')}/{name}" if name else self.url
 
 
+# Names under which file systems report when an object was written; a replaced object has a new time.
 _TIMES = ("LastModified", "last_modified", "mtime", "modified", "updated", "created")
-"""Names under which file systems report when an object was written; a replaced object has a new time."""
 
+# Names under which file systems report a version that changes with the content of an object.
 _VERSIONS = ("ETag", "etag", "e_tag", "VersionId", "version_id", "generation", "md5Hash", "content_md5", "blob_id")
-"""Names under which file systems report a version that changes with the content of an object."""
 
 
 def _changed(entry: Mapping[str, Any]) -> float | None:
@@ -378,12 +287,7 @@ def _changed(entry: Mapping[str, Any]) -> float | None:
 
 
 def connect(url: str, **storage_options: object) -> tuple[Any, str]:
-    """Return the file system of a URL and the path in the file system.
-
-    Raises:
-        UsageError: The protocol is unknown, or its package is not installed.
-        StorageError: The file system cannot be set up.
-    """
+    """Return the file system of a URL and the path in the file system."""
     protocol = url.partition(":")[0]
     if protocol in _SFTP:
         return _connect_sftp(url, protocol, storage_options)
@@ -415,14 +319,12 @@ def _correct_url(url: str, protocol: str) -> str:
 
 
 def _build_http_timeout() -> object:
-    """Return limits for each wait; None without aiohttp, the client of fsspec for HTTP.
-
-    Its own limit is five minutes for a complete request.
-    """
+    """Return limits for each wait; None without aiohttp, the client of fsspec for HTTP."""
     try:
         client = import_module("aiohttp")
     except ImportError:
         return None
+    # aiohttp's own limit is five minutes for a complete request.
     return client.ClientTimeout(total=None, sock_connect=_HTTP_CONNECT_S, sock_read=_HTTP_READ_S)
 
 
@@ -450,12 +352,7 @@ def _missing_package(url: str, protocol: str, error: ImportError) -> UsageError:
 
 
 def find_kind(url: str) -> str:
-    """Return the kind of a remote URL: `file`, `folder` or `missing`.
-
-    Raises:
-        UsageError: The protocol is unknown, or its package is not installed.
-        StorageError: The store does not answer, after retries.
-    """
+    """Return the kind of a remote URL: `file`, `folder` or `missing`."""
     fs, path = connect(url)
     try:
         entry: dict[str, Any] = retry(lambda: fs.info(path), "cannot look at it", url)

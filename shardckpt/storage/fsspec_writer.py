@@ -19,38 +19,29 @@ from shardckpt.storage.retry import remote_error, retry
 from shardckpt.storage.sftp import SftpFiles
 from shardckpt.storage.store import ClosingWriter, Read, Store
 
-PART_BYTES = 16 << 20
-"""Bytes of one part of an upload, of which one is buffered; parts grow if there are many."""
+PART_BYTES = 16 << 20  # bytes of one part of an upload, of which one is buffered; parts grow if there are many
 
+# Parts after which the part size grows with the file. S3 allows 10,000 parts; this stays below that at 5 TB.
 _PARTS = 1000
-"""Parts after which the part size grows with the file. S3 allows 10,000 parts; this stays below that at 5 TB."""
 
-_SLICE = 4 << 20
-"""Maximum bytes passed to a back end's writer at once, so that its buffer does not exceed a part."""
+_SLICE = 4 << 20  # maximum bytes passed to a back end's writer at once, so that its buffer does not exceed a part
 
 _COPY_BUFFER = 4 * MAX_REQUEST
 
+# Protocols whose objects appear when their writer closes; other protocols use a temporary name and a rename.
 _APPEARS_AT_ONCE = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "hf", "oci", "oss", "obs", "tos", "r2"}
-"""Protocols whose objects appear when their writer closes; other protocols use a temporary name and a rename."""
 
+# Protocols of `_APPEARS_AT_ONCE` whose stores can create an object only if it does not exist.
 _CREATES_NEW = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl"}
-"""Protocols of `_APPEARS_AT_ONCE` whose stores can create an object only if it does not exist."""
 
+# File systems whose servers have answered that they cannot create an object only if it does not exist.
 _WITHOUT_CREATE: WeakSet[Any] = WeakSet()
-"""File systems whose servers have answered that they cannot create an object only if it does not exist."""
 
 _NOT_OFFERED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 
 class FsspecWriter(ClosingWriter):
-    """A file that appears under its name when it is closed.
-
-    Args:
-        fs: fsspec file system.
-        path: Path of the file in the file system.
-        shown: Name of the file in messages.
-        is_new: Fail if the file exists when this one would appear.
-    """
+    """A file that appears under its name when it is closed."""
 
     def __init__(self, fs: Any, path: str, shown: str, *, is_new: bool) -> None:
         self._fs, self._path, self._shown, self._is_new = fs, path, shown, is_new
@@ -64,21 +55,14 @@ class FsspecWriter(ClosingWriter):
 
     @abstractmethod
     def _finish(self) -> None:
-        """Make the file appear.
-
-        Raises FileExistsError if `is_new` is set and the file exists.
-        """
+        """Make the file appear."""
 
     @abstractmethod
     def _drop(self) -> None:
         """Remove the written bytes."""
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Append `data`.
-
-        Raises:
-            StorageError: The store rejected the data.
-        """
+        """Append `data`."""
         view = memoryview(data).cast("B")
         try:
             for start in range(0, len(view), _SLICE):
@@ -87,12 +71,7 @@ class FsspecWriter(ClosingWriter):
             raise remote_error(error, "cannot write", self._shown) from error
 
     def copy_from(self, source: Store, name: str, offset: int, nbytes: int) -> None:
-        """Append a range of a file of `source`.
-
-        Raises:
-            TruncatedError: The file ends before the range does.
-            StorageError: Reading or writing failed.
-        """
+        """Append a range of a file of `source`."""
         if nbytes and self._buffer is None:
             self._buffer = memoryview(bytearray(min(nbytes, _COPY_BUFFER)))
         while nbytes:
@@ -103,12 +82,7 @@ class FsspecWriter(ClosingWriter):
             offset, nbytes = offset + len(part), nbytes - len(part)
 
     def close(self) -> None:
-        """Make the file appear.
-
-        Raises:
-            TargetExistsError: `is_new` is set and the file exists.
-            StorageError: The store rejected the data; the written bytes are removed.
-        """
+        """Make the file appear."""
         if not self._is_open:
             return
         self._buffer = None
@@ -138,27 +112,14 @@ class FsspecWriter(ClosingWriter):
             self._drop()
 
     def _refuse_old(self) -> None:
-        """Raise FileExistsError if the name is in use.
-
-        For back ends that cannot check and write atomically.
-        """
+        """Raise FileExistsError if the name is in use, for back ends that cannot check and write atomically."""
         self._fs.invalidate_cache()
         if self._fs.exists(self._path):
             raise FileExistsError(self._path)
 
 
 class ObjectWriter(FsspecWriter):
-    """An object of a bucket: one request with retries, or a multipart upload.
-
-    One request if it fits into a part.
-
-    Args:
-        fs: fsspec file system.
-        path: Path of the file in the file system.
-        shown: Name of the file in messages.
-        is_new: Fail if the file exists when this one would appear.
-        needed: Path of a file without which the request is not repeated; empty without one.
-    """
+    """An object of a bucket: one request with retries if it fits into a part, else a multipart upload."""
 
     def __init__(self, fs: Any, path: str, shown: str, *, is_new: bool, needed: str = "") -> None:
         super().__init__(fs, path, shown, is_new=is_new)
@@ -211,10 +172,8 @@ class ObjectWriter(FsspecWriter):
             self._fs.pipe_file(self._path, data)
 
     def _require_needed(self) -> None:
-        """Raise StorageError if the needed file is missing.
-
-        The request may have succeeded although its answer was lost, and another process may have removed both files.
-        """
+        """Raise StorageError if the needed file is missing."""
+        # The request may have succeeded although its answer was lost, and another process may have removed both files.
         self._fs.invalidate_cache()
         try:
             self._fs.info(self._needed)
@@ -231,11 +190,7 @@ class ObjectWriter(FsspecWriter):
 
 
 class MovedWriter(FsspecWriter):
-    """A file written under a temporary name in the same folder and then renamed.
-
-    Raises:
-        StorageError: The file cannot be created.
-    """
+    """A file written under a temporary name in the same folder and then renamed."""
 
     def __init__(self, fs: Any, path: str, shown: str, *, is_new: bool) -> None:
         super().__init__(fs, path, shown, is_new=is_new)
@@ -273,23 +228,17 @@ class MovedWriter(FsspecWriter):
 
 
 def new_writer(fs: Any, path: str, shown: str, *, is_new: bool, needed: str = "") -> FsspecWriter:
-    """Return the writer for a file system. Raises StorageError.
-
-    Arguments as for ObjectWriter.
-    """
+    """Return the writer for a file system. Raises StorageError."""
     if _protocols(fs) & _APPEARS_AT_ONCE:
         return ObjectWriter(fs, path, shown, is_new=is_new, needed=needed)
     return MovedWriter(fs, path, shown, is_new=is_new)
 
 
 def can_create_once(fs: Any) -> bool:
-    """Return True if only one of several writers that create a new file at once succeeds.
-
-    Files in the memory of this process count as well.
-    """
+    """Return True if only one of several writers that create a new file at once succeeds."""
     if _protocols(fs) & _APPEARS_AT_ONCE:
         return bool(_protocols(fs) & _CREATES_NEW) and fs not in _WITHOUT_CREATE
-    return isinstance(fs, SftpFiles) or "memory" in _protocols(fs)
+    return isinstance(fs, SftpFiles) or "memory" in _protocols(fs)  # "memory": files of this process
 
 
 def _protocols(fs: Any) -> set[str]:

@@ -10,34 +10,21 @@ from contextlib import suppress
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-_SYNC_FILE_RANGE_WRITE = 2
-"""Start writing dirty pages without waiting. Gives no guarantee, unlike fsync."""
+_SYNC_FILE_RANGE_WRITE = 2  # start writing dirty pages without waiting. Gives no guarantee, unlike fsync
 
+# Niceness of threads beside the training: with it a thread gets a tenth of a core that others want too. A lower one
+# would keep the interpreter's lock for longer whenever the thread is interrupted with it.
 LOW_PRIORITY = 10
-"""Niceness of threads beside the training: with it a thread gets a tenth of a core that others want too.
-
-A lower one would keep the interpreter's lock for longer whenever the thread is interrupted with it.
-"""
 
 _LOWEST_PRIORITY = 19
 
-STEP_BYTES = 1 << 25
-"""Minimum bytes that are worth a call of `start_writeback`."""
+STEP_BYTES = 1 << 25  # minimum bytes that are worth a call of `start_writeback`
 
 _NOT_HERE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EXDEV, errno.EPERM}
 
 
 def exchange(one: str, other: str) -> bool:
-    """Swap two existing names of one file system atomically.
-
-    Uses renameat2 with RENAME_EXCHANGE.
-
-    Returns:
-        False if the kernel or the file system does not support it; then nothing has changed.
-
-    Raises:
-        OSError: The exchange is supported but failed.
-    """
+    """Swap two existing names of one file system atomically; return False, without a change, if it is not supported."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
@@ -50,26 +37,16 @@ def exchange(one: str, other: str) -> bool:
 
 
 def start_writeback(fd: int, offset: int, nbytes: int) -> None:
-    """Ask the kernel to start writing a range of a file; a hint that never fails.
-
-    The disk starts early, so that the final fsync has little left to write.
-
-    Args:
-        fd: Descriptor of the file, open for writing.
-        offset: Offset of the first byte.
-        nbytes: Number of bytes.
-    """
+    """Ask the kernel to start writing a range of a file; a hint that never fails."""
+    # The disk starts early, so that the final fsync has little left to write.
     call = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if call is not None:
         call(ctypes.c_int(fd), ctypes.c_int64(offset), ctypes.c_int64(nbytes), ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
 
 
 def lower_priority() -> None:
-    """Run this thread, and those that it starts, after others of the machine that need its core; never fails.
-
-    Elsewhere than on Linux a priority belongs to the process, and nothing changes.
-    """
-    if sys.platform == "linux":
+    """Run this thread, and those that it starts, after others of the machine that need its core; never fails."""
+    if sys.platform == "linux":  # elsewhere a priority belongs to the process
         with suppress(OSError):
             own = os.getpriority(os.PRIO_PROCESS, 0)
             os.setpriority(os.PRIO_PROCESS, 0, min(own + LOW_PRIORITY, _LOWEST_PRIORITY))

@@ -29,30 +29,20 @@ from shardckpt.storage.store import (
 
 _NOT_EMPTY_OR_GONE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)
 
-_OPEN_FILES = 64
-"""Maximum files that one store keeps open; a checkpoint may have thousands."""
+_OPEN_FILES = 64  # maximum files that one store keeps open; a checkpoint may have thousands
+_OPEN_SHARE = 8  # divisor of the process's limit on file descriptors; a store keeps at most this part of them open
+_RUN = 512  # maximum buffers of one read call; Linux allows 1,024
 
-_OPEN_SHARE = 8
-"""Divisor of the process's limit on file descriptors; a store keeps at most this part of them open."""
-
-_RUN = 512
-"""Maximum buffers of one read call; Linux allows 1,024."""
-
+# Buffer size of local copies, in bytes, small enough that the data is still in the processor's cache when written.
+# Measured on ext4: 3.9 GB/s with 1 MiB, 2.2 with 2 MiB, 2.7 with copy_file_range (docs/decisions/0005).
 _BUFFER = 1 << 20
-"""Buffer size of local copies, in bytes, small enough that the data is still in the processor's cache when written.
 
-Measured on ext4: 3.9 GB/s with 1 MiB, 2.2 with 2 MiB, 2.7 with copy_file_range (docs/decisions/0005).
-"""
-
+# Buffer size of copies from a remote source, in bytes: the amount that its concurrent requests fetch.
 _REMOTE_BUFFER = 32 << 20
-"""Buffer size of copies from a remote source, in bytes: the amount that its concurrent requests fetch."""
 
 
 class OpenFile:
-    """A file descriptor that closes with its last reference.
-
-    So eviction cannot close it during a read.
-    """
+    """A file descriptor that closes with its last reference, so that eviction cannot close it during a read."""
 
     __slots__ = ("_close", "fd", "path")
 
@@ -79,15 +69,7 @@ class OpenFile:
 
 
 class LocalStore:
-    """A folder in the local file system. Reads are thread-safe.
-
-    Args:
-        root: Path of the folder, which need not exist yet.
-
-    Attributes:
-        url: Path of the root folder, as given.
-        capabilities: Atomic renames and cheap reads.
-    """
+    """A folder in the local file system. Reads are thread-safe."""
 
     def __init__(self, root: str) -> None:
         self.url = self._root = root
@@ -103,30 +85,11 @@ class LocalStore:
             self._files.clear()
 
     def list(self, folder: str = "") -> list[Listed]:
-        """Return the content of `folder`, sorted by name.
-
-        Returns an empty list if the folder does not exist. The size of a link is the size of the file that it points
-        to, or 0 if that does not exist.
-
-        Raises:
-            UnsafeError: The folder leaves the root.
-            StorageError: The folder cannot be listed.
-        """
+        """Return the content of `folder`, sorted by name."""
         return list(self.list_first(folder, None))
 
     def list_first(self, folder: str, most: int | None) -> Sequence[Listed]:
-        """Return some of the names in `folder`, like `list`.
-
-        The time does not grow with the number of names.
-
-        Args:
-            folder: As for `list`.
-            most: Maximum number of names, in the order of the file system; None for all.
-
-        Raises:
-            UnsafeError: The folder leaves the root.
-            StorageError: The folder cannot be listed.
-        """
+        """Return some of the names in `folder`, like `list`, in a time that does not grow with their number."""
         path = self._path(folder) if folder else self._root
         prefix = f"{folder}/" if folder else ""
         try:
@@ -139,13 +102,7 @@ class LocalStore:
         return sorted(listed)
 
     def size(self, name: str) -> int:
-        """Return a file's size in bytes.
-
-        Raises:
-            MissingFileError: The file does not exist.
-            UnsafeError: The name or its real path leaves the root, or it is not a regular file.
-            StorageError: The metadata of the file cannot be read.
-        """
+        """Return a file's size in bytes."""
         path = self._path(name)
         with convert_os_errors("cannot find the size", path):
             status = os.stat(path)
@@ -154,14 +111,7 @@ class LocalStore:
         return status.st_size
 
     def read(self, reads: Sequence[Read]) -> None:
-        """Fill every buffer.
-
-        Raises:
-            TruncatedError: A file ends before a range does.
-            MissingFileError: The file does not exist.
-            UnsafeError: A name or its real path leaves the root, or it is not a regular file.
-            StorageError: Reading failed.
-        """
+        """Fill every buffer."""
         if len(reads) == 1 and reads[0].buffer.nbytes:  # a step of a large range: there are very many
             self._read_one(*reads[0])
             return
@@ -180,13 +130,7 @@ class LocalStore:
             fill(file, file.path, offset, buffer)
 
     def open(self, name: str) -> OpenFile:
-        """Return an open file of this store; keep a reference to it while using its `fd`.
-
-        Raises:
-            MissingFileError: The file does not exist.
-            UnsafeError: The name or its real path leaves the root, or it is not a regular file.
-            StorageError: The file cannot be opened.
-        """
+        """Return an open file of this store; keep a reference to it while using its `fd`."""
         with self._lock:
             file = self._files.get(name)
             if file is not None:
@@ -202,12 +146,7 @@ class LocalStore:
         return file
 
     def create(self, name: str) -> LocalWriter:
-        """Start a new file and create its parent folders.
-
-        Raises:
-            UnsafeError: The name leaves the root.
-            StorageError: The file cannot be created.
-        """
+        """Start a new file and create its parent folders."""
         path = self._path(name, follow=False)
         with convert_os_errors("cannot create", path):
             if not os.path.isdir(self._root):
@@ -218,14 +157,7 @@ class LocalStore:
             return LocalWriter(path, folders, self.close)
 
     def delete(self, name: str) -> None:
-        """Remove a file, or a link but not its target; a missing one is not an error.
-
-        A power failure does not bring it back.
-
-        Raises:
-            UnsafeError: The name leaves the root.
-            StorageError: The file cannot be removed.
-        """
+        """Remove a file, or a link but not its target, durably; a missing one is not an error."""
         path = self._path(name, follow=False)
         self.close()
         with convert_os_errors("cannot delete", path), suppress(FileNotFoundError):
@@ -233,14 +165,7 @@ class LocalStore:
             sync_folder(os.path.dirname(path))
 
     def delete_files(self, folder: str, names: Collection[str]) -> None:
-        """Remove some files of a folder, and the folder if nothing else is there.
-
-        A power failure may bring them back.
-
-        Raises:
-            UnsafeError: A name leaves the root.
-            StorageError: A file cannot be removed.
-        """
+        """Remove some files of a folder, and the folder if it is empty then; a power failure may bring them back."""
         path = self._path(folder)
         paths = [self._path(f"{folder}/{name}", follow=False) for name in sorted(names)]
         self.close()
@@ -254,14 +179,7 @@ class LocalStore:
                     raise
 
     def delete_folder(self, folder: str) -> None:
-        """Remove a folder with all its content, without following links.
-
-        A missing one is not an error.
-
-        Raises:
-            UnsafeError: The name leaves the root.
-            StorageError: A part of the content cannot be removed.
-        """
+        """Remove a folder with all its content, without following links; a missing one is not an error."""
         path = self._path(folder)
         self.close()
         with convert_os_errors("cannot delete", path):
@@ -271,14 +189,7 @@ class LocalStore:
             _remove(path)
 
     def changed_at(self, folder: str) -> float | None:
-        """Return the time of the last change in a folder, in seconds since the epoch.
-
-        Returns None if it does not exist.
-
-        Raises:
-            UnsafeError: The name leaves the root.
-            StorageError: The metadata of a file cannot be read.
-        """
+        """Return the time of the last change in a folder, in seconds since the epoch; None if it does not exist."""
         path = self._path(folder)
         times = [_changed(path)]
         for inner, folders, files in os.walk(path):
@@ -286,12 +197,7 @@ class LocalStore:
         return max((time for time in times if time is not None), default=None)
 
     def rename(self, source: str, target: str) -> None:
-        """Rename a file or folder atomically; an existing file is replaced.
-
-        Raises:
-            UnsafeError: A name leaves the root.
-            StorageError: The rename failed.
-        """
+        """Rename a file or folder atomically; an existing file is replaced."""
         old, new = self._path(source, follow=False), self._path(target, follow=False)
         self.close()
         with convert_os_errors("cannot rename", old):
@@ -301,12 +207,7 @@ class LocalStore:
         return os.path.join(self._root, name)
 
     def _path(self, name: str, *, follow: bool = True) -> str:
-        """Return the path of `name` after checking that it is below the root.
-
-        Args:
-            name: Relative name.
-            follow: Whether to check the target of a final link, or the link itself.
-        """
+        """Return the path of `name` after checking that it is below the root."""
         check_name(name, self._root)
         path = self._shown(name)
         if self._is_free_of_links(name if follow else os.path.dirname(name)):
@@ -329,11 +230,8 @@ class LocalStore:
         return path
 
     def _is_free_of_links(self, name: str) -> bool:
-        """Return True if the path is certainly below the root.
-
-        No part of it is a link, and the root is unchanged. Takes one system call for each part of the name;
-        `os.path.realpath` also needs one for each folder above the root.
-        """
+        """Return True if no part of the path is a link and the root is unchanged, so that it is below the root."""
+        # One system call for each part; `os.path.realpath` also needs one for each folder above the root.
         if self._root_id is None or _get_folder_id(self._root) != self._root_id:
             return False
         path = self._root
@@ -363,11 +261,7 @@ def _get_folder_id(path: str) -> tuple[int, int] | None:
 
 
 def consecutive_reads(reads: Sequence[Read]) -> Iterator[list[Read]]:
-    """Yield groups of consecutive reads in one file, for one system call each.
-
-    Args:
-        reads: Ranges in any order; empty ones are left out.
-    """
+    """Yield groups of consecutive reads in one file, for one system call each."""
     run: list[Read] = []
     end = 0
     for read in sorted((read for read in reads if read.buffer.nbytes), key=_place):
@@ -391,18 +285,7 @@ class HasDescriptor(Protocol):
 
 
 def fill(file: HasDescriptor, shown: str, offset: int, *buffers: memoryview) -> None:
-    """Read a range of an open file into consecutive buffers.
-
-    Args:
-        file: File to read.
-        shown: Name of the file in messages.
-        offset: Offset of the first byte.
-        buffers: Writable buffers, which are filled completely.
-
-    Raises:
-        TruncatedError: The file ends before the buffers are full.
-        StorageError: Reading failed.
-    """
+    """Read a range of an open file into consecutive buffers."""
     left: Sequence[memoryview] = buffers
     end = offset + sum([buffer.nbytes for buffer in buffers])
     try:
@@ -429,13 +312,7 @@ def _behind(views: Sequence[memoryview], count: int) -> list[memoryview]:
 
 
 class LocalWriter(ClosingWriter):
-    """Writer of a file under a temporary name until `close` has synced and renamed it.
-
-    Args:
-        path: Final path of the file; its folder must exist.
-        folders: Folder of the file and its possibly new parents; their entries are synced with the file.
-        appeared: Function that is called after the file has its name.
-    """
+    """Writer of a file under a temporary name until `close` has synced and renamed it."""
 
     def __init__(self, path: str, folders: Sequence[str], appeared: Callable[[], None]) -> None:
         self._path = path
@@ -447,11 +324,7 @@ class LocalWriter(ClosingWriter):
         self._started = 0
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Append `data`.
-
-        Raises:
-            StorageError: Writing failed; NoSpaceError if the disk is full.
-        """
+        """Append `data`."""
         view = memoryview(data).cast("B")
         with convert_os_errors("cannot write", self._path):
             while view:
@@ -460,12 +333,7 @@ class LocalWriter(ClosingWriter):
                 view = view[count:]
 
     def copy_from(self, source: Store, name: str, offset: int, nbytes: int) -> None:
-        """Append a range of a file of `source`, through a cache-sized buffer.
-
-        Raises:
-            TruncatedError: The file ends before the range does.
-            StorageError: Reading or writing failed.
-        """
+        """Append a range of a file of `source`, through a cache-sized buffer."""
         buffer = self._copy_buffer(source, nbytes)
         while nbytes:
             part = buffer[: min(nbytes, len(buffer))]
@@ -487,11 +355,7 @@ class LocalWriter(ClosingWriter):
         return self._buffer
 
     def close(self) -> None:
-        """Sync the file and give it its final name.
-
-        Raises:
-            StorageError: Syncing failed; the file is removed.
-        """
+        """Sync the file and give it its final name."""
         if self._fd < 0:
             return
         self._buffer = None
@@ -523,11 +387,7 @@ class LocalWriter(ClosingWriter):
 
 
 def make_folders(path: str) -> None:
-    """Make a folder and its missing parents; a power failure does not take them away, even if they were there.
-
-    Raises:
-        OSError: A folder cannot be made.
-    """
+    """Make a folder and its missing parents; a power failure does not take them away, even if they were there."""
     if os.path.isdir(path):
         sync_name(path)
         return
@@ -539,23 +399,13 @@ def make_folders(path: str) -> None:
 
 
 def sync_name(path: str) -> None:
-    """Sync the name of a folder that is there: the process that made it may have been killed before it did.
-
-    Does nothing if this user may not read the folder above.
-
-    Raises:
-        OSError: The disk failed.
-    """
-    with suppress(PermissionError):
+    """Sync the name of a folder that is there: the process that made it may have been killed before it did."""
+    with suppress(PermissionError):  # this user may not read the folder above
         sync_folder(os.path.dirname(os.path.abspath(path)))
 
 
 def sync_folder(path: str) -> None:
-    """Sync a folder so that its names survive a power failure, if possible.
-
-    Raises:
-        OSError: The disk failed.
-    """
+    """Sync a folder so that its names survive a power failure, if possible."""
     fd = open_folder(path)
     try:
         sync_open_folder(fd)

@@ -40,25 +40,7 @@ _SHOWN = 3
 
 
 class LocalPublication(Publication):
-    """A folder or a file that appears under its name in one atomic rename.
-
-    Args:
-        path: Path of the target. If it is a link, its target is replaced and the link stays.
-        kind: Kind of checkpoint that is written.
-        overwrite: Replace one existing checkpoint of this kind.
-        needed_bytes: Bytes of the result. The disk must hold both the result and the old content, which is removed
-            last.
-        find_kept: Returns the files of the old folder that become part of the new one if they exist. Called at the
-            commit, when all new files are in `staging_url`.
-
-    Attributes:
-        target: Real path of the target.
-
-    Raises:
-        UsageError: The path cannot be a target; TargetExistsError if it exists and may not be replaced.
-        NoSpaceError: The disk does not have enough space for the result.
-        StorageError: The parent folder of the target cannot be written.
-    """
+    """A folder or a file that appears under its name in one atomic rename."""
 
     is_hidden = True
 
@@ -71,7 +53,7 @@ class LocalPublication(Publication):
         needed_bytes: int,
         find_kept: FindKept = keep_no_file,
     ) -> None:
-        self.target = _resolve_target(path)
+        self.target = _resolve_target(path)  # real path of the target
         self._kind = kind
         self._find_kept = find_kept
         self._overwrite = overwrite
@@ -87,7 +69,7 @@ class LocalPublication(Publication):
             sweep(self.target, PARTIAL)
             if not _is_vacant(self.target):  # else it may be the only copy
                 sweep(self.target, OLD)
-            require_space(self.target, needed_bytes)
+            require_space(self.target, needed_bytes)  # in addition to the old content, which is removed last
             try:
                 self._make_parents()
                 self._partial, self._lock = make_partial(self.target)
@@ -101,14 +83,7 @@ class LocalPublication(Publication):
                 raise
 
     def is_better_replaced_by_file(self, prefix: str) -> bool:
-        """Return True if the disk cannot exchange folders, and the target has none of the new names but the last.
-
-        Args:
-            prefix: Prefix of the other new names.
-
-        Raises:
-            StorageError: The disk failed.
-        """
+        """Return True if the disk cannot exchange folders, and the target has none of the new names but the last."""
         try:
             with convert_os_errors("cannot prepare the target", self.target, is_target=True):
                 if _is_vacant(self.target) or any(name.startswith(prefix) for name in os.listdir(self.target)):
@@ -130,10 +105,7 @@ class LocalPublication(Publication):
         return os.path.basename(self.target) if isinstance(self._kind, FileKind) else name
 
     def commit(self, find_missing: FindMissing | None = None) -> None:  # noqa: ARG002  (the result appears as one)
-        """Move the result to its path, sync, and remove old content.
-
-        Raises StorageError.
-        """
+        """Move the result to its path, sync, and remove old content."""
         with convert_os_errors("cannot put the result in place", self.target):
             self._require_replaceable()  # another process may have created the target since
             # Opened before the swap, so that after it only the fsync can fail.
@@ -145,11 +117,8 @@ class LocalPublication(Publication):
         self._settle()
 
     def rollback(self) -> None:
-        """Remove the files; after the result is in place, only clean up. Never raises.
-
-        Does nothing in a forked child, which does not own the publication.
-        """
-        if os.getpid() != self._owner:
+        """Remove the files; after the result is in place, only clean up. Never raises."""
+        if os.getpid() != self._owner:  # a forked child does not own the publication
             return
         # Check the disk, since a signal may come between a rename and the next statement.
         if is_at(self._result, self.target):
@@ -198,10 +167,8 @@ class LocalPublication(Publication):
             sync_folder(self._partial)
 
     def _require_own_folder(self) -> None:
-        """Require that the new files are in the folder that this object made. Raises StorageError.
-
-        If another process has removed it, the next new file is in another folder of this name, and the rest is gone.
-        """
+        """Require that the new files are in the folder that this object made. Raises StorageError."""
+        # If another process removed it, the next new file is in another folder of this name, and the rest is gone.
         if not is_at(self._lock, self._partial):
             raise StorageError(
                 "another process removed the new files while they were written",
@@ -238,25 +205,19 @@ class LocalPublication(Publication):
                 release(mark)
 
     def _settle(self) -> None:
-        """Sync the swap, then remove the old content.
-
-        An exchange has left it under the temporary name.
-        """
+        """Sync the swap, then remove the old content."""
         try:
             sync_open_folder(self._parent)
         except OSError as error:
             self._is_doubtful = True
-            raise self._doubt(error) from error
-        remove(self._partial)
+            raise self._doubt(error) from error  # the old content must stay until the sync succeeds
+        remove(self._partial)  # the old content, if the names were exchanged
         if self._old:
             remove(self._old)
         self._release()
 
     def _doubt(self, error: OSError) -> StorageError:
-        """Return the error for a swap whose sync failed.
-
-        The old content must stay until the sync succeeds.
-        """
+        """Return the error for a swap whose sync failed."""
         kept = next((path for path in (self._old, self._partial) if path and os.path.lexists(path)), "")
         then = f"bring back the old content, which stays beside it as {os.path.basename(kept)}" if kept else "remove it"
         return storage_error(
@@ -371,11 +332,7 @@ def _is_vacant(target: str) -> bool:
 
 
 def _entries(root: str, folder: str) -> list[Listed]:
-    """Return the content of a folder below a root; links count as files.
-
-    Raises:
-        TargetExistsError: It has a pipe, a socket or a device.
-    """
+    """Return the content of a folder below a root; links count as files."""
     prefix = f"{folder}/" if folder else ""
     listed = []
     with suppress(FileNotFoundError), os.scandir(os.path.join(root, folder)) as entries:
@@ -411,15 +368,7 @@ def _special_file_error(path: str) -> TargetExistsError:
 
 
 def require_space(target: str, needed_bytes: int) -> None:
-    """Require that the disk of a path to write has space.
-
-    Args:
-        target: Absolute path; it and its folders may be missing.
-        needed_bytes: Bytes to write.
-
-    Raises:
-        NoSpaceError: The disk has less free space.
-    """
+    """Require that the disk of a path to write has space."""
     folder = os.path.dirname(target)
     while not os.path.lexists(folder):
         folder = os.path.dirname(folder)

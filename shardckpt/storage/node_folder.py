@@ -8,31 +8,19 @@ from shardckpt.errors import MissingFileError, TargetExistsError, UsageError
 from shardckpt.storage.local import LocalStore, LocalWriter, make_folders
 from shardckpt.storage.store import Capabilities, convert_os_errors
 
-SCHEME = "shardckpt-local"
-"""Protocol of the URLs of such folders: `shardckpt-local://RUN`."""
-
-_FOLDERS: dict[str, str] = {}
-"""Folder of this node by the URL of its root."""
+SCHEME = "shardckpt-local"  # protocol of the URLs of such folders: `shardckpt-local://RUN`
+_FOLDERS: dict[str, str] = {}  # folder of this node by the URL of its root
 
 
 def name_folder(run: str, folder: str) -> str:
-    """Give a folder of this node a URL that is the same on all nodes, and return it.
-
-    Args:
-        run: Id of the run that the folder belongs to.
-        folder: Absolute path.
-    """
+    """Give a folder of this node a URL that is the same on all nodes, and return it."""
     url = f"{SCHEME}://{run}"
     _FOLDERS[url] = folder
     return url
 
 
 def find_folder(url: str) -> str | None:
-    """Return the path of this node that a URL of `name_folder`, or of a name below it, has; None for another URL.
-
-    Raises:
-        UsageError: No folder of this process has the URL.
-    """
+    """Return the path of this node that a URL of `name_folder`, or of a name below it, has; None for another URL."""
     protocol, mark, rest = url.partition("://")
     if protocol != SCHEME or not mark:
         return None
@@ -44,34 +32,17 @@ def find_folder(url: str) -> str | None:
 
 
 class NodeFolder(LocalStore):
-    """A folder of this node in which files appear one by one, as in a bucket.
-
-    No rename shows a step on all nodes at once: on each node its `COMMIT` is the last file.
-
-    Args:
-        url: URL of `name_folder`, or of a folder below it.
-        path: Its path on this node.
-    """
+    """A folder of this node in which files appear one by one, as in a bucket."""
 
     def __init__(self, url: str, path: str) -> None:
         super().__init__(path)
         self.url = url
+        # No rename shows a step on all nodes at once; on each node its `COMMIT` is the last file.
         self.capabilities = Capabilities(renames=False, is_local=True)
         self._is_made = False
 
     def create(self, name: str, *, is_new: bool = False, needed: str = "") -> LocalWriter:  # noqa: ARG002
-        """Start a new file and create its parent folders.
-
-        Args:
-            name: Name of the file.
-            is_new: Refuse it if another file has the name.
-            needed: Not used: no request is repeated.
-
-        Raises:
-            TargetExistsError: The file has to be new, and another one has its name.
-            UnsafeError: The name leaves the root.
-            StorageError: The file cannot be created.
-        """
+        """Start a new file and create its parent folders."""
         if not self._is_made:
             with convert_os_errors("cannot create", self._shown(name)):
                 make_folders(self._root)
@@ -94,24 +65,14 @@ class NodeFolder(LocalStore):
 
 
 class SharedFolder(NodeFolder):
-    """A folder of a disk in which files appear one by one, and other machines may write.
-
-    Args:
-        path: Path of the folder.
-    """
+    """A folder of a disk in which files appear one by one, and other machines may write."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path, path)
         self.capabilities = Capabilities(renames=False, is_local=True, creates_once=False)
 
     def written_at(self, name: str) -> float | None:
-        """Return the time at which a file was written, by the clock of the disk.
-
-        Raises:
-            MissingFileError: The file does not exist.
-            UnsafeError: The name leaves the root.
-            StorageError: The metadata of the file cannot be read.
-        """
+        """Return the time at which a file was written, by the clock of the disk."""
         written = self.changed_at(name)
         if written is None:
             raise MissingFileError("no such file", where=self._shown(name))

@@ -4,9 +4,6 @@ A temporary folder belongs to the process that holds a flock on it: the kernel r
 ends. Process ids are not used, since containers share them and systems reuse them. A forked child would share the lock
 and keep it after its parent ends, so it closes inherited descriptors. On file systems without locks, orphans must be
 removed by hand.
-
-Network file systems lock folders on one machine alone. So a temporary name begins with the mount that its maker saw,
-and a save removes what another mount made only a day after its last change, by the clock of the file system.
 """
 
 from __future__ import annotations
@@ -22,27 +19,23 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 
-PARTIAL = "partial"
-"""Unfinished content; worthless without its owner."""
+PARTIAL = "partial"  # unfinished content; worthless without its owner
+OLD = "old"  # old content, moved aside; the only copy if its owner died before the new content was in place
 
-OLD = "old"
-"""Old content, moved aside; the only copy if its owner died before the new content was in place."""
-
+# Minimum age, in seconds, of files of a save that may be running elsewhere before another save removes them.
 DEAD_S = 24 * 3600.0
-"""Minimum age, in seconds, of files of a save that may be running elsewhere before another save removes them."""
 
 _MOUNT_CHARACTERS = _RANDOM_CHARACTERS = 6
 
+# Pattern of the ids in names of orphans; users may own similar names.
 _ID = f"[0-9a-f]{{{_MOUNT_CHARACTERS + _RANDOM_CHARACTERS}}}"
-"""Pattern of the ids in names of orphans; users may own similar names."""
 
 _PARTIAL_NAME = re.compile(rf"\..+\.{PARTIAL}-{_ID}")
 
-_ATTEMPTS = 2
-"""Attempts of a removal, since some errors are temporary."""
+_ATTEMPTS = 2  # attempts of a removal, since some errors are temporary
 
+# Names to try for a temporary file or folder; other users who may read the folder can lock each before its maker.
 _NAMES = 16
-"""Names to try for a temporary file or folder; other users who may read the folder can lock each before its maker."""
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
@@ -54,11 +47,8 @@ def sibling_path(target: str, kind: str) -> str:
 
 
 def _find_mount(folder: str) -> str:
-    """Return an id of this machine and the mount of a folder: processes with the same id see the locks of each other.
-
-    Raises:
-        OSError: The folder does not exist.
-    """
+    """Return an id of this machine and a folder's mount: processes with the same id see each other's locks."""
+    # Network file systems lock folders on one machine alone. What another mount made is removed only after `DEAD_S`.
     seen = f"{os.stat(folder or os.curdir).st_dev} {_read_boot_id()}"
     return f"{zlib.crc32(seen.encode()):08x}"[:_MOUNT_CHARACTERS]
 
@@ -75,8 +65,7 @@ def is_partial(name: str) -> bool:
     return _PARTIAL_NAME.fullmatch(name.rpartition("/")[2]) is not None
 
 
-_held: set[int] = set()
-"""Descriptors whose locks this process holds."""
+_held: set[int] = set()  # descriptors whose locks this process holds
 
 
 def _give_up_inherited() -> None:
@@ -91,14 +80,7 @@ os.register_at_fork(after_in_child=_give_up_inherited)
 
 
 def make_partial(target: str) -> tuple[str, int]:
-    """Create a temporary folder beside `target` and lock it.
-
-    Returns:
-        Path of the folder, and the descriptor that holds its lock; closing it releases the lock.
-
-    Raises:
-        OSError: The folder cannot be created.
-    """
+    """Create a temporary folder next to `target`; return its path and the descriptor that holds its lock."""
     return _make(target, _make_folder)
 
 
@@ -108,11 +90,8 @@ def make_partial_file(target: str) -> tuple[str, int]:
 
 
 def _make(target: str, make: Callable[[str], int]) -> tuple[str, int]:
-    """Create and lock a file or folder; another one if another process locks or removes it first.
-
-    The last one is used even if another process has locked it: so far nobody removes it.
-    """
-    for left in reversed(range(_NAMES)):
+    """Create and lock a file or folder; another one if another process locks or removes it first."""
+    for left in reversed(range(_NAMES)):  # the last is used even if another process locks it: so far nobody removes it
         path, fd = sibling_path(target, PARTIAL), -1
         try:
             fd = make(path)
@@ -165,10 +144,7 @@ def release(fd: int) -> None:
 
 
 def take(path: str) -> int | None:
-    """Lock an existing orphan and return the descriptor.
-
-    Returns None if another process holds the lock or locking fails.
-    """
+    """Lock an existing orphan and return the descriptor; None if another process holds the lock, or locking fails."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -196,10 +172,7 @@ def find_orphans(target: str, kind: str) -> list[str]:
 
 
 def find_moved_aside(path: str) -> str:
-    """Return the old content of a folder that is missing: a process may have been killed before the new had its name.
-
-    Returns an empty text if the path exists, or nothing was moved aside.
-    """
+    """Return a missing folder's old content: a process may have been killed before the new had its name."""
     if os.path.lexists(path):
         return ""
     return max(filter(is_folder, _list_siblings(os.path.abspath(path), OLD)), key=_changed, default="")
@@ -241,11 +214,7 @@ def _is_made_here(path: str) -> bool:
 
 
 def _is_dead(path: str, target: str) -> bool:
-    """Return True if nothing has changed in a folder for `DEAD_S`, by the clocks of this machine and the file system.
-
-    Raises:
-        OSError: No file can be made beside `target`.
-    """
+    """Return True if nothing has changed in a folder for `DEAD_S`, by this machine's and the file system's clock."""
     inside = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
     changed = max(map(_changed, (path, *inside))) / 1e9
     return time.time() - changed > DEAD_S and _read_clock(target) - changed > DEAD_S

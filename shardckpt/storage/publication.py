@@ -8,12 +8,11 @@ from collections.abc import Callable, Collection
 from shardckpt.errors import StorageError, TargetExistsError
 from shardckpt.storage.store import Writer
 
-FindKept = Callable[[], Collection[str]]
-"""Returns the names of files of the old content that stay."""
+FindKept = Callable[[], Collection[str]]  # returns the names of files of the old content that stay
 
 
+# Returns the names of files of the result that are missing. Raises StorageError if the store failed.
 FindMissing = Callable[[], Collection[str]]
-"""Returns the names of files of the result that are missing. Raises StorageError if the store failed."""
 
 
 def keep_no_file() -> Collection[str]:
@@ -21,8 +20,7 @@ def keep_no_file() -> Collection[str]:
     return ()
 
 
-_REPLACE_IT = "Pass overwrite=True (--overwrite) to replace it."
-"""Remedy for messages about an existing target."""
+_REPLACE_IT = "Pass overwrite=True (--overwrite) to replace it."  # remedy for messages about an existing target
 
 
 def target_exists_error(target: str) -> TargetExistsError:
@@ -38,12 +36,7 @@ def folder_exists_error(target: str) -> TargetExistsError:
 
 
 def files_removed_error(last: str, missing: str) -> StorageError:
-    """Return the error for a file that stands for others, which another process has removed.
-
-    Args:
-        last: The file, as shown in messages.
-        missing: Name of one of the others.
-    """
+    """Return the error for a file that stands for others, which another process has removed."""
     return StorageError(
         "another process removed the files of this before its request was answered",
         where=last,

@@ -31,31 +31,9 @@ def publish(
     prefix: str = "",
     find_kept: FindKept = keep_no_file,
 ) -> Iterator[Publication]:
-    """Open a publication: leaving the block commits, an exception rolls back.
-
-    On a disk all files are written beside the target, which a rename then replaces. On a store without rename, files
-    get their final names when they are closed, the old content stays readable meanwhile, and `last` is written after
-    all other files.
-
-    Args:
-        url: Path or URL of the target: a folder, or one file.
-        kind: Kind of checkpoint that is written. If it is one file, the names given to `create` are ignored.
-        overwrite: Replace one existing checkpoint of this kind.
-        needed_bytes: Bytes of the result, to check the free space; 0 if unknown.
-        last: Name of the file that makes the result loadable.
-        prefix: As for `begin`.
-        find_kept: As for `begin`.
-
-    Yields:
-        The publication in which to create the files of the result.
-
-    Raises:
-        TargetExistsError: The target is not empty, and `overwrite` is false or it contains anything but one checkpoint
-            of this kind; nothing was written.
-        UsageError: The path cannot be a target.
-        NoSpaceError: The disk has too little space for the result; nothing was written.
-        StorageError: The storage failed; the target is unchanged.
-    """
+    """Open a publication: leaving the block commits, an exception rolls back."""
+    # On a disk, files are written next to the target, and a rename replaces it. Without rename, files get their final
+    # names when they are closed, old content stays readable, and `last` is written after all others.
     publication = begin(
         url, kind, overwrite=overwrite, needed_bytes=needed_bytes, last=last, prefix=prefix, find_kept=find_kept
     )
@@ -72,27 +50,12 @@ def begin(
     kind: Kind,
     *,
     overwrite: bool,
-    needed_bytes: int,
-    last: str | None = None,
-    prefix: str = "",
-    find_kept: FindKept = keep_no_file,
+    needed_bytes: int,  # 0 if unknown
+    last: str | None = None,  # file that makes the result loadable; it is written last
+    prefix: str = "",  # of all other new names; if no old name has it, old content stays until `last` is replaced
+    find_kept: FindKept = keep_no_file,  # called before any old file goes; on a disk, when all new ones are written
 ) -> Publication:
-    """Open a publication; the caller must call its `commit` or `rollback`.
-
-    Other arguments and errors as for `publish`.
-
-    Args:
-        url: Path or URL of the target.
-        kind: Kind of checkpoint that is written.
-        overwrite: Replace one existing checkpoint of this kind.
-        needed_bytes: Bytes of the result.
-        last: Name of the file that makes the result loadable.
-        prefix: Prefix of the names of all new files but the last; empty if they have none. If no old name has it,
-            the old content stays until the last file is replaced.
-        find_kept: Returns the files of the old content that become part of the new one if they exist. On a disk it is
-            called when all new files are written, before they are in place; on a store without rename when the old
-            `last` is replaced or removed, before any other old file is.
-    """
+    """Open a publication; the caller must call its `commit` or `rollback`."""
     path = local_path(url)
     if path is not None:
         publication = LocalPublication(path, kind, overwrite=overwrite, needed_bytes=needed_bytes, find_kept=find_kept)
@@ -106,16 +69,7 @@ def begin(
 
 
 class JoinedPublication(Publication):
-    """A publication that another process began and commits.
-
-    This process writes files into its `staging_url`.
-
-    Args:
-        staging_url: URL of the folder, from the process that began the publication.
-
-    Raises:
-        StorageError: This process does not see the folder that the other process created.
-    """
+    """A publication that another process starts and commits; this one writes files into its `staging_url`."""
 
     def __init__(self, staging_url: str) -> None:
         path = local_path(staging_url)
@@ -140,21 +94,14 @@ class JoinedPublication(Publication):
         """Do nothing: the process that began the publication commits it."""
 
     def rollback(self) -> None:
-        """Remove unfinished files of this process; never raises.
-
-        Finished files stay: they may be part of the result already, or become part of it, since the other process may
-        be late. It removes them if it rolls back.
-        """
+        """Remove unfinished files of this process; never raises."""
+        # Finished files stay: the other process may have committed them, or may do so late. Its rollback removes them.
         for writer in self._writers:
             writer.abort()
 
 
 def _require_folder(path: str) -> None:
-    """Require that a folder exists that another process has just created.
-
-    Raises:
-        StorageError: The folder does not exist.
-    """
+    """Require that a folder exists that another process has just created."""
     if os.path.isdir(path) or _is_there_now(path):
         return
     raise StorageError(
@@ -165,11 +112,8 @@ def _require_folder(path: str) -> None:
 
 
 def _is_there_now(path: str) -> bool:
-    """Check again for a folder after creating its parents.
-
-    Parents that were missing are removed again. Network file systems may cache that a parent does not exist; creating
-    it makes them look it up again.
-    """
+    """Check again for a folder after creating its parents; those that were missing are removed again."""
+    # Network file systems may cache that a parent does not exist; creating it makes them look again.
     created: list[str] = []
     with convert_os_errors("cannot join the other ranks", path):
         try:
@@ -192,13 +136,7 @@ def _make_missing(folder: str, created: list[str]) -> None:
 
 
 def overlaps(source: str, target: str) -> bool:
-    """Return True if two URLs name the same place, or one a place in the other.
-
-    Links are resolved.
-
-    Raises:
-        UsageError: One of them is not a valid path or URL.
-    """
+    """Return True if two URLs name the same place, or one a place in the other. Links are resolved."""
     one, other = local_path(source), local_path(target)
     if (one is None) != (other is None):
         return False
@@ -224,17 +162,7 @@ def _is_within(one: str, other: str) -> bool:
 
 
 def find_missing_files(place: str, sizes: Sequence[Mapping[str, int]]) -> dict[str, int | None]:
-    """Return the incomplete files of all ranks with the sizes that this process sees.
-
-    Sizes are in bytes; None for a missing file. Takes one listing if all files are complete.
-
-    Args:
-        place: Path or URL of the folder that the ranks wrote into.
-        sizes: For each rank, the bytes of its files by name.
-
-    Raises:
-        StorageError: The store failed.
-    """
+    """Return the incomplete files of all ranks with the bytes that this process sees; None for a missing file."""
     expected = {name: nbytes for each in sizes for name, nbytes in each.items()}
     there = {entry.name: entry.size for entry in open_place(place).list()}
     unseen = [name for name, nbytes in expected.items() if there.get(name) != nbytes]
@@ -243,16 +171,7 @@ def find_missing_files(place: str, sizes: Sequence[Mapping[str, int]]) -> dict[s
 
 
 def require_files(url: str, place: str, sizes: Sequence[Mapping[str, int]]) -> None:
-    """Require that this process sees the complete files of all ranks.
-
-    Args:
-        url: Path or URL of the target, for the message.
-        place: Folder that the ranks wrote into.
-        sizes: For each rank, the bytes of its files by name; rank 0 is this process.
-
-    Raises:
-        StorageError: This process does not see all of them; the message names the ranks that wrote the missing files.
-    """
+    """Require that this process sees the complete files of all ranks."""
     missing = find_missing_files(place, sizes)
     if not missing:
         return
@@ -274,8 +193,8 @@ def require_files(url: str, place: str, sizes: Sequence[Mapping[str, int]]) -> N
     )
 
 
+# Remedy for messages about ranks that see different folders.
 SHARE_IT = "Save to storage that every rank sees under this name: a shared file system, or a bucket."
-"""Remedy for messages about ranks that see different folders."""
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

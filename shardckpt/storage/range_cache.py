@@ -7,42 +7,29 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+# Block size that requests are rounded to, in bytes. Its transfer takes about as long as an object store's latency.
 BLOCK = 128 << 10
-"""Block size that requests are rounded to, in bytes. Its transfer takes about as long as an object store's latency."""
 
-GAP = BLOCK
-"""Maximum gap, in bytes, between two wanted ranges that one request fetches together."""
+GAP = BLOCK  # maximum gap, in bytes, between two wanted ranges that one request fetches together
 
+# Maximum size, in bytes, of files that are fetched in full: header, middle and end will all be read.
 FULL_FILE = 1 << 20
-"""Maximum size, in bytes, of files that are fetched in full: header, middle and end will all be read."""
 
-MAX_REQUEST = 8 << 20
-"""Maximum bytes of one request: several run concurrently, and a failed one is cheap to repeat."""
+MAX_REQUEST = 8 << 20  # maximum bytes of one request: several run concurrently, and a failed one is cheap to repeat
 
 
 class ByteRange(NamedTuple):
-    """A range of bytes of one file.
+    """A range of bytes of one file."""
 
-    Attributes:
-        start: Offset of the first byte.
-        stop: End of the range, exclusive.
-    """
-
-    start: int
-    stop: int
+    start: int  # offset of the first byte
+    stop: int  # end of the range, exclusive
 
 
 class BlockCache:
-    """Disjoint ranges of files, in full blocks.
-
-    The least recently used are dropped beyond the budget.
-
-    Args:
-        budget: Maximum bytes to keep.
-    """
+    """Disjoint ranges of files, in full blocks. The least recently used are dropped beyond the budget."""
 
     def __init__(self, budget: int) -> None:
-        self._budget = budget
+        self._budget = budget  # bytes
         self._held = 0
         self._starts: dict[str, list[int]] = {}
         self._pieces: OrderedDict[tuple[str, int], bytes] = OrderedDict()
@@ -94,14 +81,8 @@ class BlockCache:
 
 
 def plan_requests(cache: BlockCache, name: str, size: int, missing: Iterable[ByteRange]) -> list[ByteRange]:
-    """Return few ranges to fetch that cover all `missing` ranges.
-
-    Args:
-        cache: Cached ranges; they consist of full blocks, so the block of a missing byte is missing completely.
-        name: Name of the file.
-        size: Size of the file in bytes.
-        missing: Wanted ranges without any cached byte.
-    """
+    """Return few ranges to fetch that cover all `missing` ranges."""
+    # The cache has full blocks only, so the block of a missing byte is missing completely.
     merged: list[ByteRange] = []
     for start, stop in sorted(missing):
         wide = ByteRange(start // BLOCK * BLOCK, min(-(-stop // BLOCK) * BLOCK, size))

@@ -27,11 +27,7 @@ from shardckpt.storage.store import ClosingWriter, ObjectStore, Store, Writer, r
 
 
 class DeferredWriter(ClosingWriter):
-    """A writer whose `close` is deferred until the commit.
-
-    Args:
-        writer: Writer to close at the commit.
-    """
+    """A writer whose `close` is deferred until the commit."""
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
@@ -57,12 +53,7 @@ class DeferredWriter(ClosingWriter):
 
 
 class BufferedWriter(ClosingWriter):
-    """A small file that is kept in memory until the commit.
-
-    Args:
-        store: Store to write to.
-        name: Name in the store.
-    """
+    """A small file that is kept in memory until the commit."""
 
     def __init__(self, store: ObjectStore, name: str) -> None:
         self._store, self._name = store, name
@@ -80,16 +71,7 @@ class BufferedWriter(ClosingWriter):
         """Do nothing; `finish` writes the file."""
 
     def finish(self, *, is_new: bool = False, needed: str = "") -> None:
-        """Write the file.
-
-        Args:
-            is_new: Write the file only if it does not exist.
-            needed: Name of a file without which the request is not repeated; empty without one.
-
-        Raises:
-            TargetExistsError: `is_new` is set and another file of this name exists.
-            StorageError: The store failed.
-        """
+        """Write the file."""
         try:
             with self._store.create(self._name, is_new=is_new, needed=needed) as writer:
                 writer.write(self._data)
@@ -111,31 +93,15 @@ class BufferedWriter(ClosingWriter):
 
 
 class RemoteFolder(Publication):
-    """A folder that becomes loadable with its last object, on a store or disk that cannot replace folders.
+    """A folder that becomes loadable with its last object, on a store or disk that cannot replace folders."""
 
-    The old content stays complete while new files with new names are written. At the commit the old content is removed,
-    its `last` first, so that no reader mixes old and new files; then the files with names of the old content are
-    written, then `last`.
-
-    If all names but the last have a prefix that no old name has, the old content need not be removed first: `last` is
-    replaced atomically, and unreferenced files are removed afterwards. If there was no `last`, the new one is created
-    only if there still is none, so that of two concurrent publications one succeeds. If there was one, or the store
-    does not create files that way, both succeed and the later one stays; therefore recent files of other publications
-    are not removed.
-
-    Args:
-        url: URL of the target.
-        kind: Kind of checkpoint that is written.
-        overwrite: Replace one existing checkpoint of this kind.
-        last: Name of the file that makes the result loadable.
-        prefix: Prefix of the names of all other files, including those of other processes; empty if they have none.
-        find_kept: Returns the files that stay. Called when the old `last` is replaced or removed, and if an error comes
-            when the new one may have been there; if it raises an error, all stay.
-
-    Raises:
-        TargetExistsError: The target exists and may not be overwritten.
-        StorageError: The store failed.
-    """
+    # Files with new names are written while the old content stays complete. The commit removes the old content, its
+    # `last` first, so that no reader mixes old and new files. Then it writes the files with old names, then `last`.
+    #
+    # If all names but the last have a prefix that no old name has, `last` is replaced atomically, and files without a
+    # reference are removed afterwards. If there was no `last`, the new one is created only if there still is none: one
+    # of two concurrent publications succeeds. Otherwise, or if the store cannot create files that way, both succeed and
+    # the later one stays. So recent files of other publications are not removed.
 
     def __init__(
         self,
@@ -167,13 +133,7 @@ class RemoteFolder(Publication):
         self._is_done = self._is_doubtful = False
 
     def create(self, name: str) -> Writer:
-        """Start a file of the result.
-
-        It appears on close, or at the commit if it is `last` or replaces an old file.
-
-        Raises:
-            StorageError: The file cannot be created.
-        """
+        """Start a file, which appears on close, or at the commit if it is `last` or replaces an old file."""
         if name == self._last:
             self._deferred[name] = BufferedWriter(self._store, name)
             return self._deferred[name]
@@ -185,10 +145,7 @@ class RemoteFolder(Publication):
         return writer
 
     def commit(self, find_missing: FindMissing | None = None) -> None:
-        """Remove old content and close the deferred files, `last` at the end.
-
-        Raises StorageError.
-        """
+        """Remove old content and close the deferred files, `last` at the end."""
         last = self._deferred.get(self._last or "")
         if isinstance(last, BufferedWriter) and len(self._deferred) == 1 and (self._prefix or not self._old):
             self._flip(last, find_missing)
@@ -203,10 +160,7 @@ class RemoteFolder(Publication):
         self._is_done = True
 
     def _flip(self, last: BufferedWriter, find_missing: FindMissing | None) -> None:
-        """Create or replace `last`, then remove old files.
-
-        Readers are not affected if this removal fails.
-        """
+        """Create or replace `last`, then remove old files."""
         self._is_doubtful = True  # the request may succeed although its answer is lost
         is_new = self._last not in self._old
         replaced = [] if is_new else [*self._list_named(), *self._list_dead()]
@@ -216,20 +170,15 @@ class RemoteFolder(Publication):
         self._is_done = True
         gone = replaced if not is_new else self._old if self._is_only() else self._list_dead()
         for name in self._list_unneeded(set(gone) - set(self._deferred)):
-            with suppress(StorageError):
+            with suppress(StorageError):  # readers do not need them
                 self._store.delete(name)
 
     def _require_written(self, last: BufferedWriter, find_missing: FindMissing) -> None:
-        """Remove `last` if files are missing.
-
-        The request for `last` may succeed late: after another process has published this folder, removed files of this
-        publication, and removed its own `last`. If they cannot be looked for, they are there as before.
-
-        Raises:
-            StorageError: Files are missing.
-        """
+        """Remove `last` if files are missing."""
+        # The request for `last` may succeed late: after another process published this folder, removed files of this
+        # publication, and removed its own `last`.
         missing: Collection[str] = ()
-        with suppress(StorageError):
+        with suppress(StorageError):  # without a look, assume that they are there
             missing = find_missing()
         if missing:
             if last.is_written():
@@ -271,18 +220,12 @@ class RemoteFolder(Publication):
         return False
 
     def _read_store_time(self) -> float:
-        """Return the time at which the store got a file of this save: the clock of this machine may be days ahead.
-
-        Raises StorageError.
-        """
+        """Return the time at which the store got a file of this save: the clock of this machine may be days ahead."""
         written = self._store.written_at(self._written[-1]) if self._written else None
         return time.time() if written is None else written
 
     def rollback(self) -> None:
-        """Delete the written files, the last first; never raises.
-
-        Deletes none if the commit happened or may have.
-        """
+        """Delete the written files, the last first, unless the commit happened or may have; never raises."""
         if self._is_done:
             return
         for writer in self._deferred.values():
@@ -320,17 +263,7 @@ class RemoteFolder(Publication):
 
 
 class RemoteFile(Publication):
-    """One object, which its store replaces atomically.
-
-    Args:
-        url: URL of the target.
-        kind: Kind of checkpoint that is written.
-        overwrite: Replace one existing file of this kind.
-
-    Raises:
-        TargetExistsError: The target exists and may not be overwritten.
-        StorageError: The store failed.
-    """
+    """One object, which its store replaces atomically."""
 
     def __init__(self, url: str, kind: FileKind, *, overwrite: bool) -> None:
         what = kind_at(url)
@@ -367,11 +300,7 @@ def _all_files(store: Store) -> list[str]:
 
 
 def _only_partials(store: Store, url: str, last: str | None) -> list[str]:
-    """Return the files of a folder that contains only incomplete content.
-
-    Raises:
-        TargetExistsError: The folder contains other content.
-    """
+    """Return the files of a folder that contains only incomplete content."""
     partials = []
     for name in files_below(store.list, "", url):
         if not is_partial(name):

@@ -13,19 +13,16 @@ from shardckpt.errors import TargetExistsError
 from shardckpt.storage.orphans import is_partial
 from shardckpt.storage.store import Listed, Read, Store, read_bytes
 
-_HEAD_BYTES = 512
-"""Number of first bytes of a file that identify its kind."""
+_HEAD_BYTES = 512  # number of first bytes of a file that identify its kind
+MOST_ENTRIES = 1_000_000  # maximum files and folders to list; a larger target does not count as one checkpoint
 
-MOST_ENTRIES = 1_000_000
-"""Maximum files and folders to list; a larger target does not count as one checkpoint."""
-
+# Names of files that operating systems create in folders; they may be deleted.
 _OF_A_SYSTEM = re.compile(r"\.DS_Store|Thumbs\.db|desktop\.ini|\._.+|\.(nfs|fuse_hidden)[0-9a-f]+")
-"""Names of files that operating systems create in folders; they may be deleted."""
 
 _SHOWN = 8
 
+# Returns the content of a folder, relative to the target; the empty name is the target.
 ListFolder = Callable[[str], Sequence[Listed]]
-"""Returns the content of a folder, relative to the target; the empty name is the target."""
 
 
 def _no_names(store: Store, sizes: Mapping[str, int]) -> Collection[str]:  # noqa: ARG001
@@ -58,15 +55,10 @@ class FolderKind:
 
 @dataclass(frozen=True, slots=True)
 class FileKind:
-    """Description of a checkpoint that is one file.
+    """Description of a checkpoint that is one file."""
 
-    Attributes:
-        title: Name of one such file in messages.
-        is_one: Recognizes the file by its first 512 bytes.
-    """
-
-    title: str
-    is_one: Callable[[bytes], bool]
+    title: str  # name of one such file in messages
+    is_one: Callable[[bytes], bool]  # recognizes the file by its first 512 bytes
 
 
 Kind = FolderKind | FileKind
@@ -78,21 +70,8 @@ def is_ignored(name: str) -> bool:
 
 
 def find_replaceable_files(kind: FolderKind, store: Store, list_folder: ListFolder, where: str) -> list[str]:
-    """Return all files of a folder if it may be replaced.
-
-    It must contain one checkpoint of a kind, or the file that lists the rest of one, or only ignored files. The search
-    ends at the first other file.
-
-    Args:
-        kind: Kind of checkpoint that is written.
-        store: Store whose root is the folder.
-        list_folder: Lists a subfolder; links do not count as folders.
-        where: Path or URL of the target, for messages.
-
-    Raises:
-        TargetExistsError: The folder contains other files, which the message lists, or too many files.
-        StorageError: The store failed.
-    """
+    """Return all files of a folder if it may be replaced; the search ends at the first file that may not."""
+    # It must hold one checkpoint of a kind, or the file that lists the rest of one, or only ignored files.
     top = list_folder("")
     sizes = {entry.name: entry.size for entry in top if not entry.is_folder}
     counting = [name for name in sizes if not is_ignored(name)]
@@ -122,17 +101,7 @@ def find_replaceable_files(kind: FolderKind, store: Store, list_folder: ListFold
 
 
 def files_below(list_folder: ListFolder, folder: str, where: str) -> Iterator[str]:
-    """Yield the files of a folder recursively; list each folder when reached.
-
-    Args:
-        list_folder: Lists a folder.
-        folder: Folder to start from.
-        where: Path or URL of the target, for messages.
-
-    Raises:
-        TargetExistsError: The folder contains more than `MOST_ENTRIES` entries.
-        StorageError: The store failed.
-    """
+    """Yield the files of a folder recursively; list each folder when reached."""
     pending, count = [folder], 0
     while pending:
         for entry in list_folder(pending.pop()):
@@ -151,18 +120,7 @@ def files_below(list_folder: ListFolder, folder: str, where: str) -> Iterator[st
 
 
 def require_file(kind: FileKind, store: Store, name: str, where: str) -> None:
-    """Require that a file is of a kind, or empty, before it is replaced.
-
-    Args:
-        kind: Kind of file that is written.
-        store: Store of the file.
-        name: Name of the file in the store.
-        where: Path or URL of the target, for messages.
-
-    Raises:
-        TargetExistsError: The file is of another kind.
-        StorageError: The store failed.
-    """
+    """Require that a file is of a kind, or empty, before it is replaced."""
     head = read_bytes(store, name, 0, min(store.size(name), _HEAD_BYTES))
     if head and not kind.is_one(head):
         raise TargetExistsError(
@@ -173,10 +131,7 @@ def require_file(kind: FileKind, store: Store, name: str, where: str) -> None:
 
 
 def _find_other_content(kind: FolderKind, store: Store, sizes: Mapping[str, int]) -> list[str]:
-    """Return the files with payload names and other content.
-
-    Empty files count as payload.
-    """
+    """Return the files with payload names and other content. Empty files count as payload."""
     if kind.is_one is None:
         return []
     heads = {

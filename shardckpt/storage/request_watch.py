@@ -9,11 +9,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-FIRST_NOTICE_S = 10.0
-"""Seconds without an answer before the first line."""
-
-NEXT_NOTICE_S = 60.0
-"""Seconds between further lines."""
+FIRST_NOTICE_S = 10.0  # seconds without an answer before the first line
+NEXT_NOTICE_S = 60.0  # seconds between further lines
 
 _TICK_S = 1.0
 
@@ -21,10 +18,7 @@ _LOG = logging.getLogger("shardckpt")
 
 
 class RequestWatch:
-    """Requests that wait for an answer, with a thread that logs a warning if none comes.
-
-    The thread ends when no request waits.
-    """
+    """Requests that wait for an answer, with a thread that logs a warning if none comes; it ends when none waits."""
 
     def __init__(self) -> None:
         self.forget()
@@ -38,11 +32,7 @@ class RequestWatch:
 
     @contextmanager
     def waiting(self, where: str) -> Iterator[None]:
-        """Watch one request within the context.
-
-        Args:
-            where: Object of the request, for the message.
-        """
+        """Watch one request within the context."""
         key = object()
         with self._lock:
             self._started[key] = where, time.monotonic()
@@ -79,7 +69,6 @@ class RequestWatch:
                 _LOG.warning("%s: no answer for %d s, still waiting", where, silent)
 
 
-WATCH = RequestWatch()
-"""Requests of this process."""
+WATCH = RequestWatch()  # requests of this process
 
 os.register_at_fork(after_in_child=WATCH.forget)

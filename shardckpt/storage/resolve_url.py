@@ -27,11 +27,7 @@ _PROTOCOL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*(://|::)")
 
 
 def as_url(path: object) -> str:
-    """Return a path argument as text.
-
-    Raises:
-        UsageError: The argument is neither a string nor a path.
-    """
+    """Return a path argument as text."""
     if isinstance(path, str):
         return path
     if isinstance(path, os.PathLike):
@@ -44,11 +40,7 @@ def as_url(path: object) -> str:
 
 
 def as_place(path: object) -> str:
-    """Return a path argument as text that names a place.
-
-    Raises:
-        UsageError: The argument is neither a string nor a path, is empty or contains a NUL character.
-    """
+    """Return a path argument as text that names a place."""
     url = as_url(path)
     if not url or "\0" in url:
         what = "must not contain a NUL character" if url else "must not be empty"
@@ -61,13 +53,7 @@ _ORDER = f"{_TEXT}; a state goes before it."
 
 
 def local_path(url: str) -> str | None:
-    """Return the local path of a URL; None if it is remote.
-
-    `~` is expanded to the home folder.
-
-    Raises:
-        UsageError: The URL is empty or contains a NUL character, or the home folder is not known.
-    """
+    """Return the local path of a URL, with the home folder for `~`; None if it is remote."""
     url = as_place(url)
     if url.startswith(("file://", "local://")):
         return url.partition("://")[2] or "/"
@@ -107,14 +93,7 @@ def fix_folder(url: str) -> str:
 
 
 def open_store(url: str) -> Store:
-    """Return the store of a folder.
-
-    Args:
-        url: Path, or any URL that fsspec supports: `s3://bucket/run`, `hf://org/model`, `memory://x`.
-
-    Raises:
-        UsageError: The protocol is unknown, or its package is not installed.
-    """
+    """Return the store of a folder."""
     return _find_mounted(url) or _open_folder(url)
 
 
@@ -134,18 +113,12 @@ def _open_folder(url: str) -> Store:
     return LocalStore(old or path)
 
 
-MOUNTED: dict[str, Store] = {}
-"""Stores by the URL of their root, which replace what the URL names otherwise."""
+MOUNTED: dict[str, Store] = {}  # stores by the URL of their root, which replace what the URL names otherwise
 
 
 @contextmanager
 def mount_store(url: str, store: Store) -> Iterator[None]:
-    """Open a URL, and the folders below it, as a given store in this process within the context.
-
-    Args:
-        url: Path or URL, without a slash at the end.
-        store: Store to open; it is only read, except that folders may be deleted.
-    """
+    """Open a URL, and the folders below it, as a given store in this process within the context."""
     MOUNTED[url] = store
     try:
         yield
@@ -203,11 +176,7 @@ def _open_held(url: str) -> HolderStore:
 
 
 def split(url: str) -> tuple[str, str]:
-    """Split a path or URL into the URL of its folder and its name there.
-
-    Raises:
-        UsageError: The URL has no parent folder: it is a root or a bucket.
-    """
+    """Split a path or URL into the URL of its folder and its name there."""
     path = local_path(url)
     trimmed = (url if path is None else path).rstrip("/")
     parent, slash, name = trimmed.rpartition("/")
@@ -219,12 +188,7 @@ def split(url: str) -> tuple[str, str]:
 
 
 def kind(url: str) -> str:
-    """Return the kind of a URL: `file`, `folder` or `missing`.
-
-    Raises:
-        UsageError: The protocol is unknown, or its package is not installed.
-        StorageError: The store does not answer.
-    """
+    """Return the kind of a URL: `file`, `folder` or `missing`."""
     path = local_path(url)
     if mounted := _find_mounted_kind(url):
         return mounted
@@ -272,16 +236,7 @@ def not_found_error(url: str, what: str = "nothing is stored here") -> SourceNot
 
 
 def file_version(folder: str, name: str) -> str:
-    """Return a text that changes when a file is replaced; empty if unavailable.
-
-    Args:
-        folder: Path or URL of the folder.
-        name: Name of the file in the folder.
-
-    Raises:
-        MissingFileError: The file does not exist.
-        StorageError: The store failed.
-    """
+    """Return a text that changes when a file is replaced; empty if unavailable."""
     path = local_path(folder)
     if path is None:
         return open_remote(folder).version(name)

@@ -16,20 +16,19 @@ from shardckpt.events import count_retry
 from shardckpt.storage.request_watch import WATCH
 from shardckpt.storage.store import storage_error
 
-ATTEMPTS = 4
-"""Attempts of one request, including the first."""
+ATTEMPTS = 4  # attempts of one request, including the first
 
+# Seconds from the first attempt after which a request without any answer is not tried again; clients retry, too.
 UNANSWERED_S = 45.0
-"""Seconds from the first attempt after which a request without any answer is not tried again; clients retry, too."""
 
+# Seconds after a request that no attempt had an answer to, in which others to the same server have one attempt.
 LOST_S = 60.0
-"""Seconds after a request that no attempt had an answer to, in which others to the same server have one attempt."""
 
+# Seconds before the second attempt, times a random factor of 0.5 to 2; each further pause is twice as long.
 FIRST_PAUSE_S = 0.5
-"""Seconds before the second attempt, times a random factor of 0.5 to 2; each further pause is twice as long."""
 
+# Source of that factor.
 PAUSES = random.Random()  # noqa: S311 (no secret; Python's own generator belongs to training)
-"""Source of that factor."""
 
 _PERMANENT = {
     errno.ENOENT,
@@ -46,9 +45,10 @@ _PERMANENT = {
     errno.EDQUOT,
     errno.EROFS,
 }
+# Exception classes of aiohttp, botocore, urllib3 and paramiko for interrupted connections.
 _TRANSIENT_NAMES = re.compile("Timeout|Connect|Incomplete|Payload|HTTPClient|Protocol|Throttl")
-"""Exception classes of aiohttp, botocore, urllib3 and paramiko for interrupted connections."""
 
+# Their exception classes for connections that were not made.
 _UNREACHABLE_NAMES = {
     "ClientConnectorError",
     "ConnectionTimeoutError",
@@ -57,11 +57,10 @@ _UNREACHABLE_NAMES = {
     "NewConnectionError",
     "NoValidConnectionsError",
 }
-"""Their exception classes for connections that were not made."""
 
-_MISSING_BUCKET = re.compile("(?i)(bucket|container) does not exist")
-"""Texts of S3, of Google's and of Azure's store."""
+_MISSING_BUCKET = re.compile("(?i)(bucket|container) does not exist")  # texts of S3, of Google's and of Azure's store
 
+# Codes of S3 for credentials that may have been replaced since they were read.
 _NO_LONGER_VALID = {
     "ExpiredToken",
     "ExpiredTokenException",
@@ -69,13 +68,11 @@ _NO_LONGER_VALID = {
     "InvalidToken",
     "InvalidAccessKeyId",
 }
-"""Codes of S3 for credentials that may have been replaced since they were read."""
 
+# Their exception classes for connections that ended before an answer began.
 _DROPPED_NAMES = {"ConnectionClosedError", "ServerDisconnectedError", "RemoteDisconnected"}
-"""Their exception classes for connections that ended before an answer began."""
 
-LOST: dict[str, float] = {}
-"""Servers without an answer, each with the time of the last failure."""
+LOST: dict[str, float] = {}  # servers without an answer, each with the time of the last failure
 
 T = TypeVar("T")
 
@@ -85,18 +82,7 @@ class ShortBodyError(Exception):
 
 
 def retry(action: Callable[[], T], what: str, where: str, pause: Callable[[float], object] | None = None) -> T:
-    """Return the result of `action`, retried after transient errors.
-
-    Args:
-        action: Function that sends one request; it may be called several times.
-        what: Failed action for the message, such as "cannot read".
-        where: Object, and byte range if there is one.
-        pause: Waits for a number of seconds; returns True to stop retrying. None to sleep.
-
-    Raises:
-        MissingFileError: The object does not exist.
-        StorageError: The store rejected the request, or all attempts failed.
-    """
+    """Return the result of `action`, retried after transient errors."""
     started = time.monotonic()
     with WATCH.waiting(where):
         return _retry(action, what, where, pause or time.sleep, started)
@@ -118,6 +104,7 @@ def _retry(action: Callable[[], T], what: str, where: str, pause: Callable[[floa
             if number == 1 < attempts and _needs_new_credentials(error) and _read_credentials():
                 count_retry()
                 continue
+            # A pause that returns True ends the retries.
             if number == attempts or is_late or not is_transient(error) or pause(seconds):
                 if not has_answer:
                     LOST[server] = time.monotonic()
@@ -183,10 +170,7 @@ def is_transient(error: BaseException) -> bool:
 def remote_error(
     error: Exception, what: str, where: str, tries: int = 1, given_up_after: float | None = None
 ) -> StorageError:
-    """Return a StorageError for any exception of a back end.
-
-    The caller raises it `from` the exception.
-    """
+    """Return a StorageError for any exception of a back end, to raise `from` it."""
     times = f"tried {tries} times" if tries > 1 else "tried"
     if given_up_after is not None:
         times += f" for {given_up_after:.0f} s"

@@ -14,19 +14,14 @@ from typing import Any
 
 from shardckpt.errors import StorageError
 
-_SILENCE_S = 60.0
-"""Seconds without an answer after which a connection counts as lost."""
+_SILENCE_S = 60.0  # seconds without an answer after which a connection counts as lost
 
 _KEEPALIVE_S = 30
 _PACKET = 32 << 10
 
 
 class SftpFiles:
-    """The part of fsspec's interface that stores use; calls are serialized.
-
-    Args:
-        connect: Returns an fsspec file system over a new connection.
-    """
+    """The part of fsspec's interface that stores use; calls are serialized."""
 
     protocol = ("sftp", "ssh")
 
@@ -36,10 +31,7 @@ class SftpFiles:
         self.turn = threading.RLock()
 
     def live(self) -> Any:
-        """Return a file system whose connection is not known to be lost.
-
-        The caller must hold `turn`.
-        """
+        """Return a file system whose connection is not known to be lost. The caller must hold `turn`."""
         if self._fs is not None and (self._fs.ftp.get_channel().closed or not _transport(self._fs).is_active()):
             self.forget()
         if self._fs is None:
@@ -94,11 +86,7 @@ class SftpFiles:
         self._request(lambda fs: fs.ftp.posix_rename(path, target))
 
     def mv_new(self, path: str, target: str) -> None:
-        """Rename a file atomically if the target does not exist.
-
-        Raises:
-            FileExistsError: The target exists.
-        """
+        """Rename a file atomically if the target does not exist."""
         try:
             self._request(lambda fs: fs.ftp.rename(path, target))
         except OSError as error:
@@ -133,12 +121,7 @@ class SftpFiles:
 
 
 class SftpUpload:
-    """A file being written; each write sends all packets before reading answers.
-
-    Args:
-        files: Connection to the server.
-        file: Unbuffered file of paramiko.
-    """
+    """A file being written; each write sends all packets before reading answers."""
 
     def __init__(self, files: SftpFiles, file: Any) -> None:
         self._files, self._file = files, file
@@ -163,11 +146,7 @@ def _transport(fs: Any) -> Any:
 
 
 def _require_known_host(fs: Any) -> None:
-    """Compare a server's key with `known_hosts`, which fsspec does not read.
-
-    Raises:
-        StorageError: The keys differ. Servers without an entry are accepted.
-    """
+    """Compare a server's key with `known_hosts`, which fsspec does not read."""
     port = int(fs.ssh_kwargs.get("port") or 22)
     name = fs.host if port == 22 else f"[{fs.host}]:{port}"
     hosts = type(fs.client.get_host_keys())()
@@ -191,15 +170,8 @@ _SHARING = threading.Lock()
 
 
 def get_connection(server: str, connect: Callable[[], Any]) -> SftpFiles:
-    """Return this process's connection to a server.
-
-    Connections inherited over a fork are not used.
-
-    Args:
-        server: Key of the connection: address, user and options.
-        connect: Returns an fsspec file system over a new connection.
-    """
-    with _SHARING:
+    """Return this process's connection to a server."""
+    with _SHARING:  # keyed by process: a forked child must not use its parent's
         return _SHARED.setdefault((os.getpid(), server), SftpFiles(connect))
 
 

@@ -18,50 +18,31 @@ if TYPE_CHECKING:
 
 
 class Listed(NamedTuple):
-    """One entry of a folder.
+    """One entry of a folder."""
 
-    Attributes:
-        name: Name relative to the store's root, with forward slashes.
-        size: Size in bytes; 0 for a folder.
-        is_folder: Whether the entry is a folder.
-    """
-
-    name: str
-    size: int
-    is_folder: bool
+    name: str  # name relative to the store's root, with forward slashes
+    size: int  # size in bytes; 0 for a folder
+    is_folder: bool  # whether the entry is a folder
 
 
 class Read(NamedTuple):
-    """A range to read.
+    """A range to read."""
 
-    Attributes:
-        name: Name of the file, relative to the store's root.
-        offset: Offset of the first byte in the file.
-        buffer: Writable buffer that is filled completely; its length is the length of the range.
-    """
-
-    name: str
-    offset: int
-    buffer: memoryview
+    name: str  # name of the file, relative to the store's root
+    offset: int  # offset of the first byte in the file
+    buffer: memoryview  # writable buffer that is filled completely; its length is the length of the range
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Optional capabilities of a store.
+    """Optional capabilities of a store."""
 
-    Attributes:
-        renames: Whether folders can be renamed atomically, so that a result appears at once.
-        is_local: Whether files are on this machine, so that reads are cheap and small ones need not be merged.
-        is_shared: Whether every rank reaches the same files in the same way, so that one may read for others.
-        block_bytes: Bytes of the blocks that are read and verified in full, counted from the start of a file; else 0.
-        creates_once: Whether only one of several writers that create a new file at once succeeds.
-    """
-
-    renames: bool
-    is_local: bool
+    renames: bool  # whether folders can be renamed atomically, so that a result appears at once
+    is_local: bool  # whether files are on this machine, so that reads are cheap and small ones need not be merged
+    # Bytes of the blocks that are read and verified in full, counted from the start of a file; else 0.
     block_bytes: int = 0
-    is_shared: bool = True
-    creates_once: bool = True
+    is_shared: bool = True  # whether every rank reaches the same files in the same way, so that one may read for others
+    creates_once: bool = True  # whether only one of several writers that create a new file at once succeeds
 
 
 class Writer(Protocol):
@@ -99,11 +80,7 @@ class ExtendedWriter(Protocol):
     """A writer whose next bytes can be received or read where they stay, without a buffer."""
 
     def extend(self, nbytes: int) -> memoryview | None:
-        """Append bytes, and return them for the caller to fill before the next call; None to `write` them.
-
-        Raises:
-            StorageError: The file cannot be that long.
-        """
+        """Append bytes, and return them for the caller to fill before the next call; None to `write` them."""
 
 
 class ClosingWriter(ABC):
@@ -233,12 +210,7 @@ class MappedStore(Protocol):
     """A store that may have files in the memory of this machine."""
 
     def view(self, name: str, offset: int, nbytes: int) -> memoryview | None:
-        """Return a range of a file where it is, whose bytes never change; None if it has to be read.
-
-        Raises:
-            MissingFileError: The file does not exist.
-            StorageError: The store failed.
-        """
+        """Return a range of a file where it is, whose bytes never change; None if it has to be read."""
 
 
 @runtime_checkable
@@ -261,10 +233,8 @@ def _has_copies(kind: type) -> bool:
 
 
 def as_copied(store: Store) -> CopiedStore | None:
-    """Return a store that may have several copies of a file; None for any other.
-
-    `isinstance` would look for each method of the protocol at every call.
-    """
+    """Return a store that may have several copies of a file; None for any other."""
+    # `isinstance` would look for each method of the protocol at every call.
     return cast("CopiedStore", store) if _has_copies(type(store)) else None
 
 
@@ -287,15 +257,7 @@ def read_bytes(store: Store, name: str, offset: int, nbytes: int) -> bytes:
 
 
 def check_name(name: str, where: str) -> None:
-    """Require that a name stays below its root.
-
-    Args:
-        name: Relative name with forward slashes, often from an untrusted file.
-        where: Path or URL of the root, for the message.
-
-    Raises:
-        UnsafeError: The name is empty, absolute, contains `..`, or is not a valid file name.
-    """
+    """Require that a name stays below its root."""
     is_above = ".." in name and ".." in name.split("/")
     if not name or name.startswith("/") or "\0" in name or is_above or not _is_encodable(name):
         raise UnsafeError(
@@ -334,18 +296,11 @@ _NO_PLACE = "No folder can be made there: choose another target."
 
 
 def storage_error(error: OSError, what: str, where: str, *, is_target: bool = False) -> StorageError:
-    """Return a StorageError for an OSError, as specific as its errno allows.
-
-    Args:
-        error: Exception of the system; raise the result `from` it.
-        what: Failed action, such as "cannot read".
-        where: Path of the file or folder.
-        is_target: Whether the path is being created; then the result is never a MissingFileError.
-    """
+    """Return a StorageError for an OSError, as specific as its errno allows."""
     kind: type[StorageError] = StorageError
     if error.errno in {errno.ENOSPC, errno.EDQUOT}:
         kind = NoSpaceError
-    elif is_target:
+    elif is_target:  # a path that is being created is never a missing file
         pass
     elif error.errno in {errno.ENOENT, errno.ENOTDIR} or isinstance(error, FileNotFoundError):
         kind = MissingFileError
@@ -370,11 +325,7 @@ def convert_os_errors(what: str, where: str, *, is_target: bool = False) -> Iter
 
 
 class WrappedStore:
-    """A store that forwards all calls to another one; base class of wrappers.
-
-    Args:
-        store: Underlying store.
-    """
+    """A store that forwards all calls to another one; base class of wrappers."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -442,12 +393,7 @@ class WrappedStore:
 
 
 class SubfolderStore(WrappedStore):
-    """Named bytes below a folder of another store, which closes, caches and retries.
-
-    Args:
-        store: Underlying store.
-        folder: Name of a folder in the underlying store, which need not exist.
-    """
+    """Named bytes below a folder of another store, which closes, caches and retries."""
 
     def __init__(self, store: Store, folder: str) -> None:
         check_name(folder, store.url)
@@ -460,26 +406,17 @@ class SubfolderStore(WrappedStore):
         return f"{self._store.url.rstrip('/')}/{self._folder}"
 
     def list(self, folder: str = "") -> list[Listed]:
-        """Return the content of `folder`, sorted by name.
-
-        Returns an empty list if the folder does not exist.
-        """
+        """Return the content of `folder`, sorted by name; empty if it does not exist."""
         start = len(self._folder) + 1
         entries = self._store.list(self._name(folder) if folder else self._folder)
         return [Listed(name[start:], size, is_folder) for name, size, is_folder in entries]
 
     def size(self, name: str) -> int:
-        """Return a file's size in bytes.
-
-        Raises MissingFileError, UnsafeError or StorageError.
-        """
+        """Return a file's size in bytes."""
         return self._store.size(self._name(name))
 
     def read(self, reads: Sequence[Read]) -> None:
-        """Fill every buffer.
-
-        Raises TruncatedError, MissingFileError, UnsafeError or StorageError.
-        """
+        """Fill every buffer."""
         self._store.read([Read(self._name(name), offset, buffer) for name, offset, buffer in reads])
 
     def reject(self, name: str, offset: int, nbytes: int) -> bool:
@@ -507,24 +444,15 @@ class SubfolderStore(WrappedStore):
         self._store.delete_files(self._name(folder), names)
 
     def delete_folder(self, folder: str) -> None:
-        """Remove a folder with all its content. Raises StorageError.
-
-        A missing folder is not an error.
-        """
+        """Remove a folder with all its content; a missing one is not an error. Raises StorageError."""
         self._store.delete_folder(self._name(folder))
 
     def changed_at(self, folder: str) -> float | None:
-        """Return the time of the last change in a folder, in seconds since the epoch.
-
-        Returns None if unknown.
-        """
+        """Return the time of the last change in a folder, in seconds since the epoch. Returns None if unknown."""
         return self._store.changed_at(self._name(folder))
 
     def rename(self, source: str, target: str) -> None:
-        """Rename a file or folder atomically, if `capabilities.renames`.
-
-        Raises StorageError.
-        """
+        """Rename a file or folder atomically, if `capabilities.renames`."""
         self._store.rename(self._name(source), self._name(target))
 
     def _name(self, name: str) -> str:

@@ -10,12 +10,7 @@ MOST_BYTES = 1 << 22
 
 
 def read_text(url: str) -> str | None:
-    """Return the text of a file; None if it does not exist.
-
-    Raises:
-        UsageError: The file is larger than the limit for such files, or is not UTF-8.
-        StorageError: The file cannot be read.
-    """
+    """Return the text of a file; None if it does not exist."""
     if kind(url) != "file":
         return None
     parent, name = split(url)

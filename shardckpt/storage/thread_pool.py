@@ -11,19 +11,10 @@ T = TypeVar("T")
 
 
 class ThreadPool(ThreadPoolExecutor):
-    """Threads that run tasks; without them, as after the main thread has ended, the caller runs its tasks itself.
-
-    A last save may come from `atexit`, or from a thread that outlives the main thread: Python refuses both a thread.
-    """
+    """Threads that run tasks; if Python refuses new threads because the process ends, the caller runs them."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Start a task, or run it.
-
-        Args:
-            fn: Function to run.
-            *args: Its arguments.
-            **kwargs: Its keyword arguments.
-        """
+        """Start a task, or run it."""
         future = self.start(fn, *args, **kwargs)
         if future is None:
             future = Future()
@@ -34,17 +25,11 @@ class ThreadPool(ThreadPoolExecutor):
         return future
 
     def start(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T] | None:
-        """Start a task on a thread; return None if the process ends and has no more threads.
-
-        Args:
-            fn: Function to run.
-            *args: Its arguments.
-            **kwargs: Its keyword arguments.
-        """
+        """Start a task on a thread; return None if the process ends and has no more threads."""
         try:
             return super().submit(fn, *args, **kwargs)
         except RuntimeError as error:
-            if not is_refused_at_exit(error):
+            if not is_refused_at_exit(error):  # as for a last save in `atexit`, or after the main thread has ended
                 raise
             return None
 

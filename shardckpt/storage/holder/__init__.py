@@ -2,5 +2,4 @@
 
 __all__ = ["SCHEME"]
 
-SCHEME = "shardckpt-memory"
-"""Scheme of the URLs of held files."""
+SCHEME = "shardckpt-memory"  # scheme of the URLs of held files

@@ -21,35 +21,18 @@ from shardckpt.storage.holder.holder_sockets import (
 
 
 class AskedHolder(NamedTuple):
-    """A holder that was asked whether it is there.
+    """A holder that was asked whether it is there."""
 
-    Attributes:
-        run: Id of the run.
-        connection: Connection to it; None if too many others wait.
-        answer: Its answer; None without one.
-    """
-
-    run: str
-    connection: socket.socket | None
-    answer: dict[str, Any] | None
+    run: str  # id of the run
+    connection: socket.socket | None  # connection to it; None if too many others wait
+    answer: dict[str, Any] | None  # its answer; None without one
 
 
 def ask_holders(run: str | None = None, limit_s: float | None = None) -> Iterator[AskedHolder]:
-    """Yield the holders that listen, with their answers: all have `TIMEOUT_S` seconds together.
-
-    The connections are open until all have been yielded.
-
-    Args:
-        run: Id of the run; None for all.
-        limit_s: Other seconds; None for `TIMEOUT_S`.
-
-    Raises:
-        UnsafeError: The folder of sockets is not this user's alone.
-        StorageError: It cannot be opened.
-    """
+    """Yield the holders that listen, with their answers: all have `TIMEOUT_S` seconds together."""
     require_sockets()
     asked: list[tuple[str, socket.socket | None]] = []
-    with ExitStack() as stack:
+    with ExitStack() as stack:  # keeps the connections open until all have been yielded
         folder_fd = stack.enter_context(open_socket_folder(socket_folder(), is_made=False))
         for each in [] if folder_fd is None else list_runs(folder_fd):
             if run in (None, each):

@@ -15,17 +15,11 @@ _UNLIMITED = 1 << 60
 
 
 class _Files(NamedTuple):
-    """Files of a control group with its memory.
+    """Files of a control group with its memory."""
 
-    Attributes:
-        limit: Maximum bytes.
-        used: Bytes in use, with those of files that the kernel can free.
-        cached: Fields of `memory.stat` with the bytes of such files.
-    """
-
-    limit: str
-    used: str
-    cached: tuple[str, str]
+    limit: str  # maximum bytes
+    used: str  # bytes in use, with those of files that the kernel can free
+    cached: tuple[str, str]  # fields of `memory.stat` with the bytes of such files
 
 
 _FIRST_VERSION = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
@@ -33,15 +27,9 @@ _SECOND_VERSION = _Files("memory.max", "memory.current", ("active_file", "inacti
 
 
 def read_available_bytes(needed: int) -> int | None:
-    """Return the memory that this process can still use, with that which the kernel can free; None if unknown.
-
-    Behind the limit of a control group the kernel ends processes, though the machine has memory: with
-    `memory.oom.group`, as Kubernetes sets it, the training too.
-
-    Args:
-        needed: Bytes that are needed. If a control group has so many unused, what the kernel can free there is not
-            counted, since its statistics take the kernel 0.2 ms.
-    """
+    """Return the memory that this process can still use, with that which the kernel can free; None if unknown."""
+    # Above a control group's limit the kernel kills processes although the machine has memory: with
+    # `memory.oom.group`, as Kubernetes sets it, the training too.
     found = [*_read_machine(), *_read_groups(needed)]
     return min(found) if found else None
 
@@ -61,15 +49,13 @@ def _read_groups(needed: int) -> Iterator[int]:
             limit = _read_number(os.path.join(folder, files.limit))
             if limit < _UNLIMITED:
                 unused = limit - _read_number(os.path.join(folder, files.used))
+                # The statistics take the kernel 0.2 ms, so memory that it can free counts only if it is needed.
                 yield unused if unused >= needed else max(unused + _read_cached(folder, files), 0)
 
 
 @cache
 def _list_groups(own: str, mount: str) -> tuple[tuple[str, _Files], ...]:
-    """Return the folders of the groups of this process that may have a limit, and of all around them.
-
-    In a container only some of them are visible.
-    """
+    """Return the folders of the groups of this process that may have a limit, and of all around them."""
     try:
         with open(own, encoding="utf-8", errors="surrogateescape") as file:
             lines = [line.split(":", 2) for line in file.read().splitlines() if line.count(":") > 1]
@@ -84,6 +70,7 @@ def _list_groups(own: str, mount: str) -> tuple[tuple[str, _Files], ...]:
             continue
         names = [name for name in path.split("/") if name not in ("", "..")]
         around = [os.path.join(folder, *names[:count]) for count in range(len(names), -1, -1)]
+        # A container sees only some of them.
         found += [(each, files) for each in around if os.path.exists(os.path.join(each, files.limit))]
     return tuple(found)
 

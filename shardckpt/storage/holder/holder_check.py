@@ -9,21 +9,12 @@ from shardckpt.errors import ShardckptError
 
 
 class HolderCheck:
-    """Check of a holder that did not answer in time, on a thread of its own.
-
-    Args:
-        end_hung: Ends the holder if it does not answer in a longer time; returns the id of its process, 0 if it
-            answers. Raises ShardckptError if it cannot be ended.
-
-    Attributes:
-        ended: Process id of the holder that was ended; 0 if it answers, or while the check goes on.
-        error: Error of a holder that hangs and cannot be ended; None without one.
-    """
+    """Check of a holder that did not answer in time, on a thread of its own."""
 
     def __init__(self, end_hung: Callable[[], int]) -> None:
-        self._end_hung = end_hung
-        self.ended = 0
-        self.error: ShardckptError | None = None
+        self._end_hung = end_hung  # waits longer for an answer; returns the id of the ended process, 0 if it answers
+        self.ended = 0  # process id of the holder that was ended; 0 if it answers, or while the check goes on
+        self.error: ShardckptError | None = None  # error of a holder that hangs and cannot be ended; None without one
         self._is_over = False
         threading.Thread(target=self._run, name="shardckpt-holder-check", daemon=True).start()
 

@@ -19,14 +19,11 @@ from shardckpt.storage.holder.holder_sockets import (
     socket_folder,
 )
 
-TIMEOUT_S = 10.0
-"""Maximum seconds to wait for one answer; the holder answers each request at once."""
+TIMEOUT_S = 10.0  # maximum seconds to wait for one answer; the holder answers each request at once
+STALL_S = 2.0  # maximum seconds that a training waits for a holder; after that the capture is left out
 
-STALL_S = 2.0
-"""Maximum seconds that a training waits for a holder; after that the capture is left out."""
-
+# Seconds after a holder did not answer in which requests fail at once, so that many requests wait only once.
 _PAUSE_S = 10.0
-"""Seconds after a holder did not answer in which requests fail at once, so that many requests wait only once."""
 
 
 class HolderGoneError(StorageError):
@@ -38,58 +35,31 @@ class HolderBusyError(StorageError):
 
 
 class HolderConnection:
-    """Connection to the holder of a run.
-
-    Args:
-        run: Id of the run.
-        folder: Folder of the sockets.
-
-    Attributes:
-        check: Check of a holder that did not answer a save in time; None without one.
-    """
+    """Connection to the holder of a run."""
 
     def __init__(self, run: str, folder: str) -> None:
         self._run, self._folder = run, folder
         self._connection: socket.socket | None = None
         self._lock = threading.Lock()
         self._hung_at: float | None = None
-        self.check: HolderCheck | None = None
+        self.check: HolderCheck | None = None  # check of a holder that did not answer a save in time; None without one
         self._socket_id: tuple[int, ...] | None = None
 
     def has_same_socket(self) -> bool:
-        """Return True if the socket is the one of this connection, without a message: a new process finds the holder.
-
-        Raises:
-            UnsafeError: The folder of sockets is not this user's alone.
-            StorageError: It cannot be opened.
-        """
+        """Return True if the socket is this connection's, without a message: a new process finds the holder."""
         with open_socket_folder(self._folder, is_made=False) as folder_fd:
             found = None if folder_fd is None else identify_socket(folder_fd, self._run)
         return found is not None and found == self._socket_id
 
     def request(self, op: str, *, shown: str = "", limit_s: float | None = None, **fields: object) -> dict[str, Any]:
-        """Send a request and return its answer.
-
-        Args:
-            op: Name of the request.
-            shown: Name of the file or holder in messages.
-            limit_s: Maximum seconds to wait for other requests and for the answer; None for `TIMEOUT_S` for the answer.
-            **fields: Other fields of the request.
-
-        Raises:
-            HolderGoneError: No holder answers in time.
-            StorageError: The holder refused the request.
-        """
+        """Send a request and return its answer."""
         answer, fd = self._exchange({"op": op, **fields}, shown, limit_s)
         if fd is not None:
             os.close(fd)
         return answer
 
     def request_fd(self, op: str, *, shown: str = "", **fields: object) -> tuple[dict[str, Any], int]:
-        """Send a request, and return its answer and the file descriptor that comes with it.
-
-        Arguments and errors as for `request`.
-        """
+        """Send a request, and return its answer and the file descriptor that comes with it."""
         answer, fd = self._exchange({"op": op, **fields}, shown)
         if fd is None:
             raise StorageError("the holder sent no memory", where=shown)
@@ -146,15 +116,12 @@ class HolderConnection:
             connection.settimeout(TIMEOUT_S)
 
     def _send(self, message: dict[str, Any], limit_s: float) -> socket.socket:
-        """Send a request, and return the connection. One whose holder has ended is opened again: another may listen.
-
-        The number of a file has no meaning for another holder.
-        """
+        """Send a request, and return the connection. One whose holder has ended is opened again: another may listen."""
         if self._connection is not None:
             try:
                 send(self._connection, message)
             except (BrokenPipeError, ConnectionResetError):
-                if "number" in message:
+                if "number" in message:  # a file's number has no meaning for another holder
                     raise
                 self._drop()
             else:

@@ -8,27 +8,19 @@ from dataclasses import dataclass, field
 from shardckpt.errors import MissingFileError, NoSpaceError, StorageError, TargetExistsError
 from shardckpt.storage.store import Listed, check_name
 
-MAX_FILES = 100_000
-"""Maximum files and open writers of a holder."""
+MAX_FILES = 100_000  # maximum files and open writers of a holder
 
 MAX_NAME_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class HeldFile:
-    """A file that a holder has.
+    """A file that a holder has."""
 
-    Attributes:
-        number: Number of its memory, which no other file of the holder ever has.
-        nbytes: Size in bytes.
-        written_at: Time at which it appeared, in seconds since the epoch.
-        client: Client that wrote it.
-    """
-
-    number: int
-    nbytes: int
-    written_at: float
-    client: int
+    number: int  # number of its memory, which no other file of the holder ever has
+    nbytes: int  # size in bytes
+    written_at: float  # time at which it appeared, in seconds since the epoch
+    client: int  # client that wrote it
 
 
 @dataclass(slots=True)
@@ -43,19 +35,13 @@ class _OpenFile:
 
 @dataclass
 class HolderLedger:
-    """Files of a holder and their writers.
+    """Files of a holder and their writers."""
 
-    A folder without its last file is torn: it is removed when all clients that wrote into it are gone.
-
-    Args:
-        max_bytes: Maximum bytes of all files, including those being written.
-        last: Name of the file that makes a folder complete.
-        release: Called with the number of each file that is removed.
-    """
-
-    max_bytes: int
-    last: str
-    release: Callable[[int], None] = lambda _: None
+    max_bytes: int  # of all files, including those being written
+    last: (
+        str  # file that makes a folder complete; a folder without it goes when all clients that wrote into it are gone
+    )
+    release: Callable[[int], None] = lambda _: None  # called with the number of each file that is removed
     _files: dict[str, HeldFile] = field(default_factory=dict)
     _open: dict[int, _OpenFile] = field(default_factory=dict)
     _count: int = 0
@@ -66,17 +52,7 @@ class HolderLedger:
         return sum(file.nbytes for file in self._files.values()) + sum(file.nbytes for file in self._open.values())
 
     def create(self, client: int, name: str, *, is_new: bool) -> int:
-        """Start a file, and return its number.
-
-        Args:
-            client: Client that writes it.
-            name: Name, with forward slashes.
-            is_new: Refuse the file when it is closed if another one has its name by then.
-
-        Raises:
-            UnsafeError: The name is not a relative name.
-            NoSpaceError: The holder has too many files.
-        """
+        """Start a file, and return its number."""
         check_name(name, "holder")
         if len(self._files) + len(self._open) >= MAX_FILES or len(name.encode("utf-8", "replace")) > MAX_NAME_BYTES:
             raise NoSpaceError("too many files, or too long a name", where=name, expected=f"at most {MAX_FILES} files")
@@ -85,17 +61,7 @@ class HolderLedger:
         return self._count
 
     def reserve(self, client: int, number: int, nbytes: int) -> int:
-        """Reserve memory for a file that is being written, and return the bytes that were reserved before.
-
-        Args:
-            client: Client that writes it.
-            number: Number of the file.
-            nbytes: Bytes of the file from now on, in all.
-
-        Raises:
-            NoSpaceError: The holder would have more than its maximum.
-            StorageError: The client does not write this file.
-        """
+        """Reserve memory for a file that is being written, and return the bytes that were reserved before."""
         file = self._require_open(client, number)
         wanted = self.nbytes + nbytes - file.nbytes
         if wanted > self.max_bytes:
@@ -108,18 +74,7 @@ class HolderLedger:
         return before
 
     def close(self, client: int, number: int, nbytes: int, now: float) -> None:
-        """Make a file appear under its name; an older file of this name is removed.
-
-        Args:
-            client: Client that wrote it.
-            number: Number of the file.
-            nbytes: Its size in bytes.
-            now: Current time, in seconds since the epoch.
-
-        Raises:
-            TargetExistsError: The file has to be new, and another one has its name; it is removed.
-            StorageError: The client does not write this file; or it is larger than its reserved memory, and removed.
-        """
+        """Make a file appear under its name; an older file of this name is removed."""
         file = self._require_open(client, number)
         if nbytes > file.nbytes:
             self.abort(client, number)
@@ -153,11 +108,7 @@ class HolderLedger:
         return any(each.startswith(f"{name}/") for each in self._files)
 
     def list(self, folder: str) -> list[Listed]:
-        """Return the content of a folder, sorted by name; empty if there is none.
-
-        Args:
-            folder: Name of the folder; empty for the root.
-        """
+        """Return the content of a folder, sorted by name; empty if there is none."""
         prefix = f"{folder}/" if folder else ""
         found: dict[str, Listed] = {}
         for name, file in self._files.items():
@@ -182,12 +133,7 @@ class HolderLedger:
             self.delete(name)
 
     def forget(self, client: int, connected: Set[int]) -> None:
-        """Remove what a client that is gone did not finish: its open files, and torn folders without other writers.
-
-        Args:
-            client: Client that is gone.
-            connected: All other clients.
-        """
+        """Remove what a client that is gone did not finish: its open files, and torn folders without other writers."""
         for number in [number for number, file in self._open.items() if file.client == client]:
             self.abort(client, number)
         folders: dict[str, set[int]] = {}

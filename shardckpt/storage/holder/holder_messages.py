@@ -13,13 +13,11 @@ from typing import Any
 
 from shardckpt.errors import MissingFileError, NoSpaceError, StorageError, TargetExistsError, UnsafeError
 
-VERSION = 1
-"""Version of the messages; `hello` and `stop` are the same in every version."""
+VERSION = 1  # version of the messages; `hello` and `stop` are the same in every version
 
 MAX_MESSAGE_BYTES = 1 << 16
 
-MAX_LISTED = 200
-"""Maximum entries in one answer to `list`, whose names have at most 1,024 bytes each as JSON."""
+MAX_LISTED = 200  # maximum entries in one answer to `list`, whose names have at most 1,024 bytes each as JSON
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 
@@ -33,11 +31,7 @@ _KINDS = {
 
 
 def encode_message(message: Mapping[str, Any]) -> bytes:
-    """Return a message as bytes.
-
-    Raises:
-        StorageError: It is longer than a message may be.
-    """
+    """Return a message as bytes."""
     data = _ENCODER.encode(message).encode()
     if len(data) > MAX_MESSAGE_BYTES:
         raise StorageError(
@@ -49,11 +43,7 @@ def encode_message(message: Mapping[str, Any]) -> bytes:
 
 
 def decode_message(data: bytes) -> dict[str, Any]:
-    """Parse a message, in time linear in its bytes.
-
-    Raises:
-        StorageError: The bytes are not a JSON object of at most `MAX_MESSAGE_BYTES`.
-    """
+    """Parse a message, in time linear in its bytes."""
     try:
         message = json.loads(data) if len(data) <= MAX_MESSAGE_BYTES else None
     except (ValueError, RecursionError):
@@ -81,12 +71,7 @@ def encode_error(error: Exception) -> dict[str, str]:
 
 
 def decode_error(answer: Mapping[str, Any], where: str) -> Exception | None:
-    """Return the error in an answer; None without one.
-
-    Args:
-        answer: Answer of the holder.
-        where: Name of the file or holder, for the message.
-    """
+    """Return the error in an answer; None without one."""
     if "error" not in answer:
         return None
     known = _KINDS.get(str(answer["error"]), StorageError)
@@ -95,12 +80,7 @@ def decode_error(answer: Mapping[str, Any], where: str) -> Exception | None:
 
 
 def send(connection: socket.socket, message: Mapping[str, Any], fd: int | None = None) -> None:
-    """Send a message, with a file descriptor if one is given.
-
-    Raises:
-        OSError: The other process is gone, or did not read in time.
-        StorageError: The message is too long.
-    """
+    """Send a message, with a file descriptor if one is given."""
     data = encode_message(message)
     if fd is None:
         connection.send(data)
@@ -109,12 +89,7 @@ def send(connection: socket.socket, message: Mapping[str, Any], fd: int | None =
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], int | None]:
-    """Return the next message and its file descriptor; others are closed.
-
-    Raises:
-        OSError: The other process is gone, or did not answer in time.
-        StorageError: The bytes are not a message.
-    """
+    """Return the next message and its file descriptor; others are closed."""
     data, fds, *_ = socket.recv_fds(connection, MAX_MESSAGE_BYTES + 1, 4)
     for fd in fds[1:]:
         os.close(fd)

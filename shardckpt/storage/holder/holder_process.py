@@ -47,14 +47,7 @@ _MOST_WAIT_S = 3600.0  # the system refuses to wait for more than 24 days
 
 
 class Holder:
-    """Server of one run: a loop over its connections, each request answered at once.
-
-    Args:
-        run: Id of the run.
-        listening: Bound socket.
-        ledger: Empty ledger.
-        idle_s: Seconds without a client after which it ends.
-    """
+    """Server of one run: a loop over its connections, each request answered at once."""
 
     def __init__(self, run: str, listening: socket.socket, ledger: HolderLedger, idle_s: float) -> None:
         self._run, self._listening, self._ledger, self._idle_s = run, listening, ledger, idle_s
@@ -218,12 +211,7 @@ class Holder:
 
 
 def main(args: list[str]) -> None:
-    """Start the holder of a run, unless one is there, in a session of its own; return when it listens.
-
-    Args:
-        args: Folder of the sockets, id of the run, maximum bytes, idle seconds, name of the file that makes a folder
-            complete.
-    """
+    """Start the holder of a run, unless one is there, in a session of its own; return when it listens."""
     folder, run, max_bytes, idle_s, last = args
     with open_socket_folder(folder, is_made=True) as folder_fd:
         assert folder_fd is not None

@@ -15,13 +15,12 @@ from functools import cache
 from shardckpt.errors import StorageError, UnsafeError, UsageError
 from shardckpt.storage.store import convert_os_errors
 
+# Environment variable that names the node; processes of different names on one machine do not share holders.
 NODE = "SHARDCKPT_NODE"
-"""Environment variable that names the node; processes of different names on one machine do not share holders."""
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _BOOT_CHARACTERS = 8
-_NAMES = 64
-"""Names of the folder that are tried where other users have folders of these names."""
+_NAMES = 64  # names of the folder that are tried where other users have folders of these names
 _NODE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _RUN_NAME = re.compile(r"[0-9a-z]{1,32}")
 _SUFFIX = ".sock"
@@ -35,19 +34,11 @@ def require_run(run: str) -> str:
 
 
 def socket_folder() -> str:
-    """Return the folder of this user's sockets on this node; it may not exist yet.
-
-    The folder for temporary files may be shared by several machines: each would take the sockets of another one for
-    those of holders that were killed.
-
-    Raises:
-        UsageError: The environment variable `SHARDCKPT_NODE` is not a name.
-        StorageError: No folder for temporary files can be written.
-    """
+    """Return the folder of this user's sockets on this node; it may not exist yet."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if os.path.isabs(runtime) and os.path.isdir(runtime):
         base = os.path.join(runtime, "shardckpt")
-    else:
+    else:  # several machines may share this folder: without an id, each would remove the sockets of another as dead
         base = os.path.join(_find_temporary(), f"shardckpt-{os.geteuid()}-{_read_boot_id(_BOOT_ID)[:_BOOT_CHARACTERS]}")
     node = os.environ.get(NODE, "")
     if node and (not _NODE_NAME.fullmatch(node) or set(node) == {"."}):
@@ -89,19 +80,7 @@ def _read_boot_id(path: str) -> str:
 
 @contextmanager
 def open_socket_folder(folder: str, *, is_made: bool) -> Iterator[int | None]:
-    """Open the folder of sockets, after a check that nobody else can use it.
-
-    Args:
-        folder: Path of the folder.
-        is_made: Create it if it is missing.
-
-    Yields:
-        A descriptor of the folder; None if it is missing.
-
-    Raises:
-        UnsafeError: It is a link, or another user owns it or may use it.
-        StorageError: It cannot be opened.
-    """
+    """Open the folder of sockets after a check that nobody else can use it; yield its descriptor, None if missing."""
     with convert_os_errors("cannot open the folder of sockets", folder):
         if is_made:
             with suppress(FileExistsError):
@@ -153,12 +132,9 @@ def identify_socket(folder_fd: int, run: str) -> tuple[int, ...] | None:
 
 
 def bind_socket(folder_fd: int, run: str) -> socket.socket:
-    """Return a bound socket of a run. Raises OSError.
-
-    The path goes through the descriptor of the folder, since addresses have at most 107 bytes.
-    """
+    """Return a bound socket of a run. Raises OSError."""
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
+    try:  # through the folder's descriptor, since addresses have at most 107 bytes
         bound.bind(f"/proc/self/fd/{folder_fd}/{socket_name(run)}")
     except BaseException:
         bound.close()
@@ -167,18 +143,7 @@ def bind_socket(folder_fd: int, run: str) -> socket.socket:
 
 
 def connect_socket(folder_fd: int, run: str, timeout_s: float) -> socket.socket:
-    """Return a connection to the holder of a run, which this user runs.
-
-    Args:
-        folder_fd: Descriptor of the folder of sockets.
-        run: Id of the run.
-        timeout_s: Maximum seconds of each operation on the connection.
-
-    Raises:
-        OSError: No process listens.
-        TimeoutError: It has not accepted so many connections that no further one can wait.
-        UnsafeError: A process of another user listens.
-    """
+    """Return a connection to the holder of a run, which this user runs."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.settimeout(timeout_s)

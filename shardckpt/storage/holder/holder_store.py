@@ -19,19 +19,14 @@ from shardckpt.storage.holder.mapped_memory import HUGE_BYTES, add_huge_pages, m
 from shardckpt.storage.local import consecutive_reads, fill
 from shardckpt.storage.store import Capabilities, ClosingWriter, Listed, Read, Store, check_name, convert_os_errors
 
-RESERVED_BYTES = 16 << 20
-"""Bytes that a writer reserves at a time, at least."""
+RESERVED_BYTES = 16 << 20  # bytes that a writer reserves at a time, at least
 
 _OPEN_FILES = 64
 _COPY_BYTES = 1 << 20
 
 
 class HeldMemory:
-    """Descriptor of a file's memory, which closes with its last reference.
-
-    Args:
-        fd: Descriptor.
-    """
+    """Descriptor of a file's memory, which closes with its last reference."""
 
     __slots__ = ("_close", "_view", "fd")
 
@@ -55,20 +50,7 @@ class HeldMemory:
 
 
 class HolderStore:
-    """Files of a run in the memory of this node's holder. Reads are thread-safe.
-
-    Without a holder it is an empty store that cannot be written to.
-
-    Args:
-        url: URL of the root: `shardckpt-memory://RUN`, or a folder below it.
-
-    Attributes:
-        url: URL of the root, as given.
-        capabilities: No atomic rename of folders, and cheap reads.
-
-    Raises:
-        UnsafeError: The run has no valid id, or the folder leaves the root.
-    """
+    """Files of a run in the memory of this node's holder; empty and read-only without one. Reads are thread-safe."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -82,12 +64,7 @@ class HolderStore:
         self._lock = threading.Lock()
 
     def list(self, folder: str = "") -> list[Listed]:
-        """Return the content of `folder`, sorted by name; empty without a holder.
-
-        Raises:
-            UnsafeError: The folder leaves the root.
-            StorageError: The holder refused the request.
-        """
+        """Return the content of `folder`, sorted by name; empty without a holder."""
         path = (self._path(folder) if folder else self._prefix).rstrip("/")
         found: builtins.list[Listed] = []
         with suppress(HolderGoneError):
@@ -111,59 +88,24 @@ class HolderStore:
             return "missing"
 
     def size(self, name: str) -> int:
-        """Return a file's size in bytes.
-
-        Raises:
-            MissingFileError: The file does not exist, or no holder is there.
-            UnsafeError: The name leaves the root.
-            StorageError: The holder refused the request.
-        """
+        """Return a file's size in bytes."""
         return int(self._find_file(name)["nbytes"])
 
     def read(self, reads: Sequence[Read]) -> None:
-        """Fill every buffer.
-
-        Raises:
-            TruncatedError: A file ends before a range does.
-            MissingFileError: The file does not exist, or no holder is there.
-            UnsafeError: A name leaves the root.
-            StorageError: Reading failed.
-        """
+        """Fill every buffer."""
         for run in consecutive_reads(reads):
             name, offset, _ = run[0]
             fill(self._open(name), self._shown(name), offset, *(read.buffer for read in run))
 
     def view(self, name: str, offset: int, nbytes: int) -> memoryview | None:
-        """Return a range of a file where it is, whose bytes never change; None if it has to be read.
-
-        Args:
-            name: Name of the file.
-            offset: Offset of the first byte.
-            nbytes: Number of bytes.
-
-        Raises:
-            MissingFileError: The file does not exist, or no holder is there.
-            UnsafeError: The name leaves the root.
-            StorageError: The holder refused the request.
-        """
+        """Return a range of a file where it is, whose bytes never change; None if it has to be read."""
         if nbytes < HUGE_BYTES:  # a copy is as cheap as a map
             return None
         memory = self._open(name).view()
         return memory[offset : offset + nbytes] if memory is not None and offset + nbytes <= len(memory) else None
 
     def create(self, name: str, *, is_new: bool = False, needed: str = "") -> HolderWriter:  # noqa: ARG002
-        """Start a new file.
-
-        Args:
-            name: Name of the file.
-            is_new: Refuse it on close if another file has the name by then.
-            needed: Not used: no request is repeated.
-
-        Raises:
-            UnsafeError: The name leaves the root.
-            HolderGoneError: No holder is there.
-            StorageError: The holder refused the file.
-        """
+        """Start a new file."""
         path, shown = self._path(name), self._shown(name)
         self._forget_files()
         answer, fd = self._connection.request_fd("create", shown=shown, name=path, is_new=is_new)
@@ -182,20 +124,14 @@ class HolderStore:
             self.delete(f"{folder}/{name}")
 
     def delete_folder(self, folder: str) -> None:
-        """Remove a folder with all its content; a missing one is not an error.
-
-        Raises UnsafeError or StorageError.
-        """
+        """Remove a folder with all its content; a missing one is not an error."""
         path = self._path(folder)
         self._forget_files()
         with suppress(HolderGoneError):
             self._connection.request("delete_folder", shown=self._shown(folder), folder=path)
 
     def changed_at(self, folder: str) -> float | None:
-        """Return the time of the last change in a folder, in seconds since the epoch; None if it does not exist.
-
-        Raises UnsafeError or StorageError.
-        """
+        """Return the time of the last change in a folder, in seconds since the epoch; None if it does not exist."""
         path = self._path(folder)
         with suppress(HolderGoneError):
             time = self._connection.request("changed_at", shown=self._shown(folder), folder=path)["time"]
@@ -203,17 +139,11 @@ class HolderStore:
         return None
 
     def written_at(self, name: str) -> float | None:
-        """Return the time at which a file was written, in seconds since the epoch.
-
-        Raises MissingFileError, UnsafeError or StorageError.
-        """
+        """Return the time at which a file was written, in seconds since the epoch."""
         return float(self._find_file(name)["written_at"])
 
     def version(self, name: str) -> str:
-        """Return a text that changes when a file is replaced.
-
-        Raises MissingFileError, UnsafeError or StorageError.
-        """
+        """Return a text that changes when a file is replaced."""
         found = self._find_file(name)
         return f"{found['number']} {found['written_at']}"
 
@@ -270,14 +200,7 @@ class HolderStore:
 
 
 class HolderWriter(ClosingWriter):
-    """Writer of a file into memory that a holder has; it appears on `close`.
-
-    Args:
-        connection: Connection to the holder.
-        number: Number of the file there.
-        fd: Descriptor of its memory.
-        shown: Name of the file in messages.
-    """
+    """Writer of a file into memory that a holder has; it appears on `close`."""
 
     def __init__(self, connection: HolderConnection, number: int, fd: int, shown: str) -> None:
         self._connection, self._number, self._shown = connection, number, shown
@@ -292,12 +215,7 @@ class HolderWriter(ClosingWriter):
             self._memory.close()
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Append `data`.
-
-        Raises:
-            NoSpaceError: The holder would have more than its maximum, or the machine has no more memory.
-            StorageError: The holder is gone.
-        """
+        """Append `data`."""
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
         memory = self.extend(len(view))
         if memory is None:
@@ -306,15 +224,7 @@ class HolderWriter(ClosingWriter):
             _copy_bytes(memory, view)
 
     def extend(self, nbytes: int) -> memoryview | None:
-        """Append bytes, and return them for the caller to fill; None if they have to be written.
-
-        Args:
-            nbytes: Number of bytes.
-
-        Raises:
-            NoSpaceError: The holder would have more than its maximum, or the machine has no more memory.
-            StorageError: The holder is gone.
-        """
+        """Append bytes, and return them for the caller to fill; None if they have to be written."""
         self._reserve(self._written + nbytes)
         if nbytes < HUGE_BYTES:
             return None
@@ -351,12 +261,7 @@ class HolderWriter(ClosingWriter):
         self._reserved = wanted
 
     def copy_from(self, source: Store, name: str, offset: int, nbytes: int) -> None:
-        """Append a range of a file of `source`, through a buffer of 1 MiB.
-
-        Raises:
-            TruncatedError: The file ends before the range does.
-            StorageError: Reading or writing failed.
-        """
+        """Append a range of a file of `source`, through a buffer of 1 MiB."""
         buffer = memoryview(bytearray(min(nbytes, _COPY_BYTES)))
         while nbytes:
             part = buffer[: min(nbytes, len(buffer))]
@@ -365,12 +270,7 @@ class HolderWriter(ClosingWriter):
             offset, nbytes = offset + len(part), nbytes - len(part)
 
     def close(self) -> None:
-        """Make the file appear; no process can change it from then on.
-
-        Raises:
-            TargetExistsError: The file has to be new, and another one has its name.
-            StorageError: The holder is gone, or refused the file.
-        """
+        """Make the file appear; no process can change it from then on."""
         if self._memory is None:
             return
         memory, self._memory = self._memory, None
@@ -392,8 +292,7 @@ class HolderWriter(ClosingWriter):
         self._connection.request(op, shown=self._shown, number=self._number, **fields)
 
 
-_WRITERS: WeakSet[HolderWriter] = WeakSet()
-"""Writers of this process, to leave in a forked one."""
+_WRITERS: WeakSet[HolderWriter] = WeakSet()  # writers of this process, to leave in a forked one
 
 
 def _leave_writers() -> None:

@@ -27,14 +27,11 @@ from shardckpt.storage.holder.holder_messages import receive, send
 from shardckpt.storage.holder.holder_sockets import require_run, require_sockets, socket_folder
 from shardckpt.storage.holder.hung_holder import end_peer, read_peer_pid
 
-IDLE_S = 3600.0
-"""Seconds without a client after which a holder ends."""
+IDLE_S = 3600.0  # seconds without a client after which a holder ends
+SUPERSEDED_S = 300.0  # seconds without a client after which the start of another run's holder ends a holder
 
-SUPERSEDED_S = 300.0
-"""Seconds without a client after which the start of another run's holder ends a holder."""
-
+# Variables of the environment that a holder gets: the interpreter may not find its own library without them.
 _KEPT = ("LD_LIBRARY_PATH",)
-"""Variables of the environment that a holder gets: the interpreter may not find its own library without them."""
 
 _START_S = 60.0
 _STARTS = 3
@@ -44,88 +41,48 @@ _PROCESS = "shardckpt.storage.holder.holder_process"
 
 @dataclass(frozen=True, slots=True)
 class RunningHolder:
-    """A holder of this user.
+    """A holder of this user."""
 
-    Attributes:
-        run: Id of the run.
-        url: URL of its files, for every command.
-        pid: Process id.
-        started_at: Time of its start, in seconds since the epoch.
-        nbytes: Bytes of its files, including those being written.
-        max_bytes: Maximum of these bytes.
-        clients: Number of connected processes.
-    """
-
-    run: str
-    url: str
-    pid: int
-    started_at: float
-    nbytes: int
-    max_bytes: int
-    clients: int
+    run: str  # id of the run
+    url: str  # URL of its files, for every command
+    pid: int  # process id
+    started_at: float  # time of its start, in seconds since the epoch
+    nbytes: int  # bytes of its files, including those being written
+    max_bytes: int  # maximum of these bytes
+    clients: int  # number of connected processes
 
 
 @dataclass(frozen=True, slots=True)
 class HungHolder:
-    """A holder of this user that does not answer.
+    """A holder of this user that does not answer."""
 
-    Attributes:
-        run: Id of the run.
-        url: URL of its files.
-        pid: Process id; 0 if it is unknown.
-    """
-
-    run: str
-    url: str
-    pid: int
+    run: str  # id of the run
+    url: str  # URL of its files
+    pid: int  # process id; 0 if it is unknown
 
 
 class FoundHolders(NamedTuple):
-    """Holders of this user on this node, each in the order of their runs.
+    """Holders of this user on this node, each in the order of their runs."""
 
-    Attributes:
-        running: Holders that answer.
-        hung: Holders that do not.
-    """
-
-    running: tuple[RunningHolder, ...]
-    hung: tuple[HungHolder, ...]
+    running: tuple[RunningHolder, ...]  # holders that answer
+    hung: tuple[HungHolder, ...]  # holders that do not
 
 
 def start_holder(run: str, max_bytes: int, *, last: str, idle_s: float = IDLE_S) -> int:
-    """Start the holder of a run on this node, unless it is there; it survives this process.
-
-    One whose socket was removed is ended: no new process would find it. Nobody waits for more than `STALL_S` seconds
-    for one that does not answer: it is asked twice more in the background, each time for `TIMEOUT_S` seconds, and ended
-    if it does not answer; its files are lost, and the next call starts another. Holders of other runs without a client
-    for `SUPERSEDED_S` seconds are ended too.
-
-    Args:
-        run: Id of the run.
-        max_bytes: Maximum bytes that it keeps; a holder that is there gets this maximum.
-        last: Name of the file that makes a folder complete.
-        idle_s: Seconds without a client after which it ends.
-
-    Returns:
-        Process id of a holder that did not answer and was replaced; 0 without one.
-
-    Raises:
-        HolderBusyError: The holder has not answered yet.
-        StorageError: It cannot be started, or one that does not answer cannot be ended.
-        UnsafeError: The folder of sockets is not this user's alone.
-    """
+    """Start the holder of a run on this node, unless it is there; it survives this process."""
     require_sockets()
-    replaced = _take_replaced(require_run(run))
+    replaced = _take_replaced(require_run(run))  # process id of a holder that did not answer; 0 without one
     for attempt in range(_STARTS):
         try:
             connection = get_holder_connection(run)
             connection.request("limit", limit_s=STALL_S, max_bytes=max_bytes)
             if connection.has_same_socket() or is_reachable(run, STALL_S):
                 return replaced
-            connection.request("stop", limit_s=STALL_S)
+            connection.request("stop", limit_s=STALL_S)  # somebody removed its socket: no new process would find it
             connection.close()
         except HolderGoneError as error:
             if isinstance(error.__cause__, TimeoutError):  # it is there, and slow, stopped or hanging
+                # The check asks twice more, for `TIMEOUT_S` seconds each. The training does not wait for that.
                 _begin_check(run)
                 raise _busy_error(run) from error
         _start_process([run, str(max_bytes), str(idle_s), last])
@@ -135,12 +92,7 @@ def start_holder(run: str, max_bytes: int, *, last: str, idle_s: float = IDLE_S)
 
 
 def _take_replaced(run: str) -> int:
-    """Return the process id of the holder that the check in the background has ended; 0 without one.
-
-    Raises:
-        HolderBusyError: It is not known yet if the holder hangs.
-        ShardckptError: It hangs and cannot be ended.
-    """
+    """Return the process id of the holder that the check in the background has ended; 0 without one."""
     connection = get_holder_connection(run)
     check = connection.check
     if check is None:
@@ -175,18 +127,8 @@ def _busy_error(run: str) -> HolderBusyError:
 
 
 def is_reachable(run: str, limit_s: float | None = None) -> bool:
-    """Return True if a new process would find the holder that this process is connected to.
-
-    Otherwise somebody removed the socket, for example the system at the end of a session of the user.
-
-    Args:
-        run: Id of the run.
-        limit_s: As for `HolderConnection.request`.
-
-    Raises:
-        StorageError: The holder does not answer.
-        UnsafeError: The folder of sockets is not this user's alone.
-    """
+    """Return True if a new process would find the holder that this process is connected to."""
+    # The system may remove the socket, for example when a user's session ends.
     connection = get_holder_connection(run)
     known = connection.request("hello", limit_s=limit_s)
     if connection.has_same_socket():
@@ -220,12 +162,7 @@ def _start_process(args: list[str]) -> None:
 
 
 def find_holders() -> FoundHolders:
-    """Return the holders of this user on this node.
-
-    Raises:
-        UnsafeError: The folder of sockets is not this user's alone.
-        StorageError: It cannot be opened.
-    """
+    """Return the holders of this user on this node."""
     running, hung = [], []
     for run, connection, answer in ask_holders():
         if answer is None:
@@ -236,19 +173,7 @@ def find_holders() -> FoundHolders:
 
 
 def stop_holders(run: str | None = None, *, idle_s: float = 0.0) -> list[str]:
-    """End holders of this user on this node; the files that they have are lost. Return their runs.
-
-    One that does not answer gets SIGTERM, and SIGKILL if it has not ended after that.
-
-    Args:
-        run: Id of the run; None for all.
-        idle_s: End only those that answer and are without a client for this many seconds; 0 for all.
-
-    Raises:
-        UsageError: No holder has this run.
-        UnsafeError: The folder of sockets is not this user's alone.
-        StorageError: It cannot be opened, or a holder that does not answer cannot be ended.
-    """
+    """End holders of this user on this node; the files that they have are lost. Return their runs."""
     stopped, fault = [], None
     for each, connection, answer in ask_holders(run, STALL_S if idle_s else None):
         if idle_s and (answer is None or answer.get("clients") or float(answer.get("idle_s", 0.0)) < idle_s):
@@ -289,12 +214,7 @@ def _stop_holder(run: str, connection: socket.socket | None, *, is_hung: bool) -
 
 
 def _end_hung_holder(run: str) -> int:
-    """End the holder of a run if it does not answer this time either; return its process id, or 0 if it answers.
-
-    Raises:
-        StorageError: It cannot be ended.
-        UnsafeError: The folder of sockets is not this user's alone.
-    """
+    """End the holder of a run if it does not answer this time either; return its process id, or 0 if it answers."""
     ended = 0
     for _, connection, answer in ask_holders(run):
         if answer is None:

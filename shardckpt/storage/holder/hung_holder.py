@@ -11,35 +11,18 @@ from contextlib import suppress
 
 from shardckpt.errors import StorageError
 
-TERM_S = 2.0
-"""Seconds that a process has to end by itself after SIGTERM, before SIGKILL."""
-
-KILL_S = 5.0
-"""Seconds after SIGKILL in which a process has to be gone."""
+TERM_S = 2.0  # seconds that a process has to end by itself after SIGTERM, before SIGKILL
+KILL_S = 5.0  # seconds after SIGKILL in which a process has to be gone
 
 
 def read_peer_pid(connection: socket.socket) -> int:
-    """Return the process id of the other end, which the kernel knows without asking it; 0 if it is not visible here.
-
-    Args:
-        connection: Connected Unix socket; the process may be stopped, and need not have accepted it.
-    """
+    """Return the process id of the other end, which the kernel knows without asking it; 0 if it is not visible here."""
     pid, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return int(pid)
 
 
 def end_peer(connection: socket.socket, run: str) -> None:
-    """End the process at the other end: SIGTERM, which a stopped process gets too, then SIGKILL.
-
-    The connection is open as long as the process lives, so a number that was given to another process since is noticed.
-
-    Args:
-        connection: Connected Unix socket, of whose other end the user has been checked.
-        run: Id of the run, for messages.
-
-    Raises:
-        StorageError: The process is unknown, may not be ended, or has not ended in time.
-    """
+    """End the process at the other end: SIGTERM, which a stopped process gets too, then SIGKILL."""
     pid = read_peer_pid(connection)
     fix = f"End process {pid} yourself." if pid > 0 else "End it on the host, or in the container that started it."
     try:
@@ -49,7 +32,7 @@ def end_peer(connection: socket.socket, run: str) -> None:
     except (OSError, AttributeError) as error:  # in another namespace, or the kernel is older than 5.3
         raise StorageError("the holder does not answer, and is not ended", where=run, found=error, fix=fix) from error
     try:
-        if _is_closed(connection):
+        if _is_closed(connection):  # the process has ended, and another one may have its number
             return
         for number, seconds in ((signal.SIGTERM, TERM_S), (signal.SIGKILL, KILL_S)):
             with suppress(ProcessLookupError):

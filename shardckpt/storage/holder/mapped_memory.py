@@ -14,36 +14,22 @@ import weakref
 from contextlib import suppress
 from functools import cache, partial
 
-HUGE_BYTES = 2 << 20
-"""Bytes of a huge page on most processors; on others memory has small pages."""
+HUGE_BYTES = 2 << 20  # bytes of a huge page on most processors; on others memory has small pages
 
 _MAP_FIXED = 0x10
-_MADV_COLLAPSE = 25
-"""Move bytes onto huge pages: since Linux 6.1, whatever `shmem_enabled` says."""
+_MADV_COLLAPSE = 25  # move bytes onto huge pages: since Linux 6.1, whatever `shmem_enabled` says
 
 _MADV_DONTFORK = 10
 
 _FAILED = ctypes.c_void_p(-1).value
 
 _BALLOONS = "/sys/bus/virtio/drivers/virtio_balloon"
-_REPORTS_FREE_PAGES = 5
-"""Feature bit of a balloon: the host takes free huge pages from this virtual machine."""
+_REPORTS_FREE_PAGES = 5  # feature bit of a balloon: the host takes free huge pages from this virtual machine
 
 
 def map_memory(fd: int, start: int, nbytes: int, *, is_shared: bool) -> memoryview:
-    """Map a range of a file at an address that fits huge pages; the map ends with the last view of it.
-
-    A forked process does not have a shared map.
-
-    Args:
-        fd: Descriptor of the memory; of a shared map it must be writable.
-        start: First byte, a multiple of `HUGE_BYTES`.
-        nbytes: Number of bytes.
-        is_shared: Whether writes change the file; otherwise they stay in the map.
-
-    Raises:
-        OSError: The system refused it.
-    """
+    """Map a range of a file at an address that fits huge pages; the map ends with the last view of it."""
+    # Without `is_shared`, writes stay in the map. `start` must be a multiple of `HUGE_BYTES`.
     libc = _load_libc()
     space = libc.mmap(None, nbytes + HUGE_BYTES, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     if space == _FAILED:
@@ -77,23 +63,14 @@ def map_sealed(fd: int) -> memoryview | None:
 
 
 def add_huge_pages(fd: int, used: int, stop: int) -> memoryview | None:
-    """Lengthen a file by memory on huge pages, and map it; the file may be longer then, by less than a huge page.
-
-    Args:
-        fd: Descriptor of the memory.
-        used: Bytes of the file that have been written.
-        stop: Bytes that it will have.
-
-    Returns:
-        The bytes from `used` to `stop`; None if the system has no huge pages for it.
-    """
+    """Lengthen a file by huge pages; return its bytes from `used` to `stop`, None if the system has no such pages."""
     if not has_cheap_huge_pages():
         return None
     start, end = used // HUGE_BYTES * HUGE_BYTES, -(-stop // HUGE_BYTES) * HUGE_BYTES
     libc, writing = _load_libc(), ctypes.PyDLL(None)  # a call that lets other threads run takes 5 ms beside Python code
     try:
         if os.fstat(fd).st_size < end:
-            os.ftruncate(fd, end)
+            os.ftruncate(fd, end)  # up to the end of the last huge page
         memory = map_memory(fd, start, end - start, is_shared=True)
     except OSError:
         return None
