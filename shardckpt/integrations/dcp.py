@@ -44,11 +44,8 @@ _Result = TypeVar("_Result")
 
 
 def __getattr__(name: str) -> Any:
-    """Return a name of `torch.distributed.checkpoint`.
-
-    Not its `__path__`: Python would import its modules once more, with classes that are not those of torch.
-    """
-    if name.startswith("__"):
+    """Return a name of `torch.distributed.checkpoint`."""
+    if name.startswith("__"):  # with its `__path__`, Python would import its modules again, with other classes
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(torch.distributed.checkpoint, name)
 
@@ -210,11 +207,8 @@ def _saves_in_thread(async_checkpointer_type: Any) -> bool:
 
 
 def _get_background_group() -> dist.ProcessGroup | None:
-    """Return a gloo group of all ranks that only background saves use; None without several ranks. Collective.
-
-    In the group of the training loop, collectives of a save and of the loop would meet in another order on each rank,
-    and wait for each other forever.
-    """
+    """Return a gloo group of all ranks that only background saves use; None without several ranks. Collective."""
+    # In the training loop's group, collectives of save and loop would meet in another order on each rank: a deadlock.
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
     world = dist.group.WORLD
@@ -235,11 +229,7 @@ def _rank() -> int:
 
 @contextmanager
 def _typed_errors(writer: Any = None) -> Iterator[None]:
-    """Raise the error of the lowest rank that failed instead of torch's collection, if it is one of shardckpt.
-
-    Args:
-        writer: Writer that removes its files if the save fails.
-    """
+    """Raise the error of the lowest rank that failed instead of torch's collection, if it is one of shardckpt."""
     try:
         yield
     except CheckpointException as error:

@@ -13,11 +13,7 @@ __all__ = ["StepRemoval"]
 
 
 class StepRemoval:
-    """Steps to remove on this rank: each stays until the step that is saved after it is complete.
-
-    Args:
-        run: Path or URL of the run.
-    """
+    """Steps to remove on this rank: each stays until the step that is saved after it is complete."""
 
     def __init__(self, run: str | os.PathLike[str]) -> None:
         self._run = run
@@ -30,31 +26,19 @@ class StepRemoval:
         return [*self._numbers]
 
     def begin_save(self, number: int) -> None:
-        """Wait for a save, whose step is not removed.
-
-        Args:
-            number: Number of the step.
-        """
+        """Wait for a save, whose step is not removed."""
         self._is_saved = False
         if number in self._numbers:
             self._numbers.remove(number)
 
     def take_event(self, event: OperationEvent) -> None:
-        """Remove steps when the save is complete; a background save calls this on its own thread.
-
-        Args:
-            event: Any event of the run.
-        """
+        """Remove steps when the save is complete; a background save calls this on its own thread."""
         if isinstance(event, SaveEvent) and event.error is None:
             self._is_saved = True
             self._remove_all()
 
     def add(self, number: int) -> None:
-        """Remove a step, now or when the save is complete that has begun.
-
-        Args:
-            number: Number of the step.
-        """
+        """Remove a step, now or when the save is complete that has begun."""
         self._numbers.append(number)
         if self._is_saved:
             self._remove_all()

@@ -37,11 +37,9 @@ _LOG = logging.getLogger("shardckpt")
 _ADDRESS = re.compile(r"shardckpt://(?P<host>[0-9A-Za-z._-]{1,253}):(?P<port>[0-9]{1,5})/(?P<token>[0-9a-f]{32})")
 _REQUEST = re.compile(rb"shardckpt-state/1 (?P<token>[0-9a-f]{32}) (?P<step>-?[0-9]{1,18})\n")
 _MAX_PEERS = 64
-_REQUEST_SECONDS = 10.0
-"""Time that a peer has to send its request."""
+_REQUEST_SECONDS = 10.0  # time that a peer has to send its request
 _POLL_SECONDS = 0.5
-_END_SECONDS = 5.0
-"""Time for threads to end after their connections."""
+_END_SECONDS = 5.0  # time for threads to end after their connections
 
 
 class ShardckptTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft is not typed here
@@ -139,18 +137,10 @@ class ShardckptTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torch
 
 
 class _StateServer:
-    """Server of the state that this process offers.
-
-    Args:
-        timeout: Maximum time of a transfer in seconds.
-
-    Attributes:
-        port: Port of the server.
-        token: Text that a request must contain.
-    """
+    """Server of the state that this process offers."""
 
     def __init__(self, timeout: float) -> None:
-        self.token = secrets.token_hex(16)
+        self.token = secrets.token_hex(16)  # text that a request must contain
         self._timeout = timeout
         self._changed = threading.Condition()
         self._offered: tuple[int, StateStream] | None = None

@@ -14,14 +14,7 @@ _MAX_LINE = 512
 
 
 def time_left(deadline: float) -> float:
-    """Return the seconds until a deadline.
-
-    Args:
-        deadline: Time on the monotonic clock.
-
-    Raises:
-        TimeoutError: It has passed.
-    """
+    """Return the seconds until a deadline."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError("timed out")
@@ -29,16 +22,7 @@ def time_left(deadline: float) -> float:
 
 
 def connect(host: str, port: int, deadline: float) -> socket.socket:
-    """Connect to the first address of a host that answers.
-
-    Args:
-        host: Name or address.
-        port: Port.
-        deadline: Time on the monotonic clock.
-
-    Raises:
-        OSError: The host has no address, none of them answers, or the deadline passed.
-    """
+    """Connect to the first address of a host that answers."""
     last: OSError | None = None
     for family, kind, protocol, _, address in _resolve(host, port, deadline):
         connection = socket.socket(family, kind, protocol)
@@ -54,11 +38,7 @@ def connect(host: str, port: int, deadline: float) -> socket.socket:
 
 
 def _resolve(host: str, port: int, deadline: float) -> list[Any]:
-    """Return the addresses of a host; the system's resolver, which has no limit of its own, is left behind in a thread.
-
-    Raises:
-        OSError: The host is unknown, or the deadline passed.
-    """
+    """Return the addresses of a host; the resolver, which has no time limit, is left behind in a thread."""
     found: queue.SimpleQueue[list[Any] | OSError] = queue.SimpleQueue()
 
     def resolve() -> None:
@@ -78,12 +58,7 @@ def _resolve(host: str, port: int, deadline: float) -> list[Any]:
 
 
 class Peer:
-    """Connection to a peer, whose operations together end before a deadline.
-
-    Args:
-        connection: The connection.
-        deadline: Time on the monotonic clock.
-    """
+    """Connection to a peer, whose operations together end before a deadline."""
 
     def __init__(self, connection: socket.socket, deadline: float) -> None:
         self._connection, self._deadline = connection, deadline

@@ -43,15 +43,7 @@ def prove_first_step(states: Mapping[str, Any], run: str) -> None:
 
 
 class _TitanStep:
-    """A step with all of its microbatches: forward, backward, clipping, update of the optimizers and schedules.
-
-    Nothing is logged.
-
-    Args:
-        trainer: Trainer that trains.
-        batches: Iterator of its batches, from which the first run of the step takes its own.
-        train: Method `train_step` of the trainer.
-    """
+    """A step with all its microbatches: forward, backward, clipping, optimizers and schedules; nothing is logged."""
 
     __slots__ = ("_batches", "_taken", "_train", "_trainer")  # a drill does not look into its attributes
 
@@ -60,15 +52,7 @@ class _TitanStep:
         self._taken: list[Any] = []
 
     def prove_resume(self, states: Mapping[str, Any], run: str) -> None:
-        """Train the step from one saved state twice, and compare all bits; then restore the state. Collective.
-
-        Args:
-            states: Objects that the manager saves.
-            run: Path or URL of the run.
-
-        Raises:
-            ResumeDivergence: The second time differs from the first.
-        """
+        """Train the step from one saved state twice, and compare all bits; then restore the state. Collective."""
         parts = list(self._trainer.model_parts)
         model = parts[0] if len(parts) == 1 else nn.ModuleList(parts)
         require_proven(run_drill(lambda: self.run(model), self._build_state(states), drill_folder(run)))
@@ -88,11 +72,7 @@ class _TitanStep:
         return state
 
     def run(self, model: nn.Module) -> dict[str, Any]:  # noqa: ARG002
-        """Train the step, and return its results.
-
-        Args:
-            model: Model of the trainer, which the drill looks into.
-        """
+        """Train the step, and return its results."""
         trainer, metrics = self._trainer, self._trainer.metrics_processor
         seen = trainer.metrics_processor = _SeenMetrics(metrics)
         try:
@@ -127,18 +107,11 @@ class _SavedState:
 
 
 class _SeenMetrics:
-    """Metrics of a step that the drill trains: they are computed, and not logged.
-
-    Args:
-        metrics: Metrics of the trainer, which have all other attributes.
-
-    Attributes:
-        results: Loss and gradient norm; empty if the step has not computed them.
-    """
+    """Metrics of a step that the drill trains: they are computed, and not logged."""
 
     def __init__(self, metrics: Any) -> None:
         self._metrics = metrics
-        self.results: dict[str, float] = {}
+        self.results: dict[str, float] = {}  # loss and gradient norm; empty if the step has not computed them
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._metrics, name)

@@ -247,13 +247,11 @@ class AcceleratorCheckpoints:
         return _number("model", self._accelerator._models)
 
     def _call_save_hooks(self, folder: str) -> dict[str, Any]:
-        """Call the hooks of `register_save_state_pre_hook`; return the models to save by name. Collective.
-
-        As in Accelerate, hooks get no weights under FSDP, and what they do on rank 0 decides.
-        """
+        """Call the hooks of `register_save_state_pre_hook`; return the models to save by name. Collective."""
         models, hooks = self._accelerator._models, self._accelerator._save_model_state_pre_hook
         if not hooks:
             return _number("model", models)
+        # As in Accelerate, hooks get no weights under FSDP, and rank 0's result decides.
         given = [] if self._is_fsdp else [self._accelerator.get_state_dict(model, unwrap=False) for model in models]
         weights, names = list(given), list(map(list, given))
         for hook in hooks.values():
@@ -271,13 +269,8 @@ class AcceleratorCheckpoints:
 
 
 def _await_ranks(method: str) -> None:
-    """Wait until all ranks have called a method: Accelerate's may be called on rank 0 alone under DDP. Collective.
-
-    Collectives of the default group would meet those of the training that goes on elsewhere.
-
-    Raises:
-        RankError: A rank did not call it in time.
-    """
+    """Wait until all ranks have called a method: Accelerate's may be called on rank 0 alone under DDP. Collective."""
+    # Collectives of the default group would meet the training's on other ranks.
     get_channels(None).main.coordinate(f"accelerator.{method}", b"", lambda each: each)
 
 

@@ -35,11 +35,7 @@ class LoopState:
         return self._values
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Continue at saved values; they say nothing about gradients.
-
-        Raises:
-            UsageError: Objects have no names, and fewer are registered than were saved.
-        """
+        """Continue at saved values; they say nothing about gradients."""
         if 0 < self._custom < saved.get("custom", 0):
             expected, fix = saved["custom"], "Register the same objects, in the same order."
             raise UsageError("too few objects are registered", found=self._custom, expected=expected, fix=fix)

@@ -30,34 +30,20 @@ __all__ = [
 
 Folder = str | os.PathLike[str] | None
 
-STEP = "shardckpt"
-"""Name of the checkpoint in the folder that `save_state` gets, beside files of hooks and of users."""
-
-_SHOWN = 8
-"""Maximum number of folders in a message."""
+STEP = "shardckpt"  # name of the checkpoint in the folder that `save_state` gets, beside files of hooks and of users
+_SHOWN = 8  # maximum number of folders in a message
 
 _NAME_AND_NUMBER = re.compile(r"(.*?)(\d+)")
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
 
 def is_url(folder: str) -> bool:
-    """Return True if a folder is a URL.
-
-    Args:
-        folder: Path or URL.
-    """
+    """Return True if a folder is a URL."""
     return "://" in folder
 
 
 def as_text(folder: Folder) -> str:
-    """Return a folder as text, with the home for `~`.
-
-    Args:
-        folder: Path or URL that the user gives.
-
-    Raises:
-        UsageError: The folder is None, empty or of another type, or a URL that names no place.
-    """
+    """Return a folder as text, with the home for `~`."""
     if folder is None:
         raise UsageError("no folder is given", fix="Pass one, or set project_dir and automatic_checkpoint_naming.")
     if not isinstance(folder, (str, os.PathLike)):
@@ -67,15 +53,7 @@ def as_text(folder: Folder) -> str:
 
 
 def make_folder(folder: str) -> None:
-    """Make a local folder unless it exists. Collective: an error of one rank is raised on all.
-
-    Args:
-        folder: Path.
-
-    Raises:
-        TargetExistsError: A file is there.
-        StorageError: The folder cannot be made.
-    """
+    """Make a local folder unless it exists. Collective: an error of one rank is raised on all."""
     number, text = 0, ""
     try:
         os.makedirs(folder, exist_ok=True)
@@ -89,14 +67,7 @@ def make_folder(folder: str) -> None:
 
 
 def describe_missing(folder: str) -> SourceNotFoundError:
-    """Return the error for a folder without a complete checkpoint; it names those that are near.
-
-    Args:
-        folder: Path.
-
-    Raises:
-        StorageError: The folder cannot be read.
-    """
+    """Return the error for a folder without a complete checkpoint; it names those that are near."""
     path = os.path.abspath(folder)
     parent, name = os.path.split(path)
     require_access(f"{path}/{STEP}")
@@ -114,14 +85,7 @@ def describe_missing(folder: str) -> SourceNotFoundError:
 
 
 def find_earlier_folder(folder: str) -> str:
-    """Return the complete folder before a local one whose name ends with a number; empty without one.
-
-    Args:
-        folder: Path, such as `runs/a/epoch-2`; the one before has the same name with a smaller number.
-
-    Raises:
-        StorageError: The folder above cannot be listed.
-    """
+    """Return the complete folder before a local one whose name ends with a number; empty without one."""
     parent, name = os.path.split(folder.rstrip("/"))
     given = _NAME_AND_NUMBER.fullmatch(name)
     if given is None or is_url(folder):
@@ -133,50 +97,30 @@ def find_earlier_folder(folder: str) -> str:
 
 
 def is_complete(folder: str) -> bool:
-    """Return True if a folder has a checkpoint of shardckpt, or of Accelerate, which writes generators after models.
-
-    Args:
-        folder: Path.
-    """
+    """Return True if a folder has a checkpoint of shardckpt, or of Accelerate, which writes generators after models."""
     return os.path.isfile(f"{folder}/{STEP}/COMMIT") or os.path.isfile(f"{folder}/random_states_0.pkl")
 
 
 class NumberedFolders:
-    """The folders `checkpoint_N` in the `project_dir` of an accelerator, with `automatic_checkpoint_naming`.
-
-    Args:
-        accelerator: Accelerator whose project configuration is read at each call.
-    """
+    """The folders `checkpoint_N` in the `project_dir` of an accelerator, with `automatic_checkpoint_naming`."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
 
     def find_new(self) -> str:
-        """Return the next folder. Collective.
-
-        Raises:
-            UsageError: It has a checkpoint, or `project_dir` is not local.
-        """
+        """Return the next folder. Collective."""
         folder = f"{self._parent}/checkpoint_{self._accelerator.save_iteration}"
         if broadcast_object_list([is_complete(folder)])[0]:
             raise UsageError("this folder has a checkpoint", where=folder, fix="Set project_configuration.iteration.")
         return folder
 
     def find_newest(self) -> str:
-        """Return the newest complete folder; number 0 without one. Collective.
-
-        Raises:
-            UsageError: `project_dir` is not local.
-        """
+        """Return the newest complete folder; number 0 without one. Collective."""
         numbers = [number for number, folder in self._list() if is_complete(folder)]
         return f"{self._parent}/checkpoint_{broadcast_object_list([max(numbers, default=0)])[0]}"
 
     def remove_old(self, newest: str) -> None:
-        """Remove the folders that exceed `total_limit`; `COMMIT` goes first. On rank 0.
-
-        Args:
-            newest: Folder of the last save, which is complete.
-        """
+        """Remove the folders that exceed `total_limit`; `COMMIT` goes first. On rank 0."""
         project = self._accelerator.project_configuration
         if not project.automatic_checkpoint_naming or not project.total_limit or not self._accelerator.is_main_process:
             return

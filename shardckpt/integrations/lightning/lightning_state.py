@@ -29,8 +29,7 @@ __all__ = [
     "replace_methods",
 ]
 
-COMMIT = "COMMIT"
-"""File of a step, for a store whose folders have no times."""
+COMMIT = "COMMIT"  # file of a step, for a store whose folders have no times
 
 _LOADING = ("load_checkpoint", "load_model_state_dict", "load_optimizer_state_dict")
 _LOADER_STATES = "_load_combined_loader_states"
@@ -39,12 +38,7 @@ _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dty
 
 
 def build_state(trainer: Trainer, checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of a step. Collective.
-
-    Args:
-        trainer: Trainer whose strategy has the model and the optimizers.
-        checkpoint: Checkpoint of Lightning without weights and states of optimizers; it is changed.
-    """
+    """Return the state of a step. Collective."""
     strategy = trainer.strategy
     loaders = _LoaderStates(checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", []))
     state = {"model": strategy.model, "trainer": _Values(_from_rank0(strategy, checkpoint))}
@@ -54,11 +48,7 @@ def build_state(trainer: Trainer, checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def pop_strange_hparams(checkpoint: dict[str, Any]) -> list[str]:
-    """Remove hyperparameters that are not plain values, and return their names. Resuming needs none.
-
-    Args:
-        checkpoint: Checkpoint of Lightning.
-    """
+    """Remove hyperparameters that are not plain values, and return their names. Resuming needs none."""
     checkpoint.pop("hparams_type", None)
     strange = []
     for part in _HPARAMS:
@@ -76,13 +66,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def move_paths(state: Mapping[str, Any], checkpointer: Checkpointer, folder: str) -> dict[str, Any]:
-    """Return the state of a callback whose run was copied or moved, with the paths of the steps that are here now.
-
-    Args:
-        state: State of a `ModelCheckpoint`.
-        checkpointer: Manager of the run.
-        folder: Folder of the run, as the callback has it.
-    """
+    """Return the state of a callback whose run was copied or moved, with the paths of the steps that are here now."""
     paths = [checkpointer.path(number) for number in checkpointer.steps()]
     moved = {os.path.join(state["dirpath"], os.path.basename(path)): path for path in paths}
     names = ("best_model_path", "kth_best_model_path", "last_model_path")
@@ -95,12 +79,7 @@ def move_paths(state: Mapping[str, Any], checkpointer: Checkpointer, folder: str
 
 @contextmanager
 def replace_methods(strategy: Strategy, **methods: Any) -> Iterator[None]:
-    """Replace methods of a strategy, until the context ends.
-
-    Args:
-        strategy: Strategy of the Trainer.
-        **methods: Functions by the names of the methods.
-    """
+    """Replace methods of a strategy, until the context ends."""
     vars(strategy).update(methods)
     try:
         yield
@@ -110,12 +89,7 @@ def replace_methods(strategy: Strategy, **methods: Any) -> Iterator[None]:
 
 
 class StepLoading:
-    """The methods of a strategy that load, for a run of the Trainer.
-
-    Args:
-        trainer: Trainer of the strategy.
-        checkpointers: Managers of the runs to which training adds steps.
-    """
+    """The methods of a strategy that load, for a run of the Trainer."""
 
     def __init__(self, trainer: Trainer, checkpointers: Sequence[Checkpointer]) -> None:
         self._trainer, self._strategy, self._fit_loop = trainer, trainer.strategy, trainer.fit_loop
@@ -140,12 +114,7 @@ class StepLoading:
         vars(self._fit_loop).pop(_LOADER_STATES, None)
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None) -> Any:
-        """Load the model, and with FSDP its optimizers; return the rest. Collective.
-
-        Args:
-            checkpoint_path: Path or URL of a step, or of what Lightning wrote.
-            weights_only: For Lightning's own checkpoints: unpickle nothing but tensors and plain values.
-        """
+        """Load the model, and with FSDP its optimizers; return the rest. Collective."""
         strategy, is_fitting = self._strategy, self._trainer.state.fn == TrainerFn.FITTING
         self._path = strategy.broadcast(_find_step(checkpoint_path))
         if not self._path:
@@ -182,23 +151,14 @@ class StepLoading:
             load(state, self._path, **options)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load weights that a hook of the user has changed; all others are loaded.
-
-        Args:
-            checkpoint: Result of `load_checkpoint`, as hooks have left it.
-            strict: For Lightning's own checkpoints: whether all names have to fit.
-        """
+        """Load weights that a hook of the user has changed; all others are loaded."""
         if not self._path:
             type(self._strategy).load_model_state_dict(self._strategy, checkpoint, strict=strict)
         elif "state_dict" in checkpoint:
             load_model_state_dict(self._strategy.model, checkpoint["state_dict"], strict=False)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizers, which exist only now without FSDP.
-
-        Args:
-            checkpoint: Result of `load_checkpoint`.
-        """
+        """Load the optimizers, which exist only now without FSDP."""
         strategy = self._strategy
         if not self._path:
             type(strategy).load_optimizer_state_dict(strategy, checkpoint)
@@ -208,11 +168,7 @@ class StepLoading:
         self.restore_generators()
 
     def restore_generators(self, is_epoch_running: bool = False) -> None:
-        """Restore the generators: before data loaders draw numbers for a new epoch, and after that in an epoch.
-
-        Args:
-            is_epoch_running: Whether the data loaders have been iterated since the generators were loaded.
-        """
+        """Restore the generators: before data loaders draw numbers for a new epoch, and after that in an epoch."""
         epoch = self._fit_loop.epoch_progress.current
         is_iterated_for_new_epoch = is_epoch_running and epoch.processed == epoch.ready
         if self._generators is not None and not is_iterated_for_new_epoch:
@@ -221,10 +177,8 @@ class StepLoading:
             self._generators = None  # training draws its own numbers from now on
 
     def _load_loader_states(self) -> None:
-        """Load the states of the data loaders just before they are iterated. In place of the method of the loop.
-
-        Lightning has tried by then whether it can iterate a loader that is not a DataLoader, which may draw numbers.
-        """
+        """Load the states of the data loaders just before they are iterated. In place of the loop's method."""
+        # By then Lightning has tried to iterate loaders that are not DataLoaders, which may draw numbers.
         type(self._fit_loop)._load_combined_loader_states(self._fit_loop)
         self.restore_generators()
 
@@ -268,12 +222,7 @@ def _one_or_all(optimizers: Sequence[Any]) -> Any:
 
 
 def has_hook(trainer: Trainer, name: str) -> bool:
-    """Return True if the module or a callback has a hook that may change a checkpoint.
-
-    Args:
-        trainer: Trainer with the module and the callbacks.
-        name: Name of the hook.
-    """
+    """Return True if the module or a callback has a hook that may change a checkpoint."""
     return any(is_overridden(name, each) for each in (trainer.lightning_module, *trainer.callbacks))
 
 
@@ -282,12 +231,10 @@ class _OwnTensor(int):
 
 
 def _from_rank0(strategy: Strategy, checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of rank 0, as in Lightning's checkpoints, with tensors of this rank except scalars and buffers.
-
-    Averages of buffers, such as those of batch normalization, differ between ranks as the buffers do.
-    """
+    """Return rank 0's values, as in Lightning's checkpoints, with this rank's tensors except scalars and buffers."""
     tensors: list[torch.Tensor] = []
     weights, names = checkpoint.get("state_dict", {}), dict(strategy.lightning_module.named_buffers())
+    # Averages of buffers, as in batch normalization, differ between ranks like the buffers.
     own = {id(weights[name]) for name, buffer in names.items() if name in weights and weights[name] is not buffer}
 
     def take(tensor: torch.Tensor) -> Any:

@@ -17,14 +17,9 @@ __all__ = ["LightningStep", "require_steps_for_drill"]
 
 
 class LightningStep:
-    """A step with one batch: `training_step`, backward, clipping, update of the optimizer and its schedules.
+    """A step with one batch: `training_step`, backward, clipping, optimizer step and schedules.
 
-    Of the hooks only those of the update of the optimizer are called; what `self.log` gets is dropped.
-
-    Args:
-        trainer: Trainer that trains.
-        batch: The batch, on its device.
-        batch_idx: Index of the batch.
+    Only hooks of the optimizer step are called; `self.log` is ignored.
     """
 
     __slots__ = ("_batch", "_batch_idx", "_trainer")  # a drill does not look into its attributes
@@ -41,15 +36,7 @@ class LightningStep:
         return state if scaler is None else {**state, "scaler": scaler}
 
     def prove_resume(self, module: LightningModule, run: str) -> None:
-        """Train the step from one saved state twice, and compare all bits; then restore the state. Collective.
-
-        Args:
-            module: Module of the Trainer, which the drill looks into.
-            run: Path or URL of the run.
-
-        Raises:
-            ResumeDivergence: The second time differs from the first.
-        """
+        """Train the step from one saved state twice, and compare all bits; then restore the state. Collective."""
         require_proven(run_drill(lambda: self.run(module), self.build_state(), drill_folder(run)))
 
     def run(self, module: LightningModule) -> dict[str, Any]:
@@ -88,14 +75,7 @@ class LightningStep:
 
 
 def require_steps_for_drill(trainer: Trainer) -> None:
-    """Require that a batch is a step of its own, which Lightning optimizes.
-
-    Args:
-        trainer: Trainer with the module.
-
-    Raises:
-        UsageError: Gradients accumulate, the module optimizes by itself, or has no or several optimizers.
-    """
+    """Require that a batch is a step of its own, which Lightning optimizes."""
     found = (
         f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
         if trainer.accumulate_grad_batches > 1

@@ -25,38 +25,17 @@ __all__ = [
 
 
 def is_trainer_folder(path: str) -> bool:
-    """Return True if a path is a folder that the Trainer wrote.
-
-    Args:
-        path: Path of a step or a folder.
-    """
+    """Return True if a path is a folder that the Trainer wrote."""
     return os.path.isfile(os.path.join(path, TRAINER_STATE_NAME))
 
 
 def has_fsdp_model(folder: str) -> bool:
-    """Return True if the model in a folder of the Trainer was saved by FSDP.
-
-    Args:
-        folder: Path of the folder.
-
-    Raises:
-        StorageError: The folder cannot be listed.
-    """
+    """Return True if the model in a folder of the Trainer was saved by FSDP."""
     return any(name.startswith(FSDP_MODEL_NAME) for name in list_names(folder))
 
 
 def find_newest_folder(output_dir: str) -> tuple[int, str]:
-    """Return number and path of the newest folder that the Trainer wrote, as rank 0 sees it. Collective.
-
-    Args:
-        output_dir: Argument of the Trainer.
-
-    Returns:
-        -1 and an empty path without such a folder.
-
-    Raises:
-        StorageError: The argument names a folder that cannot be listed.
-    """
+    """Return number and path of the Trainer's newest folder, as rank 0 sees it; -1 and "" without one. Collective."""
     with raise_storage_errors("cannot list", output_dir):
         folder: str = (os.path.isdir(output_dir) and get_last_checkpoint(output_dir)) or ""
     found = (int(folder.rpartition("-")[2]), folder) if is_trainer_folder(folder) else (-1, "")
@@ -64,17 +43,7 @@ def find_newest_folder(output_dir: str) -> tuple[int, str]:
 
 
 def load_step(checkpointer: Checkpointer, path: str, state: dict[str, Any], *, strict: bool = True) -> dict[str, Any]:
-    """Load a step into a state, and return it. Collective.
-
-    Args:
-        checkpointer: Manager of the run, which remembers the step if it is one of the run.
-        path: Path or URL of the step.
-        state: State to load into; the step may have more.
-        strict: Whether the step must have all of the state.
-
-    Raises:
-        ShardckptError: As for `shardckpt.load`.
-    """
+    """Load a step into a state, and return it. Collective."""
     with name_earlier_step(path, "resume_from_checkpoint"):
         for number in checkpointer.steps():
             if os.path.abspath(checkpointer.path(number)) == os.path.abspath(path):
@@ -84,12 +53,7 @@ def load_step(checkpointer: Checkpointer, path: str, state: dict[str, Any], *, s
 
 
 def load_trainer_folder(trainer: Any, folder: str) -> None:
-    """Load a folder that the Trainer wrote with another sharding, or with FSDP. Collective.
-
-    Args:
-        trainer: Trainer whose model, optimizer and scheduler are loaded.
-        folder: Path of the folder.
-    """
+    """Load a folder that the Trainer wrote with another sharding, or with FSDP. Collective."""
     optimizer = unwrap_optimizer(trainer.optimizer)
     if not os.path.isfile(os.path.join(folder, SCHEDULER_NAME)):  # it was saved with `save_only_model`
         load_weights(trainer.model, folder)
@@ -108,12 +72,7 @@ def load_trainer_folder(trainer: Any, folder: str) -> None:
 
 
 def load_weights(model: Any, path: str) -> None:
-    """Load a model from a step, or from a folder that the Trainer wrote. Collective.
-
-    Args:
-        model: Model of the Trainer.
-        path: Path or URL of the step, or path of the folder.
-    """
+    """Load a model from a step, or from a folder that the Trainer wrote. Collective."""
     if is_trainer_folder(path) and not has_fsdp_model(path):
         load(model, path)
     else:
@@ -121,9 +80,5 @@ def load_weights(model: Any, path: str) -> None:
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
-    """Return an optimizer without the wrapper of accelerate.
-
-    Args:
-        optimizer: Optimizer of a Trainer.
-    """
+    """Return an optimizer without the wrapper of accelerate."""
     return getattr(optimizer, "optimizer", optimizer)

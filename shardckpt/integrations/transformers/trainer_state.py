@@ -26,37 +26,22 @@ __all__ = [
 
 
 def collect_metrics(state: TrainerState) -> dict[str, float]:
-    """Return the metrics of the evaluation at the current step.
-
-    Args:
-        state: State of the Trainer.
-    """
+    """Return the metrics of the evaluation at the current step."""
     logged = (item for log in state.log_history if log.get("step") == state.global_step for item in log.items())
     return {name: value for name, value in logged if name.startswith("eval_") and isinstance(value, (int, float))}
 
 
 def dump_state(trainer: Any) -> str:
-    """Return the state of a Trainer and of its callbacks as JSON. Collective.
-
-    The states of the ranks differ, in timings for instance. As in the Trainer's folders, that of rank 0 is saved.
-
-    Args:
-        trainer: A `transformers.Trainer`.
-    """
+    """Return the state of a Trainer and of its callbacks as JSON. Collective."""
     callbacks = [*trainer.callback_handler.callbacks, trainer.control]
     kept = [each for each in callbacks if isinstance(each, ExportableState)]
     exported = replace(trainer.state, stateful_callbacks=kept)
+    # States differ between ranks, for instance in timings. As in the Trainer's folders, rank 0's is saved.
     return broadcast_object_list([json.dumps(asdict(exported))])[0]  # type: ignore[no-any-return]
 
 
 def note_best_step(state: TrainerState, checkpointer: Checkpointer, saved: int | None = None) -> None:
-    """Note the path of the best step if it exists or is being saved: its evaluation may come after its save.
-
-    Args:
-        state: State of the Trainer.
-        checkpointer: Manager of the run, which may have been moved since the path was noted.
-        saved: Number of the step that is being saved; None without one.
-    """
+    """Note the path of the best step if it exists or is being saved: its evaluation may come after its save."""
     best = state.best_global_step
     path = None if best is None else checkpointer.path(best)
     if path is not None and path != state.best_model_checkpoint and (best == saved or best in checkpointer.steps()):
@@ -64,14 +49,7 @@ def note_best_step(state: TrainerState, checkpointer: Checkpointer, saved: int |
 
 
 def require_attached(trainer: object) -> None:
-    """Require that the callback saves the steps of the training that begins.
-
-    Args:
-        trainer: Trainer that the callback is attached to; None for a subclass whose `train` does not call the original.
-
-    Raises:
-        UnsupportedError: The callback is not attached.
-    """
+    """Require that the callback saves the steps of the training that begins."""
     if trainer is None:
         raise UnsupportedError(
             "ShardckptCallback saves nothing in a Trainer whose own `train` does not call that of transformers.Trainer",
@@ -80,15 +58,7 @@ def require_attached(trainer: object) -> None:
 
 
 def require_methods(trainer: object, names: Iterable[str]) -> None:
-    """Require that a Trainer has the methods that are replaced.
-
-    Args:
-        trainer: Trainer that is to train.
-        names: Names of the methods.
-
-    Raises:
-        UnsupportedError: One is missing.
-    """
+    """Require that a Trainer has the methods that are replaced."""
     missing = [name for name in names if not hasattr(trainer, name)]
     if missing:
         found = f"a Trainer without {', '.join(missing)}"
@@ -96,15 +66,7 @@ def require_methods(trainer: object, names: Iterable[str]) -> None:
 
 
 def require_resume_from(resume_from: object, checkpointer: Checkpointer) -> None:
-    """Require a value that `Trainer.train` may resume from.
-
-    Args:
-        resume_from: Argument `resume_from_checkpoint`.
-        checkpointer: Manager of the run.
-
-    Raises:
-        UsageError: The argument is neither a bool nor a path.
-    """
+    """Require a value that `Trainer.train` may resume from."""
     if not isinstance(resume_from, (str, os.PathLike, bool, type(None))):
         raise UsageError(
             "resume_from_checkpoint must be True or the path of a checkpoint",
@@ -117,16 +79,8 @@ def require_resume_from(resume_from: object, checkpointer: Checkpointer) -> None
 def finish_without_removal(
     arguments: TrainingArguments, original: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Finish a training without the removal of folders, which compares each with the path of the best step.
-
-    That may be a URL, or not be complete yet. In place of `Trainer._finalize_training`.
-
-    Args:
-        arguments: Arguments of the Trainer.
-        original: The method of the Trainer.
-        *args: Its arguments.
-        **kwargs: The same by name.
-    """
+    """Finish a training without the removal of folders. In place of `Trainer._finalize_training`."""
+    # The removal compares folders with the path of the best step, which may be a URL, or not be complete yet.
     limit, arguments.save_total_limit = arguments.save_total_limit, None
     try:
         return original(*args, **kwargs)

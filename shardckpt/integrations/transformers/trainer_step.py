@@ -14,17 +14,7 @@ __all__ = ["TrainerStep", "require_steps_for_drill"]
 
 
 class TrainerStep:
-    """A step with one batch: forward, backward, clipping, update of the optimizer and the schedule.
-
-    Callbacks are not called, and nothing is logged or counted.
-
-    Args:
-        trainer: Trainer that trains.
-        train: Method `training_step` of the Trainer, for its model.
-        inputs: The batch.
-        args: Further arguments of the method.
-        kwargs: The same by name.
-    """
+    """A step with one batch: forward, backward, clipping, optimizer and schedule; no callbacks, logs or counts."""
 
     __slots__ = ("_args", "_inputs", "_kwargs", "_train", "_trainer")  # a drill does not look into its attributes
 
@@ -34,16 +24,7 @@ class TrainerStep:
         self._trainer, self._train, self._inputs, self._args, self._kwargs = trainer, train, inputs, args, kwargs
 
     def prove_resume(self, model: Any, state: dict[str, Any], run: str) -> None:
-        """Train the step from one saved state twice, and compare all bits; then restore the state. Collective.
-
-        Args:
-            model: Model of the Trainer, which the drill looks into.
-            state: Everything that a step of the run has.
-            run: Path or URL of the run.
-
-        Raises:
-            ResumeDivergence: The second time differs from the first.
-        """
+        """Train the step from one saved state twice, and compare all bits; then restore the state. Collective."""
         require_proven(run_drill(lambda: self.run(model), state, drill_folder(run)))
 
     def run(self, model: Any) -> dict[str, Any]:
@@ -62,14 +43,7 @@ class TrainerStep:
 
 
 def require_steps_for_drill(args: Any) -> None:
-    """Require that the first batch of a Trainer is a step of its own, and that its optimizer is saved.
-
-    Args:
-        args: Arguments of the Trainer.
-
-    Raises:
-        UsageError: Gradients accumulate, or only the model is saved.
-    """
+    """Require that the first batch of a Trainer is a step of its own, and that its optimizer is saved."""
     if args.gradient_accumulation_steps > 1:
         found = f"gradient_accumulation_steps={args.gradient_accumulation_steps}"
         raise UsageError("a drill needs steps of one batch", found=found, fix="Run it once with 1.")
