@@ -16,16 +16,14 @@ from shardckpt.events.warn_user import warn_user
 from shardckpt.plan.data.positions import BatchPlan, DataPosition, SavedPosition, require_count, require_integer
 from shardckpt.plan.data.sample_order import SampleOrder
 
-_BATCHES_AT_A_TIME = 16
-"""Batches whose samples are looked up together."""
+_BATCHES_AT_A_TIME = 16  # batches whose samples are looked up together
 
 
 class _WorkerSeeds:
-    """Generator that each iteration seeds anew.
+    """Generator that each iteration seeds again."""
 
-    It is not an attribute of the sampler, whose generators a witness compares: a resumed job iterates, and so seeds it,
-    at another position.
-    """
+    # Not an attribute of the sampler, since a witness compares the sampler's generators. A resumed job iterates from
+    # another position, and so seeds it differently.
 
     def __init__(self) -> None:
         self.generator = torch.Generator()
@@ -231,15 +229,7 @@ def derive_seed(*values: object) -> int:
 
 
 def find_replica(rank: int | None, num_replicas: int | None) -> tuple[int, int]:
-    """Return this rank and the number of ranks that split the samples.
-
-    Args:
-        rank: Rank; None for that of the default process group.
-        num_replicas: Number of ranks; None for that of the default process group.
-
-    Raises:
-        UsageError: The rank is not among the ranks, or one of the numbers is not an integer.
-    """
+    """Return this rank and the number of ranks that split the samples."""
     has_group = dist.is_available() and dist.is_initialized()
     if num_replicas is None:
         num_replicas = dist.get_world_size() if has_group else 1

@@ -46,11 +46,7 @@ class DatasetStreams:
 
 
 class DatasetExamples:
-    """Examples of a data set; its own iterator divides them over the workers of a loader once more.
-
-    Args:
-        dataset: `datasets.IterableDataset`.
-    """
+    """Examples of a data set; its own iterator divides them over the workers of a loader once more."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -66,9 +62,5 @@ class DatasetExamples:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Begin the next iteration at a state.
-
-        Args:
-            state: Result of `state_dict`.
-        """
+        """Begin the next iteration at a state."""
         self._dataset.load_state_dict(state)

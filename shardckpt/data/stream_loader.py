@@ -17,8 +17,7 @@ from shardckpt.events.warn_user import warn_user
 from shardckpt.plan.data.positions import DataPosition, require_count, require_integer
 from shardckpt.plan.data.stream_positions import SavedStreams, StreamPlan, StreamPosition
 
-OpenStream = Callable[[int, int], Iterable[Any]]
-"""Opens a stream: its number and its epoch to an iterable of samples."""
+OpenStream = Callable[[int, int], Iterable[Any]]  # opens a stream: its number and its epoch to an iterable of samples
 
 ResumeBy = Literal["reading", "state"]
 
@@ -230,13 +229,7 @@ class _StreamDataset(IterableDataset[_StreamBatch]):
 
 
 class _StreamReader:
-    """One stream, read from a position on.
-
-    Args:
-        source: How to open it.
-        number: Number of the stream.
-        position: Position of the first sample to read.
-    """
+    """One stream, read from a position on."""
 
     def __init__(self, source: _StreamSource, number: int, position: StreamPosition) -> None:
         self._source, self._number = source, number
