@@ -31,19 +31,12 @@ from shardckpt_cli.exits import run_main, wrap_command
 
 
 class Verb(NamedTuple):
-    """A command, named by its verb.
+    """A command, named by its verb."""
 
-    Attributes:
-        function: Function that it calls; its docstring is the help.
-        command_class: Class of the command.
-        help: Help text, if it is not the docstring.
-        has_one_writer: Whether one rank alone runs it if torchrun starts it on each.
-    """
-
-    function: Callable[..., None]
+    function: Callable[..., None]  # function that it calls; its docstring is the help
     command_class: type[Command] = Command
-    help: str | None = None
-    has_one_writer: bool = False
+    help: str | None = None  # help text, if it is not the docstring
+    has_one_writer: bool = False  # whether one rank alone runs it if torchrun starts it on each
 
 
 VERBS = {
@@ -69,14 +62,7 @@ VERBS = {
 
 
 def build_command(first_word: str = "") -> Any:
-    """Return the command with only the verb that will run.
-
-    Building all verbs takes longer than most runs.
-
-    Args:
-        first_word: First word of the command line. If it is not a verb, all verbs are built, to show, suggest or
-            complete them, and the options that install the completion.
-    """
+    """Return the command with only the verb that will run: building all verbs takes longer than most runs."""
     app = typer.Typer(
         name="shardckpt",
         help="Read, check and merge checkpoints of sharded PyTorch training.",
@@ -86,6 +72,7 @@ def build_command(first_word: str = "") -> Any:
         rich_markup_mode=None,
     )
     app.callback()(_take_options)
+    # All verbs are built to show, suggest or complete them.
     for name in [first_word] if first_word in VERBS else VERBS:
         verb = VERBS[name]
         function = consolidate.run_on_first_rank(verb.function) if verb.has_one_writer else verb.function
@@ -110,9 +97,7 @@ def _take_options(
 
 
 def main() -> None:
-    """Run the command.
-
-    Exit codes: 0 success, 1 checkpoint, 2 usage, 3 storage, 130 and 143 signals.
-    """
+    """Run the command."""
+    # Exit codes: 0 success, 1 checkpoint, 2 usage, 3 storage, 130 and 143 signals.
     words = sys.argv[1:] or ["--help"]
     run_main(lambda: build_command(words[0])(words, standalone_mode=False))

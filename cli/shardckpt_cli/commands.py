@@ -11,17 +11,11 @@ from typer.core import TyperCommand, TyperGroup
 
 
 class _ConvertIfNeeded(NamedTuple):
-    """Replaces the `process_value` of a parameter: text and defaults pass unchanged.
+    """Replaces the `process_value` of a parameter: text and defaults pass unchanged."""
 
-    Attributes:
-        parameter: Option or argument.
-        is_text: Whether the values are text.
-        convert: Original `process_value` of the parameter.
-    """
-
-    parameter: Any
-    is_text: bool
-    convert: Any
+    parameter: Any  # option or argument
+    is_text: bool  # whether the values are text
+    convert: Any  # original `process_value` of the parameter
 
     def __call__(self, context: Any, value: Any) -> Any:
         """Return the value that is passed to the command."""

@@ -17,12 +17,11 @@ if TYPE_CHECKING:
 
 _Arguments = ParamSpec("_Arguments")
 
-_MOST_FILES = 40
-"""Maximum lines of the report; a universal checkpoint has several files for each parameter."""
+_MOST_FILES = 40  # maximum lines of the report; a universal checkpoint has several files for each parameter
 
 
+# Variables that torchrun sets for each rank, and that processes which a rank starts inherit.
 _OF_A_RANK = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that torchrun sets for each rank, and that processes which a rank starts inherit."""
 
 CONVERT_HELP = "Convert to another format; tensors stay split as they are."
 
@@ -68,12 +67,7 @@ def consolidate(
 
 
 def run(verb: str, given: dict[str, Any]) -> None:
-    """Call a function that writes a checkpoint, and print its report.
-
-    Args:
-        verb: Public name of the function.
-        given: Arguments of the call, with `quiet` and `as_json` for the printing; None for options that were not given.
-    """
+    """Call a function that writes a checkpoint, and print its report."""
     import shardckpt
 
     quiet, as_json = given.pop("quiet"), given.pop("as_json")
@@ -94,14 +88,7 @@ def run(verb: str, given: dict[str, Any]) -> None:
 
 
 def _choose_parallel(given: bool | None, *, quiet: bool) -> bool:
-    """Return whether to share the work with the other ranks.
-
-    Prints a line if several ranks exist but the work is not shared, since each of them may have started this command.
-
-    Args:
-        given: `--parallel` or `--no-parallel`; None without either.
-        quiet: Whether to print nothing.
-    """
+    """Return whether to share the work with the other ranks; print a note if several ranks may do the same work."""
     world = _count_ranks()
     if given is not None or world < 2:
         return bool(given)
@@ -122,11 +109,9 @@ def is_first_rank() -> bool:
 
 
 def is_started_by_torchrun() -> bool:
-    """Return True if torchrun itself started this process; False if a rank did, or if that cannot be known.
-
-    torchrun starts each rank as the leader of a session. What a rank starts usually is none; if it is one, the
-    environment that its parent was started with has the same rank. Linux alone shows the environment of a parent.
-    """
+    """Return True if torchrun itself started this process; False if a rank did, or if that cannot be known."""
+    # torchrun starts each rank as a session leader. A process that a rank starts usually is not one; if it is, its
+    # parent's environment has the same rank. Only Linux shows a parent's environment.
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return False
     try:
@@ -139,10 +124,7 @@ def is_started_by_torchrun() -> bool:
 
 
 def run_on_first_rank(command: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
-    """Make all ranks but the first leave out a command that torchrun starts on each of them.
-
-    They would write the same result to the same place.
-    """
+    """Run a command on rank 0 only if torchrun starts it on all: they would write the same result to the same place."""
 
     @functools.wraps(command)
     def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:

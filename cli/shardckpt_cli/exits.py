@@ -24,11 +24,7 @@ _interrupt_messages = ["no unfinished result was left"]
 
 
 def on_interrupt_message(words: str) -> None:
-    """Set the end of the message for an interrupted command.
-
-    Args:
-        words: State that an interrupted command leaves; by default, that no unfinished result is left.
-    """
+    """Set the end of the message for an interrupted command."""
     _interrupt_messages.append(words)
 
 
@@ -41,11 +37,9 @@ class CommandFailure(Exception):  # noqa: N818  (it only carries one)
 
 
 def wrap_command(command: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
-    """Make EOFErrors, interruptions and broken pipes of a command reach `run_main`.
-
-    A truncated checkpoint is an EOFError, which the parser would report as "Aborted" after an empty line; a closed
-    output pipe is not a failure, but the parser would exit with 1.
-    """
+    """Make EOFErrors, interruptions and broken pipes of a command reach `run_main`."""
+    # A truncated checkpoint is an EOFError, which the parser would report as "Aborted" after an empty line. A closed
+    # output pipe is not a failure, but the parser would exit with 1.
 
     @functools.wraps(command)
     def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
@@ -59,11 +53,7 @@ def wrap_command(command: Callable[_Arguments, None]) -> Callable[_Arguments, No
 
 
 def run_main(run: Callable[[], object]) -> NoReturn:
-    """Run a command and exit with the code of its result.
-
-    Args:
-        run: The command; may raise anything.
-    """
+    """Run a command and exit with the code of its result."""
     signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     warnings.showwarning = _print_warning

@@ -81,12 +81,11 @@ def ls(
 
 
 _COLUMNS = ("step", "size", "saved", "metrics", "best", "statistics", "proof")
-_NUMBERS = frozenset({"step", "size"})
-"""Columns of numbers."""
+_NUMBERS = frozenset({"step", "size"})  # columns of numbers
 
 
+# Ends of the names of metrics that say how long an evaluation took; `--json` has them.
 _TIMINGS = ("runtime", "_per_second", "_time")
-"""Ends of the names of metrics that say how long an evaluation took; `--json` has them."""
 
 
 def _find_best(found: StepList, metric: str, mode: str) -> dict[int, str]:
@@ -158,8 +157,7 @@ _NO_RECORD = (
     "no resume can be proven: pass witness=shardckpt.Witness() to Checkpointer, and call ck.witness(step, loss=loss)"
     " after each training step; Trainer and Lightning take drill=True instead"
 )
-_PROOF_NUMBERS = frozenset({0})
-"""Columns of numbers."""
+_PROOF_NUMBERS = frozenset({0})  # columns of numbers
 
 
 def _proof_rows(step: StepProof) -> list[tuple[str, ...]]:
@@ -250,5 +248,4 @@ def tiers(action: _Action = "", run: _Run = "", as_json: options.AllAsJson = Fal
         print("no holder of this user answers", file=sys.stderr)
 
 
-_TIER_NUMBERS = frozenset({2, 3, 4, 5, 6})
-"""Columns of numbers."""
+_TIER_NUMBERS = frozenset({2, 3, 4, 5, 6})  # columns of numbers

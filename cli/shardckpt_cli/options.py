@@ -109,13 +109,7 @@ def require_order(sort: str, orders: Collection[str]) -> None:
 
 
 def refuse_idle(is_idle: object, why: str, given: Mapping[str, object]) -> None:
-    """Refuse options that do nothing.
-
-    Args:
-        is_idle: Whether they do nothing.
-        why: Option with which, or without which, they do nothing.
-        given: Options to their values; false if not given.
-    """
+    """Refuse options that do nothing."""
     idle = [name for name, value in given.items() if value and is_idle]
     if idle:
         raise typer.BadParameter(f"{idle[0]} does nothing {why}")

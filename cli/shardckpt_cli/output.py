@@ -18,13 +18,11 @@ from functools import lru_cache
 from itertools import repeat
 from typing import Any, Protocol, TextIO
 
-SCHEMA_VERSION = 1
-"""Version of the JSON of all commands; a change that is not an added field raises it."""
+SCHEMA_VERSION = 1  # version of the JSON of all commands; a change that is not an added field raises it
 
 _WIDEST = 96
 _MOST_PLACES = 12
-_MOST_DRAWN = 1000
-"""Maximum rows of a table that rich draws, at 0.25 ms each."""
+_MOST_DRAWN = 1000  # maximum rows of a table that rich draws, at 0.25 ms each
 
 
 class ProgressLike(Protocol):
@@ -71,41 +69,26 @@ def count(number: int, noun: str) -> str:
 
 
 def show_time(seconds: float | None) -> str:
-    """Return a time in UTC as text; empty without one.
-
-    Args:
-        seconds: Seconds since the epoch; None if unknown.
-    """
+    """Return a time in UTC as text; empty without one."""
     return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(seconds))
 
 
 def show_name(name: str) -> str:
-    """Return a name for a table: escaped, and with the first item of long keys that contain several items in braces.
-
-    Lightning's keys of callbacks have all their arguments. `--json` has full names.
-    """
+    """Return a name for a table: escaped, with only the first of several items in braces if it is long."""
+    # Lightning's keys of callbacks contain all arguments. `--json` has full names.
     from shardckpt.errors import escape
 
     return escape(_ITEMS.sub(r"{\1, ...}", name) if len(name) > _LONG_NAME else name)
 
 
 _LONG_NAME = 80
-_ITEMS = re.compile(r"\{([^{},]+),[^{}]+\}")
-"""Items in braces, such as those of a dict; the first one is a group."""
+_ITEMS = re.compile(r"\{([^{},]+),[^{}]+\}")  # items in braces, such as those of a dict; the first one is a group
 
 
 def show_table(
     rows: Sequence[Sequence[str]], *, header: Sequence[str] = (), right: frozenset[int] = frozenset()
 ) -> None:
-    """Print rows as aligned columns.
-
-    On a terminal, long names are wrapped within their column.
-
-    Args:
-        rows: Rows of equal length, with escaped text.
-        header: Names of the columns.
-        right: Indexes of right-aligned columns.
-    """
+    """Print rows as aligned columns; on a terminal, long names are wrapped within their column."""
     lines = [header, *rows] if header else rows
     if not lines:
         return
@@ -138,15 +121,9 @@ def _can_draw(stream: TextIO) -> bool:
 
 
 def print_json(result: Any) -> None:
-    """Print the result of a command as JSON, with the version of its schema.
-
-    Dataclasses and named tuples are objects with their fields and properties. Surrogates are escaped, and numbers that
-    JSON lacks are text: "inf", "nan".
-
-    Args:
-        result: Frozen dataclass that the public function of the command returns; `docs/output.schema.json` is
-            generated from its annotations.
-    """
+    """Print the result of a command as JSON, with the version of its schema."""
+    # Dataclasses and named tuples are objects with their fields and properties. Surrogates are escaped, and numbers
+    # that JSON lacks are text: "inf", "nan".
     print(json.dumps({"schema_version": SCHEMA_VERSION, **_plain(result)}, indent=2, allow_nan=False))
 
 
@@ -189,11 +166,7 @@ def left_out(places: Sequence[str]) -> None:
 
 
 def show_incomplete(steps: Sequence[IncompleteStep]) -> None:
-    """Print why steps are not complete to stderr: a line for each, but one line for all that are unfinished.
-
-    Args:
-        steps: Steps that are not complete.
-    """
+    """Print why steps are not complete to stderr: a line for each, but one line for all that are unfinished."""
     unfinished = [step for step in steps if step.is_unfinished]
     shown = [step.fault for step in steps if len(unfinished) == 1 or not step.is_unfinished]
     if len(unfinished) > 1:
@@ -207,27 +180,14 @@ def show_incomplete(steps: Sequence[IncompleteStep]) -> None:
 
 
 def join_first(names: Sequence[str]) -> str:
-    """Return names with commas; of many the first ones and the number of the others.
-
-    Args:
-        names: Names, escaped.
-    """
+    """Return names with commas; of many the first ones and the number of the others."""
     more = f" and {len(names) - _MOST_PLACES} more" if len(names) > _MOST_PLACES else ""
     return ", ".join(names[:_MOST_PLACES]) + more
 
 
 @contextmanager
 def show_progress(*, quiet: bool) -> Iterator[Callable[[ProgressLike], None] | None]:
-    """Show bytes, rate and remaining time on a terminal.
-
-    The display lasts from the first byte to the end of the block.
-
-    Args:
-        quiet: Whether to show nothing.
-
-    Yields:
-        The callback for progress; None if nothing is shown.
-    """
+    """Show bytes, rate and remaining time on a terminal; yield the callback for progress, None if nothing is shown."""
     if quiet or not _can_draw(sys.stderr):
         yield None
         return
@@ -248,8 +208,7 @@ def show_progress(*, quiet: bool) -> Iterator[Callable[[ProgressLike], None] | N
         bars.stop()
 
 
-_arguments: list[str] = []
-"""Names of the arguments of the command that runs."""
+_arguments: list[str] = []  # names of the arguments of the command that runs
 
 
 def note_arguments(names: Iterable[str]) -> None:
@@ -258,11 +217,9 @@ def note_arguments(names: Iterable[str]) -> None:
 
 
 def to_shell(message: str) -> str:
-    """Return a message of the library in the words of the command line.
-
-    Messages name an argument of Python and its option together: `overwrite=True (--overwrite)`. A name in backquotes is
-    an argument, if the command has an option for it.
-    """
+    """Return a library message in the words of the command line."""
+    # Messages name a Python argument and its option together: `overwrite=True (--overwrite)`. A name in backquotes is
+    # an argument if the command has an option for it.
     message = _PYTHON_AND_OPTION.sub(r"\1", _OPTION_AND_PYTHON.sub(r"\1", message))
     return _NAME.sub(lambda found: _name_option(found[1]) if found[1] in _arguments else found[0], message)
 

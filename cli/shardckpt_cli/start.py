@@ -10,11 +10,8 @@ from typing import NoReturn
 
 
 def main() -> None:
-    """Load the command and run it.
-
-    Until it handles signals, they end the process, since nothing needs undoing.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM):
+    """Load the command and run it."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # until the command handles them, nothing needs undoing
         signal.signal(number, _leave)
     # modules, and the million small objects of 100,000 tensors, live until exit, so that collection is wasted
     gc.set_threshold(2_000_000, 50, 100)

@@ -13,8 +13,8 @@ from shardckpt_cli import options, output
 if TYPE_CHECKING:
     from shardckpt import Problem
 
+# Problems of one kind in one file that are printed: of a file that is missing, each tensor in it has one.
 _MOST_OF_A_FILE = 16
-"""Problems of one kind in one file that are printed: of a file that is missing, each tensor in it has one."""
 
 
 def verify(
