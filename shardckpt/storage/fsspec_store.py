@@ -24,17 +24,17 @@ from shardckpt.storage.sftp import SftpFiles, get_connection
 from shardckpt.storage.store import Capabilities, Listed, Read, check_name
 from shardckpt.storage.thread_pool import ThreadPool
 
-# Cached bytes of one store, so that a small checkpoint is fetched only once, in whatever order it is read.
+# Bytes that one store caches, so that a small checkpoint is fetched only once, in whatever order it is read.
 CACHE_BYTES = 32 << 20
 
-CONCURRENT = 8  # maximum concurrent requests of one read
+CONCURRENT = 8  # maximum concurrent requests for one read
 
 _SFTP = {"sftp", "ssh"}
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "abfs": "azure", "abfss": "azure", "az": "azure", "sftp": "sftp", "ssh": "sftp"}
 
 
-# Retry settings for botocore; its default of five attempts with long pauses would multiply with those of `retry`.
+# Retry settings for botocore: five attempts with long pauses, its default, would multiply with the attempts of `retry`.
 _S3_RETRIES = {"mode": "standard", "total_max_attempts": 3}
 
 
@@ -57,7 +57,7 @@ _Running = deque[tuple[tuple[str, ByteRange], Future[bytes]]]
 
 
 class FsspecStore:
-    """A folder on any file system of fsspec. Reads are thread-safe; endpoints and keys come from the environment."""
+    """A folder on any fsspec file system. Reads are thread-safe; endpoints and keys come from the environment."""
 
     def __init__(self, url: str, *, cache_bytes: int = CACHE_BYTES, **storage_options: object) -> None:
         self.url = url
@@ -140,7 +140,7 @@ class FsspecStore:
         running: _Running = deque()
         try:
             for request in requests:
-                if len(running) == CONCURRENT:  # so that at most this many fetched ranges wait in memory
+                if len(running) == CONCURRENT:  # limits the fetched ranges that wait in memory
                     self._deliver_next(running, wanted)
                 running.append((request, pool.submit(self._fetch, *request, stop)))
             while running:
@@ -199,7 +199,7 @@ class FsspecStore:
             retry(lambda: self._fs.rm_file(path), "cannot delete", self._shown(name))
 
     def delete_files(self, folder: str, names: Collection[str]) -> None:
-        """Remove some files of a folder, and the folder if nothing else is there."""
+        """Remove some files in a folder, and the folder if nothing else is there."""
         self._delete_all([f"{folder}/{name}" for name in sorted(names)])
         with suppress(Exception):  # buckets have no folders; elsewhere an empty folder is harmless
             self._fs.rmdir(self._path(folder))
@@ -219,7 +219,7 @@ class FsspecStore:
                 self._fs.rmdir(self._path(name))
 
     def _walk(self, folder: str) -> Iterator[Listed]:
-        """Yield all content of a folder recursively, before the folder itself."""
+        """Yield a folder's content recursively, before the folder itself."""
         for entry in self.list(folder):
             if entry.is_folder:
                 yield from self._walk(entry.name)
@@ -235,7 +235,7 @@ class FsspecStore:
         return max((time for time in times if time is not None), default=None)
 
     def written_at(self, name: str) -> float | None:
-        """Return the time at which a file was written, in seconds since the epoch; None if the store has no times."""
+        """Return when a file was written, in seconds since the epoch; None if the store has no times."""
         return _changed(self._get_info(name, "its time"))
 
     def version(self, name: str) -> str:
@@ -245,11 +245,11 @@ class FsspecStore:
         return f"{entry.get('size')} {' '.join(known)}" if known else ""
 
     def rename(self, source: str, target: str) -> None:
-        """Raise an error: this store has no atomic rename of folders."""
+        """Raise an error: this store cannot rename folders atomically."""
         raise StorageError("this store cannot rename", where=self._shown(source), expected=target)
 
     def _get_info(self, name: str, what: str) -> dict[str, Any]:
-        """Return the store's metadata of a file."""
+        """Return what the store knows about a file."""
         path = self._path(name)
         info: dict[str, Any] = retry(lambda: self._fs.info(path), f"cannot find {what}", self._shown(name))
         return info
@@ -271,12 +271,12 @@ class FsspecStore:
 # Names under which file systems report when an object was written; a replaced object has a new time.
 _TIMES = ("LastModified", "last_modified", "mtime", "modified", "updated", "created")
 
-# Names under which file systems report a version that changes with the content of an object.
+# Names under which file systems report a version that changes with an object's content.
 _VERSIONS = ("ETag", "etag", "e_tag", "VersionId", "version_id", "generation", "md5Hash", "content_md5", "blob_id")
 
 
 def _changed(entry: Mapping[str, Any]) -> float | None:
-    """Return the time at which an object was written; file systems use many keys."""
+    """Return when an object was written; file systems use many keys."""
     value = next((entry[key] for key in _TIMES if entry.get(key) is not None), None)
     if isinstance(value, str):
         with suppress(ValueError):
@@ -287,7 +287,7 @@ def _changed(entry: Mapping[str, Any]) -> float | None:
 
 
 def connect(url: str, **storage_options: object) -> tuple[Any, str]:
-    """Return the file system of a URL and the path in the file system."""
+    """Return the file system for a URL, and the path in it."""
     protocol = url.partition(":")[0]
     if protocol in _SFTP:
         return _connect_sftp(url, protocol, storage_options)
@@ -311,7 +311,7 @@ def connect(url: str, **storage_options: object) -> tuple[Any, str]:
 
 
 def _correct_url(url: str, protocol: str) -> str:
-    """Return what to do about a URL that fsspec refuses."""
+    """Return a fix for a URL that fsspec refuses."""
     lower = protocol.lower()
     if lower != protocol:
         return f"Write it with small letters: {lower}{url[len(protocol) :]}"
@@ -319,7 +319,7 @@ def _correct_url(url: str, protocol: str) -> str:
 
 
 def _build_http_timeout() -> object:
-    """Return limits for each wait; None without aiohttp, the client of fsspec for HTTP."""
+    """Return limits for each wait; None without aiohttp, fsspec's HTTP client."""
     try:
         client = import_module("aiohttp")
     except ImportError:
@@ -329,7 +329,7 @@ def _build_http_timeout() -> object:
 
 
 def _connect_sftp(url: str, protocol: str, options: Mapping[str, object]) -> tuple[SftpFiles, str]:
-    """Return this process's connection to an SSH server, which is opened on first use."""
+    """Return this process's connection to an SSH server; the first use opens it."""
     try:
         fsspec.get_filesystem_class(protocol)
     except ImportError as error:
@@ -352,7 +352,7 @@ def _missing_package(url: str, protocol: str, error: ImportError) -> UsageError:
 
 
 def find_kind(url: str) -> str:
-    """Return the kind of a remote URL: `file`, `folder` or `missing`."""
+    """Return what a remote URL names: `file`, `folder` or `missing`."""
     fs, path = connect(url)
     try:
         entry: dict[str, Any] = retry(lambda: fs.info(path), "cannot look at it", url)

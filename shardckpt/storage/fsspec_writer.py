@@ -19,12 +19,12 @@ from shardckpt.storage.retry import remote_error, retry
 from shardckpt.storage.sftp import SftpFiles
 from shardckpt.storage.store import ClosingWriter, Read, Store
 
-PART_BYTES = 16 << 20  # bytes of one part of an upload, of which one is buffered; parts grow if there are many
+PART_BYTES = 16 << 20  # bytes of one part of an upload; one part is buffered, and parts grow if there are many
 
-# Parts after which the part size grows with the file. S3 allows 10,000 parts; this stays below that at 5 TB.
+# Number of parts after which they grow with the file. S3 allows 10,000 parts; this stays below at 5 TB.
 _PARTS = 1000
 
-_SLICE = 4 << 20  # maximum bytes passed to a back end's writer at once, so that its buffer does not exceed a part
+_SLICE = 4 << 20  # maximum bytes passed to a back end's writer at once: its buffer must not exceed a part
 
 _COPY_BUFFER = 4 * MAX_REQUEST
 
@@ -34,7 +34,7 @@ _APPEARS_AT_ONCE = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "hf"
 # Protocols of `_APPEARS_AT_ONCE` whose stores can create an object only if it does not exist.
 _CREATES_NEW = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl"}
 
-# File systems whose servers have answered that they cannot create an object only if it does not exist.
+# File systems whose servers cannot create an object only if it does not exist, by their answer.
 _WITHOUT_CREATE: WeakSet[Any] = WeakSet()
 
 _NOT_OFFERED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
@@ -51,7 +51,7 @@ class FsspecWriter(ClosingWriter):
 
     @abstractmethod
     def _append(self, part: bytes) -> None:
-        """Append a small number of bytes."""
+        """Append at most `_SLICE` bytes."""
 
     @abstractmethod
     def _finish(self) -> None:
@@ -71,7 +71,7 @@ class FsspecWriter(ClosingWriter):
             raise remote_error(error, "cannot write", self._shown) from error
 
     def copy_from(self, source: Store, name: str, offset: int, nbytes: int) -> None:
-        """Append a range of a file of `source`."""
+        """Append a range of a file in `source`."""
         if nbytes and self._buffer is None:
             self._buffer = memoryview(bytearray(min(nbytes, _COPY_BUFFER)))
         while nbytes:
@@ -119,7 +119,7 @@ class FsspecWriter(ClosingWriter):
 
 
 class ObjectWriter(FsspecWriter):
-    """An object of a bucket: one request with retries if it fits into a part, else a multipart upload."""
+    """An object in a bucket: one request with retries if it fits into a part, else a multipart upload."""
 
     def __init__(self, fs: Any, path: str, shown: str, *, is_new: bool, needed: str = "") -> None:
         super().__init__(fs, path, shown, is_new=is_new)
@@ -173,7 +173,7 @@ class ObjectWriter(FsspecWriter):
 
     def _require_needed(self) -> None:
         """Raise StorageError if the needed file is missing."""
-        # The request may have succeeded although its answer was lost, and another process may have removed both files.
+        # The request may have succeeded without an answer, and another process may have removed both files.
         self._fs.invalidate_cache()
         try:
             self._fs.info(self._needed)
@@ -235,7 +235,7 @@ def new_writer(fs: Any, path: str, shown: str, *, is_new: bool, needed: str = ""
 
 
 def can_create_once(fs: Any) -> bool:
-    """Return True if only one of several writers that create a new file at once succeeds."""
+    """Return True if only one writer succeeds when several create a new file at once."""
     if _protocols(fs) & _APPEARS_AT_ONCE:
         return bool(_protocols(fs) & _CREATES_NEW) and fs not in _WITHOUT_CREATE
     return isinstance(fs, SftpFiles) or "memory" in _protocols(fs)  # "memory": files of this process

@@ -1,4 +1,4 @@
-"""Linux system calls that Python does not provide, or not on other systems: renameat2, sync_file_range, setpriority."""
+"""System calls that Python lacks, or has on Linux alone: renameat2, sync_file_range, setpriority."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from contextlib import suppress
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-_SYNC_FILE_RANGE_WRITE = 2  # start writing dirty pages without waiting. Gives no guarantee, unlike fsync
+_SYNC_FILE_RANGE_WRITE = 2  # start writing dirty pages without waiting; guarantees nothing, unlike fsync
 
-# Niceness of threads beside the training: with it a thread gets a tenth of a core that others want too. A lower one
-# would keep the interpreter's lock for longer whenever the thread is interrupted with it.
+# Niceness for background threads: they get a tenth of a core that others want too. With a lower priority, a thread
+# that is interrupted would keep the interpreter's lock for longer.
 LOW_PRIORITY = 10
 
 _LOWEST_PRIORITY = 19
 
-STEP_BYTES = 1 << 25  # minimum bytes that are worth a call of `start_writeback`
+STEP_BYTES = 1 << 25  # minimum bytes worth a call to `start_writeback`
 
 _NOT_HERE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EXDEV, errno.EPERM}
 
 
 def exchange(one: str, other: str) -> bool:
-    """Swap two existing names of one file system atomically; return False, without a change, if it is not supported."""
+    """Swap two existing names on one file system atomically; return False, without a change, if not supported."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
@@ -37,7 +37,7 @@ def exchange(one: str, other: str) -> bool:
 
 
 def start_writeback(fd: int, offset: int, nbytes: int) -> None:
-    """Ask the kernel to start writing a range of a file; a hint that never fails."""
+    """Ask the kernel to start writing a file range; a hint that never fails."""
     # The disk starts early, so that the final fsync has little left to write.
     call = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if call is not None:
@@ -45,7 +45,7 @@ def start_writeback(fd: int, offset: int, nbytes: int) -> None:
 
 
 def lower_priority() -> None:
-    """Run this thread, and those that it starts, after others of the machine that need its core; never fails."""
+    """Run this thread, and threads that it starts, after others that need its core; never fails."""
     if sys.platform == "linux":  # elsewhere a priority belongs to the process
         with suppress(OSError):
             own = os.getpriority(os.PRIO_PROCESS, 0)

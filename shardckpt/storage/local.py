@@ -1,4 +1,4 @@
-"""A store in a folder of the local file system."""
+"""A store in a local folder."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from shardckpt.storage.store import (
 _NOT_EMPTY_OR_GONE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)
 
 _OPEN_FILES = 64  # maximum files that one store keeps open; a checkpoint may have thousands
-_OPEN_SHARE = 8  # divisor of the process's limit on file descriptors; a store keeps at most this part of them open
-_RUN = 512  # maximum buffers of one read call; Linux allows 1,024
+_OPEN_SHARE = 8  # a store keeps at most 1/8 of the process's file descriptors open
+_RUN = 512  # maximum buffers for one read call; Linux allows 1,024
 
-# Buffer size of local copies, in bytes, small enough that the data is still in the processor's cache when written.
+# Bytes in the buffer for local copies: the data is still in the processor's cache when it is written.
 # Measured on ext4: 3.9 GB/s with 1 MiB, 2.2 with 2 MiB, 2.7 with copy_file_range (docs/decisions/0005).
 _BUFFER = 1 << 20
 
-# Buffer size of copies from a remote source, in bytes: the amount that its concurrent requests fetch.
+# Bytes in the buffer for copies from a remote source, which its concurrent requests fill.
 _REMOTE_BUFFER = 32 << 20
 
 
@@ -58,7 +58,7 @@ class OpenFile:
             raise UnsafeError("not a regular file", where=path, fix="Remove it from the checkpoint's folder.")
 
     def __reduce__(self) -> NoReturn:
-        """Refuse copies: the first one that ends would close the descriptor of all."""
+        """Refuse copies: the first to end would close the descriptor for all."""
         raise TypeError("an open file cannot be copied or pickled")
 
     def __del__(self) -> None:
@@ -80,7 +80,7 @@ class LocalStore:
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        """Close the files that are kept open; the store remains usable."""
+        """Close cached files; the store remains usable."""
         with self._lock:
             self._files.clear()
 
@@ -88,13 +88,13 @@ class LocalStore:
         """Return the content of `folder`, sorted by name."""
         return list(self.list_first(folder, None))
 
-    def list_first(self, folder: str, most: int | None) -> Sequence[Listed]:
-        """Return some of the names in `folder`, like `list`, in a time that does not grow with their number."""
+    def list_first(self, folder: str, limit: int | None) -> Sequence[Listed]:
+        """List only some names in `folder`, in a time that does not grow with their number."""
         path = self._path(folder) if folder else self._root
         prefix = f"{folder}/" if folder else ""
         try:
             with os.scandir(path) as entries:
-                listed = [each for entry in islice(entries, most) if (each := _to_listed(prefix, entry)) is not None]
+                listed = [each for entry in islice(entries, limit) if (each := _to_listed(prefix, entry)) is not None]
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
@@ -112,7 +112,7 @@ class LocalStore:
 
     def read(self, reads: Sequence[Read]) -> None:
         """Fill every buffer."""
-        if len(reads) == 1 and reads[0].buffer.nbytes:  # a step of a large range: there are very many
+        if len(reads) == 1 and reads[0].buffer.nbytes:  # large ranges come as very many single reads
             self._read_one(*reads[0])
             return
         for run in consecutive_reads(reads):
@@ -130,7 +130,7 @@ class LocalStore:
             fill(file, file.path, offset, buffer)
 
     def open(self, name: str) -> OpenFile:
-        """Return an open file of this store; keep a reference to it while using its `fd`."""
+        """Return an open file; keep a reference to it while using its `fd`."""
         with self._lock:
             file = self._files.get(name)
             if file is not None:
@@ -141,7 +141,7 @@ class LocalStore:
             file = OpenFile(path)
         with self._lock:
             self._files[name] = file
-            if len(self._files) > _get_most_open():
+            if len(self._files) > _get_max_open():
                 self._files.popitem(last=False)
         return file
 
@@ -165,7 +165,7 @@ class LocalStore:
             sync_folder(os.path.dirname(path))
 
     def delete_files(self, folder: str, names: Collection[str]) -> None:
-        """Remove some files of a folder, and the folder if it is empty then; a power failure may bring them back."""
+        """Remove some files in a folder, and the folder if it is empty then; a power failure may bring them back."""
         path = self._path(folder)
         paths = [self._path(f"{folder}/{name}", follow=False) for name in sorted(names)]
         self.close()
@@ -189,7 +189,7 @@ class LocalStore:
             _remove(path)
 
     def changed_at(self, folder: str) -> float | None:
-        """Return the time of the last change in a folder, in seconds since the epoch; None if it does not exist."""
+        """Return when a folder last changed, in seconds since the epoch; None if it does not exist."""
         path = self._path(folder)
         times = [_changed(path)]
         for inner, folders, files in os.walk(path):
@@ -245,14 +245,14 @@ class LocalStore:
         return True
 
 
-def _get_most_open() -> int:
-    """Return the maximum of files that a store keeps open, at least 1."""
+def _get_max_open() -> int:
+    """Return how many files a store may keep open, at least 1."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return _OPEN_FILES if limit == resource.RLIM_INFINITY else max(min(limit // _OPEN_SHARE, _OPEN_FILES), 1)
 
 
 def _get_folder_id(path: str) -> tuple[int, int] | None:
-    """Return device and inode of a folder; None if it does not exist."""
+    """Return a folder's device and inode; None if it does not exist."""
     try:
         status = os.stat(path)
     except (OSError, ValueError):
@@ -261,7 +261,7 @@ def _get_folder_id(path: str) -> tuple[int, int] | None:
 
 
 def consecutive_reads(reads: Sequence[Read]) -> Iterator[list[Read]]:
-    """Yield groups of consecutive reads in one file, for one system call each."""
+    """Yield groups of consecutive reads in one file, each for one system call."""
     run: list[Read] = []
     end = 0
     for read in sorted((read for read in reads if read.buffer.nbytes), key=_place):
@@ -279,13 +279,13 @@ def _place(read: Read) -> tuple[str, int]:
 
 
 class HasDescriptor(Protocol):
-    """A file with a descriptor that stays open as long as the object exists."""
+    """A file whose descriptor stays open as long as the object exists."""
 
     fd: int
 
 
 def fill(file: HasDescriptor, shown: str, offset: int, *buffers: memoryview) -> None:
-    """Read a range of an open file into consecutive buffers."""
+    """Read a file range into consecutive buffers."""
     left: Sequence[memoryview] = buffers
     end = offset + sum([buffer.nbytes for buffer in buffers])
     try:
@@ -333,7 +333,7 @@ class LocalWriter(ClosingWriter):
                 view = view[count:]
 
     def copy_from(self, source: Store, name: str, offset: int, nbytes: int) -> None:
-        """Append a range of a file of `source`, through a cache-sized buffer."""
+        """Append a range of a file in `source`, through a cache-sized buffer."""
         buffer = self._copy_buffer(source, nbytes)
         while nbytes:
             part = buffer[: min(nbytes, len(buffer))]
@@ -387,7 +387,7 @@ class LocalWriter(ClosingWriter):
 
 
 def make_folders(path: str) -> None:
-    """Make a folder and its missing parents; a power failure does not take them away, even if they were there."""
+    """Make a folder and its missing parents, durably even if they were there."""
     if os.path.isdir(path):
         sync_name(path)
         return
@@ -399,7 +399,7 @@ def make_folders(path: str) -> None:
 
 
 def sync_name(path: str) -> None:
-    """Sync the name of a folder that is there: the process that made it may have been killed before it did."""
+    """Sync an existing folder's name: the process that made it may have been killed before it did."""
     with suppress(PermissionError):  # this user may not read the folder above
         sync_folder(os.path.dirname(os.path.abspath(path)))
 
@@ -414,7 +414,7 @@ def sync_folder(path: str) -> None:
 
 
 def open_folder(path: str) -> int:
-    """Return a file descriptor of a folder. Raises OSError."""
+    """Return a file descriptor for a folder. Raises OSError."""
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
@@ -429,7 +429,7 @@ def sync_open_folder(fd: int) -> None:
 
 
 def _to_listed(prefix: str, entry: os.DirEntry[str]) -> Listed | None:
-    """Return an entry of a folder; None if it was removed since the folder was read."""
+    """Return a folder's entry; None if it was removed since the folder was read."""
     try:
         is_folder = entry.is_dir()
         size = 0 if is_folder else entry.stat().st_size
@@ -465,7 +465,7 @@ def _is_below(real: str, root: str) -> bool:
 
 
 def _is_cached_blob(real: str, root: str) -> bool:
-    """Return True if `root` is a Hugging Face snapshot, and `real` in its blobs."""
+    """Return True if `root` is a Hugging Face snapshot, and `real` is in its blobs."""
     folder = root
     while os.path.basename(os.path.dirname(folder)) != "snapshots":
         folder, below = os.path.dirname(folder), folder

@@ -1,4 +1,4 @@
-"""Publish on a local disk: write beside the target, sync, then rename into place."""
+"""Publish on a local disk: write next to the target, sync, then rename into place."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class LocalPublication(Publication):
         needed_bytes: int,
         find_kept: FindKept = keep_no_file,
     ) -> None:
-        self.target = _resolve_target(path)  # real path of the target
+        self.target = _resolve_target(path)
         self._kind = kind
         self._find_kept = find_kept
         self._overwrite = overwrite
@@ -83,7 +83,7 @@ class LocalPublication(Publication):
                 raise
 
     def is_better_replaced_by_file(self, prefix: str) -> bool:
-        """Return True if the disk cannot exchange folders, and the target has none of the new names but the last."""
+        """Return True if the disk cannot exchange folders, and no old name starts with the prefix."""
         try:
             with convert_os_errors("cannot prepare the target", self.target, is_target=True):
                 if _is_vacant(self.target) or any(name.startswith(prefix) for name in os.listdir(self.target)):
@@ -94,11 +94,11 @@ class LocalPublication(Publication):
             raise
 
     def create(self, name: str) -> LocalWriter:
-        """Start a file of the result. Raises StorageError."""
+        """Start a file in the result. Raises StorageError."""
         return self._store.create(self._get_name(name))
 
     def find_written(self, name: str) -> str:
-        """Return the path of a closed file."""
+        """Return a closed file's path."""
         return os.path.join(self._partial, self._get_name(name))
 
     def _get_name(self, name: str) -> str:
@@ -167,8 +167,8 @@ class LocalPublication(Publication):
             sync_folder(self._partial)
 
     def _require_own_folder(self) -> None:
-        """Require that the new files are in the folder that this object made. Raises StorageError."""
-        # If another process removed it, the next new file is in another folder of this name, and the rest is gone.
+        """Require that the new files are in this object's folder. Raises StorageError."""
+        # If another process removed it, the next new file is in a new folder with this name, and the rest is gone.
         if not is_at(self._lock, self._partial):
             raise StorageError(
                 "another process removed the new files while they were written",
@@ -219,7 +219,9 @@ class LocalPublication(Publication):
     def _doubt(self, error: OSError) -> StorageError:
         """Return the error for a swap whose sync failed."""
         kept = next((path for path in (self._old, self._partial) if path and os.path.lexists(path)), "")
-        then = f"bring back the old content, which stays beside it as {os.path.basename(kept)}" if kept else "remove it"
+        then = (
+            f"bring back the old content, which stays next to it as {os.path.basename(kept)}" if kept else "remove it"
+        )
         return storage_error(
             error, f"the new content is in place and can be loaded, but a power failure may {then}", self.target
         )
@@ -253,7 +255,7 @@ class LocalPublication(Publication):
 
 
 def _cannot_make(folder: str, error: OSError) -> StorageError:
-    """Return the error for a parent folder of the target that cannot be created."""
+    """Return the error for a parent folder that cannot be created."""
     if error.errno != errno.ENOENT:
         return storage_error(error, "cannot make this folder", folder)
     result = StorageError(  # the parent exists: such file systems do not allow new folders
@@ -264,7 +266,7 @@ def _cannot_make(folder: str, error: OSError) -> StorageError:
 
 
 def _fixed_layer_error(target: str, error: OSError) -> StorageError:
-    """Return the error for an old folder that the system does not rename on its own file system."""
+    """Return the error for an old folder that the system cannot rename, even on its own file system."""
     result = StorageError(
         "the old folder cannot be renamed: it is in a fixed layer of a container's image (overlayfs)",
         where=target,
@@ -276,7 +278,7 @@ def _fixed_layer_error(target: str, error: OSError) -> StorageError:
 
 
 def _find_working_folder() -> str:
-    """Return the real path of the working directory; of one that was removed, an empty text."""
+    """Return the working directory's real path; empty if it was removed."""
     try:
         return os.path.realpath(os.curdir)
     except FileNotFoundError:
@@ -332,7 +334,7 @@ def _is_vacant(target: str) -> bool:
 
 
 def _entries(root: str, folder: str) -> list[Listed]:
-    """Return the content of a folder below a root; links count as files."""
+    """Return a folder's content; links count as files."""
     prefix = f"{folder}/" if folder else ""
     listed = []
     with suppress(FileNotFoundError), os.scandir(os.path.join(root, folder)) as entries:
@@ -359,7 +361,7 @@ def _refuse_existing(target: str, *, overwrite: bool, single_file: bool) -> None
 
 
 def _special_file_error(path: str) -> TargetExistsError:
-    """Return the error for a pipe, socket or device in the place of the result."""
+    """Return the error for a pipe, socket or device in place of the result."""
     mode = os.lstat(path).st_mode
     found = "a FIFO" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
     return TargetExistsError(
@@ -368,7 +370,7 @@ def _special_file_error(path: str) -> TargetExistsError:
 
 
 def require_space(target: str, needed_bytes: int) -> None:
-    """Require that the disk of a path to write has space."""
+    """Require that the target's disk has space."""
     folder = os.path.dirname(target)
     while not os.path.lexists(folder):
         folder = os.path.dirname(folder)
@@ -387,9 +389,9 @@ def require_space(target: str, needed_bytes: int) -> None:
 
 
 def _describe_unfinished(folder: str) -> str:
-    """Return what saves have left in a folder that were killed or are under way; empty if nothing."""
+    """Name the files that killed or running saves left in a folder; empty if none."""
     left: list[str] = []
     with suppress(OSError):
         left = sorted(filter(is_partial, os.listdir(folder)))
     shown = ", ".join(map(escape, left[:_SHOWN])) + (", ..." if len(left) > _SHOWN else "")
-    return f" ({shown} beside it: of a save that was killed, or is under way)" if left else ""
+    return f" ({shown} next to it: from a save that was killed, or is still running)" if left else ""

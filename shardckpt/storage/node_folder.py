@@ -1,4 +1,4 @@
-"""Folders that every node has for itself, under a URL that is the same on all nodes."""
+"""Folders local to each node, under a URL that is the same on all nodes."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from shardckpt.errors import MissingFileError, TargetExistsError, UsageError
 from shardckpt.storage.local import LocalStore, LocalWriter, make_folders
 from shardckpt.storage.store import Capabilities, convert_os_errors
 
-SCHEME = "shardckpt-local"  # protocol of the URLs of such folders: `shardckpt-local://RUN`
-_FOLDERS: dict[str, str] = {}  # folder of this node by the URL of its root
+SCHEME = "shardckpt-local"  # of URLs: `shardckpt-local://RUN`
+_FOLDERS: dict[str, str] = {}  # URL to path on this node
 
 
 def name_folder(run: str, folder: str) -> str:
-    """Give a folder of this node a URL that is the same on all nodes, and return it."""
+    """Give this node's folder a URL that is the same on all nodes, and return it."""
     url = f"{SCHEME}://{run}"
     _FOLDERS[url] = folder
     return url
 
 
 def find_folder(url: str) -> str | None:
-    """Return the path of this node that a URL of `name_folder`, or of a name below it, has; None for another URL."""
+    """Return this node's path for a URL that `name_folder` gave, or for a name below it; None for another URL."""
     protocol, mark, rest = url.partition("://")
     if protocol != SCHEME or not mark:
         return None
@@ -32,7 +32,7 @@ def find_folder(url: str) -> str | None:
 
 
 class NodeFolder(LocalStore):
-    """A folder of this node in which files appear one by one, as in a bucket."""
+    """A folder on this node in which files appear one by one, as in a bucket."""
 
     def __init__(self, url: str, path: str) -> None:
         super().__init__(path)
@@ -65,14 +65,14 @@ class NodeFolder(LocalStore):
 
 
 class SharedFolder(NodeFolder):
-    """A folder of a disk in which files appear one by one, and other machines may write."""
+    """A folder in which files appear one by one, and other machines may write."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path, path)
         self.capabilities = Capabilities(renames=False, is_local=True, creates_once=False)
 
     def written_at(self, name: str) -> float | None:
-        """Return the time at which a file was written, by the clock of the disk."""
+        """Return when a file was written, by the disk's clock."""
         written = self.changed_at(name)
         if written is None:
             raise MissingFileError("no such file", where=self._shown(name))

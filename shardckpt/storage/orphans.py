@@ -1,9 +1,9 @@
 """Find and remove temporary files of killed processes; locks show owners.
 
-A temporary folder belongs to the process that holds a flock on it: the kernel releases the lock when the process
-ends. Process ids are not used, since containers share them and systems reuse them. A forked child would share the lock
-and keep it after its parent ends, so it closes inherited descriptors. On file systems without locks, orphans must be
-removed by hand.
+A temporary folder belongs to the process that holds a flock on it; the kernel releases the lock when the process ends.
+Process ids would not do: containers share them, and systems reuse them. A forked child would share the lock and keep it
+after its parent ends, so it closes inherited descriptors. On file systems without locks, orphans must be removed by
+hand.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from functools import cache
 PARTIAL = "partial"  # unfinished content; worthless without its owner
 OLD = "old"  # old content, moved aside; the only copy if its owner died before the new content was in place
 
-# Minimum age, in seconds, of files of a save that may be running elsewhere before another save removes them.
+# Minimum age, in seconds, before a save removes files of another save, which may be running elsewhere.
 DEAD_S = 24 * 3600.0
 
 _MOUNT_CHARACTERS = _RANDOM_CHARACTERS = 6
 
-# Pattern of the ids in names of orphans; users may own similar names.
+# Pattern for ids in names of orphans; users may own similar names.
 _ID = f"[0-9a-f]{{{_MOUNT_CHARACTERS + _RANDOM_CHARACTERS}}}"
 
 _PARTIAL_NAME = re.compile(rf"\..+\.{PARTIAL}-{_ID}")
 
-_ATTEMPTS = 2  # attempts of a removal, since some errors are temporary
+_ATTEMPTS = 2  # to remove an orphan, since some errors are temporary
 
 # Names to try for a temporary file or folder; other users who may read the folder can lock each before its maker.
 _NAMES = 16
@@ -41,13 +41,13 @@ _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
 def sibling_path(target: str, kind: str) -> str:
-    """Return a new path beside `target` for an orphan kind."""
+    """Return a new path next to `target` for a kind of orphan."""
     folder, name = os.path.split(target)
     return os.path.join(folder, f".{name}.{kind}-{_find_mount(folder)}{os.urandom(_RANDOM_CHARACTERS // 2).hex()}")
 
 
 def _find_mount(folder: str) -> str:
-    """Return an id of this machine and a folder's mount: processes with the same id see each other's locks."""
+    """Return an id for this machine and a folder's mount: processes with the same id see each other's locks."""
     # Network file systems lock folders on one machine alone. What another mount made is removed only after `DEAD_S`.
     seen = f"{os.stat(folder or os.curdir).st_dev} {_read_boot_id()}"
     return f"{zlib.crc32(seen.encode()):08x}"[:_MOUNT_CHARACTERS]
@@ -61,7 +61,7 @@ def _read_boot_id() -> str:
 
 
 def is_partial(name: str) -> bool:
-    """Return True if a file name is a temporary name of an unfinished file."""
+    """Return True if a name is temporary, for an unfinished file."""
     return _PARTIAL_NAME.fullmatch(name.rpartition("/")[2]) is not None
 
 
@@ -85,12 +85,12 @@ def make_partial(target: str) -> tuple[str, int]:
 
 
 def make_partial_file(target: str) -> tuple[str, int]:
-    """Create a temporary file beside `target` and lock it; other arguments and errors as for `make_partial`."""
+    """Create a temporary file next to `target`; return its path and the descriptor that holds its lock."""
     return _make(target, _make_file)
 
 
 def _make(target: str, make: Callable[[str], int]) -> tuple[str, int]:
-    """Create and lock a file or folder; another one if another process locks or removes it first."""
+    """Create and lock a file or folder; try another if a process locks or removes it first."""
     for left in reversed(range(_NAMES)):  # the last is used even if another process locks it: so far nobody removes it
         path, fd = sibling_path(target, PARTIAL), -1
         try:
@@ -99,7 +99,7 @@ def _make(target: str, make: Callable[[str], int]) -> tuple[str, int]:
                 return path, fd
         except FileExistsError:
             raise  # the name belongs to another process
-        except BaseException:  # a signal may come before the caller knows of it
+        except BaseException:  # a signal may come before the caller knows the file
             remove(path)
             release(fd)
             raise
@@ -109,7 +109,7 @@ def _make(target: str, make: Callable[[str], int]) -> tuple[str, int]:
 
 
 def _make_folder(path: str) -> int:
-    """Create a folder; return its descriptor, or -1 if another process has removed it already."""
+    """Create a folder; return its descriptor, or -1 if another process removed it."""
     os.mkdir(path)
     with suppress(FileNotFoundError):
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -121,7 +121,7 @@ def _make_file(path: str) -> int:
 
 
 def hold(fd: int) -> bool:
-    """Lock an open file or folder until it is closed, if locks are supported; return False if another process has."""
+    """Lock an open file or folder until it is closed, if possible; return False if another process holds the lock."""
     _held.add(fd)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -133,7 +133,7 @@ def hold(fd: int) -> bool:
 def close(fd: int) -> None:
     """Close a descriptor and release its lock. Raises OSError."""
     _held.discard(fd)
-    with suppress(InterruptedError):  # the descriptor is closed nevertheless
+    with suppress(InterruptedError):  # the descriptor is closed in any case
         os.close(fd)
 
 
@@ -167,19 +167,19 @@ def is_at(fd: int, path: str) -> bool:
 
 
 def find_orphans(target: str, kind: str) -> list[str]:
-    """Return the orphans of a kind beside `target` that no process owns, oldest first."""
+    """Return orphans next to `target` that no process owns, oldest first."""
     return sorted((path for path in _list_siblings(target, kind) if _is_free(path, target, kind)), key=_changed)
 
 
 def find_moved_aside(path: str) -> str:
-    """Return a missing folder's old content: a process may have been killed before the new had its name."""
+    """Return a missing folder's old content; empty without any. A process may have been killed between two renames."""
     if os.path.lexists(path):
         return ""
     return max(filter(is_folder, _list_siblings(os.path.abspath(path), OLD)), key=_changed, default="")
 
 
 def is_folder(path: str) -> bool:
-    """Return True if a path is a folder, and no link: only folders are moved aside."""
+    """Return True if a path is a folder and not a link: only folders are moved aside."""
     return os.path.isdir(path) and not os.path.islink(path)
 
 
@@ -194,12 +194,12 @@ def _list_siblings(target: str, kind: str) -> list[str]:
 
 
 def list_owned(target: str, kind: str) -> list[str]:
-    """Return the paths of a kind beside `target` that another process may own."""
+    """Return paths next to `target` that another process may own."""
     return [path for path in _list_siblings(target, kind) if not _is_free(path, target, kind)]
 
 
 def _is_free(path: str, target: str, kind: str) -> bool:
-    """Return True if an orphan is not locked, and cannot be unfinished content of a process that locks elsewhere."""
+    """Return True if an orphan is not locked, and no process on another machine can still be writing it."""
     fd = take(path)
     if fd is None:
         return False
@@ -221,7 +221,7 @@ def _is_dead(path: str, target: str) -> bool:
 
 
 def _read_clock(target: str) -> float:
-    """Return the time by the clock of a file system, with an empty file beside `target`. Raises OSError."""
+    """Return a file system's time by writing an empty file next to `target`. Raises OSError."""
     path, fd = make_partial_file(target)
     try:
         return os.fstat(fd).st_ctime
@@ -238,7 +238,7 @@ def _changed(path: str) -> int:
 
 
 def sweep(target: str, kind: str) -> None:
-    """Remove the unlocked orphans of a kind beside `target`; never raises."""
+    """Remove unlocked orphans next to `target`; never raises."""
     for path in find_orphans(target, kind):
         remove_orphan(path)
 
@@ -256,7 +256,7 @@ def remove_orphan(path: str) -> bool:
 
 
 def remove(path: str) -> None:
-    """Remove a file, or a folder with its content; never raises OSError."""
+    """Remove a file, or a folder with all its content; never raises OSError."""
     for _ in range(_ATTEMPTS):
         with suppress(OSError):  # rmtree raises errors of closing a folder
             if os.path.isdir(path) and not os.path.islink(path):

@@ -1,4 +1,4 @@
-"""Interface of a publication on a disk or a remote store."""
+"""Interface for publications on a disk or a remote store."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection
 from shardckpt.errors import StorageError, TargetExistsError
 from shardckpt.storage.store import Writer
 
-FindKept = Callable[[], Collection[str]]  # returns the names of files of the old content that stay
+FindKept = Callable[[], Collection[str]]  # returns the names of old files that stay
 
 
-# Returns the names of files of the result that are missing. Raises StorageError if the store failed.
+# Returns the names of missing files in the result. Raises StorageError if the store failed.
 FindMissing = Callable[[], Collection[str]]
 
 
@@ -20,7 +20,7 @@ def keep_no_file() -> Collection[str]:
     return ()
 
 
-_REPLACE_IT = "Pass overwrite=True (--overwrite) to replace it."  # remedy for messages about an existing target
+_REPLACE_IT = "Pass overwrite=True (--overwrite) to replace it."
 
 
 def target_exists_error(target: str) -> TargetExistsError:
@@ -29,14 +29,14 @@ def target_exists_error(target: str) -> TargetExistsError:
 
 
 def folder_exists_error(target: str) -> TargetExistsError:
-    """Return the error for a folder at the place of a file."""
+    """Return the error for a folder in place of a file."""
     return TargetExistsError(
         "the target is a folder, but the result is one file", where=target, fix="Choose another name."
     )
 
 
 def files_removed_error(last: str, missing: str) -> StorageError:
-    """Return the error for a file that stands for others, which another process has removed."""
+    """Return the error for a file that stands for others that another process has removed."""
     return StorageError(
         "another process removed the files of this before its request was answered",
         where=last,
@@ -51,9 +51,9 @@ class Publication(ABC):
     Attributes:
         unique_suffix: Short id for the names of large files; empty if names may repeat. On a store without rename, new
             names keep the old files readable until the new ones are complete.
-        staging_url: URL of the folder that contains the files until the commit. Other processes may write files with
-            other names there, as `JoinedPublication` does.
-        is_hidden: Whether the result has its name only after `commit`, so that all files can be looked for before that.
+        staging_url: Folder that contains the files until the commit. Other processes may write files with other names
+            there, as `JoinedPublication` does.
+        is_hidden: Whether the result gets its name only at `commit`, so that all files can be checked before.
     """
 
     unique_suffix: str = ""
@@ -62,7 +62,7 @@ class Publication(ABC):
 
     @abstractmethod
     def create(self, name: str) -> Writer:
-        """Start a file of the result.
+        """Start a file in the result.
 
         Args:
             name: File name relative to the target folder; ignored if the target is a single file.
@@ -72,7 +72,7 @@ class Publication(ABC):
         """
 
     def find_written(self, name: str) -> str:  # noqa: ARG002  (a disk has it)
-        """Return the local path of a closed file of the result, before the commit.
+        """Return a closed file's local path, before the commit.
 
         Args:
             name: As for `create`.
@@ -87,7 +87,7 @@ class Publication(ABC):
         """Move the result to its target atomically. Called by `publish`.
 
         Args:
-            find_missing: Called on a store without rename when the last file is there; None without a look. If files
+            find_missing: Called on a store without rename when the last file is there; None to skip the check. If files
                 are missing, the last file is removed again.
 
         Raises:

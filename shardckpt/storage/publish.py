@@ -1,6 +1,6 @@
 """Publish results atomically: a target shows the complete result or old content.
 
-One process begins and commits a publication; other processes may join it and add files.
+One process starts and commits a publication; other processes may join it and add files.
 """
 
 from __future__ import annotations
@@ -91,17 +91,17 @@ class JoinedPublication(Publication):
         return "" if path is None else os.path.join(path, name)
 
     def commit(self, find_missing: FindMissing | None = None) -> None:
-        """Do nothing: the process that began the publication commits it."""
+        """Do nothing: the process that started the publication commits it."""
 
     def rollback(self) -> None:
-        """Remove unfinished files of this process; never raises."""
+        """Remove this process's unfinished files; never raises."""
         # Finished files stay: the other process may have committed them, or may do so late. Its rollback removes them.
         for writer in self._writers:
             writer.abort()
 
 
 def _require_folder(path: str) -> None:
-    """Require that a folder exists that another process has just created."""
+    """Require a folder that another process has just created."""
     if os.path.isdir(path) or _is_there_now(path):
         return
     raise StorageError(
@@ -136,7 +136,7 @@ def _make_missing(folder: str, created: list[str]) -> None:
 
 
 def overlaps(source: str, target: str) -> bool:
-    """Return True if two URLs name the same place, or one a place in the other. Links are resolved."""
+    """Return True if two URLs name the same place, or one is in the other. Links are resolved."""
     one, other = local_path(source), local_path(target)
     if (one is None) != (other is None):
         return False
@@ -146,7 +146,7 @@ def overlaps(source: str, target: str) -> bool:
 
 
 def require_apart(source: str, target: str) -> None:
-    """Require that neither of two URLs is in the other. Raises UsageError."""
+    """Raise UsageError if one URL is in the other."""
     if overlaps(source, target):
         raise UsageError("source and target overlap", found=target, where=source, fix="Write to another folder.")
 
@@ -162,7 +162,7 @@ def _is_within(one: str, other: str) -> bool:
 
 
 def find_missing_files(place: str, sizes: Sequence[Mapping[str, int]]) -> dict[str, int | None]:
-    """Return the incomplete files of all ranks with the bytes that this process sees; None for a missing file."""
+    """Return incomplete files with the bytes that this process sees; None for a missing file."""
     expected = {name: nbytes for each in sizes for name, nbytes in each.items()}
     there = {entry.name: entry.size for entry in open_place(place).list()}
     unseen = [name for name, nbytes in expected.items() if there.get(name) != nbytes]
@@ -171,7 +171,7 @@ def find_missing_files(place: str, sizes: Sequence[Mapping[str, int]]) -> dict[s
 
 
 def require_files(url: str, place: str, sizes: Sequence[Mapping[str, int]]) -> None:
-    """Require that this process sees the complete files of all ranks."""
+    """Require that this process sees all ranks' complete files."""
     missing = find_missing_files(place, sizes)
     if not missing:
         return
@@ -198,13 +198,13 @@ SHARE_IT = "Save to storage that every rank sees under this name: a shared file 
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Return rank numbers as text, with only the first ones of many."""
+    """Return rank numbers as text; only the first if there are many."""
     shown = ", ".join(map(str, ranks[:10])) + (f" and {len(ranks) - 10} more" if len(ranks) > 10 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 def _size(url: str, name: str) -> int | None:
-    """Return the size of a file in the store in bytes; None for a missing file."""
+    """Return a file's bytes in the store; None for a missing file."""
     with suppress(MissingFileError):
         return open_place(url).size(name)
     return None

@@ -1,4 +1,4 @@
-"""Cache of fetched ranges of remote files, and planning of requests."""
+"""Cache fetched ranges of remote files, and plan requests."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-# Block size that requests are rounded to, in bytes. Its transfer takes about as long as an object store's latency.
+# Requests are rounded to blocks with so many bytes. A transfer takes about as long as an object store's latency.
 BLOCK = 128 << 10
 
-GAP = BLOCK  # maximum gap, in bytes, between two wanted ranges that one request fetches together
+GAP = BLOCK  # maximum bytes between two wanted ranges that one request fetches together
 
-# Maximum size, in bytes, of files that are fetched in full: header, middle and end will all be read.
+# Files with at most so many bytes are fetched in full: header, middle and end will all be read.
 FULL_FILE = 1 << 20
 
-MAX_REQUEST = 8 << 20  # maximum bytes of one request: several run concurrently, and a failed one is cheap to repeat
+MAX_REQUEST = 8 << 20  # bytes; several requests run concurrently, and a failed one is cheap to repeat
 
 
 class ByteRange(NamedTuple):
-    """A range of bytes of one file."""
+    """A range of bytes in one file."""
 
-    start: int  # offset of the first byte
-    stop: int  # end of the range, exclusive
+    start: int
+    stop: int  # exclusive
 
 
 class BlockCache:
-    """Disjoint ranges of files, in full blocks. The least recently used are dropped beyond the budget."""
+    """Disjoint file ranges, in full blocks. The least recently used are dropped beyond the budget."""
 
     def __init__(self, budget: int) -> None:
         self._budget = budget  # bytes

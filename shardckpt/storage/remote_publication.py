@@ -37,7 +37,7 @@ class DeferredWriter(ClosingWriter):
         self._writer.write(data)
 
     def copy_from(self, source: Store, name: str, offset: int, nbytes: int) -> None:
-        """Append a range of a file of `source`. Raises StorageError."""
+        """Append a range of a file in `source`. Raises StorageError."""
         self._writer.copy_from(source, name, offset, nbytes)
 
     def close(self) -> None:
@@ -64,7 +64,7 @@ class BufferedWriter(ClosingWriter):
         self._data += data
 
     def copy_from(self, source: Store, name: str, offset: int, nbytes: int) -> None:
-        """Append a range of a file of `source`. Raises StorageError."""
+        """Append a range of a file in `source`. Raises StorageError."""
         self._data += read_bytes(source, name, offset, nbytes)
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ class BufferedWriter(ClosingWriter):
             with self._store.create(self._name, is_new=is_new, needed=needed) as writer:
                 writer.write(self._data)
         except TargetExistsError:
-            if not self.is_written():  # if it is, the request was repeated after its answer was lost
+            if not self.is_written():  # if it is, the first answer was lost and the request repeated
                 raise
 
     def is_written(self) -> bool:
@@ -186,7 +186,7 @@ class RemoteFolder(Publication):
             raise files_removed_error(f"{self._store.url}/{self._last}", min(missing))
 
     def _list_unneeded(self, names: Collection[str]) -> list[str]:
-        """Return those of the old files that do not stay."""
+        """Return the old files that do not stay."""
         if not names:
             return []
         try:
@@ -208,7 +208,7 @@ class RemoteFolder(Publication):
         return [name for name in _all_files(store) if json.dumps(name).encode() in text]
 
     def _list_dead(self) -> list[str]:
-        """Return the old files except recent ones of other saves, which may still be running."""
+        """Return the old files, except recent ones from other saves, which may still be running."""
         of_a_save = re.compile(rf"\.?[0-9a-z]{{{len(self._prefix)}}}[-.].*")
         return [name for name in self._old if not of_a_save.fullmatch(name) or self._is_dead(name)]
 
@@ -220,7 +220,7 @@ class RemoteFolder(Publication):
         return False
 
     def _read_store_time(self) -> float:
-        """Return the time at which the store got a file of this save: the clock of this machine may be days ahead."""
+        """Return when the store got this save's last file: this machine's clock may be days ahead."""
         written = self._store.written_at(self._written[-1]) if self._written else None
         return time.time() if written is None else written
 
@@ -254,7 +254,7 @@ class RemoteFolder(Publication):
         return False
 
     def _list_other_files(self) -> list[str]:
-        """Return the files that other processes wrote for this result."""
+        """Return files that other processes wrote for this result."""
         if not self._prefix:
             return []
         with suppress(StorageError):
@@ -300,7 +300,7 @@ def _all_files(store: Store) -> list[str]:
 
 
 def _only_partials(store: Store, url: str, last: str | None) -> list[str]:
-    """Return the files of a folder that contains only incomplete content."""
+    """Return the files in a folder that has only incomplete content."""
     partials = []
     for name in files_below(store.list, "", url):
         if not is_partial(name):

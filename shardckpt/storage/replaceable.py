@@ -1,7 +1,4 @@
-"""Decide what overwriting may replace: one checkpoint of the written kind.
-
-An empty folder may be replaced too, and nothing else.
-"""
+"""Decide what overwriting may replace: one checkpoint of the written kind, or an empty folder."""
 
 from __future__ import annotations
 
@@ -13,15 +10,15 @@ from shardckpt.errors import TargetExistsError
 from shardckpt.storage.orphans import is_partial
 from shardckpt.storage.store import Listed, Read, Store, read_bytes
 
-_HEAD_BYTES = 512  # number of first bytes of a file that identify its kind
-MOST_ENTRIES = 1_000_000  # maximum files and folders to list; a larger target does not count as one checkpoint
+_HEAD_BYTES = 512  # first bytes of a file, which identify its kind
+MAX_ENTRIES = 1_000_000  # maximum files and folders to list; a larger target does not count as one checkpoint
 
 # Names of files that operating systems create in folders; they may be deleted.
 _OF_A_SYSTEM = re.compile(r"\.DS_Store|Thumbs\.db|desktop\.ini|\._.+|\.(nfs|fuse_hidden)[0-9a-f]+")
 
 _SHOWN = 8
 
-# Returns the content of a folder, relative to the target; the empty name is the target.
+# Returns a folder's content, relative to the target; the empty name is the target.
 ListFolder = Callable[[str], Sequence[Listed]]
 
 
@@ -31,17 +28,17 @@ def _no_names(store: Store, sizes: Mapping[str, int]) -> Collection[str]:  # noq
 
 @dataclass(frozen=True, slots=True)
 class FolderKind:
-    """Patterns of the files of a checkpoint folder.
+    """Patterns for the files in a checkpoint folder.
 
     Files in subfolders are matched by their relative path.
 
     Attributes:
-        title: Name of one such checkpoint in messages.
-        payload: Names that only files of such a checkpoint have; every checkpoint has at least one.
+        title: Name for such a checkpoint in messages.
+        payload: Names that only such a checkpoint's files have; every checkpoint has at least one.
         beside: Other names that a save of this kind writes.
-        renewed: Names of files that the new result also contains, so old ones of any origin may be replaced.
-        members: Returns the names that the checkpoint itself lists, from the store and the sizes of the files directly
-            in it. Raises ShardckptError if the checkpoint must not be replaced.
+        renewed: Names that the new result also has, so that any old file with such a name may be replaced.
+        members: Returns the names that the checkpoint itself lists, from the store and its top-level files' sizes.
+            Raises ShardckptError if the checkpoint must not be replaced.
         is_one: Recognizes a payload file by its first 512 bytes; None if the name is sufficient.
     """
 
@@ -55,9 +52,9 @@ class FolderKind:
 
 @dataclass(frozen=True, slots=True)
 class FileKind:
-    """Description of a checkpoint that is one file."""
+    """A checkpoint that is one file."""
 
-    title: str  # name of one such file in messages
+    title: str  # in messages
     is_one: Callable[[bytes], bool]  # recognizes the file by its first 512 bytes
 
 
@@ -65,7 +62,7 @@ Kind = FolderKind | FileKind
 
 
 def is_ignored(name: str) -> bool:
-    """Return True if a file may be ignored: a system file or temporary file."""
+    """Return True if a file may be ignored: a system file or a temporary file."""
     return is_partial(name) or _OF_A_SYSTEM.fullmatch(name.rpartition("/")[2]) is not None
 
 
@@ -101,16 +98,16 @@ def find_replaceable_files(kind: FolderKind, store: Store, list_folder: ListFold
 
 
 def files_below(list_folder: ListFolder, folder: str, where: str) -> Iterator[str]:
-    """Yield the files of a folder recursively; list each folder when reached."""
+    """Yield a folder's files recursively; list each folder when reached."""
     pending, count = [folder], 0
     while pending:
         for entry in list_folder(pending.pop()):
             count += 1
-            if count > MOST_ENTRIES:
+            if count > MAX_ENTRIES:
                 raise TargetExistsError(
                     "the target holds too much to be one checkpoint",
                     where=where,
-                    found=f"more than {MOST_ENTRIES} files and folders",
+                    found=f"more than {MAX_ENTRIES} files and folders",
                     fix="Choose another target.",
                 )
             if entry.is_folder:
@@ -120,7 +117,7 @@ def files_below(list_folder: ListFolder, folder: str, where: str) -> Iterator[st
 
 
 def require_file(kind: FileKind, store: Store, name: str, where: str) -> None:
-    """Require that a file is of a kind, or empty, before it is replaced."""
+    """Require that a file to replace has the written kind, or is empty."""
     head = read_bytes(store, name, 0, min(store.size(name), _HEAD_BYTES))
     if head and not kind.is_one(head):
         raise TargetExistsError(
@@ -131,7 +128,7 @@ def require_file(kind: FileKind, store: Store, name: str, where: str) -> None:
 
 
 def _find_other_content(kind: FolderKind, store: Store, sizes: Mapping[str, int]) -> list[str]:
-    """Return the files with payload names and other content. Empty files count as payload."""
+    """Return files with payload names but other content. Empty files count as payload."""
     if kind.is_one is None:
         return []
     heads = {

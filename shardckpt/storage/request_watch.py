@@ -1,4 +1,4 @@
-"""Name the request of a store that is not answered, while it is waited for."""
+"""Log requests to a store that wait long for an answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-FIRST_NOTICE_S = 10.0  # seconds without an answer before the first line
+FIRST_NOTICE_S = 10.0  # seconds without an answer before the first warning
 NEXT_NOTICE_S = 60.0  # seconds between further lines
 
 _TICK_S = 1.0
@@ -24,7 +24,7 @@ class RequestWatch:
         self.forget()
 
     def forget(self) -> None:
-        """Forget all requests, as in a forked process, where the thread is not."""
+        """Forget all requests, as in a forked process, which does not have the thread."""
         self._started: dict[object, tuple[str, float]] = {}
         self._answered_at = 0.0
         self._lock = threading.Lock()
@@ -49,7 +49,7 @@ class RequestWatch:
     def _start_thread(self) -> None:
         try:
             threading.Thread(target=self._run, name="request watch", daemon=True).start()
-        except RuntimeError:  # no thread can be started, as while the process ends; the request needs none
+        except RuntimeError:  # as while the process ends; the request does not need the thread
             self._is_running = False
 
     def _run(self) -> None:
@@ -69,6 +69,6 @@ class RequestWatch:
                 _LOG.warning("%s: no answer for %d s, still waiting", where, silent)
 
 
-WATCH = RequestWatch()  # requests of this process
+WATCH = RequestWatch()
 
 os.register_at_fork(after_in_child=WATCH.forget)

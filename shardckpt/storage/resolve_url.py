@@ -40,7 +40,7 @@ def as_url(path: object) -> str:
 
 
 def as_place(path: object) -> str:
-    """Return a path argument as text that names a place."""
+    """Return a path argument as text, and require that it names a place."""
     url = as_url(path)
     if not url or "\0" in url:
         what = "must not contain a NUL character" if url else "must not be empty"
@@ -53,7 +53,7 @@ _ORDER = f"{_TEXT}; a state goes before it."
 
 
 def local_path(url: str) -> str | None:
-    """Return the local path of a URL, with the home folder for `~`; None if it is remote."""
+    """Return a URL's local path, with the home folder for `~`; None if it is remote."""
     url = as_place(url)
     if url.startswith(("file://", "local://")):
         return url.partition("://")[2] or "/"
@@ -82,7 +82,7 @@ def _expand_home(path: str) -> str:
 
 
 def fix_folder(url: str) -> str:
-    """Return a path or URL whose place does not depend on the working directory any more; URLs stay as they are."""
+    """Return an absolute path, which does not depend on the working directory; URLs stay as they are."""
     path = local_path(url)
     if path is None or os.path.isabs(path):
         return url
@@ -93,12 +93,12 @@ def fix_folder(url: str) -> str:
 
 
 def open_store(url: str) -> Store:
-    """Return the store of a folder."""
+    """Return the store for a folder."""
     return _find_mounted(url) or _open_folder(url)
 
 
 def open_place(url: str) -> Store:
-    """Return the store of a folder to write into, whatever is mounted there for reads. Raises as `open_store`."""
+    """Return the store to write into a folder, whatever is mounted there for reads. Raises like `open_store`."""
     path = local_path(url)
     return open_remote(url) if path is None else LocalStore(path)
 
@@ -113,12 +113,12 @@ def _open_folder(url: str) -> Store:
     return LocalStore(old or path)
 
 
-MOUNTED: dict[str, Store] = {}  # stores by the URL of their root, which replace what the URL names otherwise
+MOUNTED: dict[str, Store] = {}  # by root URL, which they replace for reads
 
 
 @contextmanager
 def mount_store(url: str, store: Store) -> Iterator[None]:
-    """Open a URL, and the folders below it, as a given store in this process within the context."""
+    """Open a URL, and folders below it, as a given store in this process within the context."""
     MOUNTED[url] = store
     try:
         yield
@@ -127,7 +127,7 @@ def mount_store(url: str, store: Store) -> Iterator[None]:
 
 
 def _find_mounted(url: str) -> Store | None:
-    """Return the mounted store of a folder; None without one."""
+    """Return a folder's mounted store; None without one."""
     for root, store in [*MOUNTED.items()]:
         folder = url.rstrip("/").removeprefix(root)
         if url.startswith(root) and (not folder or folder.startswith("/")):
@@ -136,7 +136,7 @@ def _find_mounted(url: str) -> Store | None:
 
 
 def _find_mounted_kind(url: str) -> str:
-    """Return the kind of a URL in a mounted store, as `kind`; empty if it is in none."""
+    """Return what a URL names in a mounted store, like `kind`; empty outside mounted stores."""
     for root, store in [*MOUNTED.items()]:
         name = url.rstrip("/").removeprefix(root).lstrip("/")
         if url.startswith(f"{root}/") and name:
@@ -149,7 +149,7 @@ def _find_mounted_kind(url: str) -> str:
 
 
 def open_remote(url: str) -> ObjectStore:
-    """Return the store of a folder in which files appear one by one. Raises UsageError like `open_store`."""
+    """Return a store in which files appear one by one. Raises UsageError like `open_store`."""
     path = local_path(url)
     if path is not None:
         return SharedFolder(path)
@@ -164,19 +164,19 @@ def open_remote(url: str) -> ObjectStore:
 
 
 def _is_held(url: str) -> bool:
-    """Return True if a URL names the memory of a holder."""
+    """Return True if a URL names a holder's memory."""
     return url.startswith(f"{SCHEME}://")
 
 
 def _open_held(url: str) -> HolderStore:
-    """Return the store of a URL that names the memory of a holder."""
+    """Return the store for a URL that names a holder's memory."""
     from shardckpt.storage.holder.holder_store import HolderStore  # noqa: PLC0415  (sockets; most commands need none)
 
     return HolderStore(url)
 
 
 def split(url: str) -> tuple[str, str]:
-    """Split a path or URL into the URL of its folder and its name there."""
+    """Split a path or URL into its folder's URL and its name there."""
     path = local_path(url)
     trimmed = (url if path is None else path).rstrip("/")
     parent, slash, name = trimmed.rpartition("/")
@@ -188,7 +188,7 @@ def split(url: str) -> tuple[str, str]:
 
 
 def kind(url: str) -> str:
-    """Return the kind of a URL: `file`, `folder` or `missing`."""
+    """Return what a URL names: `file`, `folder` or `missing`."""
     path = local_path(url)
     if mounted := _find_mounted_kind(url):
         return mounted
@@ -212,7 +212,7 @@ def kind(url: str) -> str:
 
 
 def find_missing_bucket(url: str) -> str:
-    """Return the URL of the bucket of a URL if it does not exist; empty if it does, or is not known to be missing."""
+    """Return the bucket's URL if the bucket is known to be missing; else an empty text."""
     protocol, _, place = url.partition("://")
     bucket = f"{protocol}://{place.strip('/').partition('/')[0]}"
     if protocol not in _BUCKETS or "@" in bucket:
@@ -229,7 +229,7 @@ def missing_bucket_error(bucket: str) -> SourceNotFoundError:
 
 
 def not_found_error(url: str, what: str = "nothing is stored here") -> SourceNotFoundError:
-    """Return the error for a path or URL where nothing is stored; it names the bucket if that does not exist."""
+    """Return the error for a path or URL where nothing is stored; it names a missing bucket."""
     if bucket := find_missing_bucket(url):
         return missing_bucket_error(bucket)
     return SourceNotFoundError(what, where=url, fix="Check the path or URL.")

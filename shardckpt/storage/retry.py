@@ -16,12 +16,12 @@ from shardckpt.events import count_retry
 from shardckpt.storage.request_watch import WATCH
 from shardckpt.storage.store import storage_error
 
-ATTEMPTS = 4  # attempts of one request, including the first
+ATTEMPTS = 4  # for one request, including the first
 
-# Seconds from the first attempt after which a request without any answer is not tried again; clients retry, too.
+# A request without any answer for so many seconds since the first attempt is not tried again; clients retry, too.
 UNANSWERED_S = 45.0
 
-# Seconds after a request that no attempt had an answer to, in which others to the same server have one attempt.
+# If no attempt had an answer, other requests to the same server get only one attempt for so many seconds.
 LOST_S = 60.0
 
 # Seconds before the second attempt, times a random factor of 0.5 to 2; each further pause is twice as long.
@@ -45,10 +45,10 @@ _PERMANENT = {
     errno.EDQUOT,
     errno.EROFS,
 }
-# Exception classes of aiohttp, botocore, urllib3 and paramiko for interrupted connections.
+# Exceptions in aiohttp, botocore, urllib3 and paramiko for interrupted connections.
 _TRANSIENT_NAMES = re.compile("Timeout|Connect|Incomplete|Payload|HTTPClient|Protocol|Throttl")
 
-# Their exception classes for connections that were not made.
+# Their exceptions for connections that were not made.
 _UNREACHABLE_NAMES = {
     "ClientConnectorError",
     "ConnectionTimeoutError",
@@ -60,7 +60,7 @@ _UNREACHABLE_NAMES = {
 
 _MISSING_BUCKET = re.compile("(?i)(bucket|container) does not exist")  # texts of S3, of Google's and of Azure's store
 
-# Codes of S3 for credentials that may have been replaced since they were read.
+# S3's codes for credentials that may have been replaced since they were read.
 _NO_LONGER_VALID = {
     "ExpiredToken",
     "ExpiredTokenException",
@@ -69,10 +69,10 @@ _NO_LONGER_VALID = {
     "InvalidAccessKeyId",
 }
 
-# Their exception classes for connections that ended before an answer began.
+# Exceptions for connections that ended before an answer started.
 _DROPPED_NAMES = {"ConnectionClosedError", "ServerDisconnectedError", "RemoteDisconnected"}
 
-LOST: dict[str, float] = {}  # servers without an answer, each with the time of the last failure
+LOST: dict[str, float] = {}  # servers without an answer, and the last failure's time
 
 T = TypeVar("T")
 
@@ -117,18 +117,18 @@ def _retry(action: Callable[[], T], what: str, where: str, pause: Callable[[floa
 
 
 def _find_server(where: str) -> str:
-    """Return the protocol of a URL and the server or bucket in it."""
+    """Return a URL's protocol and server or bucket."""
     return "/".join(where.split("/", 3)[:3])
 
 
 def _has_no_answer(error: BaseException) -> bool:
-    """Return True if a server did not begin to answer."""
+    """Return True if a server did not start to answer."""
     names = {kind.__name__ for kind in type(error).__mro__}
     return _is_unreachable(error) or _is_unanswered(error) or bool(names & _DROPPED_NAMES)
 
 
 def _needs_new_credentials(error: BaseException) -> bool:
-    """Return True if S3 refused the credentials as such."""
+    """Return True if S3 refused the credentials themselves."""
     for each in (error, error.__cause__):
         response = getattr(each, "response", None)
         if isinstance(response, dict) and response.get("Error", {}).get("Code") in _NO_LONGER_VALID:
@@ -137,7 +137,7 @@ def _needs_new_credentials(error: BaseException) -> bool:
 
 
 def _read_credentials() -> bool:
-    """Have the S3 clients of this process read their credentials again; return True if there are any clients."""
+    """Make this process's S3 clients read their credentials again; return True if there are any."""
     clients = list(sys.modules["s3fs"].S3FileSystem._cache.values()) if "s3fs" in sys.modules else []
     try:
         for client in clients:
@@ -148,7 +148,7 @@ def _read_credentials() -> bool:
 
 
 def _find_failure(error: Exception) -> Exception:
-    """Return the failure behind an error; fsspec calls each failure of HTTP a missing file."""
+    """Return the cause of an error: fsspec calls each HTTP failure a missing file."""
     cause = error.__cause__
     is_hidden = isinstance(error, FileNotFoundError) and isinstance(cause, Exception) and is_transient(cause)
     return cause if is_hidden and isinstance(cause, Exception) else error
@@ -170,7 +170,7 @@ def is_transient(error: BaseException) -> bool:
 def remote_error(
     error: Exception, what: str, where: str, tries: int = 1, given_up_after: float | None = None
 ) -> StorageError:
-    """Return a StorageError for any exception of a back end, to raise `from` it."""
+    """Return a StorageError for a back end's exception, to raise `from` it."""
     times = f"tried {tries} times" if tries > 1 else "tried"
     if given_up_after is not None:
         times += f" for {given_up_after:.0f} s"
@@ -207,12 +207,12 @@ def _is_unreachable(error: BaseException) -> bool:
 
 
 def _is_unanswered(error: BaseException) -> bool:
-    """Return True if a request had no answer within the limit of its client."""
+    """Return True if a request had no answer within its client's limit."""
     return _status(error) is None and any("Timeout" in kind.__name__ for kind in type(error).__mro__)
 
 
 def _status(error: BaseException) -> int | None:
-    """Return the HTTP status of an exception of aiohttp or requests."""
+    """Return the HTTP status in an exception of aiohttp or requests."""
     response = getattr(error, "response", None)
     for owner, name in ((error, "status"), (response, "status_code")):
         value = getattr(owner, name, None)

@@ -1,7 +1,7 @@
-"""SFTP for stores: one connection per server, pipelining, reconnection.
+"""SFTP for stores: one connection per server, with pipelining and reconnection.
 
-fsspec's connection allows one thread at a time, is never reconnected after an error, and waits for an answer after
-each 32 KiB written.
+fsspec's connection allows one thread at a time, never reconnects after an error, and waits for an answer after each
+32 KiB written.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PACKET = 32 << 10
 
 
 class SftpFiles:
-    """The part of fsspec's interface that stores use; calls are serialized."""
+    """The subset of fsspec's interface that stores use; calls are serialized."""
 
     protocol = ("sftp", "ssh")
 
@@ -31,7 +31,7 @@ class SftpFiles:
         self.turn = threading.RLock()
 
     def live(self) -> Any:
-        """Return a file system whose connection is not known to be lost. The caller must hold `turn`."""
+        """Return a file system, on a new connection if the last was lost. The caller must hold `turn`."""
         if self._fs is not None and (self._fs.ftp.get_channel().closed or not _transport(self._fs).is_active()):
             self.forget()
         if self._fs is None:
@@ -62,11 +62,11 @@ class SftpFiles:
         return self._request(lambda fs: fs.ls(path, detail=detail))
 
     def info(self, path: str) -> Any:
-        """Return the metadata of a file or folder."""
+        """Return metadata for a file or folder."""
         return self._request(lambda fs: fs.info(path))
 
     def find(self, path: str, detail: bool = True) -> Any:
-        """Return the metadata of all files below a folder."""
+        """Return metadata for all files below a folder."""
         return self._request(lambda fs: fs.find(path, detail=detail))
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
@@ -95,7 +95,7 @@ class SftpFiles:
             raise
 
     def cat_file(self, path: str, start: int, end: int) -> bytes:
-        """Return a range of a file; all requests are sent before the first answer is read."""
+        """Return a file range; all requests are sent before the first answer is read."""
 
         def read(fs: Any) -> bytes:
             with fs.ftp.open(path, "rb") as file:
@@ -115,7 +115,7 @@ class SftpFiles:
             fs = self.live()
             try:
                 return action(fs)
-            except (TimeoutError, EOFError):  # a late answer would be taken for that of another request
+            except (TimeoutError, EOFError):  # the next request would take a late answer for its own
                 self.forget()
                 raise
 
@@ -127,7 +127,7 @@ class SftpUpload:
         self._files, self._file = files, file
 
     def write(self, data: bytes) -> None:
-        """Append bytes. Raises OSError if the server rejects any of them."""
+        """Append bytes. Raises OSError if the server rejects any."""
         with self._files.turn:
             # paramiko ignores errors of pipelined writes; a final write that is not pipelined reads all answers.
             self._file.set_pipelined(True)
@@ -157,11 +157,11 @@ def _require_known_host(fs: Any) -> None:
     if expected is not None and expected != key:
         fs.client.close()
         raise StorageError(
-            "the server's key is not the one of before: somebody may pose as it",
+            "the server's key has changed: somebody may pose as the server",
             where=name,
             found=f"{key.get_name()} {key.get_base64()[:24]}...",
             expected=f"{expected.get_base64()[:24]}...",
-            fix="If the server was set up anew, remove its old key: ssh-keygen -R NAME.",
+            fix="If the server was set up again, remove its old key: ssh-keygen -R NAME.",
         )
 
 

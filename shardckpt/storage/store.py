@@ -1,4 +1,4 @@
-"""Interface of stores of named bytes, with shared checks, errors and wrappers."""
+"""Interface for stores of named bytes, with shared checks, errors and wrappers."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ if TYPE_CHECKING:
 
 
 class Listed(NamedTuple):
-    """One entry of a folder."""
+    """An entry in a folder."""
 
-    name: str  # name relative to the store's root, with forward slashes
-    size: int  # size in bytes; 0 for a folder
-    is_folder: bool  # whether the entry is a folder
+    name: str  # relative to the store's root, with forward slashes
+    size: int  # bytes; 0 for a folder
+    is_folder: bool
 
 
 class Read(NamedTuple):
     """A range to read."""
 
-    name: str  # name of the file, relative to the store's root
-    offset: int  # offset of the first byte in the file
-    buffer: memoryview  # writable buffer that is filled completely; its length is the length of the range
+    name: str  # relative to the store's root
+    offset: int  # of the first byte in the file
+    buffer: memoryview  # writable, and filled completely; its length is the range's
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Optional capabilities of a store."""
+    """Capabilities of a store."""
 
-    renames: bool  # whether folders can be renamed atomically, so that a result appears at once
-    is_local: bool  # whether files are on this machine, so that reads are cheap and small ones need not be merged
-    # Bytes of the blocks that are read and verified in full, counted from the start of a file; else 0.
+    renames: bool  # folders can be renamed atomically, so that a result appears at once
+    is_local: bool  # files are on this machine: reads are cheap, and small ones need not be merged
+    # Bytes in a block that is read and verified in full, counted from the start of a file; 0 without blocks.
     block_bytes: int = 0
-    is_shared: bool = True  # whether every rank reaches the same files in the same way, so that one may read for others
-    creates_once: bool = True  # whether only one of several writers that create a new file at once succeeds
+    is_shared: bool = True  # every rank reaches the same files in the same way, so that one may read for others
+    creates_once: bool = True  # if several writers create a new file at once, only one succeeds
 
 
 class Writer(Protocol):
@@ -55,7 +55,7 @@ class Writer(Protocol):
         """Append `data`. Raises StorageError."""
 
     def copy_from(self, source: Store, name: str, offset: int, nbytes: int) -> None:
-        """Append a range of a file of `source`, through one buffer of bounded size.
+        """Append a range of a file in `source`, through one buffer of bounded size.
 
         Raises:
             TruncatedError: The file ends before the range does.
@@ -80,11 +80,11 @@ class ExtendedWriter(Protocol):
     """A writer whose next bytes can be received or read where they stay, without a buffer."""
 
     def extend(self, nbytes: int) -> memoryview | None:
-        """Append bytes, and return them for the caller to fill before the next call; None to `write` them."""
+        """Append bytes, and return them for the caller to fill before the next call; None to `write` them instead."""
 
 
 class ClosingWriter(ABC):
-    """Base of writers as context managers: close on success, abort on any exception."""
+    """Base class for writers as context managers: close on success, abort on any exception."""
 
     @abstractmethod
     def close(self) -> None:
@@ -110,8 +110,8 @@ class ClosingWriter(ABC):
 class Store(Protocol):
     """Named bytes below one root.
 
-    Names are relative, with forward slashes, never absolute and never with `..`. Names are `str`, so that they mean the
-    same on a disk and in a bucket.
+    Names are relative, with forward slashes and without `..`. They are `str`, to mean the same on a disk and in a
+    bucket.
     """
 
     @property
@@ -156,9 +156,9 @@ class Store(Protocol):
         """Remove a file; a missing one is not an error. Raises StorageError."""
 
     def delete_files(self, folder: str, names: Collection[str]) -> None:
-        """Remove some files of a folder, in any order, and the folder if nothing else is there. Raises StorageError.
+        """Remove some files in a folder, in any order, and the folder if nothing else is there. Raises StorageError.
 
-        Missing ones are not an error. Files that other processes write there meanwhile stay.
+        Missing files are not an error. Files that other processes write there meanwhile stay.
         """
 
     def delete_folder(self, folder: str) -> None:
@@ -168,10 +168,7 @@ class Store(Protocol):
         """
 
     def changed_at(self, folder: str) -> float | None:
-        """Return the time of the last change in a folder, in seconds since the epoch.
-
-        Returns None if unknown.
-        """
+        """Return when a folder last changed, in seconds since the epoch; None if unknown."""
 
     def rename(self, source: str, target: str) -> None:
         """Rename a file or folder atomically, if `capabilities.renames`.
@@ -181,19 +178,19 @@ class Store(Protocol):
 
 
 class ObjectStore(Store, Protocol):
-    """A store without rename: a file appears under its name when it is closed, if the name has to be unused too."""
+    """A store without rename: a file appears under its name when it is closed."""
 
     def create(self, name: str, *, is_new: bool = False, needed: str = "") -> Writer:
         """Start a new file. Raises StorageError.
 
         Args:
             name: Name of the file.
-            is_new: Whether the file has to be new when it is closed.
-            needed: Name of a file without which a request is not repeated; empty without one.
+            is_new: Whether to fail if the name is in use when the file is closed.
+            needed: File that must exist before a request is repeated; empty without one.
         """
 
     def written_at(self, name: str) -> float | None:
-        """Return the time at which a file was written, in seconds since the epoch; None if unknown.
+        """Return when a file was written, in seconds since the epoch; None if unknown.
 
         Raises MissingFileError, UnsafeError or StorageError.
         """
@@ -207,10 +204,10 @@ class ObjectStore(Store, Protocol):
 
 @runtime_checkable
 class MappedStore(Protocol):
-    """A store that may have files in the memory of this machine."""
+    """A store that may have files in this machine's memory."""
 
     def view(self, name: str, offset: int, nbytes: int) -> memoryview | None:
-        """Return a range of a file where it is, whose bytes never change; None if it has to be read."""
+        """Return a range of a file without a copy, as bytes that never change; None if it has to be read."""
 
 
 @runtime_checkable
@@ -221,10 +218,10 @@ class CopiedStore(Protocol):
         """Read a damaged range from another copy from now on; return False if no other copy is left."""
 
     def locate(self, name: str, offset: int, nbytes: int) -> str:
-        """Return where the copy is that was rejected last for a range, for messages."""
+        """Return the place of the last rejected copy of a range, for messages."""
 
     def is_near(self, name: str) -> bool:
-        """Return True if a copy of a file is known to be on this machine, so that its bytes need no other rank."""
+        """Return True if a copy is known to be on this machine, so that its bytes need no other rank."""
 
 
 @lru_cache(maxsize=64)
@@ -233,8 +230,8 @@ def _has_copies(kind: type) -> bool:
 
 
 def as_copied(store: Store) -> CopiedStore | None:
-    """Return a store that may have several copies of a file; None for any other."""
-    # `isinstance` would look for each method of the protocol at every call.
+    """Return the store if it may have several copies of a file, else None."""
+    # `isinstance` would look for each of the protocol's methods at every call.
     return cast("CopiedStore", store) if _has_copies(type(store)) else None
 
 
@@ -315,7 +312,7 @@ def storage_error(error: OSError, what: str, where: str, *, is_target: bool = Fa
 
 @contextmanager
 def convert_os_errors(what: str, where: str, *, is_target: bool = False) -> Iterator[None]:
-    """Raise OSErrors of the block as StorageErrors; other errors pass unchanged."""
+    """Raise OSErrors in the block as StorageErrors; other errors pass unchanged."""
     try:
         yield
     except ShardckptError:  # some errors of shardckpt are OSErrors too
@@ -325,7 +322,7 @@ def convert_os_errors(what: str, where: str, *, is_target: bool = False) -> Iter
 
 
 class WrappedStore:
-    """A store that forwards all calls to another one; base class of wrappers."""
+    """A store that forwards all calls to another one; base class for wrappers."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -358,7 +355,7 @@ class WrappedStore:
         return copied is not None and copied.reject(name, offset, nbytes)
 
     def locate(self, name: str, offset: int, nbytes: int) -> str:
-        """Forward to the underlying store; return the path or URL of the file if that has no copies."""
+        """Forward to the underlying store; return the file's path or URL if that has no copies."""
         copied = as_copied(self._store)
         return f"{self._store.url}/{name}" if copied is None else copied.locate(name, offset, nbytes)
 
@@ -393,7 +390,7 @@ class WrappedStore:
 
 
 class SubfolderStore(WrappedStore):
-    """Named bytes below a folder of another store, which closes, caches and retries."""
+    """Named bytes below a folder in another store, which closes, caches and retries."""
 
     def __init__(self, store: Store, folder: str) -> None:
         check_name(folder, store.url)
@@ -424,11 +421,11 @@ class SubfolderStore(WrappedStore):
         return super().reject(self._name(name), offset, nbytes)
 
     def locate(self, name: str, offset: int, nbytes: int) -> str:
-        """Return where the copy is that was rejected last, as `CopiedStore`."""
+        """Return the place of the last rejected copy, as `CopiedStore`."""
         return super().locate(self._name(name), offset, nbytes)
 
     def is_near(self, name: str) -> bool:
-        """Return True if a copy of a file is on this machine, as `CopiedStore`."""
+        """Return True if a copy is on this machine, as `CopiedStore`."""
         return super().is_near(self._name(name))
 
     def create(self, name: str) -> Writer:
@@ -440,7 +437,7 @@ class SubfolderStore(WrappedStore):
         self._store.delete(self._name(name))
 
     def delete_files(self, folder: str, names: Collection[str]) -> None:
-        """Remove some files of a folder, and the folder if nothing else is there. Raises StorageError."""
+        """Remove some files in a folder, and the folder if nothing else is there. Raises StorageError."""
         self._store.delete_files(self._name(folder), names)
 
     def delete_folder(self, folder: str) -> None:
@@ -448,7 +445,7 @@ class SubfolderStore(WrappedStore):
         self._store.delete_folder(self._name(folder))
 
     def changed_at(self, folder: str) -> float | None:
-        """Return the time of the last change in a folder, in seconds since the epoch. Returns None if unknown."""
+        """Return when a folder last changed, in seconds since the epoch; None if unknown."""
         return self._store.changed_at(self._name(folder))
 
     def rename(self, source: str, target: str) -> None:

@@ -6,20 +6,18 @@ from shardckpt.errors import UsageError
 from shardckpt.storage.resolve_url import kind, open_store, split
 from shardckpt.storage.store import read_bytes
 
-MOST_BYTES = 1 << 22
+MAX_BYTES = 1 << 22
 
 
 def read_text(url: str) -> str | None:
-    """Return the text of a file; None if it does not exist."""
+    """Return a file's text; None if it does not exist."""
     if kind(url) != "file":
         return None
     parent, name = split(url)
     store = open_store(parent)
     size = store.size(name)
-    if size > MOST_BYTES:
-        raise UsageError(
-            "too large for such a file", where=url, found=f"{size} bytes", expected=f"at most {MOST_BYTES}"
-        )
+    if size > MAX_BYTES:
+        raise UsageError("too large for such a file", where=url, found=f"{size} bytes", expected=f"at most {MAX_BYTES}")
     try:
         return read_bytes(store, name, 0, size).decode("utf-8")
     except UnicodeDecodeError as error:

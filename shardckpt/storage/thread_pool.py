@@ -1,4 +1,4 @@
-"""Pool of threads that works until the process is gone."""
+"""A pool of threads that works until the process is gone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ThreadPool(ThreadPoolExecutor):
         return future
 
     def start(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T] | None:
-        """Start a task on a thread; return None if the process ends and has no more threads."""
+        """Start a task on a thread; return None if the process ends and cannot start threads."""
         try:
             return super().submit(fn, *args, **kwargs)
         except RuntimeError as error:

@@ -248,7 +248,7 @@ class TestOnDisk:
         (target.parent / left).mkdir(parents=True)
         monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=4096, f_blocks=1000))
         with (
-            pytest.raises(NoSpaceError, match=rf"Free some space \({left} beside it: of a save that was killed, or"),
+            pytest.raises(NoSpaceError, match=rf"Free some space \({left} next to it: from a save that was killed, or"),
             publish(str(target), FOLDER, overwrite=False, needed_bytes=1),
         ):
             raise AssertionError("not reached")
@@ -350,7 +350,7 @@ class TestOnDisk:
                 publish_files(target, NEW, overwrite=True)
         assert content(target) == NEW
         (beside,) = set(os.listdir(target.parent)) - {"out"}
-        assert f"stays beside it as {beside};" in str(told.value)
+        assert f"stays next to it as {beside};" in str(told.value)
         assert content(target.parent / beside) == OLD
         publish_files(target, OLD, overwrite=True)
         assert os.listdir(target.parent) == ["out"]

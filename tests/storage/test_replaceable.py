@@ -128,7 +128,7 @@ def test_a_search_ends_with_the_first_reason_to_refuse() -> None:
 
 
 def test_a_search_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replaceable, "MOST_ENTRIES", 5)
+    monkeypatch.setattr(replaceable, "MAX_ENTRIES", 5)
     assert len(found(Folder([f"deep/data-{number}.bin" for number in range(5)]))) == 5
     with pytest.raises(TargetExistsError, match="found more than 5 files"):
         found(Folder([f"deep/data-{number}.bin" for number in range(6)]))

@@ -1,4 +1,4 @@
-"""Ask the holders of this user on this node whether they are there."""
+"""Ask this user's holders on this node whether they are there."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from shardckpt.storage.holder.holder_sockets import (
 
 
 class AskedHolder(NamedTuple):
-    """A holder that was asked whether it is there."""
+    """A holder, and its answer."""
 
-    run: str  # id of the run
-    connection: socket.socket | None  # connection to it; None if too many others wait
-    answer: dict[str, Any] | None  # its answer; None without one
+    run: str  # id
+    connection: socket.socket | None  # None if too many others wait
+    answer: dict[str, Any] | None  # None without one
 
 
 def ask_holders(run: str | None = None, limit_s: float | None = None) -> Iterator[AskedHolder]:
-    """Yield the holders that listen, with their answers: all have `TIMEOUT_S` seconds together."""
+    """Yield the holders that listen, with their answers; together they have `TIMEOUT_S` seconds."""
     require_sockets()
     asked: list[tuple[str, socket.socket | None]] = []
     with ExitStack() as stack:  # keeps the connections open until all have been yielded
@@ -52,7 +52,7 @@ def ask_holders(run: str | None = None, limit_s: float | None = None) -> Iterato
 
 
 def _connect(folder_fd: int, run: str) -> socket.socket | None:
-    """Return a connection to the holder of a run; None if too many others wait. Raises OSError or UnsafeError."""
+    """Return a connection to a run's holder; None if too many others wait. Raises OSError or UnsafeError."""
     try:
         return connect_socket(folder_fd, run, TIMEOUT_S)
     except TimeoutError:
@@ -60,7 +60,7 @@ def _connect(folder_fd: int, run: str) -> socket.socket | None:
 
 
 def _receive_until(connection: socket.socket, deadline: float) -> dict[str, Any] | None:
-    """Return the answer that arrives until a time; None without one."""
+    """Return the answer that arrives before a deadline; None without one."""
     connection.settimeout(max(deadline - time.monotonic(), 0.01))
     try:
         return receive(connection)[0]

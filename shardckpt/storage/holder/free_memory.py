@@ -1,4 +1,4 @@
-"""Memory that a process can still use: that of the machine, and that of its control groups, such as a container's."""
+"""Memory that a process can still use, on the machine and in its control groups, such as a container's."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _UNLIMITED = 1 << 60
 
 
 class _Files(NamedTuple):
-    """Files of a control group with its memory."""
+    """Names of the files that describe a control group's memory."""
 
     limit: str  # maximum bytes
-    used: str  # bytes in use, with those of files that the kernel can free
-    cached: tuple[str, str]  # fields of `memory.stat` with the bytes of such files
+    used: str  # bytes in use, including cached files, which the kernel can free
+    cached: tuple[str, str]  # fields of `memory.stat` with the bytes of cached files
 
 
 _FIRST_VERSION = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
@@ -27,7 +27,7 @@ _SECOND_VERSION = _Files("memory.max", "memory.current", ("active_file", "inacti
 
 
 def read_available_bytes(needed: int) -> int | None:
-    """Return the memory that this process can still use, with that which the kernel can free; None if unknown."""
+    """Return the bytes that this process can still use, including what the kernel can free; None if unknown."""
     # Above a control group's limit the kernel kills processes although the machine has memory: with
     # `memory.oom.group`, as Kubernetes sets it, the training too.
     found = [*_read_machine(), *_read_groups(needed)]
@@ -43,7 +43,7 @@ def _read_machine() -> Iterator[int]:
 
 
 def _read_groups(needed: int) -> Iterator[int]:
-    """Yield the available bytes of the control groups of this process that have a limit."""
+    """Yield the available bytes in each control group of this process that has a limit."""
     for folder, files in _list_groups(_OWN_GROUPS, _MOUNT):
         with suppress(OSError, ValueError, IndexError):
             limit = _read_number(os.path.join(folder, files.limit))
@@ -55,7 +55,7 @@ def _read_groups(needed: int) -> Iterator[int]:
 
 @cache
 def _list_groups(own: str, mount: str) -> tuple[tuple[str, _Files], ...]:
-    """Return the folders of the groups of this process that may have a limit, and of all around them."""
+    """Return the folders of this process's groups that may have a limit, and of all groups around them."""
     try:
         with open(own, encoding="utf-8", errors="surrogateescape") as file:
             lines = [line.split(":", 2) for line in file.read().splitlines() if line.count(":") > 1]
@@ -83,7 +83,7 @@ def _read_cached(folder: str, files: _Files) -> int:
 
 def _read_number(path: str) -> int:
     """Return the number in a file. Raises OSError, or ValueError for other text."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # a third of the time of `open`
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # takes a third of `open`'s time
     try:
         return int(os.read(fd, 64))
     finally:

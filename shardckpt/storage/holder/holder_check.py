@@ -1,4 +1,4 @@
-"""Find out in the background if a holder that did not answer in time hangs, and end it then: nobody waits for it."""
+"""Find out in the background if a holder hangs that did not answer in time, and end it then: nobody waits."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from shardckpt.errors import ShardckptError
 
 
 class HolderCheck:
-    """Check of a holder that did not answer in time, on a thread of its own."""
+    """Check on a separate thread of a holder that did not answer in time."""
 
     def __init__(self, end_hung: Callable[[], int]) -> None:
         self._end_hung = end_hung  # waits longer for an answer; returns the id of the ended process, 0 if it answers
-        self.ended = 0  # process id of the holder that was ended; 0 if it answers, or while the check goes on
-        self.error: ShardckptError | None = None  # error of a holder that hangs and cannot be ended; None without one
+        self.ended = 0  # process id of the ended holder; 0 if it answers, or while the check runs
+        self.error: ShardckptError | None = None  # set if the holder hangs and cannot be ended
         self._is_over = False
         threading.Thread(target=self._run, name="shardckpt-holder-check", daemon=True).start()
 
     @property
     def is_running(self) -> bool:
-        """Whether it is not known yet if the holder hangs."""
+        """Whether the result is not known yet."""
         return not self._is_over
 
     def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""Connection of this process to the holder of a run, opened at the first request and shared by all threads."""
+"""This process's connection to a run's holder, opened at the first request and shared by all threads."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from shardckpt.storage.holder.holder_sockets import (
 )
 
 TIMEOUT_S = 10.0  # maximum seconds to wait for one answer; the holder answers each request at once
-STALL_S = 2.0  # maximum seconds that a training waits for a holder; after that the capture is left out
+STALL_S = 2.0  # maximum seconds that a training waits for a holder; after that it skips the capture
 
-# Seconds after a holder did not answer in which requests fail at once, so that many requests wait only once.
+# After a holder did not answer, requests fail at once for so many seconds: many requests then wait only once.
 _PAUSE_S = 10.0
 
 
@@ -31,22 +31,22 @@ class HolderGoneError(StorageError):
 
 
 class HolderBusyError(StorageError):
-    """The holder did not answer within `STALL_S` seconds: it may be slow or hang, which is found out meanwhile."""
+    """The holder did not answer within `STALL_S` seconds; a check in the background finds out if it hangs."""
 
 
 class HolderConnection:
-    """Connection to the holder of a run."""
+    """Connection to a run's holder."""
 
     def __init__(self, run: str, folder: str) -> None:
         self._run, self._folder = run, folder
         self._connection: socket.socket | None = None
         self._lock = threading.Lock()
         self._hung_at: float | None = None
-        self.check: HolderCheck | None = None  # check of a holder that did not answer a save in time; None without one
+        self.check: HolderCheck | None = None  # set if the holder did not answer a save in time
         self._socket_id: tuple[int, ...] | None = None
 
     def has_same_socket(self) -> bool:
-        """Return True if the socket is this connection's, without a message: a new process finds the holder."""
+        """Return True if a new process finds this holder by its socket; sends no message."""
         with open_socket_folder(self._folder, is_made=False) as folder_fd:
             found = None if folder_fd is None else identify_socket(folder_fd, self._run)
         return found is not None and found == self._socket_id
@@ -59,20 +59,20 @@ class HolderConnection:
         return answer
 
     def request_fd(self, op: str, *, shown: str = "", **fields: object) -> tuple[dict[str, Any], int]:
-        """Send a request, and return its answer and the file descriptor that comes with it."""
+        """Send a request; return its answer with the file descriptor."""
         answer, fd = self._exchange({"op": op, **fields}, shown)
         if fd is None:
             raise StorageError("the holder sent no memory", where=shown)
         return answer, fd
 
     def close(self) -> None:
-        """Close the connection; the next request opens another one, also shortly after the holder did not answer."""
+        """Close the connection; the next request opens another, even shortly after the holder did not answer."""
         with self._lock:
             self._drop()
             self._hung_at = None
 
     def abandon(self) -> None:
-        """Close the connection of a forked process, whose parent may hold the lock."""
+        """Close the connection in a forked process, whose parent may hold the lock."""
         if self._connection is not None:
             self._connection.close()
 
@@ -93,7 +93,7 @@ class HolderConnection:
             if isinstance(error, TimeoutError) and self._hung_at is None and limit_s is None:
                 self._hung_at = time.monotonic()
             raise self._gone(error) from error
-        except BaseException:  # an answer that is still to come would be taken for that of another request
+        except BaseException:  # the next request would take a late answer for its own
             self._drop()
             raise
         finally:
@@ -106,7 +106,7 @@ class HolderConnection:
         return answer, fd
 
     def _ask(self, message: dict[str, Any], limit_s: float) -> tuple[dict[str, Any], int | None]:
-        """Send a request, and return its answer and the descriptor with it. Raises TimeoutError."""
+        """Send a request; return its answer and descriptor. Raises TimeoutError."""
         self._require_no_pause()
         connection = self._send(message, limit_s)
         connection.settimeout(limit_s)
@@ -116,7 +116,7 @@ class HolderConnection:
             connection.settimeout(TIMEOUT_S)
 
     def _send(self, message: dict[str, Any], limit_s: float) -> socket.socket:
-        """Send a request, and return the connection. One whose holder has ended is opened again: another may listen."""
+        """Send a request, and return the connection; connect again if the holder has ended: another may listen."""
         if self._connection is not None:
             try:
                 send(self._connection, message)
@@ -131,14 +131,14 @@ class HolderConnection:
         return self._connection
 
     def _require_no_pause(self) -> None:
-        """Raise TimeoutError if the holder did not answer shortly before, and is still the same."""
+        """Raise TimeoutError if the same holder did not answer shortly before."""
         if self._hung_at is not None:
             if time.monotonic() - self._hung_at < _PAUSE_S and self.has_same_socket():
                 raise TimeoutError(f"timed out in the last {_PAUSE_S:.0f} s")
             self._hung_at = None
 
     def _connect(self, limit_s: float) -> socket.socket:
-        """Return a new connection, after a check of the holder's version and run."""
+        """Return a new connection after checking the holder's version and run."""
         require_sockets()
         with open_socket_folder(self._folder, is_made=False) as folder_fd:
             if folder_fd is None:
@@ -176,7 +176,7 @@ _LOCK = threading.Lock()
 
 
 def get_holder_connection(run: str) -> HolderConnection:
-    """Return the connection of this process to the holder of a run on this node."""
+    """Return this process's connection to a run's holder on this node."""
     key = run, socket_folder()
     with _LOCK:
         if key not in _CONNECTIONS:
@@ -185,7 +185,7 @@ def get_holder_connection(run: str) -> HolderConnection:
 
 
 def _forget_connections() -> None:
-    """Forget the parent's connections in a forked process, which needs its own."""
+    """Forget the parent's connections in a forked process."""
     global _LOCK  # noqa: PLW0603
     _LOCK = threading.Lock()
     for connection in _CONNECTIONS.values():

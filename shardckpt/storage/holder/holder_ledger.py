@@ -1,4 +1,4 @@
-"""Ledger of a holder: which files it has, who writes them, how many bytes; no I/O and no clock."""
+"""Ledger of a holder: its files, their writers and bytes, without I/O and without a clock."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from dataclasses import dataclass, field
 from shardckpt.errors import MissingFileError, NoSpaceError, StorageError, TargetExistsError
 from shardckpt.storage.store import Listed, check_name
 
-MAX_FILES = 100_000  # maximum files and open writers of a holder
+MAX_FILES = 100_000  # including files that are being written
 
 MAX_NAME_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class HeldFile:
-    """A file that a holder has."""
+    """A file in a holder's memory."""
 
-    number: int  # number of its memory, which no other file of the holder ever has
-    nbytes: int  # size in bytes
-    written_at: float  # time at which it appeared, in seconds since the epoch
+    number: int  # unique in the holder, and never used again
+    nbytes: int
+    written_at: float  # when it appeared, in seconds since the epoch
     client: int  # client that wrote it
 
 
 @dataclass(slots=True)
 class _OpenFile:
-    """A file that a client writes, with the bytes that are reserved for it."""
+    """A file that a client writes, and the bytes reserved for it."""
 
     name: str
     client: int
@@ -35,7 +35,7 @@ class _OpenFile:
 
 @dataclass
 class HolderLedger:
-    """Files of a holder and their writers."""
+    """Files in a holder, and their writers."""
 
     max_bytes: int  # of all files, including those being written
     last: (
@@ -61,7 +61,7 @@ class HolderLedger:
         return self._count
 
     def reserve(self, client: int, number: int, nbytes: int) -> int:
-        """Reserve memory for a file that is being written, and return the bytes that were reserved before."""
+        """Reserve `nbytes` in all for a file that is being written; return the bytes that were reserved before."""
         file = self._require_open(client, number)
         wanted = self.nbytes + nbytes - file.nbytes
         if wanted > self.max_bytes:
@@ -74,7 +74,7 @@ class HolderLedger:
         return before
 
     def close(self, client: int, number: int, nbytes: int, now: float) -> None:
-        """Make a file appear under its name; an older file of this name is removed."""
+        """Make a file appear under its name, in place of an older one."""
         file = self._require_open(client, number)
         if nbytes > file.nbytes:
             self.abort(client, number)
@@ -108,7 +108,7 @@ class HolderLedger:
         return any(each.startswith(f"{name}/") for each in self._files)
 
     def list(self, folder: str) -> list[Listed]:
-        """Return the content of a folder, sorted by name; empty if there is none."""
+        """Return a folder's content, sorted by name; empty if it does not exist."""
         prefix = f"{folder}/" if folder else ""
         found: dict[str, Listed] = {}
         for name, file in self._files.items():
@@ -118,7 +118,7 @@ class HolderLedger:
         return sorted(found.values())
 
     def changed_at(self, folder: str) -> float | None:
-        """Return the time of the newest file in a folder, in seconds since the epoch; None without files."""
+        """Return when the newest file in a folder appeared, in seconds since the epoch; None without files."""
         return max((self._files[name].written_at for name in self._below(folder)), default=None)
 
     def delete(self, name: str) -> None:
@@ -133,7 +133,7 @@ class HolderLedger:
             self.delete(name)
 
     def forget(self, client: int, connected: Set[int]) -> None:
-        """Remove what a client that is gone did not finish: its open files, and torn folders without other writers."""
+        """Remove a lost client's unfinished work: its open files, and incomplete folders without other writers."""
         for number in [number for number, file in self._open.items() if file.client == client]:
             self.abort(client, number)
         folders: dict[str, set[int]] = {}

@@ -13,7 +13,7 @@ from typing import Any
 
 from shardckpt.errors import MissingFileError, NoSpaceError, StorageError, TargetExistsError, UnsafeError
 
-VERSION = 1  # version of the messages; `hello` and `stop` are the same in every version
+VERSION = 1  # `hello` and `stop` are the same in every version
 
 MAX_MESSAGE_BYTES = 1 << 16
 
@@ -65,7 +65,7 @@ def get_field(message: Mapping[str, Any], name: str, kind: type) -> Any:
 
 
 def encode_error(error: Exception) -> dict[str, str]:
-    """Return the answer for a request that failed."""
+    """Return the answer to a failed request."""
     kind = next((kind for kind, known in _KINDS.items() if isinstance(error, known)), "storage")
     return {"error": kind, "text": str(error)[:2000]}
 
@@ -80,7 +80,7 @@ def decode_error(answer: Mapping[str, Any], where: str) -> Exception | None:
 
 
 def send(connection: socket.socket, message: Mapping[str, Any], fd: int | None = None) -> None:
-    """Send a message, with a file descriptor if one is given."""
+    """Send a message, and a file descriptor if given."""
     data = encode_message(message)
     if fd is None:
         connection.send(data)

@@ -1,7 +1,7 @@
-"""Process of a holder: keeps files in shared memory, and serves them on a Unix socket.
+"""The holder's process: keeps files in shared memory, and serves them on a Unix socket.
 
-The memory has no name: the kernel frees it with the process, however that ends. A file that has appeared is sealed, so
-that no process can change it. The process imports the standard library only, to stay small.
+The memory has no name: the kernel frees it with the process, however that ends. A file is sealed when it appears: no
+process can change it then. The process imports the standard library only, to stay small.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _LOCK_S = 20.0
 _LOCK = "lock"
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _PROBE_S = 2.0
-_MOST_WAIT_S = 3600.0  # the system refuses to wait for more than 24 days
+_MAX_WAIT_S = 3600.0  # the system refuses to wait for more than 24 days
 
 
 class Holder:
-    """Server of one run: a loop over its connections, each request answered at once."""
+    """Server for one run: a loop over its connections, which answers each request at once."""
 
     def __init__(self, run: str, listening: socket.socket, ledger: HolderLedger, idle_s: float) -> None:
         self._run, self._listening, self._ledger, self._idle_s = run, listening, ledger, idle_s
@@ -61,14 +61,14 @@ class Holder:
         self._selector = selectors.DefaultSelector()
 
     def serve(self) -> None:
-        """Answer requests until a client stops the holder or nobody has been connected for the idle time."""
+        """Answer requests until a client stops the holder, or nobody was connected for `idle_s` seconds."""
         self._listening.setblocking(False)
         self._selector.register(self._listening, selectors.EVENT_READ, 0)
         while not self._is_over:
             left = self._idle_s if self._clients else self._idle_since + self._idle_s - time.monotonic()
             if left <= 0:
                 return
-            for key, _ in self._selector.select(min(left, _MOST_WAIT_S)):
+            for key, _ in self._selector.select(min(left, _MAX_WAIT_S)):
                 if key.data:
                     self._answer(key.data)
                 else:
@@ -90,7 +90,7 @@ class Holder:
             self._selector.register(connection, selectors.EVENT_READ, self._count)
 
     def _answer(self, client: int) -> None:
-        """Answer one request; a client that breaks the rules of messages, or is gone, is dropped."""
+        """Answer one request; drop a client that is gone, or sends invalid messages."""
         connection = self._clients[client]
         try:
             request = decode_message(connection.recv(MAX_MESSAGE_BYTES + 1))
@@ -118,7 +118,7 @@ class Holder:
             self._idle_since = time.monotonic()
 
     def _carry_out(self, client: int, request: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
-        """Return the answer to a request, and the descriptor that goes with it."""
+        """Return the answer to a request, and its descriptor."""
         op = get_field(request, "op", str)
         if op == "create":
             return self._create(client, get_field(request, "name", str), is_new=get_field(request, "is_new", bool))
@@ -211,7 +211,7 @@ class Holder:
 
 
 def main(args: list[str]) -> None:
-    """Start the holder of a run, unless one is there, in a session of its own; return when it listens."""
+    """Start a run's holder in a new session, unless one is there; return when it listens."""
     folder, run, max_bytes, idle_s, last = args
     with open_socket_folder(folder, is_made=True) as folder_fd:
         assert folder_fd is not None
@@ -225,7 +225,7 @@ def main(args: list[str]) -> None:
             _wait_for(folder_fd, run)
             return
         os.close(lock)
-        listening.listen(socket.SOMAXCONN)  # those of a holder that hangs wait, also after their clients are gone
+        listening.listen(socket.SOMAXCONN)  # if a holder hangs, connections wait even after their clients are gone
         try:
             _detach()
             Holder(run, listening, HolderLedger(int(max_bytes), last), float(idle_s)).serve()
@@ -248,7 +248,7 @@ def _lock_in_time(lock: int) -> None:
 
 
 def _remove_dead(folder_fd: int, run: str) -> bool:
-    """Remove sockets of holders that were killed; return True if the run has a living one."""
+    """Remove killed holders' sockets; return True if the run has a living holder."""
     for other in list_runs(folder_fd):
         try:
             connect_socket(folder_fd, other, _PROBE_S).close()
@@ -279,7 +279,7 @@ def _wait_for(folder_fd: int, run: str) -> None:
 
 
 def _detach() -> None:
-    """Keep nothing of the process that started this one; be the first to go if memory runs out."""
+    """Keep nothing from the process that started this one; be the first to go if memory runs out."""
     os.setsid()
     os.chdir("/")
     null = os.open(os.devnull, os.O_RDWR)

@@ -1,4 +1,4 @@
-"""Sockets of holders: one in a folder that only this user can use, one name a run."""
+"""Sockets of holders: one for each run, in a folder that only this user can use."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from functools import cache
 from shardckpt.errors import StorageError, UnsafeError, UsageError
 from shardckpt.storage.store import convert_os_errors
 
-# Environment variable that names the node; processes of different names on one machine do not share holders.
+# Environment variable with the node's name: processes with different names on one machine do not share holders.
 NODE = "SHARDCKPT_NODE"
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _BOOT_CHARACTERS = 8
-_NAMES = 64  # names of the folder that are tried where other users have folders of these names
+_NAMES = 64  # folder names to try if other users have folders with these names
 _NODE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _RUN_NAME = re.compile(r"[0-9a-z]{1,32}")
 _SUFFIX = ".sock"
 
 
 def require_run(run: str) -> str:
-    """Return the id of a run. Raises UnsafeError unless it has 1 to 32 lowercase letters and digits."""
+    """Return a run's id. Raises UnsafeError unless it has 1 to 32 lowercase letters and digits."""
     if not _RUN_NAME.fullmatch(run):
-        raise UnsafeError("the id of a run must have 1 to 32 lowercase letters and digits", found=run)
+        raise UnsafeError("a run's id must have 1 to 32 lowercase letters and digits", found=run)
     return run
 
 
 def socket_folder() -> str:
-    """Return the folder of this user's sockets on this node; it may not exist yet."""
+    """Return the folder for this user's sockets on this node; it may not exist yet."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if os.path.isabs(runtime) and os.path.isdir(runtime):
         base = os.path.join(runtime, "shardckpt")
-    else:  # several machines may share this folder: without an id, each would remove the sockets of another as dead
+    else:  # machines may share this folder: without an id, each would remove another's sockets as dead
         base = os.path.join(_find_temporary(), f"shardckpt-{os.geteuid()}-{_read_boot_id(_BOOT_ID)[:_BOOT_CHARACTERS]}")
     node = os.environ.get(NODE, "")
     if node and (not _NODE_NAME.fullmatch(node) or set(node) == {"."}):
@@ -55,7 +55,7 @@ def socket_folder() -> str:
 
 
 def _find_owner(path: str) -> int | None:
-    """Return the id of the user who has made a file, folder or link; None without one."""
+    """Return the id of the user who owns a file, folder or link; None if it does not exist."""
     try:
         return os.stat(path, follow_symlinks=False).st_uid
     except OSError:
@@ -65,14 +65,14 @@ def _find_owner(path: str) -> int | None:
 def _find_temporary() -> str:
     try:
         return tempfile.gettempdir()
-    except OSError as error:  # a container may have no folder that can be written
+    except OSError as error:  # a container may have no writable folder
         fix = "Set TMPDIR to a folder of this machine."
         raise StorageError("no folder can be used for the sockets of holders", found=error, fix=fix) from error
 
 
 @cache
 def _read_boot_id(path: str) -> str:
-    """Return the id of this machine, which it has until it is started again; empty if unknown."""
+    """Return an id that this machine has until it restarts; empty if unknown."""
     with suppress(OSError), open(path, encoding="ascii") as file:
         return file.read().strip()
     return ""
@@ -80,7 +80,7 @@ def _read_boot_id(path: str) -> str:
 
 @contextmanager
 def open_socket_folder(folder: str, *, is_made: bool) -> Iterator[int | None]:
-    """Open the folder of sockets after a check that nobody else can use it; yield its descriptor, None if missing."""
+    """Open the socket folder after checking that nobody else can use it; yield its descriptor, None if missing."""
     with convert_os_errors("cannot open the folder of sockets", folder):
         if is_made:
             with suppress(FileExistsError):
@@ -112,18 +112,18 @@ def _require_own(status: os.stat_result, folder: str) -> None:
 
 
 def list_runs(folder_fd: int) -> list[str]:
-    """Return the ids of the runs that have a socket in the folder, in alphabetical order."""
+    """Return the ids of runs with a socket in the folder, in alphabetical order."""
     names = [name.removesuffix(_SUFFIX) for name in os.listdir(folder_fd) if name.endswith(_SUFFIX)]
     return sorted(name for name in names if _RUN_NAME.fullmatch(name))
 
 
 def socket_name(run: str) -> str:
-    """Return the file name of a run's socket."""
+    """Return the file name for a run's socket."""
     return f"{require_run(run)}{_SUFFIX}"
 
 
 def identify_socket(folder_fd: int, run: str) -> tuple[int, ...] | None:
-    """Return numbers that no later socket of a run has; None without one."""
+    """Return numbers that identify a run's socket among later ones; None without a socket."""
     try:
         status = os.stat(socket_name(run), dir_fd=folder_fd, follow_symlinks=False)
     except OSError:
@@ -132,7 +132,7 @@ def identify_socket(folder_fd: int, run: str) -> tuple[int, ...] | None:
 
 
 def bind_socket(folder_fd: int, run: str) -> socket.socket:
-    """Return a bound socket of a run. Raises OSError."""
+    """Return a bound socket for a run. Raises OSError."""
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:  # through the folder's descriptor, since addresses have at most 107 bytes
         bound.bind(f"/proc/self/fd/{folder_fd}/{socket_name(run)}")
@@ -143,7 +143,7 @@ def bind_socket(folder_fd: int, run: str) -> socket.socket:
 
 
 def connect_socket(folder_fd: int, run: str, timeout_s: float) -> socket.socket:
-    """Return a connection to the holder of a run, which this user runs."""
+    """Return a connection to a run's holder after checking that this user runs it."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.settimeout(timeout_s)

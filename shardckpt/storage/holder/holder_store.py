@@ -26,7 +26,7 @@ _COPY_BYTES = 1 << 20
 
 
 class HeldMemory:
-    """Descriptor of a file's memory, which closes with its last reference."""
+    """Descriptor for a file's memory, which closes with its last reference."""
 
     __slots__ = ("_close", "_view", "fd")
 
@@ -35,7 +35,7 @@ class HeldMemory:
         self._view: memoryview | None = None
 
     def view(self) -> memoryview | None:
-        """Return the bytes of the file where they are, mapped once; None if they have to be read."""
+        """Return the mapped bytes of the file, without a copy; None if they have to be read."""
         if self._view is None:
             self._view = map_sealed(self.fd)
         return self._view
@@ -50,7 +50,7 @@ class HeldMemory:
 
 
 class HolderStore:
-    """Files of a run in the memory of this node's holder; empty and read-only without one. Reads are thread-safe."""
+    """A run's files in this node's holder; empty and read-only without a holder. Reads are thread-safe."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -64,7 +64,7 @@ class HolderStore:
         self._lock = threading.Lock()
 
     def list(self, folder: str = "") -> list[Listed]:
-        """Return the content of `folder`, sorted by name; empty without a holder."""
+        """Return the content of `folder`, sorted by name; empty without a holder, too."""
         path = (self._path(folder) if folder else self._prefix).rstrip("/")
         found: builtins.list[Listed] = []
         with suppress(HolderGoneError):
@@ -78,7 +78,7 @@ class HolderStore:
         return found
 
     def find_kind(self) -> str:
-        """Return the kind of the root: `file`, `folder` or `missing`. Raises StorageError."""
+        """Return what the root is: `file`, `folder` or `missing`. Raises StorageError."""
         name = self._prefix.rstrip("/")
         if not name:
             return "folder" if self.list() else "missing"
@@ -98,7 +98,7 @@ class HolderStore:
             fill(self._open(name), self._shown(name), offset, *(read.buffer for read in run))
 
     def view(self, name: str, offset: int, nbytes: int) -> memoryview | None:
-        """Return a range of a file where it is, whose bytes never change; None if it has to be read."""
+        """Return a range of a file without a copy, as bytes that never change; None if it has to be read."""
         if nbytes < HUGE_BYTES:  # a copy is as cheap as a map
             return None
         memory = self._open(name).view()
@@ -119,7 +119,7 @@ class HolderStore:
             self._connection.request("delete", shown=self._shown(name), name=path)
 
     def delete_files(self, folder: str, names: Collection[str]) -> None:
-        """Remove some files of a folder. Raises UnsafeError or StorageError."""
+        """Remove some files in a folder. Raises UnsafeError or StorageError."""
         for name in sorted(names):
             self.delete(f"{folder}/{name}")
 
@@ -131,7 +131,7 @@ class HolderStore:
             self._connection.request("delete_folder", shown=self._shown(folder), folder=path)
 
     def changed_at(self, folder: str) -> float | None:
-        """Return the time of the last change in a folder, in seconds since the epoch; None if it does not exist."""
+        """Return when a folder last changed, in seconds since the epoch; None if it does not exist."""
         path = self._path(folder)
         with suppress(HolderGoneError):
             time = self._connection.request("changed_at", shown=self._shown(folder), folder=path)["time"]
@@ -139,7 +139,7 @@ class HolderStore:
         return None
 
     def written_at(self, name: str) -> float | None:
-        """Return the time at which a file was written, in seconds since the epoch."""
+        """Return when a file was written, in seconds since the epoch."""
         return float(self._find_file(name)["written_at"])
 
     def version(self, name: str) -> str:
@@ -148,7 +148,7 @@ class HolderStore:
         return f"{found['number']} {found['written_at']}"
 
     def rename(self, source: str, target: str) -> None:
-        """Raise an error: this store has no atomic rename of folders."""
+        """Raise an error: this store cannot rename folders atomically."""
         raise StorageError("this store cannot rename", where=self._shown(source), expected=target)
 
     @property
@@ -200,7 +200,7 @@ class HolderStore:
 
 
 class HolderWriter(ClosingWriter):
-    """Writer of a file into memory that a holder has; it appears on `close`."""
+    """Writer of a file into a holder's memory; it appears on `close`."""
 
     def __init__(self, connection: HolderConnection, number: int, fd: int, shown: str) -> None:
         self._connection, self._number, self._shown = connection, number, shown
@@ -210,7 +210,7 @@ class HolderWriter(ClosingWriter):
         _WRITERS.add(self)
 
     def leave(self) -> None:
-        """Close the memory in a forked process: otherwise it would stay for as long as that process."""
+        """Close the memory in a forked process; otherwise it would stay as long as that process."""
         if self._memory is not None:
             self._memory.close()
 
@@ -235,7 +235,7 @@ class HolderWriter(ClosingWriter):
         return memory
 
     def _write_small_pages(self, view: memoryview) -> None:
-        """Append bytes, which have been reserved, without a map."""
+        """Append reserved bytes without a map."""
         assert self._memory is not None, "nothing is written after the end"
         if self._is_mapped:
             os.lseek(self._memory.fd, self._written, os.SEEK_SET)
@@ -261,7 +261,7 @@ class HolderWriter(ClosingWriter):
         self._reserved = wanted
 
     def copy_from(self, source: Store, name: str, offset: int, nbytes: int) -> None:
-        """Append a range of a file of `source`, through a buffer of 1 MiB."""
+        """Append a range of a file in `source`, through a buffer with `_COPY_BYTES`."""
         buffer = memoryview(bytearray(min(nbytes, _COPY_BYTES)))
         while nbytes:
             part = buffer[: min(nbytes, len(buffer))]
@@ -270,7 +270,7 @@ class HolderWriter(ClosingWriter):
             offset, nbytes = offset + len(part), nbytes - len(part)
 
     def close(self) -> None:
-        """Make the file appear; no process can change it from then on."""
+        """Make the file appear; no process can change it after that."""
         if self._memory is None:
             return
         memory, self._memory = self._memory, None
@@ -292,7 +292,7 @@ class HolderWriter(ClosingWriter):
         self._connection.request(op, shown=self._shown, number=self._number, **fields)
 
 
-_WRITERS: WeakSet[HolderWriter] = WeakSet()  # writers of this process, to leave in a forked one
+_WRITERS: WeakSet[HolderWriter] = WeakSet()  # a forked process leaves them
 
 
 def _leave_writers() -> None:

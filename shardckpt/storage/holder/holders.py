@@ -1,4 +1,4 @@
-"""Start, list and stop the holders of this user on this node."""
+"""Start, list and stop this user's holders on this node."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from shardckpt.storage.holder.holder_sockets import require_run, require_sockets
 from shardckpt.storage.holder.hung_holder import end_peer, read_peer_pid
 
 IDLE_S = 3600.0  # seconds without a client after which a holder ends
-SUPERSEDED_S = 300.0  # seconds without a client after which the start of another run's holder ends a holder
+SUPERSEDED_S = 300.0  # seconds without a client after which the start of another run's holder ends this one
 
-# Variables of the environment that a holder gets: the interpreter may not find its own library without them.
+# Environment variables that a holder gets: without them, the interpreter may not find its own library.
 _KEPT = ("LD_LIBRARY_PATH",)
 
 _START_S = 60.0
@@ -41,37 +41,37 @@ _PROCESS = "shardckpt.storage.holder.holder_process"
 
 @dataclass(frozen=True, slots=True)
 class RunningHolder:
-    """A holder of this user."""
+    """A holder that answers."""
 
-    run: str  # id of the run
-    url: str  # URL of its files, for every command
-    pid: int  # process id
-    started_at: float  # time of its start, in seconds since the epoch
-    nbytes: int  # bytes of its files, including those being written
-    max_bytes: int  # maximum of these bytes
-    clients: int  # number of connected processes
+    run: str  # id
+    url: str  # its files, for every command
+    pid: int
+    started_at: float  # seconds since the epoch
+    nbytes: int  # including files that are being written
+    max_bytes: int
+    clients: int  # connected processes
 
 
 @dataclass(frozen=True, slots=True)
 class HungHolder:
-    """A holder of this user that does not answer."""
+    """A holder that does not answer."""
 
-    run: str  # id of the run
-    url: str  # URL of its files
-    pid: int  # process id; 0 if it is unknown
+    run: str  # id
+    url: str  # its files
+    pid: int  # 0 if unknown
 
 
 class FoundHolders(NamedTuple):
-    """Holders of this user on this node, each in the order of their runs."""
+    """This user's holders on this node, sorted by run."""
 
-    running: tuple[RunningHolder, ...]  # holders that answer
-    hung: tuple[HungHolder, ...]  # holders that do not
+    running: tuple[RunningHolder, ...]
+    hung: tuple[HungHolder, ...]
 
 
 def start_holder(run: str, max_bytes: int, *, last: str, idle_s: float = IDLE_S) -> int:
-    """Start the holder of a run on this node, unless it is there; it survives this process."""
+    """Start a run's holder on this node, unless it is there; return the id of a hung one that was replaced, or 0."""
     require_sockets()
-    replaced = _take_replaced(require_run(run))  # process id of a holder that did not answer; 0 without one
+    replaced = _take_replaced(require_run(run))
     for attempt in range(_STARTS):
         try:
             connection = get_holder_connection(run)
@@ -83,7 +83,7 @@ def start_holder(run: str, max_bytes: int, *, last: str, idle_s: float = IDLE_S)
         except HolderGoneError as error:
             if isinstance(error.__cause__, TimeoutError):  # it is there, and slow, stopped or hanging
                 # The check asks twice more, for `TIMEOUT_S` seconds each. The training does not wait for that.
-                _begin_check(run)
+                _start_check(run)
                 raise _busy_error(run) from error
         _start_process([run, str(max_bytes), str(idle_s), last])
         if not attempt:
@@ -92,7 +92,7 @@ def start_holder(run: str, max_bytes: int, *, last: str, idle_s: float = IDLE_S)
 
 
 def _take_replaced(run: str) -> int:
-    """Return the process id of the holder that the check in the background has ended; 0 without one."""
+    """Return the process id of a holder that the check in the background has ended; 0 without one."""
     connection = get_holder_connection(run)
     check = connection.check
     if check is None:
@@ -101,14 +101,14 @@ def _take_replaced(run: str) -> int:
         raise _busy_error(run)
     connection.check = None
     if check.error is not None:
-        _begin_check(run)
+        _start_check(run)
         raise check.error
     connection.close()
     return check.ended
 
 
-def _begin_check(run: str) -> None:
-    """Begin to find out if a holder hangs, and to end it then."""
+def _start_check(run: str) -> None:
+    """Find out on a thread if a holder hangs, and end it then."""
 
     def end_hung() -> int:
         is_hung = any(answer is None for *_, answer in ask_holders(run))
@@ -118,7 +118,7 @@ def _begin_check(run: str) -> None:
 
 
 def _busy_error(run: str) -> HolderBusyError:
-    """Return the error of a capture that needs a holder that has not answered yet."""
+    """Return the error for a capture that needs a holder without an answer yet."""
     return HolderBusyError(
         f"the holder did not answer within {STALL_S:.0f} s",
         where=run,
@@ -127,7 +127,7 @@ def _busy_error(run: str) -> HolderBusyError:
 
 
 def is_reachable(run: str, limit_s: float | None = None) -> bool:
-    """Return True if a new process would find the holder that this process is connected to."""
+    """Return True if a new process would find this process's holder."""
     # The system may remove the socket, for example when a user's session ends.
     connection = get_holder_connection(run)
     known = connection.request("hello", limit_s=limit_s)
@@ -146,7 +146,7 @@ def is_reachable(run: str, limit_s: float | None = None) -> bool:
 
 
 def _start_process(args: list[str]) -> None:
-    """Run the process that starts a holder, isolated from the environment of this one."""
+    """Run the process that starts a holder, isolated from this process's environment."""
     root = str(Path(__file__).resolve().parents[3])
     kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
     command = [sys.executable, "-I", "-S", "-c", _CODE.format(_PROCESS), root, socket_folder(), *args]
@@ -162,7 +162,7 @@ def _start_process(args: list[str]) -> None:
 
 
 def find_holders() -> FoundHolders:
-    """Return the holders of this user on this node."""
+    """Return this user's holders on this node."""
     running, hung = [], []
     for run, connection, answer in ask_holders():
         if answer is None:
@@ -173,7 +173,7 @@ def find_holders() -> FoundHolders:
 
 
 def stop_holders(run: str | None = None, *, idle_s: float = 0.0) -> list[str]:
-    """End holders of this user on this node; the files that they have are lost. Return their runs."""
+    """End this user's holders on this node; their files are lost. Return their runs."""
     stopped, fault = [], None
     for each, connection, answer in ask_holders(run, STALL_S if idle_s else None):
         if idle_s and (answer is None or answer.get("clients") or float(answer.get("idle_s", 0.0)) < idle_s):
@@ -214,7 +214,7 @@ def _stop_holder(run: str, connection: socket.socket | None, *, is_hung: bool) -
 
 
 def _end_hung_holder(run: str) -> int:
-    """End the holder of a run if it does not answer this time either; return its process id, or 0 if it answers."""
+    """End a run's holder if it does not answer this time either; return its process id, or 0 if it answers."""
     ended = 0
     for _, connection, answer in ask_holders(run):
         if answer is None:
@@ -224,7 +224,7 @@ def _end_hung_holder(run: str) -> int:
 
 
 def _wait_for_end(connection: socket.socket) -> None:
-    """Wait until the process at the other end has closed the connection, within its time limit."""
+    """Wait until the other process closes the connection, within its time limit."""
     deadline = time.monotonic() + TIMEOUT_S
     while connection.recv(1) and time.monotonic() < deadline:
         pass

@@ -1,4 +1,4 @@
-"""End the process at the other end of a socket, which does not answer: it alone, whatever its number is by then."""
+"""End the process at the other end of a socket that does not answer, and no other process with its number."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from contextlib import suppress
 
 from shardckpt.errors import StorageError
 
-TERM_S = 2.0  # seconds that a process has to end by itself after SIGTERM, before SIGKILL
-KILL_S = 5.0  # seconds after SIGKILL in which a process has to be gone
+TERM_S = 2.0  # seconds from SIGTERM to SIGKILL
+KILL_S = 5.0  # seconds after SIGKILL in which a process must be gone
 
 
 def read_peer_pid(connection: socket.socket) -> int:
-    """Return the process id of the other end, which the kernel knows without asking it; 0 if it is not visible here."""
+    """Return the other end's process id, which the kernel knows without asking it; 0 if it is not visible here."""
     pid, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return int(pid)
 
@@ -48,14 +48,14 @@ def end_peer(connection: socket.socket, run: str) -> None:
 
 
 def _is_closed(connection: socket.socket) -> bool:
-    """Return True if the other end was closed: its process has ended."""
+    """Return True if the process at the other end has ended."""
     poll = select.poll()
     poll.register(connection, 0)
     return any(found & (select.POLLHUP | select.POLLERR) for _, found in poll.poll(0))
 
 
 def _wait_for(process: int, seconds: float) -> bool:
-    """Return True once a process has ended; False if it has not within the seconds."""
+    """Return True once a process has ended; False if it takes longer."""
     poll = select.poll()
     poll.register(process, select.POLLIN)
     return bool(poll.poll(seconds * 1000))

@@ -1,6 +1,6 @@
-"""Maps of memory that a holder has, on huge pages if these are cheap.
+"""Map a holder's memory, on huge pages if these are cheap.
 
-New memory on pages of 4 KiB costs four times as much as a copy of its bytes, on huge pages half of one
+New memory on 4 KiB pages costs four times as much as copying its bytes; on huge pages it costs half
 (docs/decisions/0058-captures-yield-to-the-training.md).
 """
 
@@ -14,7 +14,7 @@ import weakref
 from contextlib import suppress
 from functools import cache, partial
 
-HUGE_BYTES = 2 << 20  # bytes of a huge page on most processors; on others memory has small pages
+HUGE_BYTES = 2 << 20  # size of a huge page on most processors; on others memory has small pages
 
 _MAP_FIXED = 0x10
 _MADV_COLLAPSE = 25  # move bytes onto huge pages: since Linux 6.1, whatever `shmem_enabled` says
@@ -24,11 +24,11 @@ _MADV_DONTFORK = 10
 _FAILED = ctypes.c_void_p(-1).value
 
 _BALLOONS = "/sys/bus/virtio/drivers/virtio_balloon"
-_REPORTS_FREE_PAGES = 5  # feature bit of a balloon: the host takes free huge pages from this virtual machine
+_REPORTS_FREE_PAGES = 5  # a balloon's feature bit: the host takes free huge pages from this virtual machine
 
 
 def map_memory(fd: int, start: int, nbytes: int, *, is_shared: bool) -> memoryview:
-    """Map a range of a file at an address that fits huge pages; the map ends with the last view of it."""
+    """Map a file range at an address that fits huge pages; the map ends with its last view."""
     # Without `is_shared`, writes stay in the map. `start` must be a multiple of `HUGE_BYTES`.
     libc = _load_libc()
     space = libc.mmap(None, nbytes + HUGE_BYTES, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
@@ -41,7 +41,7 @@ def map_memory(fd: int, start: int, nbytes: int, *, is_shared: bool) -> memoryvi
         libc.munmap(space, nbytes + HUGE_BYTES)
         raise error
     memory = (ctypes.c_ubyte * nbytes).from_address(at)
-    if is_shared:  # in a process that was forked, it would keep the memory of a file that is gone
+    if is_shared:  # a forked process would keep a removed file's memory
         libc.madvise(at, nbytes, _MADV_DONTFORK)
     unmap = partial(_unmap_own, os.getpid()) if is_shared else libc.munmap
     weakref.finalize(memory, unmap, space, nbytes + HUGE_BYTES).atexit = False
@@ -49,13 +49,13 @@ def map_memory(fd: int, start: int, nbytes: int, *, is_shared: bool) -> memoryvi
 
 
 def _unmap_own(process: int, start: int, nbytes: int) -> None:
-    """Unmap memory in the process that has mapped it: in a forked one something else may be there."""
+    """Unmap memory in the process that mapped it: a forked one may have something else there."""
     if os.getpid() == process:
         _load_libc().munmap(start, nbytes)
 
 
 def map_sealed(fd: int) -> memoryview | None:
-    """Map memory that no process can change or shorten any more; None if it is not sealed, or cannot be mapped."""
+    """Map sealed memory, which no process can change; None if it is not sealed, or cannot be mapped."""
     with suppress(OSError):
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             return map_memory(fd, 0, os.fstat(fd).st_size, is_shared=False)
@@ -67,7 +67,7 @@ def add_huge_pages(fd: int, used: int, stop: int) -> memoryview | None:
     if not has_cheap_huge_pages():
         return None
     start, end = used // HUGE_BYTES * HUGE_BYTES, -(-stop // HUGE_BYTES) * HUGE_BYTES
-    libc, writing = _load_libc(), ctypes.PyDLL(None)  # a call that lets other threads run takes 5 ms beside Python code
+    libc, writing = _load_libc(), ctypes.PyDLL(None)  # a call without the interpreter's lock takes 5 ms to get it back
     try:
         if os.fstat(fd).st_size < end:
             os.ftruncate(fd, end)  # up to the end of the last huge page
@@ -84,7 +84,7 @@ def add_huge_pages(fd: int, used: int, stop: int) -> memoryview | None:
 
 @cache
 def has_cheap_huge_pages() -> bool:
-    """Return False if the host takes free huge pages: it takes longer to get one back than to use small pages."""
+    """Return False if the host takes free huge pages: getting one back takes longer than using small pages."""
     with suppress(OSError):
         for name in os.listdir(_BALLOONS):
             features = os.path.join(_BALLOONS, name, "features")
