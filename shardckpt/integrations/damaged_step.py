@@ -1,6 +1,6 @@
-"""Errors of damaged checkpoints: they name the one before, which a framework does not take by itself.
+"""Errors for damaged checkpoints, which name the checkpoint before.
 
-A framework has read the number of its step, and more, before the bytes turn out to be damaged.
+A framework cannot take that one by itself: it has read the step's number, and more, before it finds damaged bytes.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ _DAMAGE = (ChecksumError, FormatError, IncompleteError, MissingFileError, NoComp
 
 @contextmanager
 def name_earlier(find_earlier: Callable[[], str], fix: str) -> Iterator[None]:
-    """Add the complete checkpoint before it to the error of a damaged one.
+    """Add the complete checkpoint before a damaged one to its error.
 
     Args:
-        find_earlier: Returns the path of the checkpoint before it; empty without one.
-        fix: How a job resumes from that, with `{}` for the path.
+        find_earlier: Returns the earlier checkpoint's path; empty without one.
+        fix: How a job resumes from it, with `{}` for the path.
     """
     try:
         yield
     except _DAMAGE as error:
         with suppress(ShardckptError):
             earlier = find_earlier()
-            known = f"To go on from the one before it, {fix.format(earlier)}."
+            known = f"To continue from the one before it, {fix.format(earlier)}."
             hint = known if earlier else "None was found before it."
             error.args = (f"{str(error).rstrip('.')}. {hint}", *error.args[1:])
         raise
 
 
 def name_earlier_step(path: str | os.PathLike[str], argument: str) -> AbstractContextManager[None]:
-    """Add the complete step before it to the error of a damaged step.
+    """Add the complete step before a damaged one to its error.
 
     Args:
-        path: Path or URL of the step that is loaded.
-        argument: Argument of the framework that takes the path of a step.
+        path: Path or URL of the step to load.
+        argument: The framework's argument for a step's path.
     """
     return name_earlier(partial(_find_earlier_step, os.fspath(path)), f'pass {argument}="{{}}", or remove this one')
 
 
 def _find_earlier_step(path: str) -> str:
-    """Return the path of the newest complete step before a step of its run; empty without one."""
+    """Return the path of the newest complete step before a step; empty without one."""
     root, _, name = path.rstrip("/").rpartition("/")
     paths = [step.path for step in ls(root or ".").complete]
     names = [each.rpartition("/")[2] for each in paths]

@@ -1,6 +1,6 @@
 """`torch.distributed.checkpoint`, whose `save`, `async_save` and `load` write steps and read every format.
 
-Change one line, `import shardckpt.integrations.dcp as dcp`: all other names are those of torch. `StorageWriter` and
+Change one line, `import shardckpt.integrations.dcp as dcp`: all other names come from torch. `StorageWriter` and
 `StorageReader` do the same for code that keeps `torch.distributed.checkpoint`.
 """
 
@@ -45,7 +45,7 @@ _Result = TypeVar("_Result")
 
 def __getattr__(name: str) -> Any:
     """Return a name of `torch.distributed.checkpoint`."""
-    if name.startswith("__"):  # with its `__path__`, Python would import its modules again, with other classes
+    if name.startswith("__"):  # with torch's `__path__`, Python would import its modules again, with other classes
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(torch.distributed.checkpoint, name)
 
@@ -78,19 +78,19 @@ def save(
     An existing step is replaced when the new one is in place; anything else under the path is an error.
 
     Args:
-        state_dict: State; of an object with `state_dict` and `load_state_dict` the result of `state_dict()` is saved.
+        state_dict: State; for an object with `state_dict` and `load_state_dict`, the result of `state_dict()` is saved.
         checkpoint_id: Path of the step, or a URL that fsspec supports.
-        storage_writer: Writer to use; None for a `StorageWriter`. A writer of torch writes torch's format.
+        storage_writer: Writer to use; None for a `StorageWriter`. Torch's writers write torch's format.
         planner: As for torch. It must not cache plans.
         process_group: Ranks that save; None for all ranks.
         no_dist: Whether this process saves alone.
         use_collectives: As for torch; a step needs True.
 
     Returns:
-        Metadata of the planner, as torch returns it.
+        The planner's metadata, as torch returns it.
 
     Raises:
-        ShardckptError: The step cannot be saved, on any rank; the error of the lowest such rank, on all ranks.
+        ShardckptError: The step cannot be saved on some rank; all ranks raise the lowest such rank's error.
         CheckpointException: The planner, or an object's `state_dict`, raised an exception on some rank.
     """
     writer = StorageWriter(checkpoint_id) if storage_writer is None else storage_writer
@@ -123,15 +123,15 @@ def async_save(
         storage_writer: As for `save`.
         planner: As for `save`.
         process_group: Ranks that save; None for all ranks. It must have a backend for the CPU, such as gloo, and
-            the training loop must not use it. For None, a thread gets a gloo group of its own.
+            the training loop must not use it. For None, a thread gets a separate gloo group.
         async_checkpointer_type: Whether a thread or a process saves; None for a thread.
         async_stager: Copies the state; None for torch's default.
         no_dist: As for `save`.
         use_collectives: As for `save`.
 
     Returns:
-        A `Future` of the metadata, whose `result()` raises the errors of `save`; with an `async_stager` that copies in
-        the background, torch's `AsyncSaveResponse` with such a future.
+        A `Future` for the metadata, whose `result()` raises the same errors as `save`. With an `async_stager` that
+        copies in the background, torch's `AsyncSaveResponse` with such a future.
     """
     writer = StorageWriter(checkpoint_id) if storage_writer is None else storage_writer
     has_own_group = process_group is None and not no_dist and _saves_in_thread(async_checkpointer_type)
@@ -140,10 +140,12 @@ def async_save(
     options |= {} if async_checkpointer_type is None else {"async_checkpointer_type": async_checkpointer_type}
     options |= {} if async_stager is None else {"async_stager": async_stager}
     recorder = Recorder(SaveEvent, _show(writer, checkpoint_id), {"rank": _rank(), "is_background": True})
-    begun: Any = state_dict_saver.async_save(state_dict, checkpoint_id=checkpoint_id, storage_writer=writer, **options)
-    saving: Future[Metadata] = begun if isinstance(begun, Future) else begun.upload_completion
+    started: Any = state_dict_saver.async_save(
+        state_dict, checkpoint_id=checkpoint_id, storage_writer=writer, **options
+    )
+    saving: Future[Metadata] = started if isinstance(started, Future) else started.upload_completion
     saved: Future[Metadata] = Future()
-    saved.set_running_or_notify_cancel()  # a save that has begun cannot be cancelled
+    saved.set_running_or_notify_cancel()  # a running save cannot be cancelled
 
     def finish(future: Future[Metadata]) -> None:
         failure = None
@@ -160,7 +162,7 @@ def async_save(
             saved.set_exception(failure)
 
     saving.add_done_callback(finish)
-    return saved if isinstance(begun, Future) else replace(begun, upload_completion=saved)
+    return saved if isinstance(started, Future) else replace(started, upload_completion=saved)
 
 
 def load(
@@ -172,19 +174,19 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
 ) -> None:
-    """Load a checkpoint as `torch.distributed.checkpoint.load` does, of any readable format. Collective.
+    """Load a checkpoint in any readable format, as `torch.distributed.checkpoint.load` does. Collective.
 
     Args:
         state_dict: State to load into: tensors are filled in place, other values are replaced, objects with
             `load_state_dict` get their state.
-        checkpoint_id: Path or URL of a step, of a folder of DCP, or of another format that `shardckpt.load` reads.
+        checkpoint_id: Path or URL of a step, a DCP folder, or another checkpoint that `shardckpt.load` reads.
         storage_reader: Reader to use; None for a `StorageReader`.
         planner: As for torch: `DefaultLoadPlanner(allow_partial_load=True)` accepts that the checkpoint lacks values.
         process_group: Ranks that load; None for all ranks.
         no_dist: Whether this process loads alone.
 
     Raises:
-        ShardckptError: The checkpoint cannot be read, on any rank; the error of the lowest such rank, on all ranks.
+        ShardckptError: The checkpoint cannot be read on some rank; all ranks raise the lowest such rank's error.
         CheckpointException: The checkpoint lacks a value, or a shape differs.
     """
     reader = StorageReader(checkpoint_id) if storage_reader is None else storage_reader
@@ -202,12 +204,12 @@ def _build_options(planner: Any, process_group: Any, no_dist: bool, use_collecti
 
 
 def _saves_in_thread(async_checkpointer_type: Any) -> bool:
-    """Return whether a save is done by a thread; torch's process makes its own group."""
+    """Return whether a thread saves; torch's process makes its own group."""
     return async_checkpointer_type is None or getattr(async_checkpointer_type, "name", "") == "THREAD"
 
 
 def _get_background_group() -> dist.ProcessGroup | None:
-    """Return a gloo group of all ranks that only background saves use; None without several ranks. Collective."""
+    """Return a gloo group for all ranks that only background saves use; None without several ranks. Collective."""
     # In the training loop's group, collectives of save and loop would meet in another order on each rank: a deadlock.
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
@@ -219,7 +221,7 @@ def _get_background_group() -> dist.ProcessGroup | None:
 
 
 def _show(store: Any, checkpoint_id: str | os.PathLike[str] | None) -> str:
-    """Return the path of a save or load, for its event."""
+    """Return the path to save to or load from, for the event."""
     return str(checkpoint_id or getattr(store, "checkpoint_id", None) or getattr(store, "path", ""))
 
 
@@ -229,7 +231,7 @@ def _rank() -> int:
 
 @contextmanager
 def _typed_errors(writer: Any = None) -> Iterator[None]:
-    """Raise the error of the lowest rank that failed instead of torch's collection, if it is one of shardckpt."""
+    """Raise the lowest failed rank's error, if it is shardckpt's, instead of torch's collection."""
     try:
         yield
     except CheckpointException as error:

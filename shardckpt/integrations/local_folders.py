@@ -1,4 +1,4 @@
-"""Folders that a framework names by paths: what is in them, and errors of their permissions."""
+"""Folders that a framework names by path: their names, and errors about permissions."""
 
 from __future__ import annotations
 
@@ -12,27 +12,13 @@ __all__ = ["list_names", "raise_storage_errors", "require_access"]
 
 
 def list_names(folder: str) -> list[str]:
-    """Return the names in a folder; none if it does not exist.
-
-    Args:
-        folder: Path.
-
-    Raises:
-        StorageError: The folder cannot be listed.
-    """
+    """Return the names in a folder; none if it does not exist. Raises StorageError."""
     with raise_storage_errors("cannot list", folder):
         return os.listdir(folder) if os.path.isdir(folder) else []
 
 
 def require_access(path: str) -> None:
-    """Require that one may see whether a path exists.
-
-    Args:
-        path: Path of a file or folder, which may be missing.
-
-    Raises:
-        StorageError: A folder above it may not be entered.
-    """
+    """Raise StorageError if permissions hide whether a path exists."""
     with raise_storage_errors("cannot look at it", path):
         try:
             os.stat(path)
@@ -44,12 +30,7 @@ def require_access(path: str) -> None:
 
 @contextmanager
 def raise_storage_errors(what: str, path: str) -> Iterator[None]:
-    """Raise errors of permissions within the block as `StorageError`.
-
-    Args:
-        what: The action that fails, such as "cannot list".
-        path: Path for the message.
-    """
+    """Raise permission errors in the block as `StorageError`; `what` is the action, such as "cannot list"."""
     try:
         yield
     except PermissionError as error:

@@ -1,7 +1,7 @@
 """Functions that send events to monitoring systems: JSON lines, TensorBoard, Prometheus, Weights & Biases.
 
-Each is an argument for `shardckpt.events.subscribe`, or `on_event` of a `Checkpointer`. When it is made, its library is
-imported and its file is opened, since an error at an event is only logged. Threads may call them at the same time.
+Pass one to `shardckpt.events.subscribe`, or as `on_event` to a `Checkpointer`. A sink imports its library and opens its
+file when it is created, since errors at an event are only logged. Threads may call a sink at the same time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["JSONLinesSink", "PrometheusSink", "TensorBoardSink", "WandbSink"]
 
 
 class JSONLinesSink:
-    """Append each event to a file, as a line of JSON with the time at which it ended.
+    """Append each event to a file, as a JSON line with the time when it ended.
 
     Args:
         path: File to append to; one for each process.
@@ -42,7 +42,7 @@ class JSONLinesSink:
 
 
 class TensorBoardSink:
-    """Write the numbers of each event to TensorBoard, as `shardckpt/save/seconds` and the like, by step.
+    """Write each event's numbers to TensorBoard by step, as `shardckpt/save/seconds` and so on.
 
     Args:
         writer: A `SummaryWriter`, or the folder for a new one.
@@ -70,16 +70,16 @@ class TensorBoardSink:
 
 
 class PrometheusSink:
-    """Count events as metrics of Prometheus, for its client or for the textfile collector of the node exporter.
+    """Count events as Prometheus metrics, for its client or for the node exporter's textfile collector.
 
     Args:
         registry: Registry for the metrics; None for the default one, which the client serves, or with `textfile` for a
             new one.
-        textfile: File that is replaced with the metrics of the registry after each event, such as
+        textfile: File that each event replaces with the registry's metrics, such as
             `/var/lib/node/shardckpt-rank0.prom`; one for each rank.
 
     Raises:
-        UsageError: The registry has the metrics of another sink, or the package prometheus_client is not installed.
+        UsageError: The registry has another sink's metrics, or the package prometheus_client is not installed.
         StorageError: The textfile cannot be written.
     """
 
@@ -87,13 +87,13 @@ class PrometheusSink:
         with _importing("prometheus_client"):
             import prometheus_client  # noqa: PLC0415 (an optional library)
 
-        if registry is None:  # a textfile has no metrics of the process: the exporter has its own, other ranks theirs
+        if registry is None:  # a textfile has no process metrics: the exporter and the other ranks have their own
             registry = prometheus_client.REGISTRY if textfile is None else prometheus_client.CollectorRegistry()
         self._registry = registry
         self._write = prometheus_client.write_to_textfile
         self._textfile = None if textfile is None else os.path.expanduser(textfile)
         self._lock = threading.Lock()
-        if textfile is not None:  # before the registry has metrics of a sink that is not made
+        if textfile is not None:  # before the registry gets metrics: an error must leave it unchanged
             with _writing(os.path.expanduser(textfile)):
                 self._write(os.path.expanduser(textfile), self._registry)
 
@@ -105,16 +105,16 @@ class PrometheusSink:
             self._operations = add(counter, "operations_total", "Operations that have ended.", "outcome")
         except ValueError as error:
             raise UsageError(
-                f"the registry has the metrics of another PrometheusSink: {error}",
-                fix="Give that sink to both, as one counts the events of all; or give this one a registry of its own.",
+                f"the registry has another PrometheusSink's metrics: {error}",
+                fix="Use that sink for both, since one sink counts all events; or give this one its own registry.",
             ) from error
-        self._bytes = add(counter, "bytes_total", "Bytes of tensors that this rank wrote, read or removed.")
+        self._bytes = add(counter, "bytes_total", "Tensor bytes that this rank wrote, read or removed.")
         self._retries = add(counter, "retries_total", "Repeated requests.")
         self._warnings = add(counter, "warnings_total", "Faults that did not make an operation fail.")
-        self._seconds = add(gauge, "last_seconds", "Duration of the last operation.")
-        self._phases = add(gauge, "last_phase_seconds", "Durations of the phases of the last operation.", "phase")
-        self._succeeded = add(gauge, "last_success_timestamp_seconds", "Time of the last operation that did not fail.")
-        self._step = add(gauge, "last_success_step", "Step of the last operation that did not fail.")
+        self._seconds = add(gauge, "last_seconds", "Seconds that the last operation took.")
+        self._phases = add(gauge, "last_phase_seconds", "Seconds for each phase in the last operation.", "phase")
+        self._succeeded = add(gauge, "last_success_timestamp_seconds", "Time when an operation last succeeded.")
+        self._step = add(gauge, "last_success_step", "Step in the last operation that succeeded.")
 
     def __call__(self, event: OperationEvent) -> None:
         """Count an event."""
@@ -136,12 +136,12 @@ class PrometheusSink:
 
 
 class WandbSink:
-    """Log the numbers of each event to a run of Weights & Biases, as `shardckpt/save/seconds` and the like.
+    """Log each event's numbers to a Weights & Biases run, as `shardckpt/save/seconds` and so on.
 
-    They are drawn over `shardckpt/step`, since the steps of a run only grow, and a background save ends later.
+    They are drawn over `shardckpt/step`: a wandb run's own steps only grow, but a background save ends later.
 
     Args:
-        run: Run of `wandb`; None for the current one.
+        run: `wandb` run; None for the current one.
 
     Raises:
         UsageError: The package wandb is not installed.
@@ -187,7 +187,7 @@ def _writing(path: str) -> Iterator[None]:
 
 
 def _numbers(event: OperationEvent) -> dict[str, float]:
-    """Return the numbers of an event by name."""
+    """Return an event's numbers by name."""
     phases = {f"seconds/{name}": seconds for name, seconds in event.phases.items()}
     rate = {"gb_per_second": event.gb_per_second} if event.nbytes else {}
     counts = {"bytes": event.nbytes, "retries": event.retries, "warnings": len(event.warnings)}

@@ -1,4 +1,4 @@
-"""Removal of the steps that a framework no longer keeps, when the step after them is complete."""
+"""Remove steps that a framework no longer keeps, once the next step is complete."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["StepRemoval"]
 
 
 class StepRemoval:
-    """Steps to remove on this rank: each stays until the step that is saved after it is complete."""
+    """Steps to remove on this rank; each stays until the next saved step is complete."""
 
     def __init__(self, run: str | os.PathLike[str]) -> None:
         self._run = run
@@ -22,23 +22,23 @@ class StepRemoval:
 
     @property
     def numbers(self) -> list[int]:
-        """Numbers of the steps that are not yet removed."""
+        """Steps that are not removed yet."""
         return [*self._numbers]
 
-    def begin_save(self, number: int) -> None:
-        """Wait for a save, whose step is not removed."""
+    def start_save(self, number: int) -> None:
+        """Keep all steps until this save is complete; its own step is not removed."""
         self._is_saved = False
         if number in self._numbers:
             self._numbers.remove(number)
 
     def take_event(self, event: OperationEvent) -> None:
-        """Remove steps when the save is complete; a background save calls this on its own thread."""
+        """Remove steps when the save is complete; background saves call this on their thread."""
         if isinstance(event, SaveEvent) and event.error is None:
             self._is_saved = True
             self._remove_all()
 
     def add(self, number: int) -> None:
-        """Remove a step, now or when the save is complete that has begun."""
+        """Remove a step, now or once the current save is complete."""
         self._numbers.append(number)
         if self._is_saved:
             self._remove_all()

@@ -1,7 +1,7 @@
-"""Recovery of replicas of torchft: a transport that sends states over TCP with hashes, without pickle.
+"""Recover torchft's replicas: a transport that sends states over TCP with hashes, without pickle.
 
-A request is one line: `MAGIC`, the token of the sender and the step. The answer is a line, `ok` or an error, and the
-stream of the state (`shardckpt.checkpoint.stateful.state_stream`).
+A request is one line: `MAGIC`, the sender's token and the step. The answer is a line, `ok` or an error, and the stream
+with the state (`shardckpt.checkpoint.stateful.state_stream`).
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ _LOG = logging.getLogger("shardckpt")
 _ADDRESS = re.compile(r"shardckpt://(?P<host>[0-9A-Za-z._-]{1,253}):(?P<port>[0-9]{1,5})/(?P<token>[0-9a-f]{32})")
 _REQUEST = re.compile(rb"shardckpt-state/1 (?P<token>[0-9a-f]{32}) (?P<step>-?[0-9]{1,18})\n")
 _MAX_PEERS = 64
-_REQUEST_SECONDS = 10.0  # time that a peer has to send its request
+_REQUEST_SECONDS = 10.0  # that a peer has to send its request
 _POLL_SECONDS = 0.5
-_END_SECONDS = 5.0  # time for threads to end after their connections
+_END_SECONDS = 5.0  # for threads to end after their connections
 
 
 class ShardckptTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft is not typed here
-    """Transport of states between replicas of torchft.
+    """Transport for states between torchft replicas.
 
-    A peer that sends wrong bytes cannot execute code here: a state is JSON and elements of tensors, and each block is
+    A peer that sends wrong bytes cannot execute code here: a state is JSON and tensor elements, and each block is
     checked before it is used. Its costs are linear in the bytes that it sends, and nothing waits longer than `timeout`.
     Only peers that know the result of `metadata` get a state; it is sent unencrypted.
 
     Args:
-        timeout: Maximum time of a transfer for the sender.
-        state_dict: Function that returns the state of this replica as its `Manager` sends it. Its tensors are filled in
-            place, DTensors and tensors on devices too. None to receive new tensors on the CPU, without DTensors.
-        host: Name or address under which peers reach this process; None for the name of this machine.
+        timeout: Maximum time for the sender's transfer.
+        state_dict: Function that returns this replica's state as its `Manager` sends it. Its tensors are filled in
+            place, including DTensors and tensors on devices. None to receive new tensors on the CPU, without DTensors.
+        host: Name or address under which peers reach this process; None for this machine's name.
 
     Examples:
         >>> transport = ShardckptTransport(timedelta(seconds=60))  # doctest: +SKIP
@@ -69,7 +69,7 @@ class ShardckptTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torch
         weakref.finalize(self, self._server.abandon).atexit = False
 
     def metadata(self) -> str:
-        """Return the address of this process, with the token that peers need."""
+        """Return this process's address, with the token that peers need."""
         return f"shardckpt://{self._host}:{self._server.port}/{self._server.token}"
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
@@ -77,9 +77,9 @@ class ShardckptTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torch
 
         Args:
             dst_ranks: Ranks that will ask for it.
-            step: Step of the state.
+            step: The state's step.
             state_dict: The state: tensors, arrays and plain values, in dicts, lists and tuples.
-            timeout: Not used: peers ask for the state, and have their own limit.
+            timeout: Not used: peers ask for the state, and have their own time limit.
 
         Raises:
             UnsupportedError: A value cannot be sent; the message has its dotted path.
@@ -88,23 +88,23 @@ class ShardckptTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torch
         self._server.offer(step, build_stream(state_dict))
 
     def disallow_checkpoint(self) -> None:
-        """End the offer: wait for transfers that have begun, and end those that take longer than the timeout."""
+        """End the offer: wait for running transfers, and end them when they exceed the timeout."""
         self._server.withdraw()
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         """Return the state that a peer offers.
 
         Args:
-            src_rank: Rank of the peer.
-            metadata: Result of `metadata` of the peer.
-            step: Step of the state.
-            timeout: Maximum time, including that until the peer offers the state.
+            src_rank: The peer's rank.
+            metadata: Result of the peer's `metadata`.
+            step: The state's step.
+            timeout: Maximum time, including the wait until the peer offers the state.
 
         Raises:
             RankError: The peer is lost, offers another step, or the time is over.
             ChecksumError: Bytes arrived damaged.
             CheckpointError: The bytes are not a state.
-            UsageError: The state does not fit that of this replica.
+            UsageError: The state does not fit this replica's state.
         """
         match = _ADDRESS.fullmatch(metadata)
         if match is None or not 0 < int(match["port"]) < 1 << 16:
@@ -128,7 +128,7 @@ class ShardckptTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torch
             raise RankError(f"rank {src_rank} is lost: {str(error) or type(error).__name__}", rank=src_rank) from error
 
     def shutdown(self, wait: bool = True) -> None:
-        """End the server, and transfers that have begun.
+        """End the server, and running transfers.
 
         Args:
             wait: Wait until its thread has ended.
@@ -137,10 +137,10 @@ class ShardckptTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torch
 
 
 class _StateServer:
-    """Server of the state that this process offers."""
+    """Server for the state that this process offers."""
 
     def __init__(self, timeout: float) -> None:
-        self.token = secrets.token_hex(16)  # text that a request must contain
+        self.token = secrets.token_hex(16)  # a request must contain it
         self._timeout = timeout
         self._changed = threading.Condition()
         self._offered: tuple[int, StateStream] | None = None
@@ -156,7 +156,7 @@ class _StateServer:
         self._thread.start()
 
     def offer(self, step: int, stream: StateStream) -> None:
-        """Send a state to peers that ask for its step, in place of an earlier one."""
+        """Send a state to peers that ask for its step; it replaces an earlier state."""
         self.withdraw()
         with self._changed:
             self._offered = step, stream
@@ -166,7 +166,7 @@ class _StateServer:
         """Stop sending the state; when it returns, the state may change."""
         with self._changed:
             self._offered = None
-            # Transfers that have begun end within the timeout; the rest is time for their threads to notice it.
+            # Running transfers end within the timeout; the rest is time for their threads to notice it.
             self._changed.wait_for(lambda: not self._sending, self._timeout + _END_SECONDS)
 
     def close(self, wait: bool) -> None:
@@ -184,7 +184,7 @@ class _StateServer:
             self._thread.join(_END_SECONDS)
 
     def abandon(self) -> None:
-        """End the server soon, without locks: for a transport that nothing refers to any more."""
+        """End the server soon, without locks, for a transport without references."""
         self._is_closed, self._offered = True, None
 
     def _accept(self) -> None:

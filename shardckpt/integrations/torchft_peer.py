@@ -1,4 +1,4 @@
-"""Connections of the transport for torchft, whose operations end before a deadline."""
+"""Connections for the torchft transport, whose operations end before a deadline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_LINE = 512
 
 
 def time_left(deadline: float) -> float:
-    """Return the seconds until a deadline."""
+    """Return the seconds until a deadline on the monotonic clock. Raises TimeoutError."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError("timed out")
@@ -22,7 +22,7 @@ def time_left(deadline: float) -> float:
 
 
 def connect(host: str, port: int, deadline: float) -> socket.socket:
-    """Connect to the first address of a host that answers."""
+    """Connect to the host's first address that answers."""
     last: OSError | None = None
     for family, kind, protocol, _, address in _resolve(host, port, deadline):
         connection = socket.socket(family, kind, protocol)
@@ -38,7 +38,7 @@ def connect(host: str, port: int, deadline: float) -> socket.socket:
 
 
 def _resolve(host: str, port: int, deadline: float) -> list[Any]:
-    """Return the addresses of a host; the resolver, which has no time limit, is left behind in a thread."""
+    """Return a host's addresses; the resolver, which has no time limit, stays in a thread."""
     found: queue.SimpleQueue[list[Any] | OSError] = queue.SimpleQueue()
 
     def resolve() -> None:
@@ -58,13 +58,13 @@ def _resolve(host: str, port: int, deadline: float) -> list[Any]:
 
 
 class Peer:
-    """Connection to a peer, whose operations together end before a deadline."""
+    """Connection to a peer; its operations together end before a deadline."""
 
     def __init__(self, connection: socket.socket, deadline: float) -> None:
         self._connection, self._deadline = connection, deadline
 
     def check(self) -> None:
-        """Require that the deadline has not passed. Raises TimeoutError."""
+        """Raise TimeoutError if the deadline has passed."""
         time_left(self._deadline)
 
     def send(self, data: bytes | memoryview) -> None:
@@ -82,7 +82,7 @@ class Peer:
             buffer = buffer[count:]
 
     def read_line(self) -> bytes:
-        """Return a line with its end; what arrived so far if it is too long or does not end. Raises OSError."""
+        """Return a line with its end; if it is too long or does not end, the bytes so far. Raises OSError."""
         line, byte = bytearray(), memoryview(bytearray(1))
         while not line.endswith(b"\n") and len(line) < _MAX_LINE:
             self._connection.settimeout(time_left(self._deadline))

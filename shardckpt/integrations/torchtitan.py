@@ -1,6 +1,6 @@
-"""Checkpoints of torchtitan: a manager that saves steps, selected by the config of its trainer.
+"""Checkpoints for torchtitan: a manager that saves steps, selected by the trainer's config.
 
-The manager of torchtitan decides when to save and what to load. Here it saves with `shardckpt.integrations.dcp`.
+Torchtitan's manager decides when to save and what to load. Here it saves with `shardckpt.integrations.dcp`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _REPLACED = ("dcp_save", "dcp_load", "_find_load_step", "_purge_stale_checkpoint
 
 
 class CheckpointManager(TitanCheckpointManager):  # type: ignore[misc]  # torchtitan is not typed
-    """Manager of the checkpoints of torchtitan's trainer, which saves steps.
+    """Manager that saves the steps of torchtitan's trainer.
 
-    Use `CheckpointManager.Config` where a config has that of torchtitan: its fields and their meaning are the same. A
-    folder with checkpoints of torchtitan's own manager resumes too; `keep_latest_k` never removes these.
+    Use `CheckpointManager.Config` in place of torchtitan's: its fields and their meaning are the same. A folder with
+    checkpoints from torchtitan's own manager resumes too; `keep_latest_k` never removes these.
 
     Args:
-        config: Config of the manager.
+        config: The manager's config.
         **components: As for torchtitan's manager.
 
     Raises:
@@ -49,11 +49,11 @@ class CheckpointManager(TitanCheckpointManager):  # type: ignore[misc]  # torcht
 
     @dataclass(kw_only=True, slots=True)
     class Config(TitanCheckpointManager.Config):  # type: ignore[misc]
-        """Config of torchtitan's manager, which builds this one."""
+        """Torchtitan's config, which builds this manager."""
 
         drill: bool = False
-        """Whether to train the batches of the first step twice from one saved state before it, and compare all bits. If
-        they differ, `train` raises a ResumeDivergence, which names the values that the state lacks."""
+        """Whether to train the first step's batches twice from one saved state before it, and compare all bits. If they
+        differ, `train` raises a ResumeDivergence, which names the values that the state lacks."""
 
     def __init__(self, config: Config, **components: Any) -> None:
         missing = [name for name in _REPLACED if not hasattr(TitanCheckpointManager, name)]
@@ -96,7 +96,7 @@ class CheckpointManager(TitanCheckpointManager):  # type: ignore[misc]  # torcht
         return saved
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
-        """Load a step or a checkpoint of torchtitan's own manager; Hugging Face's files as torchtitan does."""
+        """Load a step, or a checkpoint from torchtitan's own manager; Hugging Face's files as torchtitan does."""
         if from_hf:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
@@ -105,7 +105,7 @@ class CheckpointManager(TitanCheckpointManager):  # type: ignore[misc]  # torcht
             self.states[MODEL].load_state_dict(state_dict)
 
     def _find_load_step(self, folder: str = "") -> int:
-        """Return the newest complete step, or the newest checkpoint of torchtitan if its number is larger."""
+        """Return the newest complete step, or torchtitan's newest checkpoint if its number is larger."""
         try:
             numbers = [step.number for step in ls(folder or self.folder).complete]
         except UsageError:  # the folder has no steps
@@ -122,7 +122,7 @@ class CheckpointManager(TitanCheckpointManager):  # type: ignore[misc]  # torcht
             self.save_future.add_done_callback(self._prune)
 
     def _prune(self, saved: Future[Any] | None = None) -> None:
-        """Remove old steps; a failure is logged, because the training goes on."""
+        """Remove old steps; a failure is only logged, and the training continues."""
         if saved is not None and saved.exception() is not None:
             return
         try:

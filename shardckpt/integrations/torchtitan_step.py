@@ -1,4 +1,4 @@
-"""A training step of torchtitan's trainer that can run again, on the same batches."""
+"""A training step for torchtitan's trainer that can run again, on the same batches."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ __all__ = ["prove_first_step"]
 
 
 def prove_first_step(states: Mapping[str, Any], run: str) -> None:
-    """Prove a resume in the first call of a trainer's `train_step`, which then trains as without it.
+    """Prove a resume in the first call of a trainer's `train_step`, which then trains as without a drill.
 
     Args:
         states: Objects that the manager saves, with the trainer as `train_state`.
         run: Path or URL of the run.
 
     Raises:
-        UsageError: The trainer is not there, or has no `train_step`.
+        UsageError: The trainer is missing, or has no `train_step`.
     """
     trainer = states.get(TRAIN_STATE)
     train = getattr(trainer, "train_step", None)
     if trainer is None or not callable(train):
         raise UsageError(
-            "a drill needs a trainer whose method `train_step` gets the iterator of batches",
+            "a drill needs a trainer whose method `train_step` gets an iterator over batches",
             found=f"states[{TRAIN_STATE!r}] = {trainer!r}",
             fix="Pass torchtitan's Trainer there, or use drill=False.",
         )
@@ -58,7 +58,7 @@ class _TitanStep:
         require_proven(run_drill(lambda: self.run(model), self._build_state(states), drill_folder(run)))
 
     def _build_state(self, states: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the objects that the manager saves and that a step has: all but the data loader."""
+        """Return the objects that the manager saves, except the data loader, which a step does not use."""
         state: dict[str, Any] = {}
         for name, each in states.items():
             if name == MODEL:
@@ -90,7 +90,7 @@ class _TitanStep:
 
 
 class _SavedState:
-    """State of an object, without its attributes: the drill would look for models and optimizers there too."""
+    """An object's state without its attributes, in which the drill would look for models and optimizers."""
 
     __slots__ = ("_of",)
 
@@ -98,7 +98,7 @@ class _SavedState:
         self._of = of
 
     def state_dict(self) -> Any:
-        """Return the state of the object."""
+        """Return the object's state."""
         return self._of.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
@@ -107,11 +107,11 @@ class _SavedState:
 
 
 class _SeenMetrics:
-    """Metrics of a step that the drill trains: they are computed, and not logged."""
+    """Metrics for the drill's steps: they are computed, and not logged."""
 
     def __init__(self, metrics: Any) -> None:
         self._metrics = metrics
-        self.results: dict[str, float] = {}  # loss and gradient norm; empty if the step has not computed them
+        self.results: dict[str, float] = {}  # loss and gradient norm, if the step has computed them
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._metrics, name)
@@ -121,12 +121,12 @@ class _SeenMetrics:
         return True
 
     def log(self, step: int, global_avg_loss: float, global_max_loss: float, grad_norm: float, **_: Any) -> None:  # noqa: ARG002
-        """Keep the results of the step."""
+        """Keep the step's results."""
         self.results = {"loss": global_avg_loss, "grad_norm": grad_norm}
 
 
 def _copy_batch(batch: Any) -> Any:
-    """Return a batch with dicts of its own: the trainer puts tensors on the device into them."""
+    """Return a batch with copied dicts: the trainer puts tensors on the device into them."""
     if isinstance(batch, Mapping):
         return {name: _copy_batch(each) for name, each in batch.items()}
     return tuple(map(_copy_batch, batch)) if isinstance(batch, (list, tuple)) else batch

@@ -307,7 +307,7 @@ def load_loop_on_one_rank(rank: int, world: int, folder: Path) -> int:
     training, _ = start(rank, world, "ddp")
     training.accelerator.scaler = torch.amp.GradScaler("cpu")
     training.accelerator._dataloaders.append(Loader(0))
-    with pytest.warns(UserWarning, match="begins its epoch again") as caught:
+    with pytest.warns(UserWarning, match="starts its epoch again") as caught:
         training.accelerator.load_state(folder)
     assert Path(__file__).name in {Path(each.filename).name for each in caught}
     return training.accelerator._dataloaders[-1].position

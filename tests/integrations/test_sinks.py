@@ -85,7 +85,7 @@ def test_prometheus_counts_events_and_replaces_a_textfile(tmp_path: Path) -> Non
 def test_a_second_sink_of_a_prometheus_registry_is_refused() -> None:
     registry = pytest.importorskip("prometheus_client").CollectorRegistry()
     PrometheusSink(registry)(SAVE)
-    with pytest.raises(UsageError, match="Give that sink to both"):
+    with pytest.raises(UsageError, match="Use that sink for both"):
         PrometheusSink(registry)
     labels = {"operation": "save", "store": "s3", "rank": "0"}
     assert registry.get_sample_value("shardckpt_last_seconds", labels) == SAVE.seconds

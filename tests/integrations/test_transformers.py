@@ -287,7 +287,7 @@ def test_two_callbacks_and_a_number_to_resume_from_are_refused(tmp_path: Path) -
 
     ((both, number),) = run(1, body)
     assert f"callbacks for {tmp_path / 'one'}, {tmp_path / 'two'}" in both
-    assert "True or the path of a checkpoint" in number
+    assert "True or a checkpoint's path" in number
     assert "found 4" in number
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
 
@@ -339,7 +339,7 @@ def train_in_a_loop_of_its_own(rank: int, world: int, folder: Path) -> None:
 
     trainers.be_rank(rank, world)
     trainer, _ = trainers.build("ddp", folder, trainers.ShardckptCallback(folder / "run"))
-    with pytest.raises(shardckpt.UnsupportedError, match="whose own `train` does not call that"):
+    with pytest.raises(shardckpt.UnsupportedError, match="whose `train` does not call"):
         trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of an `accelerate.Accelerator`: `save_state` and `load_state` go through shardckpt."""
+"""Checkpoints for an `accelerate.Accelerator`: `save_state` and `load_state` go through shardckpt."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Checkpoints of an `accelerate.Accelerator`: `save_state` and `load_state` go through shardckpt.
+"""Checkpoints for an `accelerate.Accelerator`: `save_state` and `load_state` go through shardckpt.
 
-Accelerate has no interface for that, so `register` replaces these methods of one accelerator. Everything else stays as
-Accelerate documents it, hooks and names of folders included.
+Accelerate has no interface for that, so `register` replaces these methods on one accelerator. Everything else stays as
+Accelerate documents it, including hooks and folder names.
 """
 
 from __future__ import annotations
@@ -46,17 +46,16 @@ _HOOKS = ("_save_model_state_pre_hook", "_load_model_state_pre_hook")
 def register(
     accelerator: Accelerator, *, background: bool = False, **options: Unpack[AsyncSaveParams]
 ) -> AcceleratorCheckpoints:
-    """Make `save_state` and `load_state` of an accelerator save and load with shardckpt.
+    """Make an accelerator's `save_state` and `load_state` save and load with shardckpt.
 
     A checkpoint has everything that Accelerate saves; every rank writes its shards. `load_state` also loads folders
-    that Accelerate wrote. The number of ranks and the kind of sharding may differ from those of the save.
+    that Accelerate wrote. The number of ranks and the kind of sharding may change between save and load.
 
     Args:
         accelerator: Accelerator, before or after `prepare`. If it is registered with the same options, the result is
             that registration.
-        background: Save in the background. An error is then raised by the next call of `save_state` or `load_state`, or
-            by `end_training`.
-        **options: Options of `shardckpt.async_save`; without `background`, of `shardckpt.save`.
+        background: Save in the background. The next `save_state`, `load_state` or `end_training` then raises an error.
+        **options: Options for `shardckpt.async_save`; without `background`, for `shardckpt.save`.
 
     Raises:
         UnsupportedError: The accelerator uses DeepSpeed, Megatron-LM or XLA, or this version of Accelerate differs.
@@ -96,13 +95,13 @@ def register(
 
 
 class AcceleratorCheckpoints:
-    """Methods of a registered accelerator; `register` makes it."""
+    """New methods for an accelerator; `register` creates it."""
 
     def __init__(self, accelerator: Accelerator, background: bool, options: dict[str, Any]) -> None:
         self._accelerator, self._background, self._options = accelerator, background, options
         self._is_fsdp = accelerator.distributed_type == DistributedType.FSDP
         self._handle: SaveHandle | None = None
-        self._newest = ""  # folder of the last save
+        self._newest = ""  # the last save's folder
         self._numbered = NumberedFolders(accelerator)
         self._original = {name: getattr(accelerator, name) for name in _METHODS}
         vars(accelerator).update({name: getattr(self, name) for name in _METHODS})
@@ -112,12 +111,12 @@ class AcceleratorCheckpoints:
 
         Args:
             background: Whether to save in the background.
-            options: Options of the save.
+            options: Options for the save.
         """
         return (self._background, self._options) == (background, options)
 
     def remove(self) -> None:
-        """Wait for the last save, and give the accelerator its own methods again, unless others replaced these."""
+        """Wait for the last save, and restore the accelerator's methods, unless others replaced them."""
         self.wait()
         if getattr(self._accelerator.save_state, "__self__", None) is self:
             vars(self._accelerator).update(self._original)
@@ -132,15 +131,15 @@ class AcceleratorCheckpoints:
     def prove_resume(self, train_step: Callable[[], Any], folder: Folder, *, steps: int = 2) -> ResumeReport:
         """Save, train, restore, train again, and compare all bits; then restore the state as it was. Collective.
 
-        Call it after `prepare`, before the first step: training goes on as without it.
+        Call it after `prepare` and before the first step. It does not change the training.
 
         Args:
-            train_step: Function of a training step with an update of the optimizer, as for `shardckpt.prove_resume`.
-            folder: Folder or URL for the checkpoints of the drill, which are removed.
+            train_step: Function that trains a step and updates the optimizer, as for `shardckpt.prove_resume`.
+            folder: Folder or URL for the drill's checkpoints, which are removed.
             steps: Number of steps to train each time.
 
         Returns:
-            The first difference, and values that `save_state` does not save.
+            The first difference, and the values that `save_state` does not save.
 
         Raises:
             ShardckptError: As for `shardckpt.prove_resume`.
@@ -154,14 +153,14 @@ class AcceleratorCheckpoints:
         self._original["end_training"]()
 
     def save_state(self, output_dir: Folder = None, *_args: Any, **_: Any) -> str | Path:
-        """Save the state. Collective. In place of `Accelerator.save_state`, whose other arguments mean nothing here.
+        """Save the state. Collective. In place of `Accelerator.save_state`, whose other arguments are ignored.
 
         Args:
             output_dir: Folder, or a URL that fsspec supports. A checkpoint that an earlier call wrote there is
                 replaced. Ignored if `automatic_checkpoint_naming` is on.
 
         Raises:
-            UsageError: The folder is a file; that of `automatic_checkpoint_naming` has a checkpoint, or is not local; a
+            UsageError: The folder is a file; with `automatic_checkpoint_naming`, it has a checkpoint or is not local; a
                 hook changed weights.
             StorageError: The folder cannot be made.
             ShardckptError: As for `shardckpt.save`.
@@ -186,15 +185,15 @@ class AcceleratorCheckpoints:
         """Load what `save_state` saved, with or without shardckpt. Collective. In place of `Accelerator.load_state`.
 
         Args:
-            input_dir: Folder or URL. None for the newest folder of `automatic_checkpoint_naming`.
-            load_kwargs: For folders that Accelerate wrote, as for `Accelerator.load_state`.
-            **model_kwargs: As well; `strict` for all folders.
+            input_dir: Folder or URL. None for the newest folder with `automatic_checkpoint_naming`.
+            load_kwargs: Only for folders that Accelerate wrote, as for `Accelerator.load_state`.
+            **model_kwargs: Likewise; `strict` is for all folders.
 
         Raises:
             SourceNotFoundError: The folder is missing or has no complete checkpoint.
             StorageError: The folder cannot be read.
-            ShardckptError: As for `shardckpt.load`; or some objects of `register_for_checkpointing` are registered, but
-                fewer than were saved.
+            ShardckptError: As for `shardckpt.load`; or `register_for_checkpointing` has some objects, but fewer than
+                were saved.
         """
         self.wait()
         _await_ranks("load_state")
@@ -247,7 +246,7 @@ class AcceleratorCheckpoints:
         return _number("model", self._accelerator._models)
 
     def _call_save_hooks(self, folder: str) -> dict[str, Any]:
-        """Call the hooks of `register_save_state_pre_hook`; return the models to save by name. Collective."""
+        """Call the hooks from `register_save_state_pre_hook`; return the models to save by name. Collective."""
         models, hooks = self._accelerator._models, self._accelerator._save_model_state_pre_hook
         if not hooks:
             return _number("model", models)
@@ -263,7 +262,7 @@ class AcceleratorCheckpoints:
             raise UsageError(
                 "a hook of register_save_state_pre_hook changed the weights",
                 where=folder,
-                fix="Save other weights in the hook, and remove those of the model from the list.",
+                fix="Save other weights in the hook, and remove the model's weights from the list.",
             )
         return _number("model", models, None if self._is_fsdp else [models[i] for i in kept])
 
@@ -275,6 +274,6 @@ def _await_ranks(method: str) -> None:
 
 
 def _number(kind: str, objects: Iterable[Any], kept: list[Any] | None = None) -> dict[str, Any]:
-    """Return objects, or those that are kept, by the names that Accelerate gives them: `model`, `model_1`, ..."""
+    """Return all objects, or the kept ones, by Accelerate's names: `model`, `model_1`, ..."""
     named = {f"{kind}_{i}" if i else kind: each for i, each in enumerate(objects)}
     return {name: each for name, each in named.items() if kept is None or any(each is one for one in kept)}

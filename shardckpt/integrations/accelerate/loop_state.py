@@ -1,4 +1,4 @@
-"""Counters and positions in a checkpoint of an `accelerate.Accelerator`."""
+"""An accelerator's counters and data positions in a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["LoaderPosition", "LoopState"]
 
 
 class LoopState:
-    """Counters of the accelerator and order of its data, those of rank 0, as an object with `state_dict`."""
+    """Rank 0's counters and data order, as an object with `state_dict`."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator, self._project = accelerator, accelerator.project_configuration
@@ -31,11 +31,11 @@ class LoopState:
         return [(loader, sampler) for loader, sampler in pairs if isinstance(sampler, SeedableRandomSampler)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the values of rank 0."""
+        """Return rank 0's values."""
         return self._values
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Continue at saved values; they say nothing about gradients."""
+        """Continue at saved values, which do not include gradients."""
         if 0 < self._custom < saved.get("custom", 0):
             expected, fix = saved["custom"], "Register the same objects, in the same order."
             raise UsageError("too few objects are registered", found=self._custom, expected=expected, fix=fix)
@@ -46,10 +46,10 @@ class LoopState:
 
 
 class LoaderPosition(PerRank):
-    """Position of a stateful data loader, which counts the batches of one rank."""
+    """Position in a stateful data loader, which counts one rank's batches."""
 
     def load_other_world(self, states: list[Any], rank: int, world: int) -> bool:
-        """Leave the loader at the begin of its epoch, with a warning."""
+        """Leave the loader at the start of its epoch, with a warning."""
         if rank == 0:
-            warn_user(f"a data loader was saved by {len(states)} ranks, not by {world}: it begins its epoch again")
+            warn_user(f"a data loader was saved by {len(states)} ranks, not by {world}: it starts its epoch again")
         return True

@@ -1,4 +1,4 @@
-"""Folders of `save_state` and `load_state`: those that a call names, and those of `automatic_checkpoint_naming`."""
+"""Folders for `save_state` and `load_state`: named by a call, or by `automatic_checkpoint_naming`."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ __all__ = [
 
 Folder = str | os.PathLike[str] | None
 
-STEP = "shardckpt"  # name of the checkpoint in the folder that `save_state` gets, beside files of hooks and of users
-_SHOWN = 8  # maximum number of folders in a message
+STEP = "shardckpt"  # the checkpoint's name in the folder for `save_state`, next to files from hooks and users
+_SHOWN = 8  # maximum folders in a message
 
 _NAME_AND_NUMBER = re.compile(r"(.*?)(\d+)")
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
@@ -53,7 +53,7 @@ def as_text(folder: Folder) -> str:
 
 
 def make_folder(folder: str) -> None:
-    """Make a local folder unless it exists. Collective: an error of one rank is raised on all."""
+    """Make a local folder unless it exists. Collective: one rank's error is raised on all."""
     number, text = 0, ""
     try:
         os.makedirs(folder, exist_ok=True)
@@ -67,7 +67,7 @@ def make_folder(folder: str) -> None:
 
 
 def describe_missing(folder: str) -> SourceNotFoundError:
-    """Return the error for a folder without a complete checkpoint; it names those that are near."""
+    """Return the error for a folder without a complete checkpoint; it names checkpoints nearby."""
     path = os.path.abspath(folder)
     parent, name = os.path.split(path)
     require_access(f"{path}/{STEP}")
@@ -97,12 +97,12 @@ def find_earlier_folder(folder: str) -> str:
 
 
 def is_complete(folder: str) -> bool:
-    """Return True if a folder has a checkpoint of shardckpt, or of Accelerate, which writes generators after models."""
+    """Return True if a folder has a checkpoint by shardckpt, or by Accelerate, which writes generators last."""
     return os.path.isfile(f"{folder}/{STEP}/COMMIT") or os.path.isfile(f"{folder}/random_states_0.pkl")
 
 
 class NumberedFolders:
-    """The folders `checkpoint_N` in the `project_dir` of an accelerator, with `automatic_checkpoint_naming`."""
+    """The folders `checkpoint_N` in an accelerator's `project_dir`, with `automatic_checkpoint_naming`."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -115,7 +115,7 @@ class NumberedFolders:
         return folder
 
     def find_newest(self) -> str:
-        """Return the newest complete folder; number 0 without one. Collective."""
+        """Return the newest complete folder; `checkpoint_0` without one. Collective."""
         numbers = [number for number, folder in self._list() if is_complete(folder)]
         return f"{self._parent}/checkpoint_{broadcast_object_list([max(numbers, default=0)])[0]}"
 
@@ -143,7 +143,7 @@ class NumberedFolders:
         return os.path.join(folder, "checkpoints")
 
     def _list(self) -> list[tuple[int, str]]:
-        """Return numbers and paths of the folders."""
+        """Return each folder's number and path."""
         parent = self._parent
         return [
             (int(found[1]), f"{parent}/{name}") for name in list_names(parent) if (found := _NUMBERED.fullmatch(name))

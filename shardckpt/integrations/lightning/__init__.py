@@ -1,4 +1,4 @@
-"""Checkpoints of Lightning's Trainer: a `ModelCheckpoint` whose checkpoints are steps of a run."""
+"""Checkpoints for Lightning's Trainer: a `ModelCheckpoint` whose checkpoints are steps in a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State of Lightning's Trainer: what a step has of it, and methods of its strategy that are replaced."""
+"""The Lightning Trainer's state in a step, and the strategy's methods that load it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
     "replace_methods",
 ]
 
-COMMIT = "COMMIT"  # file of a step, for a store whose folders have no times
+COMMIT = "COMMIT"  # file in a step, for a store whose folders have no times
 
 _LOADING = ("load_checkpoint", "load_model_state_dict", "load_optimizer_state_dict")
 _LOADER_STATES = "_load_combined_loader_states"
@@ -38,7 +38,7 @@ _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dty
 
 
 def build_state(trainer: Trainer, checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of a step. Collective."""
+    """Return the state to save in a step. Collective."""
     strategy = trainer.strategy
     loaders = _LoaderStates(checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", []))
     state = {"model": strategy.model, "trainer": _Values(_from_rank0(strategy, checkpoint))}
@@ -48,7 +48,7 @@ def build_state(trainer: Trainer, checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def pop_strange_hparams(checkpoint: dict[str, Any]) -> list[str]:
-    """Remove hyperparameters that are not plain values, and return their names. Resuming needs none."""
+    """Remove hyperparameters that are not plain values, and return their names; a resume does not need them."""
     checkpoint.pop("hparams_type", None)
     strange = []
     for part in _HPARAMS:
@@ -66,7 +66,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def move_paths(state: Mapping[str, Any], checkpointer: Checkpointer, folder: str) -> dict[str, Any]:
-    """Return the state of a callback whose run was copied or moved, with the paths of the steps that are here now."""
+    """Return a callback's state with the steps' current paths: its run may have been copied or moved."""
     paths = [checkpointer.path(number) for number in checkpointer.steps()]
     moved = {os.path.join(state["dirpath"], os.path.basename(path)): path for path in paths}
     names = ("best_model_path", "kth_best_model_path", "last_model_path")
@@ -79,7 +79,7 @@ def move_paths(state: Mapping[str, Any], checkpointer: Checkpointer, folder: str
 
 @contextmanager
 def replace_methods(strategy: Strategy, **methods: Any) -> Iterator[None]:
-    """Replace methods of a strategy, until the context ends."""
+    """Replace a strategy's methods until the context ends."""
     vars(strategy).update(methods)
     try:
         yield
@@ -89,7 +89,7 @@ def replace_methods(strategy: Strategy, **methods: Any) -> Iterator[None]:
 
 
 class StepLoading:
-    """The methods of a strategy that load, for a run of the Trainer."""
+    """Methods of a strategy that load, while the Trainer runs."""
 
     def __init__(self, trainer: Trainer, checkpointers: Sequence[Checkpointer]) -> None:
         self._trainer, self._strategy, self._fit_loop = trainer, trainer.strategy, trainer.fit_loop
@@ -99,16 +99,16 @@ class StepLoading:
 
     @property
     def folder(self) -> str:
-        """Folder of the step that was loaded; empty without one."""
+        """Folder with the loaded step; empty without one."""
         return os.path.dirname(self._path)
 
     def attach(self) -> None:
-        """Replace the methods of the strategy, and the one of the loop that loads states of data loaders."""
+        """Replace the strategy's methods, and the loop's method that loads data loader states."""
         vars(self._strategy).update({name: getattr(self, name) for name in _LOADING})
         vars(self._fit_loop)[_LOADER_STATES] = self._load_loader_states
 
     def detach(self) -> None:
-        """Put the methods of the strategy and of the loop back."""
+        """Put the strategy's and the loop's methods back."""
         for name in _LOADING:
             vars(self._strategy).pop(name, None)
         vars(self._fit_loop).pop(_LOADER_STATES, None)
@@ -151,7 +151,7 @@ class StepLoading:
             load(state, self._path, **options)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load weights that a hook of the user has changed; all others are loaded."""
+        """Load weights that a user's hook has changed; all others are loaded."""
         if not self._path:
             type(self._strategy).load_model_state_dict(self._strategy, checkpoint, strict=strict)
         elif "state_dict" in checkpoint:
@@ -174,17 +174,17 @@ class StepLoading:
         if self._generators is not None and not is_iterated_for_new_epoch:
             RNGState().load_state_dict(self._generators)
         if is_epoch_running:
-            self._generators = None  # training draws its own numbers from now on
+            self._generators = None  # from now on, training draws its own numbers
 
     def _load_loader_states(self) -> None:
-        """Load the states of the data loaders just before they are iterated. In place of the loop's method."""
+        """Load the data loaders' states just before they are iterated. In place of the loop's method."""
         # By then Lightning has tried to iterate loaders that are not DataLoaders, which may draw numbers.
         type(self._fit_loop)._load_combined_loader_states(self._fit_loop)
         self.restore_generators()
 
 
 class _Values:
-    """Values and tensors of a checkpoint, equal on all ranks."""
+    """A checkpoint's values and tensors, equal on all ranks."""
 
     def __init__(self, held: dict[str, Any]) -> None:
         self.held = held
@@ -197,7 +197,7 @@ class _Values:
 
 
 class _LoaderStates(PerRank):
-    """States of each rank's data loaders; on another number of ranks that of rank 0, as in Lightning."""
+    """States for each rank's data loaders; if the number of ranks differs, rank 0's, as in Lightning."""
 
     def load_other_world(self, states: list[Any], rank: int, world: int) -> bool:
         del rank, world
@@ -206,10 +206,10 @@ class _LoaderStates(PerRank):
 
 
 def _find_step(path: str | os.PathLike[str]) -> str:
-    """Return the path or URL of a step; empty for what Lightning wrote. Raises StorageError."""
+    """Return a step's path or URL; empty for what Lightning wrote. Raises StorageError."""
     found = str(path).removesuffix(f"/{COMMIT}").rstrip("/")
     if "://" not in found:
-        require_access(found)  # for fsspec a folder that may not be entered is empty
+        require_access(found)  # for fsspec, a folder that this user may not enter is empty
     files = get_filesystem(found)
     files.invalidate_cache()  # listings from before the step was saved
     if not files.isdir(found) or files.exists(f"{found}/meta.pt"):
@@ -227,7 +227,7 @@ def has_hook(trainer: Trainer, name: str) -> bool:
 
 
 class _OwnTensor(int):
-    """Index of a tensor that each rank has itself."""
+    """Index into each rank's own tensors."""
 
 
 def _from_rank0(strategy: Strategy, checkpoint: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A training step of Lightning's Trainer that can run again, on one batch."""
+"""A training step for Lightning's Trainer that can run again, on one batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["LightningStep", "require_steps_for_drill"]
 class LightningStep:
     """A step with one batch: `training_step`, backward, clipping, optimizer step and schedules.
 
-    Only hooks of the optimizer step are called; `self.log` is ignored.
+    Only the optimizer step's hooks are called; what `self.log` gets is dropped.
     """
 
     __slots__ = ("_batch", "_batch_idx", "_trainer")  # a drill does not look into its attributes
@@ -28,7 +28,7 @@ class LightningStep:
         self._trainer, self._batch, self._batch_idx = trainer, batch, batch_idx
 
     def build_state(self) -> dict[str, Any]:
-        """Return the objects that a step of the run has: model, optimizer, schedules, scaler, generators."""
+        """Return the objects in a step: model, optimizer, schedules, scaler, generators."""
         strategy = self._trainer.strategy
         schedules = [config.scheduler for config in strategy.lr_scheduler_configs]
         scaler = getattr(strategy.precision_plugin, "scaler", None)
@@ -63,7 +63,7 @@ class LightningStep:
 
     @contextmanager
     def _without_logging(self, module: LightningModule) -> Iterator[None]:
-        """Collect what the module logs apart from the results of the epoch."""
+        """Keep what the module logs out of the epoch's results."""
         loop, name = self._trainer.fit_loop.epoch_loop, module._current_fx_name
         results = loop._results
         loop._results, module._current_fx_name = _ResultCollection(training=True), "training_step"
@@ -75,7 +75,7 @@ class LightningStep:
 
 
 def require_steps_for_drill(trainer: Trainer) -> None:
-    """Require that a batch is a step of its own, which Lightning optimizes."""
+    """Require that each batch is a step, which Lightning optimizes."""
     found = (
         f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
         if trainer.accumulate_grad_batches > 1

@@ -1,7 +1,7 @@
-"""Checkpoints of Lightning's Trainer: a `ModelCheckpoint` whose checkpoints are steps of a run.
+"""Checkpoints for Lightning's Trainer: a `ModelCheckpoint` whose checkpoints are steps in a run.
 
-`ModelCheckpoint` decides when it saves, and what it keeps; the Trainer calls its strategy to save and to load. So the
-methods of the strategy are replaced: those that save for the time of a save, those that load for a run of the Trainer.
+`ModelCheckpoint` decides when to save, and what to keep; the Trainer calls its strategy to save and load. So the
+strategy's methods are replaced: during a save the methods that save, while the Trainer runs the methods that load.
 """
 
 from __future__ import annotations
@@ -48,30 +48,30 @@ __all__ = ["ShardckptModelCheckpoint"]
 
 
 class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightning is not typed
-    """Save the steps of a Lightning `Trainer` with shardckpt, and resume from them.
+    """Save a Lightning `Trainer`'s steps with shardckpt, and resume from them.
 
-    It is a `ModelCheckpoint` whose checkpoints are steps of a run, each rank writing its part. A step has what
+    It is a `ModelCheckpoint` whose checkpoints are steps in a run; each rank writes its part. A step has all that
     Lightning's checkpoints have, and each rank's random number generators and data loaders.
 
-    `trainer.fit(model, ckpt_path=...)` takes `"last"` for the newest step, `"best"`, the path of a step, and what
-    Lightning itself wrote. The number of ranks may differ from that of the save, and so may the strategy.
+    `trainer.fit(model, ckpt_path=...)` takes `"last"` for the newest step, `"best"`, a step's path, and a checkpoint
+    that Lightning wrote. The number of ranks and the strategy may change between save and load.
 
     Args:
         root: Run directory: a path, or a URL that fsspec supports.
-        background: Save in the background. An error is then raised by the next save, or at the end of training.
+        background: Save in the background. The next save, or the end of training, then raises an error.
         drill: Before the first step of each `fit`, train its batch twice from one saved state, and compare all bits. If
             they differ, `fit` raises a `ResumeDivergence` that names the first difference and the values that a step
-            lacks. Training goes on as without it.
-        options: Options of `Checkpointer.async_save`; without `background`, of `Checkpointer.save`.
-        **arguments: Arguments of `ModelCheckpoint`: all but those of names of files.
+            lacks. The drill does not change the training.
+        options: Options for `Checkpointer.async_save`; without `background`, for `Checkpointer.save`.
+        **arguments: Arguments for `ModelCheckpoint`, except those that name files.
 
     Attributes:
-        checkpointer: Manager of the steps.
+        checkpointer: Manager for the steps.
 
     Raises:
         UsageError: An argument would name files, or has an invalid value.
         TypeError: An argument or an option is unknown.
-        UnsupportedError: This version of Lightning lacks a method that has to be replaced.
+        UnsupportedError: This version of Lightning lacks a method that must be replaced.
 
     Examples:
         >>> checkpoint = ShardckptModelCheckpoint("runs/a", monitor="val_loss", save_last=True)  # doctest: +SKIP
@@ -115,14 +115,14 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         self._handle: SaveHandle | None = None
         self._has_drill, self._is_drill_due, self._has_warned = drill, False, False
         self._loading: StepLoading | None = None
-        self._unlasting: set[str] = set()  # steps that may go; as when the newest step was saved
+        self._unlasting: set[str] = set()  # steps that could go when the newest step was saved
         self._unremoved: set[int] = set()  # steps that were no longer kept when the step to resume from was saved
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_handle": None, "_loading": None}  # those of this process
+        return {**vars(self), "_handle": None, "_loading": None}  # both belong to this process
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Replace the methods of the strategy that load, until the end of this run of the Trainer.
+        """Replace the strategy's methods that load, until the Trainer ends.
 
         Raises:
             UnsupportedError: The strategy is not supported.
@@ -137,7 +137,7 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         self._loading.attach()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore the generators that data loaders have used, and remove what a killed training did not remove.
+        """Restore the generators that data loaders have used, and remove steps that a killed training left.
 
         Raises:
             UsageError: Training would start in a run that has steps, or its steps cannot have a drill.
@@ -181,7 +181,7 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
             self._handle.result()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Wait for the last save; its error is a warning beside the exception."""
+        """Wait for the last save; its error becomes a warning in addition to the exception."""
         super().on_exception(trainer, pl_module, exception)
         self.teardown()
         try:
@@ -192,17 +192,17 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
                 warn_user(f"the last save failed: {error}")
 
     def teardown(self, *_args: Any, **_: Any) -> None:
-        """Put the methods of the strategy back that load."""
+        """Put the strategy's methods back."""
         self._last_found = ""
         if self._loading is not None:
             self._loading.detach()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of `ModelCheckpoint`, and the steps to remove once this save is complete."""
+        """Return `ModelCheckpoint`'s state, and the steps to remove once this save is complete."""
         return {**super().state_dict(), "unremoved": self._removal.numbers}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of `ModelCheckpoint`, and the steps that the saving training may not have removed."""
+        """Load `ModelCheckpoint`'s state, and the steps that the earlier training may not have removed."""
         if self._loading is not None and self._loading.folder == self.dirpath != state_dict.get("dirpath"):
             state_dict = move_paths(state_dict, self.checkpointer, self.dirpath)  # the run is a copy, or was moved
         super().load_state_dict(state_dict)
@@ -210,12 +210,12 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         self._unremoved = set(state_dict.get("unremoved", ()) if state_dict.get("dirpath") == self.dirpath else ())
 
     def _find_last_checkpoints(self, _trainer: Trainer) -> set[str]:
-        """Return the path of the newest step, for `ckpt_path="last"`."""
+        """Return the newest step's path, for `ckpt_path="last"`."""
         try:
             complete = ls(self.dirpath).complete
         except SourceNotFoundError:
             return set()
-        # Lightning asks for the time of the last change, which folders in a bucket do not have.
+        # Lightning asks when a folder last changed, which buckets do not know.
         found = {f"{step.path}/{COMMIT}" if "://" in step.path else step.path for step in complete[-1:]}
         self._last_found = next(iter(found), "")
         return found
@@ -225,7 +225,7 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         return {**super()._monitor_candidates(trainer), "step": torch.tensor(trainer.global_step)}
 
     def _save_last_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, torch.Tensor]) -> None:
-        """Save the step, unless it is saved as one of the best."""
+        """Save the step, unless it is already saved as a best one."""
         path = self.format_checkpoint_name(monitor_candidates)
         if self.save_last and self._last_checkpoint_saved != path:
             self._save_checkpoint(trainer, path)
@@ -234,8 +234,8 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         """Save a step with what Lightning's checkpoint has, without full weights."""
         strategy = trainer.strategy
         if self._handle is not None:
-            self._handle.result()  # its event comes before this save begins
-        self._removal.begin_save(trainer.global_step)
+            self._handle.result()  # its event comes before this save starts
+        self._removal.start_save(trainer.global_step)
         if self.save_last:
             self.last_model_path = filepath
         self._choose_removed(trainer, filepath)  # before the state is collected, which names them
@@ -254,7 +254,7 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         """Save a step. In place of `Strategy.save_checkpoint`."""
         given, number = checkpoint.pop("state_dict"), trainer.global_step
         if given.keys() != weights.keys() or any(given[name] is not weights[name] for name in given):
-            checkpoint["state_dict"] = given  # a hook of the user has changed it
+            checkpoint["state_dict"] = given  # a user's hook has changed it
         strange = pop_strange_hparams(checkpoint)
         if strange and trainer.is_global_zero and not self._has_warned:
             self._has_warned = True
@@ -271,28 +271,28 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
             self.checkpointer.save(number, build_state(trainer, checkpoint), **arguments)
 
     def _list_kept(self) -> tuple[set[str], set[str]]:
-        """Return the paths of the steps that are kept now, and those of them that may go later."""
+        """Return the paths of the steps that are kept now, and which may go later."""
         best, last = {*self.best_k_models, self.best_model_path, ""}, {self.last_model_path}
         return best | last, last - best if self.save_top_k == -1 else best | last
 
     def _choose_removed(self, trainer: Trainer, filepath: str) -> None:
-        """Choose the steps that were kept until now; each goes once the step that is being saved is complete."""
+        """Choose steps that were kept until now; each goes once the current save is complete."""
         earlier, (kept, self._unlasting) = self._unlasting, self._list_kept()
         paths = [path for path in earlier - kept if self._should_remove_checkpoint(trainer, path, filepath)]
         self._remove_steps(trainer, [number for path in paths if (number := self._find_number(path)) is not None])
 
     def _find_number(self, path: str) -> int | None:
-        """Return the number of a step of this run; None for another path, such as that of a file of Lightning."""
+        """Return a step's number; None for a path outside this run, such as a file that Lightning wrote."""
         digits = path.rpartition("-")[2]
         return int(digits) if digits.isdecimal() and path == self.checkpointer.path(int(digits)) else None
 
     def _should_remove_checkpoint(self, trainer: Trainer, previous: str, current: str) -> bool:
-        """Return whether a step may go. That of `ckpt_path="last"` may: in Lightning, it is a file of its own."""
+        """Return whether a step may go. The step for `ckpt_path="last"` may: in Lightning, it is a separate file."""
         is_last = previous == self._last_found == trainer.ckpt_path
         return previous != current if is_last else super()._should_remove_checkpoint(trainer, previous, current)
 
     def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
-        """Do nothing: the step was chosen when the save after it began, and goes when that save is complete."""
+        """Do nothing: the step was chosen when the next save started, and goes when that save is complete."""
 
     def _remove_steps(self, trainer: Trainer, numbers: Collection[int]) -> None:
         if trainer.is_global_zero:

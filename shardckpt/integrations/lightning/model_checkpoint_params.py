@@ -1,4 +1,4 @@
-"""Arguments of Lightning's `ModelCheckpoint` that the callback takes."""
+"""Arguments for Lightning's `ModelCheckpoint` that the callback takes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["ModelCheckpointParams"]
 
 
 class ModelCheckpointParams(TypedDict, total=False):
-    """Keyword parameters of Lightning's `ModelCheckpoint`, which describes them, but those of names of files."""
+    """Keyword parameters of Lightning's `ModelCheckpoint`, which documents them, except those that name files."""
 
     monitor: str | None
     verbose: bool

@@ -1,4 +1,4 @@
-"""Strategies of Lightning whose Trainer can save steps."""
+"""Lightning's strategies that can save steps."""
 
 from __future__ import annotations
 
@@ -22,18 +22,11 @@ _OTHER_SUBCLASSES = (DeepSpeedStrategy, XLAStrategy, SingleDeviceXLAStrategy)
 
 
 def require_supported_strategy(strategy: Strategy) -> None:
-    """Require a strategy whose models and optimizers a step can have.
-
-    Args:
-        strategy: Strategy of a Trainer.
-
-    Raises:
-        UnsupportedError: The strategy is not supported.
-    """
+    """Raise UnsupportedError unless a step can have the strategy's models and optimizers."""
     if not isinstance(strategy, _STRATEGIES) or isinstance(strategy, _OTHER_SUBCLASSES):
         raise UnsupportedError(
             "ShardckptModelCheckpoint does not support this strategy",
             found=type(strategy).__name__,
             expected=", ".join(each.__name__ for each in _STRATEGIES),
-            fix="Use ModelCheckpoint: shardckpt reads checkpoints of DeepSpeed and of many others.",
+            fix="Use ModelCheckpoint: shardckpt reads the checkpoints of DeepSpeed and many others.",
         )

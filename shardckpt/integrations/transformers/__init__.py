@@ -1,4 +1,4 @@
-"""Checkpoints of `transformers.Trainer`: a callback that saves steps and resumes from them."""
+"""Checkpoints for `transformers.Trainer`: a callback that saves steps and resumes from them."""
 
 from __future__ import annotations
 

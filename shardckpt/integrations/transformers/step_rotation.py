@@ -1,4 +1,4 @@
-"""Steps that `save_total_limit` of a Trainer removes."""
+"""Steps that a Trainer's `save_total_limit` removes."""
 
 from __future__ import annotations
 

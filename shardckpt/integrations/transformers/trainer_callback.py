@@ -1,8 +1,8 @@
-"""Checkpoints of `transformers.Trainer`: a callback that saves steps and resumes from them.
+"""Checkpoints for `transformers.Trainer`: a callback that saves steps and resumes from them.
 
 The Trainer calls a callback after it has written its own folder, and too late to resume. So `Trainer.train` is wrapped:
-while it runs for a trainer that has the callback, the methods of this trainer that save and load are replaced. The
-Trainer decides as before when it saves, when it evaluates and which step is the best.
+while a trainer with the callback trains, its methods that save and load are replaced. The Trainer still decides when to
+save, when to evaluate and which step is the best.
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ __all__ = ["ShardckptCallback"]
 
 
 class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
-    """Save the steps of a `transformers.Trainer` with shardckpt, and resume from them.
+    """Save a `transformers.Trainer`'s steps with shardckpt, and resume from them.
 
-    The Trainer writes no folders `checkpoint-N`. `save_strategy`, `save_steps`, `save_total_limit`, `save_only_model`,
-    `load_best_model_at_end` and `metric_for_best_model` of its arguments keep their meaning. A step has the model, the
-    optimizer, the scheduler, the gradient scaler, each rank's random number generators and the state of the Trainer.
+    The Trainer writes no folders `checkpoint-N`. Its arguments `save_strategy`, `save_steps`, `save_total_limit`,
+    `save_only_model`, `load_best_model_at_end` and `metric_for_best_model` keep their meaning. A step has model,
+    optimizer, scheduler, gradient scaler, each rank's random number generators and the Trainer's state.
 
     `trainer.train(resume_from_checkpoint=True)` resumes from the newest step, or from the newest folder in `output_dir`
     that the Trainer wrote, whichever has the larger number; without both it trains from the start. A path names a step
-    or such a folder. The number of ranks may differ from that of the save, and so may the kind of sharding.
+    or such a folder. The number of ranks and the kind of sharding may change between save and load.
 
     Args:
         root: Run directory: a path, or a URL that fsspec supports.
-        background: Save in the background. An error is then raised by the next save, or at the end of training.
+        background: Save in the background. The next save, or the end of training, then raises an error.
         drill: Before the first step of each `train`, train its batch twice from one saved state, and compare all bits.
             If they differ, `train` raises a `ResumeDivergence` that names the first difference and the values that a
-            step lacks. Training goes on as without it.
-        **options: Options of `Checkpointer.async_save`; without `background`, of `Checkpointer.save`.
+            step lacks. The drill does not change the training.
+        **options: Options for `Checkpointer.async_save`; without `background`, for `Checkpointer.save`.
 
     Raises:
         UsageError: An argument has an invalid value.
@@ -104,14 +104,14 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
 
     @contextmanager
     def attach(self, trainer: Any) -> Iterator[None]:
-        """Replace the methods of a trainer that save and load, until the context ends.
+        """Replace a trainer's methods that save and load, until the context ends.
 
         Args:
             trainer: A `transformers.Trainer`.
 
         Raises:
-            UnsupportedError: The trainer uses DeepSpeed, or this version of transformers lacks one of the methods.
-            UsageError: A drill needs steps without accumulation of gradients, whose optimizer is saved.
+            UnsupportedError: The trainer uses DeepSpeed, or this version of transformers lacks a method.
+            UsageError: A drill needs steps without gradient accumulation, whose optimizer is saved.
         """
         if trainer.is_deepspeed_enabled:
             raise UnsupportedError(
@@ -146,7 +146,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     def find_resume_folder(self, resume_from: str | bool | None) -> Iterator[str | None]:
         """Yield the folder that the Trainer resumes from; None to train from the start. Collective.
 
-        For a step, this is a temporary folder with the state of the Trainer; `_load_all` loads everything else.
+        For a step, this is a temporary folder with the Trainer's state; `_load_all` loads everything else.
 
         Args:
             resume_from: Argument `resume_from_checkpoint` of `Trainer.train`.
@@ -183,7 +183,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
                 yield temporary
 
     def on_train_begin(self, _args: TrainingArguments, state: TrainerState, _control: TrainerControl, **_: Any) -> None:
-        """Find the best step of the run, which may have moved, or be behind a URL."""
+        """Find the run's best step; the run may have moved, or be at a URL."""
         require_attached(self._trainer)
         note_best_step(state, self.checkpointer)
 
@@ -194,13 +194,13 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
 
     def _restore_step(self, path: str) -> None:
         generators, is_model_alone = RNGState(), self._trainer.args.save_only_model
-        if is_model_alone:  # the steps that are saved from now on; this one may have all
+        if is_model_alone:  # for the next saves: the loaded step may have everything
             is_model_alone = not load_step(self.checkpointer, path, {"schedule": {}}, strict=False)["schedule"]
         load_step(self.checkpointer, path, self._build_state("", generators, is_model_alone=is_model_alone))
         self._generators = None if is_model_alone else generators.state_dict()
 
     def _build_state(self, text: str, generators: RNGState, *, is_model_alone: bool) -> dict[str, Any]:
-        """Return the objects of the trainer to save, or to load into."""
+        """Return the trainer's objects to save, or to load into."""
         trainer = self._trainer
         state = {"model": trainer.model, "trainer": text}
         if not is_model_alone:
@@ -214,7 +214,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         trainer, state, step = self._trainer, self._trainer.state, self._trainer.state.global_step
         trainer.store_flos()
         if self._handle is not None:
-            self._handle.result()  # its step exists, and its event comes before this save begins
+            self._handle.result()  # its step exists, and its event comes before this save starts
         note_best_step(state, self.checkpointer, step)
         arguments: dict[str, Any] = {
             "overwrite": True,  # steps after the one that training resumed from
@@ -222,7 +222,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             "metrics": {**(self._options.get("metrics") or {}), **collect_metrics(state)},
         }
         saved = self._build_state(dump_state(trainer), RNGState(), is_model_alone=trainer.args.save_only_model)
-        self._removal.begin_save(step)
+        self._removal.start_save(step)
         self._remove_steps(step)
         if self._background:
             self._handle = self.checkpointer.async_save(step, saved, **arguments)
@@ -230,7 +230,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             self.checkpointer.save(step, saved, **arguments)
 
     def _remove_steps(self, step: int) -> None:
-        """Remove the steps above `save_total_limit`, once the step that is being saved is complete. Collective."""
+        """Remove the steps above `save_total_limit`, once the current save is complete. Collective."""
         state, limit = self._trainer.state, self._trainer.args.save_total_limit
         if limit is None:
             return
@@ -254,7 +254,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             original(*args, **kwargs)
 
     def _load_all(self, original: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-        """Load all before callbacks begin. In place of `Trainer._load_optimizer_and_scheduler`. Collective."""
+        """Load all before callbacks start. In place of `Trainer._load_optimizer_and_scheduler`. Collective."""
         if self._restore is None:
             original(*args, **kwargs)
         else:
@@ -268,7 +268,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             RNGState().load_state_dict(self._generators)
 
     def _load_best_model(self, original: Callable[..., object]) -> None:
-        """Load the weights of the best step. In place of `Trainer._load_best_model`."""
+        """Load the best step's weights. In place of `Trainer._load_best_model`."""
         best = self._trainer.state.best_model_checkpoint
         if is_trainer_folder(best) and not (self._trainer.is_fsdp_enabled or has_fsdp_model(best)):
             original()
@@ -280,7 +280,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
 
 @functools.cache
 def _wrap_train() -> None:
-    """Wrap `Trainer.train`, once in a process, to attach the callback of a trainer if it has one."""
+    """Wrap `Trainer.train`, once in a process, to attach a trainer's callback."""
     original = Trainer.train
 
     @functools.wraps(original)

@@ -1,4 +1,4 @@
-"""Load steps, and folders `checkpoint-N` that `transformers.Trainer` itself wrote, under any sharding."""
+"""Load steps, and folders `checkpoint-N` that `transformers.Trainer` wrote, under any sharding."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ __all__ = [
 
 
 def is_trainer_folder(path: str) -> bool:
-    """Return True if a path is a folder that the Trainer wrote."""
+    """Return True if the Trainer wrote a folder."""
     return os.path.isfile(os.path.join(path, TRAINER_STATE_NAME))
 
 
 def has_fsdp_model(folder: str) -> bool:
-    """Return True if the model in a folder of the Trainer was saved by FSDP."""
+    """Return True if FSDP saved the model in a Trainer's folder."""
     return any(name.startswith(FSDP_MODEL_NAME) for name in list_names(folder))
 
 
@@ -80,5 +80,5 @@ def load_weights(model: Any, path: str) -> None:
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
-    """Return an optimizer without the wrapper of accelerate."""
+    """Return an optimizer without Accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)

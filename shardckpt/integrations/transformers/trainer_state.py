@@ -1,4 +1,4 @@
-"""The state of a Trainer in a step: its text, its metrics and the path of its best step."""
+"""A Trainer's state in a step: its text, its metrics and its best step's path."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ __all__ = [
 
 
 def collect_metrics(state: TrainerState) -> dict[str, float]:
-    """Return the metrics of the evaluation at the current step."""
+    """Return the current step's evaluation metrics."""
     logged = (item for log in state.log_history if log.get("step") == state.global_step for item in log.items())
     return {name: value for name, value in logged if name.startswith("eval_") and isinstance(value, (int, float))}
 
 
 def dump_state(trainer: Any) -> str:
-    """Return the state of a Trainer and of its callbacks as JSON. Collective."""
+    """Return the state of a Trainer and its callbacks as JSON. Collective."""
     callbacks = [*trainer.callback_handler.callbacks, trainer.control]
     kept = [each for each in callbacks if isinstance(each, ExportableState)]
     exported = replace(trainer.state, stateful_callbacks=kept)
@@ -41,7 +41,7 @@ def dump_state(trainer: Any) -> str:
 
 
 def note_best_step(state: TrainerState, checkpointer: Checkpointer, saved: int | None = None) -> None:
-    """Note the path of the best step if it exists or is being saved: its evaluation may come after its save."""
+    """Note the best step's path if it exists or is being saved: its evaluation may come after its save."""
     best = state.best_global_step
     path = None if best is None else checkpointer.path(best)
     if path is not None and path != state.best_model_checkpoint and (best == saved or best in checkpointer.steps()):
@@ -49,16 +49,16 @@ def note_best_step(state: TrainerState, checkpointer: Checkpointer, saved: int |
 
 
 def require_attached(trainer: object) -> None:
-    """Require that the callback saves the steps of the training that begins."""
+    """Require that the callback is attached to the trainer that starts to train."""
     if trainer is None:
         raise UnsupportedError(
-            "ShardckptCallback saves nothing in a Trainer whose own `train` does not call that of transformers.Trainer",
+            "ShardckptCallback saves nothing in a Trainer whose `train` does not call `transformers.Trainer.train`",
             fix="Remove the callback, or use `shardckpt.Checkpointer` in that loop.",
         )
 
 
 def require_methods(trainer: object, names: Iterable[str]) -> None:
-    """Require that a Trainer has the methods that are replaced."""
+    """Require that a Trainer has the methods to replace."""
     missing = [name for name in names if not hasattr(trainer, name)]
     if missing:
         found = f"a Trainer without {', '.join(missing)}"
@@ -69,18 +69,18 @@ def require_resume_from(resume_from: object, checkpointer: Checkpointer) -> None
     """Require a value that `Trainer.train` may resume from."""
     if not isinstance(resume_from, (str, os.PathLike, bool, type(None))):
         raise UsageError(
-            "resume_from_checkpoint must be True or the path of a checkpoint",
+            "resume_from_checkpoint must be True or a checkpoint's path",
             where=checkpointer.root,
             found=repr(resume_from),
-            fix="Give `callback.checkpointer.path(step)` for a step of this run.",
+            fix="Pass `callback.checkpointer.path(step)` for a step in this run.",
         )
 
 
 def finish_without_removal(
     arguments: TrainingArguments, original: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Finish a training without the removal of folders. In place of `Trainer._finalize_training`."""
-    # The removal compares folders with the path of the best step, which may be a URL, or not be complete yet.
+    """Finish a training without removing folders. In place of `Trainer._finalize_training`."""
+    # The Trainer would compare folders with the best step's path, which may be a URL, or not be complete yet.
     limit, arguments.save_total_limit = arguments.save_total_limit, None
     try:
         return original(*args, **kwargs)

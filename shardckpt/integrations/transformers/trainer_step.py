@@ -1,4 +1,4 @@
-"""A training step of `transformers.Trainer` that can run again, on one batch."""
+"""A training step for `transformers.Trainer` that can run again, on one batch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TrainerStep:
 
 
 def require_steps_for_drill(args: Any) -> None:
-    """Require that the first batch of a Trainer is a step of its own, and that its optimizer is saved."""
+    """Require that a Trainer's batches are steps, and that its optimizer is saved."""
     if args.gradient_accumulation_steps > 1:
         found = f"gradient_accumulation_steps={args.gradient_accumulation_steps}"
         raise UsageError("a drill needs steps of one batch", found=found, fix="Run it once with 1.")
