@@ -1,4 +1,4 @@
-"""Samplers and loaders of training data whose position is exact after a resume on any number of ranks."""
+"""Samplers and loaders for training data whose position is exact after a resume on any number of ranks."""
 
 from __future__ import annotations
 

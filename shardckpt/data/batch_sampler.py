@@ -1,4 +1,4 @@
-"""Batches of a map-style data set, which go on exactly on any number of ranks."""
+"""Batches from a map-style data set, which continue exactly on any number of ranks."""
 
 from __future__ import annotations
 
@@ -30,27 +30,26 @@ class _WorkerSeeds:
 
 
 class ElasticBatchSampler(Sampler[list[int]]):
-    """Yield this rank's batches of a map-style data set, for `DataLoader(dataset, batch_sampler=...)`.
+    """Yield this rank's batches from a map-style data set, for `DataLoader(dataset, batch_sampler=...)`.
 
-    The order of samples depends on the seed and the epoch only, and a step takes the next `batch_size` samples at any
-    number of ranks. So a checkpoint needs the number of consumed samples, which is equal on every rank: put the
-    sampler into the state. Another number of ranks, `batch_size` or `accumulate` continues at the same sample.
+    The order of samples depends on the seed and the epoch only, and a step takes the next `batch_size` samples on any
+    number of ranks. So a checkpoint needs only the number of consumed samples, which is equal on every rank: put the
+    sampler into the state. Training continues at the same sample after a change of ranks, `batch_size` or `accumulate`.
 
-    Iterating does not change the position, because the workers of a loader run ahead: `advance` counts a batch that
-    was trained. An iterator starts at the position, and ends with its epoch. Memory does not depend on the number of
-    samples.
+    Iterating does not change the position, because loader workers run ahead: `advance` counts a trained batch. An
+    iterator starts at the position, and ends with its epoch. Memory does not depend on the number of samples.
 
     Args:
         dataset: Data set, or its number of samples.
-        batch_size: Samples of an optimizer step, of all ranks and accumulated batches together.
-        accumulate: Batches of an optimizer step on each rank, whose gradients are accumulated.
-        num_replicas: Number of ranks that split the samples; None for that of the default process group. With tensor
-            or pipeline parallelism, the size of the data-parallel dimension.
-        rank: This rank among them; None for that of the default process group.
-        shuffle: Whether to shuffle the samples of each epoch.
-        seed: Seed of the shuffle.
-        drop_last: Whether samples that do not fill a last step are left out of the epoch. If not, the last two steps
-            of an epoch share its rest, so that every rank has samples.
+        batch_size: Samples in an optimizer step, over all ranks and accumulated batches.
+        accumulate: Batches in an optimizer step on each rank, whose gradients are accumulated.
+        num_replicas: Number of ranks that split the samples; None for the default process group's size. With tensor or
+            pipeline parallelism, the size of the data-parallel dimension.
+        rank: This rank among them; None for the rank in the default process group.
+        shuffle: Whether to shuffle the samples in each epoch.
+        seed: Seed for the shuffle.
+        drop_last: Whether to leave out samples that do not fill a last step. Otherwise the last two steps in an epoch
+            share its rest, and every rank has samples.
 
     Raises:
         UsageError: A number is too small, or a rank would have a batch without samples.
@@ -81,41 +80,41 @@ class ElasticBatchSampler(Sampler[list[int]]):
 
     @property
     def position(self) -> DataPosition:
-        """Position of the next step."""
+        """The next step's position."""
         return self._position
 
     @property
     def generator(self) -> torch.Generator:
-        """Generator for the `DataLoader`, which draws the seed of its workers from it.
+        """Generator for the `DataLoader`, which draws its workers' seed from it.
 
-        Each iteration seeds it by the rank and the position, so that workers of ranks differ and the training draws
-        nothing.
+        Each iteration seeds it by rank and position: workers on different ranks differ, and the training's own
+        generators are not used.
         """
         return self._worker_seeds.generator
 
     @property
     def batches_left(self) -> int:
-        """Number of batches until the step is complete."""
+        """Batches until the step is complete."""
         return self._plan.accumulate - self._done
 
     @property
     def loss_weight(self) -> float:
-        """Factor for the mean loss of the next batch of this rank.
+        """Factor for the mean loss over this rank's next batch.
 
-        The gradients of a step, accumulated and averaged over ranks, are then those of the mean over its samples.
+        With it, a step's gradients, accumulated and averaged over ranks, come from the mean over all its samples.
         """
         step = self._plan.step_size(self._position.consumed)
         return len(self._find_batch(self._position.consumed, self._done)) * self._plan.num_replicas / step
 
     def __len__(self) -> int:
-        """Return the number of batches of a full epoch."""
+        """Return the number of batches in a full epoch."""
         return self._plan.count_steps(0) * self._plan.accumulate
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Return an iterator over the batches from the position to the end of its epoch."""
+        """Return an iterator over the batches from the position to the end of the epoch."""
         if self._exhausted == (self._position, self._done):
             warn_user(
-                f"all batches behind {self._position} were read, and none was counted: call `advance` after each batch",
+                f"all batches after {self._position} were read, and none was counted: call `advance` after each batch",
             )
         self.generator.manual_seed(derive_seed(self._order.seed, self._rank, self._position))
         return self._iterate(self._position, self._done, self._moves)
@@ -133,7 +132,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         self._exhausted = (position, done)
 
     def _find_places(self, consumed: int) -> Iterator[range]:
-        """Yield the places of this rank's batches, from a step to the end of the epoch."""
+        """Yield where this rank's batches are, from a step to the end of the epoch."""
         while size := self._plan.step_size(consumed):
             yield from (self._find_batch(consumed, number) for number in range(self._plan.accumulate))
             consumed += size
@@ -142,10 +141,10 @@ class ElasticBatchSampler(Sampler[list[int]]):
         return self._plan.find_batch(consumed, batch, self._rank)
 
     def advance(self) -> bool:
-        """Count a batch of this rank as trained.
+        """Count one batch on this rank as trained.
 
         Returns:
-            Whether the batch completed its step, so that the optimizer is due.
+            Whether the batch completed its step: update the optimizer then.
         """
         self._done = (self._done + 1) % self._plan.accumulate
         if self._done:
@@ -154,9 +153,9 @@ class ElasticBatchSampler(Sampler[list[int]]):
         return True
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch, unless the position is in that epoch.
+        """Go to the start of an epoch, unless the position is in that epoch.
 
-        Epochs follow each other without this call, which frameworks make.
+        Frameworks call this; without it, epochs follow each other.
 
         Args:
             epoch: Number of the epoch.
@@ -168,7 +167,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         if epoch < self._position.epoch:
             raise UsageError(
                 f"epoch {epoch} is over, the position is {self._position}",
-                fix=f"Begin the loop over epochs with {self._position.epoch}; `move_to` goes back.",
+                fix=f"Start the loop over epochs at {self._position.epoch}; `move_to` goes back.",
             )
         if epoch > self._position.epoch:
             self.move_to(DataPosition(epoch))
@@ -177,7 +176,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         """Go to a position.
 
         Args:
-            position: Position of the next step.
+            position: The next step's position.
 
         Raises:
             UsageError: The data set has no such position.
@@ -192,7 +191,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         self._moves += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the last completed step: plain values, equal on every rank."""
+        """Return the position after the last completed step: plain values, equal on every rank."""
         return self._describe().to_state()
 
     def _describe(self) -> SavedPosition:
@@ -202,29 +201,29 @@ class ElasticBatchSampler(Sampler[list[int]]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position, on any number of ranks.
 
-        If it was saved in the middle of an accumulation, the batches of the unfinished step come again, with a warning:
-        their gradients are in no checkpoint.
+        If it was saved during an accumulation, the unfinished step's batches come again, with a warning: no checkpoint
+        has their gradients.
 
         Args:
             state: Result of `state_dict`.
 
         Raises:
-            FormatError: The state is not that of a sampler.
-            InexactPositionError: The data set, the seed or the order differs in the middle of an epoch, or a rank would
-                have a batch without samples. The error contains the nearest position that can be continued.
+            FormatError: The state does not come from a sampler.
+            InexactPositionError: The data set, the seed or the order differs within an epoch, or a rank would have a
+                batch without samples. The error contains the nearest position from which training can continue.
         """
         saved = SavedPosition.from_state(state)
         saved.require_same_order(self._describe())
         self.move_to(saved.position)
         if saved.unfinished:
             warn_user(
-                f"the position was saved in the middle of an accumulation, {saved.unfinished} batches behind "
-                f"{saved.position}; training goes on there, the nearest exact place, with these batches again",
+                f"the position was saved during an accumulation, {saved.unfinished} batches after {saved.position}; "
+                "training continues there, the nearest exact place, and these batches come again",
             )
 
 
 def derive_seed(*values: object) -> int:
-    """Return a seed for generators of torch that depends on values, the same in every process."""
+    """Return a seed for torch's generators that depends on values, the same in every process."""
     return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:8], "little") >> 1
 
 

@@ -1,4 +1,4 @@
-"""Streams of an iterable data set of Hugging Face's `datasets`."""
+"""Streams from an iterable data set of Hugging Face's `datasets`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from shardckpt.errors import UsageError
 
 
 class DatasetStreams:
-    """Streams of a `datasets.IterableDataset`, for `ElasticStreamLoader(DatasetStreams(dataset, 48), 48, ...)`.
+    """Streams from a `datasets.IterableDataset`, for `ElasticStreamLoader(DatasetStreams(dataset, 48), 48, ...)`.
 
-    Each stream has `num_shards / streams` of the shards. All workers of a loader can read any of them, which the data
-    set itself does not allow. `set_epoch` is called for each epoch, so that shuffles differ.
+    Each stream has `num_shards / streams` shards. Every loader worker can read any of them, which the data set itself
+    does not allow. `set_epoch` is called for each epoch, so that shuffles differ.
 
-    Its `state_dict` finds a place without reading, with `resume_by="state"`. It does not have the contents of a shuffle
-    buffer: samples in it would be left out. With `shuffle(buffer_size=...)` use `resume_by="reading"`, the default.
+    With `resume_by="state"`, the data set's `state_dict` finds a place without reading. It lacks the shuffle buffer, so
+    samples in the buffer would be lost. With `shuffle(buffer_size=...)` use `resume_by="reading"`, the default.
 
     Args:
         dataset: Data set with `num_shards` and `shard`.
@@ -46,7 +46,7 @@ class DatasetStreams:
 
 
 class DatasetExamples:
-    """Examples of a data set; its own iterator divides them over the workers of a loader once more."""
+    """Examples from a data set, whose own iterator would divide them over the loader's workers again."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -57,10 +57,10 @@ class DatasetExamples:
             yield {name: values[0] for name, values in batch.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state behind the last example."""
+        """Return the state after the last example."""
         state: dict[str, Any] = self._dataset.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Begin the next iteration at a state."""
+        """Start the next iteration at a state."""
         self._dataset.load_state_dict(state)

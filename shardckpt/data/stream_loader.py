@@ -1,4 +1,4 @@
-"""Batches of iterable data, which go on exactly on any number of ranks that divides the number of streams."""
+"""Batches from iterable data, which continue exactly if the number of ranks divides the number of streams."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ ResumeBy = Literal["reading", "state"]
 
 
 class ElasticStreamLoader(PerRank):
-    """Load batches of iterable data, divided into a fixed number of logical streams.
+    """Load batches from iterable data, divided into a fixed number of logical streams.
 
-    A step takes one batch of every stream, so it has the same samples at any number of ranks that divides `streams`. A
-    rank has `batches_per_step` of them, whose gradients it accumulates. On fewer ranks each has more batches a step, of
-    the same size. Choose a number with many divisors, such as 48. Put the loader into the state: each rank saves
-    the positions in its streams.
+    A step takes one batch from every stream. So it has the same samples on any number of ranks that divides `streams`.
+    A rank has `batches_per_step` batches, and accumulates their gradients. With fewer ranks, each has more batches per
+    step, with the same size. Choose a number with many divisors, such as 48. Put the loader into the state: each rank
+    saves the positions in its streams.
 
-    Streams never end: behind its last sample, a stream begins its next epoch, also within a batch. In each epoch of a
-    stream no sample comes twice and none is missing.
+    Streams never end: after its last sample, a stream starts its next epoch, even within a batch. In each epoch, a
+    stream has every sample exactly once.
 
-    Workers run ahead, and send the position with each batch; `advance` counts a batch that was trained.
+    Workers run ahead, and send the position with each batch; `advance` counts a trained batch.
 
     Args:
-        open_stream: Called with the number of a stream, below `streams`, and the epoch; returns an iterable of samples,
-            the same ones in the same order at each call. It is called in workers.
+        open_stream: Returns an iterable over samples for a stream's number, below `streams`, and an epoch. Every call
+            must give the same samples in the same order. It is called in workers.
         streams: Number of streams, which cannot change in a run.
-        batch_size: Number of samples of a batch; a step has `streams` times as many.
-        num_workers: Most worker processes; the largest number that divides the streams of this rank is used.
+        batch_size: Samples in a batch; a step has `streams` times as many.
+        num_workers: Maximum worker processes; the largest number that divides this rank's streams is used.
         resume_by: How a stream gets to a position within an epoch: "reading" reads and drops the samples before it,
-            "state" calls `load_state_dict` of the iterable, whose `state_dict` has to be exact.
-        collate_fn: Makes a batch of a list of samples; None for torch's.
-        num_replicas: Number of ranks that divide the streams; None for that of the default process group.
-        rank: This rank among them; None for that of the default process group.
-        **options: Further options of `DataLoader`, such as `pin_memory`, `prefetch_factor`, `multiprocessing_context`.
+            "state" calls the iterable's `load_state_dict`, whose `state_dict` has to be exact.
+        collate_fn: Makes a batch from a list of samples; None for torch's.
+        num_replicas: Number of ranks that divide the streams; None for the default process group's size.
+        rank: This rank among them; None for the rank in the default process group.
+        **options: Further `DataLoader` options, such as `pin_memory`, `prefetch_factor`, `multiprocessing_context`.
 
     Raises:
         UsageError: A number is too small, or the streams cannot be divided evenly over the ranks.
@@ -82,26 +82,26 @@ class ElasticStreamLoader(PerRank):
 
     @property
     def batches_per_step(self) -> int:
-        """Number of batches of this rank in a step."""
+        """This rank's batches in a step."""
         return self._plan.batches_per_step
 
     @property
     def batches_left(self) -> int:
-        """Number of batches until the step is complete."""
+        """Batches until the step is complete."""
         return self._plan.batches_per_step - len(self._trained)
 
     @property
     def loss_weight(self) -> float:
-        """Factor for the mean loss of a batch; the gradients of a step are then those of the mean over its samples."""
+        """Factor for a batch's mean loss; a step's gradients then come from the mean over all its samples."""
         return 1 / self._plan.batches_per_step
 
     @property
     def positions(self) -> dict[int, tuple[int, int]]:
-        """Epoch and number of trained samples of each stream of this rank, at the last completed step."""
+        """Epoch and trained samples for each stream on this rank, after the last completed step."""
         return {number: (at.epoch, at.samples) for number, at in self._positions.items()}
 
     def __iter__(self) -> Iterator[Any]:
-        """Return an iterator over the batches behind the last completed step, without an end."""
+        """Return an endless iterator over the batches after the last completed step."""
         self._restart()
         return self._iterate(self._moves)
 
@@ -113,7 +113,7 @@ class ElasticStreamLoader(PerRank):
 
     def _iterate(self, moves: int) -> Iterator[Any]:
         dataset = _StreamDataset(self._source, self._positions)
-        # The seed of the workers is drawn from it: not from the training's, and another one on each rank.
+        # Workers' seeds are drawn from it: not from the training's generator, and different on each rank.
         generator = torch.Generator().manual_seed(derive_seed(self._rank, self.positions))
         loader = DataLoader(dataset, batch_size=None, collate_fn=_keep, generator=generator, **self._options)
         for batch in loader:
@@ -126,10 +126,10 @@ class ElasticStreamLoader(PerRank):
             yield batch.data
 
     def advance(self) -> bool:
-        """Count the oldest batch that was not counted yet as trained.
+        """Count the oldest uncounted batch as trained.
 
         Returns:
-            Whether the batch completed its step, so that the optimizer is due.
+            Whether the batch completed its step: update the optimizer then.
 
         Raises:
             UsageError: All batches that were read are counted.
@@ -145,7 +145,7 @@ class ElasticStreamLoader(PerRank):
         return True
 
     def move_to(self, position: DataPosition) -> None:
-        """Go to the beginning of an epoch of every stream.
+        """Go to the start of an epoch in every stream.
 
         Args:
             position: Position with no consumed samples.
@@ -155,29 +155,29 @@ class ElasticStreamLoader(PerRank):
         """
         position = position.to_plain()
         if position.consumed or position.epoch < 0:
-            raise UsageError(f"streams can go to the beginning of an epoch, got {position}")
+            raise UsageError(f"streams can only go to an epoch's start, got {position}")
         self._positions = dict.fromkeys(self._positions, StreamPosition(position.epoch))
         self._restart()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the positions in this rank's streams at the last completed step: plain values."""
+        """Return the positions in this rank's streams after the last completed step: plain values."""
         return SavedStreams(self._plan.streams, len(self._trained), self._positions).to_state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to the positions that this rank saved, of as many ranks.
+        """Go to the positions that this rank saved, with the same number of ranks.
 
         Args:
             state: Result of `state_dict`.
 
         Raises:
-            FormatError: The state is not that of a loader of these streams.
+            FormatError: The state does not come from a loader with these streams.
             InexactPositionError: The number of streams differs.
         """
         self._load(SavedStreams.from_state(state))
 
     def load_other_world(self, states: list[Any], rank: int, world: int) -> bool:
         """Go to the positions that another number of ranks saved. For the arguments see `PerRank`."""
-        del rank, world  # those of the process group; the streams may be divided over fewer
+        del rank, world  # in the process group; fewer ranks may divide the streams
         self._load(SavedStreams.merge([SavedStreams.from_state(state) for state in states]))
         return True
 
@@ -186,13 +186,13 @@ class ElasticStreamLoader(PerRank):
         self._restart()
         if saved.unfinished:
             warn_user(
-                f"the loader was saved in the middle of a step, behind {saved.unfinished} of its batches; training "
-                "goes on at the beginning of the step, the nearest exact place, with these batches again",
+                f"the loader was saved within a step, after {saved.unfinished} of its batches; training continues at "
+                "the step's start, the nearest exact place, and these batches come again",
             )
 
 
 class _StreamSource(NamedTuple):
-    """Function that opens streams, and settings of their batches."""
+    """Function that opens streams, and settings for their batches."""
 
     open_stream: OpenStream
     batch_size: int
@@ -201,7 +201,7 @@ class _StreamSource(NamedTuple):
 
 
 class _StreamBatch(NamedTuple):
-    """A batch, the stream that it is of, and the position behind it."""
+    """A batch, its stream, and the position after it."""
 
     stream: int
     position: StreamPosition
@@ -209,12 +209,12 @@ class _StreamBatch(NamedTuple):
 
 
 def _keep(batch: Any) -> Any:
-    """Return what a stream made a batch of already, as it is."""
+    """Return a batch that a stream has already made."""
     return batch
 
 
 class _StreamDataset(IterableDataset[_StreamBatch]):
-    """Batches of a rank's streams in turn; a worker has every n-th of them, where n is the number of workers."""
+    """Batches from a rank's streams in turn; each of n workers has every n-th stream."""
 
     def __init__(self, source: _StreamSource, positions: Mapping[int, StreamPosition]) -> None:
         self._source, self._positions = source, dict(positions)
@@ -229,7 +229,7 @@ class _StreamDataset(IterableDataset[_StreamBatch]):
 
 
 class _StreamReader:
-    """One stream, read from a position on."""
+    """One stream, read from a position."""
 
     def __init__(self, source: _StreamSource, number: int, position: StreamPosition) -> None:
         self._source, self._number = source, number
@@ -252,19 +252,19 @@ class _StreamReader:
             )
 
     def read_batch(self) -> _StreamBatch:
-        """Return the next batch, which may begin the next epoch."""
+        """Return the next batch, which may start the next epoch."""
         samples: list[Any] = []
         while len(samples) < self._source.batch_size:
             found = list(itertools.islice(self._samples_left, self._source.batch_size - len(samples)))
             samples += found
             self._samples += len(found)
             if not found:
-                self._begin_epoch()
+                self._start_epoch()
         state = None if self._stateful is None else self._stateful.state_dict()
         position = StreamPosition(self._epoch, self._samples, state)
         return _StreamBatch(self._number, position, self._source.collate(samples))
 
-    def _begin_epoch(self) -> None:
+    def _start_epoch(self) -> None:
         if not self._samples:
             raise UsageError(f"stream {self._number} has no samples in epoch {self._epoch}")
         self._epoch, self._samples = self._epoch + 1, 0
@@ -274,7 +274,6 @@ class _StreamReader:
 def _require_stateful(opened: object) -> Stateful:
     if not isinstance(opened, Stateful):
         raise UsageError(
-            'with resume_by="state", streams must have `state_dict` and `load_state_dict`, got an object of the class '
-            f"{type(opened).__name__}"
+            f'with resume_by="state", streams must have `state_dict` and `load_state_dict`, got {type(opened).__name__}'
         )
     return opened

@@ -207,7 +207,7 @@ class TestPositions:
         assert [sampler.advance() for _ in range(5)] == [False, False, True, False, False]
         assert sampler.batches_left == 1
         other = ElasticBatchSampler(60, 12, accumulate=3)
-        with pytest.warns(UserWarning, match="2 batches behind sample 12 of epoch 0; training goes on there"):
+        with pytest.warns(UserWarning, match="2 batches after sample 12 of epoch 0; training continues there"):
             other.load_state_dict(sampler.state_dict())
         assert list(itertools.islice(other, 3)) == batches[3:]
 
@@ -253,7 +253,7 @@ class TestPositions:
         sampler.move_to(DataPosition(1, 24))
         sampler.set_epoch(1)
         assert sampler.position == DataPosition(1, 24)
-        with pytest.raises(UsageError, match=r"epoch 0 is over, .* Begin the loop over epochs with 1"):
+        with pytest.raises(UsageError, match=r"epoch 0 is over, .* Start the loop over epochs at 1"):
             sampler.set_epoch(0)
         sampler.set_epoch(4)
         assert sampler.position == DataPosition(4)

@@ -188,7 +188,7 @@ class TestRefusals:
         assert other.positions == dict.fromkeys(range(12), (1, 0))
 
     def test_a_place_within_an_epoch_of_streams_cannot_be_given(self) -> None:
-        with pytest.raises(UsageError, match="beginning of an epoch, got sample 3 of epoch 1"):
+        with pytest.raises(UsageError, match="an epoch's start, got sample 3 of epoch 1"):
             make_ranks(1, 6, 4)[0].move_to(DataPosition(1, 3))
 
     @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ class TestRefusals:
             next(iter(other))
 
     def test_streams_without_a_state_cannot_resume_by_it(self) -> None:
-        with pytest.raises(UsageError, match="streams must have `state_dict` and `load_state_dict`, got an object"):
+        with pytest.raises(UsageError, match="streams must have `state_dict` and `load_state_dict`, got generator"):
             next(iter(ElasticStreamLoader(open_stream, 1, 2, resume_by="state")))
 
     @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ class TestRefusals:
         first = list(itertools.islice(loader, 3))
         loader.advance()
         (other,) = make_ranks(1, 3, 2)
-        with pytest.warns(UserWarning, match="in the middle of a step, behind 1 of its batches"):
+        with pytest.warns(UserWarning, match="within a step, after 1 of its batches"):
             other.load_state_dict(loader.state_dict())
         assert list(itertools.islice(other, 3)) == first
 
