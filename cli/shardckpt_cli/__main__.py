@@ -5,7 +5,7 @@ import sys
 
 try:
     if sys.path[0] in {"", os.getcwd()}:
-        del sys.path[0]  # the working directory may be that of a checkpoint: nothing is imported from there
+        del sys.path[0]  # the working directory may be a checkpoint: import nothing from there
 except OSError:
     pass  # it was removed
 

@@ -1,7 +1,4 @@
-"""The command line: builds the command of one verb.
-
-Imports neither torch nor shardckpt until that command runs.
-"""
+"""The command line: builds the command for one verb, and imports neither torch nor shardckpt until it runs."""
 
 from __future__ import annotations
 
@@ -33,10 +30,10 @@ from shardckpt_cli.exits import run_main, wrap_command
 class Verb(NamedTuple):
     """A command, named by its verb."""
 
-    function: Callable[..., None]  # function that it calls; its docstring is the help
+    function: Callable[..., None]  # its docstring is the help
     command_class: type[Command] = Command
-    help: str | None = None  # help text, if it is not the docstring
-    has_one_writer: bool = False  # whether one rank alone runs it if torchrun starts it on each
+    help: str | None = None  # in place of the docstring
+    has_one_writer: bool = False  # if torchrun starts it on each rank, only rank 0 runs it
 
 
 VERBS = {

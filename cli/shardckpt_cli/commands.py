@@ -11,11 +11,11 @@ from typer.core import TyperCommand, TyperGroup
 
 
 class _ConvertIfNeeded(NamedTuple):
-    """Replaces the `process_value` of a parameter: text and defaults pass unchanged."""
+    """Replaces a parameter's `process_value`: text and defaults pass unchanged."""
 
     parameter: Any  # option or argument
-    is_text: bool  # whether the values are text
-    convert: Any  # original `process_value` of the parameter
+    is_text: bool
+    convert: Any  # the original `process_value`
 
     def __call__(self, context: Any, value: Any) -> Any:
         """Return the value that is passed to the command."""
@@ -25,7 +25,7 @@ class _ConvertIfNeeded(NamedTuple):
 
 
 def _convert_if_needed(command: Any, context: Any) -> None:
-    """Replace `process_value` of all parameters of a command."""
+    """Replace `process_value` for all parameters."""
     new = [each for each in command.get_params(context) if not isinstance(each.process_value, _ConvertIfNeeded)]
     hints = get_type_hints(command.callback) if new else {}
     for parameter in new:
@@ -60,12 +60,12 @@ class CommandWithTargets(Command):
         super().format_help(ctx, formatter)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
-        """Return the completions of a word, with their help."""
+        """Return completions for a word, with their help."""
         self._name_targets()
         return super().shell_complete(ctx, incomplete)
 
     def _name_targets(self) -> None:
-        """Insert the names of the output formats into the help of the options."""
+        """Insert the output formats' names into the options' help."""
         import shardckpt
 
         has_ranks = any(parameter.name == "tp" for parameter in self.params)  # else vLLM's files are not written

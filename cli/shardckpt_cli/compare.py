@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="Checkpoint: folder or file, path or URL.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="Another, of any format and world size.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another, in any format and for any world size.")],
     part: options.ReadPart = "all",
     include: options.Include = None,
     exclude: options.Exclude = None,
-    atol: Annotated[float, typer.Option("--atol", help="Absolute tolerance of floating-point numbers.")] = 0.0,
+    atol: Annotated[float, typer.Option("--atol", help="Absolute tolerance for floating-point numbers.")] = 0.0,
     rtol: Annotated[float, typer.Option("--rtol", help="Tolerance relative to the value in B.")] = 0.0,
-    rename: Annotated[list[str] | None, typer.Option("--rename", help="FROM=TO for names of A; repeatable.")] = None,
+    rename: Annotated[list[str] | None, typer.Option("--rename", help="FROM=TO for names in A; repeatable.")] = None,
     rules: Annotated[str, typer.Option("--rules", help="TOML file of rules, or a set's name, for A.")] = "",
     sort: Annotated[str, typer.Option("--sort", help="Order of tensors: name, rel (relative L2), l2 or max.")] = "name",
     top: options.Top = 0,
@@ -99,7 +99,7 @@ def _fall(number: float | None) -> float:
 
 
 def _is_integer(found: TensorDifference) -> bool:
-    """Return True for a tensor of integers, which is sorted last: states of random generators have huge norms."""
+    """Return True for integers, which are sorted last: random generators' states have huge norms."""
     return found.a is not None and "int" in found.a.dtype
 
 
@@ -126,7 +126,7 @@ def _tensor_row(found: TensorDifference) -> tuple[str, ...]:
         if found.l2 is not None:
             numbers += f", L2 {found.l2:.3g}, rel L2 {found.relative_l2:.3g}"
         if found.kind == "values" and found.max_abs == 0:
-            numbers += ": other bits of equal numbers (-0.0, or a NaN)"
+            numbers += ": equal numbers with other bits (-0.0, or a NaN)"
     return output.show_name(found.name), _say(found.kind), _both(f"{found.a or ''}", f"{found.b or ''}"), numbers
 
 

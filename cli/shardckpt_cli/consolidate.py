@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 _Arguments = ParamSpec("_Arguments")
 
-_MOST_FILES = 40  # maximum lines of the report; a universal checkpoint has several files for each parameter
+_MAX_FILES = 40  # maximum lines of the report; a universal checkpoint has several files for each parameter
 
 
-# Variables that torchrun sets for each rank, and that processes which a rank starts inherit.
+# Variables that torchrun sets for each rank, and that a rank's child processes inherit.
 _OF_A_RANK = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 CONVERT_HELP = "Convert to another format; tensors stay split as they are."
@@ -96,7 +96,7 @@ def _choose_parallel(given: bool | None, *, quiet: bool) -> bool:
         return True
     if not quiet:
         print(
-            f"note: WORLD_SIZE is {world}, but torchrun did not start this command itself, so it does all of the work:"
+            f"note: WORLD_SIZE is {world}, but torchrun did not start this command itself, so it does all the work:"
             " --parallel shares it with the other ranks, --no-parallel leaves out this line",
             file=sys.stderr,
         )
@@ -131,7 +131,7 @@ def run_on_first_rank(command: Callable[_Arguments, None]) -> Callable[_Argument
         if is_first_rank() or not is_started_by_torchrun():
             command(*args, **kwargs)
         elif not kwargs.get("quiet"):
-            print(f"note: rank 0 does all of the work; rank {os.environ['RANK']} has nothing to do", file=sys.stderr)
+            print(f"note: rank 0 does all the work; rank {os.environ['RANK']} has nothing to do", file=sys.stderr)
 
     return run
 
@@ -152,10 +152,10 @@ def _words(report: Report) -> str:
         f"{did} {output.count(report.tensor_count, 'tensor')}, {output.size(report.nbytes)},"
         f" in {output.count(files, 'file')} to {report.target}",
     ]
-    for file in report.files[:_MOST_FILES]:
+    for file in report.files[:_MAX_FILES]:
         lines.append(f"  {file.name}  {output.count(file.tensor_count, 'tensor')}  {output.size(file.nbytes)}")
-    if files > _MOST_FILES:
-        lines.append(f"  and {output.count(files - _MOST_FILES, 'more file')}: --json lists all")
+    if files > _MAX_FILES:
+        lines.append(f"  and {output.count(files - _MAX_FILES, 'more file')}: --json lists all")
     if report.carried:
         lines.append(f"  and {', '.join(report.carried)}")
     lines += [f"tied: {name} is {kept}" for name, kept in report.ties.items()]

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def copy(
-    src: Annotated[str, typer.Argument(metavar="SRC", help="Folder of a step or of a run: path or URL.")],
+    src: Annotated[str, typer.Argument(metavar="SRC", help="Folder with a step or a run: path or URL.")],
     dst: Annotated[str, typer.Argument(metavar="DST", help="Folder to write: path or URL.")],
     dry_run: options.ShortDryRun = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace steps of DST that differ.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace steps in DST that differ.")] = False,
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> None:

@@ -24,7 +24,7 @@ _interrupt_messages = ["no unfinished result was left"]
 
 
 def on_interrupt_message(words: str) -> None:
-    """Set the end of the message for an interrupted command."""
+    """Set how the message for an interrupted command ends."""
     _interrupt_messages.append(words)
 
 
@@ -37,7 +37,7 @@ class CommandFailure(Exception):  # noqa: N818  (it only carries one)
 
 
 def wrap_command(command: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
-    """Make EOFErrors, interruptions and broken pipes of a command reach `run_main`."""
+    """Make a command's EOFErrors, interruptions and broken pipes reach `run_main`."""
     # A truncated checkpoint is an EOFError, which the parser would report as "Aborted" after an empty line. A closed
     # output pipe is not a failure, but the parser would exit with 1.
 
@@ -53,7 +53,7 @@ def wrap_command(command: Callable[_Arguments, None]) -> Callable[_Arguments, No
 
 
 def run_main(run: Callable[[], object]) -> NoReturn:
-    """Run a command and exit with the code of its result."""
+    """Run a command and exit with its code."""
     signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     warnings.showwarning = _print_warning
@@ -62,7 +62,7 @@ def run_main(run: Callable[[], object]) -> NoReturn:
 
 
 def _prepare_streams() -> None:
-    """Make prints succeed: to closed streams, and of unencodable characters."""
+    """Make prints succeed, even to closed streams or with unencodable characters."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the caller
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  (until the end of the process)
@@ -76,7 +76,7 @@ def _terminate(_number: int, _frame: FrameType | None) -> None:
 
 
 def _print_warning(message: Warning | str, *_: object, **__: object) -> None:
-    """Print a warning as one line, without the line of code that raised it."""
+    """Print a warning as one line, without its source line."""
     output.warn([str(message)])
 
 
@@ -105,7 +105,7 @@ def _run_unwrapped(run: Callable[[], object]) -> object:
     except CommandFailure as carrier:
         assert carrier.__cause__ is not None
         raise carrier.__cause__ from None
-    if done == _INTERRUPTED:  # typer returns this code for a Ctrl-C outside of the command's function
+    if done == _INTERRUPTED:  # typer returns this code for a Ctrl-C outside the command's function
         raise KeyboardInterrupt
     return done
 
@@ -117,7 +117,7 @@ def _failed(error: Exception) -> int:
         return _die(f"{error}{_suggest_command(str(error.where), error.nearby)}", error.exit_code)
     if isinstance(error, ShardckptError):
         return _die(str(error), error.exit_code)
-    if hasattr(error, "format_message"):  # typer's own errors; their class depends on the version of click
+    if hasattr(error, "format_message"):  # typer's own errors; their class depends on click's version
         message = " ".join(error.format_message().split())
         return _die(f"{message}{'' if message.endswith(('.', '?')) else '.'} See `{_find_help(error)}`", 2)
     if os.environ.get("SHARDCKPT_TRACEBACK"):
@@ -127,12 +127,12 @@ def _failed(error: Exception) -> int:
     if isinstance(error, OSError):
         return _die(escape(describe(error)), 3)
     return _die(
-        f"{escape(describe_with_class(error))}. This is a fault of shardckpt; SHARDCKPT_TRACEBACK=1 shows where", 1
+        f"{escape(describe_with_class(error))}. This is a fault in shardckpt; SHARDCKPT_TRACEBACK=1 shows where", 1
     )
 
 
 def _find_help(error: Exception) -> str:
-    """Return the command that shows the help for a wrong command line: of its verb, if that was known."""
+    """Return the command that shows the help for a wrong command line, for its verb if that is known."""
     context = getattr(error, "ctx", None)
     verb = f"{context.info_name} " if context is not None and context.parent is not None else ""
     return f"shardckpt {verb}--help"

@@ -6,7 +6,7 @@ from shardckpt_cli import options, output
 
 
 def formats(as_json: options.AllAsJson = False) -> None:
-    """List the formats that are recognized, those of plugins too."""
+    """List the recognized formats, including plugins' formats."""
     import shardckpt
     from shardckpt.errors import escape
 

@@ -13,18 +13,18 @@ from shardckpt_cli import options, output
 if TYPE_CHECKING:
     from shardckpt import Inspection
 
-_MOST_PROBLEMS = 16
+_MAX_PROBLEMS = 16
 
 
 def inspect(
     src: options.Src,
-    tree: Annotated[bool, typer.Option("--tree", help="Sizes by prefix instead of a table of tensors.")] = False,
+    tree: Annotated[bool, typer.Option("--tree", help="Sizes by prefix instead of a table.")] = False,
     as_json: options.AllAsJson = False,
     shapes_from: options.FlatShapesFrom = "",
     base: options.Base = None,
     html: options.Html = "",
 ) -> None:
-    """Show the contents of a checkpoint, from metadata alone."""
+    """Show a checkpoint's contents, from metadata alone."""
     import shardckpt
     from shardckpt.errors import escape
 
@@ -35,10 +35,10 @@ def inspect(
         output.print_json(found)
         return
     output.warn(found.warnings)
-    output.warn(problem.message for problem in found.problems[:_MOST_PROBLEMS])
-    if len(found.problems) > _MOST_PROBLEMS:
-        more = len(found.problems) - _MOST_PROBLEMS
-        output.warn([f"{more} more problems: `shardckpt verify` lists those of each file"])
+    output.warn(problem.message for problem in found.problems[:_MAX_PROBLEMS])
+    if len(found.problems) > _MAX_PROBLEMS:
+        more = len(found.problems) - _MAX_PROBLEMS
+        output.warn([f"{more} more problems: `shardckpt verify` lists them for each file"])
     print(_summary(found))
     if html:
         print(f"wrote {escape(html)}")

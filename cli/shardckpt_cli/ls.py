@@ -24,7 +24,7 @@ def ls(
         str,
         typer.Option(
             "--metric",
-            help="Metric of the best step; implies -l. Default: loss, or the first whose name ends with loss.",
+            help="Metric for the best step; implies -l. Default: loss, or the first whose name ends with loss.",
         ),
     ] = "",
     mode: Annotated[
@@ -32,18 +32,18 @@ def ls(
     ] = "",
     proof: Annotated[
         bool,
-        typer.Option("--proof", help="Show if a resume was proven, and of how many recorded training steps."),
+        typer.Option("--proof", help="Show if a resume was proven, and for how many recorded training steps."),
     ] = False,
     durability: Annotated[
         bool,
         typer.Option(
             "--durability",
-            help="Show all copies of each step that this machine sees, and what they survive.",
+            help="Show each step's copies that this machine sees, and what they survive.",
         ),
     ] = False,
     as_json: options.AllAsJson = False,
 ) -> None:
-    """List the complete steps of a run, one number per line.
+    """List a run's complete steps, one number per line.
 
     Others are reported on stderr.
     """
@@ -81,15 +81,15 @@ def ls(
 
 
 _COLUMNS = ("step", "size", "saved", "metrics", "best", "statistics", "proof")
-_NUMBERS = frozenset({"step", "size"})  # columns of numbers
+_NUMBERS = frozenset({"step", "size"})  # columns with numbers
 
 
-# Ends of the names of metrics that say how long an evaluation took; `--json` has them.
+# Name endings of metrics that say how long an evaluation took; `--json` has them.
 _TIMINGS = ("runtime", "_per_second", "_time")
 
 
 def _find_best(found: StepList, metric: str, mode: str) -> dict[int, str]:
-    """Return the position of the best step and what it is best in; nothing if no step has a metric to go by."""
+    """Return the best step's position and the metric; nothing if no step has the metric."""
     names = sorted({name for step in found.complete for name in step.metrics or ()})
     of_loss = [name for name in names if name.endswith("loss")]
     chosen = metric or ("loss" if "loss" in names else "".join(of_loss[:1]))
@@ -99,7 +99,7 @@ def _find_best(found: StepList, metric: str, mode: str) -> dict[int, str]:
 
 
 def _row(step: StepInfo, best: str, *, is_long: bool) -> dict[str, str]:
-    """Return the text of a step in each of its columns; a column that no step has is not shown."""
+    """Return a step's text by column; a column that no step has is not shown."""
     from shardckpt.errors import escape
 
     row = {"step": f"{step.number}"}
@@ -113,13 +113,13 @@ def _row(step: StepInfo, best: str, *, is_long: bool) -> dict[str, str]:
 
 
 def _verdict_text(verdict: str, equal_steps: tuple[int, int] | None) -> str:
-    """Return a verdict with its number of steps: `proven, 2 of 2 steps`."""
+    """Return a verdict with the number of steps: `proven, 2 of 2 steps`."""
     equal, recorded = equal_steps or (0, 0)
     return f"{verdict}, {equal} of {output.count(recorded, 'step')}" if recorded else verdict
 
 
 def prove(root: options.Root, html: options.Html = "", as_json: options.AllAsJson = False) -> None:
-    """Show which resumes of a run repeated what it recorded.
+    """Show which resumes repeated the recorded steps.
 
     Exits with 1 if a step diverged, and shows what differed.
     A step is proven if its last compared resume repeated all recorded training steps, and diverged if one was
@@ -157,11 +157,11 @@ _NO_RECORD = (
     "no resume can be proven: pass witness=shardckpt.Witness() to Checkpointer, and call ck.witness(step, loss=loss)"
     " after each training step; Trainer and Lightning take drill=True instead"
 )
-_PROOF_NUMBERS = frozenset({0})  # columns of numbers
+_PROOF_NUMBERS = frozenset({0})  # columns with numbers
 
 
 def _proof_rows(step: StepProof) -> list[tuple[str, ...]]:
-    """Return a row for each resume of a step, the newest first; one row if there is none."""
+    """Return a row for each resume from a step, the newest first; one row without resumes."""
     if not step.resumes:
         steps = f"0 of {len(step.recorded)}" if step.recorded else ""
         resumed = "never" if step.recorded else ""
@@ -171,13 +171,13 @@ def _proof_rows(step: StepProof) -> list[tuple[str, ...]]:
 
 
 def _step_text(step: StepProof) -> str:
-    """Return the number of a step, and the tier of a capture; say if the step was removed."""
+    """Return a step's number, and a capture's tier or that the step was removed."""
     note = "removed" if step.is_removed else step.tier
     return f"{step.number} ({note})" if note else f"{step.number}"
 
 
 def _topology(resume: Resume) -> tuple[str, str]:
-    """Return the numbers of ranks, and of steps that were equal."""
+    """Return the rank counts, and how many steps were equal."""
     before, after = resume.rank_count_before, resume.rank_count
     changed = f"{before} to {after}" if before != after else f"{after}"
     return changed, f"{resume.compared} of {len(resume.steps)}"
@@ -209,13 +209,13 @@ def _copy_row(number: int, copy: StepCopy) -> tuple[str, ...]:
 
 
 _Action = Annotated[str, typer.Argument(metavar="[stop]", help="`stop` ends holders; their captures are lost.")]
-_Run = Annotated[str, typer.Argument(metavar="[RUN]", help="Id of the run whose holder to end; all without it.")]
+_Run = Annotated[str, typer.Argument(metavar="[RUN]", help="Run whose holder to end; without it, all.")]
 
 
 def tiers(action: _Action = "", run: _Run = "", as_json: options.AllAsJson = False) -> None:
     """List or stop the holders that keep captures in memory.
 
-    Those of this user on this machine.
+    Only this user's holders on this machine.
     """
     import shardckpt
 
@@ -245,7 +245,7 @@ def tiers(action: _Action = "", run: _Run = "", as_json: options.AllAsJson = Fal
     if rows:
         output.show_table(rows, header=("run", "steps", "size", "limit", "clients", "pid", "age"), right=_TIER_NUMBERS)
     else:
-        print("no holder of this user answers", file=sys.stderr)
+        print("this user has no holder that answers", file=sys.stderr)
 
 
-_TIER_NUMBERS = frozenset({2, 3, 4, 5, 6})  # columns of numbers
+_TIER_NUMBERS = frozenset({2, 3, 4, 5, 6})  # columns with numbers

@@ -11,17 +11,17 @@ from shardckpt_cli.consolidate import run
 
 
 def merge_adapter(
-    base: Annotated[str, typer.Argument(metavar="BASE", help="Checkpoint of the model: folder or file, path or URL.")],
+    base: Annotated[str, typer.Argument(metavar="BASE", help="The model's checkpoint: folder or file, path or URL.")],
     adapter: Annotated[
-        list[str], typer.Argument(metavar="ADAPTER", help="Folder of a LoRA adapter, as peft saves it; repeatable.")
+        list[str], typer.Argument(metavar="ADAPTER", help="Folder with a LoRA adapter, as peft saves it; repeatable.")
     ],
     dst: options.Dst,
     to: options.To = "",
     model_key: Annotated[str, typer.Option("--model-key", help="Where the model is in BASE.")] = "",
-    rename: Annotated[list[str] | None, typer.Option("--rename", help="FROM=TO for names of BASE; repeatable.")] = None,
+    rename: Annotated[list[str] | None, typer.Option("--rename", help="FROM=TO for names in BASE; repeatable.")] = None,
     adapter_weights: Annotated[
         list[float] | None,
-        typer.Option("--adapter-weight", help="Factor of an adapter; once for each of them, in their order."),
+        typer.Option("--adapter-weight", help="Factor for an adapter; once for each, in their order."),
     ] = None,
     dtype: options.Dtype = "",
     keep_fp32: options.KeepFp32 = None,

@@ -1,4 +1,4 @@
-"""Arguments and options of several commands; each command sets its own default."""
+"""Arguments and options that several commands share; each command sets its own default."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Root = Annotated[str, typer.Argument(metavar="ROOT", help="Folder of a run's ste
 # input
 To = Annotated[
     str,
-    typer.Option("--to", help="Format to write: {targets}. Default: by the suffix of DST, else the first."),
+    typer.Option("--to", help="Format to write: {targets}. Default: by DST's suffix, else the first."),
 ]
 Tp = Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks, for --to vllm-sharded.", show_default=False)]
 ToForRanks = Annotated[
@@ -28,21 +28,19 @@ StatsPart = Annotated[
     str,
     typer.Option(
         "--part",
-        help="Sections to read: model or optim; all, with counters and states of random generators too, as with a glob."
-        " Default: all without these.",
+        help="Sections to read: model, optim or all. all includes counters and random generators' states, as a glob"
+        " does. Default: all without these.",
         show_default=False,
     ),
 ]
-Weights = Annotated[
-    str, typer.Option("--weights", help="Weights to take: live, master, ema, or the name of a variant.")
-]
-ModelKey = Annotated[str, typer.Option("--model-key", help="Key of the model, if it is not found by itself.")]
-OptimKey = Annotated[str, typer.Option("--optim-key", help="Location of the optimizer: KEY, FILE or FILE:KEY.")]
-OptimKeys = Annotated[str, typer.Option("--optim-keys", help="Keys of the written optimizer: names, ids or flat.")]
+Weights = Annotated[str, typer.Option("--weights", help="Weights to take: live, master, ema, or a variant's name.")]
+ModelKey = Annotated[str, typer.Option("--model-key", help="The model's key, if it is not found automatically.")]
+OptimKey = Annotated[str, typer.Option("--optim-key", help="Where the optimizer is: KEY, FILE or FILE:KEY.")]
+OptimKeys = Annotated[str, typer.Option("--optim-keys", help="Keys in the written optimizer: names, ids or flat.")]
 ParamNames = Annotated[str, typer.Option("--param-names", help="JSON file: names by optimizer id, array or object.")]
-ShapesFrom = Annotated[str, typer.Option("--shapes-from", help="Checkpoint of the same model, for full shapes.")]
+ShapesFrom = Annotated[str, typer.Option("--shapes-from", help="Checkpoint with the same model, for full shapes.")]
 FlatShapesFrom = Annotated[
-    str, typer.Option("--shapes-from", help="Checkpoint of the same model, for flat parameters of FSDP1.")
+    str, typer.Option("--shapes-from", help="Checkpoint with the same model, for FSDP1's flat parameters.")
 ]
 Base = Annotated[
     list[str] | None,
@@ -53,31 +51,33 @@ Base = Annotated[
 Dtype = Annotated[
     str, typer.Option("--dtype", help="Cast the model's float tensors: fp32, bf16, fp16, fp64; q8_0 for a .gguf file.")
 ]
-KeepFp32 = Annotated[list[str] | None, typer.Option("--keep-fp32", help="Glob of names that are not cast; repeatable.")]
+KeepFp32 = Annotated[
+    list[str] | None, typer.Option("--keep-fp32", help="Glob for names that are not cast; repeatable.")
+]
 Quantize = Annotated[
-    str, typer.Option("--quantize", help="fp8-block: linear weights in fp8 with a scale for each block of 128 x 128.")
+    str, typer.Option("--quantize", help="fp8-block: linear weights in fp8 with a scale for each 128 x 128 block.")
 ]
 QuantizeInclude = Annotated[
-    list[str] | None, typer.Option("--quantize-include", help="Glob of weights to quantize instead; repeatable.")
+    list[str] | None, typer.Option("--quantize-include", help="Glob for weights to quantize instead; repeatable.")
 ]
 QuantizeExclude = Annotated[
-    list[str] | None, typer.Option("--quantize-exclude", help="Glob of weights not to quantize; repeatable.")
+    list[str] | None, typer.Option("--quantize-exclude", help="Glob for weights not to quantize; repeatable.")
 ]
 AllowOverflow = Annotated[
     bool, typer.Option("--allow-overflow", help="Accept finite values that a cast makes infinite.")
 ]
 AllowLoss = Annotated[bool, typer.Option("--allow-loss", help="Leave out values that the written format cannot hold.")]
-Include = Annotated[list[str] | None, typer.Option("--include", help="Glob of names to take; repeatable.")]
-Exclude = Annotated[list[str] | None, typer.Option("--exclude", help="Glob of names to leave; repeatable.")]
+Include = Annotated[list[str] | None, typer.Option("--include", help="Glob for names to take; repeatable.")]
+Exclude = Annotated[list[str] | None, typer.Option("--exclude", help="Glob for names to leave; repeatable.")]
 Rename = Annotated[list[str] | None, typer.Option("--rename", help="FROM=TO for full names; repeatable, in order.")]
-Rules = Annotated[str, typer.Option("--rules", help="TOML file of rules, or the name of a built-in set.")]
+Rules = Annotated[str, typer.Option("--rules", help="TOML file with rules, or a built-in set's name.")]
 ConfigFrom = Annotated[str, typer.Option("--config-from", help="Folder with config.json and tokenizer files to copy.")]
 
 # output
 MaxShardSize = Annotated[str, typer.Option("--max-shard-size", help="Bytes per file: 5GB is decimal, 5GiB binary.")]
 MaxMemory = Annotated[str, typer.Option("--max-memory", help="Memory that the process may use beyond its start-up.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything and print the plan; write nothing.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint of the same format at DST.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint in the same format at DST.")]
 Jobs = Annotated[int | None, typer.Option("--jobs", help="Threads that read and write; as many as help if not given.")]
 Parallel = Annotated[
     bool | None,
@@ -103,7 +103,7 @@ ByLayer = Annotated[bool, typer.Option("--by-layer", help="A row for each layer 
 
 
 def require_order(sort: str, orders: Collection[str]) -> None:
-    """Refuse a value of `--sort` that is not one of `orders`."""
+    """Refuse a value for `--sort` that is not in `orders`."""
     if sort not in orders:
         raise typer.BadParameter(f"--sort must be one of {', '.join(orders)}, got {sort}")
 

@@ -1,4 +1,4 @@
-"""Print results: sizes, tables, JSON, and the progress on a terminal.
+"""Print results: sizes, tables, JSON, and progress on a terminal.
 
 `rich` formats output for terminals, and is imported only for them. Pipes and files get plain text, one row per line.
 """
@@ -18,15 +18,15 @@ from functools import lru_cache
 from itertools import repeat
 from typing import Any, Protocol, TextIO
 
-SCHEMA_VERSION = 1  # version of the JSON of all commands; a change that is not an added field raises it
+SCHEMA_VERSION = 1  # for all commands' JSON; every change raises it, except an added field
 
 _WIDEST = 96
-_MOST_PLACES = 12
-_MOST_DRAWN = 1000  # maximum rows of a table that rich draws, at 0.25 ms each
+_MAX_PLACES = 12
+_MAX_DRAWN = 1000  # maximum rows in a table that rich draws, at 0.25 ms each
 
 
 class ProgressLike(Protocol):
-    """Argument of a progress callback."""
+    """Argument to a progress callback."""
 
     @property
     def done_bytes(self) -> int:
@@ -42,7 +42,7 @@ class IncompleteStep(Protocol):
 
     @property
     def number(self) -> int:
-        """Number of the step."""
+        """The step's number."""
 
     @property
     def fault(self) -> str:
@@ -50,12 +50,12 @@ class IncompleteStep(Protocol):
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether its save or its removal was interrupted, or goes on."""
+        """Whether its save or removal was interrupted, or is still running."""
 
 
 @lru_cache(maxsize=4096)  # checkpoints of 100,000 tensors have a few dozen sizes
 def size(nbytes: float) -> str:
-    """Return a number of bytes as text in decimal units: `1.5 GB`."""
+    """Return bytes as text in decimal units: `1.5 GB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if nbytes < 1000:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
@@ -64,17 +64,17 @@ def size(nbytes: float) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """Return a number with a noun in singular or plural: `1 tensor`, `2 tensors`."""
+    """Return a number with its noun: `1 tensor`, `2 tensors`."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def show_time(seconds: float | None) -> str:
-    """Return a time in UTC as text; empty without one."""
+    """Return a time, in seconds since the epoch, as text in UTC; empty without one."""
     return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(seconds))
 
 
 def show_name(name: str) -> str:
-    """Return a name for a table: escaped, with only the first of several items in braces if it is long."""
+    """Return a name for a table: escaped; if it is long, braces keep only their first item."""
     # Lightning's keys of callbacks contain all arguments. `--json` has full names.
     from shardckpt.errors import escape
 
@@ -82,7 +82,7 @@ def show_name(name: str) -> str:
 
 
 _LONG_NAME = 80
-_ITEMS = re.compile(r"\{([^{},]+),[^{}]+\}")  # items in braces, such as those of a dict; the first one is a group
+_ITEMS = re.compile(r"\{([^{},]+),[^{}]+\}")  # items in braces, as in a dict; the first item is a group
 
 
 def show_table(
@@ -92,7 +92,7 @@ def show_table(
     lines = [header, *rows] if header else rows
     if not lines:
         return
-    if _can_draw(sys.stdout) and not os.environ.get("NO_COLOR") and len(rows) <= _MOST_DRAWN:
+    if _can_draw(sys.stdout) and not os.environ.get("NO_COLOR") and len(rows) <= _MAX_DRAWN:
         _draw_table(rows, header, right)
     else:
         columns = [
@@ -121,7 +121,7 @@ def _can_draw(stream: TextIO) -> bool:
 
 
 def print_json(result: Any) -> None:
-    """Print the result of a command as JSON, with the version of its schema."""
+    """Print a command's result as JSON, with its schema's version."""
     # Dataclasses and named tuples are objects with their fields and properties. Surrogates are escaped, and numbers
     # that JSON lacks are text: "inf", "nan".
     print(json.dumps({"schema_version": SCHEMA_VERSION, **_plain(result)}, indent=2, allow_nan=False))
@@ -144,7 +144,7 @@ def _plain(value: Any) -> Any:
 
 @lru_cache(maxsize=64)
 def list_members(cls: type) -> tuple[str, ...]:
-    """Return the names of the fields and properties of a dataclass or named tuple, which JSON has too."""
+    """Return a dataclass's or named tuple's fields and properties, which are the JSON's keys."""
     fields = getattr(cls, "_fields", None) or tuple(field.name for field in dataclasses.fields(cls))
     return *fields, *(name for name, value in vars(cls).items() if isinstance(value, property))
 
@@ -158,7 +158,7 @@ def warn(lines: Iterable[str]) -> None:
 
 
 def left_out(places: Sequence[str]) -> None:
-    """Print the content of the source that was skipped to stderr."""
+    """Print skipped content to stderr."""
     from shardckpt.errors import escape
 
     if places:
@@ -172,17 +172,17 @@ def show_incomplete(steps: Sequence[IncompleteStep]) -> None:
     if len(unfinished) > 1:
         numbers = join_first([f"{step.number}" for step in unfinished])
         shown.append(
-            f"{len(unfinished)} steps whose save or removal was interrupted, or goes on: {numbers}. `shardckpt prune`"
-            " removes them a day after their last change; `shardckpt repair` brings back those with all files"
+            f"{len(unfinished)} steps whose save or removal was interrupted, or still runs: {numbers}."
+            " `shardckpt prune` removes them a day after their last change; `shardckpt repair` restores complete ones"
         )
     for fault in shown:
         print(f"not complete: {fault}", file=sys.stderr)
 
 
 def join_first(names: Sequence[str]) -> str:
-    """Return names with commas; of many the first ones and the number of the others."""
-    more = f" and {len(names) - _MOST_PLACES} more" if len(names) > _MOST_PLACES else ""
-    return ", ".join(names[:_MOST_PLACES]) + more
+    """Return names with commas; if there are many, the first names and the number of others."""
+    more = f" and {len(names) - _MAX_PLACES} more" if len(names) > _MAX_PLACES else ""
+    return ", ".join(names[:_MAX_PLACES]) + more
 
 
 @contextmanager
@@ -208,11 +208,11 @@ def show_progress(*, quiet: bool) -> Iterator[Callable[[ProgressLike], None] | N
         bars.stop()
 
 
-_arguments: list[str] = []  # names of the arguments of the command that runs
+_arguments: list[str] = []  # names of the running command's arguments
 
 
 def note_arguments(names: Iterable[str]) -> None:
-    """Note the arguments of the command that runs: `to_shell` writes them as options."""
+    """Note the running command's arguments, which `to_shell` writes as options."""
     _arguments[:] = names
 
 

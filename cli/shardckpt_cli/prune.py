@@ -94,7 +94,7 @@ _NO_RULE = "no rule is given: all complete steps stay; name --keep-last, --keep-
 
 
 def _show_unfinished(folders: Sequence[UnfinishedFolder]) -> None:
-    """Print which folders of unfinished saves and removals stay, and from when they may go, to stderr."""
+    """Print to stderr which folders from unfinished saves and removals stay, and when they may go."""
     from shardckpt.errors import escape
 
     if not folders:
@@ -104,7 +104,7 @@ def _show_unfinished(folders: Sequence[UnfinishedFolder]) -> None:
     times = [folder.removable_at for folder in folders if folder.removable_at is not None]
     known = f"may go from {output.show_time(min(times))} on" if times else "have no known age"
     print(
-        f"not complete: {output.count(len(folders), 'folder')}, {nbytes}, of saves or removals that were interrupted,"
-        f" or go on: {names}. They {known}; if no job saves into this run, --unfinished-for 0 removes them now",
+        f"not complete: {output.count(len(folders), 'folder')}, {nbytes}, from saves or removals that were interrupted,"
+        f" or still run: {names}. They {known}; if no job saves into this run, --unfinished-for 0 removes them now",
         file=sys.stderr,
     )

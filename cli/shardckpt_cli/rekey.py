@@ -38,7 +38,7 @@ def rekey(
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Change the keys of optimizer state to names, ids or others."""
+    """Change the keys in optimizer state to names, ids or others."""
     given = locals()
     flags = {
         "to_names": "names",

@@ -10,8 +10,8 @@ from shardckpt_cli import options, output
 
 
 def repair(
-    src: Annotated[str, typer.Argument(metavar="SRC", help="Folder of a step of shardckpt: path or URL.")],
-    save: Annotated[str, typer.Option("--save", help="Id of the save, if SRC holds several complete ones.")] = "",
+    src: Annotated[str, typer.Argument(metavar="SRC", help="Folder with a step: path or URL.")],
+    save: Annotated[str, typer.Option("--save", help="The save's id, if SRC has several complete saves.")] = "",
     rehash: Annotated[bool, typer.Option("--rehash", help="Accept bytes that do not match the manifest.")] = False,
     base: options.Base = None,
     dry_run: options.ShortDryRun = False,

@@ -20,7 +20,7 @@ def reshard(
     shapes_from: options.FlatShapesFrom = "",
     base: options.Base = None,
     keep_whole: Annotated[
-        list[str] | None, typer.Option("--keep-whole", help="Glob of names that rank files do not split; repeatable.")
+        list[str] | None, typer.Option("--keep-whole", help="Glob for names that rank files do not split; repeatable.")
     ] = None,
     allow_loss: Annotated[
         bool, typer.Option("--allow-loss", help="Leave out values that the format cannot hold.")

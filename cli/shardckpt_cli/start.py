@@ -1,4 +1,4 @@
-"""Entry point of the script, which handles interruptions while loading."""
+"""The script's entry point, which handles interruptions while loading."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def main() -> None:
     """Load the command and run it."""
     for number in (signal.SIGINT, signal.SIGTERM):  # until the command handles them, nothing needs undoing
         signal.signal(number, _leave)
-    # modules, and the million small objects of 100,000 tensors, live until exit, so that collection is wasted
+    # modules, and the million small objects for 100,000 tensors, live until exit: collecting garbage is wasted time
     gc.set_threshold(2_000_000, 50, 100)
     from shardckpt_cli.app import main as run
 

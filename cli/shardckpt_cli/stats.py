@@ -1,4 +1,4 @@
-"""`shardckpt stats`, and over the steps of a run `history` and `bisect`."""
+"""`shardckpt stats`, and over a run's steps `history` and `bisect`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ORDERS: dict[str, Callable[[TensorStats | LayerStats], float]] = {
 
 _STATS = ("nans", "infs", "zeros", "min", "max", "mean", "l2")
 _OF_FINITE = ("min", "max", "mean", "l2")
-_Tensor = Annotated[list[str] | None, typer.Option("--tensor", help="Glob of tensor names; repeatable. Default: all.")]
+_Tensor = Annotated[list[str] | None, typer.Option("--tensor", help="Glob for tensor names; repeatable. Default: all.")]
 
 
 def stats(
@@ -31,7 +31,7 @@ def stats(
     part: options.StatsPart = "",
     include: options.Include = None,
     exclude: options.Exclude = None,
-    sort: Annotated[str, typer.Option("--sort", help="Order of rows: name, bad (NaN, Inf), l2 or max.")] = "name",
+    sort: Annotated[str, typer.Option("--sort", help="Row order: name, bad (NaN, Inf), l2 or max.")] = "name",
     top: options.Top = 0,
     by_layer: options.ByLayer = False,
     base: options.Base = None,
@@ -69,7 +69,7 @@ def stats(
 def _note_left_out(names: Collection[str]) -> None:
     if names:
         tensors = output.count(len(names), "tensor")
-        words = "of counters (of steps, of batches), single numbers beside the model and states of random generators"
+        words = "with counters (steps, batches), single numbers outside the model and random generators' states"
         print(f"left out: {tensors} {words}; --part all takes them", file=sys.stderr)
 
 
@@ -79,7 +79,7 @@ def _row(item: TensorStats | LayerStats) -> tuple[str, ...]:
 
 
 def _show_value(item: TensorStats | LayerStats, stat: str, form: str) -> str:
-    """Return a statistic as text; a dash if it is one of finite values and all values are NaN or Inf."""
+    """Return a statistic as text; a dash if it needs finite values and all are NaN or Inf."""
     value = getattr(item, stat)
     is_left_out = item.min is None and item.nans + item.infs > 0 and stat in _OF_FINITE
     return "-" if is_left_out else "" if value is None else format(value, form)
@@ -95,7 +95,7 @@ def history(
     html: options.Html = "",
     as_json: options.AllAsJson = False,
 ) -> None:
-    """Print a statistic of tensors over the steps of a run.
+    """Print a tensor statistic over a run's steps.
 
     Each line is a step, a tensor and a value.
     """
@@ -129,7 +129,7 @@ def bisect(
     when: Annotated[str, typer.Option("--when", help="nan, inf, or a comparison such as 'l2>100' or 'max>=1e4'.")],
     tensor: _Tensor = None,
     scan: Annotated[
-        bool, typer.Option("--scan", help="Look at every step from the oldest on: for a condition that ends again.")
+        bool, typer.Option("--scan", help="Look at every step, the oldest first: for a condition that ends again.")
     ] = False,
     part: options.StatsPart = "",
     as_json: options.AllAsJson = False,
@@ -137,10 +137,10 @@ def bisect(
     """Find the first step in which a condition is true.
 
     Exits with 1 if there is one.
-    Without --scan the condition must stay true once it is, as NaN in weights does: the newest step is looked at first.
+    Without --scan, the condition must stay true once it is, as NaN in weights does: the newest step is tried first.
     Statistics leave NaN and Inf out: steps that have them do not end the search. Examples:
-    bisect RUN --when 'l2>100' for weights and slots of the optimizer, bisect RUN --when 'max>1e3' --tensor '*.weight'
-    for some of them.
+    bisect RUN --when 'l2>100' for weights and optimizer slots, bisect RUN --when 'max>1e3' --tensor '*.weight' for
+    some weights.
     """
     import shardckpt
     from shardckpt.errors import escape

@@ -13,8 +13,8 @@ from shardckpt_cli import options, output
 if TYPE_CHECKING:
     from shardckpt import Problem
 
-# Problems of one kind in one file that are printed: of a file that is missing, each tensor in it has one.
-_MOST_OF_A_FILE = 16
+# Maximum printed problems of one kind in one file: if a file is missing, each tensor in it has a problem.
+_MAX_PER_FILE = 16
 
 
 def verify(
@@ -25,7 +25,7 @@ def verify(
 ) -> None:
     """Check structure, coverage, sizes and checksums.
 
-    Exits with 1 for any fault. `intact` means that checksums of all files were compared; without that it is `complete`.
+    Exits with 1 for any fault. `intact` means that all files' checksums were compared; without that it is `complete`.
     """
     import shardckpt
     from shardckpt.errors import escape
@@ -50,16 +50,16 @@ def verify(
 
 
 def _show_problems(problems: Iterable[Problem]) -> None:
-    """Print problems, and how many more of a kind a file has."""
+    """Print the first problems of each kind in a file, and the number of others."""
     from shardckpt.errors import escape
 
     counts = Counter[tuple[str, str]]()
     for problem in problems:
         counts[problem.file, problem.kind] += 1
-        if counts[problem.file, problem.kind] <= _MOST_OF_A_FILE:
+        if counts[problem.file, problem.kind] <= _MAX_PER_FILE:
             print(problem)
     for (file, kind), number in counts.items():
-        if number > _MOST_OF_A_FILE:
+        if number > _MAX_PER_FILE:
             place = f"{escape(file)}: " if file else ""
-            more = output.count(number - _MOST_OF_A_FILE, "more problem")
+            more = output.count(number - _MAX_PER_FILE, "more problem")
             print(f"{place}{kind.replace('_', ' ')}: {more}: --json lists all")

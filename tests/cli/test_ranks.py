@@ -44,7 +44,7 @@ def test_another_rank_than_the_first_says_that_it_has_nothing_to_do(verb: str, s
     arguments = [text.format(src=src, out=tmp_path / "out") for text in COMMANDS[verb]]
     done = as_rank(1, verb, *arguments)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
-    assert done.stderr == "note: rank 0 does all of the work; rank 1 has nothing to do\n"
+    assert done.stderr == "note: rank 0 does all the work; rank 1 has nothing to do\n"
     assert [path.name for path in tmp_path.iterdir()] == ["src"]
 
 

@@ -93,7 +93,7 @@ def test_unfinished_steps_are_one_line(root: Path) -> None:
     damaged, unfinished = run_here("ls", root).err.splitlines()
     assert step_name(15) in damaged
     assert unfinished.startswith(
-        "not complete: 31 steps whose save or removal was interrupted, or goes on: 20, 30, 31,"
+        "not complete: 31 steps whose save or removal was interrupted, or still runs: 20, 30, 31,"
     )
     assert " and 19 more. `shardckpt prune` removes them a day after" in unfinished
     assert len(unfinished) < 300

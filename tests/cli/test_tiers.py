@@ -30,7 +30,7 @@ def capture(root, *steps):
 
 
 def test_holders_are_listed_with_their_steps_and_limits_and_ended(tmp_path):
-    assert run_here("tiers").err == "no holder of this user answers\n"
+    assert run_here("tiers").err == "this user has no holder that answers\n"
     capture(tmp_path / "a", 1, 2)
     capture(tmp_path / "b", 3)
     found = run_here("tiers")
