@@ -41,7 +41,7 @@ class ElasticStreamLoader(PerRank):
         streams: Number of streams, which cannot change in a run.
         batch_size: Samples in a batch; a step has `streams` times as many.
         num_workers: Maximum worker processes; the largest number that divides this rank's streams is used.
-        resume_by: How a stream gets to a position within an epoch: "reading" reads and drops the samples before it,
+        resume_by: How a stream gets to a position within an epoch. "reading" reads and drops the samples before it;
             "state" calls the iterable's `load_state_dict`, whose `state_dict` has to be exact.
         collate_fn: Makes a batch from a list of samples; None for torch's.
         num_replicas: Number of ranks that divide the streams; None for the default process group's size.
