@@ -27,7 +27,7 @@ ROWS, COLUMNS = 96, 64
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor takes many batches, and every copy many blocks."""
-    monkeypatch.setattr(stream, "_LEAST_BATCH_BYTES", 512)
+    monkeypatch.setattr(stream, "_MIN_BATCH_BYTES", 512)
     monkeypatch.setattr(stream, "_LOCAL_BATCH_BYTES", 512)
     monkeypatch.setattr(stream, "_WIDE_BATCH_BYTES", 2048)
     monkeypatch.setattr(stream, "_COPY_BYTES", 2048)
