@@ -29,17 +29,7 @@ def is_low_precision(hook: Callable[..., Any] | None) -> bool:
 def check(
     hook: object, root: bool, units: Sequence[tuple[FSDPUnit, ShardingStrategy, Callable[..., Any] | None]]
 ) -> None:
-    """Refuse a hook that cannot be registered.
-
-    Args:
-        hook: Hook of the user.
-        root: Whether the hook is registered on the root.
-        units: All units below, each with its strategy and its current hook.
-
-    Raises:
-        HookError: The instance is not the root, or a unit cannot have a hook.
-        ArgumentError: The hook is not callable.
-    """
+    """Refuse a hook that cannot be registered."""
     if not root:
         raise HookError("register_comm_hook can only be called on a root instance.")
     for unit, strategy, before in units:
@@ -60,20 +50,7 @@ def check(
 
 
 class DefaultState:
-    """State of `allreduce_hook` and `reduce_scatter_hook`: the ranks and two divisors.
-
-    Args:
-        process_group: Process group of the ranks that reduce.
-
-    Attributes:
-        process_group: Process group of the ranks that reduce.
-        world_size: Number of ranks.
-        gradient_predivide_factor: Divisor of gradients before the sum, to avoid overflow.
-        gradient_postdivide_factor: Divisor of the sum, to avoid underflow.
-
-    Raises:
-        ArgumentError: `process_group` is None.
-    """
+    """State of `allreduce_hook` and `reduce_scatter_hook`: the ranks and two divisors."""
 
     __slots__: ClassVar[list[str]] = [
         "gradient_postdivide_factor",
@@ -89,15 +66,14 @@ class DefaultState:
             )
         self.process_group = process_group
         self.world_size = dist.get_world_size(process_group)
+        # Divides gradients before the sum, to avoid overflow.
         self.gradient_predivide_factor = self._get_gradient_predivide_factor(self.world_size)
+        # Divides the sum, to avoid underflow.
         self.gradient_postdivide_factor = self.world_size / self.gradient_predivide_factor
 
     @staticmethod
     def _get_gradient_predivide_factor(world_size: int) -> float:
-        """Return a power of two near the square root of the number of ranks.
-
-        The smaller powers of two divide the number of ranks.
-        """
+        """Return a power of two near the square root of the number of ranks."""
         powers = 0
         while world_size % 2**powers == 0 and world_size > 4**powers:
             powers += 1
@@ -105,12 +81,7 @@ class DefaultState:
 
 
 class LowPrecisionState(DefaultState):
-    """State of the compressing hooks.
-
-    Args:
-        process_group: Process group of the ranks that reduce.
-        parameter_type: Dtype of the parameters, and of the resulting gradients.
-    """
+    """State of the compressing hooks."""
 
     __slots__: ClassVar[list[str]] = ["parameter_type"]
 
@@ -120,12 +91,7 @@ class LowPrecisionState(DefaultState):
 
 
 def allreduce_hook(state: DefaultState, grad: torch.Tensor) -> None:
-    """Replace a gradient by the mean over ranks. Collective.
-
-    Args:
-        state: Ranks and divisors.
-        grad: 1-D gradient, changed in place.
-    """
+    """Replace a gradient by the mean over ranks. Collective."""
     if state.gradient_predivide_factor > 1:
         grad.div_(state.gradient_predivide_factor)
     ShardGroup(None, state.process_group).all_reduce(grad, "reduce a gradient by a hook").wait()
@@ -134,13 +100,7 @@ def allreduce_hook(state: DefaultState, grad: torch.Tensor) -> None:
 
 
 def reduce_scatter_hook(state: DefaultState, grad: torch.Tensor, output: torch.Tensor) -> None:
-    """Fill `output` with this rank's shard of the mean over ranks. Collective.
-
-    Args:
-        state: Ranks and divisors.
-        grad: 1-D gradient with the shards of all ranks in rank order; its content is lost.
-        output: 1-D shard of this rank.
-    """
+    """Fill `output` with this rank's shard of the mean over ranks. Collective."""
     if state.gradient_predivide_factor > 1:
         grad.div_(state.gradient_predivide_factor)
     ShardGroup(state.process_group).reduce_scatter(output, grad, "reduce a gradient by a hook").wait()
@@ -149,21 +109,12 @@ def reduce_scatter_hook(state: DefaultState, grad: torch.Tensor, output: torch.T
 
 
 def fp16_compress_hook(state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
-    """Average a gradient in float16, to halve the communication. Collective.
-
-    Args:
-        state: Ranks, divisors and dtype of the parameters.
-        grad: 1-D gradient; changed in place if `output` is None.
-        output: 1-D shard of this rank for the mean; None with NO_SHARD.
-    """
+    """Average a gradient in float16, to halve the communication. Collective."""
     _compressed(torch.float16, state, grad, output)
 
 
 def bf16_compress_hook(state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
-    """Average a gradient in bfloat16, to halve the communication. Collective.
-
-    The arguments are those of `fp16_compress_hook`.
-    """
+    """Average a gradient in bfloat16, to halve the communication. Collective."""
     _compressed(torch.bfloat16, state, grad, output)
 
 

@@ -12,19 +12,13 @@ from typing import Any
 def load_on_first_use(
     package: str, homes: Mapping[str, Sequence[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` of a package.
-
-    Its sub-modules are attributes too, as if the package had imported them.
-
-    Args:
-        package: Full name of the package.
-        homes: Public names of each module.
-    """
+    """Return `__getattr__` and `__dir__` of a package."""
     home_of = {name: module for module, names in homes.items() for name in names}
 
     def load(name: str) -> Any:
         if name in home_of:
             value = getattr(import_module(home_of[name]), name)
+        # Sub-modules are attributes too, as if the package had imported them.
         elif not name.startswith("_") and find_spec(f"{package}.{name}") is not None:
             value = import_module(f"{package}.{name}")
         else:

@@ -56,16 +56,7 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: set[type[nn.Module]] | None = None,
     exclude_wrap_modules: set[type[nn.Module]] | None = None,
 ) -> bool:
-    """Wrap modules with at least a number of elements, without wrapped children.
-
-    Args:
-        module: Module to decide on.
-        recurse: True to decide whether to recurse into the module, False to decide whether to wrap it.
-        nonwrapped_numel: Number of elements of the module's parameters that are not wrapped.
-        min_num_params: Minimum number of elements.
-        force_leaf_modules: Classes into which not to recurse; MultiheadAttention by default.
-        exclude_wrap_modules: Classes not to wrap; ModuleList and ModuleDict by default.
-    """
+    """Wrap modules with at least a number of elements, without wrapped children."""
     leaves = force_leaf_modules if force_leaf_modules is not None else {nn.MultiheadAttention}
     excluded = exclude_wrap_modules if exclude_wrap_modules is not None else {nn.ModuleList, nn.ModuleDict}
     large = nonwrapped_numel >= min_num_params
@@ -79,11 +70,7 @@ size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type
 
 
 class ModuleWrapPolicy:
-    """Policy that wraps every instance of given classes.
-
-    Args:
-        module_classes: Classes to wrap.
-    """
+    """Policy that wraps every instance of given classes."""
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
         self._module_classes = set(module_classes)
@@ -104,11 +91,7 @@ class ModuleWrapPolicy:
 
 
 class CustomPolicy:
-    """Policy that wraps the modules for which a function returns True or settings.
-
-    Args:
-        lambda_fn: Returns for a module False, True, or the settings that differ from the root's.
-    """
+    """Policy that wraps the modules for which a function returns True or settings."""
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
         self._lambda_fn = lambda_fn
@@ -116,11 +99,7 @@ class CustomPolicy:
     def targets(
         self, root: nn.Module, ignored: Set[nn.Module], settings: Mapping[str, Any]
     ) -> dict[nn.Module, dict[str, Any]]:
-        """Return the modules to wrap, with the settings of each.
-
-        Raises:
-            WrapError: The function returned neither a bool nor a dict.
-        """
+        """Return the modules to wrap, with the settings of each."""
         found = {}
         for module in root.modules():
             if module in ignored:
@@ -144,15 +123,7 @@ _DEFAULTS: ContextVar[tuple[Callable[..., nn.Module], dict[str, Any]] | None] = 
 
 @contextmanager
 def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
-    """Enable `wrap` inside the context.
-
-    Args:
-        wrapper_cls: Wrapper class for `wrap`.
-        wrapper_kwargs: Settings of the wrapper.
-
-    Raises:
-        NestedContextError: The context is inside another one.
-    """
+    """Enable `wrap` inside the context."""
     if _DEFAULTS.get() is not None:
         raise NestedContextError("You are already within an autowrap context and we do not support nested contexts")
     token = _DEFAULTS.set((wrapper_cls, wrapper_kwargs))
@@ -163,12 +134,7 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """Return a module wrapped with the settings of `enable_wrap`, if inside it.
-
-    Args:
-        module: Module to wrap.
-        wrap_overrides: Settings that override those of the context.
-    """
+    """Return a module wrapped with the settings of `enable_wrap`, if inside it."""
     defaults = _DEFAULTS.get()
     if defaults is None:
         return module
@@ -184,23 +150,9 @@ def auto_wrap(
     ignored_modules: Set[nn.Module] = frozenset(),
     ignored_params: Set[nn.Parameter] = frozenset(),
 ) -> None:
-    """Shard the submodules that a policy selects, bottom up, without the root.
-
-    If `mixed_precision` is among the settings, modules of the classes that it ignores become units of their own, which
-    compute in float32.
-
-    Args:
-        root: Module whose submodules are sharded.
-        policy: Selects the submodules.
-        wrapper: Wrapper class, or a function that shards a module in place like `fully_shard`.
-        settings: Keyword arguments of the wrapper.
-        ignored_modules: Modules that are not sharded.
-        ignored_params: Parameters that are not counted.
-
-    Raises:
-        WrapError: A submodule is sharded already, or a unit would mix frozen and trainable parameters without support
-            for that.
-    """
+    """Shard the submodules that a policy selects, bottom up, without the root."""
+    # With `mixed_precision` in the settings, modules in the classes that it ignores become separate units, which
+    # compute in float32.
     settings = dict(settings or {})
     _refuse_sharded(root)
     ignored = {below for each in root.modules() if is_incompatible(each) for below in each.modules()} | ignored_modules
@@ -285,10 +237,7 @@ def _check_frozen(root: nn.Module, targets: Mapping[nn.Module, Mapping[str, Any]
 
 
 def _named_last_first(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield names and modules in the reverse of a bottom-up order.
-
-    On each level, the reverse has the order of registration.
-    """
+    """Yield names and modules in the reverse of a bottom-up order."""
     seen, stack = {root}, [("", root)]
     while stack:
         name, module = stack.pop()
@@ -377,10 +326,7 @@ class _Recursion:
         return sum(p.numel() for p in module.parameters() if p not in self._ignored_params)
 
     def below(self, module: nn.Module) -> int | None:
-        """Wrap below a module; return the number of wrapped elements.
-
-        It is None if the policy does not recurse.
-        """
+        """Wrap below a module; return the number of wrapped elements."""
         goes_on = self._policy(module=module, recurse=True, nonwrapped_numel=self._numel(module))
         if not goes_on and self._shard.exact.isdisjoint(module.modules()):
             return None

@@ -16,12 +16,7 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def allocator(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Return the backend of a group that can allocate on a device; None without one.
-
-    Args:
-        group: Process group of the collectives.
-        device: Device of the buffers.
-    """
+    """Return the backend of a group that can allocate on a device; None without one."""
     try:
         backend = group._get_backend(device)
         return backend if backend.supports_tensor_alloc(device) else None
@@ -30,23 +25,13 @@ def allocator(group: dist.ProcessGroup, device: torch.device) -> Any:
 
 
 class _Allocating:
-    """Collective whose buffers the process group's backend allocates.
-
-    Args:
-        group: Process group of the collective.
-    """
+    """Collective whose buffers the process group's backend allocates."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a buffer that the backend sends without a copy.
-
-        Args:
-            size: Shape of the buffer.
-            dtype: Dtype of the buffer.
-            device: Device of the buffer.
-        """
+        """Return a buffer that the backend sends without a copy."""
         backend = allocator(self._group, device)
         if backend is None:
             return torch.empty(*size, dtype=dtype, device=device)

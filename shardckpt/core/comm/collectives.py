@@ -17,7 +17,7 @@ from shardckpt.devices import is_device_error, is_out_of_memory
 from shardckpt.errors import RankError
 from shardckpt.groups import get_group_device
 
-# Names, looked up at each call, so that replacements of functions in torch.distributed are called.
+# Names, looked up at each call, so that a patched torch.distributed is used.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
@@ -39,15 +39,10 @@ _MOVABLE = frozenset(
 
 @dataclass(eq=False)
 class Pending:
-    """Collective that may not have completed.
+    """Collective that may not have completed."""
 
-    Attributes:
-        work: Result of torch's collective; None if no communication was necessary, or after `wait`.
-        what: Purpose of the collective, for errors.
-    """
-
-    work: Any
-    what: str
+    work: Any  # torch's result; None if no communication was necessary, or after `wait`
+    what: str  # its purpose, for errors
 
     @property
     def done(self) -> bool:
@@ -55,13 +50,7 @@ class Pending:
         return self.work is None or (isinstance(self.work, dist.Work) and self.work.is_completed())
 
     def wait(self) -> None:
-        """Wait until the result can be read.
-
-        Raises:
-            RankError: Another rank did not join the collective in time, or is lost.
-            DeviceMemoryError: This rank is out of memory.
-            BackendError: The backend of the group cannot send tensors of the device.
-        """
+        """Wait until the result can be read."""
         work, self.work = self.work, None
         if work is None:
             return
@@ -70,11 +59,7 @@ class Pending:
 
 
 class _Named:
-    """Context that adds purpose and responsible rank to errors of a collective.
-
-    Args:
-        what: Purpose of the collective.
-    """
+    """Context that adds purpose and responsible rank to errors of a collective."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -106,15 +91,11 @@ class _Named:
 
 @dataclass(frozen=True)
 class CommHook:
-    """Communication hook of a user, which averages gradients instead of the engine.
+    """Communication hook of a user, which averages gradients instead of the engine."""
 
-    Attributes:
-        state: First argument of every call.
-        call: Called as `(state, gradient)` to change it in place if nothing is sharded, otherwise as
-            `(state, full gradient, this rank's shard)`; gradients are 1-D and padded.
-    """
-
-    state: object
+    state: object  # passed as the first argument
+    # Called as `(state, gradient)` to change the gradient in place if nothing is sharded, otherwise as `(state, full
+    # gradient, this rank's shard)`. Gradients are 1-D and padded.
     call: Callable[..., None]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CommHook:
@@ -153,14 +134,7 @@ class ReduceScatterOp(CollectiveOp, Protocol):
 
 
 def allocate(custom: CollectiveOp | None, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a 1-D buffer for a collective; custom collectives allocate their own.
-
-    Args:
-        custom: Custom collective; None for torch's.
-        numel: Number of elements.
-        dtype: Dtype of the elements.
-        device: Device of the buffer.
-    """
+    """Return a 1-D buffer for a collective; custom collectives allocate their own."""
     if custom is not None:
         return custom.allocate((numel,), dtype=dtype, device=device)
     return torch.empty(numel, dtype=dtype, device=device)
@@ -168,16 +142,11 @@ def allocate(custom: CollectiveOp | None, numel: int, dtype: torch.dtype, device
 
 @dataclass(frozen=True)
 class CustomCollectives:
-    """Custom collectives of a user; None for torch's.
+    """Custom collectives of a user; None for torch's."""
 
-    Attributes:
-        all_gather: All-gather of shards.
-        reduce_scatter: Reduce-scatter of gradients.
-        all_reduce_hook: Changes this rank's shard of the averaged gradient, a 1-D tensor, in place.
-    """
-
-    all_gather: AllGatherOp | None = None
-    reduce_scatter: ReduceScatterOp | None = None
+    all_gather: AllGatherOp | None = None  # gathers shards
+    reduce_scatter: ReduceScatterOp | None = None  # reduces gradients
+    # Changes this rank's shard of the averaged gradient, a 1-D tensor, in place.
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CustomCollectives:
@@ -187,19 +156,14 @@ class CustomCollectives:
 
 @dataclass(frozen=True)
 class ShardGroup:
-    """Ranks that shard a bucket, and the replicas of this rank.
+    """Ranks that shard a bucket, and the replicas of this rank."""
 
-    Attributes:
-        shard: Process group of the ranks that shard the bucket; None if nothing is sharded.
-        replicate: Process group of the ranks with the same shard as this rank; None without replicas.
-        scatter: Separate process group of the ranks in `shard`, for gradients; None to use `shard`.
-        mesh: Mesh of the user, (replicate, shard); None if the user passed groups.
-    """
-
-    shard: dist.ProcessGroup | None
+    shard: dist.ProcessGroup | None  # process group that shards the bucket; None if nothing is sharded
+    # Process group with the same shard on all ranks; None without replicas.
     replicate: dist.ProcessGroup | None = None
+    # Separate process group for gradients, with the ranks in `shard`; None to use `shard`.
     scatter: dist.ProcessGroup | None = None
-    mesh: DeviceMesh | None = None
+    mesh: DeviceMesh | None = None  # the user's mesh, (replicate, shard); None if the user passed groups
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardGroup:
         """Return itself: copies share process groups."""
@@ -232,14 +196,8 @@ class ShardGroup:
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, what: str, custom: AllGatherOp | None = None
     ) -> Pending:
-        """Fill `full` with the shards of all ranks, in rank order.
-
-        Args:
-            full: 1-D output, `size` times as long as `shard`.
-            shard: 1-D shard of this rank; it may be a view of `full`.
-            what: Purpose of the collective, for errors.
-            custom: Custom all-gather; None for torch's.
-        """
+        """Fill `full` with the shards of all ranks, in rank order."""
+        # `shard` may be a view of `full`.
         if self.size == 1 and custom is None:
             if shard.data_ptr() != full.data_ptr():
                 full.copy_(shard)
@@ -301,13 +259,7 @@ class ShardGroup:
         return self.rank == 0 and (self.replicate is None or self.replicate.rank() == 0)
 
     def gather_to_rank0(self, full: torch.Tensor | None, shard: torch.Tensor, what: str) -> None:
-        """Gather the shards of rank 0's shard group to rank 0, in rank order.
-
-        Args:
-            full: On rank 0, 1-D output, `size` times as long as `shard`; None on other ranks.
-            shard: 1-D shard of this rank.
-            what: Purpose of the collective, for errors.
-        """
+        """Gather the shards of rank 0's shard group to rank 0, in rank order."""
         if self.replicate is not None and self.replicate.rank() != 0:
             return
         parts = None if full is None else [_bytes(part) for part in full.chunk(self.size)]
@@ -315,13 +267,7 @@ class ShardGroup:
             dist.gather(_bytes(shard), parts, group=self.shard, group_dst=0)
 
     def scatter_from_rank0(self, out: torch.Tensor, rows: torch.Tensor | None, what: str) -> None:
-        """Scatter the rows of rank 0's table to the ranks, and broadcast them to replicas.
-
-        Args:
-            out: 1-D output, as long as a row.
-            rows: On rank 0, table of shape `(size, elements)`; None on other ranks.
-            what: Purpose of the collective, for errors.
-        """
+        """Scatter the rows of rank 0's table to the ranks, and broadcast them to replicas."""
         replica = dist.get_rank(self.replicate) if self.replicate is not None else 0
         if self.size == 1 and rows is not None:
             out.copy_(rows[0])

@@ -15,10 +15,9 @@ import torch.distributed as dist
 
 from shardckpt.devices import has_streams
 
-MIN_SHARD_BYTES = 1 << 18
-"""Smallest shard that is sent directly; for smaller ones the number of messages counts."""
+MIN_SHARD_BYTES = 1 << 18  # smallest shard to send directly; for smaller ones the number of messages counts
 
-_TAG = 0x5A4D  # not that of a user's messages
+_TAG = 0x5A4D  # differs from users' tags
 
 
 def has_direct_messages(group: dist.ProcessGroup) -> bool:
@@ -39,24 +38,18 @@ def is_sent_directly(shard: torch.Tensor) -> bool:
 
 
 class DirectMessages:
-    """Messages of one all-gather, from and to all other ranks.
-
-    Args:
-        works: Results of torch's functions that send and receive.
-        timeout: Timeout of the group, which messages do not follow by themselves if it was changed.
-    """
+    """Messages of one all-gather, from and to all other ranks."""
 
     def __init__(self, works: list[dist.Work], timeout: timedelta) -> None:
+        # Messages do not follow a changed group timeout by themselves.
         self._works = works
         self._timeout = timeout
 
     def wait(self) -> None:
-        """Wait for all messages.
-
-        After an error the connections are closed, and the messages are dropped: the memory may be freed. An interrupt
-        is raised when the messages are complete, without which gloo cannot use the connections again.
-        """
+        """Wait for all messages."""
         works, self._works = self._works, []
+        # After an error the connections are closed, and the messages are dropped: the memory may be freed. An interrupt
+        # is raised only when the messages are complete: gloo cannot use the connections again before.
         try:
             self._wait_for(works)
         except RuntimeError:
@@ -73,13 +66,7 @@ class DirectMessages:
 
 
 def start_all_gather(group: dist.ProcessGroup, full: torch.Tensor, shard: torch.Tensor) -> DirectMessages:
-    """Start to fill `full` with the shards of all ranks of a group, in rank order. Collective.
-
-    Args:
-        group: Group with direct messages.
-        full: 1-D output.
-        shard: 1-D shard of this rank; it may be a view of `full`.
-    """
+    """Start to fill `full` with the shards of all ranks of a group, in rank order. Collective."""
     rank, size = group.rank(), group.size()
     rows = full.view(size, -1)
     works = [dist.irecv(rows[rank - i], group=group, group_src=(rank - i) % size, tag=_TAG) for i in range(1, size)]
@@ -87,5 +74,6 @@ def start_all_gather(group: dist.ProcessGroup, full: torch.Tensor, shard: torch.
     if rows[rank].data_ptr() != shard.data_ptr():
         rows[rank].copy_(shard)
     options = getattr(_get_backend(group), "options", None)
-    timeout = getattr(options, "_timeout", timedelta())  # torch has no public name for it; 0: as the group began
+    # Torch has no public name for it; 0: the group's initial timeout.
+    timeout = getattr(options, "_timeout", timedelta())
     return DirectMessages([work for work in works if work is not None], timeout)

@@ -16,18 +16,7 @@ from shardckpt.torchrun import local_world_size
 
 
 def resolve(strategy: ShardingStrategy, given: Any, mesh: DeviceMesh | None, *, by_hand: bool) -> ShardGroup:
-    """Return the groups that a strategy shards and replicates over.
-
-    Args:
-        strategy: Sharding strategy.
-        given: Process group, or for hybrid strategies a pair of process groups; None for all ranks.
-        mesh: 1-D mesh, or for hybrid strategies 2-D mesh, instead of process groups.
-        by_hand: Whether the wrapper is used without a policy; a hybrid strategy then needs explicit groups.
-
-    Raises:
-        ArgumentError: The groups or the mesh do not fit the strategy, or `torch.distributed` is not initialized.
-        ArgumentTypeError: The group is not a process group.
-    """
+    """Return the groups that a strategy shards and replicates over."""
     if given is not None and mesh is not None:
         raise ArgumentError(
             "Cannot pass both process_group and device_mesh at the same time. Please just pass only one of them"
@@ -85,17 +74,9 @@ def _hybrid(strategy: ShardingStrategy, given: Any, mesh: DeviceMesh | None, *, 
 
 
 def ranks_per_node(world: int) -> int:
-    """Return the number of ranks per node.
-
-    It is `LOCAL_WORLD_SIZE`, which torchrun sets; otherwise the number of accelerators of this node; without
-    accelerators the number of all ranks.
-
-    Args:
-        world: Number of all ranks.
-
-    Raises:
-        ArgumentError: The number of all ranks is not a multiple of the result.
-    """
+    """Return the number of ranks per node."""
+    # torchrun sets `LOCAL_WORLD_SIZE`; otherwise a node has one rank per accelerator, or all ranks without
+    # accelerators.
     setting = local_world_size()
     size = setting or torch.accelerator.device_count() or world
     if size > world or world % size:

@@ -58,15 +58,10 @@ class _Time(Enum):
 
 
 class OrderCheck:
-    """Check that all ranks run collectives of units in the same order.
+    """Check that all ranks run collectives of units in the same order."""
 
-    Before each collective of a unit, ranks compare the unit; all ranks report a difference. They also compare the ends
-    of forward and backward, so that a rank that has finished finds out about a rank that has not.
-
-    Args:
-        names: Names of the units, in the same order on all ranks.
-        groups: Shard group of each unit.
-    """
+    # Before each collective in a unit, ranks compare the unit, and all ranks report a difference. They also compare the
+    # ends of forward and backward, so that a rank that has finished finds out about a rank that has not.
 
     def __init__(self, names: Sequence[str], groups: Sequence[ShardGroup | None]) -> None:
         self._names = tuple(names)
@@ -94,15 +89,8 @@ class OrderCheck:
         self._time = _Time.ASIDE
 
     def check_unit(self, index: int, action: Literal["gather", "reduce"]) -> None:
-        """Compare whose parameters ranks gather next, or whose gradients they reduce next. Collective.
-
-        Args:
-            index: Index of the unit.
-            action: Next action of this rank with the unit.
-
-        Raises:
-            RankError: A rank runs something else next; raised on all ranks.
-        """
+        """Compare whose parameters ranks gather next, or whose gradients they reduce next. Collective."""
+        # All ranks raise RankError if one runs something else.
         self._compare(self._groups[index], f"{action} {self._names[index]} in {self._time.value}", self._time)
 
     def _end(self) -> None:
@@ -151,29 +139,17 @@ def checksum(tensor: torch.Tensor) -> int:
 
 @dataclass(frozen=True)
 class InitialChecksums:
-    """Checksums of a bucket's parameters when it was created.
+    """Checksums of a bucket's parameters when it was created."""
 
-    Attributes:
-        names: FQNs of the parameters below the unit.
-        full: Checksums of this rank's full values; None if parameters were on the meta device.
-        parts: Checksums of this rank's shards of the parameters.
-    """
-
-    names: tuple[str, ...]
-    full: tuple[int, ...] | None
-    parts: tuple[int, ...]
+    names: tuple[str, ...]  # parameter FQNs below the unit
+    full: tuple[int, ...] | None  # for this rank's full values; None if parameters were on the meta device
+    parts: tuple[int, ...]  # for this rank's shards
 
     @staticmethod
     def compute(
         names: Iterable[str], values: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]
     ) -> InitialChecksums | None:
-        """Compute the checksums of a bucket's parameters; None outside debug mode.
-
-        Args:
-            names: FQNs of the parameters below the unit.
-            values: Full values of the parameters.
-            parts: This rank's shard of each parameter.
-        """
+        """Compute the checksums of a bucket's parameters; None outside debug mode."""
         if not is_debug_mode() or any(part.is_meta for part in parts):
             return None
         full = None if any(value.is_meta for value in values) else tuple(map(checksum, values))
@@ -197,25 +173,16 @@ class Sharded(Protocol):
 
 
 class ReplicaCheck:
-    """Check that ranks have equal initial parameters, before the first iteration.
+    """Check that ranks have equal initial parameters, before the first iteration."""
 
-    Without debug mode, different models are not detected.
-
-    Args:
-        buckets: Buckets, each with the prefix of its parameters' FQNs.
-        others: Replicated tensors by FQN: buffers, and parameters that are not sharded.
-    """
+    # Outside debug mode, different models are not detected.
 
     def __init__(self, buckets: Sequence[tuple[str, Sharded]], others: Mapping[str, torch.Tensor]) -> None:
         self._buckets = tuple(buckets)
         self._others = dict(others)
 
     def compare(self) -> None:
-        """Compare the parameters. Collective.
-
-        Raises:
-            RankError: Parameters differ between ranks; raised on all ranks.
-        """
+        """Compare the parameters. Collective."""
         wrong: list[str] = []
         differing: list[str] = []
         for group in dict.fromkeys(bucket.group for _, bucket in self._buckets):
@@ -260,10 +227,8 @@ def _sum_buckets(buckets: Sequence[tuple[str, Sharded]]) -> dict[str, _Sum]:
 
 
 def _find_differing_params(messages: Sequence[Mapping[str, _Sum]], group: ShardGroup) -> list[str]:
-    """Return the names of parameters with different initial values or replicas.
-
-    If a parameter was loaded or initialized after it was sharded, only its replicas are compared.
-    """
+    """Return the names of parameters with different initial values or replicas."""
+    # After a load or an initialization of the shards, only replicas are compared.
     wrong = []
     for name in messages[0]:
         sums = [message[name] for message in messages]
@@ -285,22 +250,13 @@ def _join_names(names: Sequence[str]) -> str:
 
 @dataclass
 class RankComparison:
-    """Checks of ranks in debug mode.
+    """Checks of ranks in debug mode."""
 
-    Attributes:
-        order: Check of the order of collectives.
-        replicas: Check of the initial parameters; None after it has run.
-    """
-
-    order: OrderCheck
-    replicas: ReplicaCheck | None
+    order: OrderCheck  # collectives
+    replicas: ReplicaCheck | None  # initial parameters; None after the check has run
 
     def forward_begins(self) -> None:
-        """Check initial parameters before the first forward of the root. Collective.
-
-        Raises:
-            RankError: Parameters differ between ranks; raised on all ranks.
-        """
+        """Check initial parameters before the first forward of the root. Collective."""
         if self.replicas is not None:
             self.replicas.compare()
             self.replicas = None

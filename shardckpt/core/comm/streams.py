@@ -20,16 +20,11 @@ from shardckpt.devices import (
 
 
 class StorageCounter:
-    """Counter of the bytes of allocated full buffers, one per process, for tests.
-
-    Attributes:
-        held: Number of bytes that are allocated now.
-        peak: Maximum number of bytes since the last `reset_peak`.
-    """
+    """Counter of the bytes of allocated full buffers, one per process, for tests."""
 
     def __init__(self) -> None:
-        self.held = 0
-        self.peak = 0
+        self.held = 0  # bytes that are allocated now
+        self.peak = 0  # maximum bytes since the last `reset_peak`
 
     def add(self, nbytes: int) -> None:
         """Count bytes that were allocated, or freed if negative."""
@@ -45,20 +40,12 @@ FULL_BYTES = StorageCounter()
 
 
 class ResizableStorage:
-    """1-D tensor whose storage can be freed and allocated again; its views stay valid.
-
-    Args:
-        numel: Number of elements.
-        dtype: Dtype of the elements.
-        device: Device of the storage.
-
-    Attributes:
-        alive: Whether the storage is allocated; its content may be undefined.
-    """
+    """1-D tensor whose storage can be freed and allocated again; its views stay valid."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.tensor = torch.empty(numel, dtype=dtype, device=device)
         self._nbytes = numel * dtype.itemsize
+        # `alive`: whether the storage is allocated; its content may be undefined.
         self.alive = self._has_memory = True
         self._counter = FULL_BYTES if device.type != "meta" else StorageCounter()
         self._counter.add(self._nbytes)
@@ -85,12 +72,9 @@ class ResizableStorage:
         self.alive = True
 
     def free(self, *, keep_memory: bool = False) -> None:
-        """Free the storage; do nothing if it is freed.
-
-        Args:
-            keep_memory: Mark it as freed only: the next `allocate` finds the same memory at the same address.
-        """
+        """Free the storage; do nothing if it is freed."""
         self.alive = False
+        # Kept memory is only marked as freed: the next `allocate` finds it at the same address.
         if self._has_memory and not keep_memory:
             self.tensor.untyped_storage().resize_(0)
             self._has_memory = False
@@ -98,15 +82,11 @@ class ResizableStorage:
 
 
 class DeviceStreams:
-    """Streams of the engine on one device; without streams, all operations run at once.
-
-    Attributes:
-        device: Device of the streams.
-        is_async: Whether the device has streams: it runs operations asynchronously to the host.
-    """
+    """Streams of the engine on one device; without streams, all operations run at once."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        # With streams, a device runs operations asynchronously to the host.
         self.is_async = has_streams(device)
         self._gather_stream: Stream | None = None
         self._reduce_stream: Stream | None = None
@@ -121,14 +101,10 @@ class DeviceStreams:
         return self._gather_stream
 
     def make_gathers_wait(self, event: Event | None = None) -> None:
-        """Make later all-gathers wait for the queued computation, such as the optimizer's.
-
-        Args:
-            event: Event to wait for instead of the queued computation; None without one. It is ignored while a graph is
-                captured: it may be from before.
-        """
+        """Make later all-gathers wait for the queued computation, such as the optimizer's."""
         if not self.is_async:
             return
+        # While a graph is captured, the event may be from before it: ignore it.
         if event is not None and not self.is_capturing:
             self._get_gather_stream().wait_event(event)
         else:
@@ -148,10 +124,8 @@ class DeviceStreams:
         return record_event(self.device) if self.is_async else None
 
     def use_reduce_stream(self) -> AbstractContextManager[object]:
-        """Return a context of the stream for all reductions; the device must have streams.
-
-        The stream waits for the work that is queued now on the current stream.
-        """
+        """Return a context of the stream for all reductions; the device must have streams."""
+        # The reduce stream waits for the work that is queued now on the current stream.
         if self._reduce_stream is None:
             self._reduce_stream = make_stream(self.device)
         self._reduce_stream.wait_stream(get_current_stream(self.device))
@@ -175,16 +149,12 @@ def get_device_streams(device: torch.device) -> DeviceStreams:
 
 
 class RateLimiter:
-    """Limit of all-gathers that run ahead of computation (`limit_all_gathers`).
+    """Limit of all-gathers that run ahead of computation (`limit_all_gathers`)."""
 
-    An all-gather waits while computation is more than two resharded units behind.
-
-    Attributes:
-        waits: Number of all-gathers that had to wait.
-    """
+    # An all-gather waits while computation is more than two resharded units behind.
 
     def __init__(self) -> None:
-        self.waits = 0
+        self.waits = 0  # all-gathers that had to wait
         self._freed: deque[tuple[DeviceStreams, Event | None]] = deque()
 
     def record_free_event(self, streams: DeviceStreams) -> None:

@@ -28,12 +28,12 @@ from shardckpt.core.api import (
 from shardckpt.core.config import OptimStateKeyType
 from shardckpt.core.errors import SettingsDifferError, StateError, StateProviderMissing
 
+# Provides state dicts; imported late, because it is in a higher layer.
 STATE_DICT_API = "shardckpt.state.interop.fsdp_api"
-"""Name of the module that provides state dicts; imported late, because it is in a higher layer."""
 
 
+# Registers wrappers with torch's own functions for state dicts.
 TORCH_DCP_API = "shardckpt.state.interop.torch_dcp_api"
-"""Name of the module that registers wrappers with torch's own functions for state dicts."""
 
 
 def register_with_torch_dcp() -> None:
@@ -47,16 +47,7 @@ def _has_module(module: str) -> bool:
 
 
 def _call_state_dict_api(name: str, *args: Any, **kwargs: Any) -> Any:
-    """Call a function of the module that provides state dicts.
-
-    Args:
-        name: Name of the function.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-
-    Raises:
-        StateProviderMissing: The module is not installed.
-    """
+    """Call a function of the module that provides state dicts."""
     if not _has_module(STATE_DICT_API):
         raise StateProviderMissing(
             f"{name} needs {STATE_DICT_API}, which this version does not have yet",

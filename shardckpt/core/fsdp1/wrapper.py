@@ -152,10 +152,7 @@ class FullyShardedDataParallel(StateStatics):
     def _prepare_module(
         self, module: nn.Module, ignored: Ignored, policy: Policy | None, settings: Mapping[str, Any]
     ) -> tuple[Buffers, list[ParamInfo]]:
-        """Wrap submodules, materialize and move states; return the unit's parameters.
-
-        Collective.
-        """
+        """Wrap submodules, materialize and move states; return the unit's parameters. Collective."""
         initializer = self._initializer(settings["param_init_fn"])
         initializer.run_early(self._build_scope(module, ignored))
         reopened = self._restore_shared_units(module)
@@ -178,12 +175,10 @@ class FullyShardedDataParallel(StateStatics):
         return self._ignored_params.union(_params_of_instances(module), *nested)
 
     def _build_scope(self, module: nn.Module, ignored: Ignored) -> materialize.ModuleScope:
-        """Return the modules whose states this instance initializes and moves.
-
-        Ignored and already sharded modules, and the modules below these, are excluded.
-        """
+        """Return the modules whose states this instance initializes and moves."""
 
         def left_alone(submodule: nn.Module) -> bool:
+            # Ignored and already sharded modules are excluded, and so are the modules below them.
             return (
                 submodule in ignored.modules
                 or isinstance(submodule, FullyShardedDataParallel)
@@ -517,14 +512,7 @@ class FullyShardedDataParallel(StateStatics):
         return next((bucket.compute_device for bucket in self._unit.buckets), self._device or torch.device("cpu"))
 
     def _unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this instance's parameters. Collective.
-
-        Args:
-            async_op: Return before the all-gathers complete; the forward waits for them.
-
-        Returns:
-            A handle that waits for the all-gathers; None if the parameters are ready.
-        """
+        """Gather this instance's parameters. Collective."""
         self._ensure_root_state()
         handle = UnshardHandle(self._unit.unshard)
         if async_op:
@@ -586,12 +574,7 @@ class FullyShardedDataParallel(StateStatics):
 
     @contextmanager
     def _deregister_orig_params_ctx(self) -> Generator[None, None, None]:
-        """Register flat parameters inside the context, in this instance and nested ones.
-
-        Raises:
-            SettingsDifferError: An instance does not use original parameters.
-            BusyError: A unit is in a forward or a backward, or in `summon_full_params`.
-        """
+        """Register flat parameters inside the context, in this instance and nested ones."""
         instances = _instances(self)
         for instance in instances:
             if not instance._use_orig_params:
@@ -633,11 +616,7 @@ class FullyShardedDataParallel(StateStatics):
         return TrainingState.IDLE if self._unit.phase is Phase.IDLE else TrainingState.FORWARD_BACKWARD
 
     def _assert_state(self, state: TrainingState | list[TrainingState]) -> None:
-        """Check that the instance is in one of the given states.
-
-        Raises:
-            BusyError: The instance is in another state.
-        """
+        """Check that the instance is in one of the given states."""
         states = state if isinstance(state, list) else [state]
         if self.training_state not in states:
             raise BusyError(

@@ -46,27 +46,18 @@ from shardckpt.core.runtime.fsdp_unit import FSDPUnit
 from shardckpt.core.runtime.root_state import RootState
 from shardckpt.core.setup import materialize, shared_params
 
-STATE = "_shardckpt_sharded"
-"""Attribute of a module that stores its `FSDPState`."""
+STATE = "_shardckpt_sharded"  # attribute of a module that stores its `FSDPState`
 
 
 @dataclass(frozen=True)
 class FullyShardOptions:
-    """Arguments of one `fully_shard` call.
-
-    Attributes:
-        info: The data-parallel mesh.
-        choose: Returns the placement of a parameter; None to shard dimension 0 over the mesh.
-        ignored: Parameters that are neither sharded nor moved nor reduced.
-        config: Initial settings of the unit.
-        policy: Dtypes, also of single parameters.
-    """
+    """Arguments of one `fully_shard` call."""
 
     info: DataParallelMeshInfo
-    choose: ShardPlacementFn | None
-    ignored: frozenset[nn.Parameter]
-    config: UnitConfig
-    policy: MixedPrecisionPolicy
+    choose: ShardPlacementFn | None  # returns a parameter's placement; None to shard dimension 0 over the mesh
+    ignored: frozenset[nn.Parameter]  # neither sharded nor moved nor reduced
+    config: UnitConfig  # the unit's initial settings
+    policy: MixedPrecisionPolicy  # may choose dtypes for single parameters
 
 
 def get_fsdp_state(module: nn.Module) -> FSDPState | None:
@@ -113,21 +104,13 @@ class UnitCollectives:
         return sorted({dist.get_backend(group.shard) for group in self.groups})
 
     def set_comms(self, comms: CustomCollectives) -> None:
-        """Set custom collectives.
-
-        Args:
-            comms: All custom collectives of the unit.
-        """
+        """Set custom collectives."""
         self.comms = comms
         for bucket in self._buckets:
             bucket.set_collectives(comms=comms)
 
     def set_separate_reduce_scatter_group(self, on: bool) -> None:
-        """Set whether gradients have their own process group. Collective at first.
-
-        Args:
-            on: Whether gradients are reduced in a process group of their own.
-        """
+        """Set whether gradients have their own process group. Collective at first."""
         self._is_separate = on
         for bucket in self._buckets:
             if bucket.group.shard is not None:
@@ -136,12 +119,7 @@ class UnitCollectives:
 
 
 class FSDPState:
-    """State of the modules of one `fully_shard` call: their common unit and root.
-
-    Args:
-        modules: Modules that are gathered and freed together.
-        options: Arguments of the call.
-    """
+    """State of the modules of one `fully_shard` call: their common unit and root."""
 
     def __init__(self, modules: Sequence[nn.Module], options: FullyShardOptions) -> None:
         self.unit: FSDPUnit
@@ -196,11 +174,7 @@ class FSDPState:
         self.set_keep_unsharded_storage(self._keeps_unsharded_storage)
 
     def set_keep_unsharded_storage(self, keep: bool) -> None:
-        """Set whether a reshard keeps the memory of full parameters; kept when the unit is rebuilt.
-
-        Args:
-            keep: Whether it keeps the memory.
-        """
+        """Set whether a reshard keeps the memory of full parameters; kept when the unit is rebuilt."""
         self._keeps_unsharded_storage = keep
         for bucket in self.unit.buckets:
             bucket.unsharded.keeps_storage = keep
@@ -243,13 +217,7 @@ class FSDPState:
         return list(dict.fromkeys(module for _, module in below))
 
     def restore_stored_dtypes(self, state: MutableMapping[str, Any], module: nn.Module, prefix: str) -> None:
-        """Restore the dtypes that buffers in a state dict had before they were cast.
-
-        Args:
-            state: State dict of the module; changed in place.
-            module: Module of this state that the state dict belongs to.
-            prefix: Prefix of the module's names in the state dict.
-        """
+        """Restore the dtypes that buffers in a state dict had before they were cast."""
         for name, owner in module.named_modules():
             for attribute in owner._buffers:
                 key = prefix + (f"{name}.{attribute}" if name else attribute)
@@ -291,11 +259,7 @@ class FSDPState:
 
     @compiler_disabled
     def become_root(self) -> RootState:
-        """Make this module a root and return the root's state.
-
-        Raises:
-            StateError: The unit has several modules, or a nested unit has been the root of a forward.
-        """
+        """Make this module a root and return the root's state."""
         if len(self.modules) > 1:
             raise StateError(
                 f"FSDP requires a single root module but got {[type(module).__name__ for module in self.modules]}",
@@ -331,31 +295,19 @@ class FSDPState:
         return root_state
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Set whether a backward waits for its reductions; the root's setting counts.
-
-        Args:
-            is_last_backward: Whether the backward waits.
-        """
+        """Set whether a backward waits for its reductions; the root's setting counts."""
         self._is_last_backward = is_last_backward
         if self.root_state is not None:
             self.root_state.reductions.set_is_last_backward(is_last_backward)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Set whether `finalize_backward` ends iterations; a root's setting only.
-
-        Args:
-            enabled: Whether it does; if not, each last backward does.
-        """
+        """Set whether `finalize_backward` ends iterations; a root's setting only."""
         if self.root_state is not None:
             self.root_state.reductions.set_manual(enabled)
         self._is_finalized_manually = enabled
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Set the event that the next all-gathers wait for; ignored without a root.
-
-        Args:
-            event: Event recorded after the optimizer's step.
-        """
+        """Set the event that the next all-gathers wait for; ignored without a root."""
         if self.root_state is not None:
             self.root_state.shard_writes.set_post_optim_event(event)
 
@@ -375,15 +327,7 @@ class FSDPState:
             )
 
     def check_materialized(self, name: str, below: str = "") -> None:
-        """Check the devices of the parameters before training.
-
-        Args:
-            name: Name of the unit in the message.
-            below: FQN of the unit's first module below the root; empty for the root.
-
-        Raises:
-            StateError: A parameter is on the meta device, or an offloaded parameter is not on the CPU.
-        """
+        """Check the devices of the parameters before training."""
         for registration in self.unit.registrations:
             if registration.bucket.compute_device.type == "meta":
                 _set_compute_device(registration)

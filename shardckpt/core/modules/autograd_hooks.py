@@ -20,11 +20,8 @@ Unpack = Callable[[Any], torch.Tensor]
 
 
 def queue_backward_callback(function: Callable[[], None]) -> None:
-    """Run `function` at the end of the current graph task.
-
-    Call it only inside a backward pass. Autograd does not have a public function for this; DistributedDataParallel uses
-    the same private one.
-    """
+    """Run `function` at the end of the current graph task."""
+    # Autograd does not have a public function for this; DistributedDataParallel uses the same private one.
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
@@ -32,15 +29,8 @@ _NO_RANGE = nullcontext()
 
 
 def profile_range(label: str, unit: str = "") -> AbstractContextManager[object]:
-    """Return a context that a profiler shows as `FSDP::label (unit)`, with torch's labels.
-
-    Without a running profiler it costs 0.2 us.
-
-    Args:
-        label: Name of the operation in torch's FSDP2, such as "all_gather".
-        unit: Name of the unit; empty for the root.
-    """
-    if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+    """Return a context that a profiler shows as `FSDP::label (unit)`, with torch's labels."""
+    if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # without a profiler, this costs 0.2 us
         return _NO_RANGE
     return record_function(f"FSDP::{label} ({unit})" if unit else f"FSDP::{label}")
 
@@ -58,10 +48,7 @@ def in_backward() -> bool:
 
 
 def differentiating_functionally() -> bool:
-    """Return True inside a differentiating `torch.func` transform.
-
-    Tensors of such a transform do not have their own storage.
-    """
+    """Return True inside a differentiating `torch.func` transform."""
     level = torch._C._functorch.peek_interpreter_stack()
     return level is not None and level.key().name in ("Grad", "Jvp")
 
@@ -126,15 +113,12 @@ class Owner(Protocol):
 
 
 class BufferOwners:
-    """Owners of full buffers.
-
-    Attributes:
-        by_address: Owner by data pointer of the buffer, which is unique while the buffer has storage.
-        saved: Owners whose tensors autograd saved through `SavedParamHooks` in their last forward.
-    """
+    """Owners of full buffers."""
 
     def __init__(self) -> None:
+        # Keys are data pointers, which are unique while a buffer has storage.
         self.by_address: dict[int, Owner] = {}
+        # Owners whose tensors autograd saved through `SavedParamHooks` in their last forward.
         self.saved: set[Owner] = set()
 
 
@@ -149,17 +133,12 @@ class _Saved:
 
 @dataclass(frozen=True)
 class SavedParamHooks:
-    """Saved tensor hooks that keep tensors of full buffers by reference.
+    """Saved tensor hooks that keep tensors of full buffers by reference."""
 
-    All other tensors are passed to the hooks that were active before.
-
-    Attributes:
-        owners: Owners of the buffers.
-        before: Pack and unpack hook that were active before; None without such hooks.
-    """
+    # Other tensors go to the hooks that were active before.
 
     owners: BufferOwners
-    before: tuple[Pack, Unpack] | None
+    before: tuple[Pack, Unpack] | None  # pack and unpack; None without such hooks
 
     @compiler_disabled
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -196,10 +175,7 @@ class SavedParamHooks:
 
 
 def saved_tensor_hooks(owners: BufferOwners) -> AbstractContextManager[object]:
-    """Return a context in which autograd saves references to full parameters.
-
-    Backward unshards the buffers of these parameters again.
-    """
+    """Return a context in which autograd saves references to full parameters."""
     before = get_saved_tensor_hooks()
     ours = getattr(before[0], "__self__", None) if before else None
     if not torch.is_grad_enabled() or (isinstance(ours, SavedParamHooks) and ours.owners is owners):

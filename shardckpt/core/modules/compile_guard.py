@@ -36,11 +36,8 @@ def compiler_disabled_shallow(method: Callable[P, T]) -> Callable[P, T]:
 
 
 def apply_compiler_disable() -> None:
-    """Apply `torch.compiler.disable` to all marked methods.
-
-    Call it before a module with units is compiled, but not at import: torch then imports its compiler, which takes a
-    second. Optimizers import it too.
-    """
+    """Apply `torch.compiler.disable` to all marked methods."""
+    # Not at import: torch then imports its compiler, which takes a second. Optimizers import it too.
     while _DISABLED:
         owner, name, nested = _DISABLED.pop()
         setattr(owner, name, disable_compiler(owner.__dict__[name], recursive=not nested))

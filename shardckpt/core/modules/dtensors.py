@@ -16,8 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 from shardckpt.boxes import chunk_range
 from shardckpt.torch_features import shard_replicated
 
-MeshPlacements = tuple[DeviceMesh, tuple[Placement, ...]]
-"""Mesh and placements of a DTensor."""
+MeshPlacements = tuple[DeviceMesh, tuple[Placement, ...]]  # for a DTensor
 
 
 def wrap_local(
@@ -27,23 +26,14 @@ def wrap_local(
     shape: Sequence[int],
     stride: Sequence[int],
 ) -> DTensor:
-    """Return a DTensor that aliases a local tensor on the local tensor's device.
-
-    `DTensor.from_local` would copy an offloaded tensor from the CPU to the device of the mesh.
-
-    Args:
-        local: This rank's shard.
-        mesh: Mesh of the ranks.
-        placements: Placements, one per mesh dimension; tensor dimensions count from 0.
-        shape: Shape of the full tensor.
-        stride: Strides of the full tensor, in elements.
-    """
+    """Return a DTensor that aliases a local tensor on the local tensor's device."""
     if local.device.type == mesh.device_type or local.is_meta:
         return DTensor.from_local(
             local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
         )
     spec = DTensorSpec(mesh, tuple(placements), TensorMeta(torch.Size(shape), tuple(stride), local.dtype))
     with torch.no_grad():
+        # `DTensor.from_local` would copy an offloaded tensor from the CPU to the mesh's device.
         return DTensor(local.view_as(local), spec, requires_grad=local.requires_grad)  # type: ignore[no-untyped-call]
 
 
@@ -53,19 +43,10 @@ def is_strided(value: DTensor) -> bool:
 
 
 def sort_by_split_order(placements: Sequence[Placement], sizes: Sequence[int]) -> list[tuple[int, Placement]] | None:
-    """Return mesh dimensions and placements in the order in which they split a tensor.
-
-    Mesh dimensions split from left to right. A strided shard, which `fully_shard` uses if tensor parallelism shards the
-    same dimension, splits after mesh dimensions to its right, whose number of parts is its split factor.
-
-    Args:
-        placements: Placements, one per mesh dimension.
-        sizes: Shape of the mesh, in ranks.
-
-    Returns:
-        None if a strided shard follows no split of the mesh, as after `view` of a tensor that is sharded by columns:
-        then ranks do not have boxes.
-    """
+    """Return mesh dimensions and placements in the order in which they split a tensor."""
+    # Mesh dimensions split from left to right. `fully_shard` uses a strided shard if tensor parallelism shards the same
+    # dimension. It splits after mesh dimensions to its right, whose number of parts is its split factor. A strided
+    # shard that follows no split of the mesh comes from `view` on a tensor that is sharded by columns, for example.
     ordered: list[tuple[int, Placement]] = []
     for at in reversed(range(len(placements))):
         dim, before = getattr(placements[at], "dim", None), getattr(placements[at], "split_factor", 1)
@@ -86,10 +67,9 @@ def split_rows(rows: int, ranks: int) -> tuple[int, ...]:
 
 
 def gather_full_tensor(value: DTensor) -> torch.Tensor:
-    """Gather the full tensor of a DTensor to all ranks of its mesh. Collective.
-
-    Strided rows are joined here: `full_tensor` of some versions of torch misplaces rows that the ranks do not divide.
-    """
+    """Gather the full tensor of a DTensor to all ranks of its mesh. Collective."""
+    # Some versions of torch misplace strided rows in `full_tensor` if the ranks do not divide them, so we join them
+    # here.
     mesh = value.device_mesh
     splits = _find_splits(value) if is_strided(value) and mesh.get_coordinate() is not None else None
     if splits is None or any(p.is_partial() for p in value.placements):
@@ -105,12 +85,7 @@ def gather_full_tensor(value: DTensor) -> torch.Tensor:
 
 
 def shard_full_tensor(value: torch.Tensor, kept: DTensor) -> torch.Tensor:
-    """Return this rank's part of a full tensor that every rank of a DTensor's mesh has.
-
-    Args:
-        value: Full tensor, on the communication device of the mesh.
-        kept: DTensor with the mesh and placements.
-    """
+    """Return this rank's part of a full tensor that every rank of a DTensor's mesh has."""
     mesh = kept.device_mesh
     splits = _find_splits(kept) if is_strided(kept) and mesh.get_coordinate() is not None else None
     if splits is None:
@@ -121,10 +96,7 @@ def shard_full_tensor(value: torch.Tensor, kept: DTensor) -> torch.Tensor:
 
 
 def _find_splits(kept: DTensor) -> list[tuple[int, int, int]] | None:
-    """Return each split: mesh dimension, tensor dimension, and this rank's rows before it; the first split first.
-
-    None if ranks do not have boxes.
-    """
+    """Return each split: mesh dimension, tensor dimension, and this rank's rows before it; the first split first."""
     mesh, sizes, found = kept.device_mesh, list(kept.shape), []
     order = sort_by_split_order(kept.placements, tuple(mesh.shape))
     if order is None:
@@ -138,13 +110,7 @@ def _find_splits(kept: DTensor) -> list[tuple[int, int, int]] | None:
 
 
 def pad_rows(part: torch.Tensor, dim: int, rows: int) -> torch.Tensor:
-    """Return a contiguous tensor with a number of rows, of which the last ones may be zeros.
-
-    Args:
-        part: Tensor with at most as many rows.
-        dim: Dimension of the rows.
-        rows: Number of rows.
-    """
+    """Return a contiguous tensor with a number of rows, of which the last ones may be zeros."""
     if part.shape[dim] == rows:
         return part.contiguous()
     padded = part.new_zeros([rows if d == dim else n for d, n in enumerate(part.shape)])

@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardckpt.core.modules.lazy_params import require_initialized
 
+# The wrapper's attribute for the wrapped module; removed from every FQN that the engine returns.
 WRAPPED = "_fsdp_wrapped_module"
-"""Attribute of the wrapper for the wrapped module; removed from every FQN that the engine returns."""
 
 _SEGMENTS = (WRAPPED, "_checkpoint_wrapped_module", "_orig_mod")
 _INCOMPATIBLE: WeakSet[nn.Module] = WeakSet()
@@ -54,11 +54,7 @@ def _is_of_torch(kind: type[nn.Module]) -> bool:
 
 
 class Name:
-    """Name of a unit in messages: first its class, later its FQN below the root.
-
-    Args:
-        text: Initial name.
-    """
+    """Name of a unit in messages: first its class, later its FQN below the root."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -73,17 +69,11 @@ class Name:
 
 @dataclass(eq=False)
 class ParamLocation:
-    """Module and attribute where a parameter is registered (torch: `ParamModuleInfo`).
-
-    Attributes:
-        module: Module with the parameter.
-        attribute: Attribute of the module.
-        fqn: FQN from the unit's module.
-    """
+    """Module and attribute where a parameter is registered (torch: `ParamModuleInfo`)."""
 
     module: nn.Module
     attribute: str
-    fqn: str
+    fqn: str  # from the unit's module
 
     @cached_property
     def is_plain(self) -> bool:
@@ -103,10 +93,8 @@ class Identity:
         return copied
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Pickle as an empty value: a loaded parameter is not known to any unit.
-
-        `torch.load` reads it with `weights_only`, and also without this package.
-        """
+        """Pickle as an empty value: a loaded parameter is not known to any unit."""
+        # `torch.load` reads this with `weights_only`, and also without this package.
         return OrderedDict, ()
 
     @property
@@ -140,18 +128,13 @@ def identity(parameter: nn.Parameter) -> Identity:
 
 @dataclass(eq=False)
 class ParamInfo:
-    """Parameter that a unit manages, with all its locations (torch: `ParamInfo`).
+    """Parameter that a unit manages, with all its locations (torch: `ParamInfo`)."""
 
-    Attributes:
-        original: The user's object; None after `forget`.
-        places: Locations of the parameter; the FQN is that of the first one.
-        identity: Identity of the parameter, also after `forget`.
-        order: Index that increases in the order of `named_parameters` within a unit.
-    """
-
-    original: nn.Parameter | None
+    original: nn.Parameter | None  # the user's object; None after `forget`
+    # The first location's FQN is the parameter's.
     places: list[ParamLocation] = field(default_factory=list)
-    identity: Identity = field(init=False)
+    identity: Identity = field(init=False)  # also valid after `forget`
+    # Increases in the order of `named_parameters` within a unit.
     order: int = field(default_factory=lambda: next(_ORDER))
 
     def __post_init__(self) -> None:
@@ -159,11 +142,7 @@ class ParamInfo:
         self.identity = identity(self.original)
 
     def restore(self, value: torch.Tensor) -> nn.Parameter:
-        """Register a full value at every location again, in the user's object if kept.
-
-        Args:
-            value: Full parameter; the registered parameter aliases it.
-        """
+        """Register a full value at every location again, in the user's object if kept."""
         if self.original is None or type(self.original.data) is not type(value.data):
             self.replace(nn.Parameter(value, requires_grad=value.requires_grad))
         assert self.original is not None
@@ -181,11 +160,7 @@ class ParamInfo:
         return self.original
 
     def replace(self, parameter: nn.Parameter) -> None:
-        """Replace the user's object by another one, without registering it.
-
-        Args:
-            parameter: Plain parameter instead of a DTensor, or the reverse.
-        """
+        """Replace the user's object by another one, without registering it."""
         parameter.__dict__[_IDENTITY] = self.identity
         self.original = parameter
 
@@ -200,10 +175,8 @@ class ParamInfo:
 
 
 def walk(module: nn.Module, stop: Stop, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield `(name, module)` depth first, without modules that match `stop`.
-
-    Submodules of such a module are skipped too. Shared modules are yielded under each of their names.
-    """
+    """Yield `(name, module)` depth first, without modules that match `stop`."""
+    # Shared modules are yielded under each of their names.
     yield prefix, module
     for name, child in module._modules.items():
         if child is not None and not stop(child):
@@ -211,17 +184,7 @@ def walk(module: nn.Module, stop: Stop, prefix: str = "") -> Iterator[tuple[str,
 
 
 def managed_parameters(module: nn.Module, exempt: set[nn.Parameter]) -> list[ParamInfo]:
-    """Return a module's distinct parameters, in the order of `named_parameters`.
-
-    A parameter that is shared with a module outside is excluded inside `ties_below`: the unit above manages it.
-
-    Args:
-        module: Module of the unit.
-        exempt: Parameters of nested units, and ignored parameters.
-
-    Raises:
-        UsageError: A parameter belongs to a lazy module without a forward.
-    """
+    """Return a module's distinct parameters, in the order of `named_parameters`."""
     managed: dict[nn.Parameter, ParamInfo] = {}
     for prefix, owner in walk(module, is_incompatible):
         for name, parameter in owner._parameters.items():
@@ -232,6 +195,7 @@ def managed_parameters(module: nn.Module, exempt: set[nn.Parameter]) -> list[Par
             entry = managed.setdefault(parameter, ParamInfo(parameter))
             if not any(p.module is owner and p.attribute == name for p in entry.places):
                 entry.places.append(ParamLocation(owner, name, fqn))
+    # Inside `ties_below`, the unit above manages a parameter that is shared with an outer module.
     expected = _TIES.get()
     return [entry for entry in managed.values() if len(entry.places) >= expected.get(entry.parameter, 1)]
 

@@ -9,15 +9,7 @@ from shardckpt.errors import UsageError
 
 
 def require_initialized(name: str, tensor: torch.Tensor) -> None:
-    """Require that a tensor has a shape.
-
-    Args:
-        name: FQN of the tensor, for the message.
-        tensor: Parameter or buffer.
-
-    Raises:
-        UsageError: It belongs to a lazy module without a forward.
-    """
+    """Require that a tensor has a shape."""
     if is_lazy(tensor):
         what = "this tensor of a lazy module has no shape yet"
         raise UsageError(what, where=name, found=type(tensor).__name__, fix="Run one forward first.")

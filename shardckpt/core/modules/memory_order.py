@@ -17,13 +17,7 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def view_in_order(flat: torch.Tensor, shape: Sequence[int], order: tuple[int, ...]) -> torch.Tensor:
-    """Return a view of a 1-D tensor with a shape and a memory order of dimensions.
-
-    Args:
-        flat: 1-D tensor with the elements in memory order.
-        shape: Shape of the view.
-        order: Dimensions from slowest to fastest; empty for row-major.
-    """
+    """Return a view of a 1-D tensor with a shape and a memory order of dimensions."""
     if not order:
         return flat.view(shape)
     return flat.view([shape[d] for d in order]).permute([order.index(d) for d in range(len(order))])

@@ -12,10 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors inside a value, in a fixed order.
-
-    Sets and unknown containers are not traversed.
-    """
+    """Yield the tensors inside a value, in a fixed order."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -47,14 +44,7 @@ def find_grad_tensors(value: Any, grad_tensors: list[torch.Tensor] | None = None
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a value with its tensors replaced.
-
-    Containers are copied only if one of their tensors was replaced.
-
-    Args:
-        value: Tensor, container of tensors, or any other object.
-        change: Returns the replacement of a tensor, or the same tensor.
-    """
+    """Return a value with its tensors replaced."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -22,14 +22,9 @@ def build_param_spec(
 
 
 def isolate_storage(part: torch.Tensor) -> torch.Tensor:
-    """Return a part of a buffer with its own storage object over the same memory.
-
-    A DTensor around a view with a storage offset can be neither copied nor saved, and saving a view saves its complete
-    storage. This also applies to a part without elements, which keeps its shape.
-
-    Args:
-        part: Dense part of a buffer; other kinds of tensors are returned unchanged.
-    """
+    """Return a part of a buffer with its own storage object over the same memory."""
+    # A DTensor around a view with a storage offset can be neither copied nor saved. Saving a view saves its complete
+    # storage. This also applies to a part without elements, which keeps its shape.
     if type(part) is not torch.Tensor or part.is_meta:
         return part
     if part.numel() == 0:  # no memory to share; the offset may differ from 0
@@ -46,8 +41,7 @@ def isolate_storage(part: torch.Tensor) -> torch.Tensor:
 class Packing(ABC):
     """Layout of a bucket in shards, in the all-gather output, and in the full buffer."""
 
-    layout: Layout
-    """Layout of the parameters in every rank's shard."""
+    layout: Layout  # in every rank's shard
 
     @property
     def all_gather_numel(self) -> int:
@@ -58,8 +52,7 @@ class Packing(ABC):
         """Return itself: it is immutable, and copies share it."""
         return self
 
-    is_direct = True
-    """Whether the all-gather output is the full buffer."""
+    is_direct = True  # the all-gather output is the full buffer
 
     @abstractmethod
     def views(self, full: torch.Tensor) -> list[torch.Tensor]:
@@ -67,10 +60,7 @@ class Packing(ABC):
 
     @abstractmethod
     def split_shard(self, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
-        """Split a rank's shard into one view per parameter.
-
-        A view is empty if the rank does not have elements of the parameter.
-        """
+        """Split a rank's shard into one view per parameter."""
 
     @abstractmethod
     def unpack(self, gathered: torch.Tensor, full: torch.Tensor) -> None:
@@ -82,13 +72,7 @@ class Packing(ABC):
 
     @abstractmethod
     def pack(self, values: Iterable[torch.Tensor | None], rows: torch.Tensor) -> None:
-        """Copy full values to the rows of the ranks that have a part of them.
-
-        Args:
-            values: Full value of each parameter, of any floating dtype; None for zeros. One value is in memory at a
-                time.
-            rows: Tensor of shape `(world, at least chunk)`; exactly the first `chunk` columns are written.
-        """
+        """Copy full values to the rows of the ranks that have a part of them."""
 
     def write_shard(self, values: Sequence[torch.Tensor], rank: int, out: torch.Tensor) -> None:
         """Write a rank's shard of full values to `out`, with zeros as padding."""
@@ -103,17 +87,9 @@ class Packing(ABC):
 
 
 class FlatPacking(Packing):
-    """Flat layout: concatenated parameters, split at any element.
+    """Flat layout: concatenated parameters, split at any element."""
 
-    The all-gather output is the full buffer.
-
-    Args:
-        names: FQNs of the parameters.
-        values: Full parameters, all of one dtype.
-        aliases: Other FQNs of each parameter.
-        world: Number of ranks.
-        alignment: Each parameter begins at a multiple of this number of elements.
-    """
+    # The all-gather output is the full buffer. `alignment` is a number of elements.
 
     def __init__(
         self,
@@ -201,19 +177,11 @@ class FlatPacking(Packing):
 
 
 class DimPacking(Packing):
-    """Layout of parameters that are each sharded along one dimension.
+    """Layout of parameters that are each sharded along one dimension."""
 
-    The all-gather output has to be unpacked. A parameter that is sharded along dimension 0 has its ranks' rows one
-    after the other in the full buffer, followed by padding, so that one copy unpacks all such parameters. Other
-    parameters are copied rank by rank.
-
-    Args:
-        names: FQNs of the parameters.
-        values: Full parameters, all of one dtype.
-        aliases: Other FQNs of each parameter.
-        world: Number of ranks.
-        dims: Sharded dimension of each parameter.
-    """
+    # The all-gather output has to be unpacked. A parameter that is sharded along dimension 0 has its ranks' rows one
+    # after the other in the full buffer, followed by padding. So one copy unpacks all such parameters. Other parameters
+    # are copied rank by rank.
 
     def __init__(
         self,

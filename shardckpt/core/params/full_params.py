@@ -13,15 +13,10 @@ from shardckpt.core.params.param_bucket import Bucket
 
 @dataclass
 class FullValues:
-    """Full values in their own memory, or views of the shard if nothing is sharded.
+    """Full values in their own memory, or views of the shard if nothing is sharded."""
 
-    Attributes:
-        values: Full value of each parameter of a bucket, on the compute device.
-        buffer: Memory of the values, which is counted; None if they do not have their own.
-    """
-
-    values: list[torch.Tensor]
-    buffer: ResizableStorage | None = None
+    values: list[torch.Tensor]  # one per parameter in the bucket, on the compute device
+    buffer: ResizableStorage | None = None  # counted memory; None if the values do not have their own
 
     def free(self) -> None:
         """Free the memory; the values must not be read after that."""
@@ -30,12 +25,7 @@ class FullValues:
 
 
 def gather_full(bucket: Bucket, shard: torch.Tensor) -> FullValues:
-    """Gather the full values of a tensor with a bucket's shard layout. Collective.
-
-    Args:
-        bucket: Bucket of the parameters.
-        shard: 1-D shard of this rank, such as the stored parameters or a gradient.
-    """
+    """Gather the full values of a tensor with a bucket's shard layout. Collective."""
     shard = shard.to(bucket.compute_device)
     if bucket.keeps_full:
         return FullValues(bucket.packing.views(shard))
@@ -51,18 +41,12 @@ class Staging:
         self._held: ResizableStorage | None = None
 
     def place(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an uninitialized 1-D tensor, in the last call's memory if possible.
-
-        Args:
-            numel: Number of elements.
-            dtype: Dtype of the tensor.
-            device: Device of the tensor.
-        """
+        """Return an uninitialized 1-D tensor, in the last call's memory if possible."""
         nbytes = numel * dtype.itemsize
         held = self._held
         if held is None or held.tensor.device != device or held.tensor.numel() < nbytes:
             if held is not None:
-                held.free()  # before the allocation; a thread of the backend may hold the tensor a little longer
+                held.free()  # before the allocation; a backend thread may hold the tensor a little longer
             held = self._held = ResizableStorage(nbytes, torch.uint8, device)
         return held.tensor[:nbytes].view(dtype)
 
@@ -70,18 +54,9 @@ class Staging:
 def gather_copies(
     bucket: Bucket, shard: torch.Tensor, staging: Staging, *, first_only: bool = False
 ) -> Iterator[torch.Tensor] | None:
-    """Gather full values into separate memory for each parameter. Collective.
-
-    Args:
-        bucket: Bucket of the parameters.
-        shard: 1-D shard of this rank.
-        staging: Buffer for the all-gather output; it must not be used until all values are read.
-        first_only: Gather to rank 0 of the shard group and replicas only.
-
-    Returns:
-        The full value of each parameter; with `first_only` None on all ranks except rank 0 of the shard group and
-        replicas. With tensor parallelism there is one such rank per TP rank.
-    """
+    """Gather full values into separate memory for each parameter. Collective."""
+    # With `first_only`, only rank 0 in the shard group and among replicas gets values; with tensor parallelism there is
+    # one such rank per TP rank. `staging` must not be used until all values are read.
     shard, group, what = shard.to(bucket.compute_device), bucket.group, f"gather {bucket.name}"
     wanted = group.is_first or not first_only
     if group.size == 1 or bucket.keeps_full:
@@ -105,16 +80,7 @@ def _unpack(bucket: Bucket, incoming: ResizableStorage) -> FullValues:
 
 
 def gather_some(bucket: Bucket, parts: Sequence[torch.Tensor | None], dtype: torch.dtype) -> list[torch.Tensor | None]:
-    """Gather full values of parameters from parts, some of them missing. Collective.
-
-    Args:
-        bucket: Bucket of the parameters.
-        parts: This rank's shard of each parameter; None if it is missing.
-        dtype: Dtype of the parts, equal on all ranks.
-
-    Returns:
-        The full value of each parameter, with zeros for missing parts; None if no rank has a part.
-    """
+    """Gather full values of parameters from parts, some of them missing. Collective."""
     chunk, world = bucket.packing.layout.chunk, bucket.packing.layout.world
     flags = torch.tensor([float(part is not None) for part in parts]).to(dtype)
     if bucket.keeps_full:
@@ -133,16 +99,9 @@ def gather_some(bucket: Bucket, parts: Sequence[torch.Tensor | None], dtype: tor
 def concat_shards(
     bucket: Bucket, parts: Sequence[torch.Tensor | None], dtype: torch.dtype, staging: Staging | None = None
 ) -> torch.Tensor:
-    """Concatenate shards of parameters in the layout of the bucket's shard.
-
-    Args:
-        bucket: Bucket of the parameters.
-        parts: This rank's shard of each parameter; None for zeros.
-        dtype: Dtype of the parts.
-        staging: Buffer that the following `gather_copies` uses too, with undefined padding; None for new memory with
-            zeros as padding.
-    """
+    """Concatenate shards of parameters in the layout of the bucket's shard."""
     size, device = bucket.packing.layout.chunk, bucket.compute_device
+    # Memory from `staging` has undefined padding.
     if staging is None:
         joined = torch.zeros(size, dtype=dtype, device=device)
     else:
@@ -156,13 +115,7 @@ def concat_shards(
 
 
 def write_shard(bucket: Bucket, values: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Copy this rank's shard of full values to `out`.
-
-    Args:
-        bucket: Bucket of the parameters.
-        values: Full value of each parameter; may be views of `out` if nothing is sharded.
-        out: 1-D output, as long as the shard.
-    """
+    """Copy this rank's shard of full values to `out`."""
     if not bucket.keeps_full:
         bucket.packing.write_shard(values, bucket.rank, out)
         return
@@ -172,16 +125,7 @@ def write_shard(bucket: Bucket, values: Sequence[torch.Tensor], out: torch.Tenso
 
 
 def scatter_full(bucket: Bucket, values: Sequence[torch.Tensor | None] | None, out: torch.Tensor) -> list[bool]:
-    """Scatter rank 0's full values to the shards of all ranks. Collective.
-
-    Args:
-        bucket: Bucket of the parameters.
-        values: On rank 0, full value of each parameter, or None if it is missing; None on other ranks.
-        out: 1-D output, as long as the shard, with zeros for missing values.
-
-    Returns:
-        For each parameter, whether rank 0 has a value.
-    """
+    """Scatter rank 0's full values to the shards of all ranks. Collective."""
     chunk, count = bucket.packing.layout.chunk, len(bucket.members)
     row = torch.zeros(chunk + count, dtype=out.dtype, device=bucket.compute_device)
     rows: torch.Tensor | None = None

@@ -24,7 +24,7 @@ def add_gradient_to(parameter: nn.Parameter, grad: torch.Tensor) -> None:
     for hook in get_gradient_hooks(parameter):
         if not isinstance(hook, EngineHook):
             hook(parameter)
-    for optimizer in getattr(parameter, "_in_backward_optimizers", ()):  # of `_apply_optimizer_in_backward`
+    for optimizer in getattr(parameter, "_in_backward_optimizers", ()):  # from `_apply_optimizer_in_backward`
         optimizer.step()
         parameter.grad = None
 
@@ -46,11 +46,9 @@ def is_read_at_once(parameter: nn.Parameter) -> bool:
 
 
 def _add(held: torch.Tensor, grad: torch.Tensor) -> None:
-    """Add in place; add the local tensors of DTensors with equal placements.
-
-    torch does the same, since it takes far less time.
-    """
+    """Add in place; add the local tensors of DTensors with equal placements."""
     if isinstance(held, DTensor) and isinstance(grad, DTensor) and _is_placed_like(held, grad):
+        # torch does the same, since it takes far less time.
         with torch.no_grad():
             held.to_local().add_(grad.to_local())
     else:

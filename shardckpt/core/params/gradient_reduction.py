@@ -16,34 +16,23 @@ from shardckpt.core.params.stored_shard import BucketLayout, StoredShard
 from shardckpt.core.params.unsharded_params import UnshardedParams
 from shardckpt.devices import Event, copy_to_pinned, get_current_stream, has_streams, record_stream
 
+# Rows in a device's reduce-scatter have a multiple of these bytes: kernels use full cache lines.
 _ROW_ALIGNMENT = 128
-"""On a device, rows of a reduce-scatter have a multiple of this number of bytes: kernels use full cache lines."""
 
 
 @dataclass(frozen=True)
 class ReduceOptions:
-    """Options of one reduction.
+    """Options of one reduction."""
 
-    Attributes:
-        dtype: Dtype of the sum.
-        device: Device of the reduction.
-        factor: Divisor of the sum; None for the number of ranks.
-        split: Whether to divide in two steps, before and after the sum, to avoid overflow.
-        all_reduce: Whether to sum over replicas too; if not, this rank's shard of the sum waits for the next reduction.
-    """
-
-    dtype: torch.dtype
+    dtype: torch.dtype  # for the sum
     device: torch.device
-    factor: float | None = None
-    split: bool = False
+    factor: float | None = None  # divides the sum; None for the number of ranks
+    split: bool = False  # divide in two steps, before and after the sum, to avoid overflow
+    # Sum over replicas too; if not, this rank's shard of the sum waits for the next reduction.
     all_reduce: bool = True
 
     def divisors(self, world: int) -> tuple[float, float]:
-        """Return the divisors of gradients before and after the sum.
-
-        Args:
-            world: Number of ranks whose gradients are summed.
-        """
+        """Return the divisors of gradients before and after the sum."""
         if self.factor is not None:
             return 1.0, self.factor
         if not (self.split or self.dtype is torch.float16):
@@ -56,15 +45,10 @@ class ReduceOptions:
 
 @dataclass(frozen=True)
 class PendingFlags:
-    """Flags of a reduction that are being copied to the host.
+    """Flags of a reduction that are being copied to the host."""
 
-    Attributes:
-        values: CPU tensor with a positive number for each parameter for which any rank had a gradient.
-        event: Event after the copy; None without streams.
-    """
-
-    values: torch.Tensor
-    event: Event | None
+    values: torch.Tensor  # on the CPU; positive for each parameter for which any rank had a gradient
+    event: Event | None  # after the copy; None without streams
 
     def wait(self) -> tuple[bool, ...]:
         """Wait for the flags and return them."""
@@ -75,18 +59,12 @@ class PendingFlags:
 
 @dataclass(frozen=True)
 class ReducedGrad:
-    """Result of a reduction on one rank.
+    """Result of a reduction on one rank."""
 
-    Attributes:
-        gradient: 1-D shard of the mean gradient, including padding.
-        used: For each parameter, whether any rank had a gradient for it, as far as this rank knows.
-        event: Event after the copy of the gradient to the CPU; None if the gradient can be read.
-        flags: Pending flags of all ranks, for parameters without a gradient on this rank; None if `used` is final.
-    """
-
-    gradient: torch.Tensor
-    used: tuple[bool, ...]
-    event: Event | None = None
+    gradient: torch.Tensor  # 1-D shard of the mean gradient, including padding
+    used: tuple[bool, ...]  # for each parameter, whether any rank had a gradient, as far as this rank knows
+    event: Event | None = None  # after the gradient's copy to the CPU; None if the gradient can be read
+    # All ranks' pending flags, for parameters without a gradient on this rank; None if `used` is final.
     flags: PendingFlags | None = None
 
 
@@ -95,15 +73,13 @@ class _Reduction:
     how: ReduceOptions
     out: torch.Tensor
     source: torch.Tensor | None  # kept while queued work may read it; threads keep their inputs themselves
-    has: tuple[bool, ...]  # for each parameter whether this rank had a gradient
+    has: tuple[bool, ...]  # which parameters had a gradient on this rank
     pending: Pending
     hook_flags: torch.Tensor | None = None  # which parameters have gradients, if a user's hook reduced
 
     def record_current_stream(self) -> None:
-        """Record the use of all tensors by the current stream, which has waited for the reduction.
-
-        Their memory belongs to the stream of the backward, which need not be this one.
-        """
+        """Record the use of all tensors by the current stream, which has waited for the reduction."""
+        # Their memory belongs to the backward's stream, which may be another one.
         for tensor in (self.source, self.out, self.hook_flags):
             if tensor is not None:
                 record_stream(tensor)
@@ -118,16 +94,10 @@ class _QueuedResult:
 
 
 class GradientReducer:
-    """Reduce-scatter of the gradients of one bucket; one reduction at a time.
+    """Reduce-scatter of the gradients of one bucket; one reduction at a time."""
 
-    Message sizes depend only on the layout and the number of ranks: parameters without a gradient count as zeros. A
-    flag per parameter, after each rank's shard, marks whether a rank had a gradient.
-
-    Args:
-        stored: Shard of the parameters.
-        unsharded: Full parameters with the gradients to reduce.
-        layout: Layout of the bucket over ranks.
-    """
+    # Message sizes depend only on the layout and the number of ranks: parameters without a gradient count as zeros. A
+    # flag per parameter, after each rank's shard, marks whether a rank had a gradient.
 
     def __init__(self, stored: StoredShard, unsharded: UnshardedParams, layout: BucketLayout) -> None:
         self._stored = stored
@@ -137,7 +107,7 @@ class GradientReducer:
         self._hook: CommHook | None = None
         self._comms = CustomCollectives()
         self._reduction: _Reduction | None = None
-        self._queued: _QueuedResult | None = None  # of that reduction, if the device has streams
+        self._queued: _QueuedResult | None = None  # for that reduction, if the device has streams
         self._partial: torch.Tensor | None = None
         self._unsynced_grads: list[torch.Tensor | None] = []
 
@@ -181,13 +151,7 @@ class GradientReducer:
     def set_collectives(
         self, *, hook: CommHook | None = None, comms: CustomCollectives | None = None, group: ShardGroup | None = None
     ) -> None:
-        """Set the collectives and hooks that reduce.
-
-        Args:
-            hook: Communication hook, which replaces the complete reduction.
-            comms: Custom collectives.
-            group: Shard group of the same ranks with other process groups.
-        """
+        """Set the collectives and hooks that reduce."""
         self._hook = hook or self._hook
         self._comms = comms or self._comms
         self._group = group or self._group
@@ -214,16 +178,7 @@ class GradientReducer:
     def start_reduce_scatter(
         self, *, factor: float | None = None, split: bool = False, all_reduce: bool = True, full_precision: bool = False
     ) -> None:
-        """Start the reduce-scatter of the full parameters' gradients. Collective.
-
-        The gradients are removed from the full parameters.
-
-        Args:
-            factor: Divisor of the sum; None for the number of ranks.
-            split: Divide in two steps, before and after the sum.
-            all_reduce: Sum over replicas too.
-            full_precision: Reduce in the stored dtype instead of the reduce dtype.
-        """
+        """Start the reduce-scatter of the full parameters' gradients. Collective."""
         dtypes = self._stored.dtypes
         dtype = dtypes.stored if full_precision else dtypes.reduce
         how = ReduceOptions(dtype, self._unsharded.device, factor, split, all_reduce)
@@ -279,19 +234,14 @@ class GradientReducer:
         return _Reduction(how, out, source, has, Pending(None, ""), flags)
 
     def _queue_rest(self, reduction: _Reduction) -> _QueuedResult:
-        """Queue the work after the reduce-scatter on the reduce stream.
-
-        Computation waits for it when it reads the result.
-        """
+        """Queue the work after the reduce-scatter on the reduce stream."""
+        # Computation waits for this work when it reads the result.
         streams = self._unsharded.streams
         with streams.use_reduce_stream():
             return _QueuedResult(self._finish(reduction), streams.record_event())
 
     def wait_reduce_scatter(self) -> ReducedGrad | None:
-        """Wait for the reduction and return its result.
-
-        It is None without a reduction, or if a later reduction completes it.
-        """
+        """Wait for the reduction and return its result."""
         reduction, self._reduction = self._reduction, None
         queued, self._queued = self._queued, None
         if reduction is None or queued is None:
@@ -306,11 +256,9 @@ class GradientReducer:
         return replace(queued.reduced, gradient=gradient.to(self._stored.data.device))
 
     def _move_to_shard(self, reduced: ReducedGrad) -> ReducedGrad:
-        """Cast a gradient and start its copy to pinned memory.
-
-        A copy to other memory would block the host.
-        """
+        """Cast a gradient and start its copy to pinned memory."""
         device, gradient = self._stored.data.device, reduced.gradient.to(self._stored.dtypes.gradient)
+        # A copy to other memory would block the host.
         if gradient.device == device or not self._stored.offload.pin:
             return replace(reduced, gradient=gradient)
         copied, event = copy_to_pinned(gradient)

@@ -64,20 +64,13 @@ def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 @dataclass(eq=False)
 class DataParallelMeshInfo:
-    """Data-parallel mesh with a dimension to shard over, to replicate over, or both.
-
-    Attributes:
-        mesh: Data-parallel mesh.
-        shard_mesh_dim: Index of the dimension to shard over; None without one.
-        replicate_mesh_dim: Index of the dimension to replicate over; None without one.
-        dp_mesh_dims: Names of these dimensions in the full mesh.
-        spmd_mesh: Full mesh, on which parameters are DTensors already.
-    """
+    """Data-parallel mesh with a dimension to shard over, to replicate over, or both."""
 
     mesh: DeviceMesh
-    shard_mesh_dim: int | None = None
-    replicate_mesh_dim: int | None = None
-    dp_mesh_dims: DataParallelMeshDims | None = None
+    shard_mesh_dim: int | None = None  # index of the dimension to shard over; None without one
+    replicate_mesh_dim: int | None = None  # index of the dimension to replicate over; None without one
+    dp_mesh_dims: DataParallelMeshDims | None = None  # these dimensions' names in the full mesh
+    # The full mesh, on which parameters are DTensors already.
     spmd_mesh: DeviceMesh | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -165,16 +158,7 @@ def default_mesh() -> DeviceMesh:
 
 
 def mesh_info(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> DataParallelMeshInfo:
-    """Return the roles of the dimensions of a mesh.
-
-    Args:
-        mesh: 1-D mesh to shard over, or 2-D mesh (replicate, shard); or any mesh, with `dims`.
-        dims: Names of its data-parallel dimensions.
-
-    Raises:
-        ArgumentError: The mesh has another number of dimensions, or does not have the names.
-        PlacementError: The mesh has two dimensions without names.
-    """
+    """Return the roles of the dimensions of a mesh."""
     if dims is not None:
         _check_names(mesh, dims)
         return _named(mesh, dims)
@@ -204,7 +188,7 @@ def _named(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelMeshInfo
     return HSDPMeshInfo(_join_meshes([_flat(mesh, dims.replicate_names), shard]), 1, 0, dims, mesh)
 
 
-# DeviceMesh does not have a public API for these; a mesh built otherwise would not equal any mesh of the user.
+# DeviceMesh does not have a public API for these; other meshes would not equal any user mesh.
 
 
 def _flat(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
@@ -228,17 +212,7 @@ def _join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
 def join_placements(
     mesh: DeviceMesh, dim: int, inner: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
-    """Join the placements of tensor parallelism with those of data parallelism.
-
-    Args:
-        mesh: Data-parallel mesh, with shards along its last dimension and replicas along the others.
-        dim: Sharded dimension of the TP shard.
-        inner: Mesh of tensor parallelism.
-        placements: Placements on `inner`.
-
-    Returns:
-        The joint mesh and the placements on it; None if the meshes are not parts of one mesh with names.
-    """
+    """Join the placements of tensor parallelism with those of data parallelism."""
     try:
         both = _join_meshes([mesh, inner])
     except (PlacementError, RuntimeError, ValueError):
@@ -282,10 +256,8 @@ class _Inner:
         return wrap_local(local, self.mesh, self.placements, self.shape, self.stride)
 
     def local(self, grad: DTensor) -> torch.Tensor:
-        """Return the local tensor of a gradient, redistributed like the parameter.
-
-        Data-parallel dimensions are not redistributed.
-        """
+        """Return the local tensor of a gradient, redistributed like the parameter."""
+        # Data-parallel dimensions are not redistributed.
         wanted = [
             actual if dim in self.data_parallel else expected
             for dim, (expected, actual) in enumerate(zip(self.placements, grad.placements, strict=True))
@@ -297,23 +269,14 @@ class _Inner:
 
 @dataclass(frozen=True, eq=False)
 class MeshPlacement:
-    """Placement of one parameter on its mesh.
+    """Placement of one parameter on its mesh."""
 
-    Attributes:
-        info: Mesh of the ranks that shard the parameter, and of its replicas.
-        dim: Sharded dimension of the local tensor; None if every rank has all elements.
-        mesh: Mesh of the sharded DTensor.
-        placements: Placements on `mesh`.
-        shape: Full shape of the parameter.
-        stride: Full strides of the parameter.
-    """
-
-    info: DataParallelMeshInfo
-    dim: int | None
-    mesh: DeviceMesh
+    info: DataParallelMeshInfo  # ranks that shard the parameter, and its replicas
+    dim: int | None  # sharded dimension in the local tensor; None if every rank has all elements
+    mesh: DeviceMesh  # for the sharded DTensor
     placements: tuple[Placement, ...]
-    shape: torch.Size
-    stride: tuple[int, ...]
+    shape: torch.Size  # the full parameter's
+    stride: tuple[int, ...]  # the full parameter's
     _inner: _Inner | None = None
 
     @property
@@ -356,11 +319,9 @@ class MeshPlacement:
 
 
 def accept_torch_results(choose: ShardPlacementFn | None) -> ShardPlacementFn | None:
-    """Return a function that gives the class of this module where another gives that of torch.
-
-    torchtitan makes results of torch's class for experts, which have a mesh of their own. Parameters that share a mesh
-    of torch share one of this module.
-    """
+    """Return a function that gives the class of this module where another gives that of torch."""
+    # torchtitan returns torch's class for experts, which have their own mesh. Parameters that share a torch mesh share
+    # one of this module's.
     if choose is None:
         return None
     meshes: dict[int, tuple[Any, FSDPMeshInfo]] = {}  # torch's has no hash; it is kept, so that its id stays
@@ -384,19 +345,7 @@ def accept_torch_results(choose: ShardPlacementFn | None) -> ShardPlacementFn | 
 def place_param(
     name: str, parameter: nn.Parameter, info: DataParallelMeshInfo, choose: ShardPlacementFn | None
 ) -> MeshPlacement:
-    """Decide the placement of a parameter.
-
-    Args:
-        name: Name of the parameter in messages.
-        parameter: Plain parameter or DTensor.
-        info: Mesh to shard over, unless `choose` returns another one.
-        choose: Returns the dimension, and optionally the mesh; None for dimension 0.
-
-    Raises:
-        ArgumentError: `choose` returned an invalid value, or a DTensor does not fit the mesh.
-        PlacementError: The parameter does not have the dimension.
-        PlacementMissingError: A DTensor has its own mesh with more than two dimensions.
-    """
+    """Decide the placement of a parameter."""
     wanted, info = _chosen(name, parameter, info, choose)
     local_dims = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).dim()
     dim = _dimension(name, parameter, wanted, local_dims) if info.shard_mesh_dim is not None else None
@@ -456,12 +405,7 @@ def _row_major_strides(shape: torch.Size) -> tuple[int, ...]:
 
 
 def _build_shard_placement(dim: int | None, inner: Sequence[tuple[Placement, int]]) -> Placement:
-    """Return a dimension's placement over data-parallel ranks.
-
-    Args:
-        dim: Dimension to shard; None to replicate.
-        inner: Placements of tensor parallelism, each with its number of ranks.
-    """
+    """Return a dimension's placement over data-parallel ranks."""
     if dim is None:
         return Replicate()
     pieces = prod(

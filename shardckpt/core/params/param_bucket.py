@@ -24,40 +24,21 @@ from shardckpt.layout import ALIGNMENT, Layout
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Specification of the sharding of a bucket's parameters.
+    """Specification of the sharding of a bucket's parameters."""
 
-    Attributes:
-        aligned: In a flat layout, whether each parameter begins at a multiple of 16 bytes in the compute dtype.
-        keeps_full: Whether every rank keeps all elements.
-        placements: Placement of each parameter on a mesh, sharded along a dimension; empty for plain, flat parameters.
-        flat: Whether to use a flat layout even with `placements`, which then describe the module's parameters only.
-        post_forward_group: Ranks to reshard to after forward (`reshard_after_forward` as a number); None without it.
-    """
-
+    # In a flat layout, each parameter starts at a multiple of 16 bytes in the compute dtype.
     aligned: bool = False
-    keeps_full: bool = False
+    keeps_full: bool = False  # every rank keeps all elements
+    # Each parameter's placement on a mesh, sharded along a dimension; empty for plain, flat parameters.
     placements: tuple[ParamPlacement, ...] = ()
+    # Use a flat layout even with `placements`, which then describe the module's parameters only.
     flat: bool = False
+    # Ranks to reshard to after forward (`reshard_after_forward` as a number); None without it.
     post_forward_group: dist.ProcessGroup | None = None
 
 
 class Bucket:
-    """Parameters of one dtype that are gathered, freed and reduced together.
-
-    Args:
-        members: Parameters of one dtype, with their full values.
-        group: Ranks that shard the parameters, and their replicas.
-        name: Name of the bucket in messages.
-        spec: Specification of the sharding.
-        precision: Dtypes of computation and reduction.
-        offload: Settings for offloading the shard.
-
-    Attributes:
-        packing: Layout of the parameters in the shard and in the buffers of collectives.
-        stored: Shard of this rank.
-        unsharded: Full parameters, with their all-gather and gradients.
-        reducer: Reduction of these gradients.
-    """
+    """Parameters of one dtype that are gathered, freed and reduced together."""
 
     def __init__(
         self,
@@ -96,7 +77,6 @@ class Bucket:
         return copied
 
     def _allocate_shard(self, like: torch.Tensor, numel: int) -> torch.Tensor:
-        """Allocate the shard."""
         return torch.empty(numel, dtype=like.dtype, device=like.device)
 
     def _build_packing(self, values: Sequence[torch.Tensor], spec: ShardSpec, precision: Precision) -> Packing:
@@ -164,13 +144,9 @@ class Bucket:
     # ------------------------------------------------------------------------------------------------- the shard
 
     def replace_shard(self, shard: torch.Tensor) -> None:
-        """Replace the shard by another tensor of the same length.
-
-        Args:
-            shard: New shard; it is aliased, not copied, unless nothing is sharded or it has to move to the CPU or to
-                pinned memory.
-        """
+        """Replace the shard by another tensor of the same length."""
         stored = self.stored
+        # The new shard is aliased unless nothing is sharded, or it has to move to the CPU or to pinned memory.
         if shard.dtype == self.dtype and shard.device == stored.data.device:
             if self.unsharded.is_aliased:
                 stored.data.copy_(shard)
@@ -200,12 +176,7 @@ class Bucket:
         self.unsharded.streams.make_gathers_wait()
 
     def select(self, kind: type[Bucket], indices: Sequence[int]) -> Bucket:
-        """Return a bucket of some members with the same collectives, without values.
-
-        Args:
-            kind: Class of the new bucket.
-            indices: Indices of the members.
-        """
+        """Return a bucket of some members with the same collectives, without values."""
         placements = tuple(self.placements[index] for index in indices)
         for index in indices:
             full, leaf = self.unsharded.tensors[index], self.unsharded.params[index]
@@ -228,13 +199,7 @@ class Bucket:
     def set_collectives(
         self, *, hook: CommHook | None = None, comms: CustomCollectives | None = None, group: ShardGroup | None = None
     ) -> None:
-        """Set the collectives and hooks that gather and reduce.
-
-        Args:
-            hook: Communication hook that averages gradients.
-            comms: Custom collectives.
-            group: Shard group of the same ranks with other process groups for gradients.
-        """
+        """Set the collectives and hooks that gather and reduce."""
         self.reducer.set_collectives(hook=hook, comms=comms, group=group)
         self.unsharded.custom_all_gather = self.reducer.comms.all_gather
 

@@ -17,28 +17,16 @@ from shardckpt.devices import pinned
 
 @dataclass(frozen=True)
 class BucketDtypes:
-    """Dtypes of one bucket.
+    """Dtypes of one bucket."""
 
-    Attributes:
-        stored: Dtype of the shard.
-        compute: Dtype of the full parameters.
-        reduce: Dtype in which gradients are averaged.
-        gradient: Dtype of the gradients that an optimizer gets.
-    """
-
-    stored: torch.dtype
-    compute: torch.dtype
-    reduce: torch.dtype
-    gradient: torch.dtype
+    stored: torch.dtype  # the shard
+    compute: torch.dtype  # full parameters
+    reduce: torch.dtype  # while gradients are averaged
+    gradient: torch.dtype  # gradients that an optimizer gets
 
     @classmethod
     def resolve(cls, stored: torch.dtype, precision: Precision) -> BucketDtypes:
-        """Return the dtypes for a shard of a dtype.
-
-        Args:
-            stored: Dtype of the shard.
-            precision: Settings of the unit.
-        """
+        """Return the dtypes for a shard of a dtype."""
         reduced = precision.reduced(stored)
         gradient = reduced if precision.keep_low_precision_grads else stored
         return cls(stored, precision.computed(stored), reduced, gradient)
@@ -46,33 +34,16 @@ class BucketDtypes:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Layout of a bucket's parameters in buffers and over ranks.
+    """Layout of a bucket's parameters in buffers and over ranks."""
 
-    Attributes:
-        name: Name of the bucket in messages.
-        packing: Layout of the parameters in the shard and in the buffers of collectives.
-        group: Ranks that shard the parameters, and their replicas.
-        keeps_full: Whether every rank keeps all elements.
-    """
-
-    name: Name
-    packing: Packing
-    group: ShardGroup
-    keeps_full: bool
+    name: Name  # in messages
+    packing: Packing  # in the shard and in collective buffers
+    group: ShardGroup  # ranks that shard the parameters, and their replicas
+    keeps_full: bool  # every rank keeps all elements
 
 
 class StoredShard:
-    """1-D shard of a bucket, which the optimizer updates.
-
-    Args:
-        data: Shard; moved to the CPU if `offload` is enabled, unless it is on the meta device.
-        precision: Dtypes of computation and reduction.
-        offload: Settings for offloading the shard.
-
-    Attributes:
-        data: Shard.
-        dtypes: Dtypes of the bucket, which depend on that of the shard.
-    """
+    """1-D shard of a bucket, which the optimizer updates."""
 
     def __init__(self, data: torch.Tensor, precision: Precision, offload: Offload) -> None:
         self.precision = precision
@@ -87,18 +58,11 @@ class StoredShard:
         return copied
 
     def replace(self, data: torch.Tensor) -> None:
-        """Replace the shard by a tensor, also of another dtype or on another device.
-
-        Args:
-            data: New shard; it is aliased unless it has to move to the CPU.
-        """
+        """Replace the shard by a tensor, also of another dtype or on another device."""
+        # The tensor is aliased unless it has to move to the CPU.
         self.data = self.pinned(data.cpu()) if self.offload.enabled else data
         self.dtypes = BucketDtypes.resolve(data.dtype, self.precision)
 
     def pinned(self, data: torch.Tensor) -> torch.Tensor:
-        """Return a CPU tensor in pinned memory, if shards are offloaded to pinned memory.
-
-        Args:
-            data: CPU tensor; copied only if its memory has to be pinned and is not.
-        """
+        """Return a CPU tensor in pinned memory, if shards are offloaded to pinned memory."""
         return pinned(data, self.offload.enabled and self.offload.pin and not data.is_meta)

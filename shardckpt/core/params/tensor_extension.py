@@ -38,14 +38,7 @@ _DIVIDE = "Use a number of ranks that divides its rows and blocks, or give it to
 
 
 def is_extended(local: torch.Tensor) -> bool:
-    """Return True if a tensor has all-gather extensions.
-
-    Args:
-        local: Tensor to shard.
-
-    Raises:
-        ExtensionError: The tensor has only one of the two methods, or a method has other arguments.
-    """
+    """Return True if a tensor has all-gather extensions."""
     has = [hasattr(local, name) for name in (_PRE, _POST)]
     if not any(has):
         return False
@@ -64,34 +57,20 @@ def is_extended(local: torch.Tensor) -> bool:
 
 
 def needs_extension(local: torch.Tensor) -> bool:
-    """Return True if a tensor can be gathered only by extensions, maybe set later.
-
-    Args:
-        local: Tensor to shard.
-    """
+    """Return True if a tensor can be gathered only by extensions, maybe set later."""
     return is_extended(local) or is_traceable_wrapper_subclass(local)
 
 
 def is_possibly_extended(local: torch.Tensor) -> bool:
-    """Return False for a plain tensor without attributes, which has no extensions.
-
-    Args:
-        local: Local tensor of a sharded parameter.
-    """
+    """Return False for a plain tensor without attributes, which has no extensions."""
     return type(local) is not torch.Tensor or bool(local.__dict__)
 
 
 def move_functions(before: torch.Tensor, after: torch.Tensor) -> None:
-    """Bind methods that a user set on a tensor to its replacement.
-
-    Functions that are not bound methods cannot be moved.
-
-    Args:
-        before: Tensor with the methods.
-        after: Replacement of the tensor.
-    """
+    """Bind methods that a user set on a tensor to its replacement."""
     for name in (_PRE, _POST):
         function = before.__dict__.get(name)
+        # Functions that are not bound methods cannot be moved.
         if isinstance(function, MethodType) and function.__self__ is before:
             setattr(after, name, MethodType(function.__func__, after))
 
@@ -116,19 +95,13 @@ class _Outputs:
             buffer.allocate()
 
     def record_current_stream(self) -> None:
-        """Record the use of all storages by the current stream.
-
-        Their memory belongs to the all-gather stream.
-        """
+        """Record the use of all storages by the current stream."""
+        # Their memory belongs to the all-gather stream.
         for buffer in self.buffers:
             record_stream(buffer.tensor)
 
     def free(self, *, keep_memory: bool) -> None:
-        """Free all storages.
-
-        Args:
-            keep_memory: Keep their memory for the next `allocate`.
-        """
+        """Free all storages."""
         for buffer in self.buffers:
             buffer.free(keep_memory=keep_memory)
 
@@ -187,11 +160,7 @@ class ExtensionBucket(Bucket):
             ) from error
 
     def set_extended_tensor(self, local: torch.Tensor) -> None:
-        """Set the tensor around this rank's shard whose extensions gather.
-
-        Args:
-            local: Tensor with extensions of its class or of its own.
-        """
+        """Set the tensor around this rank's shard whose extensions gather."""
         self.unsharded.set_extended_tensor(local)
 
     def _build_packing(self, values: Sequence[torch.Tensor], spec: ShardSpec, precision: Precision) -> Packing:
@@ -215,17 +184,9 @@ class ExtensionBucket(Bucket):
 
 
 class ExtendedParams(UnshardedParams):
-    """Full form of one parameter with all-gather extensions.
+    """Full form of one parameter with all-gather extensions."""
 
-    It exists after the first all-gather; before that, a tensor without memory replaces it.
-
-    Args:
-        stored: Shard of the parameter.
-        layout: Layout of the bucket over ranks.
-        member: Parameter of the unit.
-        placement: Placement of the parameter on a mesh.
-        device: Compute device of the unit.
-    """
+    # The full form exists after the first all-gather; before that, a tensor without memory replaces it.
 
     def __init__(
         self,
@@ -265,11 +226,7 @@ class ExtendedParams(UnshardedParams):
         return copied
 
     def set_extended_tensor(self, local: torch.Tensor) -> None:
-        """Set the tensor around this rank's shard whose extensions gather.
-
-        Args:
-            local: Tensor with extensions of its class or of its own.
-        """
+        """Set the tensor around this rank's shard whose extensions gather."""
         self._local = local
 
     @property
@@ -355,7 +312,8 @@ class ExtendedParams(UnshardedParams):
             self._pending = _PendingAll(works, what)
             try:
                 for out, part in pairs:
-                    full = out.tensor.data  # else an all-gather in Python counts as a change of what autograd saved
+                    # Otherwise an all-gather in Python counts as a change to tensors that autograd saved.
+                    full = out.tensor.data
                     works.append(self._layout.group.all_gather(full, part.reshape(-1), what, custom))
             except BaseException:
                 self.reshard()
@@ -406,7 +364,7 @@ class ExtendedParams(UnshardedParams):
                 self._is_watched = False
                 self._watch_shown()
             else:
-                # through `data`, which does not change the version of tensors that autograd has saved
+                # Through `data`, which does not change the version of tensors that autograd has saved.
                 post_all_gather(gathered, self._metadata, self._stored.dtypes.compute, out=self._shown.data)
         for tensor in _plain_tensors((self._inputs, self._metadata)):
             record_stream(tensor)  # its memory belongs to the all-gather stream
@@ -419,7 +377,7 @@ class ExtendedParams(UnshardedParams):
         shape = self._layout.packing.layout.specs[0].shape
         full = torch.as_strided(value, shape, _row_major_strides(shape), storage_offset=0)
         leaf = nn.Parameter(self._placement.full(full), requires_grad=previous.requires_grad)
-        # a user's attributes, without inner tensors of a subclass
+        # Keep a user's attributes, without a subclass's inner tensors.
         leaf.__dict__.update(
             {name: attribute for name, attribute in previous.__dict__.items() if name not in leaf.__dict__}
         )

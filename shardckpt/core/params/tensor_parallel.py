@@ -46,19 +46,12 @@ class LocalParam:
 
 @dataclass(frozen=True, eq=False)
 class TPShardedParam(LocalParam):
-    """Tensor-parallel parameter: a DTensor over a mesh that is not data-parallel.
-
-    Attributes:
-        mesh: Tensor-parallel mesh.
-        placements: Placements on the mesh.
-        shape: Full shape of the parameter.
-        stride: Full strides of the parameter.
-    """
+    """Tensor-parallel parameter: a DTensor over a mesh that is not data-parallel."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
-    shape: torch.Size
-    stride: tuple[int, ...]
+    shape: torch.Size  # the full parameter's
+    stride: tuple[int, ...]  # the full parameter's
 
     def __deepcopy__(self, memo: dict[int, object]) -> TPShardedParam:
         """Return itself: copies share meshes."""
@@ -86,14 +79,7 @@ class TPShardedParam(LocalParam):
 
 
 def get_tp_mesh(buckets: Iterable[Bucket]) -> DeviceMesh | None:
-    """Return the tensor-parallel mesh of buckets, or None.
-
-    Args:
-        buckets: Buckets of the units.
-
-    Raises:
-        ArgumentError: The buckets have more than one such mesh.
-    """
+    """Return the tensor-parallel mesh of buckets, or None."""
     meshes = [place.mesh for bucket in buckets for place in bucket.placements if isinstance(place, TPShardedParam)]
     if any(mesh != meshes[0] for mesh in meshes):
         raise ArgumentError("the units of one tree have DTensors on several meshes", found=set(map(str, meshes)))
@@ -101,12 +87,7 @@ def get_tp_mesh(buckets: Iterable[Bucket]) -> DeviceMesh | None:
 
 
 def count_tp_replicas(bucket: Bucket, mesh: DeviceMesh) -> list[int]:
-    """Return the number of ranks with the same values for each parameter of a bucket.
-
-    Args:
-        bucket: Bucket with a flat layout.
-        mesh: Tensor-parallel mesh.
-    """
+    """Return the number of ranks with the same values for each parameter of a bucket."""
     plain: tuple[LocalParam, ...] = (LocalParam(),) * len(bucket.members)
     params = [param for param in bucket.placements if isinstance(param, LocalParam)] or plain
     return [param.count_replicas(mesh) for param in params]
@@ -127,13 +108,7 @@ def _build_tp_param(parameter: nn.Parameter) -> LocalParam:
 
 
 def register_local_tensors(members: Sequence[ParamInfo]) -> None:
-    """Replace DTensor parameters by plain parameters of their local tensors.
-
-    The plain parameters are registered while the unit is sharded.
-
-    Args:
-        members: Parameters of the unit.
-    """
+    """Replace DTensor parameters by plain parameters of their local tensors."""
     for member in members:
         parameter = member.parameter
         if isinstance(parameter, DTensor):

@@ -38,10 +38,9 @@ class ParamPlacement(Protocol):
 
 
 class _Leaves:
-    """Full parameters of one dtype: leaves over one resizable buffer.
+    """Full parameters of one dtype: leaves over one resizable buffer."""
 
-    They are created once, so that tensors that autograd saved are valid again after the next unshard.
-    """
+    # Created once, so that tensors that autograd saved are valid again after the next unshard.
 
     def __init__(
         self,
@@ -80,27 +79,9 @@ def _sum(one: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
 
 
 class UnshardedParams:
-    """Full parameters of a bucket with gradients (torch: `unsharded_param` of FSDP2).
+    """Full parameters of a bucket with gradients (torch: `unsharded_param` of FSDP2)."""
 
-    They have the compute dtype, or the stored dtype for a forward in full precision.
-
-    Args:
-        stored: Shard to gather.
-        layout: Layout of the bucket over ranks.
-        placements: Placement of each parameter on a mesh; empty if all parameters are plain.
-        device: Compute device of the unit.
-        trains: Whether each parameter requires gradients.
-        post_forward_group: Ranks to reshard to after forward; None without it.
-
-    Attributes:
-        watch: Watch for the first gradient of a leaf.
-        device: Compute device of the unit.
-        streams: Streams of that device.
-        is_aliased: Whether the full parameters alias the shard, which is never freed.
-        is_unsharded: Whether the full parameters can be read.
-        custom_all_gather: Custom all-gather of a user; None for torch's.
-        keeps_storage: Whether a reshard keeps the memory of the full parameters, so that their addresses stay.
-    """
+    # They have the compute dtype, or the stored dtype for a forward in full precision.
 
     def __init__(
         self,
@@ -116,13 +97,14 @@ class UnshardedParams:
         self._layout = layout
         self._placements = tuple(placements)
         self.post_forward_group = post_forward_group
-        self.custom_all_gather: AllGatherOp | None = None
+        self.custom_all_gather: AllGatherOp | None = None  # the user's; None for torch's
+        # A reshard keeps the full parameters' memory, so that their addresses stay.
         self.keeps_storage = False
         self._kept_event: Event | None = None  # after the computation with full parameters whose memory was kept
-        self.watch = GradientWatch()
+        self.watch = GradientWatch()  # for the leaves' first gradient
         self._gather_output: torch.Tensor | None = None
         self._partial_shard: torch.Tensor | None = None
-        self._partial_shard_event: Event | None = None  # after its copy
+        self._partial_shard_event: Event | None = None  # after the shard's copy
         self._pending: Pending | None = None
         self._gather_event: Event | None = None  # after the all-gather
         self._build(device, trains)
@@ -148,13 +130,7 @@ class UnshardedParams:
         return leaves
 
     def rebuild(self, device: torch.device) -> None:
-        """Create the full parameters again, for a shard of another dtype or device.
-
-        They must be resharded before.
-
-        Args:
-            device: New compute device.
-        """
+        """Create the full parameters again, for a shard of another dtype or device. They must be resharded before."""
         self._build(device, self.trains)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnshardedParams:
@@ -183,10 +159,7 @@ class UnshardedParams:
         return self._current.views
 
     def has_wrong_dtype(self, *, full_precision: bool) -> bool:
-        """Return True if the full parameters have another dtype than the wanted one.
-
-        The wanted dtype is the stored one with `full_precision`, otherwise the compute dtype.
-        """
+        """Return True if the full parameters have another dtype than the wanted one."""
         same = self._stored.dtypes.compute == self._stored.dtypes.stored
         return self.is_full_precision != (full_precision or same)
 
@@ -211,25 +184,13 @@ class UnshardedParams:
         return any(leaf.requires_grad for leaf in self._leaves.params)
 
     def set_requires_grad(self, index: int, on: bool) -> None:
-        """Set whether a full parameter requires gradients.
-
-        Args:
-            index: Index of the parameter.
-            on: Whether it requires gradients.
-        """
+        """Set whether a full parameter requires gradients."""
         self._current.set_requires_grad(index, on)
 
     # ------------------------------------------------------------------------------------------------ all-gather
 
     def start_all_gather(self, *, full_precision: bool = False) -> bool:
-        """Start the all-gather of the full parameters. Collective.
-
-        Args:
-            full_precision: Gather in the stored dtype instead of the compute dtype.
-
-        Returns:
-            Whether an all-gather was started.
-        """
+        """Start the all-gather of the full parameters. Collective."""
         if self.is_unsharded or self._pending is not None:
             return False
         if full_precision and not self.is_full_precision:
@@ -278,14 +239,7 @@ class UnshardedParams:
             self.streams.make_gathers_wait(self._partial_shard_event)
 
     def wait_all_gather(self, *, keep_partial_shard: bool = False) -> int:
-        """Wait for the all-gather, so that the full parameters can be read.
-
-        Args:
-            keep_partial_shard: Keep this rank's shard over `post_forward_group` for the unshard in backward.
-
-        Returns:
-            Address of the full buffer; 0 if it is empty, or if no all-gather was pending.
-        """
+        """Wait for the all-gather, so that the full parameters can be read."""
         if self._pending is None:
             return 0
         pending, self._pending = self._pending, None
@@ -314,18 +268,14 @@ class UnshardedParams:
             self._partial_shard_event = self.streams.record_event()
 
     def reshard(self, *, keep_partial_shard: bool = False) -> None:
-        """Free the full parameters, unless they alias the shard or are kept; allocates no memory.
-
-        Args:
-            keep_partial_shard: Keep the shard that `wait_all_gather` kept.
-        """
+        """Free the full parameters, unless they alias the shard or are kept; allocates no memory."""
         pending, self._pending = self._pending, None
         try:
             if pending is not None:
                 with self.streams.use_gather_stream():  # owner of the memory
                     pending.wait()
                     if self._partial_shard is not None:
-                        record_stream(self._partial_shard)  # of the compute stream, which did not wait
+                        record_stream(self._partial_shard)  # from the compute stream, which did not wait
         finally:
             if not keep_partial_shard:
                 self._partial_shard = None

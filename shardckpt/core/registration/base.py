@@ -27,21 +27,12 @@ from shardckpt.core.registration.step_watch import StepWatch
 
 
 class KeptParams:
-    """Full parameters that stay registered between forward and backward.
-
-    It detects changes by the user in that time.
-
-    Args:
-        bucket: Bucket of the parameters.
-        unit: Name of the unit, for messages.
-
-    Attributes:
-        versions: Triples of a parameter, its version and its data pointer, as of the end of forward.
-    """
+    """Full parameters that stay registered between forward and backward."""
 
     def __init__(self, bucket: Bucket, unit: Name) -> None:
         self._bucket = bucket
         self._unit = unit
+        # Triples: a parameter, its version and its data pointer, as of the end of forward.
         self.versions: list[tuple[torch.Tensor, int, int]] = []
         self._versions_of_shards: list[tuple[torch.Tensor, int]] = []
         self._steps: StepWatch | None = None
@@ -49,15 +40,9 @@ class KeptParams:
     def record(
         self, params: Sequence[torch.Tensor], exposed: Sequence[torch.Tensor], *, has_hidden: bool = False
     ) -> None:
-        """Record the versions of full parameters, unless they alias the shard.
-
-        A user may change the shard at any time.
-
-        Args:
-            params: Full parameters that are registered.
-            exposed: Parameters that an optimizer updates.
-            has_hidden: Whether a rank may have no elements of them: then it sees steps of optimizers, not updates.
-        """
+        """Record the versions of full parameters, unless they alias the shard."""
+        # A user may change the shard at any time. With `has_hidden`, a rank may have no elements of `exposed`: then it
+        # sees optimizer steps, not updates.
         self.versions.clear()
         self._versions_of_shards.clear()
         self._steps = StepWatch(exposed) if has_hidden else None
@@ -66,7 +51,7 @@ class KeptParams:
         for param in params:
             self.versions.append((param, param._version, param.data_ptr()))
         for param in exposed:
-            for each in (param, getattr(param, "_local_tensor", None)):  # operations of DTensors count at these alone
+            for each in (param, getattr(param, "_local_tensor", None)):  # DTensor operations count only here
                 if each is not None and not each.is_inference():
                     self._versions_of_shards.append((each, each._version))
 
@@ -78,11 +63,9 @@ class KeptParams:
         return any(param._version != version for param, version in self._versions_of_shards)
 
     def check_unmodified(self) -> None:
-        """Raise an error if a user changed parameters after forward.
-
-        Gradients would mix the old and the new values.
-        """
+        """Raise an error if a user changed parameters after forward."""
         for param, version, memory in self.versions:
+            # Gradients would mix the old and the new values.
             if param._version != version or param.data_ptr() != memory:
                 raise self.changed_error()
         self.versions, self._versions_of_shards, self._steps = [], [], None
@@ -102,7 +85,7 @@ class KeptParams:
         if unsharded.is_unsharded and any(param._version != version for param, version, _ in self.versions):
             if unsharded.is_full_precision:
                 self._bucket.write_back()
-            else:  # a copy of the rounded values would also round parameters that did not change
+            else:  # copying the rounded values would also round parameters that did not change
                 warnings.warn(f"{self._unit}: changes of parameters in their compute dtype are lost", stacklevel=2)
         self.versions, self._versions_of_shards, self._steps = [], [], None
 
@@ -270,17 +253,11 @@ class ParamRegistration(ABC):
 
 
 class ForwardGuard:
-    """Replacement of a module's forward that refuses to compute while sharded.
+    """Replacement of a module's forward that refuses to compute while sharded."""
 
-    A forward that a user set on the module is not replaced. A user who saved a reference to this guard can call it; it
-    computes while the parameters are unsharded. In backward, where activation checkpointing recomputes, the guard
-    unshards the unit instead.
-
-    Args:
-        module: Module with sharded parameters of its own.
-        unit: Name of the unit that shards the parameters.
-        fqn: FQN of one of the parameters.
-    """
+    # A forward that a user set on the module is not replaced. A user who saved a reference to this guard can call it;
+    # it computes while the parameters are unsharded. In backward, where activation checkpointing recomputes, the guard
+    # unshards the unit instead.
 
     def __init__(self, module: nn.Module, unit: Name, fqn: str) -> None:
         self._module = weakref(module)
@@ -304,11 +281,7 @@ class ForwardGuard:
         self._unshard = WeakMethod(unshard)
 
     def install(self, *, is_allowed: bool = False) -> None:
-        """Install the guard: backward unshards the unit, other calls are refused.
-
-        Args:
-            is_allowed: Allow other calls too.
-        """
+        """Install the guard: backward unshards the unit, other calls are refused."""
         self._is_allowed = is_allowed
         module = self._module()
         if module is not None:
@@ -347,17 +320,16 @@ class ForwardGuard:
 
 
 class PerParamRegistration(ParamRegistration):
-    """Registration of each parameter as this rank's shard of it.
-
-    Args:
-        bucket: Bucket of the parameters.
-        unit: Name of the unit, for messages.
-        parameters: Parameters that an optimizer updates.
-        computes_sharded: Whether the modules can compute with the registered parameters while sharded.
-    """
+    """Registration of each parameter as this rank's shard of it."""
 
     def __init__(
-        self, bucket: Bucket, unit: Name, parameters: Sequence[nn.Parameter], *, computes_sharded: bool = False
+        # `computes_sharded`: the modules can compute with the registered parameters while sharded.
+        self,
+        bucket: Bucket,
+        unit: Name,
+        parameters: Sequence[nn.Parameter],
+        *,
+        computes_sharded: bool = False,
     ) -> None:
         super().__init__(bucket, unit)
         self._computes_sharded = computes_sharded
@@ -493,7 +465,7 @@ class PerParamRegistration(ParamRegistration):
         if like.dtype != bucket.dtype or like.device != shard.device:
             bucket.replace_shard(like.new_zeros(shard.shape, dtype=like.dtype, device=like.device))
             moved = list(range(len(current)))
-        elif not bucket.unsharded.is_aliased:  # a user who keeps what was there, to put it back, has the old memory
+        elif not bucket.unsharded.is_aliased:  # a user who keeps the earlier data, to restore it, has the old memory
             bucket.replace_shard(shard.data.clone())
         self._views = bucket.local_shards
         for index in moved:

@@ -20,13 +20,7 @@ from shardckpt.core.registration.base import ParamRegistration, PerParamRegistra
 
 
 class DTensorRegistration(PerParamRegistration):
-    """Registration of each parameter as a DTensor, with the user's attributes.
-
-    Args:
-        bucket: Bucket of the parameters.
-        unit: Name of the unit, for messages.
-        placements: Placement of each parameter on the mesh.
-    """
+    """Registration of each parameter as a DTensor, with the user's attributes."""
 
     def __init__(self, bucket: Bucket, unit: Name, placements: Sequence[ParamPlacement]) -> None:
         super().__init__(bucket, unit, ())
@@ -155,15 +149,7 @@ class DTensorRegistration(PerParamRegistration):
 
 
 class ExtensionRegistration(DTensorRegistration):
-    """Registration of one parameter whose local tensor has all-gather extensions.
-
-    The extensions are the methods `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
-
-    Args:
-        bucket: Bucket of the parameter.
-        unit: Name of the unit, for messages.
-        placements: Placement of the parameter on the mesh.
-    """
+    """Registration of one parameter whose local tensor has all-gather extensions."""
 
     _bound_local: torch.Tensor | None = None
 
@@ -219,10 +205,8 @@ def _is_dense(local: torch.Tensor) -> bool:
 
 
 def _get_local_tensor(parameter: nn.Parameter) -> torch.Tensor:
-    """Return the local tensor object, with the extensions that a user set on it.
-
-    `to_local` returns a view.
-    """
+    """Return the local tensor object, with the extensions that a user set on it. `to_local` returns a view."""
+    # `to_local` would return a view.
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
 
 
@@ -231,10 +215,8 @@ def _to_local(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _user_attributes(parameter: nn.Parameter) -> dict[str, Any]:
-    """Return the attributes that a user set on a parameter.
-
-    Inner tensors of a wrapper subclass are excluded.
-    """
+    """Return the attributes that a user set on a parameter."""
     flatten = getattr(parameter, "__tensor_flatten__", None)
+    # Exclude a wrapper subclass's inner tensors.
     content = set(flatten()[0]) if flatten is not None else set()
     return {name: value for name, value in parameter.__dict__.items() if name not in content}

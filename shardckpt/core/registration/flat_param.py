@@ -20,16 +20,7 @@ from shardckpt.errors import ShardckptError
 
 
 class FlatParamRegistration(UnshardedGradRegistration):
-    """Registration of one flat parameter on the unit's module.
-
-    Submodules have the full parameters as plain attributes.
-
-    Args:
-        bucket: Bucket of the parameters.
-        unit: Name of the unit, for messages.
-        module: Module of the unit.
-        attribute: Attribute of the module for the flat parameter.
-    """
+    """Registration of one flat parameter on the unit's module."""
 
     def __init__(self, bucket: Bucket, unit: Name, module: nn.Module, attribute: str) -> None:
         super().__init__(bucket, unit)
@@ -93,7 +84,7 @@ class FlatParamRegistration(UnshardedGradRegistration):
         """Copy parameters that a user registered, and replaced data, into the bucket."""
         registered = self._home.module._parameters.get(self._home.attribute)
         if registered is not None and registered is not self.flat:
-            if self.bucket.unsharded.is_aliased:  # the memory gets other values, which are not those of this one
+            if self.bucket.unsharded.is_aliased:  # the memory gets other values, which are not this parameter's
                 self.flat.data = self.flat.data.clone()
             self.flat = mark_flat(registered)
         self._pull_flat_param_data()

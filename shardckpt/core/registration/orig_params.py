@@ -25,11 +25,11 @@ from shardckpt.core.registration.unsharded_grads import UnshardedGradRegistratio
 
 
 class _MoveGradient(EngineHook):
-    """Hook that moves a full gradient of a user's parameter to its leaf.
+    """Hook that moves a full gradient of a user's parameter to its leaf."""
 
-    Between forward and backward the user's parameters are registered with full shapes. What computes with them then, as
-    a penalty in the loss or another unit with the same module, does not use the leaves: their gradients are reduced.
-    """
+    # Between forward and backward the user's parameters are registered with full shapes. Code that computes with them
+    # then does not use the leaves: for example a penalty in the loss, or another unit with the same module. Only the
+    # leaves' gradients are reduced.
 
     def __init__(self, registration: OrigParamsRegistration, index: int) -> None:
         self.registration, self._index = weakref(registration), index
@@ -41,19 +41,15 @@ class _MoveGradient(EngineHook):
 
 
 class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
-    """Registration of the user's parameters; while sharded, 1-D views of the shard.
-
-    Args:
-        bucket: Bucket of the parameters.
-        unit: Name of the unit, for messages.
-    """
+    """Registration of the user's parameters; while sharded, 1-D views of the shard."""
 
     def __init__(self, bucket: Bucket, unit: Name) -> None:
         parameters = [member.parameter for member in bucket.members]
         super().__init__(bucket, unit, parameters, computes_sharded=bucket.keeps_full)
         self._grads_before: list[torch.Tensor | None] | None = None
         self._shows_shards = False  # while the full parameters are kept
-        self._shows_full = False  # between forward and backward, otherwise; from the first one on if nothing is sharded
+        # Between forward and backward, otherwise; always after the first forward if nothing is sharded.
+        self._shows_full = False
         self.register_sharded()
 
     def register_unsharded(self) -> None:
@@ -64,11 +60,10 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
         super().register_unsharded()
 
     def register_kept(self, *, is_after_backward: bool) -> None:
-        """Register the user's parameters with full shapes, or as shards if they have reduced gradients.
-
-        An optimizer may step with those before the backward of this forward, and has states of their shape. After a
-        backward they are shards, as in torch: a step with unreduced gradients fails. One rank has nothing to reduce.
-        """
+        """Register the user's parameters with full shapes, or as shards if they have reduced gradients."""
+        # An optimizer may step with reduced gradients before this forward's backward, and has states with the shards'
+        # shape. After a backward the parameters are shards, as in torch: a step with unreduced gradients fails. One
+        # rank has nothing to reduce.
         has_reduced = not self.has_unsharded_grads and any(original.grad is not None for original in self._parameters)
         if has_reduced or (is_after_backward and self.bucket.group.world > 1):
             self.register_sharded()
@@ -91,15 +86,11 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
             original.register_post_accumulate_grad_hook(_MoveGradient(self, index))  # type: ignore[no-untyped-call]
 
     def move_gradient(self, index: int) -> None:
-        """Move the full gradient that autograd gave a user's parameter to its leaf.
-
-        Args:
-            index: Index of the parameter.
-        """
+        """Move the full gradient that autograd gave a user's parameter to its leaf."""
         original, unsharded = self._parameters[index], self.bucket.unsharded
         if original.grad is None or not (self._shows_full or original.grad.shape != self._views[index].shape):
             return
-        if not self.has_unsharded_grads:  # with them, the gradient is that of the leaf already
+        if not self.has_unsharded_grads:  # with them, the gradient is already the leaf's
             grad, original.grad = self.bucket.wrap_unsharded(index, original.grad), None
             leaf = unsharded.params[index]
             assign_gradient(leaf, grad if leaf.grad is None else leaf.grad + grad)
@@ -108,7 +99,7 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
     def register_sharded(self) -> None:
         """Register the user's parameters as views of the shard."""
         self._shows_full = self._shows_full and self.bucket.keeps_full
-        if self._shows_shards:  # what a user has changed since is taken over by the next all-gather
+        if self._shows_shards:  # the next all-gather applies a user's changes since then
             self._shows_shards = False
             self.kept.write_back()
             return
@@ -121,7 +112,7 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
         for index, member in enumerate(self.bucket.members):
             user_param = find_user_param(member, self._parameters[index], self.bucket.unsharded.params[index])
             if user_param is not None and not isinstance(user_param, DTensor):
-                if self.bucket.unsharded.is_aliased:  # the memory gets other values, which are not those of this one
+                if self.bucket.unsharded.is_aliased:  # the memory gets other values, which are not this parameter's
                     self._parameters[index].data = self._parameters[index].data.clone()
                 self._parameters[index] = user_param
         super().pull_user_changes()
@@ -143,10 +134,7 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
             original.data = view
 
     def add_gradient(self, reduced: ReducedGrad) -> None:
-        """Add each parameter's part to its gradient.
-
-        Parameters that no rank used, or of which this rank does not have a part, are skipped.
-        """
+        """Add each parameter's part to its gradient."""
         parts = self.bucket.split_shard(reduced.gradient)
         for original, view, grad, used in zip(self._parameters, self._views, parts, reduced.used, strict=True):
             if not used or grad.numel() == 0:
@@ -168,7 +156,7 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
         self, values: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None] | None
     ) -> list[nn.Parameter]:
         """Give the user's parameters their full shapes."""
-        self._shows_full = False  # gradients inside are those of this rank
+        self._shows_full = False  # gradients inside belong to this rank
         self._grads_before = None if gradients is None else self.gradients()
         for index, (original, value) in enumerate(zip(self._parameters, values, strict=True)):
             if gradients is not None:
@@ -204,7 +192,7 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
             if before is not None:
                 restore_gradient(original, before)
             elif original.grad is not None and original.grad.shape != view.shape and not self.has_unsharded_grads:
-                original.grad = None  # a gradient of a backward with the full parameters
+                original.grad = None  # from a backward with the full parameters
         self._register(self._parameters, are_shards=True)
 
     def _collect_unsharded_grads(self) -> list[tuple[nn.Parameter, torch.Tensor]]:

@@ -17,18 +17,12 @@ WAYS_OUT = "Call the unit itself, or gather it: register_fsdp_forward_method, su
 
 _READABLE = frozenset({"__get__", "size", "dim", "numel", "nelement", "stride", "is_floating_point", "element_size"})
 
+# Parameter attributes that cannot be set on a placeholder: the value would be lost.
 _OF_VALUES = (torch.Tensor.data.__get__, torch.Tensor.data.__set__, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
-"""Attributes of a parameter that cannot be set on a placeholder: the value would be lost."""
 
 
 class ShardedPlaceholder(nn.Parameter):
-    """Placeholder for a full parameter of a sharded unit: shape and dtype, no values.
-
-    Args:
-        like: Full parameter.
-        unit: Name of the unit, for messages.
-        fqn: FQN of the parameter.
-    """
+    """Placeholder for a full parameter of a sharded unit: shape and dtype, no values."""
 
     unit: Name
     fqn: str

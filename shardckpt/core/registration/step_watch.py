@@ -20,11 +20,7 @@ class StepObserver(Protocol):
 
 
 class StepObservers:
-    """Observers of all optimizers of torch, each for as long as something else refers to it.
-
-    Args:
-        register: Function of torch that registers a hook for all optimizers.
-    """
+    """Observers of all optimizers of torch, each for as long as something else refers to it."""
 
     def __init__(self, register: Callable[[Callable[..., None]], object]) -> None:
         self._install = cache(lambda: register(self._note))  # once, and only where it is needed
@@ -52,26 +48,15 @@ class StepObservers:
 
 
 class StepWatch:
-    """Watch of parameters, for as long as something refers to it.
-
-    Args:
-        parameters: The parameters.
-
-    Attributes:
-        has_stepped: Whether an optimizer that has one of them has made a step since the watch began.
-    """
+    """Watch of parameters, for as long as something refers to it."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._ids = frozenset(map(id, parameters))
-        self.has_stepped = False
+        self.has_stepped = False  # an optimizer with a watched parameter has made a step since
         _AFTER_STEPS.add(self)
 
     def note_step(self, stepped: frozenset[int]) -> None:
-        """Record the step of an optimizer.
-
-        Args:
-            stepped: Ids of its parameters.
-        """
+        """Record the step of an optimizer."""
         self.has_stepped = self.has_stepped or not self._ids.isdisjoint(stepped)
 
 

@@ -18,10 +18,7 @@ from shardckpt.core.registration.step_watch import StepObservers
 
 
 class UnshardedGradRegistration(ParamRegistration):
-    """Registration that stores unreduced gradients (no_sync) in registered parameters.
-
-    `zero_grad` then drops them.
-    """
+    """Registration that stores unreduced gradients (no_sync) in registered parameters. `zero_grad` then drops them."""
 
     def __init__(self, bucket: Bucket, unit: Name) -> None:
         super().__init__(bucket, unit)
@@ -65,19 +62,12 @@ class UnshardedGradRegistration(ParamRegistration):
             parameter.grad = grad
             self._unsharded_grads.append((parameter, grad, grad._version))
         self._reset_data()
-        # the user owns what is not sharded, as with DDP; one rank has nothing to reduce
+        # The user owns an unsharded bucket, as with DDP; one rank has nothing to reduce.
         if self._unsharded_grads and not self.bucket.keeps_full and self.bucket.group.world > 1:
             _BEFORE_STEPS.add(self)
 
     def note_step(self, stepped: frozenset[int]) -> None:
-        """Check that an optimizer does not step with unreduced gradients.
-
-        Args:
-            stepped: Ids of the optimizer's parameters.
-
-        Raises:
-            StateError: It does: each rank would update by its own data alone.
-        """
+        """Check that an optimizer does not step with unreduced gradients."""
         if any(id(parameter) in stepped and parameter.grad is grad for parameter, grad, _ in self._unsharded_grads):
             raise StateError(
                 "an optimizer steps with gradients that were not reduced, of a backward under no_sync",

@@ -30,26 +30,20 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Generic, TypeVar
 
-RECOMPUTED = 0
-"""Forward id of calls that the running backward recomputes, and of their gradients."""
+RECOMPUTED = 0  # forward id for calls that the running backward recomputes, and for their gradients
 
 Unit = TypeVar("Unit")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ForwardCall(Generic[Unit]):
-    """One forward call of a unit.
-
-    Attributes:
-        unit: Unit that computes.
-        finished_before: Number of calls that had finished when this call began.
-        has_post_backward_hook: Whether an input requires gradients, so that autograd calls the post-backward hook.
-        forward_id: Number of the outermost forward of this call; a backward covers the forwards that it reaches.
-    """
+    """One forward call of a unit."""
 
     unit: Unit
-    finished_before: int = 0
+    finished_before: int = 0  # number of calls that had finished when this call started
+    # An input requires gradients, so that autograd calls the post-backward hook.
     has_post_backward_hook: bool = False
+    # The outermost forward's number; a backward covers the forwards that it reaches.
     forward_id: int = RECOMPUTED
 
 
@@ -57,7 +51,7 @@ class Step(Enum):
     """Hooks of a call that autograd does not call on this rank."""
 
     ENTER = auto()  # pre-backward hook: nested calls have been reached
-    SKIP = auto()  # both hooks: no gradient of this rank reaches the call
+    SKIP = auto()  # both hooks: no gradient on this rank reaches the call
     CLOSE = auto()  # post-backward hook
 
 
@@ -65,18 +59,14 @@ Steps = Iterator[tuple[Step, ForwardCall[Unit]]]
 
 
 class BackwardOrder(Generic[Unit]):
-    """Position of one backward in the forward calls.
+    """Position of one backward in the forward calls."""
 
-    Each method yields the hooks to run before backward continues. A hook may call the methods again while the caller
-    iterates.
-
-    Args:
-        calls: Calls whose outputs require gradients, in the order in which they finished.
-    """
+    # Each method yields the hooks to run before backward continues. A hook may call the methods again while the caller
+    # iterates.
 
     def __init__(self, calls: Sequence[ForwardCall[Unit]]) -> None:
         self.forward_ids: set[int] = set()  # forwards that this backward has reached
-        self.is_finishing = False  # whether autograd has called all its hooks
+        self.is_finishing = False  # autograd has called all its hooks
         self._calls = tuple(calls)
         self._positions = {call: position for position, call in enumerate(self._calls)}
         self._cursor = len(self._calls)  # calls at this position and after it have been reached or skipped
@@ -117,14 +107,9 @@ class BackwardOrder(Generic[Unit]):
         return None
 
     def sort_units(self, units: Sequence[Unit]) -> list[Unit]:
-        """Return units in the order of reductions on ranks that reach more calls than this one.
-
-        A unit is reduced behind the last of its calls that backward leaves, which is the first that began. So units
-        whose first call began later come first; units without calls come last.
-
-        Args:
-            units: Units, outer ones first.
-        """
+        """Return units in the order of reductions on ranks that reach more calls than this one."""
+        # A unit is reduced after its first call, the last one that backward leaves. So units whose first call started
+        # later come first; units without calls come last.
         begins = []
         for position, call in enumerate(self._calls):
             begins.append((call.finished_before, -position))

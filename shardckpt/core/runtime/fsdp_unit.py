@@ -60,6 +60,7 @@ class Phase(Enum):
 _BACKWARD = (Phase.PRE_BACKWARD, Phase.POST_BACKWARD)
 _OUTSIDE_FORWARD = (Phase.IDLE, *_BACKWARD)
 
+# Triples of phase before, hook and phase after.
 TRANSITIONS: frozenset[tuple[Phase, str, Phase]] = frozenset(
     {
         (Phase.IDLE, "pre_forward", Phase.FORWARD),
@@ -80,7 +81,6 @@ TRANSITIONS: frozenset[tuple[Phase, str, Phase]] = frozenset(
         *((phase, "reset_after_error", Phase.IDLE) for phase in Phase),
     }
 )
-"""Triples of phase before, hook and phase after."""
 
 
 def run_all(functions: Iterable[Callable[[], object]]) -> None:
@@ -96,24 +96,17 @@ def run_all(functions: Iterable[Callable[[], object]]) -> None:
 
 
 class UnitParams:
-    """Buckets of a unit, which are unsharded and resharded together.
-
-    Attributes:
-        registrations: Registrations of the buckets on the modules.
-        active: Registrations to compute with: empty while they are checked out.
-        is_registered: Whether the unsharded parameters are registered on the modules.
-        is_kept: Whether full parameters were kept after a forward or a backward.
-        is_checked_out: Whether other code, such as `summon_full_params`, currently registers full parameters.
-        addresses: Data pointers of the unsharded buffers, unique while they have storage.
-    """
+    """Buckets of a unit, which are unsharded and resharded together."""
 
     def __init__(self, registrations: Sequence[ParamRegistration]) -> None:
+        # `active` holds the registrations to compute with: empty while they are checked out.
         self.registrations = self.active = tuple(registrations)
-        self.is_registered = False
+        self.is_registered = False  # the modules have the unsharded parameters
+        # Other code, such as `summon_full_params`, currently registers full parameters.
         self.is_checked_out = False
-        self.addresses: list[int] = []
-        self.is_kept = False
-        self._copied_event: Event | None = None  # after the last copy of a gradient to the CPU
+        self.addresses: list[int] = []  # the unsharded buffers' data pointers, unique while they have storage
+        self.is_kept = False  # full parameters were kept after a forward or a backward
+        self._copied_event: Event | None = None  # after the last gradient copy to the CPU
         self._partly_added: list[tuple[ParamRegistration, ReducedGrad, PendingFlags]] = []
 
     @property
@@ -162,18 +155,7 @@ class UnitParams:
             registration.bucket.unsharded.watch.rearm()
 
     def bind_extensions(self, unit: str, *, has_pending_grads: bool) -> bool:
-        """Use the all-gather extensions that a user has set on local tensors.
-
-        Args:
-            unit: Name of the unit, for messages.
-            has_pending_grads: Whether a forward of the unit has not had its backward.
-
-        Returns:
-            Whether new extensions were found.
-
-        Raises:
-            ExtensionError: The extensions cannot be used, or the earlier parameters have pending gradients.
-        """
+        """Use the all-gather extensions that a user has set on local tensors."""
         late = [registration for registration in self.active if registration.has_unbound_extensions]
         if not late:
             return False
@@ -197,11 +179,7 @@ class UnitParams:
         return is_changed
 
     def pull_user_changes(self, *, all_buckets: bool = False) -> None:
-        """Copy a user's changes of registered parameters into the sharded buckets.
-
-        Args:
-            all_buckets: Include unsharded buckets.
-        """
+        """Copy a user's changes of registered parameters into the sharded buckets."""
         for registration in self.active:
             if all_buckets or registration.has_user_changes():
                 registration.pull_user_changes()
@@ -228,18 +206,14 @@ class UnitParams:
         return self.is_kept and any(each.kept.is_outdated or each.find_replaced() for each in self.active)
 
     def reshard(self, *, keep_partial_shard: bool = False) -> None:
-        """Register the sharded parameters and free the full ones.
-
-        Args:
-            keep_partial_shard: Keep the larger shard over `post_forward_group` for the unshard in backward.
-        """
+        """Register the sharded parameters and free the full ones."""
         self.addresses.clear()
         kept, self.is_kept = self.is_kept, False
         for registration in self.active:
             replaced = registration.find_replaced() if kept else ()
             registration.register_sharded()
             registration.bucket.unsharded.reshard(keep_partial_shard=keep_partial_shard)
-            for place, parameter in replaced:  # taken over by the next all-gather
+            for place, parameter in replaced:  # the next all-gather uses the replacement
                 register(place, parameter)
         self.is_registered = False
 
@@ -249,10 +223,7 @@ class UnitParams:
             registration.bucket.unsharded.reshard()
 
     def start_reduction(self, config: UnitConfig, *, full_precision: bool) -> None:
-        """Start the reduce-scatters of the gradients. Collective.
-
-        An earlier reduction of the unit is finished first.
-        """
+        """Start the reduce-scatters of the gradients. Collective."""
         self.finish_reduction(config)
         for registration in self.active:
             if registration.bucket.unsharded.requires_grad:
@@ -330,16 +301,7 @@ class RootHooks(Protocol):
 
 
 class FSDPUnit:
-    """One or several modules whose parameters are unsharded and resharded together.
-
-    Args:
-        name: Name of the unit in messages.
-        modules: Module of the unit, or several modules that are gathered and freed together.
-        registrations: Registrations of its buckets on the modules.
-        config: Settings of the unit, which may be replaced.
-        buffers: Buffers to cast to the unit's precision.
-        device: Compute device of a unit without parameters.
-    """
+    """One or several modules whose parameters are unsharded and resharded together."""
 
     def __init__(
         self,
@@ -366,8 +328,8 @@ class FSDPUnit:
         self.open_calls: set[ForwardCall[FSDPUnit]] = set()  # recorded calls whose gradients are not complete
         self.pending_forward_ids: set[int] = set()  # forwards whose gradients have not been reduced
         self._has_unsynced_grads = False
-        self.full_precision = False  # whether the last forward with gradients used the stored dtypes
-        self._inputs_event: Event | None = None  # after copies of inputs from pinned memory
+        self.full_precision = False  # the last forward with gradients used the stored dtypes
+        self._inputs_event: Event | None = None  # after inputs were copied from pinned memory
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FSDPUnit:
         """Return a unit of the copied modules, sharded, idle and without a root."""
@@ -416,10 +378,7 @@ class FSDPUnit:
     # ----------------------------------------------------------------------------------------- full parameters
 
     def pull_user_changes(self) -> None:
-        """Copy a user's changes of registered parameters into the buckets.
-
-        Changes can be of values, dtypes and all-gather extensions.
-        """
+        """Copy a user's changes of registered parameters into the buckets."""
         self.bind_extensions()
         self.params.pull_user_changes(all_buckets=True)
 
@@ -469,13 +428,9 @@ class FSDPUnit:
             self.root.owners.by_address[address] = self
 
     def reshard(self, *, keep_partial_shard: bool = False, unconditionally: bool = False) -> None:
-        """Free the full parameters; do nothing if they are freed.
-
-        Args:
-            keep_partial_shard: Keep the larger shard over `post_forward_group` for the unshard in backward.
-            unconditionally: Register the sharded parameters even if the unit is marked as sharded.
-        """
+        """Free the full parameters; do nothing if they are freed."""
         params, root = self.params, self.root
+        # `unconditionally` also registers the shards of a unit that is marked as sharded.
         if not (params.is_registered or params.has_unsharded_storage or unconditionally):
             if not keep_partial_shard:
                 params.drop_partial_shards()
@@ -525,7 +480,7 @@ class FSDPUnit:
                 self.reshard()  # gathered by or for a forward in the other precision
                 break
         self.unshard(full_precision=full_precision)
-        if torch.is_grad_enabled():  # otherwise the backward of an earlier forward may be next
+        if torch.is_grad_enabled():  # otherwise an earlier forward's backward may be next
             self.full_precision = full_precision
             self.pending_forward_ids.add(forward_id)
 
@@ -556,10 +511,8 @@ class FSDPUnit:
             self.params.register_kept(is_after_backward=False)
 
     def forward_failed(self, *, recomputes: bool) -> None:
-        """Reset after an exception in forward.
-
-        In a recomputation, activation checkpointing raises one to stop early.
-        """
+        """Reset after an exception in forward."""
+        # In a recomputation, activation checkpointing raises one to stop early.
         if self._running_calls:
             self._running_calls -= 1
         self._modules_run = 0
@@ -607,7 +560,7 @@ class FSDPUnit:
         self.open_calls.clear()
         self.params.rearm_watches()
         if self.pending_forward_ids and self.phase not in _BACKWARD:
-            return  # the backward of this unit has not started
+            return  # this unit's backward has not started
         is_unsynced, self._has_unsynced_grads = self._has_unsynced_grads, False
         stays = _stays_after_backward(self.config, is_unsynced=is_unsynced)
         if not stays:
@@ -639,30 +592,19 @@ def _stays_after_backward(config: UnitConfig, *, is_unsynced: bool) -> bool:
 
 
 class ShardWrites:
-    """Dependencies of all-gathers on writes of an optimizer, or a user, to shards.
-
-    Args:
-        units: Units with the shards.
-    """
+    """Dependencies of all-gathers on writes of an optimizer, or a user, to shards."""
 
     def __init__(self, units: Sequence[FSDPUnit]) -> None:
         self._units = units
         self._post_optim_event: Event | None = None
 
     def set_post_optim_event(self, event: Event | None) -> None:
-        """Set the event that the next iteration's all-gathers wait for.
-
-        They then do not wait for all queued work.
-        """
+        """Set the event that the next iteration's all-gathers wait for."""
         self._post_optim_event = event
 
     def make_gathers_wait(self, *, begins_iteration: bool = False) -> None:
-        """Make all-gathers wait for queued work, and for the optimizer's event.
-
-        Args:
-            begins_iteration: Wait only for the event, if there is one; it is used once.
-        """
-        event = self._post_optim_event  # the optimizer runs on another stream
+        """Make all-gathers wait for queued work, and for the optimizer's event."""
+        event = self._post_optim_event  # the optimizer runs on another stream; each event is used once
         if begins_iteration:
             self._post_optim_event = None
         devices: set[DeviceStreams] = set()

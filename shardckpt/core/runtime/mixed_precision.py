@@ -14,8 +14,8 @@ from torch import nn
 from shardckpt.core.modules.pytree import mapped
 from shardckpt.devices import Event, is_capturing, record_event
 
+# Environment variable; if it is 1, units in eval mode compute in the stored dtypes.
 FULL_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
-"""Environment variable; if it is 1, units in eval mode compute in the stored dtypes."""
 
 
 def has_full_precision_eval() -> bool:
@@ -33,12 +33,9 @@ def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
 
 
 def move_tensors(value: Any, device: torch.device) -> tuple[Any, Event | None]:
-    """Move all tensors in a value to a device with streams.
-
-    Returns:
-        The value; the event to wait for before the pinned memory of tensors is written again. It is None if there is
-        none, and while a graph is captured, whose replays read that memory again.
-    """
+    """Move all tensors in a value to a device with streams."""
+    # The event shows when pinned inputs may be written again. It is None without pinned inputs, and while a graph is
+    # captured, whose replays read that memory again.
     is_pinned = False
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
@@ -52,11 +49,7 @@ def move_tensors(value: Any, device: torch.device) -> tuple[Any, Event | None]:
 
 
 class Buffers:
-    """Buffers of modules in their compute dtype, with their original dtypes.
-
-    Args:
-        modules: Modules with the buffers; submodules are not included.
-    """
+    """Buffers of modules in their compute dtype, with their original dtypes."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = tuple(modules)

@@ -25,15 +25,12 @@ from shardckpt.errors import RankError
 
 
 class Prefetcher:
-    """Prefetcher of units that a user lists, or otherwise of those expected next.
-
-    Attributes:
-        unused: Units that were prefetched in the running forward and not called yet, in this order.
-    """
+    """Prefetcher of units that a user lists, or otherwise of those expected next."""
 
     def __init__(self) -> None:
-        self._first_order: list[FSDPUnit] = []  # of the first iteration; others are expected to repeat it
+        self._first_order: list[FSDPUnit] = []  # from the first iteration; others are expected to repeat it
         self._order: list[FSDPUnit] = []
+        # Units that the running forward prefetched and has not called yet, in this order.
         self.unused: dict[FSDPUnit, None] = {}
 
     def begin_iteration(self) -> None:
@@ -68,10 +65,7 @@ class Prefetcher:
                 unit.reshard()
 
     def prefetch_backward(self, unit: FSDPUnit, when: BackwardPrefetch, order: BackwardOrder[FSDPUnit]) -> None:
-        """Prefetch before or after the backward of a unit, depending on its settings.
-
-        Collective.
-        """
+        """Prefetch before or after the backward of a unit, depending on its settings. Collective."""
         chosen = unit.units_to_prefetch.get(Phase.PRE_BACKWARD) or ()
         if not chosen and unit.config.backward_prefetch is when:
             call = order.find_next()
@@ -130,24 +124,17 @@ class UnitReductions:
 
     In both modes the gradients of a unit that does not synchronize wait: for `finalize`, or for the next backward that
     synchronizes, whether it reaches the unit or not.
-
-    Attributes:
-        pending_handle: Handle of a `finalize` that was not waited for; None without one.
-        unreduced: Units whose gradients wait for another reduction.
-
-    Args:
-        units: Units of the root, outer ones first.
-        order: Comparison of the order on all ranks; None outside of debug mode.
     """
 
     def __init__(self, units: Sequence[FSDPUnit], order: rank_checks.OrderCheck | None) -> None:
         self._units = tuple(units)
         self._order = order
         self._running: list[FSDPUnit] = []  # oldest first
-        self.unreduced: set[FSDPUnit] = set()
+        self.unreduced: set[FSDPUnit] = set()  # their gradients wait for another reduction
         self._is_last_backward = True
         self._is_manual = False
-        self._mode_in_use: bool | None = None  # `_is_manual` of an iteration whose backward has begun
+        self._mode_in_use: bool | None = None  # `_is_manual` in an iteration whose backward has started
+        # From a `finalize` that was not waited for; None without one.
         self.pending_handle: GradientReductionHandle | None = None
 
     # ---------------------------------------------------------------------------------------------------- settings
@@ -158,14 +145,7 @@ class UnitReductions:
         return self._is_manual if self._mode_in_use is None else self._mode_in_use
 
     def set_manual(self, is_manual: bool) -> None:
-        """Set whether the user ends iterations.
-
-        Args:
-            is_manual: Whether the user does; if not, each last backward does.
-
-        Raises:
-            StateError: The mode would change during an iteration whose backward has begun.
-        """
+        """Set whether the user ends iterations."""
         if is_manual != self._is_manual and autograd_hooks.in_backward():
             raise StateError("set_manual_backward_finalization cannot change mode during backward")
         if self._mode_in_use not in (None, is_manual):
@@ -194,7 +174,7 @@ class UnitReductions:
         (self.unreduced.discard if _is_complete(unit) else self.unreduced.add)(unit)
         self._running = [*(other for other in self._running if other is not unit), unit]
         buffers = unit.config.reduce_scatter_max_input_buffers
-        # Without streams the backend has a copy of the buffer until the reduction is over
+        # Without streams the backend has a copy of the buffer until the reduction is over.
         self._finish(buffers if unit.params.is_async else buffers - 1)
 
     def defer(self, unit: FSDPUnit) -> None:
@@ -214,10 +194,8 @@ class UnitReductions:
                 unit.params.finish_reduction(unit.config)
 
     def start_unreached(self) -> None:
-        """Start the reductions that a last backward owes to units it did not reach. Collective.
-
-        A step or `zero_grad` may follow, for which their gradients would come too late.
-        """
+        """Start the reductions that a last backward owes to units it did not reach. Collective."""
+        # A step or `zero_grad` may follow, for which their gradients would come too late.
         if self._is_last_backward and not self.is_manual:
             for unit in reversed(self._units):
                 if unit in self.unreduced and unit.config.sync_gradients and _is_complete(unit):
@@ -242,11 +220,7 @@ class UnitReductions:
     # ------------------------------------------------------------------------------------------ by a call of the user
 
     def check_finalized(self) -> None:
-        """Check that no `finalize` is pending.
-
-        Raises:
-            StateError: Its handle was not waited for.
-        """
+        """Check that no `finalize` is pending."""
         if self.pending_handle is not None:
             raise StateError(
                 "the previous gradient reduction must be waited on before a forward or another finalize_backward",
@@ -255,12 +229,7 @@ class UnitReductions:
             )
 
     def find_waiting(self) -> list[FSDPUnit]:
-        """Return the units whose gradients wait for `finalize`, in the order of their reductions.
-
-        Raises:
-            StateError: The mode is automatic, a handle is pending, or replicas of a unit do not all-reduce; nothing is
-                lost.
-        """
+        """Return the units whose gradients wait for `finalize`, in the order of their reductions."""
         self.check_finalized()
         if not self.is_manual:
             raise StateError(
@@ -279,15 +248,7 @@ class UnitReductions:
         return waiting
 
     def finalize(self, waiting: Sequence[FSDPUnit], end: Callable[[], None]) -> GradientReductionHandle:
-        """Start the reductions of all gradients that wait for one. Collective.
-
-        Args:
-            waiting: Units of `find_waiting`.
-            end: Function that ends the iteration, by `end_iteration`.
-
-        Returns:
-            A handle that waits for all reductions and ends the iteration.
-        """
+        """Start the reductions of all gradients that wait for one. Collective."""
         with torch.no_grad(), profile_range("finalize_backward"):
             for unit in waiting:
                 self.start(unit)
@@ -304,12 +265,7 @@ class UnitReductions:
 
 
 class RootState:
-    """Units below one root: their hooks, their order, and the running iteration.
-
-    Args:
-        root: Unit of the root.
-        units: Names and units, including the root's, in the order of `modules()`.
-    """
+    """Units below one root: their hooks, their order, and the running iteration."""
 
     def __init__(self, root: FSDPUnit, units: Sequence[tuple[str, FSDPUnit]]) -> None:
         self.root = root
@@ -342,17 +298,7 @@ class RootState:
     def run_forward(
         self, unit: FSDPUnit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Run a function with unsharded parameters and return its result. Collective.
-
-        Args:
-            unit: Unit of the module.
-            function: Forward of the module, or another method.
-            args: Positional arguments of the function.
-            kwargs: Keyword arguments of the function.
-
-        Raises:
-            StateError: The handle of `finalize_backward` was not waited for; nothing is lost.
-        """
+        """Run a function with unsharded parameters and return its result. Collective."""
         if self.reductions.pending_handle is not None:
             self.reductions.check_finalized()
         try:
@@ -368,11 +314,8 @@ class RootState:
     def pre_forward(
         self, unit: FSDPUnit, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[ForwardCall[FSDPUnit], AbstractContextManager[object], tuple[Any, ...], Mapping[str, Any]]:
-        """Unshard a unit, and register its post-backward hook on the inputs.
-
-        Returns:
-            The call; a context to compute in, in which autograd saves full parameters by reference; the arguments.
-        """
+        """Unshard a unit, and register its post-backward hook on the inputs."""
+        # Returns the call, a context in which autograd saves full parameters by reference, and the arguments.
         recomputes = autograd_hooks.in_backward()
         if not recomputes:
             self._begin_forward(unit)
@@ -463,10 +406,8 @@ class RootState:
 
     @compiler_disabled
     def forward_failed(self, unit: FSDPUnit) -> None:
-        """Reset after an exception in forward.
-
-        In a recomputation, activation checkpointing raises one to stop early.
-        """
+        """Reset after an exception in forward."""
+        # In a recomputation, activation checkpointing raises one to stop early.
         recomputes = autograd_hooks.in_backward()
         with suppress(RankError):  # the current exception says more
             unit.forward_failed(recomputes=recomputes)
@@ -480,11 +421,7 @@ class RootState:
     # ------------------------------------------------------------------------------------------------ backward
 
     def start_backward(self) -> BackwardOrder[FSDPUnit]:
-        """Start a backward unless one is running: queue the final callback, prepare units.
-
-        Returns:
-            The order of the running backward.
-        """
+        """Start a backward unless one is running: queue the final callback, prepare units."""
         if self._order is not None:
             self.reductions.finish_completed()
             return self._order
@@ -496,7 +433,7 @@ class RootState:
         for unit in self.units:
             for registration in unit.params.active:
                 registration.restore_unsharded_grads()
-        self.shard_writes.make_gathers_wait()  # a user may have written since forward: by torch's load_state_dict
+        self.shard_writes.make_gathers_wait()  # a user may have written since forward: with torch's load_state_dict
         return self._order
 
     def pre_backward(self, call: ForwardCall[FSDPUnit]) -> None:
@@ -545,7 +482,7 @@ class RootState:
         with profile_range("root_post_backward_callback"):
             for unit in reversed(self.units):
                 # Gradients came through tensors that are not outputs, whose forward is unknown. If no forward of the
-                # unit was reached, all its forwards count: all ranks reduce like a rank whose outputs were reached
+                # unit was reached, all its forwards count: all ranks reduce like a rank whose outputs were reached.
                 if RECOMPUTED in unit.pending_forward_ids and order.forward_ids.isdisjoint(unit.pending_forward_ids):
                     order.forward_ids |= unit.pending_forward_ids - {RECOMPUTED}
             self._run_steps(order.finish())
@@ -563,14 +500,7 @@ class RootState:
             self._has_kept_params &= any(unit.pending_forward_ids for unit in self.units)
 
     def finalize_backward(self) -> GradientReductionHandle:
-        """Reduce the gradients that wait, and reshard all units (manual finalization). Collective.
-
-        Returns:
-            A handle that waits for all reductions and ends the iteration.
-
-        Raises:
-            StateError: A backward is running or failed, or as for `UnitReductions.find_waiting`.
-        """
+        """Reduce the gradients that wait, and reshard all units (manual finalization). Collective."""
         if self._order is not None:
             raise StateError(
                 "finalize_backward must be called after backward completes",
@@ -606,11 +536,9 @@ class RootState:
 
 
 def _reshard_outdated(units: Sequence[FSDPUnit]) -> None:
-    """Reshard units if parameters of any were changed since full ones were kept.
-
-    All of them: a rank does not see a step of a unit of which it has no elements.
-    """
+    """Reshard units if parameters of any were changed since full ones were kept."""
     if any(unit.params.is_outdated for unit in units):
+        # A rank does not see a step if it has no elements of the unit.
         _reshard_all(units)
 
 

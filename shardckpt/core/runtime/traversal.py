@@ -13,10 +13,9 @@ from shardckpt.core.runtime.fsdp_unit import FSDPUnit
 
 
 class ShardedModule(ABC):
-    """Module with a unit, maybe a shared one; virtual base of both front ends.
+    """Module with a unit, maybe a shared one; virtual base of both front ends."""
 
-    The front ends register instead of deriving from it, because users inspect their bases.
-    """
+    # The front ends register instead of deriving from it, because users inspect their bases.
 
     @property
     @abstractmethod
@@ -30,13 +29,7 @@ class ShardedModule(ABC):
 
 
 def units_with_modules(module: nn.Module) -> tuple[list[FSDPUnit], list[nn.Module]]:
-    """Return the distinct units below a module with their modules, depth first.
-
-    Modules below a module that the engine ignores are skipped.
-
-    Args:
-        module: Outermost module; it is included.
-    """
+    """Return the distinct units below a module with their modules, depth first."""
     modules: dict[FSDPUnit, nn.Module] = {}
     for child in _below(module):
         if isinstance(child, ShardedModule):

@@ -15,15 +15,10 @@ from shardckpt.core.modules.fqn_and_params import parameters_below
 
 @dataclass(frozen=True)
 class Ignored:
-    """Modules and parameters that are neither sharded nor moved.
+    """Modules and parameters that are neither sharded nor moved."""
 
-    Attributes:
-        modules: Ignored modules, with all their submodules.
-        parameters: Ignored parameters, including those of the modules.
-    """
-
-    modules: set[nn.Module]
-    parameters: set[nn.Parameter]
+    modules: set[nn.Module]  # with all their submodules
+    parameters: set[nn.Parameter]  # including the modules' parameters
 
     @classmethod
     def from_arguments(
@@ -33,19 +28,7 @@ class Ignored:
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
         sharded: type[nn.Module],
     ) -> Ignored:
-        """Build it from the arguments of the wrapper, of which at most one is given.
-
-        Args:
-            root: Module to wrap.
-            ignored_modules: Modules to ignore.
-            ignored_states: Either modules or parameters to ignore.
-            sharded: Class of modules that cannot be ignored.
-
-        Raises:
-            ArgumentError: Both arguments are given, or `ignored_states` mixes modules and parameters or contains an
-                object that is neither.
-            ArgumentTypeError: An entry of `ignored_modules` is not a module.
-        """
+        """Build it from the arguments of the wrapper, of which at most one is given."""
         if ignored_modules is not None and ignored_states is not None:
             raise ArgumentError("Cannot pass both ignored_modules and ignored_states at the same time")
         if ignored_states is None:

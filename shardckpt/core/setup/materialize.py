@@ -22,33 +22,21 @@ from shardckpt.core.errors import ArgumentError, MeshDeviceError, StateError
 from shardckpt.core.modules.fqn_and_params import Stop, clean
 from shardckpt.core.runtime import traversal
 
-BUCKET_BYTES = 250 * 2**20
-"""Bytes per broadcast of `sync_module_states`; a larger tensor has a broadcast of its own."""
+BUCKET_BYTES = 250 * 2**20  # per broadcast in `sync_module_states`; a larger tensor has its own broadcast
 
 _EARLY: WeakSet[nn.Module] = WeakSet()
 
 
 @dataclass(frozen=True)
 class ModuleScope:
-    """Modules whose parameters and buffers one unit prepares before sharding.
+    """Modules whose parameters and buffers one unit prepares before sharding."""
 
-    Attributes:
-        modules: Distinct modules, breadth first, with their FQNs from the unit's module.
-        exempt: Parameters of these modules that do not belong to the unit.
-    """
-
-    modules: Mapping[nn.Module, str]
-    exempt: Set[nn.Parameter]
+    modules: Mapping[nn.Module, str]  # distinct, breadth first, with their FQNs from the unit's module
+    exempt: Set[nn.Parameter]  # parameters in these modules that do not belong to the unit
 
     @classmethod
     def collect(cls, module: nn.Module, stop: Stop, exempt: Set[nn.Parameter]) -> ModuleScope:
-        """Collect a module and its submodules.
-
-        Args:
-            module: The unit's module.
-            stop: Returns True for modules to exclude, with all their submodules.
-            exempt: Parameters that do not belong to the unit.
-        """
+        """Collect a module and its submodules."""
         names, waiting = {module: ""}, deque([module])
         while waiting:
             current = waiting.popleft()
@@ -89,31 +77,19 @@ class ModuleScope:
 
 @dataclass(frozen=True)
 class Initializer:
-    """Materializes modules on the meta device: allocates and initializes their states.
+    """Materializes modules on the meta device: allocates and initializes their states."""
 
-    Attributes:
-        function: The user's function, called with each module; None for `to_empty` and `reset_parameters`.
-        device: Device of the new memory.
-        values_matter: Whether this rank's values are used; False if another rank broadcasts its values.
-    """
-
+    # The user's function, called with each module; None for `to_empty` and `reset_parameters`.
     function: Callable[[nn.Module], None] | None
-    device: torch.device
-    values_matter: bool = True
+    device: torch.device  # for the new memory
+    values_matter: bool = True  # False if another rank broadcasts its values
 
     def __post_init__(self) -> None:
         if self.function is not None and not callable(self.function):
             raise ArgumentError(f"Expected {self.function} to be callable but got {type(self.function)}")
 
     def run(self, scope: ModuleScope) -> None:
-        """Materialize the modules on the meta device; shared parameters stay shared.
-
-        Args:
-            scope: Modules of the unit.
-
-        Raises:
-            StateError: A state is still on the meta device, or a non-persistent buffer was not initialized.
-        """
+        """Materialize the modules on the meta device; shared parameters stay shared."""
         if _deferred(scope) and self.function is None:
             _run_deferred(scope)
         elif scope.on_meta() or _deferred(scope):
@@ -128,11 +104,7 @@ class Initializer:
             )
 
     def run_early(self, scope: ModuleScope) -> None:
-        """Materialize modules that share parameters before nested units separate them.
-
-        Args:
-            scope: All modules below the outermost unit.
-        """
+        """Materialize modules that share parameters before nested units separate them."""
         shared = {module for places in _shared(scope) for module, _ in places}
         if shared:
             self._each({m: name for m, name in scope.modules.items() if m in shared}, scope)
@@ -191,10 +163,7 @@ def _shared(scope: ModuleScope) -> list[list[tuple[nn.Module, str]]]:
 
 
 def _deferred(scope: ModuleScope) -> bool:
-    """Return True if torchdistX deferred the construction of parameters.
-
-    Such parameters do not have memory, but their device is not meta.
-    """
+    """Return True if torchdistX deferred the construction of parameters."""
     if "torchdistx" not in sys.modules:  # never imported, so it did not defer anything
         return False
     is_fake = import_module("torchdistx.fake").is_fake
@@ -207,16 +176,7 @@ def _run_deferred(scope: ModuleScope) -> None:
 
 
 def refuse_meta(scope: ModuleScope, unit: str, below: str = "") -> None:
-    """Refuse to compute with parameters or buffers on the meta device.
-
-    Args:
-        scope: Modules of the unit.
-        unit: Name of the unit in the message.
-        below: FQN of the unit below the root; empty for the root.
-
-    Raises:
-        StateError: A parameter or buffer is on the meta device.
-    """
+    """Refuse to compute with parameters or buffers on the meta device."""
     parameters, buffers = (
         [f"{below}.{name}" if below else name for name, tensor in states if tensor.is_meta]
         for states in (scope.parameters(), scope.buffers())
@@ -235,13 +195,7 @@ def refuse_meta(scope: ModuleScope, unit: str, below: str = "") -> None:
 
 
 def resolve_device(device_id: int | torch.device | None, rank: int) -> torch.device | None:
-    """Return the device of the argument `device_id`.
-
-    Args:
-        device_id: A device, or an index of the accelerator (the CPU if the machine does not have an accelerator);
-            None if the user did not select a device.
-        rank: Index of this rank, for the message.
-    """
+    """Return the device of the argument `device_id`."""
     if device_id is None:
         return None
     if isinstance(device_id, int) and not torch.accelerator.is_available():
@@ -259,30 +213,16 @@ def resolve_device(device_id: int | torch.device | None, rank: int) -> torch.dev
 
 
 def default_device(group: dist.ProcessGroup) -> torch.device:
-    """Return the default device of parameters: the current accelerator, or the CPU.
-
-    The default is the CPU if the machine does not have an accelerator or the group has only gloo backends.
-
-    Args:
-        group: Process group of the ranks that shard the parameters.
-    """
+    """Return the default device of parameters: the current accelerator, or the CPU."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    # gloo cannot send accelerator tensors
     if accelerator is None or set(dist.get_backend_config(group).replace(",", ":").split(":")[1::2]) == {"gloo"}:
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.get_device_module(accelerator).current_device())
 
 
 def move(scope: ModuleScope, device: torch.device | None) -> None:
-    """Move the parameters and buffers of a unit of the wrapper to its compute device.
-
-    Args:
-        scope: Modules of the unit.
-        device: Device to compute on; None to leave the states on their devices.
-
-    Raises:
-        StateError: The parameters are on several devices.
-        ArgumentError: The parameters are on another accelerator than `device`.
-    """
+    """Move the parameters and buffers of a unit of the wrapper to its compute device."""
     where: dict[torch.device, str] = {}
     for name, parameter in scope.parameters():
         where.setdefault(parameter.device, name)
@@ -310,15 +250,7 @@ def move(scope: ModuleScope, device: torch.device | None) -> None:
 
 
 def move_states(states: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Move tensors to a device in place; tensors on the meta device stay there.
-
-    Args:
-        states: Parameters and buffers.
-        device: Device to move to.
-
-    Raises:
-        MeshDeviceError: The mesh of a DTensor has another device type.
-    """
+    """Move tensors to a device in place; tensors on the meta device stay there."""
     for tensor in states:
         if tensor.device == device or tensor.is_meta:
             continue
@@ -411,12 +343,7 @@ def _refuse_parts(name: str, tensor: DTensor, group: dist.ProcessGroup) -> None:
 
 
 def broadcast(states: Iterable[torch.Tensor], group: ShardGroup) -> None:
-    """Broadcast rank 0's values to its replicas, then to the shard group. Collective.
-
-    Args:
-        states: Tensors; those on the meta device are skipped. Of a wrapper subclass the inner tensors are sent.
-        group: Shard group, with its replicas.
-    """
+    """Broadcast rank 0's values to its replicas, then to the shard group. Collective."""
     with torch.no_grad():
         for bucket in _buckets(_plain(tensor.detach()) for tensor in states if not tensor.is_meta):
             flat = bucket[0].reshape(-1) if len(bucket) == 1 else torch.cat([tensor.reshape(-1) for tensor in bucket])
@@ -438,10 +365,8 @@ def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _buckets(states: Iterable[list[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
-    """Yield buckets of tensors of one dtype and device, in an order that ranks share.
-
-    A bucket has at most as many bytes as one broadcast, or a single larger tensor.
-    """
+    """Yield buckets of tensors of one dtype and device, in an order that ranks share."""
+    # A bucket fits into one broadcast, or has a single larger tensor.
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in (each for some in states for each in some):
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)

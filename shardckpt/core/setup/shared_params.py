@@ -14,15 +14,8 @@ _Users = dict[Identity, set[tuple[int, str]]]
 
 
 def restore_shared_units(module: nn.Module, units: Sequence[FSDPUnit]) -> list[FSDPUnit]:
-    """Undo the sharding of nested units that share parameters with others. Collective.
-
-    Args:
-        module: Module that contains all users of the shared parameters.
-        units: Units below the module, outer ones first.
-
-    Returns:
-        The restored units, inner ones first; the caller has to rebuild them.
-    """
+    """Undo the sharding of nested units that share parameters with others. Collective."""
+    # Returns the restored units, inner ones first; the caller has to rebuild them.
     tied = _tied(units, _users(module, units))
     if not tied:
         return []

@@ -65,29 +65,11 @@ def clip_units(
     *,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """Scale gradients of units so that their norm is at most `max_norm`. Collective.
-
-    Each rank gathers the partial norms of all ranks and adds them in the same order in float64. The norm and the
-    scaling factor are therefore bitwise equal on every rank, in whatever order a backend reduces. Gradients of ignored
-    parameters are not reduced and differ between ranks: they are neither counted nor scaled. A flat unit over a subset
-    of the ranks, such as an expert, has gradients that the other ranks do not have; all ranks count them.
-
-    Args:
-        units: All units below one root.
-        around: Shard group of the root.
-        device: Device of the tensors in collectives.
-        max_norm: Largest norm after the call.
-        norm_type: Order of the norm; infinity for the largest absolute value.
-        error_if_nonfinite: Raise an error if the norm is infinite or NaN, instead of scaling by it.
-
-    Returns:
-        The norm before scaling, in the promoted dtype of this rank's gradients; float32 if it has no gradients.
-
-    Raises:
-        ArgumentError: The order is not positive, or the mesh of a DTensor has fewer ranks than that of another.
-        StateError: `error_if_nonfinite` is set and the norm is not finite (gradients are unchanged), or gradients
-            were not reduced because of `no_sync`.
-    """
+    """Scale gradients of units so that their norm is at most `max_norm`. Collective."""
+    # Each rank gathers all ranks' partial norms and adds them in the same order in float64. The norm and the scaling
+    # factor are therefore bitwise equal on every rank, in whatever order a backend reduces. Ignored parameters'
+    # gradients are not reduced and differ between ranks: they are neither counted nor scaled. A flat unit over a subset
+    # of the ranks, such as an expert, has gradients that the other ranks do not have; all ranks count them.
     order = float(norm_type)
     if not order > 0:
         raise ArgumentError("the order of a norm is positive", where="clip_grad_norm_", found=norm_type)
@@ -124,17 +106,11 @@ def clip_units(
 
 @dataclass(frozen=True)
 class _Ranks:
-    """Ranks that shard or replicate a parameter.
+    """Ranks that shard or replicate a parameter."""
 
-    Attributes:
-        groups: Process groups, one per mesh dimension, to gather over in this order.
-        count: Number of ranks.
-        copies: Number of ranks with the same shard of the parameter.
-    """
-
-    groups: tuple[dist.ProcessGroup, ...]
+    groups: tuple[dist.ProcessGroup, ...]  # one per mesh dimension, to gather over in this order
     count: int
-    copies: int = 1
+    copies: int = 1  # ranks with the same shard of the parameter
 
     @classmethod
     def from_dtensor(cls, tensor: DTensor) -> _Ranks:
@@ -156,15 +132,10 @@ class _Ranks:
 
 @dataclass(frozen=True)
 class _Part:
-    """This rank's shard of one gradient.
+    """This rank's shard of one gradient."""
 
-    Attributes:
-        grad: Plain tensor that aliases the gradient; changes are made in place.
-        copies: Number of ranks with the same values.
-    """
-
-    grad: torch.Tensor
-    copies: int
+    grad: torch.Tensor  # plain tensor that aliases the gradient; changes are made in place
+    copies: int  # ranks with the same values
 
     @classmethod
     def from_grad(cls, grad: torch.Tensor, copies: int) -> _Part:
@@ -190,10 +161,8 @@ def _optimizer_params(registration: ParamRegistration) -> list[tuple[nn.Paramete
 
 
 def _parts_over_mesh(registration: ParamRegistration, mesh: DeviceMesh) -> list[_Part]:
-    """Return a flat unit's gradients by parameter: their numbers of copies differ.
-
-    Tensor parallelism shards some parameters and replicates others.
-    """
+    """Return a flat unit's gradients by parameter: their numbers of copies differ."""
+    # Tensor parallelism shards some parameters and replicates others.
     replicas = registration.bucket.group.replicas
     rows = zip(registration.gradients(), count_tp_replicas(registration.bucket, mesh), strict=True)
     return [_Part.from_grad(grad, replicas * copies) for grad, copies in rows if grad is not None]

@@ -13,14 +13,8 @@ from shardckpt.core.runtime.fsdp_unit import FSDPUnit
 
 @contextmanager
 def register_flat_params(units: Sequence[tuple[nn.Module, FSDPUnit]], name: str) -> Generator[None, None, None]:
-    """Register flat parameters instead of the original ones inside the context.
-
-    A flat parameter aliases the shard, so the original parameters have its changes afterwards.
-
-    Args:
-        units: Units, each with the module on which to register its flat parameters.
-        name: Name of the first flat parameter of a unit; further ones get numbers.
-    """
+    """Register flat parameters instead of the original ones inside the context."""
+    # A flat parameter aliases the shard, so the original parameters have its changes afterwards.
     homes = {home: unit.registrations for home, unit in units}
     places = [p for _, unit in units for member in unit.params.members for p in member.places]
     before = {module: dict(module._parameters) for module in [*homes, *(place.module for place in places)]}

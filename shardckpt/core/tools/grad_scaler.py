@@ -76,30 +76,23 @@ class ShardedGradScaler(GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool = True,  # noqa: ARG002  (the signature of torch's scaler; this one accepts fp16)
     ) -> dict[torch.device, torch.Tensor]:
-        """Unscale this rank's gradients and return the overflow flags. Collective.
-
-        The flags are nonzero if any rank had an overflow. torch's class also calls this with a scale of 1 to find
-        overflows only, for optimizers that unscale gradients themselves.
-
-        Returns:
-            One flag per device.
-        """
+        """Unscale this rank's gradients and return the overflow flags. Collective."""
+        # The flags are nonzero if any rank had an overflow. torch's class also calls this with a scale of 1 to find
+        # overflows only, for optimizers that unscale gradients themselves.
         flags = {found_inf.device: found_inf}
         for (device, _), grads in _gradients(optimizer).items():
             flag = flags.setdefault(device, found_inf.to(device))
             torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, inv_scale.to(device))
         total = torch.stack([flag.to(found_inf.device) for flag in flags.values()]).sum(0)
-        met = total.to(self._device) if total.device.type == "cpu" else total  # device of the group's backend
+        met = total.to(self._device) if total.device.type == "cpu" else total  # the group backend's device
         dist.all_reduce(met, group=self.process_group)
         return {device: flag.copy_(met) for device, flag in flags.items()}
 
 
 @torch.no_grad()
 def _gradients(optimizer: torch.optim.Optimizer) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
-    """Return this rank's shards of an optimizer's gradients by device and dtype.
-
-    The tensors alias the gradients; changes are made in place.
-    """
+    """Return this rank's shards of an optimizer's gradients by device and dtype."""
+    # The tensors alias the gradients; changes are made in place.
     gradients: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -107,7 +100,7 @@ def _gradients(optimizer: torch.optim.Optimizer) -> dict[tuple[torch.device, tor
             if grad is None:
                 continue
             if grad.is_sparse:
-                if grad.dtype is torch.float16:  # the sum of duplicate indices may overflow
+                if grad.dtype is torch.float16:  # duplicate indices may overflow in the sum
                     grad = parameter.grad = grad.coalesce()
                 grad = grad._values()
             elif isinstance(grad, DTensor):

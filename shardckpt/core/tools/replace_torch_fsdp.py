@@ -12,7 +12,8 @@ _MODULES = {
     "torch.distributed.fsdp.fully_sharded_data_parallel": "shardckpt.core.fully_sharded_data_parallel",
     "torch.distributed.fsdp.wrap": "shardckpt.core.wrap",
     "torch.distributed.fsdp.sharded_grad_scaler": "shardckpt.core.sharded_grad_scaler",
-    "torch.distributed._composable.fsdp": "shardckpt.core",  # the place of `fully_shard` up to 2.5; Lightning has it
+    # Where torch had `fully_shard` up to 2.5; Lightning uses it.
+    "torch.distributed._composable.fsdp": "shardckpt.core",
 }
 
 
@@ -30,7 +31,7 @@ def replace_torch_fsdp() -> ExitStack:
         >>> shardckpt.core.replace_torch_fsdp()  # doctest: +SKIP
         >>> accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
     """
-    import_module("torch.distributed.checkpoint.state_dict")  # it keeps torch's wrapper, beside which ours is known
+    import_module("torch.distributed.checkpoint.state_dict")  # it keeps torch's wrapper, in addition to ours
     stack = ExitStack()
     for target, source in _MODULES.items():
         _replace_names(import_module(target), import_module(source), stack)
@@ -39,7 +40,7 @@ def replace_torch_fsdp() -> ExitStack:
 
 def _replace_names(target: Any, source: Any, stack: ExitStack) -> None:
     """Replace the names that both modules have; the end of the stack restores them."""
-    for name in dir(source):  # names of a package may not be loaded yet
+    for name in dir(source):  # a package's names may not be loaded yet
         if name.startswith("_") or not hasattr(target, name):
             continue
         ours = getattr(source, name)

@@ -24,42 +24,24 @@ from shardckpt.core.runtime.traversal import ShardedModule
 
 @dataclass(frozen=True)
 class SummonOptions:
-    """Options of `summon_full_params`.
+    """Options of `summon_full_params`."""
 
-    Attributes:
-        writeback: Whether changes are kept.
-        rank0_only: Whether only rank 0 of a unit's shard group gets full parameters.
-        offload_to_cpu: Whether the full parameters are in CPU memory.
-        with_grads: Whether full gradients are gathered too.
-    """
-
-    writeback: bool = True
-    rank0_only: bool = False
+    writeback: bool = True  # keep changes
+    rank0_only: bool = False  # only rank 0 in a unit's shard group gets full parameters
     offload_to_cpu: bool = False
-    with_grads: bool = False
+    with_grads: bool = False  # also gather full gradients
 
 
 @contextmanager
 def summon_full_params(
     module: nn.Module, options: SummonOptions, *, recurse: bool = True
 ) -> Generator[None, None, None]:
-    """Register full parameters of the stored dtypes inside the context. Collective.
-
-    Full parameters are plain parameters: a flat parameter is replaced by parameters with their own shapes and names, a
-    DTensor by a new parameter; otherwise the user's objects are used. Inside the context a unit computes like a plain
-    module, and its gradients are not reduced over ranks. With `writeback` changes are kept on any exit, also after an
-    exception, and also of parameters that a user registered inside. Without it changes are lost, unless nothing is
-    sharded. Without `with_grads` gradients stay sharded and unchanged.
-
-    Args:
-        module: Sharded module, or a module that contains sharded modules.
-        options: Options of the context.
-        recurse: Also gather the parameters of nested units; all are in memory at the same time.
-
-    Raises:
-        BusyError: A unit is in a forward or a backward, or its parameters are summoned already.
-        SummonShapeError: On exit: a parameter was replaced by a parameter of another shape.
-    """
+    """Register full parameters of the stored dtypes inside the context. Collective."""
+    # Full parameters are plain parameters. Parameters with their own shapes and names replace a flat parameter, and a
+    # new parameter replaces a DTensor; otherwise the user's objects are used. Inside the context a unit computes like a
+    # plain module, and its gradients are not reduced over ranks. With `writeback` changes are kept on any exit, also
+    # after an exception, and also for parameters that a user registered inside. Without it changes are lost, unless
+    # nothing is sharded. Without `with_grads` gradients stay sharded and unchanged.
     units = _units(module, recurse=recurse)
     if options.offload_to_cpu and not options.rank0_only:
         warnings.warn(
@@ -130,15 +112,10 @@ def _restore_param_order(unit: FSDPUnit) -> None:
 
 
 class _SummonedBucket:
-    """Full parameters of one bucket.
-
-    Args:
-        registration: Registration of the bucket.
-        options: Options of the context.
-        persists: Whether changes always persist: the unit is not sharded, so full parameters alias the stored ones.
-    """
+    """Full parameters of one bucket."""
 
     def __init__(self, registration: ParamRegistration, options: SummonOptions, *, persists: bool) -> None:
+        # `persists`: changes always persist, since full parameters alias the stored ones in an unsharded unit.
         self._registration = registration
         self._bucket = registration.bucket
         self._options = options
@@ -190,13 +167,9 @@ class _SummonedBucket:
         return [None if grad is None else grad.clone() for grad in gradients]
 
     def close(self) -> None:
-        """Register the sharded parameters again, after writing back changes.
-
-        Collective if only rank 0 has full parameters and writes them back.
-
-        Raises:
-            SummonShapeError: A parameter was replaced by a parameter of another shape; changes of the others are kept.
-        """
+        """Register the sharded parameters again, after writing back changes."""
+        # Collective if only rank 0 has full parameters and writes them back. A parameter that was replaced by one with
+        # another shape is an error; changes to the others are kept.
         options, bucket, shown = self._options, self._bucket, bool(self._parameters)
         values, wrong = self._values() if shown else ([], None)
         gradients = (
@@ -223,10 +196,8 @@ class _SummonedBucket:
         return [next(_replaced_params(member, ours), ours) for member, ours in pairs]
 
     def _values(self) -> tuple[list[torch.Tensor], SummonShapeError | None]:
-        """Return the values to write back, and an error if a shape has changed.
-
-        A value of another shape is replaced by the summoned one.
-        """
+        """Return the values to write back, and an error if a shape has changed."""
+        # The summoned value replaces a value with another shape.
         wrong = None
         values = [_local(each) for each in self._registered()]
         rows = zip(self._bucket.members, self._bucket.packing.layout.specs, strict=True)
