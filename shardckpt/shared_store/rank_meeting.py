@@ -27,15 +27,11 @@ from shardckpt.groups import Group, LocalGroup, current_group
 from shardckpt.shared_store.store_group import SILENCE_S, TOKENS, RankStore, StoreGroup
 from shardckpt.shared_store.time_limit import run_within
 
-MEETING_S = 300.0
-"""Seconds that ranks wait for each other to come."""
-
-NOTICE_S = 10.0
-"""Seconds after which a rank that waits for others says for which."""
+MEETING_S = 300.0  # seconds that ranks wait for each other to come
+NOTICE_S = 10.0  # seconds after which a waiting rank names the ranks it waits for
 
 _POLL_S = 0.05
-_ASK_S = 10.0
-"""Maximum seconds of a call to the store before the ranks have met; then another connection is tried."""
+_ASK_S = 10.0  # maximum seconds for a store call before the ranks have met; then another connection is tried
 
 _PREFIX = "shardckpt/ranks"
 _CURRENT, _NO_MEETING = "current", "-"
@@ -43,35 +39,23 @@ _FIX = (
     "Every rank has to make the same call with the same arguments, as under torchrun; for one process alone pass"
     " parallel=False (--no-parallel)."
 )
+# Stores that this process hosts. They stay: a later process group shares their port.
 _HOSTED: dict[tuple[str, int], Any] = {}
-"""Stores that this process hosts. They stay: a process group that is initialized later shares their port."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Address at which the ranks meet, as their launcher says in the environment.
-
-    Attributes:
-        rank: This process's rank.
-        size: Number of ranks.
-        host: Host of the store.
-        port: Its port.
-        is_host: Whether this process hosts the store unless another process does.
-    """
+    """Address at which the ranks meet, as their launcher says in the environment."""
 
     rank: int
     size: int
-    host: str
+    host: str  # store's host
     port: int
-    is_host: bool
+    is_host: bool  # whether this process hosts the store unless another process does
 
 
 def read_place() -> Place:
-    """Return the place that the environment describes.
-
-    Raises:
-        UsageError: A variable is missing or is not a number.
-    """
+    """Return the place that the environment describes."""
     rank, size, port = (_read_number(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     if not 0 <= rank < size:
         raise _wrong(f"RANK must be below WORLD_SIZE, {size}, got {rank}")
@@ -102,18 +86,7 @@ def _wrong(what: str) -> UsageError:
 def join_ranks(
     call: str, *, place: Place | None = None, meeting_s: float | None = None, silence_s: float = SILENCE_S
 ) -> Iterator[Group]:
-    """Yield the group of all ranks: that of torch if it is initialized, else that of a meeting.
-
-    Args:
-        call: Text that is the same on the ranks that are to meet, and another for another call.
-        place: Where they meet; None for the place that the environment describes.
-        meeting_s: Seconds that ranks wait for each other to come; `MEETING_S` if None.
-        silence_s: Seconds without a heartbeat after which a rank that has come counts as dead.
-
-    Raises:
-        RankError: The ranks did not come in time.
-        UsageError: The environment does not describe the ranks.
-    """
+    """Yield the group of all ranks: that of torch if it is initialized, else that of a meeting."""
     if dist.is_initialized():
         yield current_group()
         return
@@ -121,19 +94,14 @@ def join_ranks(
     if place.size == 1:
         yield LocalGroup()
         return
+    # Seconds without a heartbeat after which a rank counts as dead: `silence_s`.
     group = _Meeting(place, call, MEETING_S if meeting_s is None else meeting_s).hold(silence_s)
     with group.live():
         yield group
 
 
 class _Meeting:
-    """One attempt of a rank to meet the others.
-
-    Args:
-        place: Where.
-        call: As for `join_ranks`.
-        limit_s: Seconds that this rank waits.
-    """
+    """One attempt of a rank to meet the others."""
 
     def __init__(self, place: Place, call: str, limit_s: float) -> None:
         self._place, self._limit_s = place, limit_s
@@ -154,7 +122,8 @@ class _Meeting:
                     store = _connect(self._place)
                     while not self._look(RankStore(PrefixStore(self._prefix, store), _ASK_S)):
                         self._wait()
-                except (OSError, RuntimeError) as error:  # refused, lost, or too slow: perhaps of a call that ends
+                # Refused, lost, or too slow: the store may belong to a call that ends.
+                except (OSError, RuntimeError) as error:
                     if isinstance(error, RankError):
                         raise
                     self._trouble = str(error).partition("\n")[0]
@@ -237,22 +206,19 @@ class _Meeting:
 
 
 def _connect(place: Place) -> Any:
-    """Return a connection to the store; this process hosts it if it should and no other does.
-
-    Raises OSError, RuntimeError.
-    """
+    """Return a connection to the store; this process hosts it if it should and no other does."""
     if place.is_host:
         known = _HOSTED.get((place.host, place.port))
         if known is not None:
             return known
         try:
             store = _open_store(place, is_host=True)
-        except RuntimeError:  # the address is in use: by another process of this rank, whose store has room for ours
+        except RuntimeError:  # the address is in use by another process for this rank, whose store we can share
             pass
         else:
             _HOSTED[place.host, place.port] = store
             return store
-    # torch writes pages about each attempt that is refused
+    # torch logs pages about each refused attempt
     socket.create_connection((place.host, place.port), timeout=2.0).close()
     return run_within(_ASK_S, lambda: _open_store(place, is_host=False))
 

@@ -20,35 +20,24 @@ from shardckpt.shared_store.time_limit import run_within
 
 T = TypeVar("T")
 
-TOKENS = "tokens"
-"""Key under which a meeting lists its ranks; removed with the last message."""
+TOKENS = "tokens"  # key under which a meeting lists its ranks; removed with the last message
+SILENCE_S = 60.0  # seconds without a heartbeat after which a rank counts as dead, and a store as lost
+_HEARTBEAT_S = 2.0  # seconds between a rank's heartbeats
 
-SILENCE_S = 60.0
-"""Seconds without a heartbeat after which a rank counts as dead, and a store as lost."""
-
-_HEARTBEAT_S = 2.0
-"""Seconds between two heartbeats of a rank."""
-
+# Maximum seconds that rank 0, which may host the store, waits for ranks to read the last message.
 _END_S = 10.0
-"""Maximum seconds that rank 0, which may host the store, stays for ranks that have not read the last message."""
 
-_LEAVE_S = 1.0
-"""Maximum seconds of a call to the store by a rank that leaves with an error."""
+_LEAVE_S = 1.0  # maximum seconds for a store call by a rank that leaves with an error
 
 _FIRST_POLL_S, _LAST_POLL_S = 0.002, 0.1
-_PART_BYTES = 4 << 20  # of a message; stores refuse values above 8 MiB
+_PART_BYTES = 4 << 20  # per message; stores refuse values above 8 MiB
 _SIZE = struct.Struct("<Q")
 _LEFT = "left"
 _RANK_FIX = "Its own log says why; nothing was written."
 
 
 class RankStore:
-    """A store whose calls end in time and leave signals to the main thread.
-
-    Args:
-        store: Store of torch; keys are set in it as they are given.
-        limit_s: Maximum seconds of a call.
-    """
+    """A store whose calls end in time and leave signals to the main thread."""
 
     def __init__(self, store: Any, limit_s: float = SILENCE_S) -> None:
         self._store, self._limit_s = store, limit_s
@@ -83,14 +72,7 @@ class RankStore:
 
 
 class StoreGroup(Group):
-    """Ranks that know each other from a meeting; rank 0 passes their messages on.
-
-    Args:
-        store: Store for the keys of this group alone.
-        rank: This process's rank.
-        size: Number of ranks.
-        silence_s: Seconds without a heartbeat after which a rank counts as dead.
-    """
+    """Ranks that know each other from a meeting; rank 0 passes their messages on."""
 
     def __init__(self, store: RankStore, rank: int, size: int, silence_s: float = SILENCE_S) -> None:
         self._store, self._rank, self._size, self._silence_s = store, rank, size, silence_s
@@ -119,7 +101,7 @@ class StoreGroup(Group):
                 return _split(self._recv(self._key(0)))
             gathered = [data, *(self._recv(self._key(each)) for each in range(1, self._size))]
             self._send(self._key(0), b"".join(_SIZE.pack(len(each)) + each for each in gathered))
-            if self._number > 1:  # the others have read the message before, since they have sent another
+            if self._number > 1:  # the others have read the earlier message, since they have sent another
                 self._remove(self._key(0, self._number - 1))
             for each in range(1, self._size):
                 self._remove(self._key(each))
@@ -139,7 +121,7 @@ class StoreGroup(Group):
         except BaseException as error:
             store = self._store.with_short_limit()
             self._leave(store, error)
-            if self._rank != 0 or isinstance(error, Exception):  # an interrupted rank waits for nobody
+            if self._rank != 0 or isinstance(error, Exception):  # an interrupted rank waits for no other rank
                 self._confirm_end(store)
             raise
         finally:
@@ -156,7 +138,7 @@ class StoreGroup(Group):
     def _leave(self, store: RankStore, error: BaseException) -> None:
         text = str(error) if isinstance(error, ShardckptError) else f"{type(error).__name__} {error}".rstrip()
         with suppress(RuntimeError, TimeoutError):
-            if not store.has([_LEFT]):  # the rank that left before has the reason
+            if not store.has([_LEFT]):  # the rank that left earlier has the reason
                 store.set(_LEFT, f"{self._rank} {text[:500]}")
 
     def _confirm_end(self, store: RankStore) -> None:

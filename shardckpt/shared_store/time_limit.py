@@ -11,19 +11,10 @@ T = TypeVar("T")
 
 
 def run_within(seconds: float, work: Callable[[], T]) -> T:
-    """Return the result of a function, or raise its exception, within a time limit.
-
-    Signals are handled meanwhile, if the main thread waits.
-
-    Args:
-        seconds: Time limit, in seconds.
-        work: Function to run on a new thread, which is abandoned at the time limit.
-
-    Raises:
-        TimeoutError: The function did not end in time.
-    """
+    """Return the result of a function, or raise its exception, within a time limit."""
     ended: SimpleQueue[Callable[[], T]] = SimpleQueue()
 
+    # The main thread can handle signals while another thread, abandoned at the limit, runs the call.
     def run() -> None:
         try:
             value = work()
