@@ -29,26 +29,16 @@ OnProgress = Callable[[Progress], None]
 
 
 class Stopped(BaseException):
-    """Ends a thread after another one failed.
-
-    Not an Exception, so that targets do not handle it.
-    """
+    """Ends a thread after another one failed."""
 
 
 class Meter:
-    """Counts bytes from several threads, and reports them to the caller.
-
-    Args:
-        total_bytes: Bytes in all.
-        on_progress: Called after every step, under a lock; may raise an exception to stop the work.
-
-    Raises:
-        UsageError: `on_progress` cannot be called.
-    """
+    """Counts bytes from several threads, and reports them to the caller."""
 
     def __init__(self, total_bytes: int, on_progress: OnProgress | None) -> None:
         if not (on_progress is None or callable(on_progress)):
             raise UsageError("`on_progress` must be a function", found=repr(on_progress), expected="one of a Progress")
+        # Called after every step, under a lock; it may raise an exception to stop the work.
         self._total, self._on_progress = total_bytes, on_progress
         self._done, self._start, self._lock = 0, time.perf_counter(), threading.Lock()
         self._stopped = False
@@ -63,11 +53,7 @@ class Meter:
         self._stopped = True
 
     def add(self, nbytes: int) -> None:
-        """Add bytes to the count.
-
-        Raises:
-            Stopped: The work was stopped.
-        """
+        """Add bytes to the count."""
         if self._stopped:
             raise Stopped
         with self._lock:

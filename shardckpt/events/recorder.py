@@ -23,8 +23,8 @@ OnEvent = Callable[[OperationEvent], object]
 
 _SUBSCRIBED: list[OnEvent] = []
 
+# Whether the caller continues after an operation's error.
 _TOLERATED: ContextVar[bool] = ContextVar("tolerated", default=False)
-"""Whether the caller of the operations that run goes on after their errors."""
 
 
 def subscribe(on_event: OnEvent) -> Callable[[], None]:
@@ -67,7 +67,7 @@ def emit(event: OperationEvent, *on_event: OnEvent | None, is_tolerated: bool = 
     """
     is_failure = event.error is not None and not (is_tolerated or _TOLERATED.get())
     level = logging.DEBUG if event.rank else logging.ERROR if is_failure else logging.INFO
-    # Until logging is configured, Python prints errors on stderr: this one is raised, and would be there twice.
+    # Until logging is configured, Python prints errors on stderr. This error is also raised, so it would show twice.
     if _LOG.isEnabledFor(level) and _LOG.hasHandlers():
         _LOG.log(level, "%s", _describe(event))
     deliver(event, *_SUBSCRIBED, *on_event)

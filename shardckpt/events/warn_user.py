@@ -10,6 +10,7 @@ import warnings
 
 _LOG = logging.getLogger("shardckpt")
 
+# Packages whose modules are between the user's code and a warning.
 _BETWEEN = sys.stdlib_module_names | {
     "accelerate",
     "lightning",
@@ -20,22 +21,16 @@ _BETWEEN = sys.stdlib_module_names | {
     "torchtitan",
     "transformers",
 }
-"""Packages whose modules are between the user's code and a warning."""
 
 
+# How often background threads gave each warning: as a rule each is shown once.
 _OF_THREADS: dict[str | tuple[str, type[Warning], int], int] = {}
-"""Warnings of background threads that were shown: as a rule each is shown once."""
 
 
 def warn_user(message: str) -> None:
-    """Warn at the innermost line that is neither of this package nor of a library that called it.
-
-    A background thread has no such line: there the warning names the thread, and no file of the standard library. Where
-    warnings are errors, it is logged there: nobody would get the error, and the work of the thread would end.
-
-    Args:
-        message: Text of the warning.
-    """
+    """Warn at the innermost line that is neither of this package nor of a library that called it."""
+    # A background thread has no such line: there the warning names the thread, and no file in the standard library.
+    # Where warnings are errors, it is logged there: no caller would get the error, and the thread's work would end.
     frame, level = inspect.currentframe(), 1
     while frame is not None:
         if str(frame.f_globals.get("__name__")).partition(".")[0] not in _BETWEEN:
