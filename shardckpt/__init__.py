@@ -183,8 +183,8 @@ _HOMES = {
     "shardckpt.state.optim.load_optim_state_dict": ("load_optim_state_dict",),
     "shardckpt.state.optim.optim_state_dict": ("optim_state_dict",),
 }
+# Module of each public name; a public name without a module here is an error.
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
-"""Module of each public name; the names that are missing here are errors."""
 
 _NEEDS_TORCH = ("shardckpt.checkpoint.", "shardckpt.state.")
 
@@ -329,10 +329,7 @@ if not _has_torch():  # `from shardckpt import *` takes what works
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name from its module.
-
-    Raises MissingTorchError if that needs torch, which is not installed.
-    """
+    """Load a public name from its module."""
     if name not in _PUBLIC:
         raise AttributeError(f"module 'shardckpt' has no attribute {name!r}")
     home = _HOME_OF.get(name, "shardckpt.errors")

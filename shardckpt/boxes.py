@@ -57,17 +57,15 @@ class Box(NamedTuple):
         return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(self.offset, self.size, strict=True)) + "]"
 
 
-@lru_cache(maxsize=4096)  # checkpoints of 100,000 tensors have a few dozen shapes
+@lru_cache(maxsize=4096)  # a checkpoint with 100,000 tensors has a few dozen shapes
 def full_box(shape: Shape) -> Box:
     """Return the box of a full array of `shape`."""
     return Box((0,) * len(shape), shape)
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """Return the elements that are in both boxes; None if there are none.
-
-    Two 0-dim boxes are the same single element.
-    """
+    """Return the elements that are in both boxes; None if there are none."""
+    # Two 0-dim boxes are the same single element.
     offset, size = [], []
     for ao, an, bo, bn in zip(a.offset, a.size, b.offset, b.size, strict=True):
         start = ao if ao > bo else bo
@@ -102,28 +100,17 @@ def strides(shape: Shape) -> Shape:
 
 
 class Cover(NamedTuple):
-    """Result of `cover`: gaps and overlaps of a set of boxes in a region.
+    """Result of `cover`: gaps and overlaps of a set of boxes in a region."""
 
-    Attributes:
-        gaps: Disjoint parts of the region that no box covers.
-        overlaps: Parts that two boxes cover, with the indices of these two in the given sequence.
-    """
-
-    gaps: list[Box]
+    gaps: list[Box]  # disjoint parts that no box covers
+    # Parts that two boxes cover, with the indices of both boxes.
     overlaps: list[tuple[Box, int, int]]
 
 
 def cover(region: Box, boxes: Sequence[Box], *, limit: int = 16) -> Cover:
-    """Find the parts of `region` that no box covers or that several boxes cover.
-
-    The region is split recursively at the box border that crosses the fewest boxes: a grid of n boxes takes O(n log n).
-    The search ends after `limit` faults, so that a hostile set of boxes cannot make it long.
-
-    Args:
-        region: Region to cover.
-        boxes: Boxes of the same number of dimensions as the region; empty boxes and parts outside are ignored.
-        limit: Maximum number of reported gaps and overlaps together.
-    """
+    """Find the parts of `region` that no box covers or that several boxes cover."""
+    # Splitting at the border that crosses the fewest boxes takes O(n log n) for a grid of n boxes. The search stops
+    # after `limit` faults, so that hostile boxes cannot make it long.
     found = Cover([], [])
     clipped = [(part, i) for i, box in enumerate(boxes) if (part := intersect(region, box))]
     stack = [(region, clipped)] if region.volume else []
@@ -155,10 +142,7 @@ def _split(region: Box, inside: list[tuple[Box, int]]) -> list[tuple[Box, list[t
 
 
 def _best_split(region: Box, inside: list[tuple[Box, int]]) -> tuple[int, int]:
-    """Return dimension and coordinate of the middle border.
-
-    The dimension is that in which the border crosses the fewest boxes.
-    """
+    """Return dimension and coordinate of the middle border."""
     best: tuple[int, int, int] | None = None
     for dim in range(len(region.size)):
         low, high = region.offset[dim], region.stop[dim]
@@ -181,10 +165,7 @@ def _with(box: Box, dim: int, offset: int, size: int) -> Box:
 
 
 def chunk_range(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Return start and length of one of `parts` chunks, split like `torch.chunk`.
-
-    All chunks have the length of the first, except the last ones, which may be shorter or empty.
-    """
+    """Return start and length of one of `parts` chunks, split like `torch.chunk`."""
     length = -(-size // parts)
     start = min(index * length, size)
     return start, min(length, size - start)
@@ -196,13 +177,8 @@ def chunk_box(shape: Shape, dim: int, parts: int, index: int) -> Box:
 
 
 def flat_to_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
-    """Return the boxes of the elements `[start, stop)` of an array in row-major order.
-
-    At most `2 * ndim - 1` boxes, in row-major order: for each dimension a partial head, full slabs and a partial tail.
-
-    Raises:
-        ValueError: The range is not inside the array.
-    """
+    """Return the boxes of the elements `[start, stop)` of an array in row-major order."""
+    # At most `2 * ndim - 1` boxes: for each dimension a partial head, full slabs and a partial tail.
     if not 0 <= start <= stop <= prod(shape):
         raise ValueError(f"flat range {start}:{stop} is not in an array of shape {shape}")
     if start == stop:
@@ -245,10 +221,9 @@ def is_contiguous(shape: Shape, box: Box) -> bool:
 
 
 def is_grid(shape: Shape, boxes: Sequence[Box]) -> bool:
-    """Return True if the boxes are the cells of a grid over an array, each once.
-
-    The shards of a mesh form a grid, for any number of ranks. Faster than `cover`, which finds all gaps and overlaps.
-    """
+    """Return True if the boxes are the cells of a grid over an array, each once."""
+    # A mesh's shards form a grid, for any number of ranks. This is faster than `cover`, which finds all gaps and
+    # overlaps.
     cells = 1
     for dim, length in enumerate(shape):
         at = 0
@@ -264,12 +239,7 @@ def is_grid(shape: Shape, boxes: Sequence[Box]) -> bool:
 
 
 def contiguous_blocks(box: Box, most: int) -> Iterator[Box]:
-    """Split `box` into contiguous blocks of at most `most` elements, in order.
-
-    Args:
-        box: Box to split.
-        most: Maximum number of elements in a block, at least 1.
-    """
+    """Split `box` into contiguous blocks of at most `most` elements, in order."""
     if box.volume <= most:
         if box.volume:
             yield box

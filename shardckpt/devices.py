@@ -93,10 +93,7 @@ class TorchStreams:
         return asked is not None and bool(asked())
 
     def record(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Delay the reuse of a freed tensor's memory until a stream's work is done.
-
-        The work is all operations queued on the stream so far.
-        """
+        """Delay the reuse of a freed tensor's memory until a stream's work is done."""
         tensor.record_stream(stream)  # type: ignore[arg-type]
 
 
@@ -119,10 +116,7 @@ _DEVICE_ERROR_TEXTS = ("cuda error", "hip error")  # of torch before `Accelerato
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if an error means that a device or the host is out of memory.
-
-    Recognizes errors of NCCL too.
-    """
+    """Return True if an error means that a device or the host is out of memory. Recognizes errors of NCCL too."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return any(text in str(error).lower() for text in _OUT_OF_MEMORY_TEXTS)
@@ -136,28 +130,17 @@ def is_device_error(error: BaseException) -> bool:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Return True if a device runs operations asynchronously to the host.
-
-    All modules use this function for that.
-    """
+    """Return True if a device runs operations asynchronously to the host."""
     return _streams.has_streams(device)
 
 
 def make_stream(device: torch.device, priority: int = 0) -> Stream:
-    """Return a new stream of a device. The device must have streams.
-
-    Args:
-        device: Device of the stream.
-        priority: Priority of the stream; lower numbers run first.
-    """
+    """Return a new stream of a device. The device must have streams."""
     return _streams.make(device, priority)
 
 
 def get_current_stream(device: torch.device) -> Stream:
-    """Return the stream that operations are queued on now.
-
-    The device must have streams.
-    """
+    """Return the stream that operations are queued on now. The device must have streams."""
     return _streams.get_current(device)
 
 
@@ -167,46 +150,26 @@ def use_stream(stream: Stream, device: torch.device) -> AbstractContextManager[o
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Return True if operations on a device are recorded into a graph (`torch.cuda.graph`) instead of queued.
-
-    Then the host cannot wait for them, and streams cannot wait for events from before.
-    """
+    """Return True if operations on a device are recorded into a graph (`torch.cuda.graph`) instead of queued."""
+    # While recording, the host cannot wait for operations, and streams cannot wait for earlier events.
     return has_streams(device) and _streams.is_capturing(device)
 
 
 def record_event(device: torch.device, stream: Stream | None = None) -> Event | None:
-    """Return an event after the operations queued so far; None without streams.
-
-    Args:
-        device: Device of the event.
-        stream: Stream of the device; None for the current stream.
-    """
+    """Return an event after the operations queued so far; None without streams."""
     if not has_streams(device):
         return None
     return (stream or get_current_stream(device)).record_event()
 
 
 def record_stream(tensor: torch.Tensor, stream: Stream | None = None) -> None:
-    """Record that a stream uses a tensor of another stream.
-
-    Its memory is reused after that stream once it is freed.
-
-    Args:
-        tensor: Tensor that the stream uses.
-        stream: Stream that uses the tensor; None for the current stream.
-    """
+    """Record that a stream uses a tensor of another stream."""
     if has_streams(tensor.device):
         _streams.record(tensor, stream or get_current_stream(tensor.device))
 
 
 class CurrentStreams:
-    """The current streams of a thread, for other threads that work for it.
-
-    A new thread has other current streams.
-
-    Args:
-        devices: Devices; those without streams are ignored.
-    """
+    """The current streams of a thread, for other threads that work for it."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._streams = {device: get_current_stream(device) for device in set(devices) if has_streams(device)}
@@ -225,24 +188,14 @@ class CurrentStreams:
 
 
 def pinned(tensor: torch.Tensor, wanted: bool = True) -> torch.Tensor:
-    """Return a CPU tensor in pinned memory, if an accelerator can read it.
-
-    Otherwise returns the same tensor.
-    """
+    """Return a CPU tensor in pinned memory, if an accelerator can read it. Otherwise returns the same tensor."""
     if not wanted or not has_pinned_memory() or tensor.is_pinned():
         return tensor
     return tensor.pin_memory()
 
 
 def copy_to_pinned(tensor: torch.Tensor) -> tuple[torch.Tensor, Event | None]:
-    """Start to copy a tensor to the CPU, without waiting for the copy.
-
-    Args:
-        tensor: Tensor on a device with streams.
-
-    Returns:
-        The copy, and the event to wait for before reading it.
-    """
+    """Start to copy a tensor to the CPU, without waiting for the copy."""
     copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=has_pinned_memory())
     copied.copy_(tensor, non_blocking=True)
     return copied, record_event(tensor.device)
@@ -260,10 +213,7 @@ def has_pinned_copies(device: torch.device) -> bool:
 
 
 def is_gpu_used() -> bool:
-    """Return True if this process already uses an accelerator.
-
-    Then pinned memory is worth its cost.
-    """
+    """Return True if this process already uses an accelerator."""
     found = find_accelerator()
     if found is None or found.type in _WITHOUT_PINNED_MEMORY:
         return False
@@ -271,13 +221,10 @@ def is_gpu_used() -> bool:
 
 
 def find_generators(*, in_use: bool) -> dict[str, Any]:
-    """Return the accelerator's module, which has `get_rng_state` and `set_rng_state`, by its kind; empty without one.
-
-    Args:
-        in_use: Whether this process must use it already. `torch.mps` cannot say so: it counts as in use.
-    """
+    """Return the accelerator's module with `get_rng_state` and `set_rng_state`, by its kind; empty without one."""
     found = find_accelerator()
     module = None if found is None else torch.get_device_module(found)
     is_available = getattr(module, "is_available", lambda: False)
+    # `torch.mps` cannot report whether it is in use: it counts as in use.
     is_there = getattr(module, "is_initialized", is_available) if in_use else is_available
     return {found.type: module} if found is not None and is_there() else {}

@@ -9,9 +9,11 @@ from __future__ import annotations
 from functools import lru_cache
 from math import prod
 
+# A number with half a byte, and torch's type for two: where safetensors counts numbers, torch counts pairs.
 HALF_BYTE, HALF_BYTE_PAIR = "float4_e2m1fn", "float4_e2m1fn_x2"
-"""Numbers of half a byte, and torch's type of two of them: where safetensors counts numbers, torch counts pairs."""
 
+# Torch's dtype name to its name in a safetensors header. Types below one byte have names in torch's style. The order is
+# that of the format's reference writer, which writes the last types first.
 SAFETENSORS_NAMES = {
     "bool": "BOOL",
     HALF_BYTE_PAIR: "F4",
@@ -37,14 +39,10 @@ SAFETENSORS_NAMES = {
     "int64": "I64",
     "uint64": "U64",
 }
-"""Torch's name of a dtype to its name in a safetensors header. Types below one byte have names in torch's style.
-
-In the order of the format's reference writer, which writes the last of these types first."""
 
 TORCH_NAMES = {short: name for name, short in SAFETENSORS_NAMES.items()}
 
-UNKNOWN = "unknown"
-"""Dtype of a tensor whose name is known but whose file is missing; it has no bytes."""
+UNKNOWN = "unknown"  # dtype of a tensor whose name is known but whose file is missing; it has no bytes
 
 _BITS = {
     "bool": 8,
@@ -76,12 +74,13 @@ _BITS = {
     UNKNOWN: 0,
 }
 
+# GGUF's quantized types, which only that target writes: elements and bytes in a block along the last dimension.
 QUANTIZED = {"q8_0": (32, 34)}
-"""Quantized types of GGUF, which only that target writes: elements and bytes of a block along the last dimension."""
 
+# Dtypes that a cast between float types applies to; fp8 and narrower types have scales and are never cast.
 FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
-"""Dtypes that a cast between float types applies to; fp8 and narrower types have scales and are never cast."""
 
+# Short names that the command line accepts.
 SHORT_NAMES = {
     "fp64": "float64",
     "fp32": "float32",
@@ -93,15 +92,10 @@ SHORT_NAMES = {
     "float": "float32",
     "double": "float64",
 }
-"""Short names that the command line accepts."""
 
 
 def bits(name: str) -> int:
-    """Return the width of one element, in bits; the average of a quantized type is rounded up.
-
-    Raises:
-        KeyError: The dtype is unknown.
-    """
+    """Return the width of one element, in bits; the average of a quantized type is rounded up."""
     if name in QUANTIZED:
         elements, size = QUANTIZED[name]
         return -(-size * 8 // elements)

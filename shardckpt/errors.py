@@ -36,12 +36,12 @@ from collections.abc import Container, Iterable, Sequence
 from importlib import import_module
 from typing import ClassVar
 
+# Maximum characters in one part of a message; longer texts are truncated, since names come from hostile files.
 _SHOWN = 1000
-"""Maximum characters of one part of a message; longer texts are truncated, since names come from hostile files."""
 
 
+# Maximum values shown from nested containers: a hostile pickle can have more leaves than memory has bytes.
 _SHOWN_VALUES = 64
-"""Maximum values shown of nested containers: those of a hostile pickle can have more leaves than memory has bytes."""
 
 
 def show(value: object) -> str:
@@ -78,10 +78,7 @@ def describe_missing(files: Sequence[str]) -> str:
 
 
 def escape(text: object) -> str:
-    """Return `text` on one line, with other characters as backslash escapes.
-
-    Escapes control characters, newlines and lone surrogates.
-    """
+    """Return `text` on one line, with other characters as backslash escapes."""
     shown = text if isinstance(text, str) else show(text)
     if len(shown) > _SHOWN:
         shown = f"{shown[:_SHOWN]}... ({len(shown)} characters)"
@@ -309,13 +306,7 @@ class RankError(ShardckptError, RuntimeError):
 
 
 def require_keywords(function: str, given: Iterable[str], known: Container[str]) -> None:
-    """Raise Python's TypeError unless a function has all keyword arguments of a call.
-
-    Args:
-        function: Name of the function.
-        given: Names of the keyword arguments.
-        known: Names that the function has.
-    """
+    """Raise Python's TypeError unless a function has all keyword arguments of a call."""
     if unknown := [name for name in given if name not in known]:
         raise TypeError(f"{function}() got an unexpected keyword argument {min(unknown)!r}")
 
@@ -328,31 +319,14 @@ def require_bools(**arguments: object) -> None:
 
 
 def require_torch(where: str, or_else: str = "") -> None:
-    """Import torch, or raise an error that says how to install it.
-
-    Args:
-        where: Function that needs torch, for the message.
-        or_else: Alternative to installing torch, for the message.
-
-    Raises:
-        MissingTorchError: Torch is not installed.
-    """
+    """Import torch, or raise an error that says how to install it."""
     if is_missing("torch"):
         fix = "Run pip install 'shardckpt[torch]'" + (f", or {or_else}." if or_else else ".")
         raise MissingTorchError("torch must be installed", where=where, fix=fix)
 
 
 def require_packages(where: str, *packages: str, install: str) -> None:
-    """Import packages, or raise an error that says how to install the first that is missing.
-
-    Args:
-        where: Module that needs them, for the message.
-        packages: Names of the packages, as Python imports them.
-        install: Argument of `pip install` for all of them.
-
-    Raises:
-        MissingPackageError: One is not installed.
-    """
+    """Import packages, or raise an error that says how to install the first that is missing."""
     for package in packages:
         if is_missing(package):
             kind = MissingTorchError if package == "torch" else MissingPackageError
@@ -366,7 +340,7 @@ def is_missing(package: str) -> bool:
     try:
         import_module(package)
     except ModuleNotFoundError as error:
-        if error.name != package:  # it is installed, but one of its own dependencies is missing
+        if error.name != package:  # it is installed, but one dependency is missing
             raise
         return True
     return False

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from shardckpt.devices import is_device_error, is_out_of_memory
 from shardckpt.errors import RankError, ShardckptError, describe_with_class
 
+# Bytes for an error message in the all-gather that ends a collective: one small all-gather if no rank failed.
 _MESSAGE_BYTES = 512
-"""Bytes of an error message in the all-gather that ends a collective: without an error, one small all-gather."""
 
 
 _PIGGYBACK_BYTES = _MESSAGE_BYTES - 1
@@ -24,15 +24,11 @@ _CPU = torch.device("cpu")
 
 
 class Piggyback:
-    """A message of each rank that is sent with the all-gather of errors.
-
-    Attributes:
-        local: This rank's message, of at most 511 bytes; set inside the block.
-        gathered: Each rank's message, in rank order, padded with zero bytes; set at the end of the block.
-    """
+    """A message of each rank that is sent with the all-gather of errors."""
 
     def __init__(self) -> None:
-        self.local = b""
+        self.local = b""  # this rank's message, at most 511 bytes; set inside the block
+        # Each rank's message, in rank order, padded with zero bytes; set at the end of the block.
         self.gathered: list[bytes] = []
 
 
@@ -153,13 +149,7 @@ class LocalGroup(Group):
 
 
 class TorchGroup(Group):
-    """A torch process group.
-
-    Messages are sent as tensors on a device of its backend; for NCCL an accelerator.
-
-    Args:
-        group: Process group; None for the default group.
-    """
+    """A torch process group."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
@@ -227,24 +217,13 @@ class TorchGroup(Group):
 
 
 def get_group_device(group: dist.ProcessGroup | None = None, preferred: torch.device = _CPU) -> torch.device:
-    """Return a device whose tensors the backend of a group can send.
-
-    NCCL cannot send tensors of the CPU.
-
-    Args:
-        group: Process group; None for the default group.
-        preferred: Device to return if the backend supports it.
-    """
+    """Return a device whose tensors the backend of a group can send."""
     kinds = [each.partition(":")[0] for each in dist.get_backend_config(group).split(",")]
-    return preferred if preferred.type in kinds else current_device(kinds[0])
+    return preferred if preferred.type in kinds else current_device(kinds[0])  # NCCL cannot send CPU tensors
 
 
 def current_device(kind: str) -> torch.device:
-    """Return the device of a type, such as "cuda", that this process uses.
-
-    Args:
-        kind: Device type.
-    """
+    """Return the device of a type, such as "cuda", that this process uses."""
     return torch.empty(0, device=kind).device
 
 
@@ -253,10 +232,7 @@ def _pad_to_tensor(data: bytes, nbytes: int) -> torch.Tensor:
 
 
 def current_group(group: dist.ProcessGroup | None = None) -> Group:
-    """Return this process's group: a torch process group, else a group of one.
-
-    The torch group is used if it is initialized.
-    """
+    """Return this process's group: a torch process group, else a group of one."""
     if dist.is_available() and dist.is_initialized():
         return TorchGroup(group)
     return LocalGroup()

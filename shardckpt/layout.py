@@ -16,29 +16,20 @@ from shardckpt import dtypes
 from shardckpt.boxes import Box, Shape, chunk_box, chunk_range, flat_to_boxes
 from shardckpt.errors import FormatError
 
-ALIGNMENT = 16
-"""Alignment, in bytes, of each parameter's offset in an aligned flat layout."""
+ALIGNMENT = 16  # in bytes, for each parameter's offset in an aligned flat layout
 
 _FORMAT = 1
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter of a layout.
+    """One parameter of a layout."""
 
-    Attributes:
-        name: Fully qualified name, without the names of wrapper modules.
-        shape: Full shape, in elements.
-        dtype: Stored dtype, as torch spells it.
-        order: Dimensions from the slowest to the fastest in memory; empty means row-major.
-        aliases: Other names of the same parameter.
-    """
-
-    name: str
+    name: str  # fully qualified name, without the names of wrapper modules
     shape: Shape
-    dtype: str
-    order: tuple[int, ...] = ()
-    aliases: tuple[str, ...] = ()
+    dtype: str  # stored dtype, in torch's spelling
+    order: tuple[int, ...] = ()  # dimensions from the slowest to the fastest in memory; empty means row-major
+    aliases: tuple[str, ...] = ()  # the parameter's other names
 
     def __post_init__(self) -> None:
         if any(n < 0 for n in self.shape):
@@ -71,21 +62,13 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class ShardRun:
-    """Contiguous elements of one parameter in the shard of one rank.
+    """Contiguous elements of one parameter in the shard of one rank."""
 
-    Attributes:
-        index: Index of the parameter in the layout's `specs`.
-        rank: Rank whose shard contains the elements.
-        start: First element, in the parameter's memory order.
-        stop: End of the elements, exclusive.
-        offset: Position of the first element in the shard, in elements.
-    """
-
-    index: int
-    rank: int
-    start: int
-    stop: int
-    offset: int
+    index: int  # index of the parameter in the layout's `specs`
+    rank: int  # rank whose shard contains the elements
+    start: int  # first element, in the parameter's memory order
+    stop: int  # end of the elements, exclusive
+    offset: int  # the first element's position in the shard, in elements
 
     @property
     def numel(self) -> int:
@@ -95,19 +78,11 @@ class ShardRun:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Parameters concatenated to one flat parameter and split into equal chunks.
+    """Parameters concatenated to one flat parameter and split into equal chunks."""
 
-    Chunks may end at any element.
-
-    Attributes:
-        specs: Parameters, in order.
-        world: Number of ranks.
-        alignment: Each parameter's offset is a multiple of this number of elements.
-    """
-
-    specs: tuple[ParamSpec, ...]
+    specs: tuple[ParamSpec, ...]  # in order
     world: int
-    alignment: int = 1
+    alignment: int = 1  # elements; each parameter's offset is a multiple
 
     def __post_init__(self) -> None:
         _check_world(self.world)
@@ -126,10 +101,7 @@ class FlatLayout:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of the flat parameter, with gaps, without padding at the end.
-
-        Gaps are those between aligned parameters.
-        """
+        """Elements of the flat parameter, with gaps, without padding at the end."""
         return self.offsets[-1] + self.specs[-1].numel if self.specs else 0
 
     @cached_property
@@ -142,10 +114,7 @@ class FlatLayout:
         return chunk_range(self.numel, self.world, rank)[1]
 
     def runs(self, rank: int) -> list[ShardRun]:
-        """Return the runs of parameters in a rank's shard, in order.
-
-        Parameters without elements there are skipped.
-        """
+        """Return the runs of parameters in a rank's shard, in order."""
         low, high = rank * self.chunk, (rank + 1) * self.chunk
         found = []
         for index, (spec, at) in enumerate(zip(self.specs, self.offsets, strict=True)):
@@ -155,10 +124,8 @@ class FlatLayout:
         return found
 
     def boxes(self, rank: int) -> list[tuple[int, Box, int]]:
-        """Return `(parameter, box, offset in the shard)` of a rank, in order.
-
-        The elements of a box are permuted in the shard if the parameter's memory order is not row-major.
-        """
+        """Return `(parameter, box, offset in the shard)` of a rank, in order."""
+        # A box's elements are permuted in the shard if the parameter's memory order is not row-major.
         return list(_boxes_of_runs(self.specs, self.runs(rank)))
 
     def with_world(self, world: int) -> FlatLayout:
@@ -172,19 +139,11 @@ class FlatLayout:
 
 @dataclass(frozen=True)
 class DimLayout:
-    """Each parameter split along one dimension into equal chunks.
+    """Each parameter split along one dimension into equal chunks."""
 
-    Later ranks may have shorter or empty chunks.
-
-    Attributes:
-        specs: Parameters, in order; all in row-major memory order.
-        world: Number of ranks.
-        dims: Dimension along which each parameter is split; a 0-dim parameter counts as one row.
-    """
-
-    specs: tuple[ParamSpec, ...]
+    specs: tuple[ParamSpec, ...]  # in order; all in row-major memory order
     world: int
-    dims: tuple[int, ...]
+    dims: tuple[int, ...]  # the dimension that splits each parameter; a 0-dim parameter counts as one row
 
     def __post_init__(self) -> None:
         _check_world(self.world)
@@ -195,10 +154,7 @@ class DimLayout:
                 raise FormatError("a parameter cannot be split along this dimension", where=spec.name, found=dim)
 
     def box(self, index: int, rank: int) -> Box:
-        """Return the box of one parameter on a rank.
-
-        It has a zero size if the rank has no elements.
-        """
+        """Return the box of one parameter on a rank."""
         spec, dim = self.specs[index], self.dims[index]
         if not spec.shape:
             return Box((), ()) if rank == 0 else Box((0,), (0,))
@@ -236,11 +192,7 @@ Layout = FlatLayout | DimLayout
 
 
 def from_json(value: object) -> Layout:
-    """Parse the layout that `to_json` wrote.
-
-    Raises:
-        FormatError: The value is not a layout.
-    """
+    """Parse the layout that `to_json` wrote."""
     try:
         return _parse(value)
     except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:

@@ -17,8 +17,7 @@ from shardckpt.boxes import Box, Shape
 from shardckpt.dtypes import array_nbytes
 from shardckpt.errors import FormatError
 
-Path = tuple[str | int, ...]
-"""Keys of a value in the saved state, from the outermost container to the innermost."""
+Path = tuple[str | int, ...]  # a value's keys in the saved state, from the outermost container to the innermost
 
 
 class Span(NamedTuple):
@@ -34,49 +33,29 @@ class Span(NamedTuple):
 
 
 class Strided(NamedTuple):
-    """A view of a storage: a slice, a transposed or an expanded tensor.
+    """A view of a storage: a slice, a transposed or an expanded tensor."""
 
-    Attributes:
-        offset: Offset in the file at which the storage starts, in bytes.
-        nbytes: Bytes of the full storage.
-        start: Elements from the start of the storage to the first element of the box.
-        strides: Elements between neighbors in each dimension; 0 repeats one element.
-    """
-
-    offset: int
-    nbytes: int
-    start: int
-    strides: Shape
+    offset: int  # where the storage starts in the file, in bytes
+    nbytes: int  # the full storage's bytes
+    start: int  # elements from the storage's start to the box's first element
+    strides: Shape  # elements between neighbors in each dimension; 0 repeats one element
 
 
 class Encoded(NamedTuple):
-    """Bytes that are decoded as a stream from their start.
+    """Bytes that are decoded as a stream from their start."""
 
-    Attributes:
-        codec: `zstd` or `deflate` (raw).
-        offset: Offset of the first encoded byte in the file.
-        nbytes: Number of encoded bytes.
-        inner: Location of the elements in the decoded stream.
-    """
-
-    codec: str
-    offset: int
+    codec: str  # `zstd` or `deflate` (raw)
+    offset: int  # the first encoded byte's offset in the file
     nbytes: int
-    inner: Span | Strided
+    inner: Span | Strided  # where the elements are in the decoded stream
 
 
 class Lazy(NamedTuple):
-    """A container to open to locate the elements; `Reader.resolve` does this.
+    """A container to open to locate the elements; `Reader.resolve` does this."""
 
-    Attributes:
-        offset: Offset of the container's first byte in the file.
-        nbytes: Bytes of the container; 0 if not known yet.
-        detail: Further data for the reader of this format; opaque to all other code.
-    """
-
-    offset: int
-    nbytes: int
-    detail: object = None
+    offset: int  # the container's first byte in the file
+    nbytes: int  # the container's bytes; 0 if not known yet
+    detail: object = None  # further data for this format's reader; opaque to all other code
 
 
 Layout = Span | Strided | Encoded | Lazy
@@ -138,19 +117,12 @@ UNREAD = Unread.UNREAD
 
 @dataclass(frozen=True, slots=True)
 class ObjectEntry:
-    """One value that is not an array.
+    """One value that is not an array."""
 
-    Attributes:
-        path: Path in the saved state.
-        value: The value, or `UNREAD` if it is in `file`, from which `Reader.load_object` reads it.
-        file: File name relative to the checkpoint's store; empty if the value is known.
-        layout: Location of its bytes in `file`; None if the value is known.
-    """
-
-    path: Path
-    value: object = UNREAD
-    file: str = ""
-    layout: Span | Encoded | None = None
+    path: Path  # in the saved state
+    value: object = UNREAD  # `UNREAD` if it is in `file`; then `Reader.load_object` reads it
+    file: str = ""  # file name relative to the checkpoint's store; empty if the value is known
+    layout: Span | Encoded | None = None  # where its bytes are in `file`; None if the value is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,23 +181,12 @@ def split_numbers(name: str) -> list[tuple[int, str]]:
 
 
 def unflatten(values: Mapping[Path, Any], where: str | None = None, *, has_lists: bool = False) -> Any:
-    """Build nested dicts from values by path.
-
-    A value at the empty path is returned unchanged.
-
-    Args:
-        values: Values by path. An empty dict counts as a dict of the result.
-        where: Checkpoint, for the message. If None, a value below another value is dropped.
-        has_lists: Turn dicts with the keys 0, 1, 2, ... into lists, except the `state` of an optimizer, whose keys are
-            parameter ids.
-
-    Raises:
-        FormatError: A value is below another value that is not a dict, and `where` is given.
-    """
+    """Build nested dicts from values by path."""
     root: dict[str | int, Any] = {}
-    nodes = {id(root)}  # ids of the dicts of the result; a value may be a dict too
+    nodes = {id(root)}  # ids of the result's dicts; a value may be a dict too
     for path, value in values.items():
         if not path:
+            # A value at the empty path is returned unchanged.
             return value
         node = root
         for key in path[:-1]:
@@ -243,6 +204,7 @@ def unflatten(values: Mapping[Path, Any], where: str | None = None, *, has_lists
                 continue
             if is_node:
                 continue
+        # Without `where`, a value below another value is dropped.
         if where is not None:
             raise FormatError("a value is inside another value", where=where, found=dotted(path))
     return _restore_lists(root, nodes) if has_lists else root

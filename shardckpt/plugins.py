@@ -19,43 +19,27 @@ _Result = TypeVar("_Result")
 
 
 class Plugin(NamedTuple):
-    """An entry point that is not loaded yet.
+    """An entry point that is not loaded yet."""
 
-    Attributes:
-        name: Name of the entry point, which is the name of the format or target.
-        group: Entry point group, such as `shardckpt.formats`.
-        distribution: Name and version of the distribution that installs the entry point.
-        load: Function that imports the plugin.
-    """
-
-    name: str
-    group: str
-    distribution: str
-    load: Callable[[], object]
+    name: str  # entry point name, which is the format's or target's name
+    group: str  # such as `shardckpt.formats`
+    distribution: str  # name and version of the distribution that installs it
+    load: Callable[[], object]  # imports the plugin
 
     def __str__(self) -> str:
         return f"{self.name!r} of {self.distribution}"
 
 
 def find_plugins(groups: tuple[str, ...], built_in: tuple[str, ...]) -> tuple[Plugin, ...]:
-    """Return the entry points of some groups of installed distributions, by name.
-
-    Entry points with clashing names are ignored, with a warning.
-
-    Args:
-        groups: Names of entry point groups.
-        built_in: Names that the package itself defines.
-    """
+    """Return the entry points of some groups of installed distributions, by name."""
     return _find_plugins(groups, built_in, find_installed())
 
 
 def find_installed() -> tuple[str, ...]:
-    """Return the folders of `sys.path` whose distributions are installed.
-
-    They are the folders from which Python itself runs code as it starts: those of packages, those that their `.pth`
-    files name, and absolute ones in `PYTHONPATH`. Neither the working directory nor the folder of a script counts: it
-    may be that of a checkpoint.
-    """
+    """Return the folders of `sys.path` whose distributions are installed."""
+    # Python itself runs code from these folders as it starts: package folders, folders that their `.pth` files name,
+    # and absolute ones in `PYTHONPATH`. The working directory and a script's folder do not count: they may be a
+    # checkpoint's folder.
     named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     installed = {os.path.realpath(each) for each in named if os.path.isabs(each)}
     with suppress(OSError):  # the working directory was removed
@@ -113,10 +97,7 @@ def _find_plugins(groups: tuple[str, ...], built_in: tuple[str, ...], path: tupl
 
 
 def _has_entry_points(groups: tuple[str, ...], path: tuple[str, ...]) -> bool:
-    """Return True if a distribution on a path may have entry points of a group.
-
-    Takes 1 ms.
-    """
+    """Return True if a distribution on a path may have entry points of a group. Takes 1 ms."""
     sections = [f"[{group}]".encode() for group in groups]
     for folder in path:
         try:
@@ -138,15 +119,7 @@ def _has_entry_points(groups: tuple[str, ...], path: tuple[str, ...]) -> bool:
 
 
 def load_plugin(plugin: Plugin, kind: type[_Kind]) -> _Kind:
-    """Import a plugin.
-
-    Args:
-        plugin: Entry point to import.
-        kind: Required class of the imported object, whose `name` must be that of the entry point.
-
-    Raises:
-        UsageError: The plugin cannot be imported, or has the wrong class or name.
-    """
+    """Import a plugin."""
     fix = "Update or uninstall that distribution."
     try:
         value = plugin.load()
@@ -169,18 +142,9 @@ def name_plugin(
     error_type: type[ShardckptError],
     passes: Callable[[BaseException], bool] = lambda _: False,
 ) -> Iterator[None]:
-    """Raise exceptions of a plugin as an error that names it.
-
-    Errors of shardckpt pass unchanged.
-
-    Args:
-        plugin: Plugin that the block calls.
-        action: Verb and object for the message, such as `open this`.
-        where: Path or URL of the checkpoint.
-        error_type: Class of the raised error.
-        passes: Returns True for other exceptions that pass unchanged, since the plugin did not cause them.
-    """
+    """Raise exceptions of a plugin as an error that names it. Errors of shardckpt pass unchanged."""
     try:
+        # Other exceptions that `passes` accepts were not caused by the plugin: they pass unchanged too.
         yield
     except (ShardckptError, MemoryError):
         raise

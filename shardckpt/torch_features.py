@@ -43,10 +43,8 @@ UnpackHook = Callable[[Any], torch.Tensor]
 
 
 def find_accelerator() -> torch.device | None:
-    """Return the accelerator that torch was built for, present or not.
-
-    None if there is none. Old versions of torch return only one that is present. No version initializes it.
-    """
+    """Return the accelerator that torch was built for, present or not."""
+    # Old versions of torch return only one that is present. No version initializes it.
     try:
         return torch.accelerator.current_accelerator()
     except RuntimeError:
@@ -54,11 +52,7 @@ def find_accelerator() -> torch.device | None:
 
 
 def get_group_store(group: dist.ProcessGroup) -> Any:
-    """Return the store through which the ranks of a group connected.
-
-    Args:
-        group: Process group that includes this rank.
-    """
+    """Return the store through which the ranks of a group connected."""
     if hasattr(group, "get_group_store"):
         return group.get_group_store()
     return dist.distributed_c10d._get_process_group_store(group)
@@ -68,30 +62,15 @@ _TAKES_SOURCE = "src_data_rank" in inspect.signature(distribute_tensor).paramete
 
 
 def shard_replicated(value: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """Return a DTensor of a value that every rank of a mesh has.
-
-    Sends nothing, except if torch's `distribute_tensor` always sends: then this is a collective of the mesh.
-
-    Args:
-        value: Full value, equal on all ranks of the mesh, on the mesh's device.
-        mesh: Device mesh.
-        placements: Placements, one for each dimension of the mesh.
-    """
+    """Return a DTensor of a value that every rank of a mesh has."""
     if _TAKES_SOURCE:
         return distribute_tensor(value, mesh, placements, src_data_rank=None)
+    # This torch's `distribute_tensor` always sends: then this is a collective over the mesh.
     return distribute_tensor(value, mesh, placements)
 
 
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """Return the mesh with the dimensions of several submeshes of one mesh.
-
-    Args:
-        meshes: Submeshes with named dimensions.
-
-    Raises:
-        RuntimeError: The meshes are not submeshes of one mesh.
-        UsageError: This torch concatenates dimensions only in their order in that mesh.
-    """
+    """Return the mesh with the dimensions of several submeshes of one mesh."""
     if hasattr(DeviceMesh, "_concatenate"):
         return DeviceMesh._concatenate(list(meshes))
     resources = torch.distributed.device_mesh._mesh_resources
@@ -114,12 +93,7 @@ _HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 
 
 def assign_gradient_of_another_type(parameter: torch.Tensor, grad: torch.Tensor) -> None:
-    """Set the gradient of a parameter whose dtype differs from the gradient's.
-
-    Args:
-        parameter: Parameter to change.
-        grad: Gradient of the parameter's shape.
-    """
+    """Set the gradient of a parameter whose dtype differs from the gradient's."""
     if _HAS_GRAD_DTYPE:
         parameter.grad_dtype = grad.dtype
         parameter.grad = grad
@@ -131,12 +105,7 @@ def assign_gradient_of_another_type(parameter: torch.Tensor, grad: torch.Tensor)
 
 
 def disable_compiler(function: Callable[..., Any], *, recursive: bool) -> Callable[..., Any]:
-    """Return a function that torch.compile does not compile, and whose bound methods it calls with their `self`.
-
-    Args:
-        function: Function of a class.
-        recursive: Whether the functions that it calls are not compiled, either.
-    """
+    """Return a function that torch.compile does not compile, and whose bound methods it calls with their `self`."""
     disable: Any = torch.compiler.disable
     made: Callable[..., Any] = disable(function, recursive=recursive)
     # A compiler that does not compare this id takes the innermost function for a method that is bound.
@@ -180,8 +149,8 @@ def _record_entered_hooks() -> None:
     context.__enter__, context.__exit__ = record_enter, record_leave
 
 
+# Return the hooks through which autograd saves tensors on this thread; None if it saves them unchanged.
 get_saved_tensor_hooks: Callable[[], tuple[PackHook, UnpackHook] | None] = _get_recorded_hooks
-"""Return the hooks through which autograd saves tensors on this thread; None if it saves them unchanged."""
 
 if hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
     # The argument makes the function work while torch.compile traces, too.

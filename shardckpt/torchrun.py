@@ -8,14 +8,11 @@ from contextlib import suppress
 from functools import cache
 
 MACHINE_BYTES = 8
-"""Bytes of `get_machine_id`."""
 
 
 def local_world_size() -> int | None:
-    """Return the number of ranks on this machine; None if torchrun did not start them.
-
-    `LOCAL_WORLD_SIZE` counts as missing unless it is a positive decimal number. Callers choose what holds then.
-    """
+    """Return the number of ranks on this machine; None if torchrun did not start them."""
+    # `LOCAL_WORLD_SIZE` counts as missing unless it is a positive decimal number.
     setting = os.environ.get("LOCAL_WORLD_SIZE", "")
     return (int(setting) or None) if setting.isdecimal() else None
 
@@ -28,11 +25,7 @@ def count_cores() -> int:
 
 
 def has_second_core(ranks: int = 1) -> bool:
-    """Return whether this process may use two cores of which no other rank needs one.
-
-    Args:
-        ranks: Number of ranks that may run on this machine, if torchrun did not start them.
-    """
+    """Return whether this process may use two cores of which no other rank needs one."""
     return count_cores() >= 2 * (local_world_size() or ranks)
 
 
