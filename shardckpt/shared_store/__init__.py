@@ -1,1 +1,1 @@
-"""Ranks that meet and send messages in a store of torch, with limits."""
+"""Ranks that meet and send messages through a torch store, with time limits."""

@@ -1,8 +1,8 @@
-"""The ranks of a call find each other through the store of their launcher, with limits.
+"""Find a call's other ranks through the launcher's store, with time limits.
 
-The store may be that of a training: all keys have a prefix of this package's own, and no other key is read. Ranks meet
-once for each call, and a store may hold what is left of calls that died. Therefore rank 0 begins each meeting under a
-new random name, and a rank takes part in the one whose list has the random token that the rank wrote.
+The store may belong to a training: all keys have this package's prefix, and no other key is read. Ranks meet once per
+call, and a store may still hold keys from dead calls. Therefore rank 0 starts each meeting under a new random name. A
+rank joins the meeting whose list has the random token that the rank wrote.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _HOSTED: dict[tuple[str, int], Any] = {}
 
 @dataclass(frozen=True)
 class Place:
-    """Address at which the ranks meet, as their launcher says in the environment."""
+    """Address at which the ranks meet, from the launcher's environment variables."""
 
     rank: int
     size: int
@@ -78,7 +78,7 @@ def _read_number(name: str) -> int:
 
 
 def _wrong(what: str) -> UsageError:
-    fix = "Start them with torchrun; for one process that does all of the work pass parallel=False (--no-parallel)."
+    fix = "Start them with torchrun; for one process that does all the work pass parallel=False (--no-parallel)."
     return UsageError(f"the environment does not describe the ranks: {what}", fix=fix)
 
 
@@ -86,7 +86,7 @@ def _wrong(what: str) -> UsageError:
 def join_ranks(
     call: str, *, place: Place | None = None, meeting_s: float | None = None, silence_s: float = SILENCE_S
 ) -> Iterator[Group]:
-    """Yield the group of all ranks: that of torch if it is initialized, else that of a meeting."""
+    """Yield the group with all ranks: torch's if it is initialized, else one from a meeting."""
     if dist.is_initialized():
         yield current_group()
         return
@@ -101,12 +101,12 @@ def join_ranks(
 
 
 class _Meeting:
-    """One attempt of a rank to meet the others."""
+    """One attempt to meet the other ranks."""
 
     def __init__(self, place: Place, call: str, limit_s: float) -> None:
         self._place, self._limit_s = place, limit_s
         self._prefix = f"{_PREFIX}/{place.size}/{hashlib.blake2b(call.encode(), digest_size=8).hexdigest()}"
-        self._begin = time.monotonic()
+        self._start = time.monotonic()
         self._token = uuid.uuid4().hex
         self._name = _NO_MEETING
         self._missing = list(range(1, place.size)) if place.rank == 0 else [0]
@@ -137,7 +137,7 @@ class _Meeting:
         return StoreGroup(RankStore(own, silence_s), self._place.rank, self._place.size, silence_s)
 
     def _look(self, store: RankStore) -> bool:
-        """Return whether all have come; otherwise note which are missing. Raises RuntimeError, TimeoutError."""
+        """Return True if all ranks have come; else note the missing ones. Raises RuntimeError, TimeoutError."""
         self._trouble = ""
         return self._look_for_others(store) if self._place.rank == 0 else self._look_for_first(store)
 
@@ -179,8 +179,8 @@ class _Meeting:
         return f"{self._name}/{TOKENS}"
 
     def _wait(self) -> None:
-        """Wait a moment; say for whom; raise RankError at the limit."""
-        waited_s = time.monotonic() - self._begin
+        """Wait a moment, warn about missing ranks, and raise RankError at the limit."""
+        waited_s = time.monotonic() - self._start
         if waited_s > self._limit_s:
             what = f"{self._describe()} did not come within {self._limit_s:g} s"
             raise RankError(what, rank=self._missing[0], fix=_FIX)
@@ -197,7 +197,7 @@ class _Meeting:
         return f"{named}{more} of {place.size}{where}"
 
     def _leave(self, store: Any) -> None:
-        """Take back what this rank has written, so that no rank counts on it."""
+        """Remove this rank's keys, so that no rank counts on it."""
         if store is None or self._name == _NO_MEETING:
             return
         rank = self._place.rank

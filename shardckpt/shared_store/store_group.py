@@ -1,8 +1,7 @@
-"""A group whose ranks send messages through a store of torch, without a process group.
+"""A group whose ranks send messages through a torch store, without a process group.
 
-A collective of a process group ignores signals until it ends, has one time limit however long the others work, and
-exchanges addresses under keys of torch's own.
-Here each wait ends when the other rank has left or sends no heartbeat.
+A process group's collective ignores signals until it ends, has one time limit however long the others work, and
+exchanges addresses under torch's own keys. Here each wait ends when the other rank has left or sends no heartbeat.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ _RANK_FIX = "Its own log says why; nothing was written."
 
 
 class RankStore:
-    """A store whose calls end in time and leave signals to the main thread."""
+    """A torch store whose calls have a time limit and leave signals to the main thread."""
 
     def __init__(self, store: Any, limit_s: float = SILENCE_S) -> None:
         self._store, self._limit_s = store, limit_s
 
     def has(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys are set. Raises RuntimeError, TimeoutError."""
+        """Return True if all keys are set. Raises RuntimeError, TimeoutError."""
         return self._call(lambda: bool(self._store.check(list(keys))))
 
     def get(self, key: str) -> bytes:
@@ -51,7 +50,7 @@ class RankStore:
         return self._call(lambda: bytes(self._store.get(key)))
 
     def find(self, keys: Iterable[str]) -> list[bytes | None]:
-        """Return the values of keys; None for those that are not set. Raises RuntimeError, TimeoutError."""
+        """Return the keys' values; None for keys that are not set. Raises RuntimeError, TimeoutError."""
         return self._call(lambda: [bytes(self._store.get(key)) if self._store.check([key]) else None for key in keys])
 
     def set(self, key: str, value: bytes | str) -> None:
@@ -64,7 +63,7 @@ class RankStore:
             self._call(lambda: [self._store.delete_key(key) for key in keys])
 
     def with_short_limit(self) -> RankStore:
-        """Return the same store with the limit of a rank that leaves."""
+        """Return the same store with the short limit for a rank that leaves."""
         return RankStore(self._store, min(self._limit_s, _LEAVE_S))
 
     def _call(self, work: Callable[[], T]) -> T:
@@ -72,7 +71,7 @@ class RankStore:
 
 
 class StoreGroup(Group):
-    """Ranks that know each other from a meeting; rank 0 passes their messages on."""
+    """Ranks that met through a store; rank 0 forwards their messages."""
 
     def __init__(self, store: RankStore, rank: int, size: int, silence_s: float = SILENCE_S) -> None:
         self._store, self._rank, self._size, self._silence_s = store, rank, size, silence_s
@@ -84,7 +83,7 @@ class StoreGroup(Group):
 
     @property
     def rank(self) -> int:
-        """Rank of this process."""
+        """This process's rank."""
         return self._rank
 
     @property
@@ -93,7 +92,7 @@ class StoreGroup(Group):
         return self._size
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """Send the bytes to rank 0, and receive those of all ranks from it."""
+        """Send the bytes to rank 0, and receive all ranks' bytes from it."""
         self._number += 1
         with self._named():
             if self._rank != 0:
@@ -108,12 +107,12 @@ class StoreGroup(Group):
             return gathered
 
     def broadcast(self, data: bytes | None, source: int = 0) -> bytes:
-        """Return the bytes of a rank."""
+        """Return the source rank's bytes."""
         return self.all_gather(data if data is not None and self._rank == source else b"")[source]
 
     @contextmanager
     def live(self) -> Iterator[None]:
-        """Send heartbeats during a block, and show the others if this rank leaves it by an exception."""
+        """Send heartbeats during a block, and notify the others if an exception ends it."""
         threading.Thread(target=self._send_heartbeats, name="heartbeats", daemon=True).start()
         try:
             yield
@@ -142,7 +141,7 @@ class StoreGroup(Group):
                 store.set(_LEFT, f"{self._rank} {text[:500]}")
 
     def _confirm_end(self, store: RankStore) -> None:
-        """Show rank 0 that this rank needs nothing more; rank 0 waits for that, and removes what is left."""
+        """Confirm that this rank needs nothing more; rank 0 waits for that, then removes all keys."""
         keys = [f"done/{each}" for each in range(1, self._size)]
         with suppress(RuntimeError, TimeoutError):
             if self._rank != 0:
@@ -186,7 +185,7 @@ class StoreGroup(Group):
                 self._store.remove([key, *(f"{key}/{at}" for at in range(1, count))])
 
     def _find_gone(self) -> RankError | None:
-        """Return the error if a rank has left, or one that this rank waits for sends no heartbeat."""
+        """Return an error if a rank has left, or if an awaited rank sends no heartbeat."""
         if self._store.has([_LEFT]):
             left, _, text = self._store.get(_LEFT).decode("utf-8", "replace").partition(" ")
             return RankError(f"rank {left} left: {text}", rank=int(left), fix=_RANK_FIX)
@@ -206,7 +205,7 @@ class StoreGroup(Group):
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Make an error of a store that is lost one that says so."""
+        """Name the lost store in errors that its calls raise."""
         try:
             yield
         except RankError:
@@ -218,7 +217,7 @@ class StoreGroup(Group):
 
 
 def _heartbeat_key(rank: int) -> str:
-    """Return the key of a rank whose value changes while the rank lives."""
+    """Return the key whose value changes while the rank lives."""
     return f"heartbeat/{rank}"
 
 

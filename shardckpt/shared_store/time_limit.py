@@ -1,4 +1,4 @@
-"""Limit the time of a call that has no time limit of its own, such as one to a store of torch."""
+"""Limit the time for calls that have no limit, such as calls to a torch store."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def run_within(seconds: float, work: Callable[[], T]) -> T:
-    """Return the result of a function, or raise its exception, within a time limit."""
+    """Return a function's result, or raise its exception or TimeoutError, within a time limit."""
     ended: SimpleQueue[Callable[[], T]] = SimpleQueue()
 
     # The main thread can handle signals while another thread, abandoned at the limit, runs the call.
