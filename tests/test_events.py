@@ -29,7 +29,7 @@ def test_all_who_subscribed_get_an_event_until_they_end_it() -> None:
 
 def test_only_functions_are_accepted() -> None:
     for wrong in (None, 5):
-        with pytest.raises(UsageError, match="`on_event` must be a function of an OperationEvent"):
+        with pytest.raises(UsageError, match="`on_event` must be a function that takes an OperationEvent"):
             subscribe(wrong)
 
 

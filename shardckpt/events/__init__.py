@@ -1,8 +1,8 @@
-"""Events of saves, loads, restores, removals of steps and fallbacks that have ended.
+"""Events for finished operations: saves, loads, restores, prunes and fallbacks.
 
-`subscribe` sends all events of this process to a function; `on_event` of a `Checkpointer`, a save or a load sends those
-of one run or call. The logger `shardckpt` gets a line from rank 0, of level INFO, or of level ERROR if the operation
-failed; from other ranks one of level DEBUG.
+`subscribe` sends all events in this process to a function. The `on_event` argument sends the events from one
+`Checkpointer`, save or load. The logger `shardckpt` gets one line per event. Rank 0 logs at level INFO, or ERROR if the
+operation failed; other ranks log at level DEBUG.
 `shardckpt.integrations.sinks` has functions for monitoring systems.
 """
 

@@ -1,4 +1,4 @@
-"""Events of operations that have ended: the class of all, and those of saves and loads."""
+"""Events for finished operations: the base class, and the events for saves and loads."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)(?:::|://)")
 
 @dataclass(frozen=True)
 class OperationEvent:
-    """An operation of this process that has ended.
+    """A finished operation in this process.
 
     Attributes:
-        path: Path or URL of the checkpoint, or of the run.
+        path: Path or URL of the checkpoint or run.
         seconds: Duration.
-        step: Number of the step; None if the path is not that of a step.
-        rank: Rank of this process.
-        nbytes: Bytes of the files that this rank wrote or removed, or of the tensors that a load filled on this rank.
-        phases: Durations of the phases in seconds, by name.
-        retries: Requests to a store that this process repeated meanwhile.
+        step: Step number; None if the path does not belong to a step.
+        rank: This process's rank.
+        nbytes: Bytes in the files that this rank wrote or removed, or in the tensors that a load filled on this rank.
+        phases: Phase durations in seconds, by name.
+        retries: Store requests that this process repeated meanwhile.
         warnings: Faults that did not make the operation fail.
         error: Error that made the operation fail; None without an error.
     """
 
     operation: ClassVar[str] = ""
-    """Name of the operation: the text that each kind of event has here."""
+    """Operation name; each event class sets it."""
 
     path: str
     seconds: float = 0.0
@@ -41,21 +41,21 @@ class OperationEvent:
 
     @property
     def store(self) -> str:
-        """Scheme of the store: `file` for a path, `s3`, `gs`, and so on."""
+        """The store's scheme: `file` for a path, `s3`, `gs`, and so on."""
         match = _SCHEME.match(self.path)
         return match[1] if match else "file"
 
     @property
     def gb_per_second(self) -> float:
-        """Gigabytes (10**9 bytes) of this rank per second; 0 without bytes."""
+        """Gigabytes (10**9 bytes) per second on this rank; 0 without bytes."""
         return self.nbytes / self.seconds / 1e9 if self.seconds else 0.0
 
     def describe_result(self) -> str:
-        """Return, for the line of a log, the result that only this kind of event has; empty without one."""
+        """Return the result to log that only this event class has; empty without one."""
         return ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all values as types of JSON; an error as its class and message."""
+        """Return all values as JSON types; an error as its class and message."""
         error = None if self.error is None else f"{type(self.error).__name__}: {self.error}"
         derived = {"operation": self.operation, "store": self.store, "gb_per_second": self.gb_per_second}
         return {**derived, **vars(self), "phases": dict(self.phases), "warnings": [*self.warnings], "error": error}
@@ -69,7 +69,7 @@ class SaveEvent(OperationEvent):
     `publish`.
 
     Attributes:
-        is_background: Whether it was `async_save`.
+        is_background: Whether `async_save` ran the save.
     """
 
     operation: ClassVar[str] = "save"
@@ -78,6 +78,6 @@ class SaveEvent(OperationEvent):
 
 @dataclass(frozen=True)
 class LoadEvent(OperationEvent):
-    """A load. Phases: `plan` and `read`; for a load without a state `read` only."""
+    """A load, with the phases `plan` and `read`; a load without a state has only `read`."""
 
     operation: ClassVar[str] = "load"

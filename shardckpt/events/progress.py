@@ -1,4 +1,4 @@
-"""Progress of an operation: bytes that are done, of all."""
+"""An operation's progress in bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardckpt.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of copying, checking, comparing or loading data.
+    """Progress while data is copied, checked, compared or loaded.
 
     Attributes:
         done_bytes: Bytes that were written, checked, compared or loaded so far.
@@ -29,7 +29,7 @@ OnProgress = Callable[[Progress], None]
 
 
 class Stopped(BaseException):
-    """Ends a thread after another one failed."""
+    """Ends a thread after another one failed. Not an Exception, so that targets do not handle it."""
 
 
 class Meter:
@@ -37,7 +37,9 @@ class Meter:
 
     def __init__(self, total_bytes: int, on_progress: OnProgress | None) -> None:
         if not (on_progress is None or callable(on_progress)):
-            raise UsageError("`on_progress` must be a function", found=repr(on_progress), expected="one of a Progress")
+            raise UsageError(
+                "`on_progress` must be a function", found=repr(on_progress), expected="a function that takes a Progress"
+            )
         # Called after every step, under a lock; it may raise an exception to stop the work.
         self._total, self._on_progress = total_bytes, on_progress
         self._done, self._start, self._lock = 0, time.perf_counter(), threading.Lock()
@@ -49,11 +51,11 @@ class Meter:
         return any(each is error for each in self._raised)
 
     def stop(self) -> None:
-        """Make every thread raise `Stopped` at its next call of `add`."""
+        """Make every thread raise `Stopped` at its next `add`."""
         self._stopped = True
 
     def add(self, nbytes: int) -> None:
-        """Add bytes to the count."""
+        """Add bytes to the count; raise `Stopped` after `stop`."""
         if self._stopped:
             raise Stopped
         with self._lock:

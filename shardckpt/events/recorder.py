@@ -1,4 +1,4 @@
-"""Measure operations, and send their events to those who subscribed."""
+"""Measure operations, and send their events to subscribers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOG = logging.getLogger("shardckpt")
 _STEP = re.compile(r"(?:^|[/\\])step-([0-9]{1,18})[/\\]?$")
 
 OnEvent = Callable[[OperationEvent], object]
-"""Function that takes events. Its exceptions are logged. Background saves call it on their own thread."""
+"""A function for events. Its exceptions are logged. Background saves call it on their own thread."""
 
 _SUBSCRIBED: list[OnEvent] = []
 
@@ -28,7 +28,7 @@ _TOLERATED: ContextVar[bool] = ContextVar("tolerated", default=False)
 
 
 def subscribe(on_event: OnEvent) -> Callable[[], None]:
-    """Send all events of this process to a function, and return a function that ends this.
+    """Send all events in this process to a function, and return a function that ends this.
 
     Args:
         on_event: Called with each event.
@@ -54,16 +54,16 @@ def subscribe(on_event: OnEvent) -> Callable[[], None]:
 def require_on_event(on_event: object, *, may_be_none: bool = True) -> None:
     """Raise UsageError unless `on_event` is a function, or None."""
     if not (callable(on_event) or (may_be_none and on_event is None)):
-        raise UsageError("`on_event` must be a function of an OperationEvent", found=repr(on_event))
+        raise UsageError("`on_event` must be a function that takes an OperationEvent", found=repr(on_event))
 
 
 def emit(event: OperationEvent, *on_event: OnEvent | None, is_tolerated: bool = False) -> None:
-    """Log an event, and send it to those who subscribed and to further functions.
+    """Log an event, and send it to subscribers and to further functions.
 
     Args:
         event: The event.
         on_event: Further functions to send it to.
-        is_tolerated: Whether the caller goes on after its error, and warns of the first one in a row.
+        is_tolerated: Whether the caller continues after its error, and warns about the first one in a row.
     """
     is_failure = event.error is not None and not (is_tolerated or _TOLERATED.get())
     level = logging.DEBUG if event.rank else logging.ERROR if is_failure else logging.INFO
@@ -75,7 +75,7 @@ def emit(event: OperationEvent, *on_event: OnEvent | None, is_tolerated: bool = 
 
 @contextmanager
 def tolerated_errors() -> Iterator[None]:
-    """Log no ERROR for operations of this thread that fail within the context, as `emit` with `is_tolerated`."""
+    """Do not log ERROR for this thread's failed operations, as `emit` with `is_tolerated`."""
     token = _TOLERATED.set(True)
     try:
         yield
@@ -84,7 +84,7 @@ def tolerated_errors() -> Iterator[None]:
 
 
 def deliver(event: OperationEvent, *on_event: OnEvent | None) -> None:
-    """Send an event to functions; the exception of one is logged, and the next is called."""
+    """Send an event to functions; log a function's exception, and call the next one."""
     for sink in on_event:
         if sink is not None:
             try:
@@ -111,7 +111,7 @@ _COUNTING = threading.Lock()
 
 
 def count_retry() -> None:
-    """Count a request to a store that is repeated."""
+    """Count a repeated store request."""
     global _RETRIES  # noqa: PLW0603
     with _COUNTING:
         _RETRIES += 1
@@ -119,13 +119,13 @@ def count_retry() -> None:
 
 @dataclass
 class Recorder:
-    """Measurement of a running operation, from which its event is built.
+    """Measures a running operation, and builds its event.
 
     Attributes:
-        kind: Class of the event.
+        kind: Event class.
         path: As in `OperationEvent`.
-        values: Further attributes of the event.
-        phases: Durations of the phases that have ended.
+        values: Further event attributes.
+        phases: Durations in seconds for finished phases, by name.
     """
 
     kind: type[OperationEvent]
@@ -137,7 +137,7 @@ class Recorder:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure the duration of a phase."""
+        """Measure a phase."""
         began = time.monotonic()
         try:
             yield
@@ -145,7 +145,7 @@ class Recorder:
             self.phases[name] = time.monotonic() - began
 
     def build(self, error: BaseException | None) -> OperationEvent:
-        """Return the event of the operation, which ends now."""
+        """Return the operation's event; the operation ends now."""
         match = _STEP.search(self.path)
         values = {"step": int(match[1]) if match else None, **self.values}
         seconds, retries = time.monotonic() - self._began, _RETRIES - self._retries
@@ -160,11 +160,11 @@ def record_operation(
     """Measure an operation, and emit its event when the context ends.
 
     Args:
-        kind: Class of the event.
+        kind: Event class.
         path: Path or URL of the checkpoint or the run.
         on_event: Further functions to send the event to.
         is_tolerated: As for `emit`.
-        values: Attributes of the event; more can be added to the `values` of the recorder.
+        values: Event attributes; the recorder's `values` take more.
     """
     recorder, failure = Recorder(kind, path, values), None
     try:

@@ -1,4 +1,4 @@
-"""Events of the steps of a run: restored, compared, removed, replaced, and copied between tiers."""
+"""Events for a run's steps: restored, compared, removed, replaced, and copied between tiers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from shardckpt.events.operations import OperationEvent
 
 @dataclass(frozen=True)
 class RestoreEvent(OperationEvent):
-    """A `Checkpointer.restore`; on rank 0 its warnings are the faults of newer steps, and of copies that were not used.
+    """A `Checkpointer.restore`. On rank 0 its warnings are the faults in newer steps and in copies that were not used.
 
-    Bytes and phases are those of its last load, which has an event of its own.
+    Bytes and phases come from the last load, which has its own event.
 
     Attributes:
-        tier: Place of the copy that was restored: `memory`, `local` or `root`; empty without one.
-        tier_bytes: Bytes of the last load on this rank, by place; if several nodes or places have files of the step,
-            with the rest of blocks that were verified.
+        tier: Where the restored copy was: `memory`, `local` or `root`; empty without one.
+        tier_bytes: Bytes that the last load read on this rank, by place. If several nodes or places have the step's
+            files, this includes the rest of verified blocks.
     """
 
     operation: ClassVar[str] = "restore"
@@ -28,16 +28,16 @@ class RestoreEvent(OperationEvent):
 
 @dataclass(frozen=True)
 class ResumeEvent(OperationEvent):
-    """A verdict on a resume that was compared with the record of a step (`Checkpointer(witness=...)`). On rank 0.
+    """A verdict on a resume, compared with a step's record (`Checkpointer(witness=...)`). On rank 0.
 
-    The error of a resume that diverged is a `ResumeDivergence`, also if training goes on with a warning. The duration
-    is that since the restore.
+    If the resume diverged, the error is a `ResumeDivergence`, even if training continues with a warning. The duration
+    starts at the restore.
 
     Attributes:
         verdict: `proven` or `diverged`.
         compared: Number of steps that were equal to the record.
-        cause: Kind of the thing that differs first; empty if the resume is proven.
-        name: Name of that thing: a tensor, a generator, a setting.
+        cause: Kind of the first difference; empty if the resume is proven.
+        name: Name of the tensor, generator or setting that differs first.
     """
 
     operation: ClassVar[str] = "resume"
@@ -49,10 +49,10 @@ class ResumeEvent(OperationEvent):
 
 @dataclass(frozen=True)
 class PruneEvent(OperationEvent):
-    """A removal of old steps, after a save or by `prune`. On rank 0, if there was a step to remove, or an error.
+    """Old steps were removed, after a save or by `prune`. On rank 0, if there was a step to remove, or an error.
 
     Attributes:
-        removed: Numbers of the removed steps.
+        removed: Step numbers that were removed.
     """
 
     operation: ClassVar[str] = "prune"
@@ -65,9 +65,10 @@ class PruneEvent(OperationEvent):
 
 @dataclass(frozen=True)
 class FallbackEvent(OperationEvent):
-    """A checkpoint that was replaced by another one, or by none.
+    """A checkpoint was replaced by another one, or dropped.
 
-    A damaged step by an older one, a removed base by a full save, a capture in memory that failed by none.
+    An older step replaces a damaged one, and a full save replaces a save whose base was removed. A failed capture in
+    memory is dropped.
 
     The warnings have the reason.
     """
@@ -77,9 +78,9 @@ class FallbackEvent(OperationEvent):
 
 @dataclass(frozen=True)
 class ReplicateEvent(OperationEvent):
-    """Copies of a capture on other machines; its warnings are the faults of copies that failed.
+    """A capture was copied to other machines; its warnings name the copies that failed.
 
-    Bytes are those that this rank received, compared with their hashes and wrote.
+    Bytes are those that this rank received, checked against their hashes and wrote.
     """
 
     operation: ClassVar[str] = "replicate"
@@ -87,9 +88,9 @@ class ReplicateEvent(OperationEvent):
 
 @dataclass(frozen=True)
 class BackpressureEvent(OperationEvent):
-    """A save that waited for the capture before it in a tier, which was still being written or copied.
+    """A save waited for an earlier capture in a tier, which was still being written or copied.
 
-    The step and path are those of the earlier capture.
+    The step and path belong to the earlier capture.
     """
 
     operation: ClassVar[str] = "backpressure"
@@ -97,12 +98,12 @@ class BackpressureEvent(OperationEvent):
 
 @dataclass(frozen=True)
 class WithdrawalEvent(OperationEvent):
-    """A copy of a step that was claimed and is lost, other than by retention, or survives less; on rank 0.
+    """A claimed copy is lost other than by retention, or survives fewer failures. On rank 0.
 
-    The path is that of the copy.
+    The path belongs to the copy.
 
     Attributes:
-        tier: Place of the copy.
+        tier: Where the copy was.
         survives: Failures that the step survives now.
     """
 
@@ -113,12 +114,12 @@ class WithdrawalEvent(OperationEvent):
 
 @dataclass(frozen=True)
 class PromotionEvent(OperationEvent):
-    """A copy of a capture to a farther tier, in the background; on rank 0.
+    """A capture was copied to a farther tier, in the background. On rank 0.
 
-    The path is that of the copy, the bytes are those of the step.
+    The path belongs to the copy, and the bytes to the step.
 
     Attributes:
-        tier: Place of the copy.
+        tier: Where the copy is.
         source: Path or URL of the capture.
     """
 

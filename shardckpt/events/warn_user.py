@@ -1,4 +1,4 @@
-"""Warnings that point into the code of the user, through the frameworks that call the package."""
+"""Warnings that point into the user's code, through the frameworks that call the package."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OF_THREADS: dict[str | tuple[str, type[Warning], int], int] = {}
 
 
 def warn_user(message: str) -> None:
-    """Warn at the innermost line that is neither of this package nor of a library that called it."""
+    """Warn at the innermost line that is neither in this package nor in a library that called it."""
     # A background thread has no such line: there the warning names the thread, and no file in the standard library.
     # Where warnings are errors, it is logged there: no caller would get the error, and the thread's work would end.
     frame, level = inspect.currentframe(), 1
