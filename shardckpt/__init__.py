@@ -1,6 +1,6 @@
-"""Checkpoints of sharded PyTorch training: read any format, write safetensors.
+"""Checkpoints for sharded PyTorch training: read any format, write safetensors.
 
-Names are loaded on first use, so that `import shardckpt` is cheap and never imports torch. The names of `checkpoint`
+Names are loaded on first use, so that `import shardckpt` is cheap and never imports torch. The names in `checkpoint`
 and `state` need torch: without it they raise MissingTorchError, and all other names work.
 """
 
@@ -329,7 +329,7 @@ if not _has_torch():  # `from shardckpt import *` takes what works
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name from its module."""
+    """Load a public name from its module; raise MissingTorchError if it needs torch, which is not installed."""
     if name not in _PUBLIC:
         raise AttributeError(f"module 'shardckpt' has no attribute {name!r}")
     home = _HOME_OF.get(name, "shardckpt.errors")

@@ -1,4 +1,4 @@
-"""Boxes of n-dimensional arrays, in elements: intersect, cover, flat ranges."""
+"""Boxes in n-dimensional arrays, in elements: intersect, cover, flat ranges."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ Shape = tuple[int, ...]
 
 
 class Narrowable(Protocol):
-    """A tensor of torch, which this module does not import."""
+    """A torch tensor; this module does not import torch."""
 
     @property
     def shape(self) -> Sequence[int]:
         """Number of elements in each dimension."""
 
     def narrow(self: _T, dim: int, start: int, length: int, /) -> _T:
-        """Return a range of a dimension, as a view."""
+        """Return a range in one dimension, as a view."""
 
 
 _T = TypeVar("_T", bound=Narrowable)
 
 
 class Box(NamedTuple):
-    """A half-open box `[offset, offset + size)` of an array.
+    """A half-open box `[offset, offset + size)` in an array.
 
     Attributes:
         offset: First element in each dimension.
@@ -46,7 +46,7 @@ class Box(NamedTuple):
         return prod(self.size)
 
     def within(self, shape: Shape) -> bool:
-        """Return True if the box is inside an array of `shape` and has no negative number."""
+        """Return True if the box is inside an array with `shape` and has no negative number."""
         return len(self.offset) == len(self.size) == len(shape) and all(
             min(o, n) >= 0 and o + n <= s for o, n, s in zip(self.offset, self.size, shape, strict=True)
         )
@@ -59,12 +59,12 @@ class Box(NamedTuple):
 
 @lru_cache(maxsize=4096)  # a checkpoint with 100,000 tensors has a few dozen shapes
 def full_box(shape: Shape) -> Box:
-    """Return the box of a full array of `shape`."""
+    """Return the box that covers an array with `shape`."""
     return Box((0,) * len(shape), shape)
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """Return the elements that are in both boxes; None if there are none."""
+    """Return the elements that are in both boxes; None without any."""
     # Two 0-dim boxes are the same single element.
     offset, size = [], []
     for ao, an, bo, bn in zip(a.offset, a.size, b.offset, b.size, strict=True):
@@ -78,12 +78,12 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def shift(box: Box, origin: Shape) -> Box:
-    """Return `box` in the coordinates of a box that starts at `origin`."""
+    """Return `box` in the coordinates that start at `origin`."""
     return Box(tuple(o - p for o, p in zip(box.offset, origin, strict=True)), box.size)
 
 
 def narrow_to_box(tensor: _T, box: Box) -> _T:
-    """Return the elements of a box of a tensor, as a view."""
+    """Return the elements in a tensor's box, as a view."""
     for dim, (start, size) in enumerate(zip(box.offset, box.size, strict=True)):
         if size != tensor.shape[dim]:
             tensor = tensor.narrow(dim, start, size)
@@ -91,7 +91,7 @@ def narrow_to_box(tensor: _T, box: Box) -> _T:
 
 
 def strides(shape: Shape) -> Shape:
-    """Return row-major strides of `shape`, in elements."""
+    """Return row-major strides for `shape`, in elements."""
     out, step = [1] * len(shape), 1
     for d in range(len(shape) - 1, -1, -1):
         out[d] = step
@@ -100,7 +100,7 @@ def strides(shape: Shape) -> Shape:
 
 
 class Cover(NamedTuple):
-    """Result of `cover`: gaps and overlaps of a set of boxes in a region."""
+    """Gaps and overlaps that `cover` found."""
 
     gaps: list[Box]  # disjoint parts that no box covers
     # Parts that two boxes cover, with the indices of both boxes.
@@ -131,7 +131,7 @@ def cover(region: Box, boxes: Sequence[Box], *, limit: int = 16) -> Cover:
 
 
 def _split(region: Box, inside: list[tuple[Box, int]]) -> list[tuple[Box, list[tuple[Box, int]]]]:
-    """Split `region`, and the boxes in it, in two at a border of one of the boxes."""
+    """Split `region`, and the boxes in it, in two at a box border."""
     dim, at = _best_split(region, inside)
     halves = []
     for start, stop in ((region.offset[dim], at), (at, region.stop[dim])):
@@ -142,7 +142,7 @@ def _split(region: Box, inside: list[tuple[Box, int]]) -> list[tuple[Box, list[t
 
 
 def _best_split(region: Box, inside: list[tuple[Box, int]]) -> tuple[int, int]:
-    """Return dimension and coordinate of the middle border."""
+    """Return dimension and coordinate of the middle border, where it crosses the fewest boxes."""
     best: tuple[int, int, int] | None = None
     for dim in range(len(region.size)):
         low, high = region.offset[dim], region.stop[dim]
@@ -165,19 +165,19 @@ def _with(box: Box, dim: int, offset: int, size: int) -> Box:
 
 
 def chunk_range(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Return start and length of one of `parts` chunks, split like `torch.chunk`."""
+    """Return start and length of one chunk, like `torch.chunk`: the last chunks may be shorter or empty."""
     length = -(-size // parts)
     start = min(index * length, size)
     return start, min(length, size - start)
 
 
 def chunk_box(shape: Shape, dim: int, parts: int, index: int) -> Box:
-    """Return one chunk of an array along a dimension, split like `torch.chunk`."""
+    """Return one chunk along an array's dimension, split like `torch.chunk`."""
     return _with(full_box(shape), dim, *chunk_range(shape[dim], parts, index))
 
 
 def flat_to_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
-    """Return the boxes of the elements `[start, stop)` of an array in row-major order."""
+    """Return the boxes for the elements `[start, stop)` of a row-major array."""
     # At most `2 * ndim - 1` boxes: for each dimension a partial head, full slabs and a partial tail.
     if not 0 <= start <= stop <= prod(shape):
         raise ValueError(f"flat range {start}:{stop} is not in an array of shape {shape}")
@@ -206,12 +206,12 @@ def _prefix_box(index: int, box: Box) -> Box:
 
 
 def flat_index(shape: Shape, index: Shape) -> int:
-    """Return the row-major position of `index` in an array of `shape`, in elements."""
+    """Return the row-major position of `index` in an array with `shape`, in elements."""
     return sum(i * s for i, s in zip(index, strides(shape), strict=True))
 
 
 def is_contiguous(shape: Shape, box: Box) -> bool:
-    """Return True if `box` is one contiguous range of an array, row-major."""
+    """Return True if `box` is one contiguous row-major range in an array."""
     inner_full = True
     for n, s in zip(reversed(box.size), reversed(shape), strict=True):
         if not inner_full and n != 1:
@@ -239,7 +239,7 @@ def is_grid(shape: Shape, boxes: Sequence[Box]) -> bool:
 
 
 def contiguous_blocks(box: Box, most: int) -> Iterator[Box]:
-    """Split `box` into contiguous blocks of at most `most` elements, in order."""
+    """Split `box` into contiguous blocks with at most `most` elements, in order."""
     if box.volume <= most:
         if box.volume:
             yield box

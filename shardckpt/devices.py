@@ -1,6 +1,6 @@
-"""Streams, events, pinned memory and errors of devices.
+"""Streams, events, pinned memory and device errors.
 
-No other module of the package uses torch's functions for them. The terms are torch's: a stream runs its queued
+No other module in the package uses torch's functions for them. The terms are torch's: a stream runs its queued
 operations in order; an event is a position in a stream, for which another stream or the host can wait. The CPU has no
 streams: for it the functions do nothing.
 """
@@ -53,10 +53,10 @@ class Stream(Protocol):
     """A queue of operations on a device (torch: `torch.cuda.Stream`)."""
 
     def wait_stream(self, stream: Stream) -> None:
-        """Run future operations after those that another stream has queued so far."""
+        """Run future operations after the work that another stream has queued so far."""
 
     def wait_event(self, event: Event) -> None:
-        """Run future operations of this stream after an event."""
+        """Run this stream's future operations after an event."""
 
     def record_event(self) -> Event:
         """Return an event after the operations that are queued so far."""
@@ -66,7 +66,7 @@ class Stream(Protocol):
 
 
 class TorchStreams:
-    """Streams of torch. Tests replace `_streams` with another object."""
+    """Torch's streams. Tests replace `_streams` with another object."""
 
     def has_streams(self, device: torch.device) -> bool:
         """Return True if a device runs operations asynchronously to the host."""
@@ -93,7 +93,7 @@ class TorchStreams:
         return asked is not None and bool(asked())
 
     def record(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Delay the reuse of a freed tensor's memory until a stream's work is done."""
+        """Delay the reuse of a freed tensor's memory until the stream has finished its queued work."""
         tensor.record_stream(stream)  # type: ignore[arg-type]
 
 
@@ -116,14 +116,14 @@ _DEVICE_ERROR_TEXTS = ("cuda error", "hip error")  # of torch before `Accelerato
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if an error means that a device or the host is out of memory. Recognizes errors of NCCL too."""
+    """Return True if a device or the host is out of memory, also for NCCL errors."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return any(text in str(error).lower() for text in _OUT_OF_MEMORY_TEXTS)
 
 
 def is_device_error(error: BaseException) -> bool:
-    """Return True if an error is of the device: an earlier queued operation failed."""
+    """Return True for a device error: an earlier queued operation failed."""
     if isinstance(error, getattr(torch, "AcceleratorError", ())):
         return True
     return any(text in str(error).lower() for text in _DEVICE_ERROR_TEXTS)
@@ -135,7 +135,7 @@ def has_streams(device: torch.device) -> bool:
 
 
 def make_stream(device: torch.device, priority: int = 0) -> Stream:
-    """Return a new stream of a device. The device must have streams."""
+    """Return a new stream on a device, which must have streams. Lower priorities run first."""
     return _streams.make(device, priority)
 
 
@@ -145,7 +145,7 @@ def get_current_stream(device: torch.device) -> Stream:
 
 
 def use_stream(stream: Stream, device: torch.device) -> AbstractContextManager[object]:
-    """Return a context manager that queues operations of a device on a stream."""
+    """Return a context manager that queues a device's operations on a stream."""
     return _streams.use(stream, device) if has_streams(device) else nullcontext()
 
 
@@ -163,13 +163,13 @@ def record_event(device: torch.device, stream: Stream | None = None) -> Event | 
 
 
 def record_stream(tensor: torch.Tensor, stream: Stream | None = None) -> None:
-    """Record that a stream uses a tensor of another stream."""
+    """Record that a stream uses another stream's tensor, so that its memory is reused only after that."""
     if has_streams(tensor.device):
         _streams.record(tensor, stream or get_current_stream(tensor.device))
 
 
 class CurrentStreams:
-    """The current streams of a thread, for other threads that work for it."""
+    """One thread's current streams, for other threads that work for it."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._streams = {device: get_current_stream(device) for device in set(devices) if has_streams(device)}
@@ -188,14 +188,14 @@ class CurrentStreams:
 
 
 def pinned(tensor: torch.Tensor, wanted: bool = True) -> torch.Tensor:
-    """Return a CPU tensor in pinned memory, if an accelerator can read it. Otherwise returns the same tensor."""
+    """Return a CPU tensor in pinned memory, if an accelerator can read it; otherwise the same tensor."""
     if not wanted or not has_pinned_memory() or tensor.is_pinned():
         return tensor
     return tensor.pin_memory()
 
 
 def copy_to_pinned(tensor: torch.Tensor) -> tuple[torch.Tensor, Event | None]:
-    """Start to copy a tensor to the CPU, without waiting for the copy."""
+    """Start to copy a tensor to the CPU; return the copy and the event to wait for before reading it."""
     copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=has_pinned_memory())
     copied.copy_(tensor, non_blocking=True)
     return copied, record_event(tensor.device)
@@ -208,12 +208,12 @@ def has_pinned_memory() -> bool:
 
 
 def has_pinned_copies(device: torch.device) -> bool:
-    """Return True if copies between a device and pinned memory run beside the host."""
+    """Return True if copies between a device and pinned memory run while the host continues."""
     return has_streams(device) and is_gpu_used()
 
 
 def is_gpu_used() -> bool:
-    """Return True if this process already uses an accelerator."""
+    """Return True if this process already uses an accelerator: then pinned memory is worth its cost."""
     found = find_accelerator()
     if found is None or found.type in _WITHOUT_PINNED_MEMORY:
         return False

@@ -95,7 +95,7 @@ SHORT_NAMES = {
 
 
 def bits(name: str) -> int:
-    """Return the width of one element, in bits; the average of a quantized type is rounded up."""
+    """Return the width of one element in bits; a quantized type's average is rounded up."""
     if name in QUANTIZED:
         elements, size = QUANTIZED[name]
         return -(-size * 8 // elements)
@@ -103,7 +103,7 @@ def bits(name: str) -> int:
 
 
 def block_elements(name: str) -> int:
-    """Return the elements of a block of a quantized type, else 1."""
+    """Return the elements in a quantized type's block, else 1."""
     return QUANTIZED[name][0] if name in QUANTIZED else 1
 
 
@@ -122,5 +122,5 @@ def nbytes(name: str, elements: int) -> int:
 
 @lru_cache(maxsize=4096)  # checkpoints of 100,000 tensors have a few dozen dtypes and shapes
 def array_nbytes(name: str, shape: tuple[int, ...]) -> int:
-    """Return the bytes of a packed array of `shape`, rounded up."""
+    """Return the bytes of a packed array with `shape`, rounded up."""
     return nbytes(name, prod(shape))

@@ -78,7 +78,7 @@ def describe_missing(files: Sequence[str]) -> str:
 
 
 def escape(text: object) -> str:
-    """Return `text` on one line, with other characters as backslash escapes."""
+    """Return `text` on one line, with control characters, newlines and lone surrogates as backslash escapes."""
     shown = text if isinstance(text, str) else show(text)
     if len(shown) > _SHOWN:
         shown = f"{shown[:_SHOWN]}... ({len(shown)} characters)"
@@ -88,12 +88,12 @@ def escape(text: object) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """Return the text of an error, or its class if it has none."""
+    """Return an error's text, or its class if it has none."""
     return str(error) or type(error).__name__
 
 
 def describe_with_class(error: BaseException) -> str:
-    """Return the class of an error and its text, if it has one."""
+    """Return an error's class and its text, if it has one."""
     name, text = type(error).__name__, str(error)
     return f"{name}: {text}" if text else name
 
@@ -319,14 +319,14 @@ def require_bools(**arguments: object) -> None:
 
 
 def require_torch(where: str, or_else: str = "") -> None:
-    """Import torch, or raise an error that says how to install it."""
+    """Import torch, or raise MissingTorchError with instructions to install it or to do `or_else`."""
     if is_missing("torch"):
         fix = "Run pip install 'shardckpt[torch]'" + (f", or {or_else}." if or_else else ".")
         raise MissingTorchError("torch must be installed", where=where, fix=fix)
 
 
 def require_packages(where: str, *packages: str, install: str) -> None:
-    """Import packages, or raise an error that says how to install the first that is missing."""
+    """Import packages, or raise MissingPackageError with instructions to install the first missing one."""
     for package in packages:
         if is_missing(package):
             kind = MissingTorchError if package == "torch" else MissingPackageError
@@ -336,7 +336,7 @@ def require_packages(where: str, *packages: str, install: str) -> None:
 
 
 def is_missing(package: str) -> bool:
-    """Import a package; return whether it is not installed. What it lacks itself is an error."""
+    """Import a package; return True if it is not installed. A missing dependency of its own is an error."""
     try:
         import_module(package)
     except ModuleNotFoundError as error:

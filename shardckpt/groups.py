@@ -24,7 +24,7 @@ _CPU = torch.device("cpu")
 
 
 class Piggyback:
-    """A message of each rank that is sent with the all-gather of errors."""
+    """One message per rank, sent with the all-gather for errors."""
 
     def __init__(self) -> None:
         self.local = b""  # this rank's message, at most 511 bytes; set inside the block
@@ -75,24 +75,24 @@ class Group(ABC):
         Lengths must be equal, which saves an all-gather.
 
         Args:
-            data: Bytes of this rank.
+            data: This rank's bytes.
         """
         return self.all_gather(data)
 
     @contextmanager
     def collective(self, what: str) -> Iterator[Piggyback]:
-        """Run a block on every rank; raise an error of one rank on all.
+        """Run a block on every rank; raise one rank's error on all.
 
         One all-gather at the end; errors name the rank.
 
         Args:
-            what: Name of the operation, for the message.
+            what: Operation name, for the message.
 
         Yields:
-            The message of this rank and, after the block, the messages of all ranks.
+            This rank's message and, after the block, the messages from all ranks.
 
         Raises:
-            RankError: Another rank failed. An exception of this rank is raised unchanged.
+            RankError: Another rank failed. This rank's own exception is raised unchanged.
         """
         failure: Exception | None = None
         piggyback = Piggyback()
@@ -125,7 +125,7 @@ def _pack_outcome(failure: Exception | None, message: bytes) -> bytes:
 
 
 class LocalGroup(Group):
-    """A group of one process: every collective returns its input."""
+    """A group with one process: every collective returns its input."""
 
     @property
     def rank(self) -> int:
@@ -149,7 +149,7 @@ class LocalGroup(Group):
 
 
 class TorchGroup(Group):
-    """A torch process group."""
+    """A torch process group, which sends messages as tensors on its backend's device; for NCCL an accelerator."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
@@ -165,7 +165,7 @@ class TorchGroup(Group):
         return dist.get_world_size(self._group)
 
     def global_rank(self, rank: int) -> int:
-        """Return the global rank of a rank of the group."""
+        """Return the global rank for a rank in the group."""
         return rank if self._group is None else dist.get_global_rank(self._group, rank)
 
     def all_gather(self, data: bytes) -> list[bytes]:
@@ -184,7 +184,7 @@ class TorchGroup(Group):
         return [row.numpy().tobytes() for row in rows]
 
     def _gather_rows(self, row: torch.Tensor) -> torch.Tensor:
-        """Return the rows of all ranks, `(rank, element)`, on the CPU."""
+        """Return the rows from all ranks, `(rank, element)`, on the CPU."""
         rows = torch.empty(self.size, row.numel(), dtype=row.dtype, device=get_group_device(self._group))
         dist.all_gather(list(rows.unbind()), row.to(rows.device), group=self._group)
         return rows.cpu()
@@ -210,20 +210,20 @@ class TorchGroup(Group):
             if is_out_of_memory(error) or is_device_error(error):
                 raise
             raise RankError(
-                f"rank {self.rank} of {self.size} waited in vain in an {what}: {error}",
+                f"rank {self.rank} of {self.size} could not complete an {what}: {error}",
                 rank=self.rank,
                 fix="Another rank died or left; its own log says why.",
             ) from error
 
 
 def get_group_device(group: dist.ProcessGroup | None = None, preferred: torch.device = _CPU) -> torch.device:
-    """Return a device whose tensors the backend of a group can send."""
+    """Return a device whose tensors a group's backend can send."""
     kinds = [each.partition(":")[0] for each in dist.get_backend_config(group).split(",")]
     return preferred if preferred.type in kinds else current_device(kinds[0])  # NCCL cannot send CPU tensors
 
 
 def current_device(kind: str) -> torch.device:
-    """Return the device of a type, such as "cuda", that this process uses."""
+    """Return this process's device of a type, such as "cuda"."""
     return torch.empty(0, device=kind).device
 
 
@@ -232,7 +232,7 @@ def _pad_to_tensor(data: bytes, nbytes: int) -> torch.Tensor:
 
 
 def current_group(group: dist.ProcessGroup | None = None) -> Group:
-    """Return this process's group: a torch process group, else a group of one."""
+    """Return this process's group: the torch process group if initialized, else a group with one rank."""
     if dist.is_available() and dist.is_initialized():
         return TorchGroup(group)
     return LocalGroup()

@@ -1,6 +1,6 @@
 """Layouts of full parameters in shards: flat or per dimension, any world size.
 
-Needs no torch. The shard of a rank is one 1-D array of `chunk` elements, zero-padded to the same length on every rank.
+Needs no torch. A rank's shard is one 1-D array with `chunk` elements, zero-padded to the same length on every rank.
 A layout gives the position of each parameter's elements in the shard, as boxes and runs.
 """
 
@@ -23,7 +23,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter of a layout."""
+    """One parameter in a layout."""
 
     name: str  # fully qualified name, without the names of wrapper modules
     shape: Shape
@@ -35,13 +35,13 @@ class ParamSpec:
         if any(n < 0 for n in self.shape):
             raise FormatError("a parameter has a negative size", where=self.name, found=self.shape)
         if not dtypes.is_known(self.dtype):
-            raise FormatError("a parameter has a dtype that is not known", where=self.name, found=self.dtype)
+            raise FormatError("a parameter has an unknown dtype", where=self.name, found=self.dtype)
         if self.order and sorted(self.order) != list(range(len(self.shape))):
             raise FormatError("a memory order must be a permutation", where=self.name, found=self.order)
 
     @property
     def numel(self) -> int:
-        """Number of elements of the full parameter."""
+        """Number of elements in the full parameter."""
         return prod(self.shape)
 
     @property
@@ -50,7 +50,7 @@ class ParamSpec:
         return tuple(self.shape[d] for d in self.order) if self.order else self.shape
 
     def boxes(self, start: int, stop: int) -> list[Box]:
-        """Return the boxes of elements `[start, stop)` in memory order."""
+        """Return the boxes for elements `[start, stop)` in memory order."""
         found = flat_to_boxes(self.memory_shape, start, stop)
         return [self._restored(box) for box in found] if self.order else found
 
@@ -62,7 +62,7 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class ShardRun:
-    """Contiguous elements of one parameter in the shard of one rank."""
+    """One parameter's contiguous elements in one rank's shard."""
 
     index: int  # index of the parameter in the layout's `specs`
     rank: int  # rank whose shard contains the elements
@@ -72,13 +72,13 @@ class ShardRun:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the run."""
+        """Number of elements in the run."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Parameters concatenated to one flat parameter and split into equal chunks."""
+    """Parameters concatenated to one flat parameter and split into equal chunks, which may end at any element."""
 
     specs: tuple[ParamSpec, ...]  # in order
     world: int
@@ -87,11 +87,11 @@ class FlatLayout:
     def __post_init__(self) -> None:
         _check_world(self.world)
         if self.alignment < 1:
-            raise FormatError("an alignment is below one element", found=self.alignment)
+            raise FormatError("the alignment must be at least 1", found=self.alignment)
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Offset of each parameter in the flat parameter, in elements."""
+        """Each parameter's offset in the flat parameter, in elements."""
         found, at = [], 0
         for spec in self.specs:
             at = -(-at // self.alignment) * self.alignment
@@ -101,12 +101,12 @@ class FlatLayout:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of the flat parameter, with gaps, without padding at the end."""
+        """Elements in the flat parameter, with gaps between aligned parameters, without padding at the end."""
         return self.offsets[-1] + self.specs[-1].numel if self.specs else 0
 
     @cached_property
     def chunk(self) -> int:
-        """Number of elements of every rank's shard, including padding."""
+        """Number of elements in every rank's shard, including padding."""
         return chunk_range(self.numel, self.world, 0)[1]
 
     def get_unpadded_size(self, rank: int) -> int:
@@ -114,7 +114,7 @@ class FlatLayout:
         return chunk_range(self.numel, self.world, rank)[1]
 
     def runs(self, rank: int) -> list[ShardRun]:
-        """Return the runs of parameters in a rank's shard, in order."""
+        """Return the parameters' runs in a rank's shard, in order; parameters without elements there are skipped."""
         low, high = rank * self.chunk, (rank + 1) * self.chunk
         found = []
         for index, (spec, at) in enumerate(zip(self.specs, self.offsets, strict=True)):
@@ -124,12 +124,12 @@ class FlatLayout:
         return found
 
     def boxes(self, rank: int) -> list[tuple[int, Box, int]]:
-        """Return `(parameter, box, offset in the shard)` of a rank, in order."""
+        """Return a rank's `(parameter, box, offset in the shard)`, in order."""
         # A box's elements are permuted in the shard if the parameter's memory order is not row-major.
         return list(_boxes_of_runs(self.specs, self.runs(rank)))
 
     def with_world(self, world: int) -> FlatLayout:
-        """Return the layout of the same parameters for another number of ranks."""
+        """Return the same parameters' layout for another number of ranks."""
         return FlatLayout(self.specs, world, self.alignment)
 
     def to_json(self) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class FlatLayout:
 
 @dataclass(frozen=True)
 class DimLayout:
-    """Each parameter split along one dimension into equal chunks."""
+    """Each parameter split along one dimension into equal chunks; later ranks may have shorter or empty chunks."""
 
     specs: tuple[ParamSpec, ...]  # in order; all in row-major memory order
     world: int
@@ -148,13 +148,13 @@ class DimLayout:
     def __post_init__(self) -> None:
         _check_world(self.world)
         if len(self.dims) != len(self.specs):
-            raise FormatError("not every parameter has a dimension to split along", found=len(self.dims))
+            raise FormatError("every parameter must have a dimension to split along", found=len(self.dims))
         for spec, dim in zip(self.specs, self.dims, strict=True):
             if not 0 <= dim < max(len(spec.shape), 1) or spec.order:
                 raise FormatError("a parameter cannot be split along this dimension", where=spec.name, found=dim)
 
     def box(self, index: int, rank: int) -> Box:
-        """Return the box of one parameter on a rank."""
+        """Return one parameter's box on a rank; its size is zero if the rank has no elements."""
         spec, dim = self.specs[index], self.dims[index]
         if not spec.shape:
             return Box((), ()) if rank == 0 else Box((0,), (0,))
@@ -162,7 +162,7 @@ class DimLayout:
 
     @cached_property
     def places(self) -> tuple[int, ...]:
-        """Offset of each parameter in every rank's shard, in elements."""
+        """Each parameter's offset in every rank's shard, in elements."""
         found, at = [], 0
         for index in range(len(self.specs)):
             found.append(at)
@@ -171,16 +171,16 @@ class DimLayout:
 
     @cached_property
     def chunk(self) -> int:
-        """Elements of every rank's shard, with padding: the size of rank 0's shard."""
+        """Elements in every rank's shard, with padding: the size of rank 0's shard."""
         return self.places[-1] + self.box(len(self.specs) - 1, 0).volume if self.specs else 0
 
     def boxes(self, rank: int) -> list[tuple[int, Box, int]]:
-        """Return `(parameter, box, offset in the shard)` of a rank, in order."""
+        """Return a rank's `(parameter, box, offset in the shard)`, in order."""
         found = [(index, self.box(index, rank), self.places[index]) for index in range(len(self.specs))]
         return [each for each in found if each[1].volume]
 
     def with_world(self, world: int) -> DimLayout:
-        """Return the layout of the same parameters for another number of ranks."""
+        """Return the same parameters' layout for another number of ranks."""
         return DimLayout(self.specs, world, self.dims)
 
     def to_json(self) -> dict[str, Any]:
@@ -201,14 +201,14 @@ def from_json(value: object) -> Layout:
 
 def _parse(value: Any) -> Layout:
     if not isinstance(value, Mapping) or value["format"] != _FORMAT:
-        raise FormatError("the layout must be of a known format", expected=_FORMAT)
+        raise FormatError("unknown layout format", expected=_FORMAT)
     specs = tuple(_spec(each) for each in value["params"])
     world = _natural_number(value["world"])
     if value["kind"] == "flat":
         return FlatLayout(specs, world, _natural_number(value["alignment"]))
     if value["kind"] == "dim":
         return DimLayout(specs, world, tuple(_natural_number(d) for d in value["dims"]))
-    raise FormatError("a layout is of an unknown kind", found=value["kind"], expected="flat or dim")
+    raise FormatError("unknown kind of layout", found=value["kind"], expected="flat or dim")
 
 
 def _spec(value: Mapping[str, Any]) -> ParamSpec:
@@ -221,7 +221,7 @@ def _spec(value: Mapping[str, Any]) -> ParamSpec:
 
 def _natural_number(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise FormatError("a number in a layout must be an integer from 0", found=value)
+        raise FormatError("a number in a layout must be a nonnegative integer", found=value)
     return value
 
 

@@ -21,10 +21,10 @@ Path = tuple[str | int, ...]  # a value's keys in the saved state, from the oute
 
 
 class Span(NamedTuple):
-    """Contiguous bytes with the elements of a box in row-major order.
+    """Contiguous bytes with a box's elements in row-major order.
 
     Attributes:
-        offset: Offset of the first byte in the file.
+        offset: The first byte's offset in the file.
         nbytes: Number of bytes.
     """
 
@@ -33,7 +33,7 @@ class Span(NamedTuple):
 
 
 class Strided(NamedTuple):
-    """A view of a storage: a slice, a transposed or an expanded tensor."""
+    """A storage's view: a slice, a transposed or an expanded tensor."""
 
     offset: int  # where the storage starts in the file, in bytes
     nbytes: int  # the full storage's bytes
@@ -51,7 +51,7 @@ class Encoded(NamedTuple):
 
 
 class Lazy(NamedTuple):
-    """A container to open to locate the elements; `Reader.resolve` does this."""
+    """A container that `Reader.resolve` opens to locate the elements."""
 
     offset: int  # the container's first byte in the file
     nbytes: int  # the container's bytes; 0 if not known yet
@@ -62,12 +62,12 @@ Layout = Span | Strided | Encoded | Lazy
 
 
 class Piece(NamedTuple):
-    """A box of an array and the location of its bytes.
+    """An array's box and the location of its bytes.
 
     Attributes:
         box: Box in the full array, in elements.
         file: File name relative to the checkpoint's store, with forward slashes.
-        layout: Location and encoding of the box's elements in that file.
+        layout: Where and how the file stores the box's elements.
     """
 
     box: Box
@@ -76,13 +76,13 @@ class Piece(NamedTuple):
 
 
 class TensorEntry(NamedTuple):
-    """One array of a checkpoint.
+    """One array in a checkpoint.
 
     Attributes:
         path: Path in the saved state.
         shape: Global shape, in elements.
         stored: Dtype in the files, in torch's spelling.
-        pieces: Disjoint boxes of the array. `plan.coverage` checks whether they cover it.
+        pieces: Disjoint boxes in the array. `plan.coverage` checks whether they cover it.
         delivered: Dtype to deliver, if it differs from `stored`.
         order: Dimensions from the slowest to the fastest in the memory that was saved; empty if row-major or unknown.
             Files are row-major.
@@ -102,7 +102,7 @@ class TensorEntry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the full array in the delivered dtype."""
+        """The full array's bytes in the delivered dtype."""
         return array_nbytes(self.dtype, self.shape)
 
 
@@ -127,29 +127,29 @@ class ObjectEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Content of a checkpoint: locations of all arrays, and all other values.
+    """A checkpoint's content: locations of all arrays, and all other values.
 
     Attributes:
-        format: Name of the format of the checkpoint.
+        format: Name of the checkpoint's format.
         files: File name to size in bytes, for every file with a piece; -1 for missing files.
         tensors: Arrays by path, in the order in which they were saved; a tied array under all its names.
         objects: Other values by path, including empty containers, so that the state can be rebuilt.
-        aliases: Path of a tied array to the path of the first array with the same elements, if the format stores this.
+        aliases: A tied array's path to the path of the first array with the same elements, if the format stores this.
         metadata: Text stored with the arrays (safetensors `__metadata__`).
         warnings: Oddities that do not prevent loading, one sentence each.
         missing: Missing files whose tensors are unknown. A checkpoint with such files can be inspected, but does not
             count as complete.
-        elsewhere: Name of a file outside the checkpoint's folder to the URL of its folder.
+        elsewhere: The name of a file outside the checkpoint's folder to its folder's URL.
         closed: Folders in `elsewhere` that were not opened, to the error that is raised if their data is needed.
-        variants: Path of further weights of a model, such as averaged ones, to the path of the model; None if it was
+        variants: A model's further weights, such as averaged ones, by path, to the model's path; None if it was
             not saved.
         has_shapes: Whether global shapes are stored. If not, a shape is the bounding box of the existing boxes, and
-            missing last rows of an array cannot be detected.
+            an array's missing last rows cannot be detected.
         unread: Skipped files and values, one phrase each; `warnings` mention them too.
-        keeps_order: Whether `tensors` are in the order of the saved state dict. If not, for example because they are
+        keeps_order: Whether `tensors` are in the saved state dict's order. If not, for example because they are
             sorted by name, their order does not determine an optimizer's ids.
-        optimizers: Paths of optimizers whose own `state_dict()` has other keys than `state` and `param_groups`.
-        by_order: Optimizers whose ids the reader replaced with names, by the order of the model's state dict.
+        optimizers: Paths to optimizers whose own `state_dict()` has other keys than `state` and `param_groups`.
+        by_order: Optimizers whose ids the reader replaced with names, by the model's state dict order.
     """
 
     format: str
@@ -176,12 +176,12 @@ def dotted(path: Path) -> str:
 
 
 def split_numbers(name: str) -> list[tuple[int, str]]:
-    """Return the parts of a name, a key that sorts the numbers in it as numbers."""
+    """Return a name's parts, a key that sorts its numbers as numbers."""
     return [(int(word), "") if word.isdecimal() else (-1, word) for word in re.split(r"([0-9]{1,18})", name)]
 
 
 def unflatten(values: Mapping[Path, Any], where: str | None = None, *, has_lists: bool = False) -> Any:
-    """Build nested dicts from values by path."""
+    """Build nested dicts from values by path; `has_lists` turns dicts with the keys 0, 1, 2, ... into lists."""
     root: dict[str | int, Any] = {}
     nodes = {id(root)}  # ids of the result's dicts; a value may be a dict too
     for path, value in values.items():

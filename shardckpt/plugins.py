@@ -1,4 +1,4 @@
-"""Formats and targets of other distributions, found by entry point."""
+"""Formats and targets from other distributions, found by entry point."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Plugin(NamedTuple):
 
 
 def find_plugins(groups: tuple[str, ...], built_in: tuple[str, ...]) -> tuple[Plugin, ...]:
-    """Return the entry points of some groups of installed distributions, by name."""
+    """Return installed entry points in some groups, by name; clashing names are ignored, with a warning."""
     return _find_plugins(groups, built_in, find_installed())
 
 
 def find_installed() -> tuple[str, ...]:
-    """Return the folders of `sys.path` whose distributions are installed."""
+    """Return the `sys.path` folders whose distributions are installed."""
     # Python itself runs code from these folders as it starts: package folders, folders that their `.pth` files name,
     # and absolute ones in `PYTHONPATH`. The working directory and a script's folder do not count: they may be a
     # checkpoint's folder.
@@ -50,7 +50,7 @@ def find_installed() -> tuple[str, ...]:
 
 @cache
 def _find_site_folders() -> frozenset[str]:
-    """Return the folders of installed packages, and those that their `.pth` files name."""
+    """Return the folders for installed packages, and the folders that their `.pth` files name."""
     folders = [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
     for folder in tuple(folders):
         with suppress(OSError):  # as Python itself
@@ -97,7 +97,7 @@ def _find_plugins(groups: tuple[str, ...], built_in: tuple[str, ...], path: tupl
 
 
 def _has_entry_points(groups: tuple[str, ...], path: tuple[str, ...]) -> bool:
-    """Return True if a distribution on a path may have entry points of a group. Takes 1 ms."""
+    """Return True if a distribution on a path may have entry points in a group. Takes 1 ms."""
     sections = [f"[{group}]".encode() for group in groups]
     for folder in path:
         try:
@@ -119,7 +119,7 @@ def _has_entry_points(groups: tuple[str, ...], path: tuple[str, ...]) -> bool:
 
 
 def load_plugin(plugin: Plugin, kind: type[_Kind]) -> _Kind:
-    """Import a plugin."""
+    """Import a plugin, which must be a `kind` with the entry point's name."""
     fix = "Update or uninstall that distribution."
     try:
         value = plugin.load()
@@ -130,7 +130,7 @@ def load_plugin(plugin: Plugin, kind: type[_Kind]) -> _Kind:
         raise UsageError(f"the plugin {plugin} must be a {kind.__name__}", found=type(value).__name__, fix=fix)
     name = getattr(value, "name", None)
     if name != plugin.name:
-        raise UsageError(f"the plugin {plugin} must have the name of its entry point", found=repr(name), fix=fix)
+        raise UsageError(f"the plugin {plugin} must have its entry point's name", found=repr(name), fix=fix)
     return value
 
 
@@ -142,7 +142,7 @@ def name_plugin(
     error_type: type[ShardckptError],
     passes: Callable[[BaseException], bool] = lambda _: False,
 ) -> Iterator[None]:
-    """Raise exceptions of a plugin as an error that names it. Errors of shardckpt pass unchanged."""
+    """Raise a plugin's exceptions as an error that names it; errors from shardckpt pass unchanged."""
     try:
         # Other exceptions that `passes` accepts were not caused by the plugin: they pass unchanged too.
         yield
@@ -158,7 +158,7 @@ def name_plugin(
 def guard_call(
     function: Callable[_Params, _Result], plugin: Plugin, action: str, where: str, error_type: type[ShardckptError]
 ) -> Callable[_Params, _Result]:
-    """Wrap a function of a plugin so that it raises errors like `name_plugin`."""
+    """Wrap a plugin's function so that it raises errors like `name_plugin`."""
 
     def call(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
         with name_plugin(plugin, action, where, error_type):

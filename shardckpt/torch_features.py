@@ -43,7 +43,7 @@ UnpackHook = Callable[[Any], torch.Tensor]
 
 
 def find_accelerator() -> torch.device | None:
-    """Return the accelerator that torch was built for, present or not."""
+    """Return the accelerator that torch was built for, present or not; None without one."""
     # Old versions of torch return only one that is present. No version initializes it.
     try:
         return torch.accelerator.current_accelerator()
@@ -62,7 +62,7 @@ _TAKES_SOURCE = "src_data_rank" in inspect.signature(distribute_tensor).paramete
 
 
 def shard_replicated(value: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """Return a DTensor of a value that every rank of a mesh has."""
+    """Return a DTensor from a value that every rank in a mesh has."""
     if _TAKES_SOURCE:
         return distribute_tensor(value, mesh, placements, src_data_rank=None)
     # This torch's `distribute_tensor` always sends: then this is a collective over the mesh.
@@ -70,7 +70,7 @@ def shard_replicated(value: torch.Tensor, mesh: DeviceMesh, placements: Sequence
 
 
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """Return the mesh with the dimensions of several submeshes of one mesh."""
+    """Return the mesh with the dimensions of several submeshes in one mesh."""
     if hasattr(DeviceMesh, "_concatenate"):
         return DeviceMesh._concatenate(list(meshes))
     resources = torch.distributed.device_mesh._mesh_resources
@@ -93,7 +93,7 @@ _HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 
 
 def assign_gradient_of_another_type(parameter: torch.Tensor, grad: torch.Tensor) -> None:
-    """Set the gradient of a parameter whose dtype differs from the gradient's."""
+    """Set a parameter's gradient whose dtype differs from the parameter's."""
     if _HAS_GRAD_DTYPE:
         parameter.grad_dtype = grad.dtype
         parameter.grad = grad

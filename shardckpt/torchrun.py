@@ -1,4 +1,4 @@
-"""Facts about the machine of a process: those that torchrun leaves in the environment of a rank, cores, and an id."""
+"""Facts about this process's machine: torchrun's variables, CPU cores, and an id."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def count_cores() -> int:
 
 
 def has_second_core(ranks: int = 1) -> bool:
-    """Return whether this process may use two cores of which no other rank needs one."""
+    """Return True if this process may use two cores that no other rank needs."""
     return count_cores() >= 2 * (local_world_size() or ranks)
 
 
 @cache
 def get_machine_id() -> bytes:
-    """Return bytes that the processes of one machine have in common, and those of another one do not."""
+    """Return bytes that are equal for all processes on one machine, and differ between machines."""
     import hashlib  # noqa: PLC0415  (loads OpenSSL; commands do not need it)
 
     boot = ""

@@ -83,7 +83,7 @@ def test_a_rank_that_is_gone_is_an_error_that_says_who_waited():
 
     waited, _ = on_ranks(2, work)
     assert isinstance(waited, RankError)
-    assert "rank 0 of 2 waited in vain" in str(waited)
+    assert "rank 0 of 2 could not complete" in str(waited)
 
 
 def test_a_world_of_one_has_nobody_else_to_hear_from():

@@ -149,7 +149,7 @@ FAULTS = {
     "an error": ("npy = npy_error:FORMAT", "1 / 0", "cannot be imported.*ZeroDivisionError"),
     "an exit": ("npy = npy_exit:FORMAT", "raise SystemExit(3)", "cannot be imported.*SystemExit"),
     "another type": ("npy = npy_type:FORMAT", "FORMAT = 3", "must be a (Format|Target).*found int"),
-    "another name": ("zarr = npy_name:FORMAT", None, "must have the name of its entry point"),
+    "another name": ("zarr = npy_name:FORMAT", None, "must have its entry point's name"),
 }
 
 
