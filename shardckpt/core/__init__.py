@@ -1,6 +1,6 @@
-"""Sharding engine with the API and the behavior of `torch.distributed.fsdp`.
+"""Sharding engine with the API and behavior of `torch.distributed.fsdp`.
 
-Names are loaded on first use: what needs one part of the package imports no others.
+Names are loaded on first use, so that using one part does not import the others.
 """
 
 from __future__ import annotations

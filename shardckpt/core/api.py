@@ -1,4 +1,4 @@
-"""Settings for users: the enums and dataclasses of `torch.distributed.fsdp.api`."""
+"""User settings: the enums and dataclasses in `torch.distributed.fsdp.api`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 
 
 class ShardingStrategy(Enum):
-    """Strategy of sharding: when full parameters are freed.
+    """Sharding strategy: when full parameters are freed.
 
     FULL_SHARD frees them after forward and after backward, SHARD_GRAD_OP after backward, NO_SHARD never. The hybrid
     strategies do the same as the first two inside a group, and replicate across groups.
@@ -53,7 +53,7 @@ class ShardingStrategy(Enum):
 
 
 class BackwardPrefetch(Enum):
-    """Start of the next all-gather in backward: before or after the current gradients."""
+    """When backward starts the next all-gather: before or after the current gradients."""
 
     BACKWARD_PRE = auto()
     BACKWARD_POST = auto()
@@ -61,7 +61,7 @@ class BackwardPrefetch(Enum):
 
 @dataclass
 class MixedPrecision:
-    """Dtypes of computation, reduction and buffers; None keeps the original dtype."""
+    """Dtypes for computation, reduction and buffers; None keeps the original dtype."""
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
@@ -80,7 +80,7 @@ class CPUOffload:
 
 
 class StateDictType(Enum):
-    """Kind of a state dict: full tensors, this rank's flat shards, or sharded tensors."""
+    """State dict kind: full tensors, this rank's flat shards, or sharded tensors."""
 
     FULL_STATE_DICT = auto()
     LOCAL_STATE_DICT = auto()
@@ -89,54 +89,54 @@ class StateDictType(Enum):
 
 @dataclass
 class StateDictConfig:
-    """Settings of model state dicts."""
+    """Settings for model state dicts."""
 
     offload_to_cpu: bool = False
 
 
 @dataclass
 class FullStateDictConfig(StateDictConfig):
-    """Settings of full model state dicts; with `rank0_only`, for rank 0 only."""
+    """Settings for full model state dicts; with `rank0_only`, for rank 0 only."""
 
     rank0_only: bool = False
 
 
 @dataclass
 class LocalStateDictConfig(StateDictConfig):
-    """Settings of local model state dicts."""
+    """Settings for local model state dicts."""
 
 
 @dataclass
 class ShardedStateDictConfig(StateDictConfig):
-    """Settings of sharded model state dicts."""
+    """Settings for sharded model state dicts."""
 
     _use_dtensor: bool = False
 
 
 @dataclass
 class OptimStateDictConfig:
-    """Settings of optimizer state dicts."""
+    """Settings for optimizer state dicts."""
 
     offload_to_cpu: bool = True
 
 
 @dataclass
 class FullOptimStateDictConfig(OptimStateDictConfig):
-    """Settings of full optimizer state dicts; with `rank0_only`, for rank 0 only."""
+    """Settings for full optimizer state dicts; with `rank0_only`, for rank 0 only."""
 
     rank0_only: bool = False
 
 
 @dataclass
 class LocalOptimStateDictConfig(OptimStateDictConfig):
-    """Settings of local optimizer state dicts."""
+    """Settings for local optimizer state dicts."""
 
     offload_to_cpu: bool = False
 
 
 @dataclass
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
-    """Settings of sharded optimizer state dicts."""
+    """Settings for sharded optimizer state dicts."""
 
     _use_dtensor: bool = False
 

@@ -1,8 +1,8 @@
 """Communication hooks for `register_comm_hook`, which average gradients.
 
-A hook gets its state and one contiguous 1-D gradient per bucket, with padding: the sum over the backwards of this rank.
-It computes the mean over ranks. For a sharded bucket its third argument is a 1-D tensor for this rank's shard of the
-mean; with NO_SHARD it changes the gradient in place.
+A hook gets its state and one contiguous 1-D gradient per bucket, with padding: the sum over this rank's backwards. It
+computes the mean over ranks. For a sharded bucket its third argument is a 1-D tensor for this rank's shard of the mean;
+with NO_SHARD it changes the gradient in place.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LOW_PRECISION = frozenset({"fp16_compress_hook", "bf16_compress_hook"})
 
 
 def is_low_precision(hook: Callable[..., Any] | None) -> bool:
-    """Return True if a hook of this package or of torch reduces in fp16 or bf16."""
+    """Return True if a hook from this package or torch reduces in fp16 or bf16."""
     return getattr(hook, "__name__", "") in _LOW_PRECISION
 
 
@@ -50,7 +50,7 @@ def check(
 
 
 class DefaultState:
-    """State of `allreduce_hook` and `reduce_scatter_hook`: the ranks and two divisors."""
+    """The ranks and two divisors for `allreduce_hook` and `reduce_scatter_hook`."""
 
     __slots__: ClassVar[list[str]] = [
         "gradient_postdivide_factor",
@@ -81,7 +81,7 @@ class DefaultState:
 
 
 class LowPrecisionState(DefaultState):
-    """State of the compressing hooks."""
+    """State for the compressing hooks."""
 
     __slots__: ClassVar[list[str]] = ["parameter_type"]
 
@@ -100,7 +100,7 @@ def allreduce_hook(state: DefaultState, grad: torch.Tensor) -> None:
 
 
 def reduce_scatter_hook(state: DefaultState, grad: torch.Tensor, output: torch.Tensor) -> None:
-    """Fill `output` with this rank's shard of the mean over ranks. Collective."""
+    """Fill `output` with this rank's shard of the mean over ranks; the content of `grad` is lost. Collective."""
     if state.gradient_predivide_factor > 1:
         grad.div_(state.gradient_predivide_factor)
     ShardGroup(state.process_group).reduce_scatter(output, grad, "reduce a gradient by a hook").wait()

@@ -1,4 +1,4 @@
-"""Settings of one unit, for both front ends, and further enums of torch's FSDP."""
+"""One unit's settings, for both front ends, and further enums from torch's FSDP."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardckpt.core.api import BackwardPrefetch
 
 
 class TrainingState(Enum):
-    """Training state of a wrapper, as in torch's assertions."""
+    """A wrapper's training state, as in torch's assertions."""
 
     IDLE = auto()
     FORWARD_BACKWARD = auto()
@@ -20,7 +20,7 @@ class TrainingState(Enum):
 
 
 class OptimStateKeyType(Enum):
-    """Kind of keys in an optimizer state dict: parameter names or ids."""
+    """Keys in an optimizer state dict: parameter names or ids."""
 
     PARAM_NAME = auto()
     PARAM_ID = auto()
@@ -28,7 +28,7 @@ class OptimStateKeyType(Enum):
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes of one unit, for both front ends; None keeps the original dtype."""
+    """One unit's dtypes, for both front ends; None keeps the original dtype."""
 
     # Only tensors with floating dtypes are cast.
 
@@ -41,11 +41,11 @@ class Precision:
     keep_low_precision_grads: bool = False  # sharded gradients keep `reduce_dtype`
 
     def computed(self, stored: torch.dtype) -> torch.dtype:
-        """Return the dtype of computation for parameters of a stored dtype."""
+        """Return the dtype that parameters with a stored dtype compute in."""
         return self.param_dtype if self.param_dtype is not None and stored.is_floating_point else stored
 
     def reduced(self, stored: torch.dtype) -> torch.dtype:
-        """Return the dtype in which gradients of a stored dtype are averaged."""
+        """Return the dtype that averages gradients with a stored dtype."""
         wanted = self.reduce_dtype if stored.is_floating_point else None
         return wanted if wanted is not None else self.computed(stored)
 
@@ -60,7 +60,7 @@ class Offload:
 
 @dataclass(frozen=True)
 class UnitConfig:
-    """Settings of one unit, of either front end."""
+    """One unit's settings, for either front end."""
 
     reshard_after_forward: bool = True  # free full parameters between forward and backward
     keeps_root_unsharded: bool = True  # the root ignores `reshard_after_forward`

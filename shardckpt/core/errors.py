@@ -110,7 +110,7 @@ class PlacementMissingError(ShardckptError, NotImplementedError):
 
 
 class ExtensionError(ShardckptError, AssertionError):
-    """The all-gather extensions of a tensor subclass cannot be used."""
+    """A tensor subclass's all-gather extensions cannot be used."""
 
 
 class MisuseError(ShardckptError, AssertionError):
@@ -126,7 +126,7 @@ class SettingTypeError(ShardckptError, TypeError):
 
 
 class BackendError(ShardckptError, RuntimeError):
-    """The backend of the process group does not support a setting."""
+    """The process group's backend does not support a setting."""
 
 
 class HookError(ShardckptError, AssertionError):
@@ -134,7 +134,7 @@ class HookError(ShardckptError, AssertionError):
 
 
 class SummonShapeError(ShardckptError, RuntimeError):
-    """A full parameter was replaced by a parameter of another shape."""
+    """A full parameter was replaced by a parameter with another shape."""
 
 
 class MeshDeviceError(ArgumentError):

@@ -1,4 +1,4 @@
-"""Public names of `torch.distributed.fsdp.fully_sharded_data_parallel`."""
+"""Public names from `torch.distributed.fsdp.fully_sharded_data_parallel`."""
 
 from __future__ import annotations
 

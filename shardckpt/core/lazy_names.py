@@ -1,4 +1,4 @@
-"""Public names of a package that are imported when they are used for the first time."""
+"""A package's public names that are imported when they are used for the first time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 def load_on_first_use(
     package: str, homes: Mapping[str, Sequence[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` of a package."""
+    """Return a package's `__getattr__` and `__dir__`."""
     home_of = {name: module for module, names in homes.items() for name in names}
 
     def load(name: str) -> Any:

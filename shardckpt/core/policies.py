@@ -1,4 +1,4 @@
-"""Policies of `fully_shard` for dtypes and offloading; custom collectives."""
+"""`fully_shard` policies for dtypes and offloading; custom collectives."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from shardckpt.core.errors import ArgumentError
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Dtypes of computation, reduction and outputs; None keeps the original dtype.
+    """Dtypes for computation, reduction and outputs; None keeps the original dtype.
 
     Attributes:
-        param_dtype: Dtype of the full parameters while a module computes.
+        param_dtype: Dtype for full parameters while a module computes.
         reduce_dtype: Dtype in which gradients are averaged; None for `param_dtype`.
-        output_dtype: Dtype of a module's outputs.
+        output_dtype: Dtype for a module's outputs.
         cast_forward_inputs: Whether to cast a module's inputs to `param_dtype`.
-        param_dtype_override_fn: Returns the dtype of one full parameter: its stored dtype, or None or `param_dtype`.
-            Called once for each parameter, with equal results on all ranks. Inputs are cast to `param_dtype`.
-        buffer_dtype: Dtype of a module's buffers; state dicts contain the original dtype (not in torch).
+        param_dtype_override_fn: Returns a full parameter's dtype: its stored dtype, or None or `param_dtype`. Called
+            once for each parameter, with equal results on all ranks. Inputs are cast to `param_dtype`.
+        buffer_dtype: Dtype for a module's buffers; state dicts contain the original dtype (not in torch).
     """
 
     param_dtype: torch.dtype | None = None
@@ -37,7 +37,7 @@ class MixedPrecisionPolicy:
 
     @property
     def precision(self) -> Precision:
-        """Return the equivalent settings of the engine."""
+        """Return the equivalent engine settings."""
         return Precision(
             self.param_dtype,
             self.reduce_dtype,
@@ -47,10 +47,10 @@ class MixedPrecisionPolicy:
         )
 
     def resolve_param_dtype(self, name: str, parameter: nn.Parameter) -> torch.dtype | None:
-        """Return the dtype of one full parameter; None for its stored dtype.
+        """Return a full parameter's dtype; None for its stored dtype.
 
         Args:
-            name: Name of the parameter in messages.
+            name: Parameter name in messages.
             parameter: Parameter that is not sharded yet.
 
         Raises:
@@ -70,11 +70,11 @@ class MixedPrecisionPolicy:
 
 @dataclass
 class OffloadPolicy:
-    """Policy that keeps shards on the device; base class of policies that offload."""
+    """Policy that keeps shards on the device; base class for policies that offload."""
 
     @property
     def offload(self) -> Offload:
-        """Return the equivalent settings of the engine."""
+        """Return the equivalent engine settings."""
         return Offload()
 
 
@@ -90,21 +90,21 @@ class CPUOffloadPolicy(OffloadPolicy):
 
     @property
     def offload(self) -> Offload:
-        """Return the equivalent settings of the engine."""
+        """Return the equivalent engine settings."""
         return Offload(True, self.pin_memory)
 
 
 class Comm(ABC):
-    """Custom collective, with the allocation of its buffers."""
+    """Custom collective that allocates its own buffers."""
 
     @abstractmethod
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a buffer for the collective.
 
         Args:
-            size: Shape of the buffer.
-            dtype: Dtype of the buffer.
-            device: Device of the buffer.
+            size: Buffer shape.
+            dtype: Buffer dtype.
+            device: Buffer device.
         """
 
 
@@ -115,12 +115,12 @@ class AllGather(Comm):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Fill the output with the inputs of all ranks, in rank order.
+        """Fill the output with all ranks' inputs, in rank order.
 
         Args:
-            output_tensor: 1-D output with the elements of all ranks.
-            input_tensor: 1-D input of this rank; it may be a view of the output.
-            group: Process group of the ranks.
+            output_tensor: 1-D output with all ranks' elements.
+            input_tensor: This rank's 1-D input; it may be a view into the output.
+            group: Process group to gather over.
             async_op: Whether the call may return work to wait for.
         """
 
@@ -140,9 +140,9 @@ class ReduceScatter(Comm):
         """Fill the output with this rank's shard of the reduced inputs.
 
         Args:
-            output_tensor: 1-D shard of this rank.
-            input_tensor: 1-D input with the shards of all ranks, in rank order.
-            group: Process group of the ranks.
+            output_tensor: This rank's 1-D shard.
+            input_tensor: 1-D input with all ranks' shards, in rank order.
+            group: Process group to reduce over.
             op: Reduction operation.
             async_op: Whether the call may return work to wait for.
         """

@@ -1,4 +1,4 @@
-"""Public name of `torch.distributed.fsdp.sharded_grad_scaler`."""
+"""Public name from `torch.distributed.fsdp.sharded_grad_scaler`."""
 
 from __future__ import annotations
 

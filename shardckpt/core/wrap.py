@@ -1,4 +1,4 @@
-"""Selection of submodules that become units: policies, manual wrapping, driver."""
+"""Select submodules that become units: policies, manual wrapping, driver."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: set[type[nn.Module]] | None = None,
     exclude_wrap_modules: set[type[nn.Module]] | None = None,
 ) -> bool:
-    """Wrap modules with at least a number of elements, without wrapped children."""
+    """Wrap modules with at least `min_num_params` elements, without wrapped children."""
     leaves = force_leaf_modules if force_leaf_modules is not None else {nn.MultiheadAttention}
     excluded = exclude_wrap_modules if exclude_wrap_modules is not None else {nn.ModuleList, nn.ModuleDict}
     large = nonwrapped_numel >= min_num_params
@@ -123,7 +123,7 @@ _DEFAULTS: ContextVar[tuple[Callable[..., nn.Module], dict[str, Any]] | None] = 
 
 @contextmanager
 def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
-    """Enable `wrap` inside the context."""
+    """Enable `wrap` inside the context, which cannot be nested."""
     if _DEFAULTS.get() is not None:
         raise NestedContextError("You are already within an autowrap context and we do not support nested contexts")
     token = _DEFAULTS.set((wrapper_cls, wrapper_kwargs))
@@ -134,7 +134,7 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """Return a module wrapped with the settings of `enable_wrap`, if inside it."""
+    """Return a module wrapped with the settings from `enable_wrap`, if inside it."""
     defaults = _DEFAULTS.get()
     if defaults is None:
         return module
@@ -183,7 +183,7 @@ def _refuse_sharded(root: nn.Module) -> None:
 
 
 def _exact(root: nn.Module, mixed_precision: Any, ignored: Set[nn.Module]) -> set[nn.Module]:
-    """Return modules of classes that mixed precision ignores; make them use float32."""
+    """Return modules whose classes mixed precision ignores; make them use float32."""
     classes = tuple(mixed_precision._module_classes_to_ignore) if mixed_precision is not None else ()
     found = [module for module in root.modules() if isinstance(module, classes) and module not in ignored]
     for module in found:
@@ -199,7 +199,7 @@ def _exact(root: nn.Module, mixed_precision: Any, ignored: Set[nn.Module]) -> se
 
 
 def _compute_exactly(module: nn.Module) -> None:
-    """Cast floating inputs to float32, and outputs to the dtype of the last input."""
+    """Cast floating inputs to float32, and outputs to the last input's dtype."""
     last: list[torch.dtype] = []
 
     def exact(tensor: torch.Tensor) -> torch.Tensor:
@@ -223,7 +223,7 @@ def _compute_exactly(module: nn.Module) -> None:
 
 
 def _check_frozen(root: nn.Module, targets: Mapping[nn.Module, Mapping[str, Any]], ignored: Set[nn.Parameter]) -> None:
-    """Refuse, or warn of, units with frozen and trainable parameters, deepest first."""
+    """Refuse units with frozen and trainable parameters, or warn about them, deepest first."""
     for name, module in reversed(list(_named_last_first(root))):
         if module not in targets:
             continue
@@ -237,7 +237,7 @@ def _check_frozen(root: nn.Module, targets: Mapping[nn.Module, Mapping[str, Any]
 
 
 def _named_last_first(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield names and modules in the reverse of a bottom-up order."""
+    """Yield names and modules in reverse bottom-up order, with the registration order on each level."""
     seen, stack = {root}, [("", root)]
     while stack:
         name, module = stack.pop()
@@ -265,7 +265,7 @@ def _mixed(
     total = numel + sum(each.numel() for each in frozen.values())
     warnings.warn(
         f"{what} We do not recommend wrapping such modules: they are kept apart ({numel} of {total} numel have "
-        f"gradients), which takes a collective more for each unit. {lists}",
+        f"gradients), which takes another collective for each unit. {lists}",
         stacklevel=5,
     )
 
@@ -311,7 +311,7 @@ class _Shard:
 
 
 class _Recursion:
-    """Traversal of modules for function policies."""
+    """Traverses modules for function policies."""
 
     def __init__(
         self, policy: CallablePolicy, shard: _Shard, ignored: Set[nn.Module], ignored_params: Set[nn.Parameter]
@@ -326,7 +326,7 @@ class _Recursion:
         return sum(p.numel() for p in module.parameters() if p not in self._ignored_params)
 
     def below(self, module: nn.Module) -> int | None:
-        """Wrap below a module; return the number of wrapped elements."""
+        """Wrap below a module; return the number of wrapped elements, or None if the policy does not recurse."""
         goes_on = self._policy(module=module, recurse=True, nonwrapped_numel=self._numel(module))
         if not goes_on and self._shard.exact.isdisjoint(module.modules()):
             return None

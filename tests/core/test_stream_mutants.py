@@ -129,7 +129,7 @@ EQUIVALENT = {
     "core.fsdp1.wrapper:FullyShardedDataParallel._unshard:wait": "it unshards, and a forward does so too",
     "core.fsdp2.fully_shard:FSDPModule.unshard:wait": "it unshards, and a forward does so too",
     "core.fsdp2.fully_shard:FSDPModule.finalize_backward:wait": "without it there are no gradients to read",
-    "core.runtime.root_state:RootState.begin_all_gather:wait": HOST,
+    "core.runtime.root_state:RootState.prepare_all_gather:wait": HOST,
     "core.runtime.fsdp_unit:UnitParams.finish_gradients:wait": HOST,
     "core.runtime.fsdp_unit:UnitParams.finish_reduction:wait": HOST,
     "core.comm.direct_all_gather:DirectMessages._wait_for:wait": "devices with streams do not use it",
@@ -260,16 +260,16 @@ FOUND: dict[str, tuple[Scenario, Style]] = {
         scenarios.puts_a_full_parameter_between_the_passes,
         FLAT,
     ),
-    "core.runtime.root_state:RootState.begin_all_gather:make_gathers_wait": (
+    "core.runtime.root_state:RootState.prepare_all_gather:make_gathers_wait": (
         scenarios.unshards_by_hand_after_a_step,
         EACH,
     ),
     "core.runtime.root_state:RootState.start_backward:make_gathers_wait": (scenarios.writes_between_the_passes, FLAT),
-    "core.runtime.root_state:RootState._begin_forward:make_gathers_wait": (
+    "core.runtime.root_state:RootState._start_forward:make_gathers_wait": (
         scenarios.runs_a_unit_below_the_root_after_a_step,
         FLAT,
     ),
-    "core.runtime.root_state:RootState._begin_iteration:make_gathers_wait": (scenarios.trains, FLAT),
+    "core.runtime.root_state:RootState._start_iteration:make_gathers_wait": (scenarios.trains, FLAT),
     "core.runtime.fsdp_unit:ShardWrites.make_gathers_wait:make_gathers_wait": (scenarios.steps_on_a_stream, EACH),
     "core.runtime.fsdp_unit:ShardWrites.make_gathers_wait:make_gathers_wait again": (scenarios.trains, FLAT),
     "core.tools.clip_grad_norm:_reduce_over_ranks:wait": (

@@ -1,1 +1,1 @@
-"""Collectives, process groups, streams and memory of the engine."""
+"""The engine's collectives, process groups, streams and memory."""

@@ -1,4 +1,4 @@
-"""Buffers of collectives from the allocator of the process group (NCCL only)."""
+"""Collective buffers from the process group's allocator (NCCL only)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def allocator(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Return the backend of a group that can allocate on a device; None without one."""
+    """Return a group's backend that can allocate on a device; None without one."""
     try:
         backend = group._get_backend(device)
         return backend if backend.supports_tensor_alloc(device) else None
@@ -45,7 +45,7 @@ class PooledAllGather(_Allocating, AllGather):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Fill the output with the inputs of all ranks."""
+        """Fill the output with all ranks' inputs."""
         work: dist.Work | None = _ALL_GATHER(output_tensor, input_tensor, group=group, async_op=async_op)
         return work
 

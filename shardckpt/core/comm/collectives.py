@@ -1,4 +1,4 @@
-"""Shard group of a bucket, and collectives on its 1-D buffers."""
+"""A bucket's shard group, and collectives on its 1-D buffers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Pending:
         return self.work is None or (isinstance(self.work, dist.Work) and self.work.is_completed())
 
     def wait(self) -> None:
-        """Wait until the result can be read."""
+        """Wait until the result can be read; raise RankError if another rank did not join in time or is lost."""
         work, self.work = self.work, None
         if work is None:
             return
@@ -59,7 +59,7 @@ class Pending:
 
 
 class _Named:
-    """Context that adds purpose and responsible rank to errors of a collective."""
+    """Adds purpose and responsible rank to a collective's errors."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -74,16 +74,16 @@ class _Named:
         if is_out_of_memory(error):
             raise DeviceMemoryError(
                 f"rank {rank} ran out of memory to {self._what}: {error}",
-                fix="Use smaller units or batches; other ranks may wait for this one until the timeout of the group.",
+                fix="Use smaller units or batches; other ranks may wait for this one until the group's timeout.",
             ) from error
         if "No backend type associated with device type" in str(error):
             raise BackendError(
                 f"the process group cannot {self._what}: {error}",
-                fix="Move the module to the device of the group, by device_id or to(), or add a backend for its own.",
+                fix="Move the module to the group's device by device_id or to(), or add a backend for its device.",
             ) from error
         if not is_device_error(error):
             raise RankError(
-                f"rank {rank} waited in vain to {self._what}: {error}",
+                f"rank {rank} could not {self._what}: {error}",
                 rank=rank,
                 fix="Another rank left, or ran other units; its own log says why.",
             ) from error
@@ -91,7 +91,7 @@ class _Named:
 
 @dataclass(frozen=True)
 class CommHook:
-    """Communication hook of a user, which averages gradients instead of the engine."""
+    """A user's communication hook, which averages gradients instead of the engine."""
 
     state: object  # passed as the first argument
     # Called as `(state, gradient)` to change the gradient in place if nothing is sharded, otherwise as `(state, full
@@ -104,10 +104,10 @@ class CommHook:
 
 
 class CollectiveOp(Protocol):
-    """Custom collective, with the allocation of its buffers."""
+    """Custom collective that allocates its own buffers."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return the output buffer of an all-gather, or the input of a reduce-scatter."""
+        """Return an all-gather's output buffer, or a reduce-scatter's input."""
 
 
 class AllGatherOp(CollectiveOp, Protocol):
@@ -116,7 +116,7 @@ class AllGatherOp(CollectiveOp, Protocol):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
-        """Fill the output with the inputs of all ranks in rank order; return work or None."""
+        """Fill the output with all ranks' inputs in rank order; return work or None."""
 
 
 class ReduceScatterOp(CollectiveOp, Protocol):
@@ -142,7 +142,7 @@ def allocate(custom: CollectiveOp | None, numel: int, dtype: torch.dtype, device
 
 @dataclass(frozen=True)
 class CustomCollectives:
-    """Custom collectives of a user; None for torch's."""
+    """A user's custom collectives; None for torch's."""
 
     all_gather: AllGatherOp | None = None  # gathers shards
     reduce_scatter: ReduceScatterOp | None = None  # reduces gradients
@@ -196,7 +196,7 @@ class ShardGroup:
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, what: str, custom: AllGatherOp | None = None
     ) -> Pending:
-        """Fill `full` with the shards of all ranks, in rank order."""
+        """Fill `full` with all ranks' shards, in rank order."""
         # `shard` may be a view of `full`.
         if self.size == 1 and custom is None:
             if shard.data_ptr() != full.data_ptr():
@@ -218,7 +218,7 @@ class ShardGroup:
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, what: str, custom: ReduceScatterOp | None = None
     ) -> Pending:
-        """Fill `out` with this rank's shard of the sum of `full` over ranks; both are 1-D."""
+        """Fill `out` with this rank's shard of the sum over ranks; `out` and `full` are 1-D."""
         group = self.scatter or self.shard
         if custom is not None and group is not None:
             with _Named(what):
@@ -244,7 +244,7 @@ class ShardGroup:
             return Pending(dist.all_reduce(shard, group=self.replicate, async_op=True), what)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Broadcast `tensor` of rank 0 to its replicas, then to the shard group; it may be on any device."""
+        """Broadcast rank 0's `tensor` to its replicas, then to the shard group; it may be on any device."""
         data = _bytes(tensor)
         for group in (self.replicate, self.shard):
             if group is not None and dist.get_world_size(group) > 1:
@@ -255,11 +255,11 @@ class ShardGroup:
 
     @property
     def is_first(self) -> bool:
-        """Return True if this rank is rank 0 of its shard group and of its replicas."""
+        """Return True if this rank is rank 0 in its shard group and among its replicas."""
         return self.rank == 0 and (self.replicate is None or self.replicate.rank() == 0)
 
     def gather_to_rank0(self, full: torch.Tensor | None, shard: torch.Tensor, what: str) -> None:
-        """Gather the shards of rank 0's shard group to rank 0, in rank order."""
+        """Gather the shards in rank 0's shard group to rank 0, in rank order; `full` is None elsewhere."""
         if self.replicate is not None and self.replicate.rank() != 0:
             return
         parts = None if full is None else [_bytes(part) for part in full.chunk(self.size)]
@@ -267,7 +267,7 @@ class ShardGroup:
             dist.gather(_bytes(shard), parts, group=self.shard, group_dst=0)
 
     def scatter_from_rank0(self, out: torch.Tensor, rows: torch.Tensor | None, what: str) -> None:
-        """Scatter the rows of rank 0's table to the ranks, and broadcast them to replicas."""
+        """Scatter rank 0's table, `(size, elements)`, to the ranks and their replicas; None elsewhere."""
         replica = dist.get_rank(self.replicate) if self.replicate is not None else 0
         if self.size == 1 and rows is not None:
             out.copy_(rows[0])

@@ -1,7 +1,7 @@
-"""All-gathers of large CPU tensors by messages between ranks, which are received where they are needed.
+"""All-gathers for large CPU tensors by messages between ranks, which are received where they are needed.
 
-gloo's all-gather receives the output into memory of its own, and copies it at the end. An all-gather that runs beside
-computation then needs twice the memory, at the peak of a step.
+gloo's all-gather receives the output into its own memory, and copies it at the end. An all-gather that runs during
+computation then needs twice the memory, at a step's peak.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TAG = 0x5A4D  # differs from users' tags
 
 
 def has_direct_messages(group: dist.ProcessGroup) -> bool:
-    """Return True if CPU tensors of a group are sent by gloo itself, not by a wrapper that compares collectives."""
+    """Return True if gloo itself sends a group's CPU tensors, not a wrapper that compares collectives."""
     try:
         return isinstance(_get_backend(group), getattr(dist, "ProcessGroupGloo", ()))
     except RuntimeError:  # the group has no backend for the CPU
@@ -33,12 +33,12 @@ def _get_backend(group: dist.ProcessGroup) -> Any:
 
 
 def is_sent_directly(shard: torch.Tensor) -> bool:
-    """Return True if shards like this one are sent directly; equal on all ranks with shards of equal size."""
+    """Return True if shards like this one are sent directly; equal on all ranks with equal shard sizes."""
     return shard.device.type == "cpu" and shard.nbytes >= MIN_SHARD_BYTES and not has_streams(shard.device)
 
 
 class DirectMessages:
-    """Messages of one all-gather, from and to all other ranks."""
+    """One all-gather's messages, from and to all other ranks."""
 
     def __init__(self, works: list[dist.Work], timeout: timedelta) -> None:
         # Messages do not follow a changed group timeout by themselves.
@@ -66,7 +66,7 @@ class DirectMessages:
 
 
 def start_all_gather(group: dist.ProcessGroup, full: torch.Tensor, shard: torch.Tensor) -> DirectMessages:
-    """Start to fill `full` with the shards of all ranks of a group, in rank order. Collective."""
+    """Start to fill `full` with all ranks' shards in a group, in rank order. Collective."""
     rank, size = group.rank(), group.size()
     rows = full.view(size, -1)
     works = [dist.irecv(rows[rank - i], group=group, group_src=(rank - i) % size, tag=_TAG) for i in range(1, size)]

@@ -1,4 +1,4 @@
-"""Process groups of a wrapper, from groups, a mesh, or the nodes of the ranks."""
+"""A wrapper's process groups, from groups, a mesh, or the ranks' nodes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def resolve(strategy: ShardingStrategy, given: Any, mesh: DeviceMesh | None, *, 
     if mesh is not None:
         if mesh.ndim != 1:
             raise ArgumentError(
-                "a mesh of one dimension is needed",
+                "the mesh must have one dimension",
                 where=strategy.name,
                 found=f"{mesh.ndim} dimensions",
                 fix="Give one of its dimensions (mesh['NAME']), or use HYBRID_SHARD for a mesh of (replicate, shard).",
@@ -61,27 +61,27 @@ def _hybrid(strategy: ShardingStrategy, given: Any, mesh: DeviceMesh | None, *, 
         if by_hand:
             raise ArgumentError(
                 f"Manual wrapping with {strategy} requires explicit specification of process group or device_mesh",
-                fix="Units of one model have to have the same groups: make them once, and give them to each.",
+                fix="Create the groups once, and pass them to every unit in the model.",
             )
         return _build_node_groups()
     if not (isinstance(given, tuple) and len(given) == 2 and all(isinstance(g, dist.ProcessGroup) for g in given)):
         raise ArgumentError(
             "Expected process_group to be passed in as either None or Tuple[dist.ProcessGroup, dist.ProcessGroup] "
             f"but got {type(given)}",
-            fix="Give (ranks that share, ranks that hold copies).",
+            fix="Pass (shard group, replicate group).",
         )
     return ShardGroup(given[0], given[1])
 
 
 def ranks_per_node(world: int) -> int:
-    """Return the number of ranks per node."""
+    """Return the number of ranks per node, or raise ArgumentError if it does not divide all ranks."""
     # torchrun sets `LOCAL_WORLD_SIZE`; otherwise a node has one rank per accelerator, or all ranks without
     # accelerators.
     setting = local_world_size()
     size = setting or torch.accelerator.device_count() or world
     if size > world or world % size:
         raise ArgumentError(
-            "hybrid strategies need nodes that have equally many ranks",
+            "hybrid strategies need the same number of ranks on every node",
             found=f"{world} ranks, LOCAL_WORLD_SIZE={setting or 'not set'}, {size} to a node",
             fix="Set LOCAL_WORLD_SIZE, or give a device_mesh of (replicate, shard).",
         )

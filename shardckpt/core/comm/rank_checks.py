@@ -1,7 +1,4 @@
-"""Debug mode: ranks compare initial parameters and their next collectives.
-
-It is enabled by `TORCH_DISTRIBUTED_DEBUG=DETAIL`.
-"""
+"""Debug mode (`TORCH_DISTRIBUTED_DEBUG=DETAIL`): ranks compare initial parameters and their next collectives."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ def is_debug_mode() -> bool:
 
 
 def _gather_from_all(group: ShardGroup, mine: Any, place: str) -> list[Any]:
-    """Gather messages of a group and its replicas, in the same order on all ranks."""
+    """Gather messages from a group and its replicas, in the same order on all ranks."""
     messages = [mine]
     for ranks in (group.shard, group.replicate):
         if ranks is None or dist.get_world_size(ranks) == 1:
@@ -40,7 +37,7 @@ def _gather_from_all(group: ShardGroup, mine: Any, place: str) -> list[Any]:
             if is_out_of_memory(error) or is_device_error(error):
                 raise
             raise RankError(
-                f"rank {dist.get_rank()}, about to {place}, waited in vain for the others: {error}",
+                f"rank {dist.get_rank()}, about to {place}, got no answer from the others: {error}",
                 rank=dist.get_rank(),
                 fix="Another rank left, or is busy with something else; its own log says why.",
             ) from error
@@ -58,7 +55,7 @@ class _Time(Enum):
 
 
 class OrderCheck:
-    """Check that all ranks run collectives of units in the same order."""
+    """Check that all ranks run the units' collectives in the same order."""
 
     # Before each collective in a unit, ranks compare the unit, and all ranks report a difference. They also compare the
     # ends of forward and backward, so that a rank that has finished finds out about a rank that has not.
@@ -68,20 +65,20 @@ class OrderCheck:
         self._groups = tuple(groups)
         self._time = _Time.ASIDE
 
-    def forward_begins(self) -> None:
+    def forward_starts(self) -> None:
         """Record that the root starts its forward."""
         self._time = _Time.FORWARD
 
     def forward_ends(self) -> None:
-        """Compare the end of forward. Collective."""
+        """Compare where ranks end forward. Collective."""
         self._end()
 
-    def backward_begins(self) -> None:
+    def backward_starts(self) -> None:
         """Record that backward starts."""
         self._time = _Time.BACKWARD
 
     def backward_ends(self) -> None:
-        """Compare the end of backward. Collective."""
+        """Compare where ranks end backward. Collective."""
         self._end()
 
     def forget(self) -> None:
@@ -128,7 +125,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Return a checksum of elements and their positions; not cryptographically secure."""
+    """Return a checksum over elements and their positions; not cryptographically secure."""
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -139,7 +136,7 @@ def checksum(tensor: torch.Tensor) -> int:
 
 @dataclass(frozen=True)
 class InitialChecksums:
-    """Checksums of a bucket's parameters when it was created."""
+    """Checksums for a new bucket's parameters."""
 
     names: tuple[str, ...]  # parameter FQNs below the unit
     full: tuple[int, ...] | None  # for this rank's full values; None if parameters were on the meta device
@@ -149,7 +146,7 @@ class InitialChecksums:
     def compute(
         names: Iterable[str], values: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]
     ) -> InitialChecksums | None:
-        """Compute the checksums of a bucket's parameters; None outside debug mode."""
+        """Compute a bucket's checksums; None outside debug mode."""
         if not is_debug_mode() or any(part.is_meta for part in parts):
             return None
         full = None if any(value.is_meta for value in values) else tuple(map(checksum, values))
@@ -161,11 +158,11 @@ class Sharded(Protocol):
 
     @property
     def group(self) -> ShardGroup:
-        """Shard group of the bucket."""
+        """Ranks that shard the bucket."""
 
     @property
     def initial_checksums(self) -> InitialChecksums | None:
-        """Checksums of the initial values; None outside debug mode."""
+        """Checksums for the initial values; None outside debug mode."""
 
     @property
     def local_shards(self) -> list[torch.Tensor]:
@@ -182,23 +179,23 @@ class ReplicaCheck:
         self._others = dict(others)
 
     def compare(self) -> None:
-        """Compare the parameters. Collective."""
+        """Compare the parameters. Collective; all ranks raise RankError if some differ."""
         wrong: list[str] = []
         differing: list[str] = []
         for group in dict.fromkeys(bucket.group for _, bucket in self._buckets):
             mine = [(prefix, bucket) for prefix, bucket in self._buckets if bucket.group == group]
-            messages = _gather_from_all(group, (_sum_buckets(mine), self._sums()), "compare what ranks begin with")
+            messages = _gather_from_all(group, (_sum_buckets(mine), self._sums()), "compare initial parameters")
             wrong += _find_differing_params([message[0] for message in messages], group)
             differing += _find_differing([message[1] for message in messages])
         if wrong:
             raise RankError(
-                f"ranks begin with different parameters: {_join_names(wrong)}",
+                f"ranks start with different parameters: {_join_names(wrong)}",
                 rank=dist.get_rank(),
                 fix="Initialise with one seed, or use sync_module_states, or load one checkpoint everywhere.",
             )
         if differing:
             warnings.warn(
-                f"ranks begin with different buffers or parameters that are not sharded: {_join_names(differing)}",
+                f"ranks start with different buffers or parameters that are not sharded: {_join_names(differing)}",
                 stacklevel=2,
             )
 
@@ -227,7 +224,7 @@ def _sum_buckets(buckets: Sequence[tuple[str, Sharded]]) -> dict[str, _Sum]:
 
 
 def _find_differing_params(messages: Sequence[Mapping[str, _Sum]], group: ShardGroup) -> list[str]:
-    """Return the names of parameters with different initial values or replicas."""
+    """Return the names of parameters whose initial values or replicas differ."""
     # After a load or an initialization of the shards, only replicas are compared.
     wrong = []
     for name in messages[0]:
@@ -250,14 +247,14 @@ def _join_names(names: Sequence[str]) -> str:
 
 @dataclass
 class RankComparison:
-    """Checks of ranks in debug mode."""
+    """Comparisons between ranks in debug mode."""
 
     order: OrderCheck  # collectives
     replicas: ReplicaCheck | None  # initial parameters; None after the check has run
 
-    def forward_begins(self) -> None:
-        """Check initial parameters before the first forward of the root. Collective."""
+    def forward_starts(self) -> None:
+        """Check initial parameters before the root's first forward. Collective."""
         if self.replicas is not None:
             self.replicas.compare()
             self.replicas = None
-        self.order.forward_begins()
+        self.order.forward_starts()

@@ -20,7 +20,7 @@ from shardckpt.devices import (
 
 
 class StorageCounter:
-    """Counter of the bytes of allocated full buffers, one per process, for tests."""
+    """Counts the bytes in allocated full buffers, one per process, for tests."""
 
     def __init__(self) -> None:
         self.held = 0  # bytes that are allocated now
@@ -82,7 +82,7 @@ class ResizableStorage:
 
 
 class DeviceStreams:
-    """Streams of the engine on one device; without streams, all operations run at once."""
+    """The engine's streams on one device; without streams, all operations run at once."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -92,7 +92,7 @@ class DeviceStreams:
         self._reduce_stream: Stream | None = None
 
     def use_gather_stream(self) -> AbstractContextManager[object]:
-        """Return a context of the stream for all all-gathers of the device."""
+        """Return a context with the stream for all all-gathers on the device."""
         return use_stream(self._get_gather_stream(), self.device) if self.is_async else nullcontext()
 
     def _get_gather_stream(self) -> Stream:
@@ -101,7 +101,7 @@ class DeviceStreams:
         return self._gather_stream
 
     def make_gathers_wait(self, event: Event | None = None) -> None:
-        """Make later all-gathers wait for the queued computation, such as the optimizer's."""
+        """Make later all-gathers wait for an event, or else for the queued computation, such as the optimizer's."""
         if not self.is_async:
             return
         # While a graph is captured, the event may be from before it: ignore it.
@@ -116,7 +116,7 @@ class DeviceStreams:
         return self.is_async and is_capturing(self.device)
 
     def record_reuse_event(self) -> Event | None:
-        """Return an event after which memory may be filled again; None in a graph, as that may be outside of it."""
+        """Return an event after which memory may be filled again; None in a graph, as the event may be outside it."""
         return None if self.is_capturing else self.record_event()
 
     def record_event(self) -> Event | None:
@@ -124,7 +124,7 @@ class DeviceStreams:
         return record_event(self.device) if self.is_async else None
 
     def use_reduce_stream(self) -> AbstractContextManager[object]:
-        """Return a context of the stream for all reductions; the device must have streams."""
+        """Return a context with the stream for all reductions; the device must have streams."""
         # The reduce stream waits for the work that is queued now on the current stream.
         if self._reduce_stream is None:
             self._reduce_stream = make_stream(self.device)
@@ -141,7 +141,7 @@ _device_streams: dict[torch.device, DeviceStreams] = {}
 
 
 def get_device_streams(device: torch.device) -> DeviceStreams:
-    """Return the streams of the engine on a device, which all roots share."""
+    """Return the engine's streams on a device, which all roots share."""
     streams = _device_streams.get(device)
     if streams is None:
         streams = _device_streams[device] = DeviceStreams(device)
@@ -149,7 +149,7 @@ def get_device_streams(device: torch.device) -> DeviceStreams:
 
 
 class RateLimiter:
-    """Limit of all-gathers that run ahead of computation (`limit_all_gathers`)."""
+    """Limits all-gathers that run ahead of computation (`limit_all_gathers`)."""
 
     # An all-gather waits while computation is more than two resharded units behind.
 

@@ -1,4 +1,4 @@
-"""State dict methods of the wrapper, which `shardckpt.state` implements."""
+"""The wrapper's state dict methods, which `shardckpt.state` implements."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TORCH_DCP_API = "shardckpt.state.interop.torch_dcp_api"
 
 
 def register_with_torch_dcp() -> None:
-    """Make `torch.distributed.checkpoint` accept the state dicts of the wrapper."""
+    """Make `torch.distributed.checkpoint` accept the wrapper's state dicts."""
     if _has_module(TORCH_DCP_API):
         import_module(TORCH_DCP_API).register_with_torch_dcp()
 
@@ -47,7 +47,7 @@ def _has_module(module: str) -> bool:
 
 
 def _call_state_dict_api(name: str, *args: Any, **kwargs: Any) -> Any:
-    """Call a function of the module that provides state dicts."""
+    """Call a function from the state dict module, or raise StateProviderMissing."""
     if not _has_module(STATE_DICT_API):
         raise StateProviderMissing(
             f"{name} needs {STATE_DICT_API}, which this version does not have yet",
@@ -57,7 +57,7 @@ def _call_state_dict_api(name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 class StateStatics(nn.Module):
-    """State dict methods of the wrapper."""
+    """The wrapper's state dict methods."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class StateStatics(nn.Module):
 
     @property
     def state_dict_settings(self) -> StateDictSettings:
-        """Kind and options of this instance's state dicts."""
+        """Kind and options for this instance's state dicts."""
         return self._state_dict_settings
 
     @property
@@ -85,11 +85,11 @@ class StateStatics(nn.Module):
         return self._state_dict_settings.optim_state_dict_config
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state dict of the kind that `state_dict_type` selected."""
+        """Return the kind of state dict that `state_dict_type` selected."""
         return _call_state_dict_api("module_state_dict", self, *args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load a state dict of the kind that `state_dict_type` selected."""
+        """Load the kind of state dict that `state_dict_type` selected."""
         try:
             return super().load_state_dict(*args, **kwargs)
         except BaseException:
@@ -98,7 +98,7 @@ class StateStatics(nn.Module):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
-        """Return the settings of the instances in a module; None if it has no instances.
+        """Return the settings of a module's instances; None if it has no instances.
 
         Raises:
             SettingsDifferError: The instances have different settings.
@@ -115,13 +115,13 @@ class StateStatics(nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings | None:
-        """Set the kind of state dicts of the instances in a module.
+        """Set the state dict kind for a module's instances.
 
         Args:
             module: An instance, or a module that contains instances.
             state_dict_type: Full, local or sharded.
-            state_dict_config: Settings for the model; None for the defaults of the type.
-            optim_state_dict_config: Settings for the optimizer; None for the defaults of the type.
+            state_dict_config: Settings for the model; None for the type's defaults.
+            optim_state_dict_config: Settings for the optimizer; None for the type's defaults.
 
         Returns:
             The previous settings.
@@ -153,7 +153,7 @@ class StateStatics(nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
-        """Set the kind of state dicts inside the context; restore the old one on exit.
+        """Set the state dict kind inside the context; restore the old one on exit.
 
         For the arguments see `set_state_dict_type`.
         """
@@ -197,7 +197,7 @@ class StateStatics(nn.Module):
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
-        """Return a sharded optimizer state as the state of flat parameters."""
+        """Return a sharded optimizer state as flat parameters' state."""
         return _call_state_dict_api("flatten_sharded_optim_state_dict", sharded_optim_state_dict, model, optim)  # type: ignore[no-any-return]
 
     @staticmethod
@@ -208,7 +208,7 @@ class StateStatics(nn.Module):
         optim: torch.optim.Optimizer | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """Return this rank's shard of the optimizer state of rank 0. Collective."""
+        """Return this rank's shard of rank 0's optimizer state. Collective."""
         return _call_state_dict_api(  # type: ignore[no-any-return]
             "scatter_full_optim_state_dict", full_optim_state_dict, model, optim_input, optim, group
         )
@@ -233,7 +233,7 @@ class StateStatics(nn.Module):
         optim_state_dict: dict[str, Any] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """Return the optimizer state of the kind set by `state_dict_type`. Collective."""
+        """Return the kind of optimizer state that `state_dict_type` selected. Collective."""
         return _call_state_dict_api("optim_state_dict", model, optim, optim_state_dict, group)  # type: ignore[no-any-return]
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The FSDP1 front end of the engine: `FullyShardedDataParallel`."""
+"""The engine's FSDP1 front end: `FullyShardedDataParallel`."""
 
 from __future__ import annotations
 
@@ -68,25 +68,25 @@ class FullyShardedDataParallel(StateStatics):
     """Wrapper that shards a module's parameters across ranks.
 
     The parameters are unsharded only while the module computes.
-    Arguments, defaults and members are those of `torch.distributed.fsdp.FullyShardedDataParallel`.
+    It has the arguments, defaults and members of `torch.distributed.fsdp.FullyShardedDataParallel`.
 
     Args:
         module: The module to wrap.
         process_group: Ranks to shard over; for hybrid strategies the pair (shard group, replicate group).
         sharding_strategy: State to shard (parameters, gradients, optimizer state); None for FULL_SHARD.
         cpu_offload: Whether shards are stored on the CPU.
-        auto_wrap_policy: Selects the submodules that become units of their own.
-        backward_prefetch: When backward starts the all-gather of the next unit; None for no prefetch.
-        mixed_precision: Dtypes of computation and reduction.
+        auto_wrap_policy: Selects the submodules to make separate units.
+        backward_prefetch: When backward starts the next unit's all-gather; None for no prefetch.
+        mixed_precision: Dtypes for computation and reduction.
         ignored_modules: Modules whose parameters are neither sharded nor moved.
         param_init_fn: Function that initializes a module on the meta device.
         device_id: Device to compute on; the module is moved to it.
-        sync_module_states: Broadcast the parameters and buffers of rank 0 to all ranks.
+        sync_module_states: Broadcast rank 0's parameters and buffers to all ranks.
         forward_prefetch: Gather the next unit while this unit computes its forward.
         limit_all_gathers: Delay all-gathers until computation has caught up, to bound memory.
         use_orig_params: Keep the module's own parameters registered, instead of one flat parameter.
         ignored_states: Parameters, or modules, that are neither sharded nor moved.
-        device_mesh: Mesh of the ranks, instead of `process_group`.
+        device_mesh: Device mesh, instead of `process_group`.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class FullyShardedDataParallel(StateStatics):
         self._fsdp_wrapped_module = module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
-        """Return a wrapper of the copied module, over the same ranks, without a root."""
+        """Return a wrapper for the copied module, over the same ranks, without a root."""
         if self._unit.root is not None:
             self._unit.reshard()
         copied = object.__new__(type(self))
@@ -202,13 +202,13 @@ class FullyShardedDataParallel(StateStatics):
         )
 
     def _broadcast(self, module: nn.Module, managed: list[ParamInfo]) -> None:
-        """Broadcast values of rank 0 that a nested instance has not broadcast. Collective."""
+        """Broadcast rank 0's values that a nested instance has not broadcast. Collective."""
         done = {id(b) for instance in _instances(module) if instance._syncs_module_states for b in instance.buffers()}
         buffers = [buffer for buffer in module.buffers() if id(buffer) not in done]
         materialize.broadcast([*(member.parameter for member in managed), *buffers], self._group)
 
     def _wrap_children(self, module: nn.Module, policy: Policy, ignored: Ignored, inherited: Mapping[str, Any]) -> None:
-        """Wrap submodules by a policy, with the groups and the settings of this instance."""
+        """Wrap submodules by a policy, with this instance's groups and settings."""
         pair = (self._group.shard, self._group.replicate)
         settings = {
             "process_group": pair if self.sharding_strategy.is_hybrid else self.process_group,
@@ -272,13 +272,13 @@ class FullyShardedDataParallel(StateStatics):
 
     @compiler_disabled
     def _ensure_root_state(self) -> RootState:
-        """Return the state of the root; become the root if there is none."""
+        """Return the root's state; become the root if there is none."""
         if self._root_state is None:
             named = [(n, m) for n, m in self.named_modules() if isinstance(m, FullyShardedDataParallel)]
             roots = [clean(name) for name, instance in named if instance.is_sharding_root]
             if roots:
                 raise StateError(
-                    "a unit below this one ran before it and took itself for the root",
+                    "a nested unit ran first and became the root",
                     where=roots[0],
                     fix="Run the outermost FullyShardedDataParallel first.",
                 )
@@ -312,10 +312,10 @@ class FullyShardedDataParallel(StateStatics):
         return root_state.run_forward(self._unit, self._fsdp_wrapped_module, args, kwargs)
 
     def register_forward_method(self, method_name: str) -> None:
-        """Make a method of the wrapped module run with its parameters unsharded.
+        """Make a wrapped module's method run with its parameters unsharded.
 
         Args:
-            method_name: Name of the method; call it on the wrapper.
+            method_name: Method name; call it on the wrapper.
         """
 
         @functools.wraps(getattr(self._fsdp_wrapped_module, method_name))
@@ -355,7 +355,7 @@ class FullyShardedDataParallel(StateStatics):
         """Scale all gradients so that their total norm is at most `max_norm`. Collective.
 
         The norm is computed over all ranks and all nested units.
-        Gradients of ignored parameters differ between ranks and are neither counted nor scaled.
+        Ignored parameters' gradients differ between ranks and are neither counted nor scaled.
 
         Args:
             max_norm: Largest norm after the call.
@@ -383,10 +383,10 @@ class FullyShardedDataParallel(StateStatics):
         )
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Replace the reduction of gradients by a hook, here and in nested instances.
+        """Replace gradient reduction by a hook, here and in nested instances.
 
         Args:
-            state: First argument of each call of the hook.
+            state: First argument in each call.
             hook: Called as `hook(state, gradient, out)` for sharded parameters and as `hook(state, gradient)` with
                 NO_SHARD; see `shardckpt.core.comm_hooks`.
 
@@ -458,12 +458,12 @@ class FullyShardedDataParallel(StateStatics):
         """Give modules their full parameters inside the context. Collective.
 
         Parameters have the dtypes in which they are stored. All combinations of arguments are supported. Inside the
-        context units compute like plain modules, and `named_parameters` and `named_buffers` yield the names of the
-        unwrapped model.
+        context units compute like plain modules, and `named_parameters` and `named_buffers` yield the unwrapped
+        model's names.
 
         Args:
             module: An instance, or a module that contains instances.
-            recurse: Also gather the parameters of nested instances; all are in memory at the same time.
+            recurse: Also gather nested instances' parameters; all are in memory at the same time.
             writeback: Keep changes on exit, also if an exception leaves the context. Without it changes are lost,
                 unless nothing is sharded (NO_SHARD).
             rank0_only: Only rank 0 gets full parameters; with `writeback` its changes are sent to all ranks.
@@ -472,7 +472,7 @@ class FullyShardedDataParallel(StateStatics):
 
         Raises:
             BusyError: The instance is in a forward or a backward, or in another `summon_full_params`.
-            SummonShapeError: On exit: a parameter was replaced by a parameter of another shape.
+            SummonShapeError: On exit: a parameter was replaced by one with another shape.
         """
         wanted = summon.SummonOptions(writeback, rank0_only, offload_to_cpu, with_grads)
         with summon.summon_full_params(module, wanted, recurse=recurse):
@@ -512,7 +512,7 @@ class FullyShardedDataParallel(StateStatics):
         return next((bucket.compute_device for bucket in self._unit.buckets), self._device or torch.device("cpu"))
 
     def _unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this instance's parameters. Collective."""
+        """Gather this instance's parameters; return a handle, or None if they are ready. Collective."""
         self._ensure_root_state()
         handle = UnshardHandle(self._unit.unshard)
         if async_op:
@@ -525,7 +525,7 @@ class FullyShardedDataParallel(StateStatics):
         """Do nothing: each stream waits for an all-gather before it uses the result."""
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the wrapped module that the wrapper does not have."""
+        """Return a wrapped module's attribute that the wrapper does not have."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -534,12 +534,12 @@ class FullyShardedDataParallel(StateStatics):
             return getattr(super().__getattr__(WRAPPED), name)
 
     def __getitem__(self, key: Any) -> Any:
-        """Return an item of the wrapped module."""
+        """Return an item from the wrapped module."""
         return self._fsdp_wrapped_module[key]  # type: ignore[index]
 
     @property
     def sharding_unit(self) -> FSDPUnit:
-        """The unit of this instance."""
+        """This instance's unit."""
         return self._unit
 
     @property
@@ -553,7 +553,7 @@ class FullyShardedDataParallel(StateStatics):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """Return the instances in a module.
+        """Return a module's instances.
 
         Args:
             module: An instance, or a module that contains instances.
@@ -592,7 +592,7 @@ class FullyShardedDataParallel(StateStatics):
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Apply a function to every submodule, with full parameters. Collective.
 
-        Only the parameters of this unit are unsharded. Changes of parameters are kept.
+        Only this unit's parameters are unsharded. Changes to parameters are kept.
 
         Raises:
             BusyError: The unit is in a forward or a backward, or in `summon_full_params`.
@@ -610,19 +610,19 @@ class FullyShardedDataParallel(StateStatics):
 
     @property
     def training_state(self) -> TrainingState:
-        """Current phase of this instance: idle, forward, backward or summoned."""
+        """This instance's current phase: idle, forward, backward or summoned."""
         if self._unit.params.is_checked_out:
             return TrainingState.SUMMON_FULL_PARAMS
         return TrainingState.IDLE if self._unit.phase is Phase.IDLE else TrainingState.FORWARD_BACKWARD
 
     def _assert_state(self, state: TrainingState | list[TrainingState]) -> None:
-        """Check that the instance is in one of the given states."""
+        """Raise BusyError unless the instance is in one of the given states."""
         states = state if isinstance(state, list) else [state]
         if self.training_state not in states:
             raise BusyError(
                 f"expected to be in states {states} but current state is {self.training_state}",
                 where=self._unit.name,
-                fix="Call it outside the forward and the backward of the unit.",
+                fix="Call it outside the unit's forward and backward.",
             )
 
 
@@ -634,12 +634,12 @@ def _instances(module: nn.Module) -> list[FullyShardedDataParallel]:
 
 
 def _params_of_instances(module: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters of the instances in a module."""
+    """Return the parameters of a module's instances."""
     return {parameter for instance in _instances(module) for parameter in instance.params}
 
 
 def _check_same_settings(named: Iterable[tuple[str, FullyShardedDataParallel]]) -> None:
-    """Check that instances of one root agree on the settings that must be equal."""
+    """Check that instances below one root agree on the settings that must be equal."""
     named = list(named)
     for setting in ("_use_orig_params", "limit_all_gathers"):
         values: dict[object, list[str]] = {}
@@ -649,7 +649,7 @@ def _check_same_settings(named: Iterable[tuple[str, FullyShardedDataParallel]]) 
             raise ArgumentError(
                 f"Expects one homogeneous value for {setting} among all units of one tree",
                 found="; ".join(f"{value} in {', '.join(names)}" for value, names in values.items()),
-                fix="Give all of them the same.",
+                fix="Pass the same value to all of them.",
             )
 
 

@@ -1,1 +1,1 @@
-"""`fully_shard`: the function, `FSDPModule` and the state of one module."""
+"""`fully_shard`: the function, `FSDPModule` and one module's state."""

@@ -1,4 +1,4 @@
-"""Entries in torch's registry of composable APIs: `replicate` skips these modules."""
+"""Entries in torch's registry for composable APIs: `replicate` skips these modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State of one `fully_shard` call: the unit of its modules, options and root."""
+"""One `fully_shard` call's state: its unit, options and root."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ STATE = "_shardckpt_sharded"  # attribute of a module that stores its `FSDPState
 
 @dataclass(frozen=True)
 class FullyShardOptions:
-    """Arguments of one `fully_shard` call."""
+    """One `fully_shard` call's arguments."""
 
     info: DataParallelMeshInfo
     choose: ShardPlacementFn | None  # returns a parameter's placement; None to shard dimension 0 over the mesh
@@ -61,19 +61,19 @@ class FullyShardOptions:
 
 
 def get_fsdp_state(module: nn.Module) -> FSDPState | None:
-    """Return the state of a module; None if `fully_shard` was not applied to it."""
+    """Return a module's state; None if `fully_shard` was not applied to it."""
     state: FSDPState | None = module.__dict__.get(STATE)
     return state
 
 
 def fsdp_states_below(module: nn.Module) -> list[FSDPState]:
-    """Return the distinct states of a module and all its submodules, outer ones first."""
+    """Return the distinct states below and including a module, outer ones first."""
     states = [get_fsdp_state(child) for child in module.modules()]
     return list(dict.fromkeys(state for state in states if state is not None))
 
 
 class UnitCollectives:
-    """Custom collectives and process groups of a unit; kept when the unit is rebuilt."""
+    """A unit's custom collectives and process groups; kept when the unit is rebuilt."""
 
     def __init__(self) -> None:
         self.comms = CustomCollectives()
@@ -95,16 +95,16 @@ class UnitCollectives:
 
     @property
     def groups(self) -> list[ShardGroup]:
-        """Distinct shard groups of the unit's buckets; replicated parameters have none."""
+        """Distinct shard groups in the unit's buckets; replicated parameters have none."""
         return list(dict.fromkeys(bucket.group for bucket in self._buckets if bucket.group.shard is not None))
 
     @property
     def backends(self) -> list[str]:
-        """Backend names of these groups, such as "gloo"."""
+        """The groups' backend names, such as "gloo"."""
         return sorted({dist.get_backend(group.shard) for group in self.groups})
 
     def set_comms(self, comms: CustomCollectives) -> None:
-        """Set custom collectives."""
+        """Set all custom collectives in the unit."""
         self.comms = comms
         for bucket in self._buckets:
             bucket.set_collectives(comms=comms)
@@ -119,7 +119,7 @@ class UnitCollectives:
 
 
 class FSDPState:
-    """State of the modules of one `fully_shard` call: their common unit and root."""
+    """The common unit and root for the modules in one `fully_shard` call."""
 
     def __init__(self, modules: Sequence[nn.Module], options: FullyShardOptions) -> None:
         self.unit: FSDPUnit
@@ -153,7 +153,7 @@ class FSDPState:
 
     @property
     def _one_module(self) -> nn.Module:
-        """The only module, or a `ModuleList` of several modules."""
+        """The only module, or a `ModuleList` with several modules."""
         return self.modules[0] if len(self.modules) == 1 else nn.ModuleList(self.modules)
 
     @property
@@ -174,7 +174,7 @@ class FSDPState:
         self.set_keep_unsharded_storage(self._keeps_unsharded_storage)
 
     def set_keep_unsharded_storage(self, keep: bool) -> None:
-        """Set whether a reshard keeps the memory of full parameters; kept when the unit is rebuilt."""
+        """Set whether a reshard keeps the full parameters' memory; kept when the unit is rebuilt."""
         self._keeps_unsharded_storage = keep
         for bucket in self.unit.buckets:
             bucket.unsharded.keeps_storage = keep
@@ -203,7 +203,7 @@ class FSDPState:
         return FSDPUnit(name, self.modules, registrations, config, buffers, self.device)
 
     def _get_precision(self, member: ParamInfo, config: UnitConfig) -> Precision:
-        """Return the dtypes of a parameter; the policy chooses once, also if the unit is rebuilt."""
+        """Return a parameter's dtypes; the policy chooses once, also if the unit is rebuilt."""
         if member.identity not in self._param_dtypes:
             self._param_dtypes[member.identity] = self._options.policy.resolve_param_dtype(member.fqn, member.parameter)
         return replace(config.precision, param_dtype=self._param_dtypes[member.identity])
@@ -217,7 +217,7 @@ class FSDPState:
         return list(dict.fromkeys(module for _, module in below))
 
     def restore_stored_dtypes(self, state: MutableMapping[str, Any], module: nn.Module, prefix: str) -> None:
-        """Restore the dtypes that buffers in a state dict had before they were cast."""
+        """Restore the dtypes that a state dict's buffers had before they were cast."""
         for name, owner in module.named_modules():
             for attribute in owner._buffers:
                 key = prefix + (f"{name}.{attribute}" if name else attribute)
@@ -327,7 +327,7 @@ class FSDPState:
             )
 
     def check_materialized(self, name: str, below: str = "") -> None:
-        """Check the devices of the parameters before training."""
+        """Raise StateError for meta parameters, or for offloaded parameters that are not on the CPU."""
         for registration in self.unit.registrations:
             if registration.bucket.compute_device.type == "meta":
                 _set_compute_device(registration)
@@ -377,7 +377,7 @@ def _refuse_nested_finalization(names: Sequence[str]) -> None:
 
 
 def _check_meshes(placements: Sequence[MeshPlacement]) -> None:
-    """Refuse two meshes of the same ranks: they would make two buckets by mistake."""
+    """Refuse two meshes with the same ranks: they would make two buckets by mistake."""
     seen: dict[ShardGroup, DataParallelMeshInfo] = {}
     for placement in placements:
         first = seen.setdefault(placement.info.group, placement.info)
@@ -394,7 +394,7 @@ _GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], 
 
 
 def _group(purpose: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """Return the process group of a purpose and ranks. Collective on the first call."""
+    """Return the process group for a purpose and ranks. Collective on the first call."""
     world = dist.group.WORLD
     assert world is not None, "a mesh has been made, so there is a world"
     groups = _GROUPS.setdefault(world, {})

@@ -1,4 +1,4 @@
-"""The FSDP2 front end of the engine: `fully_shard` and `FSDPModule`."""
+"""The engine's FSDP2 front end: `fully_shard` and `FSDPModule`."""
 
 from __future__ import annotations
 
@@ -104,10 +104,10 @@ def fully_shard(
         reshard_after_forward: True to free the parameters between forward and backward; a number of ranks to
             reshard them to; None to free them unless the module is the root.
         shard_placement_fn: Returns the dimension to shard a parameter along, and the mesh.
-        mp_policy: Dtypes of computation and reduction.
+        mp_policy: Dtypes for computation and reduction.
         offload_policy: Whether shards are stored on the CPU.
         ignored_params: Parameters that are neither sharded nor moved nor reduced.
-        dp_mesh_dims: Names of the mesh's data-parallel dimensions.
+        dp_mesh_dims: The mesh's data-parallel dimension names.
 
     Returns:
         The argument `module`.
@@ -139,7 +139,7 @@ def _outermost(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
         return [module]
     given = list(dict.fromkeys(module))
     if not given:
-        raise ArgumentError("fully_shard was given no module")
+        raise ArgumentError("fully_shard needs at least one module")
     below = {inner for outer in given for inner in outer.modules() if inner is not outer}
     return [outer for outer in given if outer not in below]
 
@@ -153,14 +153,14 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
             )
         if isinstance(module, FullyShardedDataParallel):
             raise ArgumentError(
-                "fully_shard was given a FullyShardedDataParallel", fix="Use one or the other for a module."
+                "fully_shard cannot shard a FullyShardedDataParallel", fix="Use one or the other for a module."
             )
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
             raise ArgumentError(f"fully_shard does not support containers that do not implement forward: {module}")
 
 
 def _resolve_reshard(config: UnitConfig, answer: bool | int | None, info: DataParallelMeshInfo) -> UnitConfig:
-    """Return settings of a unit after applying the argument `reshard_after_forward`."""
+    """Return a unit's settings after applying the argument `reshard_after_forward`."""
     if answer is None:
         return config
     if not isinstance(answer, int):
@@ -192,7 +192,7 @@ def _resolve_reshard(config: UnitConfig, answer: bool | int | None, info: DataPa
 
 
 def _reshard_or_keep(config: UnitConfig, reshards: bool) -> UnitConfig:
-    """Return settings of a unit that reshards after forward or not, also as the root."""
+    """Return settings for a unit that reshards after forward or not, also as the root."""
     return replace(
         config,
         reshard_after_forward=reshards,
@@ -221,10 +221,10 @@ def _sharded_class(original: type) -> type:
 
 
 class FSDPModule:
-    """Methods of a sharded module, added as the first base of its class."""
+    """Methods that a sharded module gets from the first base of its class."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return a module of the original class: slices of a container are not sharded."""
+        """Return a module with the original class: container slices are not sharded."""
         original: Any = cls.__mro__[2]
         module = original.__new__(original)
         module.__init__(*args, **kwargs)  # not an instance of cls, so Python does not call it
@@ -273,7 +273,7 @@ class FSDPModule:
 
     @property
     def sharding_unit(self) -> FSDPUnit:
-        """Unit of this module; modules of one `fully_shard` call share it."""
+        """This module's unit, shared by all modules in one `fully_shard` call."""
         return self._fsdp_state.unit
 
     @property
@@ -283,7 +283,7 @@ class FSDPModule:
         return state.root_state is not None and state.root_state.root is state.unit
 
     def _get_own_root_state(self, called: str) -> RootState | None:
-        """Return the state of this root; None before its first forward."""
+        """Return this root's state; None before its first forward."""
         root_state, unit = self._fsdp_state.root_state, self._fsdp_state.unit
         if root_state is not None and root_state.root is not unit:
             raise StateError(f"{called} must be called on the root FSDP module", where=unit.name)
@@ -293,7 +293,7 @@ class FSDPModule:
         return fsdp_states_below(self._as_module) if recurse else [self._fsdp_state]
 
     def _configure(self, change: Callable[[UnitConfig], UnitConfig], *, recurse: bool = False) -> None:
-        """Change settings of this module's unit; with `recurse`, of nested units too."""
+        """Change this module's unit settings; with `recurse`, nested units too."""
         for state in self._states(recurse):
             state.unit.config = change(state.unit.config)
 
@@ -324,7 +324,7 @@ class FSDPModule:
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's parameters. Collective.
 
-        Parameters of nested sharded modules stay sharded.
+        Nested sharded modules' parameters stay sharded.
 
         Args:
             async_op: Return before the all-gathers complete; the module's forward waits for them.
@@ -341,13 +341,13 @@ class FSDPModule:
         return None
 
     def reshard(self) -> None:
-        """Reshard this module's parameters, without those of nested sharded modules."""
+        """Reshard this module's parameters; nested sharded modules stay unchanged."""
         self._fsdp_state.reshard()
 
     def reset_iter_state(self) -> None:
         """Return to the state before an iteration that raised an exception.
 
-        Gradients of that iteration are dropped. The call is optional: the next iteration does the same.
+        That iteration's gradients are dropped. The call is optional: the next iteration does the same.
         A `GradientReductionHandle` that was not waited for becomes invalid.
 
         Raises:
@@ -381,7 +381,7 @@ class FSDPModule:
         self._configure(lambda config: replace(config, reshard_after_backward=reshard_after_backward), recurse=recurse)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Set whether a reshard keeps the memory of full parameters, for CUDA graphs.
+        """Set whether a reshard keeps the full parameters' memory, for CUDA graphs.
 
         A graph needs their addresses to stay. Memory that was kept is freed by the first reshard after `keep=False`.
 
@@ -395,7 +395,7 @@ class FSDPModule:
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether backward needs this module's full parameters.
 
-        The backward of an embedding does not.
+        An embedding's backward does not.
 
         Args:
             unshard_in_backward: Whether to unshard the parameters in backward.
@@ -406,7 +406,7 @@ class FSDPModule:
         """Set the modules whose all-gathers start while this module computes its forward.
 
         Args:
-            modules: Sharded modules, in the order of their all-gathers.
+            modules: Sharded modules, in all-gather order.
 
         Raises:
             ArgumentError: A module is not sharded.
@@ -419,7 +419,7 @@ class FSDPModule:
         The default is the module that ran before it in forward.
 
         Args:
-            modules: Sharded modules, in the order of their all-gathers.
+            modules: Sharded modules, in all-gather order.
 
         Raises:
             ArgumentError: A module is not sharded.
@@ -458,7 +458,7 @@ class FSDPModule:
         self._fsdp_state.set_is_last_backward(is_last_backward)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Set whether `finalize_backward` ends an iteration, not the last backward.
+        """Set whether `finalize_backward` ends an iteration, instead of the last backward.
 
         It then replaces `set_is_last_backward`. Without that call, gradients may stay unreduced.
 
@@ -466,7 +466,7 @@ class FSDPModule:
             enabled: Whether `finalize_backward` ends an iteration.
 
         Raises:
-            StateError: This module is not the root, or a backward of the iteration has begun in the other mode.
+            StateError: This module is not the root, or the iteration's backward has started in the other mode.
         """
         self._get_own_root_state("set_manual_backward_finalization")
         self._fsdp_state.set_manual_backward_finalization(enabled)
@@ -483,20 +483,20 @@ class FSDPModule:
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Reduce the gradients that wait, reshard, and end the iteration. Collective.
 
-        Call it after the backwards of an iteration if `set_manual_backward_finalization` is on. Gradients wait for it
-        if synchronization was off in their backward and is on now, or if no input of the module requires gradients.
+        Call it after an iteration's backwards if `set_manual_backward_finalization` is on. Gradients wait for it
+        if synchronization was off in their backward and is on now, or if no module input requires gradients.
         Before the first forward it does nothing.
 
         Args:
             async_op: Return without waiting for the reductions. The gradients may be used, and a forward may run, only
-                after `wait()` of the handle.
+                after the handle's `wait()`.
 
         Returns:
             A handle that waits for the reductions; None if the gradients are ready.
 
         Raises:
-            StateError: This module is not the root, manual finalization is off, a backward is running or failed,
-                another handle was not waited for, or the all-reduce over replicas is off.
+            StateError: This module is not the root, manual finalization is off, or a backward is running or failed.
+                Also if another handle was not waited for, or the all-reduce over replicas is off.
         """
         root_state = self._get_own_root_state("finalize_backward")
         handle = root_state.finalize_backward() if root_state is not None else GradientReductionHandle()
@@ -506,10 +506,10 @@ class FSDPModule:
         return None
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Set the divisor of summed gradients, which replaces the number of ranks.
+        """Set the divisor for summed gradients, which replaces the number of ranks.
 
         Args:
-            factor: Divisor of the sum.
+            factor: Divides the sum.
         """
         self._configure(lambda config: replace(config, gradient_divide_factor=factor))
 
@@ -527,7 +527,7 @@ class FSDPModule:
         self._configure(lambda config: replace(config, force_sum_reduction=enable))
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Set whether a parameter that no rank used gets a gradient of zeros, not None.
+        """Set whether a parameter that no rank used gets zeros as gradient, not None.
 
         A parameter that some ranks used always gets the mean; the other ranks contribute zeros.
 
@@ -560,7 +560,7 @@ class FSDPModule:
     # -------------------------------------------------------------------------------------------- collectives
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
-        """Replace the all-gather of this module by a custom collective.
+        """Replace this module's all-gather by a custom collective.
 
         Args:
             comm: The custom all-gather.
@@ -572,7 +572,7 @@ class FSDPModule:
         collectives.set_comms(replace(collectives.comms, all_gather=comm))
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Replace the reduce-scatter of this module by a custom collective.
+        """Replace this module's reduce-scatter by a custom collective.
 
         Errors are as for `set_custom_all_gather`.
 
@@ -587,7 +587,7 @@ class FSDPModule:
 
         Args:
             hook: Changes its argument in place: this rank's shard of the gradients, a 1-D tensor.
-            stream: Stream that the hook runs on; None for the stream of the reduction.
+            stream: Stream that the hook runs on; None for the reduction's stream.
 
         Raises:
             ArgumentError: The parameters are on several meshes, or a stream is given for a module with replicas.
@@ -615,14 +615,14 @@ class FSDPModule:
         The first call that enables it creates the group. Reduce-scatters can then run at the same time as all-gathers.
 
         Args:
-            enable: Whether reduce-scatters use a process group of their own.
+            enable: Whether reduce-scatters use their own process group.
             recurse: Also set it for nested sharded modules.
         """
         for state in self._states(recurse):
             state.collectives.set_separate_reduce_scatter_group(enable)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Set whether the process group (NCCL only) allocates the buffers of collectives.
+        """Set whether the process group (NCCL only) allocates collective buffers.
 
         Args:
             enable: Whether the process group allocates them.
@@ -639,7 +639,7 @@ class FSDPModule:
             return
         groups = [group.shard for group in collectives.groups if group.shard is not None]
         if len(groups) != 1 or allocator(groups[0], state.device) is None:
-            self._refuse_backend("an allocator of the process group")
+            self._refuse_backend("a process group allocator")
         gather, scatter = PooledAllGather(groups[0]), PooledReduceScatter(groups[0])
         collectives.set_comms(replace(collectives.comms, all_gather=gather, reduce_scatter=scatter))
 
@@ -647,14 +647,14 @@ class FSDPModule:
         """Use symmetric memory for all-gathers (NCCL only).
 
         Args:
-            backend: Backend of the symmetric memory.
+            backend: Backend for the symmetric memory.
 
         Raises:
             MisuseError: Custom collectives are set; they allocate their buffers themselves.
             BackendError: The process group's backend does not support symmetric memory.
         """
         self._refuse_custom_comms("set_symm_mem()")
-        self._refuse_backend(f"symmetric memory of {backend}, which this version gathers without,")
+        self._refuse_backend(f"symmetric memory ({backend}), which this version does not support,")
 
     def _refuse_custom_comms(self, called: str) -> None:
         comms = self._fsdp_state.collectives.comms
@@ -664,11 +664,11 @@ class FSDPModule:
 
     def _refuse_backend(self, wanted: str) -> None:
         raise BackendError(
-            f"{wanted} is not there",
+            f"{wanted} is not available",
             where=self._fsdp_state.unit.name,
             found=self._fsdp_state.collectives.backends,
             expected="nccl",
-            fix="Leave the setting out; it changes speed only.",
+            fix="Remove this setting; it only changes speed.",
         )
 
     def set_post_optim_event(self, event: torch.Event) -> None:
@@ -713,7 +713,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     Args:
         module: Sharded module; any other module stays unchanged.
-        method_name: Name of the method.
+        method_name: Method name.
 
     Raises:
         ArgumentError: The module does not have this method.
@@ -738,7 +738,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Share the streams of collectives among roots. Roots of one device always do.
+    """Share the collectives' streams among roots. Roots on one device always do.
 
     Args:
         modules: Sharded modules.

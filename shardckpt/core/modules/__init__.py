@@ -1,1 +1,1 @@
-"""Parameters of modules and their names, pytrees, autograd hooks, compile guard."""
+"""Module parameters and their names, pytrees, autograd hooks, compile guard."""

@@ -1,4 +1,4 @@
-"""Hooks on autograd: saved tensors, gradients, the end of a backward; ranges for its profiler."""
+"""Autograd hooks for saved tensors, gradients and the end of backward; profiler ranges."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Unpack = Callable[[Any], torch.Tensor]
 
 
 def queue_backward_callback(function: Callable[[], None]) -> None:
-    """Run `function` at the end of the current graph task."""
+    """Run `function` at the end of the current graph task; call it only inside a backward pass."""
     # Autograd does not have a public function for this; DistributedDataParallel uses the same private one.
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
@@ -48,7 +48,7 @@ def in_backward() -> bool:
 
 
 def differentiating_functionally() -> bool:
-    """Return True inside a differentiating `torch.func` transform."""
+    """Return True inside a differentiating `torch.func` transform, whose tensors do not have their own storage."""
     level = torch._C._functorch.peek_interpreter_stack()
     return level is not None and level.key().name in ("Grad", "Jvp")
 
@@ -71,7 +71,7 @@ class PostBackward(torch.autograd.Function):
 
 
 class GradientWatch:
-    """Callback for the first gradient of the watched leaves, once after each `rearm`."""
+    """Calls back for the watched leaves' first gradient, once after each `rearm`."""
 
     __slots__ = ("_callback", "_has_fired")
 
@@ -102,18 +102,18 @@ class GradientWatch:
 
 
 class Owner(Protocol):
-    """Owner of a full buffer, which can unshard it again for backward."""
+    """Owns a full buffer, and can unshard it again for backward."""
 
     @property
     def name(self) -> str:
-        """Name of the owner in messages."""
+        """The owner's name in messages."""
 
     def unshard_for_backward(self) -> None:
         """Unshard the buffer."""
 
 
 class BufferOwners:
-    """Owners of full buffers."""
+    """Finds the units that own full buffers."""
 
     def __init__(self) -> None:
         # Keys are data pointers, which are unique while a buffer has storage.
@@ -133,7 +133,7 @@ class _Saved:
 
 @dataclass(frozen=True)
 class SavedParamHooks:
-    """Saved tensor hooks that keep tensors of full buffers by reference."""
+    """Saved tensor hooks that keep tensors in full buffers by reference."""
 
     # Other tensors go to the hooks that were active before.
 
@@ -154,7 +154,7 @@ class SavedParamHooks:
         return (tensor.detach(), tensor._version) if self.before is None else self.before[0](tensor)
 
     def unpack(self, value: Any) -> torch.Tensor:
-        """Unshard the owner of a saved tensor and return the tensor."""
+        """Unshard a saved tensor's owner and return the tensor."""
         if isinstance(value, _Saved):
             value.owner.unshard_for_backward()
             if value.tensor._version != value.version:
@@ -175,7 +175,7 @@ class SavedParamHooks:
 
 
 def saved_tensor_hooks(owners: BufferOwners) -> AbstractContextManager[object]:
-    """Return a context in which autograd saves references to full parameters."""
+    """Return a context in which autograd saves references to full parameters; backward unshards their buffers again."""
     before = get_saved_tensor_hooks()
     ours = getattr(before[0], "__self__", None) if before else None
     if not torch.is_grad_enabled() or (isinstance(ours, SavedParamHooks) and ours.owners is owners):

@@ -26,17 +26,17 @@ class _CompilerDisabled:
 
 
 def compiler_disabled(method: Callable[P, T]) -> Callable[P, T]:
-    """Disable compilation of a method and of the functions that it calls."""
+    """Disable compilation for a method and for the functions that it calls."""
     return cast(Callable[P, T], _CompilerDisabled(method, shallow=False))
 
 
 def compiler_disabled_shallow(method: Callable[P, T]) -> Callable[P, T]:
-    """Disable compilation of a method, but not of the functions that it calls."""
+    """Disable compilation for a method, but not for the functions that it calls."""
     return cast(Callable[P, T], _CompilerDisabled(method, shallow=True))
 
 
 def apply_compiler_disable() -> None:
-    """Apply `torch.compiler.disable` to all marked methods."""
+    """Apply `torch.compiler.disable` to all marked methods, before a module with units is compiled."""
     # Not at import: torch then imports its compiler, which takes a second. Optimizers import it too.
     while _DISABLED:
         owner, name, nested = _DISABLED.pop()

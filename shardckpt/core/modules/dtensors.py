@@ -1,4 +1,4 @@
-"""DTensors around local tensors on any device; full tensors of DTensors."""
+"""DTensors around local tensors on any device; the DTensors' full tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def wrap_local(
     shape: Sequence[int],
     stride: Sequence[int],
 ) -> DTensor:
-    """Return a DTensor that aliases a local tensor on the local tensor's device."""
+    """Return a DTensor that aliases a local tensor on the local tensor's device; `stride` is the full tensor's."""
     if local.device.type == mesh.device_type or local.is_meta:
         return DTensor.from_local(
             local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
@@ -43,7 +43,7 @@ def is_strided(value: DTensor) -> bool:
 
 
 def sort_by_split_order(placements: Sequence[Placement], sizes: Sequence[int]) -> list[tuple[int, Placement]] | None:
-    """Return mesh dimensions and placements in the order in which they split a tensor."""
+    """Return mesh dimensions and placements in the order in which they split a tensor; None if ranks have no boxes."""
     # Mesh dimensions split from left to right. `fully_shard` uses a strided shard if tensor parallelism shards the same
     # dimension. It splits after mesh dimensions to its right, whose number of parts is its split factor. A strided
     # shard that follows no split of the mesh comes from `view` on a tensor that is sharded by columns, for example.
@@ -62,12 +62,12 @@ def sort_by_split_order(placements: Sequence[Placement], sizes: Sequence[int]) -
 
 
 def split_rows(rows: int, ranks: int) -> tuple[int, ...]:
-    """Return the number of rows of each rank; the last ranks may have fewer or none."""
+    """Return each rank's number of rows; the last ranks may have fewer or none."""
     return tuple(chunk_range(rows, ranks, rank)[1] for rank in range(ranks))
 
 
 def gather_full_tensor(value: DTensor) -> torch.Tensor:
-    """Gather the full tensor of a DTensor to all ranks of its mesh. Collective."""
+    """Gather a DTensor's full tensor to all ranks in its mesh. Collective."""
     # Some versions of torch misplace strided rows in `full_tensor` if the ranks do not divide them, so we join them
     # here.
     mesh = value.device_mesh
@@ -85,7 +85,7 @@ def gather_full_tensor(value: DTensor) -> torch.Tensor:
 
 
 def shard_full_tensor(value: torch.Tensor, kept: DTensor) -> torch.Tensor:
-    """Return this rank's part of a full tensor that every rank of a DTensor's mesh has."""
+    """Return this rank's part of a full tensor that every rank in a DTensor's mesh has."""
     mesh = kept.device_mesh
     splits = _find_splits(kept) if is_strided(kept) and mesh.get_coordinate() is not None else None
     if splits is None:
@@ -96,7 +96,7 @@ def shard_full_tensor(value: torch.Tensor, kept: DTensor) -> torch.Tensor:
 
 
 def _find_splits(kept: DTensor) -> list[tuple[int, int, int]] | None:
-    """Return each split: mesh dimension, tensor dimension, and this rank's rows before it; the first split first."""
+    """Return mesh dimension, tensor dimension and this rank's earlier rows per split, in order; None without boxes."""
     mesh, sizes, found = kept.device_mesh, list(kept.shape), []
     order = sort_by_split_order(kept.placements, tuple(mesh.shape))
     if order is None:
@@ -110,7 +110,7 @@ def _find_splits(kept: DTensor) -> list[tuple[int, int, int]] | None:
 
 
 def pad_rows(part: torch.Tensor, dim: int, rows: int) -> torch.Tensor:
-    """Return a contiguous tensor with a number of rows, of which the last ones may be zeros."""
+    """Return a contiguous tensor padded to a number of rows with zeros."""
     if part.shape[dim] == rows:
         return part.contiguous()
     padded = part.new_zeros([rows if d == dim else n for d, n in enumerate(part.shape)])
@@ -124,12 +124,12 @@ def view_as_flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def get_mesh_placements(tensor: torch.Tensor) -> MeshPlacements | None:
-    """Return the mesh and placements of a DTensor; None for a plain tensor."""
+    """Return a DTensor's mesh and placements; None for a plain tensor."""
     return (tensor.device_mesh, tuple(tensor.placements)) if isinstance(tensor, DTensor) else None
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of a DTensor, after the collective that computes it; a plain tensor itself."""
+    """Return a DTensor's local tensor, after the collective that computes it; a plain tensor itself."""
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad() if torch.is_grad_enabled() else nullcontext():

@@ -1,4 +1,4 @@
-"""Traversal of modules, and access to the parameters registered on them."""
+"""Traverse modules, and access the parameters registered on them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _is_of_torch(kind: type[nn.Module]) -> bool:
 
 
 class Name:
-    """Name of a unit in messages: first its class, later its FQN below the root."""
+    """A unit's name in messages: first its class, later its FQN below the root."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -118,7 +118,7 @@ def is_held(parameter: nn.Parameter) -> bool:
 
 
 def identity(parameter: nn.Parameter) -> Identity:
-    """Return the identity of a parameter; the first call creates it."""
+    """Return a parameter's identity; the first call creates it."""
     mark: Any = parameter.__dict__.get(_IDENTITY)
     if isinstance(mark, Identity):
         return mark
@@ -175,7 +175,7 @@ class ParamInfo:
 
 
 def walk(module: nn.Module, stop: Stop, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield `(name, module)` depth first, without modules that match `stop`."""
+    """Yield `(name, module)` depth first, without modules that match `stop` and their submodules."""
     # Shared modules are yielded under each of their names.
     yield prefix, module
     for name, child in module._modules.items():
@@ -226,12 +226,12 @@ def ties_below(module: nn.Module) -> Iterator[None]:
 
 
 def parameters_below(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
-    """Return all parameters of modules and of their submodules."""
+    """Return all parameters in modules and in their submodules."""
     return {parameter for module in modules for parameter in module.parameters()}
 
 
 def put(place: ParamLocation, value: torch.Tensor) -> None:
-    """Make `value` an attribute of a module without registering it."""
+    """Make `value` a module's attribute without registering it."""
     module, name = place.module, place.attribute
     if place.is_plain:
         module.__dict__[name] = value
@@ -244,7 +244,7 @@ def put(place: ParamLocation, value: torch.Tensor) -> None:
 
 
 def register(place: ParamLocation, value: nn.Parameter) -> None:
-    """Register `value` as the parameter of a module, in the parameter's old position."""
+    """Register `value` as a module's parameter, in the parameter's old position."""
     if place.is_plain:
         place.module._parameters[place.attribute] = value
     else:

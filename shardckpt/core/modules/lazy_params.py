@@ -1,4 +1,4 @@
-"""Parameters of lazy modules, which have no shape before the first forward."""
+"""Lazy modules' parameters, which have no shape before the first forward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardckpt.errors import UsageError
 
 
 def require_initialized(name: str, tensor: torch.Tensor) -> None:
-    """Require that a tensor has a shape."""
+    """Raise UsageError if a tensor belongs to a lazy module without a forward: it has no shape."""
     if is_lazy(tensor):
         what = "this tensor of a lazy module has no shape yet"
         raise UsageError(what, where=name, found=type(tensor).__name__, fix="Run one forward first.")

@@ -1,4 +1,4 @@
-"""Memory order of a dense tensor's dimensions, from the slowest to the fastest; empty if row-major."""
+"""Memory order: a dense tensor's dimensions from the slowest to the fastest; empty if row-major."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def view_in_order(flat: torch.Tensor, shape: Sequence[int], order: tuple[int, ...]) -> torch.Tensor:
-    """Return a view of a 1-D tensor with a shape and a memory order of dimensions."""
+    """Return a view of a 1-D tensor, whose elements are in memory order, with a shape and that order."""
     if not order:
         return flat.view(shape)
     return flat.view([shape[d] for d in order]).permute([order.index(d) for d in range(len(order))])

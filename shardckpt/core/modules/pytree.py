@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors inside a value, in a fixed order."""
+    """Yield the tensors inside a value, in a fixed order; sets and unknown containers are not traversed."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -44,7 +44,7 @@ def find_grad_tensors(value: Any, grad_tensors: list[torch.Tensor] | None = None
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a value with its tensors replaced."""
+    """Return a value with its tensors replaced; a container is copied only if one of its tensors was replaced."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

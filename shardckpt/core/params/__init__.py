@@ -1,1 +1,1 @@
-"""Buckets of parameters: buffer layout, all-gather, reduction, extensions."""
+"""Parameter buckets: buffer layout, all-gather, reduction, extensions."""

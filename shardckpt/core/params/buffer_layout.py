@@ -1,4 +1,4 @@
-"""Layout of parameters in the buffers of all-gather and reduce-scatter."""
+"""Parameter layout in all-gather and reduce-scatter buffers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from shardckpt.layout import DimLayout, FlatLayout, Layout, ParamSpec, ShardRun
 def build_param_spec(
     name: str, tensor: torch.Tensor, aliases: tuple[str, ...], order: tuple[int, ...] = ()
 ) -> ParamSpec:
-    """Return the spec of a full parameter."""
+    """Return a full parameter's spec."""
     return ParamSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), order, aliases)
 
 
 def isolate_storage(part: torch.Tensor) -> torch.Tensor:
-    """Return a part of a buffer with its own storage object over the same memory."""
+    """Return part of a buffer with its own storage object over the same memory."""
     # A DTensor around a view with a storage offset can be neither copied nor saved. Saving a view saves its complete
     # storage. This also applies to a part without elements, which keeps its shape.
     if type(part) is not torch.Tensor or part.is_meta:
@@ -39,13 +39,13 @@ def isolate_storage(part: torch.Tensor) -> torch.Tensor:
 
 
 class Packing(ABC):
-    """Layout of a bucket in shards, in the all-gather output, and in the full buffer."""
+    """A bucket's layout in shards, in the all-gather output, and in the full buffer."""
 
     layout: Layout  # in every rank's shard
 
     @property
     def all_gather_numel(self) -> int:
-        """Number of elements of the shards of all ranks, and of the full buffer, including padding."""
+        """Number of elements in all ranks' shards, and in the full buffer, including padding."""
         return self.layout.chunk * self.layout.world
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Packing:
@@ -56,11 +56,11 @@ class Packing(ABC):
 
     @abstractmethod
     def views(self, full: torch.Tensor) -> list[torch.Tensor]:
-        """Return each full parameter as a view of the full buffer."""
+        """Return each full parameter as a view into the full buffer."""
 
     @abstractmethod
     def split_shard(self, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
-        """Split a rank's shard into one view per parameter."""
+        """Split a rank's shard into one view per parameter; empty if the rank does not have its elements."""
 
     @abstractmethod
     def unpack(self, gathered: torch.Tensor, full: torch.Tensor) -> None:
@@ -68,11 +68,11 @@ class Packing(ABC):
 
     @abstractmethod
     def copy_full_params(self, gathered: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield a copy of each full parameter, with the strides of the full buffer."""
+        """Yield a copy of each full parameter, with the full buffer's strides."""
 
     @abstractmethod
     def pack(self, values: Iterable[torch.Tensor | None], rows: torch.Tensor) -> None:
-        """Copy full values to the rows of the ranks that have a part of them."""
+        """Copy full values to the first `chunk` columns of the rows for ranks with a part; None gives zeros."""
 
     def write_shard(self, values: Sequence[torch.Tensor], rank: int, out: torch.Tensor) -> None:
         """Write a rank's shard of full values to `out`, with zeros as padding."""
@@ -105,12 +105,12 @@ class FlatPacking(Packing):
         self.layout: FlatLayout = FlatLayout(specs, world, alignment)
 
     def views(self, full: torch.Tensor) -> list[torch.Tensor]:
-        """Return each full parameter as a view of the full buffer."""
+        """Return each full parameter as a view into the full buffer."""
         places = zip(self.layout.specs, self.layout.offsets, strict=True)
         return [view_in_order(full[at : at + spec.numel], spec.shape, spec.order) for spec, at in places]
 
     def split_shard(self, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
-        """Return each parameter's part of a rank's shard, as a 1-D view."""
+        """Return each parameter's part in a rank's shard, as a 1-D view."""
         parts = [shard[0:0]] * len(self.layout.specs)
         for run in self.layout.runs(rank):
             parts[run.index] = shard[run.offset : run.offset + run.numel]
@@ -134,7 +134,7 @@ class FlatPacking(Packing):
         return (view.clone() for view in self.views(gathered))
 
     def pack(self, values: Iterable[torch.Tensor | None], rows: torch.Tensor) -> None:
-        """Copy full values to the rows of ranks that have parts, with zeros elsewhere."""
+        """Copy full values to the rows for ranks that have parts, with zeros elsewhere."""
         for rank, start, stop in self._holes:
             rows[rank, start:stop].zero_()
         for index, (value, runs) in enumerate(zip(values, self._runs_by_param, strict=True)):
@@ -156,7 +156,7 @@ class FlatPacking(Packing):
 
     @cached_property
     def _runs_by_param(self) -> tuple[tuple[tuple[int, ShardRun], ...], ...]:
-        """For each parameter, the ranks that have a part of it, each with the run."""
+        """The ranks that have a part, for each parameter, each with the run."""
         runs_by_param: list[list[tuple[int, ShardRun]]] = [[] for _ in self.layout.specs]
         for rank, runs in enumerate(self._runs):
             for run in runs:
@@ -165,7 +165,7 @@ class FlatPacking(Packing):
 
     @cached_property
     def _holes(self) -> tuple[tuple[int, int, int], ...]:
-        """Ranges of padding: rank, and start and stop in its shard, in elements."""
+        """Padding ranges: rank, and start and stop in its shard, in elements."""
         holes = []
         for rank, runs in enumerate(self._runs):
             at = 0
@@ -177,7 +177,7 @@ class FlatPacking(Packing):
 
 
 class DimPacking(Packing):
-    """Layout of parameters that are each sharded along one dimension."""
+    """Layout in which each parameter is sharded along one dimension."""
 
     # The all-gather output has to be unpacked. A parameter that is sharded along dimension 0 has its ranks' rows one
     # after the other in the full buffer, followed by padding. So one copy unpacks all such parameters. Other parameters
@@ -203,7 +203,7 @@ class DimPacking(Packing):
         self.is_direct = world == 1 and all(self._rowwise)
 
     def views(self, full: torch.Tensor) -> list[torch.Tensor]:
-        """Return each full parameter as a view of the full buffer."""
+        """Return each full parameter as a view into the full buffer."""
         params = []
         for spec, place, order in zip(self.layout.specs, self.layout.places, self._orders, strict=True):
             at = place * self.layout.world
@@ -211,14 +211,14 @@ class DimPacking(Packing):
         return params
 
     def split_shard(self, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
-        """Return each parameter's part of a rank's shard, in its shape."""
+        """Return each parameter's part in a rank's shard, in its shape."""
         parts = []
         for boxes, volumes, place in zip(self._boxes, self._volumes, self.layout.places, strict=True):
             parts.append(shard[place : place + volumes[rank]].view(boxes[rank].size))
         return parts
 
     def shard_values(self, values: Sequence[torch.Tensor | None], rank: int) -> list[torch.Tensor | None]:
-        """Return a rank's parts of full values, as views of them."""
+        """Return a rank's parts of full values, as views."""
         pairs = zip(values, self._boxes, strict=True)
         return [None if value is None else narrow_to_box(value, boxes[rank]) for value, boxes in pairs]
 
@@ -245,7 +245,7 @@ class DimPacking(Packing):
                 narrow_to_box(views[index], box).copy_(row[at : at + box.volume].view(box.size))
 
     def copy_full_params(self, gathered: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield each full parameter, unpacked from the shards of the ranks."""
+        """Yield each full parameter, unpacked from the ranks' shards."""
         world, rows = self.layout.world, gathered.view(self.layout.world, -1)
         for index, (spec, at, n) in enumerate(zip(self.layout.specs, self.layout.places, self._sizes, strict=True)):
             flat = gathered.new_empty(spec.numel)
@@ -258,7 +258,7 @@ class DimPacking(Packing):
             yield value
 
     def pack(self, values: Iterable[torch.Tensor | None], rows: torch.Tensor) -> None:
-        """Copy full values to the rows of ranks that have parts, with zeros elsewhere."""
+        """Copy full values to the rows for ranks that have parts, with zeros elsewhere."""
         for index, (value, at, n) in enumerate(zip(values, self.layout.places, self._sizes, strict=True)):
             if value is None:
                 rows[:, at : at + n].zero_()

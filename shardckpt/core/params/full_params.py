@@ -1,4 +1,4 @@
-"""Full values of tensors in a shard's layout: gather, shard, scatter from rank 0."""
+"""Full values in a shard's layout: gather, shard, scatter from rank 0."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class FullValues:
 
 
 def gather_full(bucket: Bucket, shard: torch.Tensor) -> FullValues:
-    """Gather the full values of a tensor with a bucket's shard layout. Collective."""
+    """Gather the full values for a tensor with a bucket's shard layout. Collective."""
     shard = shard.to(bucket.compute_device)
     if bucket.keeps_full:
         return FullValues(bucket.packing.views(shard))
@@ -80,7 +80,7 @@ def _unpack(bucket: Bucket, incoming: ResizableStorage) -> FullValues:
 
 
 def gather_some(bucket: Bucket, parts: Sequence[torch.Tensor | None], dtype: torch.dtype) -> list[torch.Tensor | None]:
-    """Gather full values of parameters from parts, some of them missing. Collective."""
+    """Gather full parameters, with zeros for missing parts; None if no rank has a part. Collective."""
     chunk, world = bucket.packing.layout.chunk, bucket.packing.layout.world
     flags = torch.tensor([float(part is not None) for part in parts]).to(dtype)
     if bucket.keeps_full:
@@ -99,7 +99,7 @@ def gather_some(bucket: Bucket, parts: Sequence[torch.Tensor | None], dtype: tor
 def concat_shards(
     bucket: Bucket, parts: Sequence[torch.Tensor | None], dtype: torch.dtype, staging: Staging | None = None
 ) -> torch.Tensor:
-    """Concatenate shards of parameters in the layout of the bucket's shard."""
+    """Concatenate parameter shards, or zeros for None, in the layout of the bucket's shard."""
     size, device = bucket.packing.layout.chunk, bucket.compute_device
     # Memory from `staging` has undefined padding.
     if staging is None:
@@ -125,7 +125,7 @@ def write_shard(bucket: Bucket, values: Sequence[torch.Tensor], out: torch.Tenso
 
 
 def scatter_full(bucket: Bucket, values: Sequence[torch.Tensor | None] | None, out: torch.Tensor) -> list[bool]:
-    """Scatter rank 0's full values to the shards of all ranks. Collective."""
+    """Scatter rank 0's full values to all shards; return which parameters rank 0 has. Collective."""
     chunk, count = bucket.packing.layout.chunk, len(bucket.members)
     row = torch.zeros(chunk + count, dtype=out.dtype, device=bucket.compute_device)
     rows: torch.Tensor | None = None

@@ -12,11 +12,11 @@ from shardckpt.torch_features import assign_gradient_of_another_type
 
 
 class EngineHook:
-    """Base of the engine's own hooks on exposed parameters: for gradients of autograd alone."""
+    """Base class for the engine's own hooks on exposed parameters: called for autograd's gradients only."""
 
 
 def add_gradient_to(parameter: nn.Parameter, grad: torch.Tensor) -> None:
-    """Set or accumulate a gradient, of any dtype, and call its hooks."""
+    """Set or accumulate a gradient with any dtype, and call its hooks."""
     if parameter.grad is None:
         assign_gradient(parameter, grad)
     else:
@@ -36,7 +36,7 @@ def has_gradient_hooks(parameter: nn.Parameter) -> bool:
 
 
 def get_gradient_hooks(parameter: nn.Parameter) -> tuple[Callable[[nn.Parameter], None], ...]:
-    """Return the hooks that run after a gradient of a parameter was accumulated."""
+    """Return the hooks that run after a parameter's gradient was accumulated."""
     return tuple((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
@@ -46,7 +46,7 @@ def is_read_at_once(parameter: nn.Parameter) -> bool:
 
 
 def _add(held: torch.Tensor, grad: torch.Tensor) -> None:
-    """Add in place; add the local tensors of DTensors with equal placements."""
+    """Add in place; add the local tensors if DTensors have equal placements."""
     if isinstance(held, DTensor) and isinstance(grad, DTensor) and _is_placed_like(held, grad):
         # torch does the same, since it takes far less time.
         with torch.no_grad():
@@ -69,7 +69,7 @@ def restore_gradient(parameter: nn.Parameter, grad: torch.Tensor) -> None:
 
 
 def assign_gradient(parameter: nn.Parameter, grad: torch.Tensor | None) -> None:
-    """Set a gradient of any dtype."""
+    """Set a gradient with any dtype."""
     if grad is not None and grad.dtype != parameter.dtype:
         assign_gradient_of_another_type(parameter, grad)
     else:

@@ -1,4 +1,4 @@
-"""Reduction of a bucket's gradients to the averaged gradient of this rank's shard."""
+"""Reduces a bucket's gradients to the averaged gradient for this rank's shard."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ROW_ALIGNMENT = 128
 
 @dataclass(frozen=True)
 class ReduceOptions:
-    """Options of one reduction."""
+    """Options for one reduction."""
 
     dtype: torch.dtype  # for the sum
     device: torch.device
@@ -32,7 +32,7 @@ class ReduceOptions:
     all_reduce: bool = True
 
     def divisors(self, world: int) -> tuple[float, float]:
-        """Return the divisors of gradients before and after the sum."""
+        """Return the divisors for gradients before and after the sum."""
         if self.factor is not None:
             return 1.0, self.factor
         if not (self.split or self.dtype is torch.float16):
@@ -45,7 +45,7 @@ class ReduceOptions:
 
 @dataclass(frozen=True)
 class PendingFlags:
-    """Flags of a reduction that are being copied to the host."""
+    """A reduction's flags that are being copied to the host."""
 
     values: torch.Tensor  # on the CPU; positive for each parameter for which any rank had a gradient
     event: Event | None  # after the copy; None without streams
@@ -59,7 +59,7 @@ class PendingFlags:
 
 @dataclass(frozen=True)
 class ReducedGrad:
-    """Result of a reduction on one rank."""
+    """A reduction's result on one rank."""
 
     gradient: torch.Tensor  # 1-D shard of the mean gradient, including padding
     used: tuple[bool, ...]  # for each parameter, whether any rank had a gradient, as far as this rank knows
@@ -78,7 +78,7 @@ class _Reduction:
     hook_flags: torch.Tensor | None = None  # which parameters have gradients, if a user's hook reduced
 
     def record_current_stream(self) -> None:
-        """Record the use of all tensors by the current stream, which has waited for the reduction."""
+        """Record that the current stream, which has waited for the reduction, uses all tensors."""
         # Their memory belongs to the backward's stream, which may be another one.
         for tensor in (self.source, self.out, self.hook_flags):
             if tensor is not None:
@@ -87,14 +87,14 @@ class _Reduction:
 
 @dataclass(frozen=True)
 class _QueuedResult:
-    """Queued result of a reduction; None inside if a later reduction completes it."""
+    """A reduction's queued result; None inside if a later reduction completes it."""
 
     reduced: ReducedGrad | None
     event: Event | None  # after the complete reduction
 
 
 class GradientReducer:
-    """Reduce-scatter of the gradients of one bucket; one reduction at a time."""
+    """Reduce-scatters one bucket's gradients; one reduction at a time."""
 
     # Message sizes depend only on the layout and the number of ranks: parameters without a gradient count as zeros. A
     # flag per parameter, after each rank's shard, marks whether a rank had a gradient.
@@ -112,7 +112,7 @@ class GradientReducer:
         self._unsynced_grads: list[torch.Tensor | None] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReducer:
-        """Return a reducer for a copy of the bucket, without gradients."""
+        """Return a reducer for a copied bucket, without gradients."""
         stored, unsharded, layout = copy.deepcopy((self._stored, self._unsharded, self._layout), memo)
         copied = GradientReducer(stored, unsharded, layout)
         memo[id(self)] = copied
@@ -138,7 +138,7 @@ class GradientReducer:
 
     @property
     def comms(self) -> CustomCollectives:
-        """Custom collectives of a user."""
+        """A user's custom collectives."""
         return self._comms
 
     @property
@@ -178,7 +178,7 @@ class GradientReducer:
     def start_reduce_scatter(
         self, *, factor: float | None = None, split: bool = False, all_reduce: bool = True, full_precision: bool = False
     ) -> None:
-        """Start the reduce-scatter of the full parameters' gradients. Collective."""
+        """Move the gradients off the full parameters, and start their reduce-scatter. Collective."""
         dtypes = self._stored.dtypes
         dtype = dtypes.stored if full_precision else dtypes.reduce
         how = ReduceOptions(dtype, self._unsharded.device, factor, split, all_reduce)
@@ -241,7 +241,7 @@ class GradientReducer:
             return _QueuedResult(self._finish(reduction), streams.record_event())
 
     def wait_reduce_scatter(self) -> ReducedGrad | None:
-        """Wait for the reduction and return its result."""
+        """Return the reduction's result; None without a reduction, or if a later one completes it."""
         reduction, self._reduction = self._reduction, None
         queued, self._queued = self._queued, None
         if reduction is None or queued is None:

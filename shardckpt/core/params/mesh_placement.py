@@ -1,7 +1,7 @@
-"""Placement of one `fully_shard` parameter on its mesh, and the sharded DTensor.
+"""Places one `fully_shard` parameter on its mesh, as a sharded DTensor.
 
 Buckets contain plain local tensors. A parameter that is a DTensor already (tensor parallel, or on the full mesh) is
-sharded further: its local tensor is sharded, and the sharded DTensor combines the placements of both meshes.
+sharded further. Its local tensor is sharded, and the sharded DTensor combines the placements on both meshes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from shardckpt.torch_features import concatenate_meshes
 
 @dataclass
 class DataParallelMeshDims:
-    """Names of the data-parallel dimensions of a full mesh.
+    """A full mesh's data-parallel dimension names.
 
     Attributes:
-        shard: Name or names of dimensions to shard over; several dimensions are flattened into one.
-        replicate: Name or names of dimensions to replicate over.
+        shard: Dimension name or names to shard over; several dimensions are flattened into one.
+        replicate: Dimension name or names to replicate over.
     """
 
     shard: str | tuple[str, ...] | None = None
@@ -44,12 +44,12 @@ class DataParallelMeshDims:
 
     @property
     def shard_names(self) -> tuple[str, ...]:
-        """Names in `shard`."""
+        """Names in `shard`, as a tuple."""
         return _names(self.shard)
 
     @property
     def replicate_names(self) -> tuple[str, ...]:
-        """Names in `replicate`."""
+        """Names in `replicate`, as a tuple."""
         return _names(self.replicate)
 
 
@@ -91,7 +91,7 @@ class DataParallelMeshInfo:
 
     @property
     def device(self) -> torch.device:
-        """Compute device of this rank."""
+        """This rank's compute device."""
         kind = self.mesh.device_type
         if kind == "cpu":
             return torch.device("cpu")
@@ -99,7 +99,7 @@ class DataParallelMeshInfo:
 
     @property
     def ring(self) -> DeviceMesh:
-        """1-D mesh of the ranks that shard a parameter."""
+        """1-D mesh with the ranks that shard a parameter."""
         names = self.mesh.mesh_dim_names
         if self.mesh.ndim == 1 or self.shard_mesh_dim is None or names is None:
             return self.mesh
@@ -130,7 +130,7 @@ class FSDPMeshInfo(DataParallelMeshInfo):
 
     @property
     def shard_mesh_rank(self) -> int:
-        """Index of this rank among them."""
+        """This rank's index among them."""
         return self.mesh.get_local_rank(self.shard_mesh_dim)
 
 
@@ -150,7 +150,7 @@ class HSDPMeshInfo(FSDPMeshInfo, DDPMeshInfo):
 
 
 def default_mesh() -> DeviceMesh:
-    """Return a mesh of all ranks; initialize the process group if needed. Collective."""
+    """Return a mesh with all ranks; initialize the process group if needed. Collective."""
     if not dist.is_initialized():
         dist.init_process_group()
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -158,7 +158,7 @@ def default_mesh() -> DeviceMesh:
 
 
 def mesh_info(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> DataParallelMeshInfo:
-    """Return the roles of the dimensions of a mesh."""
+    """Return the roles of a mesh's dimensions: 1-D to shard, 2-D (replicate, shard), or any mesh with `dims`."""
     if dims is not None:
         _check_names(mesh, dims)
         return _named(mesh, dims)
@@ -197,12 +197,12 @@ def _flat(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 
 def _join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """Return a mesh of the dimensions of several submeshes of one mesh."""
+    """Return a mesh with the dimensions of several submeshes in one mesh."""
     if len(meshes) == 1:
         return meshes[0]
     if any(mesh.mesh_dim_names is None for mesh in meshes):
         raise PlacementError(
-            "a parameter's mesh and the data-parallel mesh are joined by the names of their dimensions",
+            "joining a parameter's mesh with the data-parallel mesh needs dimension names",
             found=[mesh.mesh_dim_names for mesh in meshes],
             fix="Give mesh_dim_names to init_device_mesh, and take both meshes from one.",
         )
@@ -212,7 +212,7 @@ def _join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
 def join_placements(
     mesh: DeviceMesh, dim: int, inner: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
-    """Join the placements of tensor parallelism with those of data parallelism."""
+    """Join tensor-parallel and data-parallel placements; None if the meshes are not parts of one named mesh."""
     try:
         both = _join_meshes([mesh, inner])
     except (PlacementError, RuntimeError, ValueError):
@@ -228,7 +228,7 @@ def join_placements(
 
 @dataclass
 class ShardPlacementResult:
-    """Result of `shard_placement_fn`: sharded dimension and mesh of a parameter.
+    """Result from `shard_placement_fn`: a parameter's sharded dimension and mesh.
 
     Attributes:
         placement: Placement with the dimension; None for dimension 0.
@@ -244,7 +244,7 @@ ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
 @dataclass(frozen=True)
 class _Inner:
-    """Mesh, placements and shape of a parameter that is already a DTensor."""
+    """Mesh, placements and shape for a parameter that is already a DTensor."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -256,7 +256,7 @@ class _Inner:
         return wrap_local(local, self.mesh, self.placements, self.shape, self.stride)
 
     def local(self, grad: DTensor) -> torch.Tensor:
-        """Return the local tensor of a gradient, redistributed like the parameter."""
+        """Return a gradient's local tensor, redistributed like the parameter."""
         # Data-parallel dimensions are not redistributed.
         wanted = [
             actual if dim in self.data_parallel else expected
@@ -269,7 +269,7 @@ class _Inner:
 
 @dataclass(frozen=True, eq=False)
 class MeshPlacement:
-    """Placement of one parameter on its mesh."""
+    """One parameter's placement on its mesh."""
 
     info: DataParallelMeshInfo  # ranks that shard the parameter, and its replicas
     dim: int | None  # sharded dimension in the local tensor; None if every rank has all elements
@@ -286,7 +286,7 @@ class MeshPlacement:
 
     @property
     def ring(self) -> DeviceMesh:
-        """1-D mesh of the ranks that shard the parameter."""
+        """1-D mesh with the ranks that shard the parameter."""
         return self.info.ring
 
     def local(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -319,7 +319,7 @@ class MeshPlacement:
 
 
 def accept_torch_results(choose: ShardPlacementFn | None) -> ShardPlacementFn | None:
-    """Return a function that gives the class of this module where another gives that of torch."""
+    """Wrap a placement function so that it returns this module's class instead of torch's."""
     # torchtitan returns torch's class for experts, which have their own mesh. Parameters that share a torch mesh share
     # one of this module's.
     if choose is None:
@@ -345,7 +345,7 @@ def accept_torch_results(choose: ShardPlacementFn | None) -> ShardPlacementFn | 
 def place_param(
     name: str, parameter: nn.Parameter, info: DataParallelMeshInfo, choose: ShardPlacementFn | None
 ) -> MeshPlacement:
-    """Decide the placement of a parameter."""
+    """Decide a parameter's placement; `choose` may return another mesh than `info`."""
     wanted, info = _chosen(name, parameter, info, choose)
     local_dims = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).dim()
     dim = _dimension(name, parameter, wanted, local_dims) if info.shard_mesh_dim is not None else None
@@ -400,7 +400,7 @@ def _dimension(name: str, parameter: nn.Parameter, wanted: Shard | None, dims: i
 
 
 def _row_major_strides(shape: torch.Size) -> tuple[int, ...]:
-    """Return the strides of a row-major tensor."""
+    """Return a row-major tensor's strides."""
     return tuple(prod(max(n, 1) for n in shape[at + 1 :]) for at in range(len(shape)))
 
 
@@ -428,7 +428,7 @@ def _place_dtensor(name: str, parameter: DTensor, info: DataParallelMeshInfo, di
         raise PlacementMissingError(
             f"FSDP only supports 1D TP/EP or 2D EP+TP, not {parameter.placements}",
             where=name,
-            fix="Pass the mesh of everything with dp_mesh_dims.",
+            fix="Pass the full mesh with dp_mesh_dims.",
         )
     inner = _Inner(mesh, tuple(parameter.placements), parameter.size(), parameter.stride())
     data_parallel = _build_shard_placement(
@@ -469,7 +469,7 @@ def _place_on_everything(name: str, parameter: DTensor, info: DataParallelMeshIn
 def _sharded_on_everything(
     parameter: DTensor, info: DataParallelMeshInfo, dim: int | None, shard: list[int], copies: list[int]
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Return mesh and placements of the sharded DTensor, with joined shard dimensions."""
+    """Return the sharded DTensor's mesh and placements, with joined shard dimensions."""
     mesh, inner = parameter.device_mesh, list(parameter.placements)
     assert mesh.mesh_dim_names is not None
     if not shard:

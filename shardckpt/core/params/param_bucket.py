@@ -24,7 +24,7 @@ from shardckpt.layout import ALIGNMENT, Layout
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Specification of the sharding of a bucket's parameters."""
+    """Sharding settings for a bucket's parameters."""
 
     # In a flat layout, each parameter starts at a multiple of 16 bytes in the compute dtype.
     aligned: bool = False
@@ -38,7 +38,7 @@ class ShardSpec:
 
 
 class Bucket:
-    """Parameters of one dtype that are gathered, freed and reduced together."""
+    """Parameters with one dtype that are gathered, freed and reduced together."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Bucket:
         self.initial_checksums = InitialChecksums.compute([member.fqn for member in members], values, self.local_shards)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Bucket:
-        """Return a bucket of copied parameters, over the same ranks, without gradients."""
+        """Return a bucket with copied parameters, over the same ranks, without gradients."""
         self.unsharded.reshard()
         copied = object.__new__(type(self))
         memo[id(self)] = copied
@@ -105,32 +105,32 @@ class Bucket:
 
     @property
     def rank(self) -> int:
-        """Index of this rank in the shard group."""
+        """This rank's index in the shard group."""
         return self.group.rank
 
     @property
     def layout(self) -> Layout:
-        """Layout of the parameters in every rank's shard."""
+        """Parameter layout in every rank's shard."""
         return self.packing.layout
 
     @property
     def shard(self) -> torch.Tensor:
-        """1-D shard of this rank."""
+        """This rank's 1-D shard."""
         return self.stored.data
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the shard."""
+        """The shard's dtype."""
         return self.stored.dtypes.stored
 
     @property
     def compute_device(self) -> torch.device:
-        """Compute device of the unit."""
+        """The unit's compute device."""
         return self.unsharded.device
 
     @property
     def local_shards(self) -> list[torch.Tensor]:
-        """Views of the shard, one per parameter; full parameters if nothing is sharded."""
+        """Views into the shard, one per parameter; full parameters if nothing is sharded."""
         return self.split_shard(self.stored.data.data)
 
     def split_shard(self, shard: torch.Tensor) -> list[torch.Tensor]:
@@ -144,7 +144,7 @@ class Bucket:
     # ------------------------------------------------------------------------------------------------- the shard
 
     def replace_shard(self, shard: torch.Tensor) -> None:
-        """Replace the shard by another tensor of the same length."""
+        """Replace the shard by another tensor with the same length."""
         stored = self.stored
         # The new shard is aliased unless nothing is sharded, or it has to move to the CPU or to pinned memory.
         if shard.dtype == self.dtype and shard.device == stored.data.device:
@@ -172,11 +172,11 @@ class Bucket:
             self.mark_shard_written()
 
     def mark_shard_written(self) -> None:
-        """Make all-gathers wait for writes to the shard, at any time of an iteration."""
+        """Make all-gathers wait for writes to the shard, at any time in an iteration."""
         self.unsharded.streams.make_gathers_wait()
 
     def select(self, kind: type[Bucket], indices: Sequence[int]) -> Bucket:
-        """Return a bucket of some members with the same collectives, without values."""
+        """Return a bucket with some members and the same collectives, without values."""
         placements = tuple(self.placements[index] for index in indices)
         for index in indices:
             full, leaf = self.unsharded.tensors[index], self.unsharded.params[index]

@@ -1,4 +1,4 @@
-"""Shard of a bucket on this rank, with its layout over ranks and its dtypes."""
+"""A bucket's shard on this rank, with its layout over ranks and its dtypes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardckpt.devices import pinned
 
 @dataclass(frozen=True)
 class BucketDtypes:
-    """Dtypes of one bucket."""
+    """One bucket's dtypes."""
 
     stored: torch.dtype  # the shard
     compute: torch.dtype  # full parameters
@@ -26,7 +26,7 @@ class BucketDtypes:
 
     @classmethod
     def resolve(cls, stored: torch.dtype, precision: Precision) -> BucketDtypes:
-        """Return the dtypes for a shard of a dtype."""
+        """Return the dtypes for a shard's stored dtype."""
         reduced = precision.reduced(stored)
         gradient = reduced if precision.keep_low_precision_grads else stored
         return cls(stored, precision.computed(stored), reduced, gradient)
@@ -34,7 +34,7 @@ class BucketDtypes:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Layout of a bucket's parameters in buffers and over ranks."""
+    """A bucket's parameter layout in buffers and over ranks."""
 
     name: Name  # in messages
     packing: Packing  # in the shard and in collective buffers
@@ -43,7 +43,7 @@ class BucketLayout:
 
 
 class StoredShard:
-    """1-D shard of a bucket, which the optimizer updates."""
+    """A bucket's 1-D shard, which the optimizer updates."""
 
     def __init__(self, data: torch.Tensor, precision: Precision, offload: Offload) -> None:
         self.precision = precision
@@ -58,7 +58,7 @@ class StoredShard:
         return copied
 
     def replace(self, data: torch.Tensor) -> None:
-        """Replace the shard by a tensor, also of another dtype or on another device."""
+        """Replace the shard by a tensor, whose dtype and device may differ."""
         # The tensor is aliased unless it has to move to the CPU.
         self.data = self.pinned(data.cpu()) if self.offload.enabled else data
         self.dtypes = BucketDtypes.resolve(data.dtype, self.precision)

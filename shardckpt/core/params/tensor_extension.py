@@ -1,7 +1,7 @@
 """Parameters with the extensions `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
 
 Such a parameter is sharded like any other and keeps its subclass. Before an all-gather its local tensor returns the
-tensors to gather, of any dtype; after it, the gathered tensors become the parameter that the module computes with.
+tensors to gather, with any dtype. After it, the gathered tensors become the parameter that the module computes with.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _DIVIDE = "Use a number of ranks that divides its rows and blocks, or give it to
 
 
 def is_extended(local: torch.Tensor) -> bool:
-    """Return True if a tensor has all-gather extensions."""
+    """Return True if a tensor has all-gather extensions; raise ExtensionError if they are incomplete."""
     has = [hasattr(local, name) for name in (_PRE, _POST)]
     if not any(has):
         return False
@@ -76,14 +76,14 @@ def move_functions(before: torch.Tensor, after: torch.Tensor) -> None:
 
 
 class _Outputs:
-    """Storages of gathered tensors and of results, which are freed together."""
+    """Storages for gathered tensors and results, which are freed together."""
 
     def __init__(self, buffers: Sequence[ResizableStorage]) -> None:
         self.gathered = tuple(buffers)
         self.buffers = list(buffers)
 
     def add(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Add storages of tensors, except views of known storages."""
+        """Add the tensors' storages, except views into known storages."""
         for tensor in tensors:
             known = {buffer.tensor.untyped_storage().data_ptr() for buffer in self.buffers}
             if tensor.untyped_storage().data_ptr() not in known:
@@ -95,7 +95,7 @@ class _Outputs:
             buffer.allocate()
 
     def record_current_stream(self) -> None:
-        """Record the use of all storages by the current stream."""
+        """Record that the current stream uses all storages."""
         # Their memory belongs to the all-gather stream.
         for buffer in self.buffers:
             record_stream(buffer.tensor)
@@ -107,10 +107,10 @@ class _Outputs:
 
 
 class _ExtensionPacking(DimPacking):
-    """Layout of one parameter of a subclass, by the operations that torch's FSDP needs of it."""
+    """Layout of one parameter with a tensor subclass, using the operations that torch's FSDP needs."""
 
     def split_shard(self, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
-        """Return this rank's rows of the parameter, as a view."""
+        """Return this rank's parameter rows, as a view."""
         size = self.layout.box(0, rank).size
         if type(shard) is torch.Tensor or shard.numel() != math.prod(size):
             return super().split_shard(shard, rank)
@@ -142,7 +142,7 @@ class _ExtensionPacking(DimPacking):
 
 
 class ExtensionBucket(Bucket):
-    """Bucket of one parameter that is gathered by its all-gather extensions."""
+    """Bucket with one parameter that its all-gather extensions gather."""
 
     unsharded: ExtendedParams
 
@@ -184,7 +184,7 @@ class ExtensionBucket(Bucket):
 
 
 class ExtendedParams(UnshardedParams):
-    """Full form of one parameter with all-gather extensions."""
+    """One parameter's full form, with all-gather extensions."""
 
     # The full form exists after the first all-gather; before that, a tensor without memory replaces it.
 
@@ -218,7 +218,7 @@ class ExtendedParams(UnshardedParams):
         self._local: torch.Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnshardedParams:
-        """Return the full form of the copied parameter, which has not been gathered yet."""
+        """Return the copied parameter's full form, which has not been gathered yet."""
         copied = super().__deepcopy__(memo)
         assert isinstance(copied, ExtendedParams), "a copy is of the same class"
         copied._member, copied._placement = copy.deepcopy((self._member, self._placement), memo)
@@ -236,11 +236,11 @@ class ExtendedParams(UnshardedParams):
             local = self._layout.packing.split_shard(self._stored.data.data, self._layout.group.rank)[0]
         if not is_extended(local):
             raise ExtensionError(
-                f"the local tensor of a parameter has no {_PRE} and {_POST}, by which it was to be gathered",
+                f"a parameter's local tensor has no {_PRE} and {_POST} to gather it",
                 where=f"{self._layout.name}, {self._member.fqn}",
                 found=type(local).__name__,
-                fix="Put them on the new local tensor after whatever replaced it: to, to_empty, load_state_dict with "
-                "assign, a copy of the model.",
+                fix="Set them on the new local tensor after the call that replaced it: to, to_empty, load_state_dict "
+                "with assign, or a model copy.",
             )
         return local
 
@@ -338,7 +338,7 @@ class ExtendedParams(UnshardedParams):
 
     @property
     def _rows(self) -> int:
-        """Number of rows that every rank sends, which is that of rank 0."""
+        """Number of rows that every rank sends, which is rank 0's."""
         shape = self._layout.packing.layout.specs[0].shape
         return chunk_range(shape[0], self._layout.group.size, 0)[1]
 
@@ -351,7 +351,7 @@ class ExtendedParams(UnshardedParams):
         pending.wait()
         if self._gather_event is not None:
             get_current_stream(self.device).wait_event(self._gather_event)
-        assert self._outputs is not None, "a gather has been begun"
+        assert self._outputs is not None, "a gather has started"
         self._outputs.record_current_stream()
         pairs = zip(self._outputs.gathered, self._inputs, strict=True)
         gathered = tuple(out.tensor.view(-1, *part.shape[1:]) for out, part in pairs)
@@ -423,7 +423,7 @@ def _pad_rows(tensor: torch.Tensor, part: torch.Size, rows: int) -> torch.Tensor
 
 
 def _plain_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors in a value, also inner tensors of subclasses."""
+    """Yield the plain tensors in a value, also the inner tensors of subclasses."""
     for tensor in tensors(value):
         if is_traceable_wrapper_subclass(tensor):
             names, _ = tensor.__tensor_flatten__()
@@ -433,5 +433,5 @@ def _plain_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a row-major tensor."""
+    """Return a row-major tensor's strides."""
     return torch.empty(shape, device="meta").stride()

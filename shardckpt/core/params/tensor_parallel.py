@@ -1,4 +1,4 @@
-"""Tensor-parallel parameters of the wrapper, as plain tensors of their TP shards."""
+"""The wrapper's tensor-parallel parameters, as plain tensors with their TP shards."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LocalParam:
         return grad
 
     def count_replicas(self, mesh: DeviceMesh) -> int:
-        """Return the number of ranks of a mesh that have the same values."""
+        """Return the number of ranks in a mesh that have the same values."""
         return mesh.size()
 
 
@@ -67,34 +67,34 @@ class TPShardedParam(LocalParam):
             return wrap_local(local, self.mesh, self.placements, self.shape, self.stride)
 
     def gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """Return the TP shard of a gradient. Collective if placements are not equal."""
+        """Return a gradient's TP shard. Collective if placements are not equal."""
         if not isinstance(grad, DTensor):
             return grad
         with torch.no_grad():
             return grad.redistribute(placements=self.placements).to_local()
 
     def count_replicas(self, mesh: DeviceMesh) -> int:
-        """Return the number of ranks of a mesh that have the same TP shard."""
+        """Return the number of ranks in a mesh that have the same TP shard."""
         return math.prod(mesh.size(dim) for dim, placement in enumerate(self.placements) if placement.is_replicate())
 
 
 def get_tp_mesh(buckets: Iterable[Bucket]) -> DeviceMesh | None:
-    """Return the tensor-parallel mesh of buckets, or None."""
+    """Return the buckets' tensor-parallel mesh, or None."""
     meshes = [place.mesh for bucket in buckets for place in bucket.placements if isinstance(place, TPShardedParam)]
     if any(mesh != meshes[0] for mesh in meshes):
-        raise ArgumentError("the units of one tree have DTensors on several meshes", found=set(map(str, meshes)))
+        raise ArgumentError("units below one root must have their DTensors on one mesh", found=set(map(str, meshes)))
     return meshes[0] if meshes else None
 
 
 def count_tp_replicas(bucket: Bucket, mesh: DeviceMesh) -> list[int]:
-    """Return the number of ranks with the same values for each parameter of a bucket."""
+    """Return the number of ranks with the same values for each parameter in a bucket."""
     plain: tuple[LocalParam, ...] = (LocalParam(),) * len(bucket.members)
     params = [param for param in bucket.placements if isinstance(param, LocalParam)] or plain
     return [param.count_replicas(mesh) for param in params]
 
 
 def build_tp_params(members: Sequence[ParamInfo]) -> tuple[LocalParam, ...]:
-    """Return the tensor-parallel sharding of parameters; empty if none is sharded."""
+    """Return the parameters' tensor-parallel sharding; empty if none is sharded."""
     parameters = [member.parameter for member in members]
     if not any(isinstance(parameter, DTensor) for parameter in parameters):
         return ()
@@ -108,7 +108,7 @@ def _build_tp_param(parameter: nn.Parameter) -> LocalParam:
 
 
 def register_local_tensors(members: Sequence[ParamInfo]) -> None:
-    """Replace DTensor parameters by plain parameters of their local tensors."""
+    """Replace DTensor parameters by plain parameters, registered while sharded, with their local tensors."""
     for member in members:
         parameter = member.parameter
         if isinstance(parameter, DTensor):

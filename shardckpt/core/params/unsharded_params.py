@@ -1,4 +1,4 @@
-"""Full parameters of a bucket, which are gathered for computation and then freed."""
+"""A bucket's full parameters, which are gathered for computation and then freed."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from shardckpt.devices import Event, get_current_stream, record_stream
 
 
 class ParamPlacement(Protocol):
-    """Placement of one parameter on a mesh; buckets contain plain local tensors."""
+    """One parameter's placement on a mesh; buckets contain plain local tensors."""
 
     @property
     def dim(self) -> int | None:
         """Sharded dimension; None if every rank has the full parameter."""
 
     def local(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the tensor to shard: the parameter, or this rank's TP shard of it."""
+        """Return the tensor to shard: the parameter, or this rank's TP shard."""
 
     def sharded(self, local: torch.Tensor) -> torch.Tensor:
         """Return a DTensor around this rank's shard."""
@@ -34,11 +34,11 @@ class ParamPlacement(Protocol):
         """Return the parameter to compute with, around the full local tensor."""
 
     def gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """Return the plain gradient of the full local tensor."""
+        """Return the plain gradient for the full local tensor."""
 
 
 class _Leaves:
-    """Full parameters of one dtype: leaves over one resizable buffer."""
+    """Full parameters with one dtype: leaves over one resizable buffer."""
 
     # Created once, so that tensors that autograd saved are valid again after the next unshard.
 
@@ -67,7 +67,7 @@ class _Leaves:
             self._watch.watch(self.params[index])
 
     def swap_params(self, others: Sequence[nn.Parameter | None]) -> None:
-        """Replace leaves by given objects, which modules of a copied model already have."""
+        """Replace leaves by given objects, which a copied model's modules already have."""
         for other, leaf in zip(others, self.params, strict=True):
             if other is not None:
                 torch.utils.swap_tensors(other, leaf)  # type: ignore[no-untyped-call]
@@ -79,7 +79,7 @@ def _sum(one: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
 
 
 class UnshardedParams:
-    """Full parameters of a bucket with gradients (torch: `unsharded_param` of FSDP2)."""
+    """A bucket's full parameters with gradients (torch: FSDP2's `unsharded_param`)."""
 
     # They have the compute dtype, or the stored dtype for a forward in full precision.
 
@@ -130,11 +130,11 @@ class UnshardedParams:
         return leaves
 
     def rebuild(self, device: torch.device) -> None:
-        """Create the full parameters again, for a shard of another dtype or device. They must be resharded before."""
+        """Create the resharded full parameters again, for a shard with another dtype or device."""
         self._build(device, self.trains)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnshardedParams:
-        """Return the full parameters of a copied bucket, sharded and without gradients."""
+        """Return a copied bucket's full parameters, sharded and without gradients."""
         self.reshard()
         copied = memo[id(self)] = copy.copy(self)
         copied._stored = copy.deepcopy(self._stored, memo)
@@ -159,7 +159,7 @@ class UnshardedParams:
         return self._current.views
 
     def has_wrong_dtype(self, *, full_precision: bool) -> bool:
-        """Return True if the full parameters have another dtype than the wanted one."""
+        """Return True if the full parameters do not have the wanted dtype: the stored or the compute dtype."""
         same = self._stored.dtypes.compute == self._stored.dtypes.stored
         return self.is_full_precision != (full_precision or same)
 
@@ -190,7 +190,7 @@ class UnshardedParams:
     # ------------------------------------------------------------------------------------------------ all-gather
 
     def start_all_gather(self, *, full_precision: bool = False) -> bool:
-        """Start the all-gather of the full parameters. Collective."""
+        """Start the all-gather for the full parameters, and return whether it was needed. Collective."""
         if self.is_unsharded or self._pending is not None:
             return False
         if full_precision and not self.is_full_precision:
@@ -206,7 +206,7 @@ class UnshardedParams:
         return True
 
     def _use_stored_dtype(self) -> None:
-        """Use leaves of the stored dtype until the next reshard."""
+        """Use leaves with the stored dtype until the next reshard."""
         trains = self.trains
         self._stored_dtype_leaves = self._stored_dtype_leaves or self._build_freed(self._stored.dtypes.stored, trains)
         self._current = self._stored_dtype_leaves
@@ -239,7 +239,7 @@ class UnshardedParams:
             self.streams.make_gathers_wait(self._partial_shard_event)
 
     def wait_all_gather(self, *, keep_partial_shard: bool = False) -> int:
-        """Wait for the all-gather, so that the full parameters can be read."""
+        """Wait until the full parameters can be read; return their address, or 0 if nothing was pending."""
         if self._pending is None:
             return 0
         pending, self._pending = self._pending, None
@@ -297,7 +297,7 @@ class UnshardedParams:
 
     @property
     def gradients(self) -> list[torch.Tensor | None]:
-        """Gradients of the leaves as plain tensors."""
+        """The leaves' gradients as plain tensors."""
         grads = [leaf.grad for leaf in self._leaves.params]
         if self._stored_dtype_leaves is not None:
             others = [leaf.grad for leaf in self._stored_dtype_leaves.params]

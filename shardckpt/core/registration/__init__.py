@@ -1,1 +1,1 @@
-"""Registration of parameters on modules that are sharded or unsharded."""
+"""Register parameters on modules that are sharded or unsharded."""

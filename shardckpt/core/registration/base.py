@@ -1,4 +1,4 @@
-"""Base classes for the registration of a bucket's parameters, and `FlatParameter`."""
+"""Base classes that register a bucket's parameters, and `FlatParameter`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shardckpt.core.registration.step_watch import StepWatch
 
 
 class KeptParams:
-    """Full parameters that stay registered between forward and backward."""
+    """Full parameters that stay registered between forward and backward, to detect a user's changes."""
 
     def __init__(self, bucket: Bucket, unit: Name) -> None:
         self._bucket = bucket
@@ -57,7 +57,7 @@ class KeptParams:
 
     @property
     def is_outdated(self) -> bool:
-        """Return True if parameters may have been updated since: seen by every rank if an optimizer of torch did."""
+        """Return True if parameters may have been updated since; every rank sees a torch optimizer's step."""
         if self._steps is not None and self._steps.has_stepped:
             return True
         return any(param._version != version for param, version in self._versions_of_shards)
@@ -71,7 +71,7 @@ class KeptParams:
         self.versions, self._versions_of_shards, self._steps = [], [], None
 
     def changed_error(self) -> ChangedError:
-        """Return the error about a parameter that was changed or replaced."""
+        """Return the error for a parameter that was changed or replaced."""
         return ChangedError(
             "one of the variables needed for gradient computation has been modified by an inplace operation, or "
             "replaced: FSDP does not support changing the parameters between forward and backward",
@@ -86,7 +86,7 @@ class KeptParams:
             if unsharded.is_full_precision:
                 self._bucket.write_back()
             else:  # copying the rounded values would also round parameters that did not change
-                warnings.warn(f"{self._unit}: changes of parameters in their compute dtype are lost", stacklevel=2)
+                warnings.warn(f"{self._unit}: changes to parameters in their compute dtype are lost", stacklevel=2)
         self.versions, self._versions_of_shards, self._steps = [], [], None
 
 
@@ -94,8 +94,8 @@ class ParamRegistration(ABC):
     """Registration of one bucket's parameters on its modules.
 
     Args:
-        bucket: Bucket of the parameters.
-        unit: Name of the unit, for messages.
+        bucket: Parameters to register.
+        unit: Unit name for messages.
 
     Attributes:
         kept: Full parameters that stay registered between forward and backward.
@@ -109,7 +109,7 @@ class ParamRegistration(ABC):
             member.identity.hold(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParamRegistration:
-        """Return the registration for a copy of bucket and model, without gradients."""
+        """Return the registration for a copied bucket and model, without gradients."""
         copied = object.__new__(type(self))
         memo[id(self)] = copied
         for name, value in self.__dict__.items():
@@ -135,7 +135,7 @@ class ParamRegistration(ABC):
         """Parameters that an optimizer updates."""
 
     def find_replaced(self) -> list[tuple[ParamLocation, nn.Parameter]]:
-        """Return places of parameters where a user registered others, with these."""
+        """Return the places where a user registered other parameters, with these."""
         return []
 
     def restore(self) -> None:
@@ -162,7 +162,7 @@ class ParamRegistration(ABC):
         """Register the parameters to use while full ones are kept.
 
         Args:
-            is_after_backward: Whether that is until the next forward, and not between forward and backward.
+            is_after_backward: Whether they stay until the next forward, and not between forward and backward.
         """
 
     @abstractmethod
@@ -175,9 +175,9 @@ class ParamRegistration(ABC):
 
     @abstractmethod
     def pull_user_changes(self) -> None:
-        """Copy a user's changes of registered parameters into the bucket.
+        """Copy a user's changes to registered parameters into the bucket.
 
-        Changes can be of the object, its storage, dtype, device and `requires_grad`.
+        A user can change the object, its storage, dtype, device and `requires_grad`.
         """
 
     @property
@@ -186,7 +186,7 @@ class ParamRegistration(ABC):
         return False
 
     def bind_extensions(self) -> tuple[ParamRegistration, ...]:
-        """Return registrations of the same parameters with buckets for these extensions."""
+        """Return registrations for the same parameters, with buckets for these extensions."""
         return (self,)
 
     @abstractmethod
@@ -197,7 +197,7 @@ class ParamRegistration(ABC):
         """Add the parts of a reduced gradient that `add_gradient` skipped.
 
         Args:
-            reduced: Argument of `add_gradient`.
+            reduced: As in `add_gradient`.
             used: For each parameter, whether any rank had a gradient for it.
         """
         late = tuple(now and not before for now, before in zip(used, reduced.used, strict=True))
@@ -218,14 +218,14 @@ class ParamRegistration(ABC):
         """Replace the gradients.
 
         Args:
-            parts: This rank's shard of the gradient of each parameter; None for a parameter without a gradient.
+            parts: This rank's shard of each parameter's gradient; None for a parameter without a gradient.
         """
 
     @abstractmethod
     def register_summoned(
         self, values: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None] | None
     ) -> list[nn.Parameter]:
-        """Register full parameters outside the memory of the bucket.
+        """Register full parameters outside the bucket's memory.
 
         Args:
             values: Full values; the registered parameters alias them.
@@ -241,19 +241,19 @@ class ParamRegistration(ABC):
 
     @abstractmethod
     def stash_unsharded_grads(self) -> None:
-        """Keep the unsharded gradients of a backward without reduction (no_sync)."""
+        """Keep a backward's unsharded gradients without reduction (no_sync)."""
 
     @abstractmethod
     def restore_unsharded_grads(self) -> None:
         """Restore the kept unsharded gradients before the next backward."""
 
     def reset_after_error(self) -> None:
-        """Drop the gradients of the iteration after an error."""
+        """Drop the iteration's gradients after an error."""
         self.bucket.reset_after_error()
 
 
 class ForwardGuard:
-    """Replacement of a module's forward that refuses to compute while sharded."""
+    """Replaces a module's forward, and refuses to compute while sharded."""
 
     # A forward that a user set on the module is not replaced. A user who saved a reference to this guard can call it;
     # it computes while the parameters are unsharded. In backward, where activation checkpointing recomputes, the guard
@@ -310,17 +310,17 @@ class ForwardGuard:
 
     @property
     def __func__(self) -> Any:
-        """Function of the module's own forward, as for bound methods."""
+        """The module's own forward function, as for bound methods."""
         return type(self._module()).forward  # type: ignore[union-attr]
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """Signature of the module's own forward, for `inspect`."""
+        """The module's own forward signature, for `inspect`."""
         return inspect.signature(MethodType(self.__func__, self._module()))
 
 
 class PerParamRegistration(ParamRegistration):
-    """Registration of each parameter as this rank's shard of it."""
+    """Registers this rank's shard of each parameter."""
 
     def __init__(
         # `computes_sharded`: the modules can compute with the registered parameters while sharded.
@@ -364,7 +364,7 @@ class PerParamRegistration(ParamRegistration):
         return self._parameters
 
     def find_replaced(self) -> list[tuple[ParamLocation, nn.Parameter]]:
-        """Return places of parameters where a user registered others, with these."""
+        """Return the places where a user registered other parameters, with these."""
         found = []
         rows = zip(self.bucket.members, self._parameters, self.bucket.unsharded.params, strict=True)
         for member, parameter, leaf in rows:
@@ -427,7 +427,7 @@ class PerParamRegistration(ParamRegistration):
 
     @abstractmethod
     def _get_local_data(self) -> list[torch.Tensor]:
-        """Return the data of the registered parameters as plain tensors."""
+        """Return the registered parameters' data as plain tensors."""
 
     @abstractmethod
     def _reset_data(self) -> None:
@@ -445,8 +445,8 @@ class PerParamRegistration(ParamRegistration):
                     where=self._unit,
                     found=tuple(data.shape),
                     expected=tuple(view.shape),
-                    fix="While its unit is sharded it has the shape of this rank's part; full values go in "
-                    "by summon_full_params.",
+                    fix="While sharded, a parameter has the shape of this rank's shard; set full values inside "
+                    "summon_full_params.",
                 )
         if moved:
             self._copy_moved(current, moved)
@@ -456,7 +456,7 @@ class PerParamRegistration(ParamRegistration):
                 self.bucket.unsharded.set_requires_grad(index, parameter.requires_grad)
 
     def _is_moved(self, data: torch.Tensor, view: torch.Tensor) -> bool:
-        """Return True if a user replaced the memory of a view."""
+        """Return True if a user replaced a view's memory."""
         return _has_moved(data, view)
 
     def _copy_moved(self, current: list[torch.Tensor], moved: list[int]) -> None:
@@ -489,7 +489,7 @@ class _MarkedMeta(_ParameterMeta):  # type: ignore[misc]
 
 
 class FlatParameter(nn.Parameter, metaclass=_MarkedMeta):
-    """1-D parameter of a flat bucket; users do not create it.
+    """A flat bucket's 1-D parameter; users do not create it.
 
     It is a plain `torch.nn.Parameter` with a mark: a real subclass would slow down every operation on it.
     """

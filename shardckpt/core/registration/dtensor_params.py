@@ -1,4 +1,4 @@
-"""Registration of DTensors around each parameter's part of the shard."""
+"""Register DTensors around each parameter's part in the shard."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardckpt.core.registration.base import ParamRegistration, PerParamRegistra
 
 
 class DTensorRegistration(PerParamRegistration):
-    """Registration of each parameter as a DTensor, with the user's attributes."""
+    """Registers each parameter as a DTensor, with the user's attributes."""
 
     def __init__(self, bucket: Bucket, unit: Name, placements: Sequence[ParamPlacement]) -> None:
         super().__init__(bucket, unit, ())
@@ -41,7 +41,7 @@ class DTensorRegistration(PerParamRegistration):
 
     @property
     def placements(self) -> tuple[ParamPlacement, ...]:
-        """Placement of each parameter on the mesh."""
+        """Each parameter's placement on the mesh."""
         return self._placements
 
     def copy_parameters(self, memo: dict[int, Any]) -> None:
@@ -149,7 +149,7 @@ class DTensorRegistration(PerParamRegistration):
 
 
 class ExtensionRegistration(DTensorRegistration):
-    """Registration of one parameter whose local tensor has all-gather extensions."""
+    """Registers one parameter whose local tensor has all-gather extensions."""
 
     _bound_local: torch.Tensor | None = None
 
@@ -205,7 +205,7 @@ def _is_dense(local: torch.Tensor) -> bool:
 
 
 def _get_local_tensor(parameter: nn.Parameter) -> torch.Tensor:
-    """Return the local tensor object, with the extensions that a user set on it. `to_local` returns a view."""
+    """Return the local tensor object, with the extensions that a user set on it."""
     # `to_local` would return a view.
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
 

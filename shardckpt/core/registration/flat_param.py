@@ -1,4 +1,4 @@
-"""Registration of one flat parameter per bucket on the unit's module."""
+"""Register one flat parameter per bucket on the unit's module."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardckpt.errors import ShardckptError
 
 
 class FlatParamRegistration(UnshardedGradRegistration):
-    """Registration of one flat parameter on the unit's module."""
+    """Registers one flat parameter on the unit's module; submodules have the full parameters as plain attributes."""
 
     def __init__(self, bucket: Bucket, unit: Name, module: nn.Module, attribute: str) -> None:
         super().__init__(bucket, unit)
@@ -104,7 +104,7 @@ class FlatParamRegistration(UnshardedGradRegistration):
                 where=self._unit,
                 found=tuple(user_param.shape),
                 expected=specs[index].shape,
-                fix="Give it the shape that it had.",
+                fix="Keep the parameter's shape.",
             )
         part: torch.Tensor | None = user_param
         if not self.bucket.keeps_full:
@@ -121,7 +121,7 @@ class FlatParamRegistration(UnshardedGradRegistration):
         if data.data_ptr() != bucket.shard.data_ptr() or data.dtype != bucket.dtype:
             if data.numel() != bucket.shard.numel():
                 raise ShardckptError(
-                    "the flat parameter was replaced by one of another size",
+                    "the flat parameter was replaced by one with another size",
                     where=self._unit,
                     found=tuple(data.shape),
                     expected=tuple(bucket.shard.shape),

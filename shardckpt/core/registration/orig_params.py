@@ -1,4 +1,4 @@
-"""Registration of the user's own parameters, as 1-D views of the shard."""
+"""Register the user's own parameters, as 1-D views into the shard."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shardckpt.core.registration.unsharded_grads import UnshardedGradRegistratio
 
 
 class _MoveGradient(EngineHook):
-    """Hook that moves a full gradient of a user's parameter to its leaf."""
+    """Hook that moves a full gradient from a user's parameter to its leaf."""
 
     # Between forward and backward the user's parameters are registered with full shapes. Code that computes with them
     # then does not use the leaves: for example a penalty in the loss, or another unit with the same module. Only the
@@ -41,7 +41,7 @@ class _MoveGradient(EngineHook):
 
 
 class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
-    """Registration of the user's parameters; while sharded, 1-D views of the shard."""
+    """Registers the user's parameters; while sharded, 1-D views into the shard."""
 
     def __init__(self, bucket: Bucket, unit: Name) -> None:
         parameters = [member.parameter for member in bucket.members]
@@ -80,7 +80,7 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
             guard.install(is_allowed=True)
 
     def _hook(self, index: int, original: nn.Parameter) -> None:
-        """Move gradients of a user's parameter to its leaf from now on."""
+        """Move gradients from a user's parameter to its leaf from now on."""
         hooks = [hook for hook in get_gradient_hooks(original) if isinstance(hook, _MoveGradient)]
         if original.requires_grad and not any(hook.registration() is self for hook in hooks):
             original.register_post_accumulate_grad_hook(_MoveGradient(self, index))  # type: ignore[no-untyped-call]
@@ -97,7 +97,7 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
         unsharded.watch.notify()
 
     def register_sharded(self) -> None:
-        """Register the user's parameters as views of the shard."""
+        """Register the user's parameters as views into the shard."""
         self._shows_full = self._shows_full and self.bucket.keeps_full
         if self._shows_shards:  # the next all-gather applies a user's changes since then
             self._shows_shards = False
@@ -118,7 +118,7 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
         super().pull_user_changes()
 
     def find_replaced(self) -> list[tuple[ParamLocation, nn.Parameter]]:
-        """Return places where a user registered other parameters or, of shards, set other data, with these."""
+        """Return the places where a user registered other parameters or set a shard's data, with these."""
         found = super().find_replaced()
         if self._shows_shards:
             for member, original, view in zip(self.bucket.members, self._parameters, self._views, strict=True):
@@ -134,7 +134,7 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
             original.data = view
 
     def add_gradient(self, reduced: ReducedGrad) -> None:
-        """Add each parameter's part to its gradient."""
+        """Add each parameter's part to its gradient, if a rank used it and this rank has a part."""
         parts = self.bucket.split_shard(reduced.gradient)
         for original, view, grad, used in zip(self._parameters, self._views, parts, reduced.used, strict=True):
             if not used or grad.numel() == 0:
@@ -148,7 +148,7 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
         return [original.grad for original in self._parameters]
 
     def set_gradients(self, parts: Sequence[torch.Tensor | None]) -> None:
-        """Set the gradients of the parameters of which this rank has a part."""
+        """Set the gradients where this rank has a part."""
         for original, part in zip(self._parameters, parts, strict=True):
             copy_gradient(original, part if part is not None and part.numel() else None)
 
@@ -182,7 +182,7 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
         return full
 
     def unregister_summoned(self) -> None:
-        """Make the parameters views of the shard again; restore their gradients."""
+        """Make the parameters views into the shard again; restore their gradients."""
         grads_before, self._grads_before = self._grads_before, None
         for index, (original, view) in enumerate(zip(self._parameters, self._views, strict=True)):
             if grads_before is not None:
@@ -206,5 +206,5 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
 
 
 def _storage_address(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's memory, also of a part of it without elements."""
+    """Return the address of a tensor's memory, also for a part without elements."""
     return tensor.untyped_storage().data_ptr()

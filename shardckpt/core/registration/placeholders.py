@@ -1,4 +1,4 @@
-"""Placeholders for the full parameters of sharded modules."""
+"""Placeholders for the full parameters in sharded modules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OF_VALUES = (torch.Tensor.data.__get__, torch.Tensor.data.__set__, torch.Tensor
 
 
 class ShardedPlaceholder(nn.Parameter):
-    """Placeholder for a full parameter of a sharded unit: shape and dtype, no values."""
+    """Placeholder for a full parameter in a sharded unit: shape and dtype, no values."""
 
     unit: Name
     fqn: str

@@ -1,4 +1,4 @@
-"""Steps of optimizers, which ranks see whether or not they have elements of the updated parameters."""
+"""Optimizer steps, which ranks see whether or not they have elements of the updated parameters."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 class StepObserver(Protocol):
-    """Something to call when an optimizer makes a step."""
+    """Object to call when an optimizer makes a step."""
 
     def note_step(self, stepped: frozenset[int]) -> None:
         """Note a step; `stepped` has the ids of the optimizer's parameters."""
 
 
 class StepObservers:
-    """Observers of all optimizers of torch, each for as long as something else refers to it."""
+    """Observers for all torch optimizers, each for as long as something else refers to it."""
 
     def __init__(self, register: Callable[[Callable[..., None]], object]) -> None:
         self._install = cache(lambda: register(self._note))  # once, and only where it is needed
@@ -48,7 +48,7 @@ class StepObservers:
 
 
 class StepWatch:
-    """Watch of parameters, for as long as something refers to it."""
+    """Watches parameters, for as long as something refers to it."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._ids = frozenset(map(id, parameters))
@@ -56,7 +56,7 @@ class StepWatch:
         _AFTER_STEPS.add(self)
 
     def note_step(self, stepped: frozenset[int]) -> None:
-        """Record the step of an optimizer."""
+        """Record an optimizer's step."""
         self.has_stepped = self.has_stepped or not self._ids.isdisjoint(stepped)
 
 

@@ -18,7 +18,7 @@ from shardckpt.core.registration.step_watch import StepObservers
 
 
 class UnshardedGradRegistration(ParamRegistration):
-    """Registration that stores unreduced gradients (no_sync) in registered parameters. `zero_grad` then drops them."""
+    """Registration that stores unreduced gradients (no_sync) in registered parameters, where `zero_grad` drops them."""
 
     def __init__(self, bucket: Bucket, unit: Name) -> None:
         super().__init__(bucket, unit)
@@ -41,7 +41,7 @@ class UnshardedGradRegistration(ParamRegistration):
 
     @abstractmethod
     def _collect_unsharded_grads(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """Return registered parameters with the unsharded gradients of the leaves."""
+        """Return registered parameters with the leaves' unsharded gradients."""
 
     @abstractmethod
     def _reset_data(self) -> None:
@@ -49,7 +49,7 @@ class UnshardedGradRegistration(ParamRegistration):
 
     @abstractmethod
     def _drop_unsharded_grad(self, parameter: nn.Parameter) -> None:
-        """Drop the leaf gradients of a registered parameter."""
+        """Drop a registered parameter's leaf gradients."""
 
     def stash_unsharded_grads(self) -> None:
         """Move the leaves' gradients to the registered parameters."""
@@ -67,12 +67,12 @@ class UnshardedGradRegistration(ParamRegistration):
             _BEFORE_STEPS.add(self)
 
     def note_step(self, stepped: frozenset[int]) -> None:
-        """Check that an optimizer does not step with unreduced gradients."""
+        """Raise StateError if an optimizer steps with unreduced gradients: each rank would use its own data alone."""
         if any(id(parameter) in stepped and parameter.grad is grad for parameter, grad, _ in self._unsharded_grads):
             raise StateError(
-                "an optimizer steps with gradients that were not reduced, of a backward under no_sync",
+                "an optimizer step got unreduced gradients from a backward under no_sync",
                 where=self._unit,
-                fix="Run the last backward before a step outside of no_sync, or drop the gradients by zero_grad.",
+                fix="Run the last backward before a step outside of no_sync, or drop the gradients with zero_grad.",
             )
 
     def restore_unsharded_grads(self) -> None:
@@ -90,7 +90,7 @@ class UnshardedGradRegistration(ParamRegistration):
                 restore_gradient(parameter, before)
 
     def reset_after_error(self) -> None:
-        """Drop the gradients of the iteration after an error, also stashed ones."""
+        """Drop the iteration's gradients after an error, also stashed ones."""
         shown, parked = self._take_unsharded_grads()
         try:
             self.bucket.reset_after_error()

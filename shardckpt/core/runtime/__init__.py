@@ -1,1 +1,1 @@
-"""Forward and backward of FSDP units: order, prefetch, mixed precision."""
+"""FSDP units' forward and backward: order, prefetch, mixed precision."""

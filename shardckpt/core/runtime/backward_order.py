@@ -2,8 +2,8 @@
 
 The invariant: **reduce-scatters start in the reverse order of the forward calls, on every rank.** Ranks agree on the
 forward calls, because every rank runs the same modules. They do not agree on the gradients: a rank may detach an
-output, or compute its loss from some of the outputs. Therefore a rank that goes back from one call to an earlier call
-runs the hooks of each call in between, as other ranks may do because of gradients.
+output, or compute its loss from some outputs. Therefore a rank that goes back to an earlier call runs the
+hooks for each call in between, as other ranks may do because of gradients.
 
 Example: units A, B and C compute one after the other, so the calls are [A, B, C]. On rank 0 no gradient reaches B:
 
@@ -18,8 +18,8 @@ Example: units A, B and C compute one after the other, so the calls are [A, B, C
 
 Both ranks start the same collectives in the same order: C, B, A.
 
-A call is **nested** in another if it began after the other and finished before it: its position is at least
-`finished_before` of the other, and below the other's position. An outer call is entered before the calls that are
+A call is **nested** in another if it started after the other and finished before it. Its position is at least
+the other's `finished_before`, and below the other's position. An outer call is entered before the calls that are
 nested in it, and finished after them.
 """
 
@@ -37,7 +37,7 @@ Unit = TypeVar("Unit")
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ForwardCall(Generic[Unit]):
-    """One forward call of a unit."""
+    """One unit's forward call."""
 
     unit: Unit
     finished_before: int = 0  # number of calls that had finished when this call started
@@ -48,7 +48,7 @@ class ForwardCall(Generic[Unit]):
 
 
 class Step(Enum):
-    """Hooks of a call that autograd does not call on this rank."""
+    """Hooks that autograd does not call on this rank."""
 
     ENTER = auto()  # pre-backward hook: nested calls have been reached
     SKIP = auto()  # both hooks: no gradient on this rank reaches the call
@@ -59,7 +59,7 @@ Steps = Iterator[tuple[Step, ForwardCall[Unit]]]
 
 
 class BackwardOrder(Generic[Unit]):
-    """Position of one backward in the forward calls."""
+    """One backward's position in the forward calls."""
 
     # Each method yields the hooks to run before backward continues. A hook may call the methods again while the caller
     # iterates.
@@ -93,7 +93,7 @@ class BackwardOrder(Generic[Unit]):
             yield from self._close_after(call.finished_before - 1, before=position)
 
     def finish(self) -> Steps[Unit]:
-        """Finish all calls of the forwards that were reached; autograd calls no more hooks."""
+        """Finish all calls in the forwards that were reached; autograd calls no more hooks."""
         self.is_finishing = True
         if self.forward_ids:
             yield from self._skip_after(0)
@@ -107,21 +107,21 @@ class BackwardOrder(Generic[Unit]):
         return None
 
     def sort_units(self, units: Sequence[Unit]) -> list[Unit]:
-        """Return units in the order of reductions on ranks that reach more calls than this one."""
+        """Return units in the order in which ranks that reach more calls reduce them."""
         # A unit is reduced after its first call, the last one that backward leaves. So units whose first call started
         # later come first; units without calls come last.
-        begins = []
+        starts = []
         for position, call in enumerate(self._calls):
-            begins.append((call.finished_before, -position))
+            starts.append((call.finished_before, -position))
         first: dict[Unit, int] = {}
-        for index, (_, position) in enumerate(sorted(begins)):
+        for index, (_, position) in enumerate(sorted(starts)):
             first.setdefault(self._calls[-position].unit, index)
         ordered = list(reversed(units))
         ordered.sort(key=lambda unit: first.get(unit, -1), reverse=True)
         return ordered
 
     def _skip_after(self, position: int) -> Steps[Unit]:
-        """Move to a position; yield the hooks of calls in between without gradients."""
+        """Move to a position; yield the hooks for calls in between without gradients."""
         while self._cursor > position:
             yield from self._close_after(self._cursor - 1)
             self._cursor -= 1
@@ -139,7 +139,7 @@ class BackwardOrder(Generic[Unit]):
             self._unfinished.append(call)
 
     def _close_after(self, position: int, before: int | None = None) -> Steps[Unit]:
-        """Close unfinished calls that began after a position: nested calls are complete."""
+        """Close unfinished calls that started after a position: nested calls are complete."""
         for call in tuple(self._unfinished):
             if call not in self._unfinished or call.finished_before <= position:
                 continue

@@ -1,20 +1,21 @@
-"""FSDP unit: parameters of a module, and hooks that unshard, reshard and reduce.
+"""FSDP unit: a module's parameters, and hooks that unshard, reshard and reduce.
 
-`RootState` calls the hooks of all units below one root; a unit calls the root only if autograd calls the unit directly.
+`RootState` calls the hooks for all units below one root. A unit calls the root only if autograd calls the unit
+directly.
 
 | phase | hook | next phase | when |
 |---|---|---|---|
-| IDLE, FORWARD | pre_forward | FORWARD | a module of the unit is about to compute |
+| IDLE, FORWARD | pre_forward | FORWARD | a unit's module is about to compute |
 | any but FORWARD | pre_forward, post_forward | the same | activation checkpointing recomputes in backward |
 | PRE_BACKWARD | forward_failed | PRE_BACKWARD | such a recomputation stops early |
-| FORWARD | post_forward, finalize_forward | FORWARD | other modules of the unit, or outer calls, have not finished |
+| FORWARD | post_forward, finalize_forward | FORWARD | the unit's other modules, or outer calls, have not finished |
 | FORWARD | post_forward, finalize_forward | IDLE | all have finished, or the outermost forward ends: reshard or keep |
 | IDLE | finalize_forward | IDLE | nothing is left to do |
 | FORWARD | forward_failed | IDLE | an exception |
-| any but FORWARD | pre_backward | PRE_BACKWARD | a gradient of an output: unshard |
+| any but FORWARD | pre_backward | PRE_BACKWARD | an output's gradient: unshard |
 | any but FORWARD | post_backward | POST_BACKWARD | gradients are complete: reshard, and the root reduces |
 | IDLE, POST_BACKWARD | finalize_backward | IDLE | backward ends |
-| any | reset_after_error | IDLE | an exception in backward, or in the forward of the root |
+| any | reset_after_error | IDLE | an exception in backward, or in the root's forward |
 
 `TRANSITIONS` contains the table as data; a test checks it.
 """
@@ -49,7 +50,7 @@ from shardckpt.devices import Event
 
 
 class Phase(Enum):
-    """Phase of a unit in an iteration (torch: `TrainingState` of FSDP2)."""
+    """A unit's phase in an iteration (torch: FSDP2's `TrainingState`)."""
 
     IDLE = auto()
     FORWARD = auto()
@@ -84,7 +85,7 @@ TRANSITIONS: frozenset[tuple[Phase, str, Phase]] = frozenset(
 
 
 def run_all(functions: Iterable[Callable[[], object]]) -> None:
-    """Call all functions, then raise the first exception of any of them."""
+    """Call all functions, then raise the first exception."""
     first = None
     for function in functions:
         try:
@@ -96,7 +97,7 @@ def run_all(functions: Iterable[Callable[[], object]]) -> None:
 
 
 class UnitParams:
-    """Buckets of a unit, which are unsharded and resharded together."""
+    """A unit's buckets, which are unsharded and resharded together."""
 
     def __init__(self, registrations: Sequence[ParamRegistration]) -> None:
         # `active` holds the registrations to compute with: empty while they are checked out.
@@ -111,7 +112,7 @@ class UnitParams:
 
     @property
     def members(self) -> list[ParamInfo]:
-        """Parameters of all buckets."""
+        """Parameters in all buckets."""
         return [member for registration in self.registrations for member in registration.bucket.members]
 
     @property
@@ -131,7 +132,7 @@ class UnitParams:
 
     @property
     def is_async(self) -> bool:
-        """Return True if computation and reductions run beside the host."""
+        """Return True if computation and reductions run asynchronously to the host."""
         return any(registration.bucket.unsharded.streams.is_async for registration in self.active)
 
     @contextmanager
@@ -150,21 +151,21 @@ class UnitParams:
             registration.set_backward_unshard(unshard)
 
     def rearm_watches(self) -> None:
-        """Report the next gradient of each bucket again."""
+        """Report each bucket's next gradient again."""
         for registration in self.registrations:
             registration.bucket.unsharded.watch.rearm()
 
     def bind_extensions(self, unit: str, *, has_pending_grads: bool) -> bool:
-        """Use the all-gather extensions that a user has set on local tensors."""
+        """Use the all-gather extensions that a user has set on local tensors; return whether they are new."""
         late = [registration for registration in self.active if registration.has_unbound_extensions]
         if not late:
             return False
         if has_pending_grads or any(registration.bucket.reducer.has_unreduced_grads for registration in late):
             raise ExtensionError(
-                "all-gather extensions were put on local tensors while gradients are still to come",
+                "all-gather extensions cannot be set on local tensors while gradients are pending",
                 where=unit,
                 found=[member.fqn for registration in late for member in registration.bucket.members],
-                fix="Put them there before the first forward, or after a backward that reduces gradients.",
+                fix="Set them before the first forward, or after a backward that reduces gradients.",
             )
         self.registrations = self.active = tuple(
             bound for registration in self.registrations for bound in registration.bind_extensions()
@@ -179,7 +180,7 @@ class UnitParams:
         return is_changed
 
     def pull_user_changes(self, *, all_buckets: bool = False) -> None:
-        """Copy a user's changes of registered parameters into the sharded buckets."""
+        """Copy a user's changes to registered parameters into the sharded buckets."""
         for registration in self.active:
             if all_buckets or registration.has_user_changes():
                 registration.pull_user_changes()
@@ -202,7 +203,7 @@ class UnitParams:
 
     @property
     def is_outdated(self) -> bool:
-        """Return True if the parameters were changed, as by a step, or replaced since full ones were kept."""
+        """Return True if parameters were changed, as by a step, or replaced since full ones were kept."""
         return self.is_kept and any(each.kept.is_outdated or each.find_replaced() for each in self.active)
 
     def reshard(self, *, keep_partial_shard: bool = False) -> None:
@@ -223,7 +224,7 @@ class UnitParams:
             registration.bucket.unsharded.reshard()
 
     def start_reduction(self, config: UnitConfig, *, full_precision: bool) -> None:
-        """Start the reduce-scatters of the gradients. Collective."""
+        """Start the gradients' reduce-scatters, after an earlier reduction has finished. Collective."""
         self.finish_reduction(config)
         for registration in self.active:
             if registration.bucket.unsharded.requires_grad:
@@ -259,7 +260,7 @@ class UnitParams:
                     self._partly_added.append((registration, reduced, reduced.flags))
 
     def finish_gradients(self) -> None:
-        """Wait for copies of gradients to the CPU; add gradients of other ranks only."""
+        """Wait for gradient copies to the CPU; add gradients that only other ranks had."""
         self._wait_for_copies()
         late, self._partly_added = self._partly_added, []
         for registration, reduced, flags in late:
@@ -277,18 +278,18 @@ class UnitParams:
 
 
 class RootHooks(Protocol):
-    """Interface of the root for its units: shared state, and hooks called by autograd."""
+    """The root's interface for its units: shared state, and hooks called by autograd."""
 
     @property
     def limiter(self) -> RateLimiter:
-        """Limit of all-gathers of all units."""
+        """Limits all units' all-gathers."""
 
     @property
     def owners(self) -> BufferOwners:
-        """Owners of unsharded buffers, which are units."""
+        """Finds the units that own unsharded buffers."""
 
-    def begin_all_gather(self, unit: FSDPUnit) -> None:
-        """Prepare the all-gathers of a unit."""
+    def prepare_all_gather(self, unit: FSDPUnit) -> None:
+        """Prepare a unit's all-gathers."""
 
     def start_backward(self) -> object:
         """Start a backward unless one is running."""
@@ -332,7 +333,7 @@ class FSDPUnit:
         self._inputs_event: Event | None = None  # after inputs were copied from pinned memory
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FSDPUnit:
-        """Return a unit of the copied modules, sharded, idle and without a root."""
+        """Return a unit with the copied modules, sharded, idle and without a root."""
         if self.root is not None:
             self.reshard()
         copied = memo[id(self)] = FSDPUnit(copy.deepcopy(self._name, memo), (), (), self.config)
@@ -355,12 +356,12 @@ class FSDPUnit:
 
     @property
     def registrations(self) -> tuple[ParamRegistration, ...]:
-        """Registrations of the buckets on the modules."""
+        """The buckets' registrations on the modules."""
         return self.params.registrations
 
     @property
     def buckets(self) -> list[Bucket]:
-        """Buckets of the unit, in their fixed order."""
+        """The unit's buckets, in their fixed order."""
         return [registration.bucket for registration in self.params.registrations]
 
     def profile_range(self, label: str) -> AbstractContextManager[object]:
@@ -368,7 +369,7 @@ class FSDPUnit:
         return profile_range(label, self._name.text) if self.params.registrations else nullcontext()
 
     def attach(self, root: RootHooks | None, name: str = "") -> None:
-        """Set the root of the unit, and its FQN below the root; None for no root."""
+        """Set the unit's root, and its FQN below the root; None for no root."""
         self.root = root
         if name:
             self._name.become(name)
@@ -378,7 +379,7 @@ class FSDPUnit:
     # ----------------------------------------------------------------------------------------- full parameters
 
     def pull_user_changes(self) -> None:
-        """Copy a user's changes of registered parameters into the buckets."""
+        """Copy a user's changes to registered parameters into the buckets: values, dtypes and extensions."""
         self.bind_extensions()
         self.params.pull_user_changes(all_buckets=True)
 
@@ -403,7 +404,7 @@ class FSDPUnit:
                 sharded.append(registration.bucket)
         if not sharded:
             return
-        self.root.begin_all_gather(self)
+        self.root.prepare_all_gather(self)
         if full_precision is None:
             full_precision = self.full_precision if self.pending_forward_ids else self.runs_in_full_precision
         for bucket in sharded:
@@ -469,7 +470,7 @@ class FSDPUnit:
             return mixed_precision.cast_tensors(inputs, precision.param_dtype)
 
     def pre_forward(self, forward_id: int) -> None:
-        """Unshard before a call computes; `forward_id` is that of its forward. Collective."""
+        """Unshard before a call computes, in the forward with `forward_id`. Collective."""
         self._running_calls += 1
         full_precision = self.full_precision
         if forward_id != RECOMPUTED:
@@ -523,13 +524,13 @@ class FSDPUnit:
     # ------------------------------------------------------------------------------------------------ backward
 
     def on_gradient(self) -> None:
-        """Record a gradient of a full parameter, which need not come through an output."""
+        """Record a full parameter's gradient, which need not come through an output."""
         if self.root is not None:
             self.root.start_backward()
             self.pending_forward_ids.add(RECOMPUTED)
 
     def unshard_for_backward(self) -> None:
-        """Unshard for a saved parameter or the recomputation of a module. Collective."""
+        """Unshard for a saved parameter or for a module's recomputation. Collective."""
         assert self.root is not None, "a unit computes only below a root"
         self.root.enter_backward(self, needs_params=True)
 
@@ -546,7 +547,7 @@ class FSDPUnit:
         return True
 
     def post_backward(self, forward_ids: Set[int] | None, *, is_unsynced: bool) -> None:
-        """Reshard after the gradients of the given forwards, or of all, are complete."""
+        """Reshard after the gradients for the given forwards, or for all, are complete."""
         done = {RECOMPUTED, *forward_ids} if forward_ids is not None else set(self.pending_forward_ids)
         self.pending_forward_ids -= done
         self.params.rearm_watches()
@@ -592,20 +593,20 @@ def _stays_after_backward(config: UnitConfig, *, is_unsynced: bool) -> bool:
 
 
 class ShardWrites:
-    """Dependencies of all-gathers on writes of an optimizer, or a user, to shards."""
+    """Makes all-gathers depend on an optimizer's or a user's writes to shards."""
 
     def __init__(self, units: Sequence[FSDPUnit]) -> None:
         self._units = units
         self._post_optim_event: Event | None = None
 
     def set_post_optim_event(self, event: Event | None) -> None:
-        """Set the event that the next iteration's all-gathers wait for."""
+        """Set the event that the next iteration's all-gathers wait for, instead of all queued work."""
         self._post_optim_event = event
 
-    def make_gathers_wait(self, *, begins_iteration: bool = False) -> None:
+    def make_gathers_wait(self, *, starts_iteration: bool = False) -> None:
         """Make all-gathers wait for queued work, and for the optimizer's event."""
         event = self._post_optim_event  # the optimizer runs on another stream; each event is used once
-        if begins_iteration:
+        if starts_iteration:
             self._post_optim_event = None
         devices: set[DeviceStreams] = set()
         for unit in self._units:
@@ -614,12 +615,12 @@ class ShardWrites:
         for streams in devices:
             if event is not None:
                 streams.make_gathers_wait(event)
-            if event is None or not begins_iteration:
+            if event is None or not starts_iteration:
                 streams.make_gathers_wait()
 
 
 class UnshardHandle:
-    """Handle of an asynchronous `unshard`.
+    """Handle for an asynchronous `unshard`.
 
     Args:
         unshard: Function that waits for the parameters and registers them.

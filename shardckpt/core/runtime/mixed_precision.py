@@ -1,4 +1,4 @@
-"""Mixed precision: casts of inputs, outputs and buffers; moves of inputs."""
+"""Mixed precision: cast inputs, outputs and buffers; move inputs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
 
 
 def move_tensors(value: Any, device: torch.device) -> tuple[Any, Event | None]:
-    """Move all tensors in a value to a device with streams."""
+    """Move all tensors in a value to a device with streams; also return an event."""
     # The event shows when pinned inputs may be written again. It is None without pinned inputs, and while a graph is
     # captured, whose replays read that memory again.
     is_pinned = False
@@ -49,14 +49,14 @@ def move_tensors(value: Any, device: torch.device) -> tuple[Any, Event | None]:
 
 
 class Buffers:
-    """Buffers of modules in their compute dtype, with their original dtypes."""
+    """Module buffers in their compute dtype, with their original dtypes."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = tuple(modules)
         self._original: WeakKeyDictionary[nn.Module, dict[str, torch.dtype]] = WeakKeyDictionary()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Buffers:
-        """Return the buffers of the copied modules."""
+        """Return the copied modules' buffers."""
         copied = memo[id(self)] = Buffers(copy.deepcopy(self._modules, memo))
         for module, types in self._original.items():
             copied._original[copy.deepcopy(module, memo)] = dict(types)
@@ -71,7 +71,7 @@ class Buffers:
                     module._buffers[name] = buffer.to(dtype)
 
     def get_original_dtype(self, module: nn.Module, name: str) -> torch.dtype | None:
-        """Return the original dtype of a buffer; None if it was never cast."""
+        """Return a buffer's original dtype; None if it was never cast."""
         return self._original.get(module, {}).get(name)
 
     def restore(self) -> None:

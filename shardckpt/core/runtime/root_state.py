@@ -1,4 +1,4 @@
-"""Shared state of the units below one root, and hooks for forward and backward."""
+"""The units below one root: their shared state, and hooks for forward and backward."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shardckpt.errors import RankError
 
 
 class Prefetcher:
-    """Prefetcher of units that a user lists, or otherwise of those expected next."""
+    """Prefetches units that a user lists, or otherwise the units expected next."""
 
     def __init__(self) -> None:
         self._first_order: list[FSDPUnit] = []  # from the first iteration; others are expected to repeat it
@@ -33,7 +33,7 @@ class Prefetcher:
         # Units that the running forward prefetched and has not called yet, in this order.
         self.unused: dict[FSDPUnit, None] = {}
 
-    def begin_iteration(self) -> None:
+    def start_iteration(self) -> None:
         """Start to record the order of forward calls."""
         self._first_order = self._first_order or self._order
         self._order = []
@@ -65,7 +65,7 @@ class Prefetcher:
                 unit.reshard()
 
     def prefetch_backward(self, unit: FSDPUnit, when: BackwardPrefetch, order: BackwardOrder[FSDPUnit]) -> None:
-        """Prefetch before or after the backward of a unit, depending on its settings. Collective."""
+        """Prefetch before or after a unit's backward, depending on its settings. Collective."""
         chosen = unit.units_to_prefetch.get(Phase.PRE_BACKWARD) or ()
         if not chosen and unit.config.backward_prefetch is when:
             call = order.find_next()
@@ -78,7 +78,7 @@ class Prefetcher:
 
 
 class GradientReductionHandle:
-    """Handle of an asynchronous `finalize_backward`.
+    """Handle for an asynchronous `finalize_backward`.
 
     Args:
         finish: Function that waits for the reductions and ends the iteration; None if there is nothing to wait for.
@@ -110,19 +110,19 @@ class GradientReductionHandle:
             raise
 
     def invalidate(self) -> None:
-        """Let `wait` raise from now on."""
+        """Make `wait` raise from now on."""
         self._is_invalid = True
 
 
 class UnitReductions:
-    """Reductions of the units below one root, and who ends an iteration: a backward, or the user.
+    """Reductions for the units below one root; a backward, or the user, ends an iteration.
 
     | mode | a unit that backward leaves by its hook | a unit without such a hook | who waits for reductions |
     |---|---|---|---|
     | automatic | is reduced then | is reduced at the end of the backward | the backward, if it is the last one |
-    | manual | is reduced then | waits for `finalize` | the handle of `finalize` |
+    | manual | is reduced then | waits for `finalize` | the handle from `finalize` |
 
-    In both modes the gradients of a unit that does not synchronize wait: for `finalize`, or for the next backward that
+    In both modes a unit that does not synchronize keeps its gradients for `finalize`, or for the next backward that
     synchronizes, whether it reaches the unit or not.
     """
 
@@ -145,7 +145,7 @@ class UnitReductions:
         return self._is_manual if self._mode_in_use is None else self._mode_in_use
 
     def set_manual(self, is_manual: bool) -> None:
-        """Set whether the user ends iterations."""
+        """Set whether the user ends iterations, or raise StateError after the iteration's backward has started."""
         if is_manual != self._is_manual and autograd_hooks.in_backward():
             raise StateError("set_manual_backward_finalization cannot change mode during backward")
         if self._mode_in_use not in (None, is_manual):
@@ -161,12 +161,12 @@ class UnitReductions:
 
     # ---------------------------------------------------------------------------------------------------- backward
 
-    def begin_backward(self) -> None:
-        """Record the mode of the iteration."""
+    def start_backward(self) -> None:
+        """Record the iteration's mode."""
         self._mode_in_use = self.is_manual
 
     def start(self, unit: FSDPUnit) -> None:
-        """Start the reduction of a unit; older ones may be waited for, to free buffers. Collective."""
+        """Start a unit's reduction, maybe after waiting for older ones to free buffers. Collective."""
         if self._order is not None:
             self._order.check_unit(self._units.index(unit), "reduce")
         with unit.profile_range("post_backward_reduce"):
@@ -178,7 +178,7 @@ class UnitReductions:
         self._finish(buffers if unit.params.is_async else buffers - 1)
 
     def defer(self, unit: FSDPUnit) -> None:
-        """Record that the gradients of a unit wait for its next reduction."""
+        """Record that a unit's gradients wait for its next reduction."""
         self.unreduced.add(unit)
 
     def finish_completed(self) -> None:
@@ -194,7 +194,7 @@ class UnitReductions:
                 unit.params.finish_reduction(unit.config)
 
     def start_unreached(self) -> None:
-        """Start the reductions that a last backward owes to units it did not reach. Collective."""
+        """Start the reductions for units that a last backward did not reach. Collective."""
         # A step or `zero_grad` may follow, for which their gradients would come too late.
         if self._is_last_backward and not self.is_manual:
             for unit in reversed(self._units):
@@ -202,7 +202,7 @@ class UnitReductions:
                     self.start(unit)
 
     def end_backward(self) -> None:
-        """End a backward; the last one of an automatic iteration waits for all reductions."""
+        """End a backward; an automatic iteration's last one waits for all reductions."""
         if self._is_last_backward and not self.is_manual:
             self._finish(0)
             self._mode_in_use = None
@@ -210,7 +210,7 @@ class UnitReductions:
             unit.params.finish_gradients()
 
     def reset_after_error(self) -> None:
-        """Forget the reductions of a failed iteration."""
+        """Forget a failed iteration's reductions."""
         self._running, self.unreduced = [], set()
         self._mode_in_use = None
         if self.pending_handle is not None:
@@ -225,11 +225,11 @@ class UnitReductions:
             raise StateError(
                 "the previous gradient reduction must be waited on before a forward or another finalize_backward",
                 where=self._units[0].name,
-                fix="Call wait() of the handle of finalize_backward, or reset_iter_state.",
+                fix="Call wait() on finalize_backward's handle, or reset_iter_state.",
             )
 
     def find_waiting(self) -> list[FSDPUnit]:
-        """Return the units whose gradients wait for `finalize`, in the order of their reductions."""
+        """Return the units whose gradients wait for `finalize`, in reduction order; errors lose nothing."""
         self.check_finalized()
         if not self.is_manual:
             raise StateError(
@@ -248,7 +248,7 @@ class UnitReductions:
         return waiting
 
     def finalize(self, waiting: Sequence[FSDPUnit], end: Callable[[], None]) -> GradientReductionHandle:
-        """Start the reductions of all gradients that wait for one. Collective."""
+        """Reduce all waiting gradients; return a handle that ends the iteration by `end`. Collective."""
         with torch.no_grad(), profile_range("finalize_backward"):
             for unit in waiting:
                 self.start(unit)
@@ -283,8 +283,8 @@ class RootState:
         self._rank_checks = _build_rank_checks(root, self.units) if rank_checks.is_debug_mode() else None
         self.reductions = UnitReductions(self.units, self._rank_checks.order if self._rank_checks is not None else None)
 
-    def begin_all_gather(self, unit: FSDPUnit) -> None:
-        """Prepare the all-gathers of a unit: order them, and limit how far they run ahead."""
+    def prepare_all_gather(self, unit: FSDPUnit) -> None:
+        """Prepare a unit's all-gathers: order them, and limit how far they run ahead."""
         if not (self._forward_depth or autograd_hooks.in_backward()):  # a running pass has done this already
             self.shard_writes.make_gathers_wait()
         if self._rank_checks is not None:
@@ -318,7 +318,7 @@ class RootState:
         # Returns the call, a context in which autograd saves full parameters by reference, and the arguments.
         recomputes = autograd_hooks.in_backward()
         if not recomputes:
-            self._begin_forward(unit)
+            self._start_forward(unit)
         if autograd_hooks.differentiating_functionally():
             raise _transform_error(unit)
         has_backward = torch.is_grad_enabled()
@@ -339,12 +339,12 @@ class RootState:
             return call, nullcontext(), args, kwargs
         return call, autograd_hooks.saved_tensor_hooks(self.owners), args, kwargs
 
-    def _begin_forward(self, unit: FSDPUnit) -> None:
-        """Begin a forward: the outermost one gets an id, the root's begins an iteration."""
+    def _start_forward(self, unit: FSDPUnit) -> None:
+        """Start a forward: the outermost one gets an id, the root's starts an iteration."""
         self._forward_depth += 1
         if unit is self.root:
             with profile_range("root_pre_forward"):
-                self._begin_iteration()
+                self._start_iteration()
         elif self._forward_depth == 1:
             self.shard_writes.make_gathers_wait()
         if self._forward_depth == 1:
@@ -360,7 +360,7 @@ class RootState:
             if not has_calls:
                 self._calls = []
 
-    def _begin_iteration(self) -> None:
+    def _start_iteration(self) -> None:
         """Prepare an iteration before the root computes; recover from a failed one."""
         if self._order is not None:
             self.recover()
@@ -368,9 +368,9 @@ class RootState:
             self._has_kept_params = False
             _reshard_all(self.units)
         if self._rank_checks is not None:
-            self._rank_checks.forward_begins()
-        self.shard_writes.make_gathers_wait(begins_iteration=True)
-        self._prefetcher.begin_iteration()
+            self._rank_checks.forward_starts()
+        self.shard_writes.make_gathers_wait(starts_iteration=True)
+        self._prefetcher.start_iteration()
 
     @compiler_disabled
     def post_forward(self, call: ForwardCall[FSDPUnit], output: Any) -> Any:
@@ -421,14 +421,14 @@ class RootState:
     # ------------------------------------------------------------------------------------------------ backward
 
     def start_backward(self) -> BackwardOrder[FSDPUnit]:
-        """Start a backward unless one is running: queue the final callback, prepare units."""
+        """Start a backward unless one is running: queue the final callback, prepare units. Return its order."""
         if self._order is not None:
             self.reductions.finish_completed()
             return self._order
         self._order = BackwardOrder(self._calls)
-        self.reductions.begin_backward()
+        self.reductions.start_backward()
         if self._rank_checks is not None:
-            self._rank_checks.order.backward_begins()
+            self._rank_checks.order.backward_starts()
         autograd_hooks.queue_backward_callback(partial(self._finalize_backward, self._order))
         for unit in self.units:
             for registration in unit.params.active:
@@ -437,7 +437,7 @@ class RootState:
         return self._order
 
     def pre_backward(self, call: ForwardCall[FSDPUnit]) -> None:
-        """Prepare the backward of a call when a gradient of an output arrives. Collective."""
+        """Prepare a call's backward when an output's gradient arrives. Collective."""
         unit = call.unit
         if torch.is_grad_enabled() and not all(bucket.unsharded.is_aliased for bucket in unit.buckets):
             raise _double_backward_error(unit)
@@ -459,7 +459,7 @@ class RootState:
             self._reduce(call.unit, order)
 
     def _run_steps(self, steps: Steps[FSDPUnit]) -> None:
-        """Run the hooks of other calls that precede a call. Collective."""
+        """Run the hooks for other calls that precede a call. Collective."""
         for step, call in steps:
             unit = call.unit
             if step is not Step.CLOSE:
@@ -478,7 +478,7 @@ class RootState:
             (self.reductions.start if reduces else self.reductions.defer)(unit)
 
     def _finalize_backward(self, order: BackwardOrder[FSDPUnit]) -> None:
-        """End a backward: reduce remaining gradients in the order of units; reshard all."""
+        """End a backward: reduce remaining gradients in unit order; reshard all."""
         with profile_range("root_post_backward_callback"):
             for unit in reversed(self.units):
                 # Gradients came through tensors that are not outputs, whose forward is unknown. If no forward of the
@@ -526,7 +526,7 @@ class RootState:
             self.reset_after_error()
 
     def reset_after_error(self) -> None:
-        """Reset every unit, without the gradients of the failed iteration."""
+        """Reset every unit, without the failed iteration's gradients."""
         self._order, self._calls = None, []
         if self._rank_checks is not None:
             self._rank_checks.order.forget()
@@ -536,7 +536,7 @@ class RootState:
 
 
 def _reshard_outdated(units: Sequence[FSDPUnit]) -> None:
-    """Reshard units if parameters of any were changed since full ones were kept."""
+    """Reshard all units if any unit's parameters were changed since full ones were kept."""
     if any(unit.params.is_outdated for unit in units):
         # A rank does not see a step if it has no elements of the unit.
         _reshard_all(units)
@@ -548,12 +548,12 @@ def _reshard_all(units: Sequence[FSDPUnit]) -> None:
 
 
 def _is_complete(unit: FSDPUnit) -> bool:
-    """Return True if a reduction of a unit sums over all ranks, replicas included."""
+    """Return True if a unit's reduction sums over all ranks, replicas included."""
     return unit.config.all_reduce or all(bucket.group.replicas == 1 for bucket in unit.buckets)
 
 
 def _build_rank_checks(root: FSDPUnit, units: Sequence[FSDPUnit]) -> rank_checks.RankComparison:
-    """Build the checks of ranks for debug mode."""
+    """Build the rank checks for debug mode."""
     groups = [unit.buckets[0].group if unit.buckets else None for unit in units]
     sharded = {parameter for unit in units for each in unit.registrations for parameter in each.parameters}
     full: dict[str, torch.Tensor] = {}
@@ -567,15 +567,15 @@ def _build_rank_checks(root: FSDPUnit, units: Sequence[FSDPUnit]) -> rank_checks
 
 def _transform_error(unit: FSDPUnit) -> TransformError:
     return TransformError(
-        "transforms of torch.func do not go through units that gather and free parameters",
+        "torch.func transforms do not support units that gather and free parameters",
         where=unit.name,
-        fix="Use backward, or a copy of the module with the full parameters of summon_full_params.",
+        fix="Use backward, or copy the module with full parameters inside summon_full_params.",
     )
 
 
 def _double_backward_error(unit: FSDPUnit) -> DoubleBackwardError:
     return DoubleBackwardError(
-        "gradients of gradients would need parameters that are gone by then",
+        "gradients of gradients need full parameters, which are already freed",
         where=unit.name,
         found="a backward with create_graph=True",
         fix="Compute this term with summon_full_params or a NO_SHARD unit, or without create_graph.",
@@ -584,7 +584,7 @@ def _double_backward_error(unit: FSDPUnit) -> DoubleBackwardError:
 
 @contextmanager
 def _reset_on_error(root: RootState) -> Iterator[None]:
-    """Reset the units of a root if the context raises."""
+    """Reset a root's units if the context raises."""
     try:
         yield
     except BaseException:

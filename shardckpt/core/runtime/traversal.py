@@ -1,4 +1,4 @@
-"""Traversal of modules to find units, buckets and roots of either front end."""
+"""Traverse modules to find either front end's units, buckets and roots."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from shardckpt.core.runtime.fsdp_unit import FSDPUnit
 
 
 class ShardedModule(ABC):
-    """Module with a unit, maybe a shared one; virtual base of both front ends."""
+    """Module with a unit, maybe a shared one; virtual base class for both front ends."""
 
     # The front ends register instead of deriving from it, because users inspect their bases.
 
     @property
     @abstractmethod
     def sharding_unit(self) -> FSDPUnit:
-        """Unit of the module."""
+        """The module's unit."""
 
     @property
     @abstractmethod
@@ -43,7 +43,7 @@ def units(module: nn.Module) -> list[FSDPUnit]:
 
 
 def buckets(module: nn.Module) -> list[Bucket]:
-    """Return the buckets of all units below a module."""
+    """Return the buckets in all units below a module."""
     return [bucket for unit in units(module) for bucket in unit.buckets]
 
 

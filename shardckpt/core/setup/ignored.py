@@ -28,7 +28,7 @@ class Ignored:
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
         sharded: type[nn.Module],
     ) -> Ignored:
-        """Build it from the arguments of the wrapper, of which at most one is given."""
+        """Check the wrapper's arguments, at most one of which may be given; `sharded` modules cannot be ignored."""
         if ignored_modules is not None and ignored_states is not None:
             raise ArgumentError("Cannot pass both ignored_modules and ignored_states at the same time")
         if ignored_states is None:

@@ -36,7 +36,7 @@ class ModuleScope:
 
     @classmethod
     def collect(cls, module: nn.Module, stop: Stop, exempt: Set[nn.Parameter]) -> ModuleScope:
-        """Collect a module and its submodules."""
+        """Collect a module and its submodules, without modules that match `stop` and everything below them."""
         names, waiting = {module: ""}, deque([module])
         while waiting:
             current = waiting.popleft()
@@ -140,10 +140,10 @@ class Initializer:
         lost = [f"{name}.{key}" if name else key for key in unset if key in module._non_persistent_buffers_set]
         if lost and self.values_matter:
             raise StateError(
-                "a non-persistent buffer that was on the meta device got no value, and no checkpoint will hold one",
+                "a non-persistent buffer on the meta device was not initialized, and no checkpoint contains it",
                 where=type(module).__name__,
                 found=lost,
-                fix="Set it in reset_parameters(), or pass a param_init_fn that does.",
+                fix="Initialize it in reset_parameters(), or pass a param_init_fn that does.",
             )
 
 
@@ -153,7 +153,7 @@ def _has_meta(module: nn.Module) -> bool:
 
 
 def _shared(scope: ModuleScope) -> list[list[tuple[nn.Module, str]]]:
-    """Return the locations of each shared parameter on the meta device."""
+    """Return each shared parameter's locations on the meta device."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in scope.modules:
         for name, parameter in module._parameters.items():
@@ -163,7 +163,7 @@ def _shared(scope: ModuleScope) -> list[list[tuple[nn.Module, str]]]:
 
 
 def _deferred(scope: ModuleScope) -> bool:
-    """Return True if torchdistX deferred the construction of parameters."""
+    """Return True if torchdistX deferred parameters: they have no memory, but their device is not meta."""
     if "torchdistx" not in sys.modules:  # never imported, so it did not defer anything
         return False
     is_fake = import_module("torchdistx.fake").is_fake
@@ -195,7 +195,7 @@ def refuse_meta(scope: ModuleScope, unit: str, below: str = "") -> None:
 
 
 def resolve_device(device_id: int | torch.device | None, rank: int) -> torch.device | None:
-    """Return the device of the argument `device_id`."""
+    """Return the device for the argument `device_id`: a device, or an accelerator index."""
     if device_id is None:
         return None
     if isinstance(device_id, int) and not torch.accelerator.is_available():
@@ -213,7 +213,7 @@ def resolve_device(device_id: int | torch.device | None, rank: int) -> torch.dev
 
 
 def default_device(group: dist.ProcessGroup) -> torch.device:
-    """Return the default device of parameters: the current accelerator, or the CPU."""
+    """Return the default device for parameters: the current accelerator, or the CPU."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     # gloo cannot send accelerator tensors
     if accelerator is None or set(dist.get_backend_config(group).replace(",", ":").split(":")[1::2]) == {"gloo"}:
@@ -222,7 +222,7 @@ def default_device(group: dist.ProcessGroup) -> torch.device:
 
 
 def move(scope: ModuleScope, device: torch.device | None) -> None:
-    """Move the parameters and buffers of a unit of the wrapper to its compute device."""
+    """Move a unit's parameters and buffers to its compute device; None leaves them on their devices."""
     where: dict[torch.device, str] = {}
     for name, parameter in scope.parameters():
         where.setdefault(parameter.device, name)
@@ -278,17 +278,17 @@ def _like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def sync_module_states(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
-    """Broadcast the parameters and buffers of a group's rank 0. Collective.
+    """Broadcast parameters and buffers from a group's rank 0. Collective.
 
-    Call it before the module is sharded. Tensors may be on any device; non-persistent buffers are sent too. Of a
-    DTensor the local tensor is sent: over the given group, or by default over the replicated dimensions of its mesh.
+    Call it before the module is sharded. Tensors may be on any device; non-persistent buffers are sent too. For a
+    DTensor the local tensor is sent: over the given group, or by default over its mesh's replicated dimensions.
 
     Args:
         module: Module that is not sharded yet.
         process_group: Ranks that receive the values; None for all ranks.
 
     Raises:
-        ArgumentError: The ranks of the group hold different shards of a parameter.
+        ArgumentError: The group's ranks hold different shards of a parameter.
     """
     _refuse_flat(module)
     group = process_group if process_group is not None else dist.group.WORLD
@@ -312,8 +312,8 @@ def _refuse_flat(module: nn.Module) -> None:
             for parameter in registration.parameters
         ):
             raise ArgumentError(
-                "ranks that hold different parts of a flat parameter cannot be made equal",
-                where=f"the unit of {unit.name}",
+                "ranks with different shards of a flat parameter cannot be synchronized",
+                where=f"unit {unit.name}",
                 fix="Give sync_module_states=True to FullyShardedDataParallel, or call this before it.",
             )
 
@@ -335,15 +335,15 @@ def _refuse_parts(name: str, tensor: DTensor, group: dist.ProcessGroup) -> None:
         sharing = set(dist.get_process_group_ranks(tensor.device_mesh.get_group(dim)))
         if isinstance(placement, Shard) and len(ranks & sharing) > 1:
             raise ArgumentError(
-                "ranks that hold different parts of a DTensor cannot be made equal",
+                "ranks with different shards of a DTensor cannot be synchronized",
                 where=name,
                 found=f"{placement} over ranks {sorted(sharing)}",
-                fix="Call sync_module_states before fully_shard, or name a group of replicas.",
+                fix="Call sync_module_states before fully_shard, or pass a group of replicas.",
             )
 
 
 def broadcast(states: Iterable[torch.Tensor], group: ShardGroup) -> None:
-    """Broadcast rank 0's values to its replicas, then to the shard group. Collective."""
+    """Broadcast rank 0's values to its replicas, then to the shard group; meta tensors are skipped. Collective."""
     with torch.no_grad():
         for bucket in _buckets(_plain(tensor.detach()) for tensor in states if not tensor.is_meta):
             flat = bucket[0].reshape(-1) if len(bucket) == 1 else torch.cat([tensor.reshape(-1) for tensor in bucket])
@@ -365,7 +365,7 @@ def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _buckets(states: Iterable[list[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
-    """Yield buckets of tensors of one dtype and device, in an order that ranks share."""
+    """Yield buckets of tensors with one dtype and device, in an order that ranks share."""
     # A bucket fits into one broadcast, or has a single larger tensor.
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in (each for some in states for each in some):

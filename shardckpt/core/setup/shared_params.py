@@ -14,7 +14,7 @@ _Users = dict[Identity, set[tuple[int, str]]]
 
 
 def restore_shared_units(module: nn.Module, units: Sequence[FSDPUnit]) -> list[FSDPUnit]:
-    """Undo the sharding of nested units that share parameters with others. Collective."""
+    """Undo sharding for nested units that share parameters with others. Collective."""
     # Returns the restored units, inner ones first; the caller has to rebuild them.
     tied = _tied(units, _users(module, units))
     if not tied:

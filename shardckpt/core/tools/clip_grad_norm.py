@@ -28,8 +28,8 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale sharded gradients so that their norm is at most `max_norm`. Collective.
 
-    The norm is computed over all ranks; both front ends of the engine are supported. Gradients of parameters that are
-    not sharded are neither counted nor scaled.
+    The norm is computed over all ranks; both front ends of the engine are supported. Unsharded
+    parameters' gradients are neither counted nor scaled.
 
     Args:
         module: Sharded module, or a module that contains sharded modules.
@@ -41,15 +41,17 @@ def clip_grad_norm_(
         The norm before scaling: a plain scalar tensor, bitwise equal on every rank.
 
     Raises:
-        ArgumentError: Nothing in the module is sharded, the order is not positive, or the mesh of a DTensor has fewer
-            ranks than that of another.
+        ArgumentError: Nothing in the module is sharded, the order is not positive, or two DTensors' meshes have
+            different numbers of ranks.
         StateError: `error_if_nonfinite` is set and the norm is not finite (gradients are unchanged), or gradients
             were not reduced because of `no_sync`.
     """
     units = traversal.units(module)
     buckets = traversal.buckets(module)
     if not buckets:
-        raise ArgumentError("nothing here is sharded", where=type(module).__name__, fix="Use torch.nn.utils.")
+        raise ArgumentError(
+            "the module has no sharded parameters", where=type(module).__name__, fix="Use torch.nn.utils."
+        )
     return clip_units(
         units, buckets[0].group, buckets[0].compute_device, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
     )
@@ -65,14 +67,14 @@ def clip_units(
     *,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """Scale gradients of units so that their norm is at most `max_norm`. Collective."""
+    """Scale unit gradients so that their norm is at most `max_norm`; return the norm before. Collective."""
     # Each rank gathers all ranks' partial norms and adds them in the same order in float64. The norm and the scaling
     # factor are therefore bitwise equal on every rank, in whatever order a backend reduces. Ignored parameters'
     # gradients are not reduced and differ between ranks: they are neither counted nor scaled. A flat unit over a subset
     # of the ranks, such as an expert, has gradients that the other ranks do not have; all ranks count them.
     order = float(norm_type)
     if not order > 0:
-        raise ArgumentError("the order of a norm is positive", where="clip_grad_norm_", found=norm_type)
+        raise ArgumentError("the order of a norm must be positive", where="clip_grad_norm_", found=norm_type)
     ranked = [pair for unit in units for registration in unit.registrations for pair in _optimizer_params(registration)]
     _refuse_unsynced([parameter for parameter, _ in ranked])
     widest = max([_Ranks.from_group(around), *(ranks for _, ranks in ranked)], key=lambda ranks: ranks.count)
@@ -125,7 +127,7 @@ class _Ranks:
         return cls(groups, group.world, group.replicas)
 
     def over(self, mesh: DeviceMesh) -> _Ranks:
-        """Return these ranks combined with those of tensor parallelism."""
+        """Return these ranks combined with tensor parallelism's."""
         groups = tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
         return _Ranks((*self.groups, *groups), self.count * mesh.size(), self.copies)
 
@@ -187,7 +189,7 @@ def _refuse_unsynced(parameters: Sequence[nn.Parameter]) -> None:
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.numel() != parameter.numel():
             raise StateError(
-                "gradients are held back unsharded, they have no norm yet",
+                "unreduced gradients (no_sync) have no norm yet",
                 where="clip_grad_norm_",
                 found=f"{parameter.grad.numel()} elements",
                 expected=f"{parameter.numel()}",
@@ -200,10 +202,10 @@ def _refuse_submesh(ranked: Sequence[tuple[nn.Parameter, _Ranks]], widest: _Rank
     for parameter, ranks in ranked:
         if isinstance(parameter.data, DTensor) and ranks.count < widest.count:
             raise ArgumentError(
-                "whether the other ranks hold copies of a parameter cannot be known from its mesh",
+                "a parameter's mesh does not show whether other ranks hold copies",
                 where="clip_grad_norm_",
                 found=f"a parameter of shape {tuple(parameter.shape)} over {ranks.count} ranks",
-                expected=f"{widest.count} ranks, as for others",
+                expected=f"{widest.count} ranks like the other parameters",
                 fix="Distribute it over all of them with Replicate(), or clip both sets apart.",
             )
 
@@ -214,7 +216,7 @@ def _combine_parts(parts: Sequence[torch.Tensor], order: float, device: torch.de
 
 
 def _reduce_over_ranks(local: torch.Tensor, ranks: _Ranks, order: float) -> torch.Tensor:
-    """Return the combined contributions of all ranks, a scalar."""
+    """Return all ranks' combined contributions, a scalar."""
     for process_group in ranks.groups:
         group = ShardGroup(process_group)
         everyone = local.new_empty(group.size)

@@ -1,4 +1,4 @@
-"""Flat parameters over the shards of units with `use_orig_params`."""
+"""Flat parameters over the shards in units with `use_orig_params`."""
 
 from __future__ import annotations
 

@@ -21,10 +21,10 @@ class ShardedGradScaler(GradScaler):
     rank without gradients participates too.
 
     Args:
-        device: Device type of computation; scaling is disabled for "cuda" if CUDA is not available.
+        device: Device type for computation; scaling is disabled for "cuda" if CUDA is not available.
         init_scale: Initial scale.
-        backoff_factor: Factor of the scale after an overflow.
-        growth_factor: Factor of the scale after `growth_interval` consecutive steps without an overflow.
+        backoff_factor: Multiplies the scale after an overflow.
+        growth_factor: Multiplies the scale after `growth_interval` consecutive steps without an overflow.
         growth_interval: Number of these steps.
         enabled: Whether to scale; if not, values are returned unchanged.
         process_group: Ranks that agree on overflows; None for all ranks.
@@ -76,7 +76,7 @@ class ShardedGradScaler(GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool = True,  # noqa: ARG002  (the signature of torch's scaler; this one accepts fp16)
     ) -> dict[torch.device, torch.Tensor]:
-        """Unscale this rank's gradients and return the overflow flags. Collective."""
+        """Unscale this rank's gradients and return one overflow flag per device. Collective."""
         # The flags are nonzero if any rank had an overflow. torch's class also calls this with a scale of 1 to find
         # overflows only, for optimizers that unscale gradients themselves.
         flags = {found_inf.device: found_inf}

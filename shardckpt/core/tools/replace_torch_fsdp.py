@@ -1,4 +1,4 @@
-"""Replace the classes and functions of `torch.distributed.fsdp` by those of the engine, for frameworks."""
+"""Replace classes and functions in `torch.distributed.fsdp` with the engine's, for frameworks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _MODULES = {
 
 
 def replace_torch_fsdp() -> ExitStack:
-    """Make `torch.distributed.fsdp` give the classes and functions of `shardckpt.core`, in this process.
+    """Make `torch.distributed.fsdp` provide `shardckpt.core`'s classes and functions, in this process.
 
     For frameworks that import them when they shard a model, such as Accelerate and Lightning. Call it before the
-    framework and its settings for FSDP are imported or made: names that were imported earlier stay those of torch.
+    framework and its settings for FSDP are imported or made: names that were imported earlier stay torch's.
     Models that are sharded already keep their classes.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Full parameters outside of forward and backward, of all units or one by one."""
+"""Full parameters outside forward and backward, for all units or one by one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SummonOptions:
 def summon_full_params(
     module: nn.Module, options: SummonOptions, *, recurse: bool = True
 ) -> Generator[None, None, None]:
-    """Register full parameters of the stored dtypes inside the context. Collective."""
+    """Register full parameters with the stored dtypes inside the context. Collective."""
     # Full parameters are plain parameters. Parameters with their own shapes and names replace a flat parameter, and a
     # new parameter replaces a DTensor; otherwise the user's objects are used. Inside the context a unit computes like a
     # plain module, and its gradients are not reduced over ranks. With `writeback` changes are kept on any exit, also
@@ -69,7 +69,7 @@ def _check_idle(unit: FSDPUnit) -> None:
         raise BusyError(
             "Cannot manually unshard parameters when already unsharding parameters",
             where=unit.name,
-            fix="Use the full parameters that are there; a summon_full_params inside another one adds nothing.",
+            fix="Use the parameters that are already full, and do not enter summon_full_params again.",
         )
     if unit.phase is not Phase.IDLE or autograd_hooks.in_backward():
         raise BusyError(
@@ -82,7 +82,7 @@ def _check_idle(unit: FSDPUnit) -> None:
 
 @contextmanager
 def _check_out_params(unit: FSDPUnit) -> Iterator[tuple[ParamRegistration, ...]]:
-    """Yield the resharded buckets of a unit; inside the context, it computes without them."""
+    """Yield a unit's resharded buckets; inside the context, it computes without them."""
     if unit.root is not None:
         unit.root.recover()
         unit.reshard()
@@ -103,7 +103,7 @@ def _summon_unit(unit: FSDPUnit, options: SummonOptions) -> Iterator[None]:
 
 
 def _restore_param_order(unit: FSDPUnit) -> None:
-    """Restore the order of parameters in their modules from before bucketing."""
+    """Restore the parameter order in modules from before bucketing."""
     places = [(member.order, place) for member in unit.params.members for place in member.places]
     for _, place in sorted(places, key=lambda entry: entry[0]):
         registered = place.module._parameters
@@ -112,7 +112,7 @@ def _restore_param_order(unit: FSDPUnit) -> None:
 
 
 class _SummonedBucket:
-    """Full parameters of one bucket."""
+    """One bucket's full parameters."""
 
     def __init__(self, registration: ParamRegistration, options: SummonOptions, *, persists: bool) -> None:
         # `persists`: changes always persist, since full parameters alias the stored ones in an unsharded unit.
@@ -152,7 +152,7 @@ class _SummonedBucket:
     def _refuse_late_backward(self, _: torch.Tensor) -> None:
         if not self._parameters:
             raise StateError(
-                "a backward reached full parameters that were summoned for a forward, and are gone",
+                "backward reached full parameters from a summon_full_params that has ended",
                 where=str(self._bucket.name),
                 fix="Leave summon_full_params after the backward, or run the forward outside it.",
             )
@@ -208,7 +208,7 @@ class _SummonedBucket:
                     where=str(self._bucket.name),
                     found=tuple(values[index].shape),
                     expected=spec.shape,
-                    fix="Summon gives values; sizes are those of the module that was wrapped.",
+                    fix="summon_full_params changes values only; keep the wrapped module's shapes.",
                 )
                 values[index] = self._given[index]
         return values, wrong
@@ -251,14 +251,14 @@ def _or_zeros(tensor: torch.Tensor | None, shape: Sequence[int], like: torch.Ten
 
 
 def iter_full_params(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield names and full values of all parameters below a module. Collective.
+    """Yield names and full values for all parameters below a module. Collective.
 
     Every rank has to iterate to the end. One unit is gathered at a time, and freed before the next one or when the loop
     is left. A shared parameter is yielded once, under its first name. Parameters that are not sharded come first, and
     are not copied.
 
     Args:
-        module: Sharded module, or a module that contains sharded modules, of either front end.
+        module: Sharded module, or a module that contains sharded modules, from either front end.
 
     Yields:
         The FQN in the unwrapped module, and the value in its stored dtype, on the compute device.
@@ -296,9 +296,9 @@ def _refuse_parts(module: nn.Module, units: Sequence[FSDPUnit]) -> None:
     for name, each in module.named_modules():
         if each not in ours and any(map(_is_of_unit, (*each._parameters.values(), *each.__dict__.values()))):
             raise StateError(
-                "a part of a unit cannot be gone through by itself",
+                "cannot iterate over a part of a unit",
                 where=clean(name),
-                fix="Go through the unit that it is a part of.",
+                fix="Iterate over the complete unit.",
             )
 
 

@@ -72,4 +72,4 @@ def test_an_error_of_an_operation_that_was_queued_earlier_is_not_another_ranks(e
 def test_any_other_error_is_another_ranks(monkeypatch):
     found = raised(RuntimeError("Connection closed by peer"), monkeypatch)
     assert isinstance(found, RankError)
-    assert "rank 3 waited in vain to gather blocks.1" in str(found)
+    assert "rank 3 could not gather blocks.1" in str(found)

@@ -442,7 +442,7 @@ def test_extensions_put_between_forward_and_backward_are_refused() -> None:
         loss = model(batch(0, rank)).sum()
         model.reshard()
         put_functions(model)
-        with pytest.raises(core_errors.ExtensionError, match="while gradients are still to come"):
+        with pytest.raises(core_errors.ExtensionError, match="while gradients are pending"):
             model(batch(0, rank))
         del loss
 
@@ -458,7 +458,7 @@ def test_extensions_put_on_a_tensor_with_unreduced_gradients_are_refused() -> No
         with no_sync(model):
             model(batch(0, rank)).sum().backward()
         put_functions(model)
-        with pytest.raises(core_errors.ExtensionError, match="while gradients are still to come"):
+        with pytest.raises(core_errors.ExtensionError, match="while gradients are pending"):
             model(batch(0, rank))
 
     harness.run(2, body)

@@ -545,7 +545,7 @@ def test_what_the_wrapper_has_sharded_is_not_overwritten(orig):
     def body(rank, world):
         pile = Pile()
         pile.inner = shard(pile.inner, use_orig_params=orig)
-        with pytest.raises(ValueError, match=r"different parts.*before"):
+        with pytest.raises(ValueError, match=r"different shards.*before"):
             materialize.sync_module_states(pile)
         return True
 
@@ -570,7 +570,7 @@ def test_dtensors_are_made_equal_over_replicas_and_never_over_their_parts():
         local = torch.full((2,), float(rank))
         module.weight = nn.Parameter(DTensor.from_local(local, mesh, [Replicate(), Shard(0)], run_check=False))
         materialize.sync_module_states(module)
-        with pytest.raises(ValueError, match=r"weight.*different parts"):
+        with pytest.raises(ValueError, match=r"weight.*different shards"):
             materialize.sync_module_states(module, mesh.get_group("shard"))
         return module.weight.to_local().tolist()
 
