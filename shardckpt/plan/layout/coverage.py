@@ -101,7 +101,7 @@ def require_complete(manifest: Manifest, entries: Iterable[TensorEntry], where: 
             describe_missing(manifest.missing),
             where=where,
             found=f"{len(manifest.files)} files",
-            fix="Copy the missing files beside the others.",
+            fix="Copy the missing files next to the others.",
         )
     found = faults(manifest, entries, limit=_MAX_COUNTED)
     if not found:
