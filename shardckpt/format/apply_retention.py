@@ -21,32 +21,24 @@ from shardckpt.plan.retention import Retention, SavedStep, is_expired, steps_to_
 from shardckpt.storage.resolve_url import open_remote
 from shardckpt.storage.store import Store
 
-_CLOCK = ".shardckpt-clock"
-"""File that is written into a run and removed, to know the time of the store."""
+_CLOCK = ".shardckpt-clock"  # file that is written into a run and removed, to know the time of the store
 
 
 @dataclass(frozen=True, slots=True)
 class Deleted:
-    """Deleted folders and content that stays; with `dry_run`, those planned.
+    """Deleted folders and content that stays; with `dry_run`, those planned."""
 
-    Attributes:
-        steps: Folders of deleted steps, including duplicates of a step number.
-        orphans: Names of deleted folders of saves that were killed.
-        other_content: Names of content in these steps that no save wrote; it stays.
-        waiting: Folders of unfinished saves and removals that are too young to delete.
-    """
-
-    steps: tuple[StepFolder, ...]
-    orphans: tuple[str, ...]
-    other_content: tuple[str, ...]
-    waiting: tuple[Orphan, ...] = ()
+    steps: tuple[StepFolder, ...]  # folders of deleted steps, including duplicates of a step number
+    orphans: tuple[str, ...]  # names of deleted folders of saves that were killed
+    other_content: tuple[str, ...]  # names of content in these steps that no save wrote; it stays
+    waiting: tuple[Orphan, ...] = ()  # folders of unfinished saves and removals that are too young to delete
 
 
 class StepClock:
-    """Clock of a process that saves steps and removes them, which never jumps ahead as the one of the machine may.
+    """A process's clock for saving and removing steps. It never jumps ahead."""
 
-    A step whose time is ahead of it counts as saved when it was first seen.
-    """
+    # The machine's clock may jump ahead. A step whose time is ahead of this clock counts as saved when it was first
+    # seen.
 
     def __init__(self) -> None:
         self._start = time.time() - time.monotonic()
@@ -82,29 +74,7 @@ def apply_retention(
     dry_run: bool = False,
     on_delete: Callable[[Sequence[StepFolder]], object] | None = None,
 ) -> Deleted:
-    """Delete the steps that no rule keeps, then expired orphans.
-
-    Args:
-        store: Store whose root is the run directory.
-        run: Steps and orphans of the run, from `read_run_to_remove`.
-        rules: Retention rules.
-        now: Current time, in seconds since the epoch.
-        is_complete: Returns True if a step can be loaded. Incomplete steps are deleted only as duplicates of deleted
-            steps.
-        get_metrics: Returns the metrics of a complete step; called if a rule needs them.
-        find_saved_at: Returns the start time of the save of a step; None if unknown.
-        chosen: Numbers of the steps to delete, except the newest complete one; None for those that no rule keeps.
-        may_be_over: Whether the run may have ended, so that any time since its newest step counts in full.
-        protected: Numbers of steps that stay regardless of the rules.
-        orphan_age_s: Minimum age of deleted orphans, in seconds; None for a day.
-        dry_run: Whether to delete nothing.
-        on_delete: Called with the steps before they are deleted; None without a callback.
-
-    Raises:
-        UsageError: `keep_best` names a metric that no complete step has.
-        UnsupportedError: A newer version of shardckpt wrote a step of the run.
-        StorageError: The store failed.
-    """
+    """Delete the steps that no rule keeps, then expired orphans."""
     steps = [
         _describe(step, is_complete(step), find_saved_at(step), get_metrics if rules.keep_best is not None else None)
         for step in run.steps
@@ -132,10 +102,8 @@ def apply_retention(
 
 
 def _read_store_time(store: Store, now: float) -> float:
-    """Return the time by the clock of a store; the given one if the store has no times.
-
-    A clock of this machine that is days ahead would make a save that is under way elsewhere look like an orphan.
-    """
+    """Return the time by a store's clock; `now` if the store has no times."""
+    # If this machine's clock is days ahead, a save that is under way elsewhere would look like an orphan.
     files = open_remote(store.url)
     files.create(_CLOCK).close()  # without content: the disk may be full
     try:

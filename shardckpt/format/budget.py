@@ -16,37 +16,21 @@ from typing import Any
 from shardckpt.errors import FormatError, UnsafeError
 from shardckpt.manifest import Path
 
-FREE_BYTES = 64 << 20
-"""Cost, in bytes, that every file may have."""
+FREE_BYTES = 64 << 20  # cost, in bytes, that every file may have
+FILE_FACTOR = 8  # additional allowed cost for each byte of a file
 
-FILE_FACTOR = 8
-"""Additional allowed cost for each byte of a file."""
-
+# Maximum allowed cost for each parsed byte: other bytes of a file may be sparse, which costs its author nothing.
 HEADER_FACTOR = 32
-"""Maximum allowed cost for each parsed byte: other bytes of a file may be sparse, which costs its author nothing."""
 
-ENTRY_BYTES = 160
-"""Cost of a value with its own path in a manifest; the characters of the path are added."""
-
-TENSOR_BYTES = 640
-"""Cost of a tensor in a manifest, with its piece and its box."""
+ENTRY_BYTES = 160  # cost of a value with its own path in a manifest; the characters of the path are added
+TENSOR_BYTES = 640  # cost of a tensor in a manifest, with its piece and its box
 
 
-CHUNK_BYTES = 384
-"""Cost of each further box of a tensor."""
+CHUNK_BYTES = 384  # cost of each further box of a tensor
 
 
 class ReadBudget:
-    """Remaining cost that reading a file may have, in bytes.
-
-    Attributes:
-        left: Remaining bytes. Code that counts very often subtracts from it directly and calls `exceeded`.
-
-    Args:
-        file_bytes: Bytes of the file, or of all files of the checkpoint.
-        header_bytes: Bytes that are parsed; None for all bytes.
-        where: Name of the file, for messages.
-    """
+    """Remaining cost that reading a file may have, in bytes."""
 
     __slots__ = ("_most", "_spent_on", "_where", "left")
 
@@ -55,14 +39,11 @@ class ReadBudget:
         self._most = FREE_BYTES + min(FILE_FACTOR * file_bytes, HEADER_FACTOR * header_bytes)
         self._where = where
         self._spent_on: set[object] = set()
+        # Remaining bytes. Code that counts very often subtracts from it directly and calls `exceeded`.
         self.left = self._most
 
     def spend(self, nbytes: int) -> None:
-        """Subtract bytes.
-
-        Raises:
-            UnsafeError: The budget is exceeded.
-        """
+        """Subtract bytes."""
         self.left -= nbytes
         if self.left < 0:
             raise self.exceeded()
@@ -91,36 +72,30 @@ class ReadBudget:
         )
 
 
+# Maximum keys of one dict with equal hashes: up to 34 floats collide by accident; 1,000 keys take a second.
 _MOST_ALIKE = 64
-"""Maximum keys of one dict with equal hashes: up to 34 floats collide by accident; 1,000 keys take a second."""
 
+# Maximum occupied slots in the search for one key: powers of two meet up to 400; this many take 3 microseconds.
 _MOST_MET = 1024
-"""Maximum occupied slots in the search for one key: powers of two meet up to 400; this many take 3 microseconds."""
 
+# Maximum occupied slots per key on average: honest keys meet 2, multiples of powers of two 20, powers of two 40.
 _USUALLY_MET = 64
-"""Maximum occupied slots per key on average: honest keys meet 2, multiples of powers of two 20, powers of two 40."""
 
-_FEW = 64
-"""Number of keys of a container that are not checked, since they cost almost nothing."""
+_FEW = 64  # number of keys of a container that are not checked, since they cost almost nothing
 
+# Largest integer below which all integers from 0 have distinct hashes, equal to themselves.
 _LARGEST_DISTINCT = 2**61 - 2
-"""Largest integer below which all integers from 0 have distinct hashes, equal to themselves."""
 
 _WORD = 2**64 - 1
 
-_KEY_PARTS = 64
-"""Maximum values in a tuple that is a key; paths and names of real files have a few."""
+_KEY_PARTS = 64  # maximum values in a tuple that is a key; paths and names of real files have a few
 
 
 class _Table:
-    """Simulation of CPython's hash tables of dicts and sets that counts collisions.
+    """Simulates CPython's hash tables of dicts and sets, to count collisions."""
 
-    Keys with equal hashes collide in every slot. Other keys collide if their hashes were chosen for it: the sequence of
-    probed slots depends only on the hash and the size of the table.
-
-    Args:
-        is_set: Whether the table is that of a set, which probes several adjacent slots.
-    """
+    # Keys with equal hashes collide in every slot. Other keys collide if their hashes were chosen for it: the sequence
+    # of probed slots depends only on the hash and the table's size.
 
     __slots__ = ("_allowed", "_hashes", "_is_set", "_taken")
 
@@ -130,15 +105,7 @@ class _Table:
         self._resize(8)
 
     def add(self, value: int, count: int) -> None:
-        """Insert the hash of a new key into the table.
-
-        Args:
-            value: Hash of the key.
-            count: Keys in the container, including this one. Keys whose hashes cannot be chosen may be left uncounted.
-
-        Raises:
-            UnsafeError: The key collides with too many other keys.
-        """
+        """Insert the hash of a new key into the table."""
         size = len(self._taken)
         while (5 * (count - 1) >= 3 * (size - 1)) if self._is_set else (count > 2 * size // 3):
             size *= 2 if not self._is_set or count > 50_000 else 4
@@ -171,18 +138,13 @@ class _Table:
             raise _collision_error()
 
 
-_SET_RUN = 9
-"""Adjacent slots that a set probes before it jumps."""
+_SET_RUN = 9  # adjacent slots that a set probes before it jumps
 
 
 class KeyGuard:
-    """Rejects keys that were chosen to collide in a dict or a set.
+    """Rejects keys that were chosen to collide in a dict or a set."""
 
-    Python salts the hashes of text; the hashes of numbers, and of tuples of numbers, can be chosen by an attacker.
-
-    Args:
-        plain: Types of keys, besides numbers and tuples, whose hashes cannot be chosen.
-    """
+    # Python salts the hashes of text. An attacker can choose the hashes of numbers, and of tuples of numbers.
 
     __slots__ = ("_plain", "_seen", "_tables")
 
@@ -192,18 +154,7 @@ class KeyGuard:
         self._tables: dict[int, tuple[object, _Table]] = {}  # the container is kept so that no other object gets its id
 
     def check(self, key: object, container: dict[Any, Any] | set[Any]) -> None:
-        """Check a key before insertion.
-
-        Its hash must be defined, cheap, and collide with few others.
-
-        Args:
-            key: Key to check.
-            container: Dict or set into which the caller inserts the key.
-
-        Raises:
-            FormatError: The type of the key is not hashable here.
-            UnsafeError: The size or the hash of the key could exhaust this machine.
-        """
+        """Require that a new key's hash is defined, cheap, and collides with few others."""
         kind = type(key)
         if kind in self._plain:
             return
@@ -263,11 +214,7 @@ def _build_table(keys: Iterable[Hashable], is_set: bool) -> _Table:
 
 
 def check_hashes(keys: Sequence[Hashable], where: object = "") -> None:
-    """Require that keys of one dict, or values of one set, were not chosen to collide.
-
-    Raises:
-        UnsafeError: Too many keys collide.
-    """
+    """Require that keys of one dict, or values of one set, were not chosen to collide."""
     if len(keys) <= _FEW or all(type(key) is str or (type(key) is int and 0 <= key <= i) for i, key in enumerate(keys)):
         return
     try:
@@ -281,11 +228,7 @@ def check_hashes(keys: Sequence[Hashable], where: object = "") -> None:
 
 
 def check_paths(paths: Collection[Path], where: object = "") -> None:
-    """Require that neither the paths nor the keys in them were chosen to collide.
-
-    Raises:
-        UnsafeError: Too many paths or keys collide.
-    """
+    """Require that neither the paths nor the keys in them were chosen to collide."""
     if all(type(key) is str for path in paths for key in path):
         return  # the hashes of text are salted, and those of its tuples with them
     check_hashes(list(paths), where)
@@ -301,11 +244,7 @@ def check_paths(paths: Collection[Path], where: object = "") -> None:
 
 
 def require_small(what: str, nbytes: int, most: int, where: object) -> None:
-    """Require that a file, or a part of one, is not larger than any real one.
-
-    Raises:
-        UnsafeError: It is larger than `most` bytes.
-    """
+    """Require that a file, or a part of one, is not larger than any real one."""
     if nbytes > most:
         raise UnsafeError(f"{what} is too large", where=where, found=f"{nbytes} bytes", expected=f"at most {most}")
 
@@ -320,11 +259,9 @@ def _collision_error(where: object = "") -> UnsafeError:
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Disable the cyclic garbage collector; reference counting still frees objects.
-
-    New objects trigger the collector again and again, over all objects of the process: up to half of the time to open a
-    large checkpoint.
-    """
+    """Disable the cyclic garbage collector; reference counting still frees objects."""
+    # New objects trigger the collector again and again, over all objects of the process: up to half of the time to open
+    # a large checkpoint.
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -31,36 +31,29 @@ from shardckpt.storage.store import Read, Store
 if TYPE_CHECKING:
     import numpy as np
 
+# Maximum bytes of a range that is always read in full, even if few of them are needed: one block of a disk.
 _NEAR_BYTES = 4096
-"""Maximum bytes of a range that is always read in full, even if few of them are needed: one block of a disk."""
 
+# The same limit for large boxes of strided views, for which one more call costs more than reading these bytes.
 _NEAR_BYTES_OF_LARGE = 1 << 18
-"""The same limit for large boxes of strided views, for which one more call costs more than reading these bytes."""
 
 _LARGE_BYTES = 1 << 18
 
 _MOST_STAGED_BYTES = 1 << 21
+# Maximum staged ranges of strided views in one batch; a full batch is read and scattered before the next.
 _MOST_STAGED = 4096
-"""Maximum staged ranges of strided views in one batch; a full batch is read and scattered before the next."""
 
+# NumPy dtypes by width in bytes, used to copy elements of any dtype without interpreting their bits.
 _BY_WIDTH = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64", 16: "complex128"}
-"""NumPy dtypes by width in bytes, used to copy elements of any dtype without interpreting their bits."""
 
 
 class ReadItem(NamedTuple):
-    """A box to read.
+    """A box to read."""
 
-    Attributes:
-        pieces: Resolved pieces of the tensor, which cover the box.
-        box: Box in the full tensor, in elements.
-        dtype: Stored dtype, in torch's spelling.
-        buffer: Writable buffer of exactly the bytes of the box; filled in row-major order.
-    """
-
-    pieces: Sequence[Piece]
-    box: Box
-    dtype: str
-    buffer: memoryview
+    pieces: Sequence[Piece]  # resolved pieces of the tensor, which cover the box
+    box: Box  # box in the full tensor, in elements
+    dtype: str  # stored dtype, in torch's spelling
+    buffer: memoryview  # writable buffer of exactly the bytes of the box; filled in row-major order
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,30 +90,16 @@ def straight_reads(want: ReadItem) -> list[Read] | None:
 
 
 class _CommonRange(NamedTuple):
-    """Common elements of a piece and a box, which are consecutive in both.
+    """Common elements of a piece and a box, which are consecutive in both."""
 
-    Attributes:
-        start: First byte in the piece.
-        at: First byte in the box.
-        nbytes: Number of bytes; 0 without common elements.
-    """
-
-    start: int
-    at: int
-    nbytes: int
+    start: int  # first byte in the piece
+    at: int  # first byte in the box
+    nbytes: int  # number of bytes; 0 without common elements
 
 
 @lru_cache(maxsize=4096)  # most layers of a model have the same boxes
 def _find_common(piece: Box, box: Box, width: int) -> _CommonRange | None:
-    """Return the common elements of a piece and a box.
-
-    Returns None if they are not consecutive in both, or do not begin and end at bytes.
-
-    Args:
-        piece: Box of the piece.
-        box: Other box.
-        width: Bits of an element.
-    """
+    """Return the elements that a piece and a box share; None unless they are consecutive and start at bytes in both."""
     inner = intersect(piece, box)
     if inner is None:
         return _CommonRange(0, 0, 0)
@@ -133,13 +112,7 @@ def _find_common(piece: Box, box: Box, width: int) -> _CommonRange | None:
 
 
 class PieceReader:
-    """Reader of boxes from the files of one store.
-
-    Keeps a decoder for each encoded piece until `forget`.
-
-    Args:
-        store: Store of the files.
-    """
+    """Reads boxes from the files of one store; keeps a decoder for each encoded piece until `forget`."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -148,18 +121,7 @@ class PieceReader:
     def fill(self, wants: Sequence[ReadItem], more: Sequence[Read] = ()) -> None:
         """Fill the buffers of all items with one batch of reads.
 
-        Args:
-            wants: Boxes to read.
-            more: Further reads of the same batch.
-
-        Memory: in addition to the buffers at most their size again, and 2 MiB for strided views, which are read in
-            several
-        batches.
-
-        Raises:
-            TruncatedError: A file ends too early.
-            FormatError: An encoded piece is damaged.
-            UnsupportedError: A box of a sub-byte dtype does not start at a byte.
+        It needs memory for the buffers again at most, and 2 MiB for strided views, which are read in several batches.
         """
         reads: list[Read] = [*more]
         parts: list[_StagedRead] = []
@@ -216,10 +178,8 @@ class PieceReader:
 def _span_ranges(
     want: ReadItem, piece: Piece, span: Span, inner: Box, parts: list[_StagedRead]
 ) -> Iterator[tuple[memoryview, int]]:
-    """Yield the target of the bytes of `inner`, and their offset in the file.
-
-    The target is in the item's buffer if the bytes are contiguous there, else a buffer that is scattered later.
-    """
+    """Yield a buffer for the bytes of `inner`, and their offset in the file."""
+    # The buffer is part of the item's buffer if the bytes are contiguous there; otherwise it is scattered later.
     width = bits(want.dtype)
     in_piece, in_want = shift(inner, piece.box.offset), shift(inner, want.box.offset)
     if not is_contiguous(piece.box.size, in_piece):
@@ -260,10 +220,7 @@ def _rows(box: Box) -> Iterator[Box]:
 
 
 def _strided_ranges(want: ReadItem, piece: Piece, layout: Strided, inner: Box) -> Iterator[tuple[_StagedRead, int]]:
-    """Yield the byte ranges of a storage that contain `inner`.
-
-    Ranges are split at large gaps between elements.
-    """
+    """Yield the byte ranges of a storage that contain `inner`, split at large gaps between elements."""
     width = bits(want.dtype) // 8
     near = _NEAR_BYTES if len(want.buffer) < _LARGE_BYTES else _NEAR_BYTES_OF_LARGE
     todo = [inner]
@@ -295,10 +252,8 @@ def _halves(box: Box, steps: Shape) -> tuple[Box, Box]:
 
 
 def _scatter(part: _StagedRead) -> None:
-    """Copy staged elements to their box in the item's buffer.
-
-    Dimensions of size 1 are dropped: NumPy supports 64 dimensions, and a hostile file may have any number of size 1.
-    """
+    """Copy staged elements to their box in the item's buffer."""
+    # Dimensions of size 1 are dropped: NumPy supports 64 dimensions, and a hostile file may have any number of size 1.
     import numpy as np  # noqa: PLC0415  (as in `_allocate`)
 
     width = bits(part.want.dtype) // 8
@@ -321,16 +276,7 @@ def have_equal_blocks(reader: Reader, a: TensorEntry, b: TensorEntry) -> bool:
 
 
 def read_blocks(reader: Reader, entry: TensorEntry, block_bytes: int = 1 << 22) -> Iterator[bytearray]:
-    """Yield the bytes of an array in row-major order, block by block.
-
-    Args:
-        reader: Open checkpoint.
-        entry: Array with resolved pieces.
-        block_bytes: Maximum bytes of a block.
-
-    Raises:
-        CheckpointError: The bytes cannot be read.
-    """
+    """Yield the bytes of an array in row-major order, block by block."""
     if bits(entry.stored) % 8:
         entry = as_bytes(entry)
     pieces = PieceReader(reader.store)

@@ -25,28 +25,17 @@ from shardckpt.plan.naming.weights import names as list_other_weights
 KEEP_ONE_SAVE = "Keep the files of one save, and nothing else, in a folder of their own."
 OTHER_SAVE = "The files are from different saves (keep those of one in a folder of their own), or one is damaged."
 
-MOST_MISSING = 64
-"""Maximum missing boxes of a tensor that are named individually."""
-
-_MOST_SEARCHED = 1 << 16
-"""Maximum boxes of a tensor for which missing boxes are searched."""
-
-_MOST_SHOWN = 4
-"""Maximum names in a warning."""
+MOST_MISSING = 64  # maximum missing boxes of a tensor that are named individually
+_MOST_SEARCHED = 1 << 16  # maximum boxes of a tensor for which missing boxes are searched
+_MOST_SHOWN = 4  # maximum names in a warning
 
 
 class Shard(NamedTuple):
-    """A part of one tensor in one file.
+    """A part of one tensor in one file."""
 
-    Attributes:
-        file: Name of the file, for messages.
-        dtype: Stored dtype.
-        pieces: Boxes of the tensor with the locations of their bytes.
-    """
-
-    file: str
-    dtype: str
-    pieces: Sequence[Piece]
+    file: str  # name of the file, for messages
+    dtype: str  # stored dtype
+    pieces: Sequence[Piece]  # boxes of the tensor with the locations of their bytes
 
 
 class RankOrigin(NamedTuple):
@@ -73,24 +62,15 @@ class PathContent:
 
 @dataclass(slots=True)
 class ManifestBuilder:
-    """Collects merged tensors and values.
+    """Collects merged tensors and values."""
 
-    Attributes:
-        url: URL of the store, for messages.
-        content: Tensors, values and tied tensors by path.
-        missing_files: Labels of missing files.
-        warnings: Warnings, one sentence each.
-        unread: Values that the reader skips.
-        missing: Missing files whose content is unknown.
-        by_order: Optimizers whose ids were replaced with names by the order of the model.
-    """
-
-    url: str
-    content: PathContent = field(default_factory=PathContent)
-    missing_files: dict[str, None] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
-    unread: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
+    url: str  # URL of the store, for messages
+    content: PathContent = field(default_factory=PathContent)  # tensors, values and tied tensors by path
+    missing_files: dict[str, None] = field(default_factory=dict)  # labels of missing files
+    warnings: list[str] = field(default_factory=list)  # warnings, one sentence each
+    unread: list[str] = field(default_factory=list)  # values that the reader skips
+    missing: list[str] = field(default_factory=list)  # missing files whose content is unknown
+    # Optimizers whose ids were replaced with names by the order of the model.
     by_order: set[Path] = field(default_factory=set)
 
     @property
@@ -104,11 +84,7 @@ class ManifestBuilder:
         return self.content.objects
 
     def put(self, path: Path, entry: TensorEntry | ObjectEntry) -> None:
-        """Add a tensor or a value.
-
-        Raises:
-            FormatError: The path already has a tensor.
-        """
+        """Add a tensor or a value."""
         if isinstance(entry, ObjectEntry):
             self.objects[path] = replace(entry, path=path)
             return
@@ -164,19 +140,7 @@ def merge_shards(
     missing: Iterable[tuple[Box, str]] = (),
     dtype: str = "",
 ) -> TensorEntry:
-    """Merge the shards of one tensor; of equal replicas, the first is used.
-
-    Args:
-        builder: Records missing files.
-        path: Path of the tensor.
-        shape: Full shape, in elements.
-        shards: Shards in rank order.
-        missing: Boxes with a label of the file that should contain each, used if elements are missing.
-        dtype: Stored dtype, if it is known without shards.
-
-    Raises:
-        FormatError: Shards have different dtypes.
-    """
+    """Merge the shards of one tensor; of equal replicas, the first is used."""
     found: dict[Box, list[Piece]] = {}
     first: Shard | None = None
     for shard in shards:
@@ -204,15 +168,7 @@ def merge_shards(
 
 
 def join_entries(path: Path, entries: Sequence[TensorEntry]) -> TensorEntry:
-    """Return the one tensor of several ranks, each with at most one piece, like `join_replicas`.
-
-    Args:
-        path: Path of the tensor, for messages.
-        entries: Tensor of each rank; at least one.
-
-    Raises:
-        FormatError: They have different shapes or dtypes.
-    """
+    """Return the one tensor of several ranks, each with at most one piece, like `join_replicas`."""
     first = entries[0]
     for other in entries[1:]:
         if (first.shape, first.stored) != (other.shape, other.stored):
@@ -229,13 +185,7 @@ def join_entries(path: Path, entries: Sequence[TensorEntry]) -> TensorEntry:
 def merge_equal(
     path: Path, files: Sequence[str], entries: Sequence[TensorEntry | ObjectEntry]
 ) -> TensorEntry | ObjectEntry:
-    """Return the one tensor or value of several ranks.
-
-    Args:
-        path: Path of the result.
-        files: File of each rank, in rank order.
-        entries: Tensor or known value of each rank.
-    """
+    """Return the one tensor or value of several ranks."""
     tensors = [entry for entry in entries if isinstance(entry, TensorEntry)]
     if len(tensors) == len(entries) and len({(entry.shape, entry.stored) for entry in tensors}) == 1:
         return join_entries(path, tensors)
@@ -288,13 +238,7 @@ def _find_different(piece: Piece) -> Piece | None:
 
 
 def slice_shard(entry: TensorEntry, boxes: Iterable[tuple[Box, int]], order: Sequence[int] = ()) -> list[Piece]:
-    """Return the pieces for parts of a rank's 1-D tensor.
-
-    Args:
-        entry: Tensor with one piece.
-        boxes: Boxes of the full tensor, each with its first element in the 1-D tensor.
-        order: Dimensions of the full tensor from the slowest to the fastest in memory; empty means row-major.
-    """
+    """Return the pieces for parts of a rank's 1-D tensor."""
     [piece] = entry.pieces
     return [_slice_piece(piece, box, first, order) for box, first in boxes]
 
@@ -336,11 +280,7 @@ def split_content(manifest: Manifest, roots: Collection[Path]) -> tuple[dict[Pat
 
 
 def require_one_save(origins: Iterable[RankOrigin], url: str) -> None:
-    """Require that files are from one save: equal numbers of ranks, each rank once.
-
-    Raises:
-        FormatError: The files are from different saves.
-    """
+    """Require that files are from one save: equal numbers of ranks, each rank once."""
     ordered = sorted(origins, key=lambda origin: origin.rank)
     worlds = [origin for origin in ordered if origin.world]
     odd = [
@@ -363,15 +303,8 @@ def require_one_save(origins: Iterable[RankOrigin], url: str) -> None:
 
 
 def note_missing_ranks(builder: ManifestBuilder, world: int, names: Mapping[int, Collection[object]]) -> None:
-    """Warn about ranks without a file.
-
-    If ranks have different tensor names, the content of missing files is unknown.
-
-    Args:
-        builder: Builder that receives the warning.
-        world: Number of ranks.
-        names: Rank with a file to the names of its tensors.
-    """
+    """Warn about ranks without a file."""
+    # If ranks have different tensor names, the content of missing files is unknown.
     missing = world - len(names)
     if missing <= 0:
         return

@@ -32,10 +32,8 @@ def guard_format(form: Format, plugin: Plugin) -> Format:
 
 
 def _guard_reader(reader: Reader, plugin: Plugin, where: str) -> Reader:
-    """Check an open reader and wrap its methods so that errors name the plugin.
-
-    The object remains the plugin's own, since a target of the same plugin may check its type.
-    """
+    """Check an open reader and wrap its methods so that errors name the plugin."""
+    # The object remains the plugin's own, since a target of the same plugin may check its type.
     _check_reader(reader)
     resolve, load_object = reader.resolve, reader.load_object
     checksums, with_param_shapes = reader.checksums, reader.with_param_shapes

@@ -17,16 +17,13 @@ from shardckpt.manifest import Manifest, ObjectEntry, Path, Piece
 from shardckpt.storage.store import Listed, Store, read_bytes
 
 PathText = str | os.PathLike[str]
+# Base folders that the caller names: the path or URL of the only base that is not beside the step; or, for several, the
+# step's reference of each to its path or URL. `NAME=PATH` is the same as text, `NAME` alone is a path or URL.
 NamedBases = PathText | Sequence[PathText] | Mapping[str, PathText]
-"""Base folders that the caller names: the path or URL of the only base that is not beside the step; or, for several,
-the step's reference of each to its path or URL. `NAME=PATH` is the same as text, `NAME` alone is a path or URL."""
 
 
 def require_bases(bases: object) -> None:
-    """Check an argument `base`.
-
-    Raises UsageError if it is neither a path or URL nor several of them.
-    """
+    """Check an argument `base`."""
     path = (str, os.PathLike)
     places = bases.values() if isinstance(bases, Mapping) else [bases] if isinstance(bases, path) else bases
     if not isinstance(places, Collection) or not all(isinstance(place, path) for place in places):
@@ -98,45 +95,29 @@ XXH3_OF_BLOCKS = "xxh3-64 of the hashes of blocks of 128 KiB"
 
 
 class Checksum(NamedTuple):
-    """A checksum that a format stores.
+    """A checksum that a format stores."""
 
-    Attributes:
-        file: File name relative to the store.
-        offset: Offset of the first covered byte.
-        nbytes: Number of covered bytes.
-        algorithm: `crc32`, `XXH3` or `XXH3_OF_BLOCKS`.
-        value: Stored checksum.
-        label: Label of the range in messages, such as `block 3, `; empty if it has none.
-    """
-
-    file: str
-    offset: int
-    nbytes: int
+    file: str  # file name relative to the store
+    offset: int  # offset of the first covered byte
+    nbytes: int  # number of covered bytes
+    # `crc32`, `XXH3` or `XXH3_OF_BLOCKS`.
     algorithm: str
     value: int
-    label: str = ""
+    label: str = ""  # label of the range in messages, such as `block 3, `; empty if it has none
 
 
 @dataclass(frozen=True, slots=True)
 class ParamShapes:
-    """Names and shapes of a model's parameters from outside of the checkpoint.
+    """Names and shapes of a model's parameters from outside of the checkpoint."""
 
-    Attributes:
-        shapes: Name to shape, in the order of the model if that is known.
-        where: Source of the shapes, for messages.
-        aliases: Further names of a parameter to its first name.
-        units: Flat parameter to its members in order, if known; otherwise names decide.
-        ids: Ids of an optimizer to names, if known.
-        is_ordered: Whether `shapes` is in the order of the model.
-        others: Shapes of further models; the first model that matches a flat parameter is used.
-    """
-
-    shapes: Mapping[str, Shape]
-    where: str
-    aliases: Mapping[str, str] = field(default_factory=dict)
+    shapes: Mapping[str, Shape]  # name to shape, in the order of the model if that is known
+    where: str  # source of the shapes, for messages
+    aliases: Mapping[str, str] = field(default_factory=dict)  # further names of a parameter to its first name
+    # Flat parameter to its members in order, if known; otherwise names decide.
     units: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    ids: Mapping[int, str] = field(default_factory=dict)
-    is_ordered: bool = True
+    ids: Mapping[int, str] = field(default_factory=dict)  # ids of an optimizer to names, if known
+    is_ordered: bool = True  # whether `shapes` is in the order of the model
+    # Shapes of further models; the first model that matches a flat parameter is used.
     others: Sequence[ParamShapes] = ()
 
 
@@ -256,10 +237,6 @@ def missing_shapes_error(reader: Reader, fix: str) -> UsageError:
 
 
 def require_size(store: Store, name: str, size: int, needed: int) -> None:
-    """Require that a file is long enough for a planned read.
-
-    Raises:
-        TruncatedError: The file is too short.
-    """
+    """Require that a file is long enough for a planned read."""
     if size < needed:
         raise TruncatedError.from_size(f"{store.url}/{name}", size, needed)

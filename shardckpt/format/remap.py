@@ -31,50 +31,24 @@ _CONFIG = "config.json"
 
 
 def read_rules(file: str, renames: Iterable[str] = (), config: Mapping[str, object] | None = None) -> tuple[Rule, ...]:
-    """Return the rules of a file, followed by those of `--rename`.
-
-    Args:
-        file: Path or URL of a TOML file, or the name of a built-in set of rules; empty for none.
-        renames: `FROM=TO`, in order.
-        config: The model's `config.json`, whose numbers rules may use by name.
-
-    Raises:
-        UsageError: The file or set does not exist, or a rule is invalid.
-        StorageError: The file cannot be read.
-    """
+    """Return the rules of a file, followed by those of `--rename`."""
     found = parse_rules(rules_text(file, lambda: read_text(file)), file, config) if file else ()
     return (*found, *map(parse_rename, renames))
 
 
 @dataclass(frozen=True, slots=True)
 class RemappedCheckpoint:
-    """The results of rules for a checkpoint.
+    """The results of rules for a checkpoint."""
 
-    Attributes:
-        plan: Result for every tensor, including those that exist only in the optimizer.
-        model: Final names of the model's tensors to their construction, in order.
-        ties: Final name of a tensor that is not written, to the name of the equal tensor that is.
-    """
-
-    plan: RemapPlan
-    model: Mapping[str, RemappedTensor]
-    ties: Mapping[str, str]
+    plan: RemapPlan  # result for every tensor, including those that exist only in the optimizer
+    model: Mapping[str, RemappedTensor]  # final names of the model's tensors to their construction, in order
+    ties: Mapping[str, str]  # final name of a tensor that is not written, to the name of the equal tensor that is
 
 
 def plan_rules(
     rules: Sequence[Rule], model: Mapping[str, TensorEntry], state: OptimizerState | None, ties: Mapping[str, str]
 ) -> RemappedCheckpoint:
-    """Plan the rules for model and optimizer.
-
-    Args:
-        rules: Rules in order.
-        model: Canonical name to tensor.
-        state: Optimizer state by canonical names; None if it is not converted.
-        ties: Canonical name to the first name of the same tensor.
-
-    Raises:
-        UsageError: A rule does not match the tensors.
-    """
+    """Plan the rules for model and optimizer."""
     facts = {name: (entry.shape, entry.dtype) for name, entry in model.items()}
     if state is not None:
         facts |= infer_shapes(state, model)
@@ -104,19 +78,7 @@ def locate_model(
     names: Sequence[str],
     model: Mapping[str, TensorEntry],
 ) -> tuple[dict[str, TensorEntry], list[TensorEntry]]:
-    """Return the located results by name, and their source tensors.
-
-    Args:
-        reader: Open checkpoint.
-        manifest: Manifest of the checkpoint.
-        remapped: Results of the rules.
-        names: Final names of the wanted tensors.
-        model: Canonical name to tensor.
-
-    Raises:
-        CheckpointError: Elements are missing or duplicate, or a container is damaged.
-        UsageError: A result would have several dtypes.
-    """
+    """Return the located results by name, and their source tensors."""
     needed = list(
         dict.fromkeys(leaf.name for name in names for leaf in planning.iter_sources(remapped.model[name].recipe))
     )
@@ -126,12 +88,7 @@ def locate_model(
 
 
 def locate_state(reader: Reader, manifest: Manifest, plan: RemapPlan, state: OptimizerState) -> OptimizerState:
-    """Return the optimizer state after the rules, located.
-
-    Raises:
-        CheckpointError: Elements are missing or duplicate, or a container is damaged.
-        UsageError: Slots or groups are inconsistent.
-    """
+    """Return the optimizer state after the rules, located."""
     used = {leaf.name for made in plan.made.values() for leaf in planning.iter_sources(made.recipe)}
     kept = {key: entry for key, entry in state.tensors.items() if key.rpartition("/")[0] in used}
     found = dict(zip(kept, locate(reader, manifest, list(kept.values())), strict=True))
@@ -149,12 +106,7 @@ def restrict_plan(plan: RemapPlan, names: Iterable[str]) -> RemapPlan:
 
 
 class RemappedReader(Reader):
-    """A reader with a manifest changed by rules.
-
-    Args:
-        inner: Reader of the files.
-        manifest: Manifest after the rules, with located new pieces.
-    """
+    """A reader with a manifest changed by rules."""
 
     def __init__(self, inner: Reader, manifest: Manifest) -> None:
         super().__init__(inner.store, manifest)
@@ -180,16 +132,7 @@ class RemappedReader(Reader):
 
 
 def remap_reader(reader: Reader, place: str) -> RemappedReader:
-    """Return a checkpoint with rules applied, also to its optimizers.
-
-    Args:
-        reader: Open checkpoint.
-        place: TOML file, or name of a built-in set of rules.
-
-    Raises:
-        UsageError: A rule does not match; only names were read so far.
-        CheckpointError: Elements are missing or duplicate, or a container is damaged.
-    """
+    """Return a checkpoint with rules applied, also to its optimizers."""
     rules = read_rules(place, config=_config(reader.store))
     manifest = split_flat_names(reader.manifest)
     found = find_sections(manifest)

@@ -17,19 +17,7 @@ _FIX = (
 
 
 def require_start_of_run(url: str) -> None:
-    """Require that a folder without steps may become the directory of a new run.
-
-    It must not contain another checkpoint.
-
-    Args:
-        url: Path or URL of the folder.
-
-    Raises:
-        UnknownFormatError: The folder is a checkpoint, or contains checkpoints that are not steps.
-        SourceNotFoundError: The bucket does not exist.
-        UsageError: One of its parents is a file.
-        StorageError: The folder, or its parent, cannot be read.
-    """
+    """Require that a folder without steps contains no other checkpoint, so that a run may start there."""
     found = checkpoint_in(url)
     if found and not read_run(open_store(url)).steps:  # the first step may have been completed since the caller looked
         raise UnknownFormatError("no step of a run is here", where=url, found=found, fix=_FIX)
@@ -42,12 +30,7 @@ def require_start_of_run(url: str) -> None:
 
 
 def describe_fault(store: Store, step: StepFolder) -> str:
-    """Return why a step is not complete; of a folder that no save wrote, what it is and how to start from it.
-
-    Args:
-        store: Store whose root is the run.
-        step: Incomplete step.
-    """
+    """Return why a step is not complete; of a folder that no save wrote, what it is and how to start from it."""
     if not step.is_foreign:
         return step.fault
     url = f"{store.url.rstrip('/')}/{step.name}"

@@ -13,44 +13,28 @@ MOST_ELEMENTS = 1 << 60
 
 
 def check_list(value: object, where: str = "") -> Sequence[object]:
-    """Return a list or tuple.
-
-    Raises:
-        FormatError: The value is not a list or tuple.
-    """
+    """Return a list or tuple."""
     if not isinstance(value, list | tuple):
         raise FormatError("a value must be a list", where=where, found=type(value).__name__)
     return value
 
 
 def check_text(value: object, where: str = "") -> str:
-    """Return a string.
-
-    Raises:
-        FormatError: The value is not a string.
-    """
+    """Return a string."""
     if not isinstance(value, str):
         raise FormatError("a name must be text", where=where, found=type(value).__name__)
     return value
 
 
 def check_count(value: object, most: int = MOST_ELEMENTS, where: str = "") -> int:
-    """Return an integer from 0 to `most`.
-
-    Raises:
-        FormatError: The value is not such an integer.
-    """
+    """Return an integer from 0 to `most`."""
     if type(value) is not int or not 0 <= value <= most:
         raise FormatError("a number is not an integer, negative or too large", where=where, found=value)
     return value
 
 
 def check_counts(value: object, most: int = MOST_ELEMENTS, where: str = "") -> Shape:
-    """Return a list of integers from 0 to `most`.
-
-    Raises:
-        FormatError: The value is not such a list.
-    """
+    """Return a list of integers from 0 to `most`."""
     counts: list[int] = []
     for n in check_list(value, where):
         if type(n) is not int or not 0 <= n <= most:
@@ -70,11 +54,7 @@ def is_shape(value: object) -> bool:
 
 
 def check_shape(value: object, where: str = "") -> Shape:
-    """Return a shape.
-
-    Raises:
-        FormatError: The value is not a shape, or has more elements than `MOST_ELEMENTS`.
-    """
+    """Return a shape."""
     shape = check_counts(value, where=where)
     if len(shape) > MOST_DIMENSIONS or prod(shape) > MOST_ELEMENTS:
         raise FormatError("a tensor has more elements than any machine holds", where=where, found=shape)

@@ -7,34 +7,22 @@ import struct
 from collections.abc import Iterable
 from typing import NamedTuple
 
-STATS_BYTES = 64
-"""Bytes of packed statistics."""
+STATS_BYTES = 64  # bytes of packed statistics
 
 _PACKED = struct.Struct(">4Q4d")
 
 
 class ValueStats(NamedTuple):
-    """Statistics of some values; complex numbers count by their magnitude.
+    """Statistics of some values; complex numbers count by their magnitude."""
 
-    Attributes:
-        nans: Number of NaNs.
-        infs: Number of infinities.
-        zeros: Number of zeros.
-        finite: Number of finite values.
-        min: Smallest finite value; infinity if there is none.
-        max: Largest finite value; negative infinity if there is none.
-        total: Sum of the finite values.
-        squares: Sum of the squares of the finite values.
-    """
-
-    nans: int = 0
-    infs: int = 0
+    nans: int = 0  # number of NaNs
+    infs: int = 0  # number of infinities
     zeros: int = 0
     finite: int = 0
-    min: float = math.inf
-    max: float = -math.inf
-    total: float = 0.0
-    squares: float = 0.0
+    min: float = math.inf  # smallest finite value; infinity if there is none
+    max: float = -math.inf  # largest finite value; negative infinity if there is none
+    total: float = 0.0  # sum of the finite values
+    squares: float = 0.0  # sum of the squares of the finite values
 
     @property
     def size(self) -> int:
@@ -42,11 +30,7 @@ class ValueStats(NamedTuple):
         return self.nans + self.infs + self.finite
 
     def may_describe(self, size: int) -> bool:
-        """Return whether some values have these statistics; those of a damaged manifest may contradict each other.
-
-        Args:
-            size: Number of the values.
-        """
+        """Return whether some values have these statistics; those of a damaged manifest may contradict each other."""
         has_extremes = not self.finite or -math.inf < self.min <= self.max < math.inf
         return self.size == size and self.zeros <= self.finite and self.squares >= 0 and has_extremes
 
@@ -61,11 +45,7 @@ def unpack_stats(data: bytes) -> list[ValueStats]:
 
 
 def merge_stats(parts: Iterable[ValueStats]) -> ValueStats:
-    """Merge the statistics of parts: counts and extremes exactly, sums rounded once.
-
-    Args:
-        parts: Statistics of disjoint parts, in any order.
-    """
+    """Merge the statistics of parts: counts and extremes exactly, sums rounded once."""
     nans, infs, zeros, finite, least, largest, totals, squares = zip(ValueStats(), *parts, strict=True)
     return ValueStats(
         sum(nans), sum(infs), sum(zeros), sum(finite), min(least), max(largest), _add(totals), _add(squares)

@@ -136,12 +136,7 @@ def _sizes(source: Source) -> dict[str, int]:
 
 
 def _open_intact(store: Store, sizes: Mapping[str, int], base: NamedBases) -> ManifestContents | None:
-    """Return the manifest of a step that needs no repair; None for any other step.
-
-    Raises:
-        UnsupportedError: The step has a newer version, which is not damage.
-        IncompleteError: The step is committed, but files are missing or short.
-    """
+    """Return the manifest of a step that needs no repair; None for any other step."""
     try:
         commit = read_commit(store, sizes)
         contents = read_contents(store, sizes, commit)
@@ -210,14 +205,7 @@ def _choose(
 def _with_hashes(
     store: Store, sizes: Mapping[str, int], contents: ManifestContents, rehash: bool
 ) -> tuple[ManifestContents, tuple[str, ...], tuple[Problem, ...]]:
-    """Hash the files, and compare with an old manifest of the same files.
-
-    Returns:
-        The manifest with hashes, warnings, and the files that differ.
-
-    Raises:
-        ChecksumError: The bytes differ from those of the old manifest.
-    """
+    """Hash the files; return the manifest with hashes, warnings, and files that differ from an old manifest."""
     hashed = [f if f.base else _hash(store, f.name, sizes[f.name]) for f in contents.files if f.name != HF_INDEX]
     if HF_INDEX in sizes:
         hashed.append(make_record(HF_INDEX, read_bytes(store, HF_INDEX, 0, sizes[HF_INDEX])))
@@ -275,10 +263,7 @@ def _old_manifest(store: Store, sizes: Mapping[str, int], save: str) -> Manifest
 def _read_based(
     store: Store, sizes: Mapping[str, int], save: str, files: Sequence[DescribedFile]
 ) -> ManifestContents | None:
-    """Return the manifest of a step with bases if it matches the payload files.
-
-    Other files do not store the bases.
-    """
+    """Return the manifest of a step with bases, which no other file stores, if it matches the payload files."""
     old = _old_manifest(store, sizes, save)
     if old is None or not old.bases:
         return None

@@ -35,8 +35,7 @@ from shardckpt.storage.resolve_url import as_url
 from shardckpt.storage.store import Read, check_name
 
 _MOST_FAULTS = 1000
-_FULL_FILES = (XXH3, XXH3_OF_BLOCKS)
-"""Kinds of checksums that cover all bytes of a file."""
+_FULL_FILES = (XXH3, XXH3_OF_BLOCKS)  # kinds of checksums that cover all bytes of a file
 
 _CHECKS = ("structure", "coverage", "sizes")
 _SHOWN = 4
@@ -99,8 +98,7 @@ def verify(
     )
 
 
-_ALONE = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
-"""Suffixes of files that can be opened without others."""
+_ALONE = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")  # suffixes of files that can be opened without others
 
 
 def _list_unreadable(src: str, error: CheckpointError) -> list[Problem]:
@@ -119,10 +117,7 @@ def _list_unreadable(src: str, error: CheckpointError) -> list[Problem]:
 
 
 def _find_dead_links(reader: Reader) -> dict[str, Problem]:
-    """Return the problems of files that are links without a target.
-
-    A folder lists such a link as a file without bytes.
-    """
+    """Return the problems of links without a target, which a folder lists as files without bytes."""
     manifest = reader.manifest
     dead: dict[str, Problem] = {}
     for name, size in manifest.files.items():
@@ -135,10 +130,7 @@ def _find_dead_links(reader: Reader) -> dict[str, Problem]:
 
 
 def _list_wrong_files(reader: Reader) -> list[Problem]:
-    """Compare the manifest's file names and sizes with the folder.
-
-    The reader of a plugin may be wrong.
-    """
+    """Compare the manifest's file names and sizes with the folder: a plugin's reader may be wrong."""
     manifest = reader.manifest
     sizes = {name: size for name, size in manifest.files.items() if name not in manifest.elsewhere}
     found: dict[str, int] = {}
@@ -278,12 +270,7 @@ class _Content:
 
 
 class _Blocks:
-    """Reads the bytes that checksums cover, in their order and through one buffer; those of small ones together.
-
-    Args:
-        reader: Open checkpoint.
-        meter: Counts the bytes.
-    """
+    """Reads the bytes that checksums cover, in their order and through one buffer; those of small ones together."""
 
     def __init__(self, reader: Reader, meter: Meter) -> None:
         self._store, self._sizes, self._meter = reader.raw_store, reader.manifest.files, meter

@@ -61,10 +61,7 @@ def recognize(source: Source) -> Evidence:
 
 
 def metadata_names(files: Sequence[str]) -> list[str]:
-    """Return the metadata files among `files`: one, or one for each rank.
-
-    `files` are names without folders; the result is in rank order.
-    """
+    """Return the metadata files among names without folders: one, or one for each rank in rank order."""
     if METADATA in files:
         return [METADATA]
     ranks = {int(match["rank"]): name for name in files if (match := _RANK_METADATA.fullmatch(name))}
@@ -72,12 +69,7 @@ def metadata_names(files: Sequence[str]) -> list[str]:
 
 
 def open_source(source: Source) -> Reader:
-    """Open a recognized source.
-
-    Raises:
-        CheckpointError: The metadata is damaged, unsafe, or missing.
-        UsageError: The source is one file of a DCP folder.
-    """
+    """Open a recognized source."""
     if source.file is not None:
         raise UsageError(
             "this file is one part of a DCP checkpoint", where=source.url, fix="Point at the folder that holds it."
@@ -86,15 +78,7 @@ def open_source(source: Source) -> Reader:
 
 
 def open_folder(store: Store, folder: str = "") -> Reader:
-    """Open the DCP checkpoint in a folder of a store.
-
-    Args:
-        store: Store of the files.
-        folder: Name of the folder in the store; empty for the root. File names in the manifest begin with it.
-
-    Raises:
-        CheckpointError: The metadata is damaged, unsafe, or missing.
-    """
+    """Open the DCP checkpoint in a folder of a store."""
     prefix = f"{folder}/" if folder else ""
     sizes = {e.name[len(prefix) :]: e.size for e in store.list(folder) if not e.is_folder}
     names = metadata_names(list(sizes))
@@ -138,30 +122,18 @@ class _Stored(NamedTuple):
 
 @dataclass(slots=True)
 class _Union:
-    """Union of the metadata of all ranks.
+    """Union of the metadata of all ranks."""
 
-    Attributes:
-        tensors: Name to global shape, dtype, and chunks by box: the slices of the ranks that stored it.
-        objects: Name to the location of its bytes in the files of each rank that stored it.
-        paths: Name to path in the saved state, if known.
-        warnings: Oddities, one sentence each.
-    """
-
+    # Name to global shape, dtype, and chunks by box: the slices of the ranks that stored it.
     tensors: dict[str, tuple[Shape, str, dict[Box, list[Piece]]]] = field(default_factory=dict)
+    # Name to the location of its bytes in the files of each rank that stored it.
     objects: dict[str, list[_Stored]] = field(default_factory=dict)
-    paths: dict[str, Path] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
+    paths: dict[str, Path] = field(default_factory=dict)  # name to path in the saved state, if known
+    warnings: list[str] = field(default_factory=list)  # oddities, one sentence each
 
 
 class _Metadata:
-    """A pickled `Metadata` object, checked while it is parsed.
-
-    Args:
-        root: Object of the pickle, with its state as a dict.
-        prefix: Prefix of file names in the store.
-        where: Name of the metadata file, for messages.
-        budget: Budget for reading the checkpoint.
-    """
+    """A pickled `Metadata` object, checked while it is parsed."""
 
     def __init__(self, root: InstanceStub, prefix: str, where: str, budget: ReadBudget) -> None:
         state = root.state
@@ -317,10 +289,8 @@ class _Metadata:
         return self._dtypes.setdefault(dtype.name, dtype.name)
 
     def _add_paths(self, union: _Union) -> None:
-        """Add the paths of torch's planner.
-
-        Planners of other libraries store other values, or none.
-        """
+        """Add the paths of torch's planner."""
+        # Planners of other libraries store other values, or none.
         if not isinstance(self._planner_data, dict):
             return
         for name, path in self._planner_data.items():
@@ -335,10 +305,8 @@ class _Metadata:
 
 
 def _format_value(value: object) -> str:
-    """Return a short text for an error.
-
-    Omits the content of containers, which a hostile pickle can make endless.
-    """
+    """Return a short text for an error."""
+    # Omits the content of containers, which a hostile pickle can make endless.
     if isinstance(value, InstanceStub):
         return value.name
     return repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
@@ -408,10 +376,7 @@ def _object(path: Path, stored: _Stored | None) -> ObjectEntry:
 
 
 def _sizes(store: Store, prefix: str, sizes: Mapping[str, int], used: Mapping[str, None]) -> dict[str, int]:
-    """Return the size of each required file; -1 for a missing one.
-
-    Each subfolder is listed once.
-    """
+    """Return the size of each required file; -1 for a missing one. Each subfolder is listed once."""
     known = {prefix + name: size for name, size in sizes.items()}
     folders = {file.rpartition("/")[0] for file in used if file not in known}
     for folder in folders - {prefix.rstrip("/")}:
@@ -436,17 +401,7 @@ def _notes(prefix: str, sizes: Mapping[str, int], names: Sequence[str], used: Ma
 
 
 class DcpReader(Reader):
-    """An open DCP folder.
-
-    `resolve` opens slices when their elements are needed.
-
-    Args:
-        store: Store of the files.
-        manifest: Manifest of the checkpoint, whose lazy pieces have `StoredSlice` details.
-        budget: Budget for locating elements; None for the default budget of the files' sizes.
-        copies: Objects that several ranks stored: the entry of each rank.
-        metadata: Names of the metadata files.
-    """
+    """An open DCP folder. `resolve` opens slices when their elements are needed."""
 
     def __init__(
         self,
@@ -469,12 +424,7 @@ class DcpReader(Reader):
         return self._metadata
 
     def resolve(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Return the pieces in order, with each slice replaced by its elements' location.
-
-        Raises:
-            CheckpointError: A slice is damaged, or contradicts the metadata.
-            OverlapError: Ranks stored different elements of one box.
-        """
+        """Return the pieces in order, with each slice replaced by its elements' location."""
 
         def resolve(wanted: Sequence[Piece]) -> list[Piece]:
             return resolve_slices(self.store, self.manifest.files, wanted, self._blobs, self._budget)
@@ -482,11 +432,7 @@ class DcpReader(Reader):
         return resolve(pieces) if all(map(_is_slice, pieces)) else resolve_replicas(self, pieces, resolve)
 
     def load_object(self, entry: ObjectEntry) -> object:
-        """Return the value of an object without executing code; a `PerRankValue` if ranks stored different ones.
-
-        Raises:
-            CheckpointError: The object is damaged or rejected, or was never stored.
-        """
+        """Return the value of an object without executing code; a `PerRankValue` if ranks stored different ones."""
         if entry.value is not UNREAD:
             return entry.value
         others = [replace(other, path=entry.path) for other in self._copies.get((entry.file, entry.layout), ())]
@@ -503,13 +449,7 @@ class DcpReader(Reader):
         return read_object(self.store, entry.file, entry.layout, budget)
 
     def checksums(self) -> Iterator[Checksum]:
-        """Yield the CRC-32 of each record of each uncompressed slice, in file order.
-
-        Records without one are skipped.
-
-        Raises:
-            CheckpointError: A slice is damaged.
-        """
+        """Yield the CRC-32 of each record in uncompressed slices, in file order; skip records without one."""
         spans: list[tuple[str, Span]] = [
             (piece.file, Span(piece.layout.offset, piece.layout.nbytes))
             for entry in self.manifest.tensors.values()

@@ -37,8 +37,8 @@ from shardckpt.storage.store import Read, Store
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
 _BATCH = 512
+# Bytes that are read from the start of an archive: all its small entries, and the header of its elements.
 _FRONT_BYTES = 1 << 10
-"""Bytes that are read from the start of an archive: all its small entries, and the header of its elements."""
 
 _ENCODED_HEAD_BYTES = 1 << 13
 _HEAD_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
@@ -47,53 +47,33 @@ _PICKLE_LIMITS = Limits(nbytes=_MAX_PICKLE_BYTES)
 
 
 class Blob(NamedTuple):
-    """A safetensors file that contains slices.
+    """A safetensors file that contains slices."""
 
-    Attributes:
-        header: Header of the file; offsets count from the start of the header.
-        offsets: Name of a tensor to the offset of its only chunk in this file, if torch stores it.
-    """
-
-    header: Header
+    header: Header  # header of the file; offsets count from the start of the header
+    # Name of a tensor to the offset of its only chunk in this file, if torch stores it.
     offsets: dict[str, tuple[int, ...]]
 
 
 class StoredSlice(NamedTuple):
-    """Details of a slice in a `Lazy` layout.
+    """Details of a slice in a `Lazy` layout."""
 
-    Attributes:
-        name: Flat name of the tensor.
-        stored: Stored dtype.
-        is_zstd: Whether the slice is compressed.
-    """
-
-    name: str
-    stored: str
-    is_zstd: bool
+    name: str  # flat name of the tensor
+    stored: str  # stored dtype
+    is_zstd: bool  # whether the slice is compressed
 
     def is_safetensors(self, piece: Piece) -> bool:
-        """Return True if the slice is in a safetensors file.
-
-        Then torch stores the size of its elements only.
-        """
+        """Return True if the slice is in a safetensors file: then torch stores the size of its elements only."""
         assert isinstance(piece.layout, Lazy)
         return not self.is_zstd and piece.layout.nbytes == nbytes(self.stored, piece.box.volume)
 
 
 class OpenedSlice(NamedTuple):
-    """A slice that is being resolved.
+    """A slice that is being resolved."""
 
-    Attributes:
-        piece: Piece with a `Lazy` layout.
-        layout: The layout of `piece`.
-        slice: Details of the slice.
-        url: URL of the store, for messages.
-    """
-
-    piece: Piece
-    layout: Lazy
-    slice: StoredSlice
-    url: str
+    piece: Piece  # piece with a `Lazy` layout
+    layout: Lazy  # the layout of `piece`
+    slice: StoredSlice  # details of the slice
+    url: str  # URL of the store, for messages
 
     @property
     def where(self) -> str:
@@ -101,26 +81,13 @@ class OpenedSlice(NamedTuple):
         return f"{self.url}/{self.piece.file}: {self.slice.name!r} {self.piece.box}"
 
 
-Blobs = dict[tuple[str, int], Blob]
-"""File name and offset to the safetensors file that starts there."""
+Blobs = dict[tuple[str, int], Blob]  # file name and offset to the safetensors file that starts there
 
 
 def resolve_slices(
     store: Store, files: Mapping[str, int], pieces: Sequence[Piece], blobs: Blobs, budget: ReadBudget
 ) -> list[Piece]:
-    """Return DCP pieces in order, with every `Lazy` layout resolved.
-
-    Args:
-        store: Store of the files.
-        files: File name to size in bytes, -1 for a missing file.
-        pieces: Pieces of a DCP manifest.
-        blobs: Cache of safetensors headers; new ones are added, so that each is read once.
-        budget: Budget for locating elements of the checkpoint.
-
-    Raises:
-        IncompleteError: A file is missing, or contains another chunk than the metadata says.
-        CheckpointError: A slice is damaged, or contradicts the metadata.
-    """
+    """Return DCP pieces in order, with every `Lazy` layout resolved."""
     out = list(pieces)
     lazy = ((i, piece) for i, piece in enumerate(pieces) if isinstance(piece.layout, Lazy))
     while batch := list(islice(lazy, _BATCH)):
@@ -140,19 +107,7 @@ def _open_slice(store: Store, files: Mapping[str, int], piece: Piece) -> OpenedS
 
 
 def require_bytes(store: Store, files: Mapping[str, int], file: str, end: int, what: str) -> None:
-    """Require that a file exists and has a minimum size.
-
-    Args:
-        store: Store of the files.
-        files: File name to size in bytes, -1 for a missing file.
-        file: Name of the file.
-        end: Minimum size in bytes.
-        what: Name of the stored value, for messages.
-
-    Raises:
-        IncompleteError: The file is missing.
-        TruncatedError: The file is shorter.
-    """
+    """Require that a file exists and has a minimum size."""
     size = files.get(file, -1)
     if size < 0:
         raise IncompleteError(
@@ -173,10 +128,7 @@ def require_bytes(store: Store, files: Mapping[str, int], file: str, end: int, w
 def _layouts(
     store: Store, files: Mapping[str, int], opened: Sequence[OpenedSlice], blobs: Blobs, budget: ReadBudget
 ) -> list[Span | Strided | Encoded]:
-    """Return the location of each slice's elements.
-
-    `blobs` caches the safetensors headers between batches.
-    """
+    """Locate each slice's elements; `blobs` caches safetensors headers between batches."""
     found: dict[int, Span | Strided | Encoded] = {}
     tensors = {i: o for i, o in enumerate(opened) if o.slice.is_safetensors(o.piece)}
     streams = {i: o for i, o in enumerate(opened) if o.slice.is_zstd}
@@ -190,10 +142,8 @@ def _layouts(
 
 
 def _read_headers(store: Store, files: Mapping[str, int], opened: Sequence[OpenedSlice], blobs: Blobs) -> None:
-    """Read the safetensors headers that are not cached.
-
-    Torch stores the offset of the header, not of the tensor.
-    """
+    """Read the safetensors headers that are not cached."""
+    # Torch stores the offset of the header, not of the tensor.
     places = {(o.piece.file, o.layout.offset): o.where for o in opened}
     missing = {place: where for place, where in places.items() if place not in blobs}
     starts = {place: bytearray(8) for place in missing}
@@ -287,10 +237,8 @@ def _entry(archive: ZipArchive, name: str, opened: OpenedSlice) -> ZipEntry:
 
 
 def _check_byte_order(store: Store, archives: Sequence[ZipArchive], opened: Sequence[OpenedSlice]) -> None:
-    """Reject big-endian elements.
-
-    One check per file suffices, since one process wrote all its slices.
-    """
+    """Reject big-endian elements."""
+    # One check per file suffices, since one process wrote all its slices.
     wanted, where = {}, {}
     for archive, o in zip(archives, opened, strict=True):
         root = next(iter(archive.entries)).partition("/")[0]
@@ -303,10 +251,8 @@ def _check_byte_order(store: Store, archives: Sequence[ZipArchive], opened: Sequ
 
 
 def _stub(data: bytes, known: dict[bytes, TensorStub], opened: OpenedSlice) -> TensorStub:
-    """Return the tensor of a slice's pickle, cached by its bytes.
-
-    The bytes are equal for layers of equal shape.
-    """
+    """Return the tensor of a slice's pickle, cached by its bytes."""
+    # The bytes are equal for layers of equal shape.
     stub = known.get(data)
     if stub is None:
         value = pickle_reader.load(data, where=opened.where, persistent=Storages(), limits=_PICKLE_LIMITS)
@@ -327,12 +273,7 @@ def _storage_bytes(stub: TensorStub) -> int:
 
 
 def locate_view(stub: TensorStub, record: Span, opened: OpenedSlice) -> Span | Strided:
-    """Return the location of a slice's elements in the record of its storage.
-
-    Raises:
-        FormatError: The tensor differs from the metadata, or exceeds its storage.
-        UnsupportedError: The tensor's values differ from its bytes (a lazy conjugate or negative view).
-    """
+    """Return the location of a slice's elements in the record of its storage."""
     storage = stub.storage
     assert isinstance(storage, StorageRef)
     dtype, box = stub.dtype or storage.dtype, opened.piece.box
@@ -386,11 +327,7 @@ def _inner(
 
 
 def decode_head(encoded: bytes, most: int, where: str) -> bytes:
-    """Decode at most `most` bytes from the start of a zstd stream.
-
-    Raises:
-        FormatError: The bytes are not a zstd stream, or need a window above the limit.
-    """
+    """Decode at most `most` bytes from the start of a zstd stream."""
     import zstandard  # noqa: PLC0415  (most checkpoints are not compressed)
 
     try:
@@ -414,17 +351,7 @@ def _walk_head(head: bytes, known: dict[bytes, TensorStub], opened: OpenedSlice)
 
 
 def slice_checksums(store: Store, spans: Sequence[tuple[str, Span]]) -> Iterator[Checksum]:
-    """Yield the CRC-32 of each record of torch archives, in the given order.
-
-    Records without one are skipped.
-
-    Args:
-        store: Store of the files.
-        spans: File and byte range of each archive.
-
-    Raises:
-        CheckpointError: An archive is damaged.
-    """
+    """Yield the CRC-32 of each record of torch archives, in the given order. Records without one are skipped."""
     rest = iter(spans)
     while batch := list(islice(rest, _BATCH)):
         archives = open_archives(store, [ArchivePlace(file, span.offset, span.nbytes) for file, span in batch])

@@ -30,49 +30,31 @@ VERSION = "1.0.0"
 
 _CLASSES = "torch.distributed.checkpoint.metadata"
 _FILE = GlobalName("torch.distributed.checkpoint.filesystem", "_StorageInfo")
-_CONTIGUOUS = 0
-"""Value of `torch.contiguous_format` in the enumeration of the metadata."""
+_CONTIGUOUS = 0  # value of `torch.contiguous_format` in the enumeration of the metadata
 
 
 class SliceObject(NamedTuple):
-    """An object that is stored as a slice.
+    """An object that is stored as a slice."""
 
-    Attributes:
-        path: Path in the saved state.
-        content: Torch archive of the value.
-    """
-
-    path: Path
-    content: bytes
+    path: Path  # path in the saved state
+    content: bytes  # Torch archive of the value
 
 
 class WrittenSlice(NamedTuple):
-    """A slice of a file.
+    """A slice of a file."""
 
-    Attributes:
-        what: Tensor chunk or object in the slice.
-        archive: Archive that the chunk's bytes are written to; None for an object.
-        offset: Offset of the first byte in the file.
-        nbytes: Number of bytes.
-    """
-
-    what: PayloadChunk | SliceObject
-    archive: TorchArchive | None
-    offset: int
+    what: PayloadChunk | SliceObject  # tensor chunk or object in the slice
+    archive: TorchArchive | None  # archive that the chunk's bytes are written to; None for an object
+    offset: int  # offset of the first byte in the file
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class SliceFile:
-    """A planned `.distcp` file.
+    """A planned `.distcp` file."""
 
-    Attributes:
-        name: File name in the checkpoint's folder.
-        slices: Slices in file order, with padding between them.
-    """
-
-    name: str
-    slices: tuple[WrittenSlice, ...]
+    name: str  # file name in the checkpoint's folder
+    slices: tuple[WrittenSlice, ...]  # slices in file order, with padding between them
 
     @property
     def nbytes(self) -> int:
@@ -81,26 +63,14 @@ class SliceFile:
 
 
 def make_object(path: Path, value: object) -> SliceObject:
-    """Encode an object as a slice.
-
-    Raises:
-        UnsupportedError: Torch cannot load a value of this type; the message names its path.
-    """
+    """Encode an object as a slice."""
     return SliceObject(path, encode_archive(value))
 
 
 def slice_files(
     rank: int, chunks: Sequence[PayloadChunk], items: Sequence[SliceObject], *, most_bytes: int, unique_suffix: str = ""
 ) -> list[SliceFile]:
-    """Plan the files of one rank.
-
-    Args:
-        rank: Rank that writes the files.
-        chunks: Tensor chunks in order. Empty chunks are stored too, as by torch.
-        items: Objects, stored after the chunks.
-        most_bytes: Maximum bytes of a file; a larger slice gets a file of its own.
-        unique_suffix: Suffix of all file names; use it if readers may still read files with the usual names.
-    """
+    """Plan the files of one rank."""
     files: list[SliceFile] = []
     slices: list[WrittenSlice] = []
     at = 0
@@ -130,16 +100,7 @@ def _archive(chunk: PayloadChunk) -> TorchArchive:
 
 
 def encode_metadata(files: Iterable[SliceFile], ties: Mapping[Path, Path], order: Iterable[Path] = ()) -> bytes:
-    """Return the content of `.metadata`.
-
-    Args:
-        files: Files of all ranks.
-        order: Paths in the order that readers see; other paths follow.
-        ties: Further path of a tensor to the path under which its slices are stored; both names get the same slices.
-
-    Raises:
-        NameCollisionError: Two paths give the same name when their keys are joined by dots.
-    """
+    """Return the content of `.metadata`."""
     names = _FlatNames()
     also: dict[Path, list[Path]] = {}
     for path, kept in ties.items():

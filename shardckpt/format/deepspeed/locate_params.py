@@ -16,8 +16,8 @@ from shardckpt.format.deepspeed.state_files import ModelState, PartitionOptimSta
 from shardckpt.format.deepspeed.zero_files import StateFiles
 from shardckpt.format.deepspeed.zero_partition import PartitionRun
 
+# Names of expert parameters in `deepspeed.moe`.
 _EXPERT = re.compile(r"(?P<start>.*\.deepspeed_experts\.)(?P<local>\d{1,6})(?P<rest>\..*)", re.DOTALL)
-"""Names of expert parameters in `deepspeed.moe`."""
 
 KEEP_ONE_SAVE = "Keep the files of one save."
 CONVERT = "Convert it with DeepSpeed's ds_to_universal.py, and point at the result."
@@ -25,39 +25,22 @@ CONVERT = "Convert it with DeepSpeed's ds_to_universal.py, and point at the resu
 
 @dataclass(frozen=True, slots=True)
 class TrainedParam:
-    """A parameter with optimizer state.
+    """A parameter with optimizer state."""
 
-    Attributes:
-        name: Name in the model.
-        shape: Full shape, in elements.
-        unit: Index of the flat tensor in which it starts.
-        runs: Runs of its elements in the ranks' flat tensors.
-    """
-
-    name: str
+    name: str  # name in the model
     shape: Shape
-    unit: int
-    runs: tuple[PartitionRun, ...]
+    unit: int  # index of the flat tensor in which it starts
+    runs: tuple[PartitionRun, ...]  # runs of its elements in the ranks' flat tensors
 
 
 class PartitionGroup(NamedTuple):
-    """Ranks that share a flat group.
+    """Ranks that share a flat group."""
 
-    Attributes:
-        ranks: Ranks in the order of their partitions.
-        experts: Index of their set of experts; 0 if all ranks have the same parameters.
-    """
-
-    ranks: tuple[int, ...]
-    experts: int
+    ranks: tuple[int, ...]  # ranks in the order of their partitions
+    experts: int  # index of their set of experts; 0 if all ranks have the same parameters
 
     def name(self, local: str, counts: Mapping[str, int]) -> str:
-        """Return a parameter's name in the model; ranks count their own experts from 0.
-
-        Args:
-            local: Name on a rank.
-            counts: Prefix of expert names to the number of experts on each rank.
-        """
+        """Return a parameter's name in the model; ranks count their own experts from 0."""
         match = _EXPERT.fullmatch(local)
         if match is None or not self.experts:
             return local
@@ -66,22 +49,14 @@ class PartitionGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class DataParallelRanks:
-    """The files of one model-parallel rank.
-
-    Attributes:
-        contents: Content of all files.
-        files: All files, by kind.
-        mp: Model-parallel rank.
-        models: Data-parallel rank to the state of its model file; one file if every rank has the full model.
-        optims: Data-parallel rank to the state of its optimizer file.
-        world: Number of data-parallel ranks.
-    """
+    """The files of one model-parallel rank."""
 
     contents: StateFileContents
-    files: StateFiles
+    files: StateFiles  # all files, by kind
     mp: int
+    # Data-parallel rank to the state of its model file; one file if every rank has the full model.
     models: Mapping[int, ModelState]
-    optims: Mapping[int, PartitionOptimState]
+    optims: Mapping[int, PartitionOptimState]  # data-parallel rank to the state of its optimizer file
     world: int
 
     @cached_property
@@ -186,10 +161,7 @@ class DataParallelRanks:
         }
 
     def _fit_partition(self, unit: int, group: PartitionGroup) -> int:
-        """Return the partition size of a flat group in elements.
-
-        It must match the lengths of the ranks' tensors.
-        """
+        """Return a flat group's partition size in elements, which must match the lengths of the ranks' tensors."""
         total = self._offsets(unit)[-1]
         lengths = {
             place: self.optims[rank].flats[unit].shape[0]
@@ -209,10 +181,7 @@ class DataParallelRanks:
         return partition or 1
 
     def _find_groups(self, unit: int) -> list[PartitionGroup]:
-        """Return the groups of ranks that share a flat group.
-
-        There is one group, or one for each set of experts.
-        """
+        """Return the groups of ranks that share a flat group: one, or one for each set of experts."""
         state = next(iter(self.optims.values()), None)
         count = state.counts[unit] if state else self.world
         if count == self.world:
@@ -239,11 +208,9 @@ class DataParallelRanks:
         return {start: len(numbers) for start, numbers in experts.items()}
 
     def _require_starts(self, runs: Mapping[str, tuple[PartitionRun, ...]], unit: int, group: PartitionGroup) -> None:
-        """Compare runs with the parameter offsets that ranks store.
-
-        With `round_robin_gradients` DeepSpeed reorders parameters: `param_shapes` has the new order, but the stored
-        offsets are in the old order. Like `zero_to_fp32.py`, this module uses `param_shapes`.
-        """
+        """Compare runs with the parameter offsets that ranks store."""
+        # With `round_robin_gradients` DeepSpeed reorders parameters: `param_shapes` has the new order, the stored
+        # offsets have the old one. Like `zero_to_fp32.py`, this module uses `param_shapes`.
         wrong = self._find_wrong_start(runs)
         if wrong is None:
             return
@@ -287,11 +254,7 @@ def build_ranks(
     models: Mapping[int, ModelState],
     optims: Mapping[int, PartitionOptimState],
 ) -> DataParallelRanks:
-    """Return the files of one model-parallel rank, with a consistent world size.
-
-    Raises:
-        FormatError: The files are from different saves.
-    """
+    """Return the files of one model-parallel rank, with a consistent world size."""
     return DataParallelRanks(contents, files, mp, models, optims, _find_world(models, optims, contents.url))
 
 

@@ -26,8 +26,8 @@ from shardckpt.manifest import ObjectEntry, Path, TensorEntry
 MODEL, MASTER, OPTIMIZER = "model", "master", "optimizer"
 _STATE, _STEP = "state", "step"
 
+# Returns the flat tensor of a rank and a unit index; None if the rank's file is missing.
 Find = Callable[[int, int], TensorEntry | None]
-"""Returns the flat tensor of a rank and a unit index; None if the rank's file is missing."""
 
 
 def _merge_runs(
@@ -86,10 +86,7 @@ def merge_frozen(builder: ManifestBuilder, ranks: DataParallelRanks, name: str, 
 
 
 def tie_shared(builder: ManifestBuilder, states: Iterable[ModelState], trained: Collection[str]) -> None:
-    """Add further names of shared parameters.
-
-    Names with optimizer state and empty tensors are not tied.
-    """
+    """Add further names of shared parameters, except names with optimizer state and empty tensors."""
     for alias, name in ((alias, name) for state in states for alias, name in state.shared.items()):
         for root in (MODEL, MASTER):
             entry = builder.tensors.get((root, name))
@@ -98,13 +95,7 @@ def tie_shared(builder: ManifestBuilder, states: Iterable[ModelState], trained: 
 
 
 def put_model(builder: ManifestBuilder, ranks: DataParallelRanks, params: Mapping[str, TrainedParam]) -> None:
-    """Add the model weights and the master weights by name.
-
-    Args:
-        builder: Builder that receives the tensors.
-        ranks: Files of one model-parallel rank.
-        params: Trained parameters that no other model-parallel rank adds.
-    """
+    """Add the model weights and the master weights by name."""
     states = list(ranks.models.values())
     if ranks.is_split:
         _put_parts(builder, ranks, states, params)
@@ -130,10 +121,8 @@ def _put_module(builder: ManifestBuilder, ranks: DataParallelRanks, state: Model
 def _put_parts(
     builder: ManifestBuilder, ranks: DataParallelRanks, states: Sequence[ModelState], params: Mapping[str, TrainedParam]
 ) -> None:
-    """Add the weights of stage 3.
-
-    Placeholders give order and dtype, the optimizer files contain the partitions. Each rank has the buffers in full.
-    """
+    """Add the weights of stage 3."""
+    # Placeholders give order and dtype; the optimizer files contain the partitions. Each rank has the buffers in full.
     state = states[0]
     frozen = {name: shape for name, shape in state.frozen.items() if name not in params}
     waiting = dict.fromkeys([*params, *frozen])
@@ -222,10 +211,7 @@ def _slot_finder(ranks: DataParallelRanks, slot: str) -> Find:
 
 
 def _read_steps(ranks: DataParallelRanks, params: Mapping[str, TrainedParam]) -> dict[str, object]:
-    """Return the step of each parameter.
-
-    The result is empty unless the optimizer stores steps per group or, if elastic, one for all.
-    """
+    """Return each parameter's step; empty unless the optimizer stores steps per group or, if elastic, one for all."""
     if ranks.first_optim is None:
         return {}
     value = ranks.contents.value(ranks.first_optim.file, "optimizer_state_dict", "base_optimizer_state_step")
@@ -242,10 +228,7 @@ def _read_steps(ranks: DataParallelRanks, params: Mapping[str, TrainedParam]) ->
 def list_groups(
     ranks: DataParallelRanks, params: Mapping[str, TrainedParam]
 ) -> list[tuple[Mapping[str, Slot], list[str]]]:
-    """Return the options and parameter names of each optimizer group.
-
-    The result is empty without optimizer files.
-    """
+    """Return options and parameter names for each optimizer group; empty without optimizer files."""
     state = ranks.first_optim
     if state is None:
         return []

@@ -12,8 +12,7 @@ from shardckpt.format.deepspeed.zero_files import StateFiles
 from shardckpt.format.merge_shards import ManifestBuilder
 from shardckpt.manifest import TensorEntry
 
-TIED = "tied_modules."
-"""Prefix of names of modules that several pipeline stages share; the name of the module follows."""
+TIED = "tied_modules."  # prefix of names of modules that several pipeline stages share; the name of the module follows
 
 
 def put_experts(builder: ManifestBuilder, contents: StateFileContents, files: StateFiles) -> None:
@@ -26,19 +25,7 @@ def put_experts(builder: ManifestBuilder, contents: StateFileContents, files: St
 def put_layers(
     builder: ManifestBuilder, contents: StateFileContents, files: StateFiles, trained: Mapping[str, Shape]
 ) -> None:
-    """Add the weights of pipeline layers under the names of their module.
-
-    The name is the layer's number, or that of the shared module.
-
-    Args:
-        builder: Builder that receives the tensors.
-        contents: Content of the files.
-        files: Files by kind.
-        trained: Shapes of the parameters with optimizer state.
-
-    Raises:
-        AmbiguousError: Several shared modules have equal shapes, so a layer cannot be assigned to one of them.
-    """
+    """Add the weights of pipeline layers under the layer's number, or the shared module's name."""
     shared = _shared_modules(trained)
     for (layer, _), file in sorted(files.layers.items()):
         tensors = {str(path[0]): entry for path, entry in contents.tensors(file).items() if len(path) == 1}

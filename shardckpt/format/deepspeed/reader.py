@@ -51,10 +51,7 @@ _STEP, _GROUPS = "step", "param_groups"
 
 
 def recognize(source: Source) -> Evidence:
-    """Recognize a folder by its file names, and one of these files by its own.
-
-    No other writer uses these names.
-    """
+    """Recognize a folder, or one of its files, by file names that no other writer uses."""
     if source.file is not None:
         return Evidence.STRUCTURE if is_part(source.file) else Evidence.NONE
     try:
@@ -64,14 +61,7 @@ def recognize(source: Source) -> Evidence:
 
 
 def open_source(source: Source) -> Reader:
-    """Open a recognized source.
-
-    Raises:
-        AmbiguousError: There are several steps and no file names one of them.
-        UnsupportedError: The sharding is not supported: tensor parallelism, or versions before 0.3.17.
-        UsageError: The source is one file of a folder.
-        CheckpointError: Files are from different saves, or a file is damaged, rejected or missing.
-    """
+    """Open a recognized source."""
     if source.file is not None:
         raise UsageError(
             "this file is one part of a DeepSpeed checkpoint",
@@ -136,10 +126,8 @@ def _read_ranks(reader: TorchReader, contents: StateFileContents, files: StateFi
 
 
 def _require_one_step(reader: TorchReader, optims: Mapping[int, PartitionOptimState]) -> None:
-    """Require equal steps in the ranks' optimizers.
-
-    Files of two saves may agree in all other fields.
-    """
+    """Require equal steps in the ranks' optimizers."""
+    # Files of two saves may agree in all other fields.
     counts: list[tuple[PartitionOptimState, int, TensorEntry]] = []
     for state in optims.values():
         for unit, slots in enumerate(state.slots):
@@ -161,10 +149,7 @@ def _require_one_step(reader: TorchReader, optims: Mapping[int, PartitionOptimSt
 def _scalars(
     reader: TorchReader, located: Sequence[Piece], counts: Sequence[tuple[PartitionOptimState, int, TensorEntry]]
 ) -> list[bytes]:
-    """Return the bytes of one-element tensors, read in one batch.
-
-    Compressed tensors are decoded one at a time.
-    """
+    """Return the bytes of one-element tensors, read in one batch; compressed ones are decoded one at a time."""
     buffers = [bytearray(nbytes(value.stored, 1)) for _, _, value in counts]
     reads: list[Read] = []
     for piece, buffer in zip(located, buffers, strict=True):
@@ -180,13 +165,7 @@ def _scalars(
 def _assign_params(
     all_ranks: Sequence[DataParallelRanks], files: StateFiles, url: str
 ) -> list[Mapping[str, TrainedParam]]:
-    """Return the trained parameters of each model-parallel rank.
-
-    The first pipeline stage gets the shared ones.
-
-    Raises:
-        UnsupportedError: Parameters are sharded by tensor parallelism, which only the training code can undo.
-    """
+    """Return the trained parameters of each model-parallel rank; the first pipeline stage gets the shared ones."""
     assigned: list[Mapping[str, TrainedParam]] = []
     seen: set[str] = set()
     sharded: list[str] = []
@@ -226,11 +205,7 @@ def _require_weights(builder: ManifestBuilder, trained: Mapping[str, Shape]) -> 
 
 
 def _put_groups(builder: ManifestBuilder, stages: Sequence[Sequence[tuple[Mapping[str, Slot], Sequence[str]]]]) -> None:
-    """Add the optimizer's groups; those of pipeline stages are merged.
-
-    Raises:
-        FormatError: Stages contradict each other.
-    """
+    """Add the optimizer's groups; those of pipeline stages are merged."""
     plain = [
         [
             {**{k: v.value for k, v in options.items() if isinstance(v, ObjectEntry)}, "params": names}
@@ -273,10 +248,7 @@ def put_loop_state(builder: ManifestBuilder, contents: StateFileContents, files:
 
 
 def _ignored_weights(source: Source) -> tuple[str, ...]:
-    """Return a warning about other weights in the folder, which are not read.
-
-    A Trainer saves its model there.
-    """
+    """Return a warning about other weights in the folder, such as a Trainer's model, which are not read."""
     names = [name for name in source.files if name.endswith((".safetensors", ".safetensors.index.json"))]
     return (f"{names[0]} is beside the states and is not read",) if names else ()
 

@@ -16,21 +16,16 @@ _MOST_RANKS = 1 << 24
 _OPTIM = "optimizer_state_dict"
 _FLAT_KEYS = ("single_partition_of_fp32_groups", "fp32_flat_groups")
 _BASE_KEYS = ("base_optimizer_state", _OPTIM)
+# Keys of a model file that describe the model; other keys belong to the training loop.
 _MODEL_KEYS = frozenset(
     ("module", "buffer_names", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments")
 )
-"""Keys of a model file that describe the model; other keys belong to the training loop."""
 
 Slot = TensorEntry | ObjectEntry
 
 
 class StateFileContents:
-    """Values and tensors of state files, by file and path.
-
-    Args:
-        manifest: Manifest of all files; paths start with the name of the file.
-        url: URL of the store, for messages.
-    """
+    """Values and tensors of state files, by file and path."""
 
     def __init__(self, manifest: Manifest, url: str) -> None:
         self.url = url
@@ -63,64 +58,40 @@ class StateFileContents:
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """The fields of one model file.
-
-    Attributes:
-        file: Name of the file.
-        module: State dict of the module; in stage 3 placeholders without elements, except buffers.
-        shapes: For each flat tensor, the shapes of its parameters in order; None if no optimizer state is partitioned.
-        frozen: Shapes of the parameters without optimizer state.
-        fragments: Partitions of the frozen parameters in this file.
-        shared: Further name of a parameter to its first name.
-        step: Number of optimizer steps; -1 if not stored.
-        world: Number of data-parallel ranks; 0 if not stored.
-        tensor_ranks: Number of tensor-parallel ranks; 0 if not stored.
-    """
+    """The fields of one model file."""
 
     file: str
+    # State dict of the module; in stage 3 placeholders without elements, except buffers.
     module: Mapping[str, TensorEntry]
+    # For each flat tensor, the shapes of its parameters in order; None if no optimizer state is partitioned.
     shapes: tuple[Mapping[str, Shape], ...] | None
-    frozen: Mapping[str, Shape]
-    fragments: Mapping[str, TensorEntry]
-    shared: Mapping[str, str]
-    step: int
-    world: int
-    tensor_ranks: int
+    frozen: Mapping[str, Shape]  # shapes of the parameters without optimizer state
+    fragments: Mapping[str, TensorEntry]  # partitions of the frozen parameters in this file
+    shared: Mapping[str, str]  # further name of a parameter to its first name
+    step: int  # number of optimizer steps; -1 if not stored
+    world: int  # number of data-parallel ranks; 0 if not stored
+    tensor_ranks: int  # number of tensor-parallel ranks; 0 if not stored
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionOptimState:
-    """The fields of one rank's optimizer file.
-
-    Attributes:
-        file: Name of the file.
-        rank: Data-parallel rank, from the file's name.
-        is_split: Whether each parameter is partitioned individually (stage 3).
-        flats: Flat tensors of the rank's master weights.
-        counts: Number of ranks that share each flat tensor.
-        slots: For each flat tensor, the optimizer's slots.
-        base: Path of the inner optimizer's state in the file.
-        paddings: Elements of padding after each parameter of each flat tensor; None without padding.
-        starts: For each flat tensor, name to element count and first element of this rank's partition, if stored.
-    """
+    """The fields of one rank's optimizer file."""
 
     file: str
-    rank: int
-    is_split: bool
-    flats: tuple[TensorEntry, ...]
-    counts: tuple[int, ...]
-    slots: tuple[Mapping[str, Slot], ...]
-    base: Path
+    rank: int  # data-parallel rank, from the file's name
+    is_split: bool  # whether each parameter is partitioned individually (stage 3)
+    flats: tuple[TensorEntry, ...]  # flat tensors of the rank's master weights
+    counts: tuple[int, ...]  # number of ranks that share each flat tensor
+    slots: tuple[Mapping[str, Slot], ...]  # for each flat tensor, the optimizer's slots
+    base: Path  # path of the inner optimizer's state in the file
+    # Elements of padding after each parameter of each flat tensor; None without padding.
     paddings: tuple[tuple[int, ...], ...] | None
+    # For each flat tensor, name to element count and first element of this rank's partition, if stored.
     starts: tuple[Mapping[str, tuple[int, int]], ...] | None = field(default=None)
 
 
 def read_model_state(contents: StateFileContents, file: str) -> ModelState:
-    """Read the fields of a model file.
-
-    Raises:
-        FormatError: The file does not have the fields that DeepSpeed writes.
-    """
+    """Read the fields of a model file."""
     where = contents.where(file)
     shapes = contents.value(file, "param_shapes")
     dims = contents.value(file, "checkpoint_parallel_dimensions")
@@ -147,12 +118,7 @@ def read_loop_state(contents: StateFileContents, file: str) -> Iterator[tuple[Pa
 
 
 def read_optim_state(contents: StateFileContents, file: str, rank: int) -> PartitionOptimState:
-    """Read the fields of a rank's optimizer file.
-
-    Raises:
-        FormatError: The file does not have the fields that DeepSpeed writes.
-        UnsupportedError: The stage or version has another layout.
-    """
+    """Read the fields of a rank's optimizer file."""
     where = contents.where(file)
     is_split = bool(contents.children(file, _OPTIM, _FLAT_KEYS[1]))
     flats = _in_order(contents.children(file, _OPTIM, _FLAT_KEYS[is_split]), where)
@@ -256,10 +222,8 @@ def _parse_starts(value: object) -> tuple[Mapping[str, tuple[int, int]], ...] | 
 
 
 def _parse_groups(value: object, where: str) -> Sequence[object]:
-    """Return the groups of shapes.
-
-    Files before version 0.4 contain one group without a surrounding list.
-    """
+    """Return the groups of shapes."""
+    # Files before version 0.4 contain one group without a surrounding list.
     return [value] if isinstance(value, dict) else check_list(value, where)
 
 

@@ -38,12 +38,7 @@ def recognize(source: Source) -> Evidence:
 
 
 def open_source(source: Source) -> Reader:
-    """Open a recognized source.
-
-    Raises:
-        IncompleteError: A parameter has no weights.
-        CheckpointError: A file is damaged, rejected, or not as DeepSpeed writes it.
-    """
+    """Open a recognized source."""
     folder = _folder(source)
     assert folder is not None, "only recognized sources are opened"
     store = source.store
@@ -78,10 +73,7 @@ def open_source(source: Source) -> Reader:
 
 
 def _folder(source: Source) -> str | None:
-    """Return the folder that contains `zero/`; None if no folder does.
-
-    The result is empty for the root.
-    """
+    """Return the folder that contains `zero/`, empty for the root; None if no folder does."""
     if source.file is not None:
         return None
     if ZERO in source.folders and _holds_params(source.store, ZERO):
@@ -120,27 +112,16 @@ def _params(store: Store, zero: str) -> Iterator[tuple[str, dict[str, tuple[str,
 
 @dataclass(frozen=True, slots=True)
 class _UniversalMerger:
-    """Collects the parameter files by name.
-
-    Attributes:
-        contents: Content of the files.
-        builder: Builder that receives the tensors and values.
-        params: Parameter to slot to file name and size in bytes.
-        models: Model files of data-parallel rank 0, one for each model-parallel rank.
-        ranks: In stage 3, model files of all ranks, which contain frozen parameters.
-    """
+    """Collects the parameter files by name."""
 
     contents: StateFileContents
-    builder: ManifestBuilder
-    params: Mapping[str, Mapping[str, tuple[str, int]]]
-    models: list[ModelState]
-    ranks: DataParallelRanks | None
+    builder: ManifestBuilder  # builder that receives the tensors and values
+    params: Mapping[str, Mapping[str, tuple[str, int]]]  # parameter to slot to file name and size in bytes
+    models: list[ModelState]  # model files of data-parallel rank 0, one for each model-parallel rank
+    ranks: DataParallelRanks | None  # in stage 3, model files of all ranks, which contain frozen parameters
 
     def put_model(self) -> None:
-        """Add the weights.
-
-        Uses the module's own if a file contains them in full, else the rounded fp32 weights.
-        """
+        """Add the module's own weights if a file contains them in full, else the rounded fp32 weights."""
         trained = self._trained()
         shared = {alias: name for state in self.models for alias, name in state.shared.items()}
         for state in self.models:
@@ -156,10 +137,7 @@ class _UniversalMerger:
         tie_shared(self.builder, self.models, trained)
 
     def _trained(self) -> dict[str, None]:
-        """Return the parameters with optimizer state.
-
-        All parameters of a flat tensor must have the same slots.
-        """
+        """Return the parameters with optimizer state."""
         names: dict[str, None] = {}
         for unit in (unit for state in self.models for unit in state.shapes or ()):
             slots = {slot for name in unit for slot in self.params.get(name, ())}
@@ -190,10 +168,7 @@ class _UniversalMerger:
         return self._reshape(name, self._read_tensor(self.params[name][WEIGHTS][0]))
 
     def _reshape(self, name: str, entry: TensorEntry) -> TensorEntry:
-        """Return a tensor in its parameter's shape.
-
-        Stage 3 stores it flat, possibly with padding at the end.
-        """
+        """Return a tensor in its parameter's shape; stage 3 stores it flat, possibly with padding at the end."""
         shapes = (unit[name] for state in self.models for unit in state.shapes or () if name in unit)
         shape = next(shapes, entry.shape)
         if len(entry.shape) != 1 or entry.shape == shape:
@@ -222,11 +197,7 @@ class _UniversalMerger:
         )
 
     def put_optimizer(self, shared: str | None) -> None:
-        """Add the optimizer's slots and groups.
-
-        Args:
-            shared: File with the values that all parameters share; None if there is none.
-        """
+        """Add the optimizer's slots and groups."""
         for name, slots in self.params.items():
             for slot, (file, _) in slots.items():
                 if slot != WEIGHTS:

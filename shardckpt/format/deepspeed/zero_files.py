@@ -25,32 +25,26 @@ _ALL = (_RANK, _MODEL, _LAYER, _EXPERT, _EXPERT_OPTIM)
 
 _K = TypeVar("_K")
 
-Place = tuple[int, int]
-"""Data-parallel rank and model-parallel rank."""
+Place = tuple[int, int]  # data-parallel rank and model-parallel rank
 
 
 @dataclass(slots=True)
 class StateFiles:
-    """Files of one checkpoint by content; names are relative to the store.
+    """Files of one checkpoint by content; names are relative to the store."""
 
-    Attributes:
-        folder: Folder of the files in the store; empty for the root.
-        sizes: File name to size in bytes.
-        models: Model-parallel rank to the file with the full model (stages 0 to 2).
-        parts: Data-parallel and model-parallel rank to the file with the rank's part of the model (stage 3).
-        optims: Data-parallel and model-parallel rank to the file with the rank's part of the optimizer.
-        layers: Layer and model-parallel rank to the layer's file (pipelines).
-        experts: Layer, expert and model-parallel rank to the expert's file; layer -1 in old checkpoints.
-        expert_optims: Expert-parallel and model-parallel rank to the optimizer file.
-    """
-
-    folder: str
-    sizes: dict[str, int] = field(default_factory=dict)
+    folder: str  # folder of the files in the store; empty for the root
+    sizes: dict[str, int] = field(default_factory=dict)  # file name to size in bytes
+    # Model-parallel rank to the file with the full model (stages 0 to 2).
     models: dict[int, str] = field(default_factory=dict)
+    # Data-parallel and model-parallel rank to the file with the rank's part of the model (stage 3).
     parts: dict[Place, str] = field(default_factory=dict)
+    # Data-parallel and model-parallel rank to the file with the rank's part of the optimizer.
     optims: dict[Place, str] = field(default_factory=dict)
+    # Layer and model-parallel rank to the layer's file (pipelines).
     layers: dict[tuple[int, int], str] = field(default_factory=dict)
+    # Layer, expert and model-parallel rank to the expert's file; layer -1 in old checkpoints.
     experts: dict[tuple[int, int, int], str] = field(default_factory=dict)
+    # Expert-parallel and model-parallel rank to the optimizer file.
     expert_optims: dict[Place, str] = field(default_factory=dict)
 
     @property
@@ -71,14 +65,7 @@ def is_part(name: str) -> bool:
 
 
 def find_folder(source: Source) -> str | None:
-    """Return the folder of the state files in a source; None if no folder has any.
-
-    The result is empty for the root.
-
-    Raises:
-        AmbiguousError: There are several folders and no file names one of them.
-        IncompleteError: `latest` names a folder that does not exist.
-    """
+    """Return the folder with a source's state files, empty for the root; None if no folder has any."""
     if source.file is not None:
         return None
     if any(map(is_state_file, source.files)):
@@ -119,11 +106,7 @@ def read_tag(source: Source, name: str) -> str:
 
 
 def sort_files(store: Store, folder: str) -> StateFiles:
-    """Return the state files of a folder, sorted by content.
-
-    Raises:
-        FormatError: Two files belong to the same rank.
-    """
+    """Return the state files of a folder, sorted by content."""
     entries = [entry for entry in store.list(folder) if not entry.is_folder]
     found = StateFiles(folder)
     for entry in sorted(entries, key=lambda e: e.name):

@@ -13,38 +13,22 @@ from typing import NamedTuple
 
 from shardckpt.boxes import Box, Shape, chunk_range, flat_to_boxes
 
+# Possible alignments of a partition, in elements: 2 since collectives are aligned to 4 bytes, 1 in older versions.
 _ALIGNMENTS = (2, 1)
-"""Possible alignments of a partition, in elements: 2 since collectives are aligned to 4 bytes, 1 in older versions."""
 
 
 class PartitionRun(NamedTuple):
-    """Contiguous elements of a parameter in one rank's flat tensor.
+    """Contiguous elements of a parameter in one rank's flat tensor."""
 
-    Attributes:
-        rank: Data-parallel rank.
-        unit: Index of the flat tensor on the rank.
-        at: First element in that flat tensor.
-        start: First element in the parameter, in row-major order.
-        stop: End of the elements in the parameter, exclusive.
-    """
-
-    rank: int
-    unit: int
-    at: int
-    start: int
-    stop: int
+    rank: int  # data-parallel rank
+    unit: int  # index of the flat tensor on the rank
+    at: int  # first element in that flat tensor
+    start: int  # first element in the parameter, in row-major order
+    stop: int  # end of the elements in the parameter, exclusive
 
 
 def partition_elements(total: int, world: int, alignment: int = 2) -> int:
-    """Return the elements of each rank's partition of a group, with padding.
-
-    Used for stages 1 and 2, whose partitions are equal.
-
-    Args:
-        total: Elements of the group's parameters, including padding between them.
-        world: Number of ranks that share the group.
-        alignment: The partition is a multiple of this number of elements.
-    """
+    """Return the elements of each rank's partition in stages 1 and 2, which are equal, with padding."""
     return -(-total // (alignment * world)) * alignment
 
 
@@ -54,18 +38,9 @@ def lean_elements(total: int, partition: int, rank: int) -> int:
 
 
 def possible_lengths(total: int, partition: int, world: int, rank: int) -> set[int]:
-    """Return the possible lengths of a rank's tensor in elements.
-
-    The lengths are with padding, without padding, and as in old versions. Before 0.15, DeepSpeed attributed all padding
-    of a group to the last rank. If that exceeds its partition, `part[:length - padding]` counts from the end and keeps
-    some of the padding.
-
-    Args:
-        total: Elements of the group.
-        partition: Elements of each rank's partition.
-        world: Number of ranks that share the group.
-        rank: Index of the rank in the group.
-    """
+    """Return the possible lengths of a rank's tensor in elements: with padding, without, and as in old versions."""
+    # Before 0.15, DeepSpeed attributed all padding of a group to the last rank. If that exceeds its partition,
+    # `part[:length - padding]` counts from the end and keeps some of the padding.
     found = {partition, lean_elements(total, partition, rank)}
     padding = world * partition - total
     if rank == world - 1 and padding > partition:
@@ -74,26 +49,13 @@ def possible_lengths(total: int, partition: int, world: int, rank: int) -> set[i
 
 
 def original_order(names: Sequence[str], world: int) -> list[str]:
-    """Return the order of parameters before `round_robin_gradients` reordered them.
-
-    Args:
-        names: Names in the order of the flat group: every `world`-th from index 0, then from index 1, and so on.
-        world: Number of ranks that share the group.
-    """
+    """Return the order of parameters before `round_robin_gradients` reordered them."""
     reordered = [i for rank in range(world) for i in range(rank, len(names), world)]
     return [name for _, name in sorted(zip(reordered, names, strict=True))]
 
 
 def fit_partition(total: int, world: int, lengths: Mapping[int, int]) -> int | None:
-    """Return the partition size that explains all lengths; None if no size does.
-
-    Each rank's tensor may have padding or not.
-
-    Args:
-        total: Elements of the group.
-        world: Number of ranks that share the group.
-        lengths: Rank to the length of its tensor in elements, for existing ranks.
-    """
+    """Return the partition size that explains all lengths, with padding or without; None if no size does."""
     for alignment in _ALIGNMENTS:
         partition = partition_elements(total, world, alignment)
         if all(n in possible_lengths(total, partition, world, rank) for rank, n in lengths.items()):
@@ -102,27 +64,13 @@ def fit_partition(total: int, world: int, lengths: Mapping[int, int]) -> int | N
 
 
 def offsets(numels: Sequence[int], paddings: Sequence[int] | None = None) -> list[int]:
-    """Return the offset of each parameter of a group, and the group's end.
-
-    Offsets are in elements.
-
-    Args:
-        numels: Elements of each parameter.
-        paddings: Elements of padding after each parameter; None for no padding.
-    """
+    """Return the offset of each parameter of a group, and the group's end. Offsets are in elements."""
     spaces = [n + p for n, p in zip(numels, paddings, strict=True)] if paddings else numels
     return list(accumulate(spaces, initial=0))
 
 
 def split_partition_runs(offset: int, numel: int, partition: int, unit: int = 0) -> list[PartitionRun]:
-    """Split a parameter over ranks like stages 1 and 2.
-
-    Args:
-        offset: First element in the group.
-        numel: Elements of the parameter.
-        partition: Elements of each rank's partition.
-        unit: Index of the group's flat tensor.
-    """
+    """Split a parameter over ranks like stages 1 and 2."""
     runs, start = [], 0
     while start < numel:
         rank, at = divmod(offset + start, partition)
@@ -133,22 +81,12 @@ def split_partition_runs(offset: int, numel: int, partition: int, unit: int = 0)
 
 
 def part_elements(numel: int, world: int) -> int:
-    """Return the elements of each rank's part of one parameter, with padding.
-
-    Used for stage 3.
-    """
+    """Return the elements of each rank's part of one parameter, with padding. Used for stage 3."""
     return chunk_range(numel, world, 0)[1]
 
 
 def split_stage3_runs(offset: int, numel: int, world: int, bounds: Sequence[int]) -> list[PartitionRun]:
-    """Split a parameter over ranks like stage 3.
-
-    Args:
-        offset: First element of a rank's part in its flat tensors, counted through all of them.
-        numel: Elements of the parameter.
-        world: Number of ranks that share the parameter.
-        bounds: Start of each flat tensor in the same count, followed by the end of the last.
-    """
+    """Split a parameter over ranks like stage 3."""
     part = part_elements(numel, world)
     runs = []
     for rank in range(world):

@@ -26,14 +26,7 @@ from shardckpt.storage.store import Store
 
 
 def list_durability(root: str) -> tuple[Durability, ...]:
-    """Return the copies of every step that this machine can read, in the order of their numbers.
-
-    Args:
-        root: Path or URL of the run.
-
-    Raises:
-        StorageError: The root cannot be read.
-    """
+    """Return the copies of every step that this machine can read, in the order of their numbers."""
     copies: dict[int, list[StepCopy]] = {}
     tiers = [(MEMORY, f"{SCHEME}://{find_run_id(root)}"), (LOCAL, read_run_record(open_store(root)).local)]
     for tier, url in tiers:

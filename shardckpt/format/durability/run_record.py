@@ -13,52 +13,35 @@ from shardckpt.errors import CheckpointError, MissingFileError
 from shardckpt.storage.resolve_url import local_path
 from shardckpt.storage.store import Store, read_bytes
 
-RECORD = ".shardckpt-run.json"
-"""Name of the record's file in the root."""
+RECORD = ".shardckpt-run.json"  # name of the record's file in the root
 
 _MOST_BYTES = 1 << 16
 
-_MOST_STARTS = 64
-"""Maximum number of starts in a record: memory keeps the captures of the last few."""
+_MOST_STARTS = 64  # maximum number of starts in a record: memory keeps the captures of the last few
 
+# Records are filled up with spaces to a multiple of this; one with 64 failed steps has fewer bytes.
 _UNIT_BYTES = 1 << 12
-"""Records are filled up with spaces to a multiple of this; one with 64 failed steps has fewer bytes."""
 
 
 def find_run_id(root: str) -> str:
-    """Return the id under which the captures of a run are found again: equal for equal roots.
-
-    Args:
-        root: Path or URL of the run.
-    """
+    """Return the id under which the captures of a run are found again: equal for equal roots."""
     path = local_path(root)
     place = root.rstrip("/") if path is None else os.path.realpath(path)
     return hashlib.sha256(place.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
 class Attempt(NamedTuple):
-    """Restores of a step after which the run failed.
-
-    Attributes:
-        branch: Branch of the step.
-        number: Number of the step.
-        failures: Number of restores since a further step was completed last.
-    """
+    """Restores of a step after which the run failed."""
 
     branch: int
-    number: int
-    failures: int
+    number: int  # number of the step
+    failures: int  # number of restores since a further step was completed last
 
 
 class CapturingStart(NamedTuple):
-    """The start of a run that captured last.
+    """The start of a run that captured last."""
 
-    Attributes:
-        id: Text that no other start has; empty if no start is known.
-        branch: Branch of its captures.
-    """
-
-    id: str = ""
+    id: str = ""  # text that no other start has; empty if no start is known
     branch: int = 0
 
 
@@ -66,16 +49,10 @@ NO_START = CapturingStart()
 
 
 class LostSteps(NamedTuple):
-    """Steps that the root had lost while a start of the run went on: what that start captured is still of the run.
+    """Steps that the root had lost while a start of the run went on: what that start captured is still of the run."""
 
-    Attributes:
-        start: Id of the start; empty if the root has lost nothing.
-        branch: Branch of the newest step that it had.
-        number: Its number.
-    """
-
-    start: str = ""
-    branch: int = -1
+    start: str = ""  # id of the start; empty if the root has lost nothing
+    branch: int = -1  # branch of the newest step that it had
     number: int = -1
 
 
@@ -84,21 +61,13 @@ NOTHING_LOST = LostSteps()
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """Record of a run.
+    """Record of a run."""
 
-    Attributes:
-        local: Folder of the tier on a disk of the node; empty without one.
-        attempts: Steps after whose restore the run failed, or may be about to.
-        start: Start of the run that captured last.
-        lost: Steps that the root had lost last while a start went on.
-        starts: Ids of the starts that have captured, or whose captures were found; empty if unknown.
-    """
-
-    local: str = ""
-    attempts: tuple[Attempt, ...] = ()
-    start: CapturingStart = NO_START
-    lost: LostSteps = NOTHING_LOST
-    starts: tuple[str, ...] = ()
+    local: str = ""  # folder of the tier on a disk of the node; empty without one
+    attempts: tuple[Attempt, ...] = ()  # steps after whose restore the run failed, or may be about to
+    start: CapturingStart = NO_START  # start of the run that captured last
+    lost: LostSteps = NOTHING_LOST  # steps that the root had lost last while a start went on
+    starts: tuple[str, ...] = ()  # ids of the starts that have captured, or whose captures were found; empty if unknown
 
     def encode(self) -> bytes:
         """Return the record as a line of JSON."""
@@ -149,14 +118,7 @@ def _decode_lost(found: Any) -> LostSteps:
 
 
 def read_run_record(store: Store) -> RunRecord:
-    """Return the record of a run; a new one if it has none.
-
-    Args:
-        store: Store whose root is the run.
-
-    Raises:
-        StorageError: The store failed.
-    """
+    """Return the record of a run; a new one if it has none."""
     try:
         size = store.size(RECORD)
         return RunRecord.decode(read_bytes(store, RECORD, 0, size)) if size <= _MOST_BYTES else RunRecord()
@@ -165,18 +127,9 @@ def read_run_record(store: Store) -> RunRecord:
 
 
 def write_run_record(store: Store, record: RunRecord) -> None:
-    """Write the record of a run, in place of an earlier one; it appears at once.
-
-    All records are of one size: a reader asks for the size first and then for so many bytes, and another thread or
-    process may write between the two.
-
-    Args:
-        store: Store whose root is the run.
-        record: The record.
-
-    Raises:
-        StorageError: The store failed; the earlier record stays.
-    """
+    """Write a run's record atomically, in place of an earlier one, which stays if the store fails."""
+    # All records have one size: a reader asks for the size first and then for so many bytes, and another thread or
+    # process may write between the two.
     data = record.encode()
     with store.create(RECORD) as writer:
         writer.write(data.ljust(-(-len(data) // _UNIT_BYTES) * _UNIT_BYTES))

@@ -14,21 +14,20 @@ from shardckpt.storage.resolve_url import local_path
 from shardckpt.storage.store import Store
 
 PROCESS, NODE, TWO_NODES = "process", "node", "2 nodes"
+# Failures that a copy may survive: the end of all training processes, and the loss of one or two nodes.
 FAILURES = (PROCESS, NODE, TWO_NODES)
-"""Failures that a copy may survive: the end of all training processes, and the loss of one or two nodes."""
 
 _REMOTE = re.compile(r"(s3a?|gs|gcs|abfss?|az|adl|hf|oci|oss|obs|tos|r2|sftp|ssh|hdfs|webhdfs|dbfs)://")
+# Types of file systems whose files are on other machines; not 9p, by which virtual machines see their host.
 _NETWORK = {
     "afs", "beegfs", "ceph", "cifs", "fuse.ceph", "fuse.glusterfs", "fuse.juicefs", "fuse.s3fs", "fuse.sshfs",
     "gpfs", "lustre", "nfs", "nfs4", "pvfs2", "smb3", "wekafs",
 }  # fmt: skip
-"""Types of file systems whose files are on other machines; not 9p, by which virtual machines see their host."""
 
 _MOUNTS = "/proc/self/mountinfo"
 
 
-MEMORY, LOCAL, ROOT = "memory", "local", "root"
-"""Names of the places of a step, the nearest first."""
+MEMORY, LOCAL, ROOT = "memory", "local", "root"  # names of the places of a step, the nearest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +80,7 @@ def find_survived_by(copies: Iterable[StepCopy]) -> tuple[str, ...]:
 
 
 def describe_copy(store: Store, step: StepFolder, tier: str, survives: tuple[str, ...]) -> StepCopy:
-    """Return a step as a copy.
-
-    Args:
-        store: Store of the place.
-        step: The step.
-        tier: Name of the place.
-        survives: Failures that files there survive.
-
-    Raises:
-        StorageError: The store failed.
-    """
+    """Return a step as a copy."""
     path, changed_at = f"{store.url.rstrip('/')}/{step.name}", store.changed_at(step.name)
     return StepCopy(tier, path, survives, step.saved_at, changed_at, step.save, step.is_part)
 
@@ -107,16 +96,7 @@ def decode_durability(step: int, copies: Sequence[Any]) -> Durability:
 
 
 def require_durable(durability: Durability, survives: str) -> None:
-    """Require that a step survives a failure.
-
-    Args:
-        durability: Copies of the step.
-        survives: Name of the failure.
-
-    Raises:
-        UsageError: No failure has this name.
-        StorageError: No copy of the step survives it.
-    """
+    """Require that a step survives a failure."""
     if survives not in FAILURES:
         raise UsageError("`survives` must be 'process', 'node' or '2 nodes'", found=repr(survives))
     if survives not in durability.survives:
@@ -129,15 +109,9 @@ def require_durable(durability: Durability, survives: str) -> None:
 
 
 def find_survived(url: str, mounts: str) -> tuple[str, ...]:
-    """Return the failures that files at a path or URL survive; only those that are certain.
-
-    Files on a disk of this machine survive the process. Buckets, other known remote stores, and network file systems
-    survive the node too. Of an unknown protocol only the process is certain; `memory://` of fsspec ends with it.
-
-    Args:
-        url: Path or URL.
-        mounts: Text of `/proc/self/mountinfo`; empty if unknown.
-    """
+    """Return the failures that files at a path or URL certainly survive."""
+    # Files on a disk of this machine survive the process. Buckets, other known remote stores, and network file systems
+    # survive the node too. With an unknown protocol only the process is certain; `memory://` of fsspec ends with it.
     path = local_path(url)
     if path is None:
         return FAILURES if _REMOTE.match(url) else () if url.startswith("memory:") else (PROCESS,)
@@ -145,12 +119,7 @@ def find_survived(url: str, mounts: str) -> tuple[str, ...]:
 
 
 def find_file_system(path: str, mounts: str) -> str:
-    """Return the type of the file system of a path; empty if unknown.
-
-    Args:
-        path: Absolute path without links.
-        mounts: Text of `/proc/self/mountinfo`.
-    """
+    """Return the type of the file system of a path; empty if unknown."""
     best, kind = "", ""
     for line in mounts.splitlines():
         fields, _, rest = line.partition(" - ")

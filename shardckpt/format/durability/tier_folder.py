@@ -10,8 +10,7 @@ from shardckpt.format.durability.run_record import find_run_id
 from shardckpt.format.native.run_directory import is_step_name
 from shardckpt.storage.store import Store, read_bytes
 
-_OWNER = ".shardckpt-tier.json"
-"""File of a tier's folder that names its run."""
+_OWNER = ".shardckpt-tier.json"  # file of a tier's folder that names its run
 
 _MOST_BYTES = 1 << 16
 
@@ -20,16 +19,7 @@ _OTHER_FOLDER = "choose another folder, or remove this one"
 
 
 def require_own_folder(store: Store, root: str) -> None:
-    """Require that a tier's folder is new, or has the steps of this run.
-
-    Args:
-        store: Store of the folder.
-        root: Path or URL of the run.
-
-    Raises:
-        UsageError: It has steps of another run, or of an unknown one.
-        StorageError: It cannot be read.
-    """
+    """Require that a tier's folder is new, or has the steps of this run."""
     owner = _read_owner(store)
     if not owner and not any(is_step_name(entry.name) for entry in store.list()):
         return
@@ -52,10 +42,7 @@ def require_own_folder(store: Store, root: str) -> None:
 
 
 def claim_folder(store: Store, root: str) -> None:
-    """Make a tier's folder that of a run.
-
-    Arguments and errors are as for `require_own_folder`.
-    """
+    """Make a tier's folder that of a run."""
     require_own_folder(store, root)
     if not _read_owner(store):
         with store.create(_OWNER) as writer:
@@ -65,11 +52,7 @@ def claim_folder(store: Store, root: str) -> None:
 
 
 def read_folder_id(store: Store) -> str:
-    """Return the id of a tier's folder, by which nodes notice that they share it; empty without one.
-
-    Args:
-        store: Store of the folder.
-    """
+    """Return the id of a tier's folder, by which nodes notice that they share it; empty without one."""
     try:
         return str((_read_owner(store) or {}).get("id", ""))[:64]
     except ShardckptError:

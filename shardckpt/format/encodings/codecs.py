@@ -11,8 +11,8 @@ from shardckpt.errors import FormatError, TruncatedError, UnsupportedError
 from shardckpt.manifest import Encoded
 from shardckpt.storage.store import Read, Store
 
+# Maximum accepted zstd window, in bytes: that of `zstd --long`. A hostile file could demand more memory.
 MAX_WINDOW_BYTES = 1 << 27
-"""Maximum accepted zstd window, in bytes: that of `zstd --long`. A hostile file could demand more memory."""
 
 _CHUNK_BYTES = 1 << 18
 
@@ -22,14 +22,7 @@ class _ReadsInto(Protocol):
 
 
 class EncodedFile(io.RawIOBase):
-    """The encoded bytes of one piece as a file object.
-
-    Args:
-        store: Store of the file.
-        name: Name of the file.
-        offset: Offset of the first encoded byte.
-        nbytes: Number of encoded bytes.
-    """
+    """The encoded bytes of one piece as a file object."""
 
     def __init__(self, store: Store, name: str, offset: int, nbytes: int) -> None:
         super().__init__()
@@ -84,23 +77,11 @@ def _zstd(source: EncodedFile) -> _ReadsInto:
 _DECODERS: dict[str, Callable[[EncodedFile], _ReadsInto]] = {"zstd": _zstd, "deflate": _Inflate}
 
 
-CODECS = frozenset(_DECODERS)
-"""Names of supported codecs."""
+CODECS = frozenset(_DECODERS)  # names of supported codecs
 
 
 class DecodedStream:
-    """The decoded bytes of an `Encoded` layout.
-
-    Reading forward is cheap, reading backward restarts the decoder.
-
-    Args:
-        store: Store of the file.
-        name: Name of the file.
-        layout: Location and codec of the encoded bytes.
-
-    Raises:
-        UnsupportedError: The codec is unknown.
-    """
+    """The decoded bytes of an `Encoded` layout. Reading forward is cheap; reading backward restarts the decoder."""
 
     def __init__(self, store: Store, name: str, layout: Encoded) -> None:
         if layout.codec not in _DECODERS:
@@ -114,12 +95,7 @@ class DecodedStream:
         self._at = 0
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the decoded bytes from `offset`.
-
-        Raises:
-            FormatError: The stream is damaged.
-            TruncatedError: The stream ends too early.
-        """
+        """Fill `buffer` with the decoded bytes from `offset`."""
         if offset < self._at:
             self._restart()
         self._skip(offset - self._at)
@@ -130,11 +106,7 @@ class DecodedStream:
             filled += len(data)
 
     def head(self, nbytes: int) -> bytes:
-        """Restart and return the first decoded bytes, fewer if the stream is shorter.
-
-        Raises:
-            FormatError: The stream is damaged.
-        """
+        """Restart and return the first decoded bytes, fewer if the stream is shorter."""
         self._restart()
         out = bytearray()
         while len(out) < nbytes:

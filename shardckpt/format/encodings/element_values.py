@@ -19,22 +19,16 @@ _OF_ML_DTYPES = frozenset(
     ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
 )
 
-HALF_COMPLEX = frozenset(("complex32", "bcomplex32"))
-"""Complex dtypes of two halves, which NumPy lacks."""
+HALF_COMPLEX = frozenset(("complex32", "bcomplex32"))  # complex dtypes of two halves, which NumPy lacks
 
+# Values of half a byte by their bits.
 _HALF_BYTES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""Values of half a byte by their bits."""
 
-_CONVERTED_BYTES = 2 << 20
-"""Bytes that are converted at a time: conversions need up to 8 times as many."""
+_CONVERTED_BYTES = 2 << 20  # bytes that are converted at a time: conversions need up to 8 times as many
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return NumPy's dtype for torch's name.
-
-    Raises:
-        TypeError: NumPy has no such dtype in all supported releases (float4, float6, complex32, bcomplex32).
-    """
+    """Return NumPy's dtype for torch's name."""
     import numpy as np  # noqa: PLC0415  (0.07 s, and what casts nothing needs none)
 
     if name in HALF_COMPLEX or name == HALF_BYTE_PAIR or bits(name) % 8:
@@ -50,15 +44,9 @@ def _find_type(name: str) -> Any:
 
 
 def measure_values(data: Buffer, dtype: str) -> ValueStats:
-    """Return the statistics of elements; complex numbers count by their magnitude.
-
-    Few calls of NumPy read many elements each: beside Python code of other threads, every call waits for the
-    interpreter's lock.
-
-    Args:
-        data: Complete elements, row-major; elements of less than a byte fill bytes completely.
-        dtype: Dtype in torch's spelling.
-    """
+    """Return the statistics of complete row-major elements; complex numbers count by their magnitude."""
+    # Few calls of NumPy read many elements each: while other threads run Python code, every call waits for the
+    # interpreter's lock.
     import numpy as np  # noqa: PLC0415  (as in `numpy_dtype`)
 
     with np.errstate(over="ignore", invalid="ignore"):  # squares of large numbers, casts of signaling NaNs
@@ -171,6 +159,7 @@ def _magnitudes(data: memoryview, dtype: str) -> NDArray[Any]:
     return np.abs(_as_array(data, dtype).astype(np.complex128))
 
 
+# Functions that return numbers of which NumPy computes fast.
 _CONVERSIONS: dict[str, Callable[[memoryview, str], NDArray[Any]]] = {
     "bfloat16": _widen_bfloat16,
     "float16": _widen_half,
@@ -179,4 +168,3 @@ _CONVERSIONS: dict[str, Callable[[memoryview, str], NDArray[Any]]] = {
     "complex64": _magnitudes,
     "complex128": _magnitudes,
 }
-"""Functions that return numbers of which NumPy computes fast."""

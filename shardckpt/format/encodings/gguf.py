@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from shardckpt.errors import UnsupportedError
 from shardckpt.format.encodings.safetensors import HeaderTensor
 
+# Multiple of bytes at which the data of each tensor starts; the default, which the metadata need not name.
 ALIGNMENT = 32
-"""Multiple of bytes at which the data of each tensor starts; the default, which the metadata need not name."""
 
+# Dtype to its number in GGUF; GGUF has more types.
 TENSOR_TYPES = {"float32": 0, "float16": 1, "q8_0": 8, "bfloat16": 30}
-"""Dtype to its number in GGUF; GGUF has more types."""
 
+# A value of the metadata: numbers are stored with 32 bits, those of lists are signed.
 MetadataValue = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float]
-"""A value of the metadata: numbers are stored with 32 bits, those of lists are signed."""
 
 _MAGIC = b"GGUF"
 _VERSION = 3
@@ -27,10 +27,9 @@ _UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
 
 
 class GgufTensor(HeaderTensor):
-    """A tensor in the header of a file.
+    """A tensor in a file's header. Its dtype is a key of `TENSOR_TYPES`."""
 
-    Its dtype is a key of `TENSOR_TYPES`. Its shape begins with the slowest dimension, and is stored in reverse.
-    """
+    # Its shape starts with the slowest dimension, and is stored in reverse.
 
     __slots__ = ()
 
@@ -46,15 +45,7 @@ def padding(nbytes: int) -> bytes:
 
 
 def encode_header(metadata: Mapping[str, MetadataValue], tensors: Sequence[GgufTensor]) -> bytes:
-    """Return a header with its padding; the data of the tensors follows in their order, each with its padding.
-
-    Args:
-        metadata: Values by key, in the order of writing.
-        tensors: Tensors in the order of their data.
-
-    Raises:
-        UnsupportedError: A number needs more than 32 bits, or a text cannot be stored as UTF-8.
-    """
+    """Return a header with its padding; the data of the tensors follows in their order, each with its padding."""
     parts = [_MAGIC, struct.pack("<IQQ", _VERSION, len(tensors), len(metadata))]
     for key, value in metadata.items():
         try:

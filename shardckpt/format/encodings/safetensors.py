@@ -19,27 +19,19 @@ from shardckpt.errors import FormatError, TruncatedError, UnsafeError, Unsupport
 from shardckpt.format.budget import ReadBudget
 from shardckpt.storage.store import Read, Store
 
-MAX_HEADER_BYTES = 100_000_000
-"""Maximum header size, as defined by the format."""
-
-MAX_DIMS = 64
-"""Maximum dimensions: NumPy's limit; each number of a shape also costs readers memory."""
+MAX_HEADER_BYTES = 100_000_000  # maximum header size, as defined by the format
+MAX_DIMS = 64  # maximum dimensions: NumPy's limit; each number of a shape also costs readers memory
 
 _MAX_BYTES = 1 << 62
 
 
 class Header(NamedTuple):
-    """Content of the header of one file.
+    """Content of the header of one file."""
 
-    Attributes:
-        data_start: Byte in the file at which the data begins.
-        tensors: Name to (torch dtype name, shape, first byte, end byte), offsets relative to `data_start`.
-        metadata: The file's `__metadata__`.
-    """
-
-    data_start: int
+    data_start: int  # byte in the file at which the data begins
+    # Name to (torch dtype name, shape, first byte, end byte), offsets relative to `data_start`.
     tensors: dict[str, tuple[str, Shape, int, int]]
-    metadata: dict[str, str]
+    metadata: dict[str, str]  # the file's `__metadata__`
 
     @property
     def data_bytes(self) -> int:
@@ -53,17 +45,7 @@ def looks_like_safetensors(head: bytes) -> bool:
 
 
 def read_headers(store: Store, sizes: Mapping[str, int]) -> dict[str, Header]:
-    """Read the headers of several files in two batches of requests.
-
-    Args:
-        store: Store of the files.
-        sizes: File name to size in bytes.
-
-    Raises:
-        FormatError: A header does not follow the format.
-        TruncatedError: A file ends inside its header.
-        UnsafeError: A header is longer than the format allows, or a file is a link to nowhere.
-    """
+    """Read the headers of several files in two batches of requests."""
     starts = {name: bytearray(8) for name in sizes}
     for name, size in sizes.items():
         if size < 8:
@@ -100,17 +82,7 @@ def _header_length(store: Store, name: str, start: bytearray, size: int) -> int:
 
 
 def parse_header(body: bytes | bytearray, *, where: str) -> Header:
-    """Parse and validate the JSON of a header.
-
-    Args:
-        body: JSON bytes, without the preceding length.
-        where: Name of the file, for messages.
-
-    Raises:
-        FormatError: The bytes are not the JSON of a safetensors header: wrong types, unknown dtype, sizes that do not
-            fit, duplicate names, gaps or overlaps in the data.
-        UnsupportedError: A dtype is not supported by this package.
-    """
+    """Parse and validate the JSON of a header."""
     raw = parse_json(body, where=where)
     if not isinstance(raw, dict):
         raise FormatError("the safetensors header must be a JSON object", where=where)
@@ -123,13 +95,7 @@ def parse_header(body: bytes | bytearray, *, where: str) -> Header:
 
 
 def require_affordable(body: bytes | bytearray, *, where: str) -> None:
-    """Reject JSON whose values would take far more memory than its text.
-
-    Checked before parsing.
-
-    Raises:
-        UnsafeError: The text consists mostly of lists and objects.
-    """
+    """Reject JSON whose values would take far more memory than its text. Checked before parsing."""
     budget = ReadBudget(len(body), where=where)
     if _CONTAINER_BYTES * len(body) <= budget.left:
         return  # even if each byte were a bracket; to count is as slow as to parse long texts
@@ -137,19 +103,12 @@ def require_affordable(body: bytes | bytearray, *, where: str) -> None:
     budget.spend(made)
 
 
+# Memory of lists and objects of JSON, and of their members, beyond their text, in bytes.
 _CONTAINER_BYTES, _MEMBER_BYTES = 64, 8
-"""Memory of lists and objects of JSON, and of their members, beyond their text, in bytes."""
 
 
 def parse_json(body: bytes | bytearray, *, where: str) -> object:
-    """Parse JSON strictly.
-
-    Requires UTF-8, unique keys, no NaN or infinity, bounded nesting and memory.
-
-    Raises:
-        FormatError: The text violates one of these rules.
-        UnsafeError: The text has so many lists and objects that its values would take far more memory than it.
-    """
+    """Parse JSON strictly: UTF-8, unique keys, no NaN or infinity, bounded nesting and memory."""
     require_affordable(body, where=where)
     try:
         return _DECODER.decode(bytes(body).decode("utf-8"))
@@ -230,16 +189,10 @@ def require_dims(name: str, shape: Sequence[int], where: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class HeaderTensor:
-    """One tensor of a file to write.
+    """One tensor of a file to write."""
 
-    Attributes:
-        name: Name in the file.
-        dtype: Dtype in torch's spelling.
-        shape: Shape in elements.
-    """
-
-    name: str
-    dtype: str
+    name: str  # name in the file
+    dtype: str  # dtype in torch's spelling
     shape: Shape
 
     @property
@@ -252,33 +205,18 @@ _RANK = {name: rank for rank, name in enumerate(reversed(SAFETENSORS_NAMES))}
 
 
 def file_order(tensors: Iterable[HeaderTensor]) -> list[HeaderTensor]:
-    """Return tensors in the reference writer's order: wide dtypes first, then by name.
-
-    Dtypes without a name in safetensors come last; `encode_header` rejects them.
-    """
+    """Return tensors in the reference writer's order: wide dtypes first, then by name."""
+    # Dtypes without a name in safetensors come last; `encode_header` rejects them.
     return sorted(tensors, key=lambda t: (_RANK.get(t.dtype, len(_RANK)), t.name))
 
 
 def encode_header(tensors: Sequence[HeaderTensor], metadata: Mapping[str, str], *, align: int = 8) -> bytes:
-    """Return length and header of a file with `tensors` in the given order.
-
-    The JSON is padded with spaces so that the data begins at a multiple of `align` bytes.
-
-    Raises:
-        UnsupportedError: Safetensors has no name for a dtype, or a name is reserved or not text.
-    """
+    """Return length and header of a file; its JSON is padded so that data starts at a multiple of `align` bytes."""
     return join_header(encode_entries(tensors), metadata, align=align)
 
 
 def encode_entries(tensors: Sequence[HeaderTensor]) -> str:
-    """Return the JSON that describes the tensors, which is independent of metadata.
-
-    Args:
-        tensors: Tensors in the order of the data.
-
-    Raises:
-        UnsupportedError: Safetensors has no name for a dtype, or a tensor's name is reserved.
-    """
+    """Return the JSON that describes the tensors, which is independent of metadata."""
     entries: dict[str, object] = {}
     at = 0
     for tensor in tensors:
@@ -309,16 +247,7 @@ def _count_numbers(tensor: HeaderTensor) -> list[int]:
 
 
 def join_header(entries: str, metadata: Mapping[str, str], *, align: int = 8) -> bytes:
-    """Return the length and header of a file, like `encode_header`.
-
-    Args:
-        entries: Result of `encode_entries`.
-        metadata: Text by name.
-        align: Alignment of the data in the file, in bytes.
-
-    Raises:
-        UnsupportedError: A name is not text.
-    """
+    """Return the length and header of a file, like `encode_header`."""
     members = ([f'"__metadata__":{_json(dict(metadata))}'] if metadata else []) + ([entries] if entries else [])
     try:
         body = f"{{{','.join(members)}}}".encode()

@@ -31,21 +31,8 @@ _FIX = "This is a fault of the writer, not of the checkpoint that was read; noth
 
 @contextmanager
 def create_checked(publication: Publication, name: str) -> Iterator[Writer]:
-    """Start a file of the result; check a safetensors file after it is closed.
-
-    A file on a local disk is read back. For other files, a copy of the written header is checked.
-
-    Args:
-        publication: Publication of the result.
-        name: As for `Publication.create`.
-
-    Yields:
-        The writer of the file.
-
-    Raises:
-        FormatError: The library rejects the file.
-        StorageError: The file cannot be created, written or read back.
-    """
+    """Start a file of the result; check a safetensors file after it is closed."""
+    # A file on a local disk is read back. For other files, a copy of the written header is checked.
     if not name.endswith(_SUFFIX):
         with publication.create(name) as writer:
             yield writer
@@ -73,19 +60,7 @@ def _get_header_bytes(start: bytes | bytearray) -> int:
 
 
 def require_readable(header: bytes, nbytes: int, *, where: str) -> None:
-    """Require that the safetensors library accepts a header.
-
-    Warns if the library lacks a dtype of the format.
-
-    Args:
-        header: First bytes of the file: the length and the JSON.
-        nbytes: Size of the file in bytes.
-        where: Name of the file, for messages.
-
-    Raises:
-        FormatError: The library rejects the header.
-        TruncatedError: The file does not end with its data.
-    """
+    """Require that the safetensors library accepts a header; warn if the library lacks a dtype of the format."""
     refusal = _parse(header)
     if refusal not in {"", _get_missing_data()}:
         unknown = _list_unknown_dtypes(header)
@@ -125,12 +100,7 @@ def _get_missing_data() -> str:
 
 
 def _find_end(header: bytes, expected: int) -> int:
-    """Return the number of data bytes according to a correct header.
-
-    Args:
-        header: Header with its length.
-        expected: Likely result. It is searched in the text, and the header is parsed only if it is not found.
-    """
+    """Return the number of data bytes according to a correct header."""
     if max(map(int, _END.findall(header)), default=-1) == expected:
         return expected
     return max((entry["data_offsets"][1] for entry in _parse_entries(header).values()), default=0)
@@ -158,20 +128,12 @@ def _encode_tensor(dtype: str, elements: int) -> bytes:
 
 
 class HeaderCopy(ClosingWriter):
-    """A writer that keeps a copy of the written header.
-
-    Args:
-        writer: Writer of the file.
-
-    Attributes:
-        content: Length and JSON of the header, as far as written.
-        nbytes: Number of written bytes.
-    """
+    """A writer that keeps a copy of the written header."""
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
-        self.content = bytearray()
-        self.nbytes = 0
+        self.content = bytearray()  # length and JSON of the header, as far as written
+        self.nbytes = 0  # number of written bytes
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Append data. Raises StorageError."""

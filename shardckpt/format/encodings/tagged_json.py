@@ -18,15 +18,11 @@ from shardckpt.errors import CheckpointError, FormatError, UnsupportedError
 from shardckpt.format.budget import check_hashes
 from shardckpt.manifest import Path, dotted
 
-MAX_DEPTH = 100
-"""Maximum nesting of containers; also ends the encoding of a container that contains itself."""
+MAX_DEPTH = 100  # maximum nesting of containers; also ends the encoding of a container that contains itself
+MAX_BYTES = 1 << 24  # maximum bytes of one string or byte string; larger data belongs in a tensor
+MAX_INT_BITS = 8192  # maximum bits of one integer, so that Python can print all of them
 
-MAX_BYTES = 1 << 24
-"""Maximum bytes of one string or byte string; larger data belongs in a tensor."""
-
-MAX_INT_BITS = 8192
-"""Maximum bits of one integer, so that Python can print all of them."""
-
+# NumPy's names of the scalars that can be saved, to the format of their parts in the `struct` module.
 SCALARS = {
     "bool": "?",
     "int8": "b",
@@ -43,33 +39,24 @@ SCALARS = {
     "complex64": "ff",
     "complex128": "dd",
 }
-"""NumPy's names of the scalars that can be saved, to the format of their parts in the `struct` module."""
 
 _INT_BOUND = 1 << 63
 _PLAIN_KEYS = (str, int, float, bool, type(None), tuple)
 
 
 class ArrayRef(NamedTuple):
-    """Reference to a tensor in payload files, in place of the tensor.
+    """Reference to a tensor in payload files, in place of the tensor."""
 
-    Attributes:
-        number: Index of the array in the manifest.
-        kind: Original kind: `tensor` or `numpy`.
-    """
-
-    number: int
-    kind: str = "tensor"
+    number: int  # index of the array in the manifest
+    kind: str = "tensor"  # original kind: `tensor` or `numpy`
 
 
 class NamedValue(NamedTuple):
-    """A value of a torch or NumPy type, as text.
+    """A value of a torch or NumPy type, as text."""
 
-    Attributes:
-        kind: `dtype`, `size`, `device` or `numpy`.
-        value: Text of the value: `bfloat16`, `(2, 3)`, `cuda:0`, or a scalar's dtype and bytes: `float32 0000003f`.
-    """
-
+    # `dtype`, `size`, `device` or `numpy`.
     kind: str
+    # Text of the value: `bfloat16`, `(2, 3)`, `cuda:0`, or a scalar's dtype and bytes: `float32 0000003f`.
     value: str | tuple[int, ...]
 
     def __repr__(self) -> str:
@@ -83,8 +70,7 @@ class NamedValue(NamedTuple):
 
 
 Leaf = Callable[[object, Path], "ArrayRef | NamedValue | None"]
-EncodeRef = Callable[[Any], object]
-"""Returns the tagged JSON of a reference."""
+EncodeRef = Callable[[Any], object]  # returns the tagged JSON of a reference
 DecodeRef = Callable[["ArrayRef | NamedValue"], object]
 
 
@@ -100,18 +86,7 @@ _NO_REFS: Mapping[type, EncodeRef] = {}
 
 
 def encode(value: Any, path: Path = (), leaf: Leaf = _no_leaf, refs: Mapping[type, EncodeRef] = _NO_REFS) -> object:
-    """Return a saved state as JSON values.
-
-    Args:
-        value: Containers and values.
-        path: Path of the value, for messages.
-        leaf: Returns the reference of a value that JSON cannot represent; None to reject it.
-        refs: Encoders of references by their exact type, for very many of them: `leaf` is not called.
-
-    Raises:
-        UnsupportedError: A value has another type, is too long, or is nested too deeply; the message names its dotted
-            path.
-    """
+    """Return a saved state as JSON values."""
     if len(path) > MAX_DEPTH:
         raise _refusal(path, "nested too deep", f"more than {MAX_DEPTH} containers inside one another")
     kind = type(value)
@@ -230,17 +205,7 @@ def _shorten(value: object) -> str:
 
 
 def decode(json: object, decode_ref: DecodeRef = _as_it_is, *, where: object = "") -> object:
-    """Return the state that `encode` encoded.
-
-    Args:
-        json: Parsed JSON.
-        decode_ref: Replaces references and values of torch.
-        where: Name of the file, for messages.
-
-    Raises:
-        FormatError: The JSON cannot be a result of `encode`.
-        UnsupportedError: A tag is unknown to this release.
-    """
+    """Return the state that `encode` encoded."""
     return _Decoder(decode_ref, where).value(json, 0)
 
 

@@ -24,8 +24,7 @@ STORED, DEFLATED = 0, 8
 
 _LOCAL = Struct("<4sHHHHHIIIHH")
 _CENTRAL = Struct("<4sHHHHHHIIIHHHHHII")
-_LENGTHS, _LENGTHS_AT = Struct("<HHH"), 28
-"""Lengths of name, extra field and comment in a record of the directory."""
+_LENGTHS, _LENGTHS_AT = Struct("<HHH"), 28  # lengths of name, extra field and comment in a record of the directory
 
 _END = Struct("<4sHHHHIIH")
 _END64_LOCATOR = Struct("<4sIQI")
@@ -33,93 +32,61 @@ _END64 = Struct("<4sQHHIIQQQQ")
 _DESCRIPTOR, _DESCRIPTOR64 = Struct("<4sIII"), Struct("<4sIQQ")
 _DESCRIPTOR_SIGNATURE = b"PK\x07\x08"
 
+# Bytes read first from the end of an archive, local and remote: remote round trips cost more than bytes.
 _TAIL = {True: 1 << 10, False: 1 << 16}
-"""Bytes read first from the end of an archive, local and remote: remote round trips cost more than bytes."""
 
 _MAX_DIRECTORY_BYTES = 1 << 28
 _MAX_NAME_BYTES = 4096
-_MAX_INFLATION = 1040
-"""Maximum expansion factor of deflate."""
+_MAX_INFLATION = 1040  # maximum expansion factor of deflate
 
+# Maximum decoded bytes of a compressed entry: torch does not compress, so a large one is probably hostile.
 _MOST_INFLATED_BYTES = 1 << 26
-"""Maximum decoded bytes of a compressed entry: torch does not compress, so a large one is probably hostile."""
 
 
-_MOST_ENDS = 100_000
-"""Maximum end records tried in one entry; an archive stored in another one has one for each entry."""
+_MOST_ENDS = 100_000  # maximum end records tried in one entry; an archive stored in another one has one for each entry
 
+# Maximum entries of a directory whose layout is kept for the next one; an archive of a tensor has up to 7.
 _FEW_ENTRIES = 64
-"""Maximum entries of a directory whose layout is kept for the next one; an archive of a tensor has up to 7."""
 
-_INFLATED_COST = 16
-"""Budget cost of each inflated byte, which is parsed without being a byte of the file."""
+_INFLATED_COST = 16  # budget cost of each inflated byte, which is parsed without being a byte of the file
 
 
 class ArchivePlace(NamedTuple):
-    """The byte range of an archive.
+    """The byte range of an archive."""
 
-    Attributes:
-        file: File name relative to the store.
-        offset: Offset of the archive in the file.
-        nbytes: Size of the archive in bytes.
-    """
-
-    file: str
-    offset: int
-    nbytes: int
+    file: str  # file name relative to the store
+    offset: int  # offset of the archive in the file
+    nbytes: int  # size of the archive in bytes
 
 
 class ZipEntry(NamedTuple):
-    """One entry of an archive.
+    """One entry of an archive."""
 
-    Attributes:
-        name: Stored name, with forward slashes.
-        method: Compression method: 0 stored, 8 deflated. Others are rejected when the entry is read.
-        crc32: CRC-32 of the decoded bytes; 0 if torch did not compute it.
-        compressed: Number of encoded bytes.
-        size: Number of decoded bytes.
-        header: Offset of the local header in the file.
-        limit: Upper limit of the entry's end in the file: the next header, or the directory.
-        streamed: Whether its sizes are after its data, not in the local header.
-    """
-
-    name: str
-    method: int
-    crc32: int
-    compressed: int
-    size: int
-    header: int
-    limit: int
-    streamed: bool
+    name: str  # stored name, with forward slashes
+    method: int  # compression method: 0 stored, 8 deflated. Others are rejected when the entry is read
+    crc32: int  # CRC-32 of the decoded bytes; 0 if torch did not compute it
+    compressed: int  # number of encoded bytes
+    size: int  # number of decoded bytes
+    header: int  # offset of the local header in the file
+    limit: int  # upper limit of the entry's end in the file: the next header, or the directory
+    streamed: bool  # whether its sizes are after its data, not in the local header
 
 
 @dataclass(frozen=True, slots=True)
 class ZipArchive:
-    """An open archive.
+    """An open archive."""
 
-    Attributes:
-        place: File and range of the archive.
-        entries: Name to entry, in the order of the directory.
-        front: First bytes of the archive, which were read with its directory.
-    """
-
-    place: ArchivePlace
-    entries: dict[str, ZipEntry]
-    front: bytes = b""
+    place: ArchivePlace  # file and range of the archive
+    entries: dict[str, ZipEntry]  # name to entry, in the order of the directory
+    front: bytes = b""  # first bytes of the archive, which were read with its directory
 
 
 class WantedEntry(NamedTuple):
-    """An entry of an archive in a file.
+    """An entry of an archive in a file."""
 
-    Attributes:
-        file: File name relative to the store.
-        entry: Entry to read.
-        archive: Archive with this entry, whose first bytes are not read again; None to read all.
-    """
-
-    file: str
-    entry: ZipEntry
-    archive: ZipArchive | None = None
+    file: str  # file name relative to the store
+    entry: ZipEntry  # entry to read
+    archive: ZipArchive | None = None  # archive with this entry, whose first bytes are not read again; None to read all
 
     def known_bytes(self, nbytes: int) -> bytes | None:
         """Return bytes from the entry's header on, if the archive's front has them all; else None."""
@@ -130,19 +97,7 @@ class WantedEntry(NamedTuple):
 
 
 def open_archives(store: Store, places: Sequence[ArchivePlace], *, front_bytes: int = 0) -> list[ZipArchive]:
-    """Read the directories of several archives in at most two batches of reads.
-
-    Args:
-        store: Store of the files.
-        places: Files and ranges of the archives.
-        front_bytes: Bytes from the start of each archive to read in the first batch. Small entries are there.
-
-    Raises:
-        TruncatedError: A range exceeds its file.
-        FormatError: The range contains no archive, or the archive contradicts itself.
-        UnsafeError: An entry's name leaves the archive, or the directory is larger than any real one.
-        UnsupportedError: The archive is encrypted or has several volumes.
-    """
+    """Read the directories of several archives in at most two batches of reads."""
     most = _TAIL[store.capabilities.is_local]
     ranges = [(p.file, p.offset + p.nbytes - min(most, p.nbytes), min(most, p.nbytes)) for p in places]
     ranges += [(p.file, p.offset, min(front_bytes, p.nbytes)) for p in places]
@@ -165,11 +120,7 @@ def open_archives(store: Store, places: Sequence[ArchivePlace], *, front_bytes: 
 
 
 def locate(store: Store, wanted: Sequence[WantedEntry]) -> list[int]:
-    """Return the offset in its file of each entry's data, in one batch of reads.
-
-    Raises:
-        FormatError: A local header contradicts the directory.
-    """
+    """Return the offset in its file of each entry's data, in one batch of reads."""
     heads = _read_wanted(store, wanted, [_LOCAL.size + len(w.entry.name.encode()) for w in wanted])
     return [_data_start(w, head, f"{store.url}/{w.file}") for w, head in zip(wanted, heads, strict=True)]
 
@@ -177,20 +128,7 @@ def locate(store: Store, wanted: Sequence[WantedEntry]) -> list[int]:
 def read_entries(
     store: Store, wanted: Sequence[WantedEntry], *, most: int, budgets: Mapping[str, ReadBudget] | None = None
 ) -> list[bytes]:
-    """Return the decoded bytes of small entries, in one batch of reads.
-
-    Args:
-        store: Store of the files.
-        wanted: Entries to read.
-        most: Maximum decoded bytes of an entry; at most 64 MiB for a compressed one.
-        budgets: File name to the budget that inflated bytes are subtracted from.
-
-    Raises:
-        FormatError: A local header contradicts the directory, or an entry cannot be decoded.
-        ChecksumError: The bytes of an entry do not match its checksum.
-        UnsafeError: An entry is larger than `most`.
-        UnsupportedError: The compression method is not deflate.
-    """
+    """Return the decoded bytes of small entries, in one batch of reads."""
     extents = []
     for file, entry, _ in wanted:
         accepted = most if entry.method == STORED else min(most, _MOST_INFLATED_BYTES)
@@ -207,11 +145,7 @@ def read_entries(
 
 
 def require_known_method(entry: ZipEntry, where: str) -> None:
-    """Require a supported compression method.
-
-    Raises:
-        UnsupportedError: The method is neither stored nor deflate.
-    """
+    """Require a supported compression method."""
     if entry.method not in (STORED, DEFLATED):
         raise UnsupportedError(
             f"{entry.name} is compressed in a way that torch does not write",
@@ -309,18 +243,11 @@ def _check_end(end: _End, position: int, where: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _DirectoryLayout:
-    """The common bytes of directories of archives of tensors of one kind.
-
-    Attributes:
-        struct: The directory, with a run of seven values for each entry: bytes in common, checksum, encoded and decoded
-            size, bytes in common, offset of the header, bytes in common.
-        common: The bytes in common, of all entries.
-        entries: The entries of the first such archive.
-    """
+    """Bytes shared by the directories of similar archives."""
 
     struct: Struct
-    common: tuple[tuple[bytes, ...], ...]
-    entries: tuple[ZipEntry, ...]
+    common: tuple[tuple[bytes, ...], ...]  # the bytes in common, of all entries
+    entries: tuple[ZipEntry, ...]  # the entries of the first such archive
 
     @classmethod
     def read(cls, raw: bytes, entries: Iterable[ZipEntry]) -> _DirectoryLayout:
@@ -403,10 +330,8 @@ def _parse_entries(place: ArchivePlace, raw: bytes, end: _End, where: str) -> di
 
 
 def _record(raw: bytes, at: int, where: str) -> tuple[ZipEntry, int]:
-    """Parse one directory record; return it and the next record's offset.
-
-    The record's header offset is relative to the archive.
-    """
+    """Parse a directory record; return it and the next record's offset."""
+    # The record's header offset is relative to the archive.
     signature, _, _, flags, method, _, _, crc, compressed, size, n, extra, comment, disk, _, _, header = (
         _CENTRAL.unpack_from(raw, at)
     )
@@ -512,31 +437,15 @@ def _decode(entry: ZipEntry, raw: bytes, where: str) -> bytes:
 
 
 class ArchiveFront(NamedTuple):
-    """The first entries of a streamed archive.
+    """The first entries of a streamed archive."""
 
-    Attributes:
-        contents: Name to bytes of the entries before the wanted one.
-        name: Name of the wanted entry.
-        start: Offset of the wanted entry's data in the archive.
-    """
-
-    contents: dict[str, bytes]
-    name: str
-    start: int
+    contents: dict[str, bytes]  # name to bytes of the entries before the wanted one
+    name: str  # name of the wanted entry
+    start: int  # offset of the wanted entry's data in the archive
 
 
 def walk_front(front: bytes, is_wanted: Callable[[str], bool], *, where: str) -> ArchiveFront:
-    """Walk a decoded archive forward to an entry, without its directory.
-
-    Args:
-        front: First bytes of the archive.
-        is_wanted: Returns True for the name of the wanted entry, at whose data the walk ends.
-        where: Name of the archive, for messages.
-
-    Raises:
-        TruncatedError: The entry starts after `front`: call again with more bytes.
-        FormatError: The bytes are not an archive of stored entries.
-    """
+    """Walk a decoded archive forward to an entry, without its directory."""
     contents: dict[str, bytes] = {}
     at = 0
     while True:
@@ -567,10 +476,8 @@ def _front_ends_early(front: bytes, where: str) -> TruncatedError:
 
 
 def _find_described_end(front: bytes, start: int, where: str) -> tuple[int, int]:
-    """Return the end of the data at an offset, and the end of the record after it.
-
-    The record contains size and checksum of the data; both must match.
-    """
+    """Return the end of the data at an offset, and the end of the record after the data."""
+    # The record contains size and checksum of the data; both must match.
     at = front.find(_DESCRIPTOR_SIGNATURE, start)
     view, checked, checksum = memoryview(front), start, 0
     for _ in range(_MOST_ENDS):

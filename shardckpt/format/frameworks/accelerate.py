@@ -58,13 +58,7 @@ def _slot(name: str) -> str:
 
 
 def open_source(source: Source) -> Reader:
-    """Open a recognized source.
-
-    Raises:
-        AmbiguousError: A model or optimizer is stored in two forms.
-        UnsupportedError: A model was saved as one file per rank, without the layout of the shards.
-        CheckpointError: A file is damaged, rejected, or of an unsupported kind.
-    """
+    """Open a recognized source."""
     slots, ignored = _choose_files(source)
     ranked = {name: source.listing[name].size for name in slots if _RANK_FILE.fullmatch(name)}
     full = {name: source.listing[name].size for name in slots if name.endswith(".bin") and name not in ranked}
@@ -118,10 +112,7 @@ def _parts(
 
 
 def _below(slot: str, root: str, path: Path) -> Path:
-    """Return a path below the key of its model or optimizer.
-
-    The key replaces the one key of a DCP folder.
-    """
+    """Return a path below the key of its model or optimizer, which replaces the one key of a DCP folder."""
     if not slot:
         return path
     if root and path[0] == root:

@@ -44,11 +44,7 @@ def _find_parts(source: Source) -> Iterator[str]:
 
 
 def open_source(source: Source) -> Reader:
-    """Open a recognized source. `resumption.pkl` is one object, read on demand.
-
-    Raises:
-        CheckpointError: A part is damaged, rejected or missing, or the target of a pointer is missing.
-    """
+    """Open a recognized source. `resumption.pkl` is one object, read on demand."""
     if source.file is not None:
         return _follow_pointer(source, source.file)
     store = source.store
@@ -71,10 +67,7 @@ def _below(slot: str, path: Path) -> Path:
 
 
 def _follow_pointer(source: Source, pointer: str) -> Reader:
-    """Open the file or folder that a pointer names in its own folder.
-
-    Other folders of the stored path are ignored.
-    """
+    """Open the file or folder that a pointer names in its own folder; ignore other folders of the stored path."""
     where = f"{source.store.url}/{pointer}"
     size = source.store.size(pointer)
     if size > _MOST_POINTER_BYTES:

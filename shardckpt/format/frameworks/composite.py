@@ -19,29 +19,15 @@ def _keep_path(path: Path) -> Path:
 
 
 class SubReader(NamedTuple):
-    """One reader of a composite checkpoint.
+    """One reader of a composite checkpoint."""
 
-    Attributes:
-        reader: Reader over the same store as the others, with files of its own.
-        move: Maps a path of its manifest to a path of the combined manifest; by default the same.
-    """
-
-    reader: Reader
+    reader: Reader  # reader over the same store as the others, with files of its own
+    # Maps a path of its manifest to a path of the combined manifest; by default the same.
     move: Callable[[Path], Path] = _keep_path
 
 
 class CompositeReader(Reader):
-    """Readers that share a store.
-
-    Objects in files without a reader are read on demand, as torch saved them.
-
-    Args:
-        store: Store of the files.
-        manifest: Combined manifest.
-        owners: File name to the reader that opened it.
-        parts: Readers with the mappings of their paths.
-        rebuild: Combines other readers in their place.
-    """
+    """Readers that share a store. Objects in files without a reader are read on demand, as torch saved them."""
 
     def __init__(
         self,
@@ -114,20 +100,7 @@ def join(
     warnings: Sequence[str] = (),
     unread: Sequence[str] = (),
 ) -> CompositeReader:
-    """Combine readers into one.
-
-    Args:
-        format_name: Name of the format, for the manifest.
-        store: Store of all files.
-        parts: Readers to combine.
-        beside: Files of `torch.save` with one object each, to their sizes in bytes; read on demand, with the file name
-            as path.
-        warnings: Further warnings.
-        unread: Files that the reader skips.
-
-    Raises:
-        FormatError: Two readers have a value at the same path.
-    """
+    """Combine readers into one."""
     tensors: dict[Path, TensorEntry] = {}
     objects: dict[Path, ObjectEntry] = {}
     aliases: dict[Path, Path] = {}

@@ -21,11 +21,7 @@ def recognize(source: Source) -> Evidence:
 
 
 def open_source(source: Source) -> Reader:
-    """Open a recognized source; `meta.pt` is one object, read on demand.
-
-    Raises:
-        CheckpointError: The metadata is damaged or unsafe.
-    """
+    """Open a recognized source; `meta.pt` is one object, read on demand."""
     part = SubReader(dcp.open_folder(source.store))
     return join(FORMAT.name, source.store, [part], {META: source.listing[META].size})
 

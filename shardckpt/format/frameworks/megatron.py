@@ -20,8 +20,7 @@ METADATA, COMMON = "metadata.json", "common.pt"
 _BACKEND = "sharded_backend"
 _HEAD_BYTES = 512
 _MAX_BYTES = 1 << 20
-_STACKED = re.compile(r"(.*\.)?layers\.[a-zA-Z_].*")
-"""Names of layers without a number: one tensor contains all layers."""
+_STACKED = re.compile(r"(.*\.)?layers\.[a-zA-Z_].*")  # names of layers without a number: one tensor contains all layers
 
 
 def recognize(source: Source) -> Evidence:
@@ -33,12 +32,7 @@ def recognize(source: Source) -> Evidence:
 
 
 def open_source(source: Source) -> Reader:
-    """Open a recognized source.
-
-    Raises:
-        UnsupportedError: The backend is not `torch_dist`.
-        CheckpointError: The metadata is damaged, unsafe, or missing.
-    """
+    """Open a recognized source."""
     size = min(source.listing[METADATA].size, _MAX_BYTES)
     metadata = parse_json(read_bytes(source.store, METADATA, 0, size), where=f"{source.store.url}/{METADATA}")
     backend = metadata.get(_BACKEND) if isinstance(metadata, dict) else None

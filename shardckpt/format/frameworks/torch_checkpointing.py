@@ -39,13 +39,7 @@ def recognize(source: Source) -> Evidence:
 
 
 def open_source(source: Source) -> Reader:
-    """Open a recognized source.
-
-    Raises:
-        IncompleteError: The file of a rank is missing.
-        UnsupportedError: An item is stored in files that are not torch files.
-        CheckpointError: A file is damaged, rejected, or inconsistent with the others.
-    """
+    """Open a recognized source."""
     size = source.listing[METADATA].size
     where = f"{source.store.url}/{METADATA}"
     if size > _LIMITS.nbytes:

@@ -21,21 +21,19 @@ from shardckpt.manifest import Path, TensorEntry
 from shardckpt.storage.store import Store
 
 INDEX_SUFFIX = ".bin.index.json"
+# File with the optimizer of a model in `pytorch_model*.bin`, as `--to torch` and Accelerate write it.
 _OPTIMIZER = "optimizer.bin"
-"""File with the optimizer of a model in `pytorch_model*.bin`, as `--to torch` and Accelerate write it."""
 
 _HEAD_BYTES = 512
 _PICKLE_SUFFIXES = (*SUFFIXES, ".pkl")
-_SLICES_SUFFIX = ".distcp"
-"""Suffix of files with concatenated archives, which `torch.distributed.checkpoint` indexes."""
+_SLICES_SUFFIX = ".distcp"  # suffix of files with concatenated archives, which `torch.distributed.checkpoint` indexes
 
 _ONE_FILE = re.compile(r"(pytorch_model|adapter_model)\.bin")
 _SHARD = re.compile(r"(?P<stem>pytorch_model)-(?P<i>\d{5})-of-(?P<n>\d{5})\.bin")
+# Folders in which Accelerate stores sharded state, beside small torch files.
 _ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
-"""Folders in which Accelerate stores sharded state, beside small torch files."""
 
-_RANKED = re.compile(r".*(mp_rank_\d+|zero_pp_rank_\d+).*_states\.pt|.*\.distcp")
-"""Files of formats with other readers."""
+_RANKED = re.compile(r".*(mp_rank_\d+|zero_pp_rank_\d+).*_states\.pt|.*\.distcp")  # files of formats with other readers
 
 
 def recognize_hf(source: Source) -> Evidence:
@@ -85,12 +83,7 @@ def _loose_names(files: Iterable[str]) -> list[str]:
 
 
 def open_hf(source: Source) -> Reader:
-    """Open a folder of `pytorch_model*.bin`; paths are the names in the files.
-
-    Raises:
-        IncompleteError: A file or tensor of the index is missing.
-        CheckpointError: A file is damaged, rejected, or of an unsupported kind.
-    """
+    """Open a folder of `pytorch_model*.bin`; paths are the names in the files."""
     store = source.store
     sizes = {e.name: e.size for e in store.list() if not e.is_folder}
     indexes = [source.file] if source.file is not None else [n for n in sizes if n.endswith(INDEX_SUFFIX)]
@@ -140,11 +133,8 @@ def _unindexed(store: Store, sizes: Mapping[str, int]) -> list[str]:
 
 
 def _open_shards(store: Store, sizes: Mapping[str, int], weight_map: Mapping[str, str]) -> TorchReader:
-    """Open shards with a common set of names.
-
-    If a name is in several shards, the index selects one. If the optimizer's file is among them, its paths start with
-    `optimizer`, and those of the shards with `model`.
-    """
+    """Open shards with a common set of names; the index selects a shard for a name that several have."""
+    # If the optimizer's file is among them, its paths start with `optimizer`, and paths of the shards with `model`.
     root: Path = ("model",) if _OPTIMIZER in sizes else ()
 
     def moved(path: Path) -> Path:
@@ -170,14 +160,8 @@ def _open_shards(store: Store, sizes: Mapping[str, int], weight_map: Mapping[str
 
 
 def open_loose(source: Source) -> Reader:
-    """Open a folder of `torch.save` files.
-
-    If there are several, paths start with the file's name. Rank files with LOCAL states, DTensors or ShardedTensors are
-    merged to one checkpoint of full tensors.
-
-    Raises:
-        CheckpointError: A file is damaged, rejected, or of an unsupported kind.
-    """
+    """Open a folder of `torch.save` files; if there are several, paths start with the file's name."""
+    # Rank files with LOCAL states, DTensors or ShardedTensors are merged to one checkpoint of full tensors.
     names = _loose_names(source.files)
     sizes = {name: source.listing[name].size for name in names}
     prefixes: dict[str, Path] = {name: (name,) if len(names) > 1 else () for name in names}
@@ -192,11 +176,7 @@ def open_loose(source: Source) -> Reader:
 
 
 def open_file(source: Source) -> Reader:
-    """Open a recognized file.
-
-    Raises:
-        CheckpointError: The file is damaged, rejected, or of an unsupported kind.
-    """
+    """Open a recognized file."""
     assert source.file is not None, "only single files are recognized"
     sizes = {source.file: source.listing[source.file].size}
     return merge_rank_files(open_files(source.store, sizes, {source.file: ()}, FILE_FORMAT.name, allow_shards=True))

@@ -17,12 +17,9 @@ INDEX_SUFFIX = ".safetensors.index.json"
 OPTIMIZER = "optimizer"
 PARAM_GROUPS = "param_groups.json"
 OPTIMIZER_FILES_KEY = "optimizer_files"
+# Key in the `metadata` of a model's index, for the files of the optimizer of this model. On a store without rename, an
+# overwritten target temporarily contains files of two saves; the index, which is written last, names those of one save.
 PARAM_GROUPS_KEY = "param_groups"
-"""Key in the `metadata` of a model's index, for the files of the optimizer of this model.
-
-On a store without rename, an overwritten target temporarily contains files of two saves; the index, which is written
-last, names those of one save.
-"""
 
 _MAX_JSON_BYTES = 200_000_000
 _MOST_SHARDS = 100_000
@@ -34,23 +31,15 @@ _RANKED = re.compile(r"shard-(?P<rank>\d{5})-(?P<rest>.+)\.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """The files of one checkpoint.
+    """The files of one checkpoint."""
 
-    Attributes:
-        sizes: Payload file to size in bytes, -1 for a missing file of an index.
-        weight_map: Tensor name to file, from the indexes; empty without an index.
-        param_groups: File with the optimizer's groups; empty if there is none.
-        warnings: Oddities, one sentence each.
-        missing: Missing files according to the numbers in other file names.
-        unread: Files of `torch.save` in the folder that the reader skips.
-    """
-
-    sizes: Mapping[str, int]
+    sizes: Mapping[str, int]  # payload file to size in bytes, -1 for a missing file of an index
+    # Tensor name to file, from the indexes; empty without an index.
     weight_map: Mapping[str, str] = field(default_factory=dict)
-    param_groups: str = ""
-    warnings: tuple[str, ...] = ()
-    missing: tuple[str, ...] = ()
-    unread: tuple[str, ...] = ()
+    param_groups: str = ""  # file with the optimizer's groups; empty if there is none
+    warnings: tuple[str, ...] = ()  # oddities, one sentence each
+    missing: tuple[str, ...] = ()  # missing files according to the numbers in other file names
+    unread: tuple[str, ...] = ()  # files of `torch.save` in the folder that the reader skips
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +55,7 @@ def payload_sizes(store: Store, folder: str = "") -> dict[str, int]:
 
 
 def choose(store: Store, sizes: Mapping[str, int], indexes: Sequence[str]) -> Files:
-    """Select the files of the indexes, and others whose content no index names.
-
-    Args:
-        store: Store of the files.
-        sizes: All safetensors files of the folder: name to size in bytes.
-        indexes: All index files of the folder.
-
-    Raises:
-        FormatError: An index is damaged.
-        UnsafeError: An index names a file in another folder.
-        UnsupportedError: The files are those of vLLM's ranks.
-    """
+    """Select the files of the indexes, and others whose content no index names."""
     read = {name: _read_index(store, name) for name in indexes}
     old = [name for name, index in read.items() if _is_replaced(name, index, sizes)]
     read = {name: index for name, index in read.items() if name not in old}
@@ -115,10 +93,8 @@ def choose(store: Store, sizes: Mapping[str, int], indexes: Sequence[str]) -> Fi
 
 
 def _is_replaced(name: str, index: _Index, sizes: Mapping[str, int]) -> bool:
-    """Return True if a save in one file replaced the files of an index.
-
-    transformers removes these files, leaves their index, and loads the one file.
-    """
+    """Return True if a save in one file replaced the files of an index."""
+    # transformers removes these files, leaves their index, and loads the one file.
     has_one = name.removesuffix(INDEX_SUFFIX) + SUFFIX in sizes and index.optimizer_files is None
     return has_one and not any(file in sizes for file in index.weight_map.values())
 
@@ -134,18 +110,7 @@ def _choose_preferred(loose: Sequence[str]) -> list[str]:
 
 
 def read_json(store: Store, name: str, size: int | None = None) -> dict[str, object]:
-    """Read a JSON object from a file.
-
-    Args:
-        store: Store of the file.
-        name: Name of the file.
-        size: Size of the file in bytes, if known.
-
-    Raises:
-        UnsafeError: The file is too large.
-        FormatError: The file does not contain a JSON object.
-        StorageError: The file cannot be read.
-    """
+    """Read a JSON object from a file."""
     where = f"{store.url}/{name}"
     size = store.size(name) if size is None else size
     require_small("the file", size, _MAX_JSON_BYTES, where)
@@ -156,10 +121,7 @@ def read_json(store: Store, name: str, size: int | None = None) -> dict[str, obj
 
 
 def read_index(store: Store, name: str, size: int | None = None) -> tuple[dict[str, str], dict[str, object]]:
-    """Read an index: tensor names to file names, and its metadata.
-
-    Raises errors like `read_json`.
-    """
+    """Read an index: tensor names to file names, and its metadata. Raises errors like `read_json`."""
     where = f"{store.url}/{name}"
     raw = read_json(store, name, size)
     weight_map, metadata = raw.get("weight_map"), raw.get("metadata")
@@ -200,10 +162,7 @@ def _require_plain(files: Iterable[str], where: str) -> None:
 
 
 def _holes(names: Iterable[str]) -> Iterator[str]:
-    """Yield the missing files according to numbers in existing names.
-
-    Numbers are `-i-of-n`, or DCP's rank numbers.
-    """
+    """Yield missing files according to numbers in existing names: `-i-of-n`, or DCP's rank numbers."""
     groups: dict[tuple[str, int], set[int]] = {}
     ranks: dict[int, set[str]] = {}
     for name in names:

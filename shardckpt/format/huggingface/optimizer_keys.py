@@ -17,8 +17,7 @@ from shardckpt.layout import FlatLayout, ParamSpec, from_json
 from shardckpt.manifest import Path, Piece, Span, Strided, TensorEntry, dotted
 from shardckpt.plan.optim.optim_keys import STATE, split_key
 
-EXACT = "exact"
-"""Key of values that plain JSON cannot represent: pairs of a path in the file and a tagged value."""
+EXACT = "exact"  # key of values that plain JSON cannot represent: pairs of a path in the file and a tagged value
 
 _KEYS, _NESTED = "keys", "nested"
 _FLAT_PARAMETERS = "flat-parameters"
@@ -28,33 +27,21 @@ _MOST_DIGITS = 18
 
 @dataclass(frozen=True)
 class OptimizerFile:
-    """The content of `param_groups.json`; the fields that name parameters are checked.
+    """The content of `param_groups.json`; the fields that name parameters are checked."""
 
-    Attributes:
-        keys: Kind of keys: `names`, `ids`, `flat` or `flat-parameters`.
-        groups: Groups as stored; for flat parameters, with the names of the unsharded model.
-        values: State without tensors, by parameter.
-        names: Parameter names in the groups; empty with `ids`.
-        units: Flat parameter to the layout of its members, with `flat-parameters`.
-        units_json: `units` as stored.
-        nested: Slot with dots to its keys, of slots inside of others.
-    """
-
-    keys: str
-    groups: object
-    values: object
-    names: frozenset[str]
+    keys: str  # kind of keys: `names`, `ids`, `flat` or `flat-parameters`
+    groups: object  # groups as stored; for flat parameters, with the names of the unsharded model
+    values: object  # state without tensors, by parameter
+    names: frozenset[str]  # parameter names in the groups; empty with `ids`
+    # Flat parameter to the layout of its members, with `flat-parameters`.
     units: Mapping[str, FlatLayout] = field(default_factory=dict)
+    # `units` as stored.
     units_json: object = None
-    nested: Mapping[str, Path] = field(default_factory=dict)
+    nested: Mapping[str, Path] = field(default_factory=dict)  # slot with dots to its keys, of slots inside of others
 
     @classmethod
     def from_json(cls, raw: Mapping[str, object], where: str) -> OptimizerFile:
-        """Parse the content of the file.
-
-        Raises:
-            FormatError: The kind of keys is unknown, or an id is not an integer.
-        """
+        """Parse the content of the file."""
         raw = _decode_exact(raw, where)
         keys, groups, values = raw.get(_KEYS, "names"), raw.get("param_groups", []), raw.get("non_tensor_state", {})
         if keys not in _WAYS:
@@ -68,15 +55,7 @@ class OptimizerFile:
         return cls(str(keys), groups, values, frozenset(names), nested=nested)
 
     def entries(self, key: str, entry: TensorEntry) -> list[tuple[Path, TensorEntry]]:
-        """Return the parameters and slots in a tensor, with the tensor's part for each.
-
-        Args:
-            key: Name of the tensor.
-            entry: Tensor with one span.
-
-        Raises:
-            FormatError: The name contains no number where one is required, or a flat parameter has another length.
-        """
+        """Return the parameters and slots in a tensor, with the tensor's part for each."""
         name, joined = self.split(key)
         slot = self.nested.get(joined, (joined,))
         layout = self.units.get(name) if isinstance(name, str) else None
@@ -95,11 +74,7 @@ class OptimizerFile:
         ]
 
     def split(self, key: str) -> tuple[str | int, str]:
-        """Return the parameter and the slot of a tensor's name.
-
-        Raises:
-            FormatError: The name contains no number where one is required.
-        """
+        """Return the parameter and the slot of a tensor's name."""
         if self.keys == "flat":
             return split_key(key.removeprefix(f"{STATE}."), self.names.__contains__)
         name, _, slot = key.rpartition("/")

@@ -37,8 +37,7 @@ _SHARDED_FOLDER = "sharded"
 _SHARDING_INFO = "DCP_SHARDING_INFO"
 _STATE = "state"
 _SHOWN = 4
-_OTHERS = ("DCP_", KEY)
-"""Prefixes of metadata keys that describe one file and do not apply to converted files."""
+_OTHERS = ("DCP_", KEY)  # prefixes of metadata keys that describe one file and do not apply to converted files
 
 
 def recognize(source: Source) -> Evidence:
@@ -67,11 +66,7 @@ def _payload_names(source: Source) -> list[str]:
 
 
 def open_source(source: Source) -> Reader:
-    """Open a recognized source.
-
-    Raises:
-        CheckpointError: A header or an index is damaged, or a required file is missing.
-    """
+    """Open a recognized source."""
     if source.file is not None:
         if source.file.endswith(INDEX_SUFFIX):
             return _open_files(source.store, choose(source.store, payload_sizes(source.store), [source.file]))
@@ -88,10 +83,7 @@ def open_source(source: Source) -> Reader:
 
 
 def _list_ignored(others: Sequence[str]) -> list[str]:
-    """Return a warning about skipped files of `torch.save`.
-
-    They are a Trainer's optimizer, or the same model.
-    """
+    """Return a warning about skipped `torch.save` files: a Trainer's optimizer, or the same model."""
     shown = ", ".join(others[:_SHOWN])
     more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
     return [f"torch files here are ignored, name one to read it: {shown}{more}"] if others else []
@@ -181,10 +173,8 @@ def _full_tensors(
 
 
 def _join_dcp_boxes(store: Store, headers: Mapping[str, Header]) -> dict[Path, TensorEntry]:
-    """Merge the chunks that HuggingFaceStorageWriter writes to a file per rank.
-
-    A tensor's shape is the bounding box of its chunks, since the layout does not store it; `--shapes-from` checks it.
-    """
+    """Merge the chunks that HuggingFaceStorageWriter writes to a file per rank."""
+    # A tensor's shape is the bounding box of its chunks, since the layout does not store it; `--shapes-from` checks it.
     chunks: dict[str, dict[Box, list[Piece]]] = {}
     dtypes: dict[str, str] = {}
     for file, header in headers.items():
@@ -230,10 +220,7 @@ def _sharding_info(header: Header, where: str) -> dict[str, Shape]:
 
 
 def _aliases(tensors: Mapping[Path, TensorEntry], metadata: Mapping[str, str]) -> dict[Path, Path]:
-    """Return the names that `save_model` of safetensors drops: `dropped: kept`.
-
-    `consolidate` writes this metadata too.
-    """
+    """Return the names that `save_model` of safetensors drops: `dropped: kept`. `consolidate` writes them too."""
     return {(k,): (v,) for k, v in metadata.items() if (k,) not in tensors and (v,) in tensors}
 
 
@@ -263,10 +250,7 @@ def _name_slots(tensors: Mapping[Path, TensorEntry], groups: OptimizerFile) -> d
 
 
 def _state_values(values: object) -> dict[Path, object]:
-    """Return state without tensors by parameter and slot.
-
-    Tensors of the parameters are stored separately.
-    """
+    """Return the optimizer's values by parameter and slot; tensors are stored separately."""
     held = {key: slots for key, slots in values.items() if isinstance(slots, dict)} if isinstance(values, dict) else {}
     return {(OPTIMIZER, _STATE, key, slot): value for key, slots in held.items() for slot, value in slots.items()}
 

@@ -10,8 +10,7 @@ from typing import NamedTuple
 from shardckpt.errors import UnsafeError, UsageError
 from shardckpt.storage.resolve_url import local_path
 
-FEATURE = "bases"
-"""Feature in `COMMIT` that a reader needs if files of the step are in other folders."""
+FEATURE = "bases"  # feature in `COMMIT` that a reader needs if files of the step are in other folders
 
 _SIBLING = re.compile(r"\.\./([^/\0]+)")
 _ABSOLUTE = re.compile(r"/|[A-Za-z][A-Za-z0-9+.\-]*(://|::)")
@@ -20,17 +19,12 @@ _LONGEST = 4096
 
 
 class Base(NamedTuple):
-    """A folder that a step refers to.
+    """A folder that a step refers to."""
 
-    Attributes:
-        url: `../NAME` for a folder beside the step, so that both can be moved together; else absolute.
-        save: Id of the save that wrote the folder; empty for a checkpoint of another format.
-        sha256: SHA-256 of its manifest, in hexadecimal digits; empty if `save` is.
-    """
-
+    # `../NAME` for a folder beside the step, so that both can be moved together; else absolute.
     url: str
-    save: str = ""
-    sha256: str = ""
+    save: str = ""  # id of the save that wrote the folder; empty for a checkpoint of another format
+    sha256: str = ""  # SHA-256 of its manifest, in hexadecimal digits; empty if `save` is
 
 
 def is_base_url(url: object) -> bool:
@@ -64,30 +58,14 @@ def require_base_url(url: object, where: object) -> str:
 
 
 def resolve_base(step: str, url: str) -> str:
-    """Return the URL of a base.
-
-    Args:
-        step: URL of the step.
-        url: Reference to the base in the step.
-
-    Raises:
-        UnsafeError: The text is not a valid reference.
-    """
+    """Return the URL of a base."""
     require_base_url(url, step)
     name = sibling(url)
     return url if name is None else f"{_parent(step)[0].rstrip('/')}/{name}"
 
 
 def refer_to(step: str, base: str) -> str:
-    """Return the reference of a step to a base.
-
-    Args:
-        step: URL of the future step.
-        base: URL of the base.
-
-    Raises:
-        UsageError: Both URLs are the same folder.
-    """
+    """Return the reference of a step to a base."""
     here, there = _parent(step), _parent(base)
     if here == there:
         raise UsageError("a step cannot be its own base", where=step, fix="Save to another folder.")
@@ -102,15 +80,9 @@ def is_same_folder(one: str, other: str) -> bool:
 
 
 def may_open(step: str, folder: str) -> bool:
-    """Return True if a folder may be opened although the caller did not name it.
-
-    The author of a step, who may be untrusted, chooses its references: a step behind a URL must not read local files,
-    or send requests to hosts that the caller does not use.
-
-    Args:
-        step: URL of the step.
-        folder: URL of the folder in the step's reference.
-    """
+    """Return True if a folder may be opened although the caller did not name it."""
+    # A step's author, who may be untrusted, chooses its references. A step behind a URL must not read local files, or
+    # send requests to hosts that the caller does not use.
     try:
         here_is_local, there_is_local = local_path(step) is not None, local_path(folder) is not None
     except UsageError:  # such as `s3:/other`, which names no place

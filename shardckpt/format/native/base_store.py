@@ -15,54 +15,28 @@ from shardckpt.storage.store import Capabilities, Read, Store, WrappedStore
 
 
 class FilePlace(NamedTuple):
-    """A file in a base folder.
+    """A file in a base folder."""
 
-    Attributes:
-        store: Store whose root is that folder.
-        name: Name in that store.
-    """
-
-    store: Store
-    name: str
+    store: Store  # store whose root is that folder
+    name: str  # name in that store
 
 
 class FoundBases(NamedTuple):
-    """The existing bases of a step.
+    """The existing bases of a step."""
 
-    Attributes:
-        places: File name in the step's reader to its base folder and its name there.
-        folders: File name in the step's reader to the URL of its folder, whether the file exists or not.
-        sizes: Sizes of the existing files, in bytes.
-        closed: Folder that was not opened, to the error for reading its files.
-        changed: Names of files in folders that may have changed since the step was saved.
-        notes: Oddities, one sentence each.
-    """
-
-    places: Mapping[str, FilePlace]
+    places: Mapping[str, FilePlace]  # file name in the step's reader to its base folder and its name there
+    # File name in the step's reader to the URL of its folder, whether the file exists or not.
     folders: Mapping[str, str]
-    sizes: Mapping[str, int]
-    closed: Mapping[str, ShardckptError]
-    changed: frozenset[str]
-    notes: tuple[str, ...]
+    sizes: Mapping[str, int]  # sizes of the existing files, in bytes
+    closed: Mapping[str, ShardckptError]  # folder that was not opened, to the error for reading its files
+    changed: frozenset[str]  # names of files in folders that may have changed since the step was saved
+    notes: tuple[str, ...]  # oddities, one sentence each
 
 
 def find_bases(
     step: str, wanted: Mapping[str, Mapping[str, int]], named: NamedBases = "", known: Sequence[Base] = ()
 ) -> FoundBases:
-    """Find the base folders of a step.
-
-    An unreadable folder is an error only when one of its files is read.
-
-    Args:
-        step: URL of the step.
-        wanted: Reference to a base, to the names and sizes of its files.
-        named: Bases that the caller names; other bases are opened if `may_open` allows it.
-        known: Description of the bases in the step.
-
-    Raises:
-        UnsafeError: A reference is invalid.
-        UsageError: A named base is ambiguous.
-    """
+    """Find a step's base folders; an unreadable folder is an error only when one of its files is read."""
     given = _map_named(step, list(wanted), named)
     recorded = {base.url: base for base in known}
     places: dict[str, FilePlace] = {}
@@ -104,11 +78,9 @@ def _unnamed_error(step: str, folder: str) -> UsageError:
 
 
 def _describe_change(store: Store, sizes: Mapping[str, int], base: Base) -> str | None:
-    """Describe how a base differs from the original one; None if it is the same.
-
-    The original is the one that the step was saved against. Empty for a folder without hashes, for a step that is kept
-    only for its referenced files, and for a step that another save replaced: the latter two keep the files.
-    """
+    """Describe how a base differs from the folder that the step was saved against; None if it is the same."""
+    # Empty for a folder without hashes, for a step that is kept only for its referenced files, and for a step that
+    # another save replaced: the latter two keep the files.
     if not base.sha256 or COMMIT not in sizes:
         return ""
     try:
@@ -123,13 +95,7 @@ def _describe_change(store: Store, sizes: Mapping[str, int], base: Base) -> str 
 
 
 def select_bases(urls: Collection[str], others: Collection[str], named: NamedBases) -> NamedBases:
-    """Return those bases of the caller that belong to one of two checkpoints.
-
-    Args:
-        urls: References to bases in that checkpoint.
-        others: References to bases in the other checkpoint.
-        named: Bases that the caller names for both.
-    """
+    """Return those bases of the caller that belong to one of two checkpoints."""
     if isinstance(named, Mapping):
         return {url: place for url, place in named.items() if url in urls}
     has_elsewhere = any(sibling(url) is None for url in urls)
@@ -178,12 +144,7 @@ def _only(step: str, urls: Sequence[str], place: str) -> str:
 
 
 class BasedStore(WrappedStore):
-    """A step's folder, and files of its bases under unique names, as one store.
-
-    Args:
-        store: Store whose root is the step.
-        places: Name of each base file to its folder and its name there.
-    """
+    """A step's folder, and files of its bases under unique names, as one store."""
 
     def __init__(self, store: Store, places: Mapping[str, FilePlace]) -> None:
         super().__init__(store)
@@ -197,10 +158,7 @@ class BasedStore(WrappedStore):
         return Capabilities(own.renames, own.is_local and all(store.capabilities.is_local for store in stores.values()))
 
     def size(self, name: str) -> int:
-        """Return a file's size in bytes.
-
-        Raises MissingFileError, UnsafeError or StorageError.
-        """
+        """Return a file's size in bytes."""
         place = self._places.get(name)
         return self._store.size(name) if place is None else place.store.size(place.name)
 

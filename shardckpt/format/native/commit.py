@@ -48,19 +48,15 @@ from shardckpt.storage.store import Store, SubfolderStore, as_copied, read_bytes
 
 COMMIT = "COMMIT"
 MANIFEST_SUFFIX = ".manifest.json"
+# Names of files that only saves write.
 WRITTEN = re.compile(rf"[0-9a-z]{{15}}(-[0-9]{{5,}}-[0-9]{{2,}}\.safetensors|{re.escape(MANIFEST_SUFFIX)})")
-"""Names of files that only saves write."""
 
-BRANCH = "run.branch"
-"""Key in a manifest's `about` for the field `branch` of `COMMIT`."""
-
-FEATURES: frozenset[str] = frozenset({base_refs.FEATURE})
-"""Features that this reader supports."""
+BRANCH = "run.branch"  # key in a manifest's `about` for the field `branch` of `COMMIT`
+FEATURES: frozenset[str] = frozenset({base_refs.FEATURE})  # features that this reader supports
 
 MAX_COMMIT_BYTES = 1 << 26
 MAX_MANIFEST_BYTES = 1 << 29
-MAX_BASES = 4096
-"""Maximum base folders of a step, each of which is looked up when the step is opened."""
+MAX_BASES = 4096  # maximum base folders of a step, each of which is looked up when the step is opened
 
 _REPAIR = "Restore the step from another copy, or rebuild its marks with `shardckpt repair`."
 _RESTORE = "Load the step before it, restore this one from another copy, or rebuild its marks with `shardckpt repair`."
@@ -68,27 +64,17 @@ _RESTORE = "Load the step before it, restore this one from another copy, or rebu
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Content of `COMMIT`.
+    """Content of `COMMIT`."""
 
-    Attributes:
-        save: Id of the save.
-        manifest: File name of the manifest.
-        manifest_bytes: Size of the manifest in bytes.
-        manifest_sha256: SHA-256 of the manifest, in hexadecimal digits.
-        files: Name to size in bytes of every other file of the step.
-        features: Features that a reader must support.
-        bases: Reference to each base folder, to the names and sizes of the files there.
-        branch: Number of times that the run had returned to an older step before this save.
-    """
-
-    save: str
-    manifest: str
-    manifest_bytes: int
-    manifest_sha256: str
-    files: Mapping[str, int]
-    features: tuple[str, ...] = ()
+    save: str  # id of the save
+    manifest: str  # file name of the manifest
+    manifest_bytes: int  # size of the manifest in bytes
+    manifest_sha256: str  # SHA-256 of the manifest, in hexadecimal digits
+    files: Mapping[str, int]  # name to size in bytes of every other file of the step
+    features: tuple[str, ...] = ()  # features that a reader must support
+    # Reference to each base folder, to the names and sizes of the files there.
     bases: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    branch: int = 0
+    branch: int = 0  # number of times that the run had returned to an older step before this save
 
 
 def manifest_name(save: str) -> str:
@@ -102,24 +88,13 @@ def is_of_save(name: str, save: str) -> bool:
 
 
 def read_branch(about: Mapping[str, str]) -> int:
-    """Return the branch of a step in its run, from the `about` of its manifest.
-
-    Args:
-        about: Text by name.
-    """
+    """Return the branch of a step in its run, from the `about` of its manifest."""
     text = about.get(BRANCH, "")
     return int(text) if re.fullmatch("[0-9]{1,9}", text, re.ASCII) else 0
 
 
 def encode_commit(save: str, manifest: bytes, files: Iterable[FileRecord], branch: int = 0) -> bytes:
-    """Return the bytes of `COMMIT`.
-
-    Args:
-        save: Id of the save.
-        manifest: Bytes of the manifest, whose file name is `manifest_name(save)`.
-        files: All other files of the step and of its bases.
-        branch: Number of times that the run has returned to an older step.
-    """
+    """Return the bytes of `COMMIT`."""
     files = list(files)
     bases = group_files_by_base(files)
     content = {
@@ -137,14 +112,7 @@ def encode_commit(save: str, manifest: bytes, files: Iterable[FileRecord], branc
 
 
 def decode_commit(data: bytes, *, where: object = "") -> Commit:
-    """Parse `COMMIT` and check every field.
-
-    Raises:
-        ChecksumError: The bytes do not match their hash.
-        TruncatedError: The end is missing.
-        FormatError: A field does not follow the format.
-        UnsupportedError: The version is another one, or the named feature is unknown to this release.
-    """
+    """Parse `COMMIT` and check every field."""
     end = data.find(b"\n") + 1
     stored = data[end:]
     if not end or len(stored) < 65:
@@ -215,17 +183,7 @@ def _features(value: object, where: object) -> tuple[str, ...]:
 
 
 def read_mark(store: Store, sizes: Mapping[str, int]) -> bytes:
-    """Return the bytes of `COMMIT`.
-
-    Args:
-        store: Store whose root is the step.
-        sizes: Name to size in bytes of the files in the folder.
-
-    Raises:
-        IncompleteError: `COMMIT` does not exist.
-        CheckpointError: It is too large.
-        StorageError: The store failed.
-    """
+    """Return the bytes of `COMMIT`."""
     if COMMIT not in sizes:
         raise IncompleteError(
             "this step was never committed",
@@ -239,16 +197,7 @@ def read_mark(store: Store, sizes: Mapping[str, int]) -> bytes:
 
 
 def read_commit(store: Store, sizes: Mapping[str, int]) -> Commit:
-    """Read and check `COMMIT`, from the first copy that is not damaged.
-
-    Args:
-        store: Store whose root is the step.
-        sizes: Name to size in bytes of the files in the folder.
-
-    Raises:
-        IncompleteError: `COMMIT` does not exist.
-        CheckpointError: `COMMIT` is damaged, or of a newer format.
-    """
+    """Read and check `COMMIT`, from the first copy that is not damaged."""
     while True:
         data = read_mark(store, sizes)
         try:
@@ -260,15 +209,7 @@ def read_commit(store: Store, sizes: Mapping[str, int]) -> Commit:
 
 
 def find_save(store: Store, step: str) -> str | None:
-    """Return the id of the save of a step, of which a store may have only a part; None without a valid `COMMIT`.
-
-    Args:
-        store: Store whose root is the run.
-        step: Name of the step's folder.
-
-    Raises:
-        StorageError: The store failed.
-    """
+    """Return the id of the save of a step, of which a store may have only a part; None without a valid `COMMIT`."""
     inside = SubfolderStore(store, step)
     try:
         return read_commit(inside, {entry.name: entry.size for entry in inside.list()}).save
@@ -277,12 +218,7 @@ def find_save(store: Store, step: str) -> str | None:
 
 
 def read_contents(store: Store, sizes: Mapping[str, int], commit: Commit) -> ManifestContents:
-    """Read the manifest that `COMMIT` names, and compare it with the hash there.
-
-    Raises:
-        IncompleteError: The manifest does not exist.
-        CheckpointError: The manifest is not the committed one, or does not follow the format.
-    """
+    """Read the manifest that `COMMIT` names, and compare it with the hash there."""
     where = f"{store.url}/{commit.manifest}"
     if commit.manifest not in sizes:
         raise IncompleteError("the step's manifest is not there", where=where, fix=_RESTORE)
@@ -321,11 +257,7 @@ def _read_manifest(store: Store, commit: Commit) -> bytes:
 
 
 def _committed_names(store: Store, sizes: Mapping[str, int]) -> Collection[str]:
-    """Return the names in the step's `COMMIT`; none if it is damaged.
-
-    Raises:
-        TargetExistsError: A newer version of shardckpt wrote it, so the content is unknown.
-    """
+    """Return the names in the step's `COMMIT`; none if it is damaged."""
     if COMMIT not in sizes:
         return ()
     try:
@@ -342,10 +274,10 @@ def _committed_names(store: Store, sizes: Mapping[str, int]) -> Collection[str]:
     return (*commit.files, commit.manifest)
 
 
+# Checkpoint that `save`, and all other writers of this format, may replace.
 STEP = FolderKind(
     "one shardckpt checkpoint",
     payload=WRITTEN,
     beside=re.compile(f"{re.escape(COMMIT)}|{re.escape(HF_INDEX)}"),
     members=_committed_names,
 )
-"""Checkpoint that `save`, and all other writers of this format, may replace."""

@@ -21,21 +21,9 @@ _BUFFER_BYTES = 4 * GROUP_BYTES
 def copy_stored_step(
     source: str, target: str, replacing: Callable[[], AbstractContextManager[object]] = nullcontext
 ) -> int:
-    """Copy a step that refers to no other, in place of an earlier one; return its bytes.
-
-    The files are copied one after the other, through one buffer. `COMMIT` is the last.
-
-    Args:
-        source: Path or URL of the step.
-        target: Path or URL of its copy.
-        replacing: Returns the context in which the copy appears under its name; entered before the manifest and
-            `COMMIT` are written.
-
-    Raises:
-        UnsupportedError: The step refers to files of another.
-        CheckpointError: The step is damaged.
-        StorageError: Reading or writing failed; the target is unchanged.
-    """
+    """Copy a step without bases, in place of an earlier one; return its bytes."""
+    # Files are copied one after the other, through one buffer. `replacing` is entered before the manifest and `COMMIT`
+    # are written, `COMMIT` last; the copy appears under its name inside it.
     folder = read_stored_step(open_store(source))
     if folder.commit is not None and folder.commit.bases:
         raise UnsupportedError("a step that refers to others is not copied alone", where=source)
@@ -56,12 +44,7 @@ def copy_stored_step(
 
 
 def write_commit(folder: StoredFolder, publication: Publication) -> int:
-    """Write the manifest and the `COMMIT` of a step, and return their bytes; 0 for a folder that is not a step.
-
-    Raises:
-        ChecksumError: The manifest is not the one that was committed.
-        StorageError: Reading or writing failed.
-    """
+    """Write the manifest and the `COMMIT` of a step, and return their bytes; 0 for a folder that is not a step."""
     if folder.commit is None:
         return 0
     parts = ((folder.commit.manifest, folder.read_manifest()), (COMMIT, folder.mark))
@@ -72,16 +55,7 @@ def write_commit(folder: StoredFolder, publication: Publication) -> int:
 
 
 def read_blocks(store: Store, name: str, nbytes: int) -> Iterator[memoryview]:
-    """Yield the bytes of a file in parts, through one buffer.
-
-    Args:
-        store: Store of the file.
-        name: Name of the file.
-        nbytes: Bytes of the file.
-
-    Raises:
-        ShardckptError: Reading failed.
-    """
+    """Yield the bytes of a file in parts, through one buffer."""
     buffer = memoryview(bytearray(min(_BUFFER_BYTES, nbytes)))
     for start in range(0, nbytes, _BUFFER_BYTES):
         block = buffer[: min(_BUFFER_BYTES, nbytes - start)]

@@ -36,14 +36,14 @@ from shardckpt.format.native.records import (
 from shardckpt.format.value_stats import STATS_BYTES, ValueStats
 from shardckpt.manifest import Path, dotted
 
+# Key of `topology`: false if arrays were converted from a checkpoint in another order than the state dicts.
 KEEPS_ORDER = "keeps_order"
-"""Key of `topology`: false if arrays were converted from a checkpoint in another order than the state dicts."""
 
+# Key of `topology`: `[index, [dimensions from the slowest to the fastest]]` of arrays not row-major in memory.
 MEMORY_ORDERS = "memory_orders"
-"""Key of `topology`: `[index, [dimensions from the slowest to the fastest]]` of arrays not row-major in memory."""
 
+# Key of `topology`: paths of optimizers whose own `state_dict()` has other keys than `state` and `param_groups`.
 OPTIMIZERS = "optimizers"
-"""Key of `topology`: paths of optimizers whose own `state_dict()` has other keys than `state` and `param_groups`."""
 
 _MANIFEST_FIELDS: Mapping[str, type] = {
     "format": str,
@@ -60,29 +60,17 @@ _MANIFEST_FIELDS: Mapping[str, type] = {
 
 @dataclass(frozen=True, slots=True)
 class ManifestContents:
-    """The fields of a manifest.
+    """The fields of a manifest."""
 
-    Attributes:
-        save: Id of the save.
-        files: Every file of the step except the manifest and `COMMIT`.
-        arrays: Arrays in the order of the saved state.
-        tree: Saved state as tagged JSON, with tensors as indexes. Stored under the key `nest`.
-        ties: Further path of an array to its index.
-        topology: JSON value that describes the ranks.
-        about: Text by name, which describes the writer.
-        bases: Folders that contain some of the files.
-        variants: Path of further weights of a model, such as averaged ones, to the path of the model; None if it was
-            not saved.
-    """
-
-    save: str
-    files: tuple[FileRecord, ...]
-    arrays: tuple[ArrayRecord, ...]
-    tree: object = None
-    ties: Mapping[Path, int] = field(default_factory=dict)
-    topology: Mapping[str, object] = field(default_factory=dict)
-    about: Mapping[str, str] = field(default_factory=dict)
-    bases: tuple[Base, ...] = ()
+    save: str  # id of the save
+    files: tuple[FileRecord, ...]  # every file of the step except the manifest and `COMMIT`
+    arrays: tuple[ArrayRecord, ...]  # arrays in the order of the saved state
+    tree: object = None  # saved state as tagged JSON, with tensors as indexes. Stored under the key `nest`
+    ties: Mapping[Path, int] = field(default_factory=dict)  # further path of an array to its index
+    topology: Mapping[str, object] = field(default_factory=dict)  # JSON value that describes the ranks
+    about: Mapping[str, str] = field(default_factory=dict)  # text by name, which describes the writer
+    bases: tuple[Base, ...] = ()  # folders that contain some of the files
+    # Path of further weights of a model, such as averaged ones, to the path of the model; None if it was not saved.
     variants: Mapping[Path, Path | None] = field(default_factory=dict)
 
     def carried(self) -> dict[str, object]:
@@ -98,11 +86,7 @@ class ManifestContents:
 
 
 def encode_manifest(contents: ManifestContents) -> bytes:
-    """Return the bytes of the manifest.
-
-    Raises:
-        UnsupportedError: The values have so many small lists that no reader would accept them.
-    """
+    """Return the bytes of the manifest."""
     data = encode_canonical(
         {
             "format": "shardckpt manifest",
@@ -132,12 +116,7 @@ def encode_manifest(contents: ManifestContents) -> bytes:
 
 
 def decode_manifest(data: bytes | bytearray, *, where: object = "") -> ManifestContents:
-    """Parse a manifest and check every field.
-
-    Raises:
-        FormatError: A field does not follow the format.
-        UnsupportedError: A version or dtype is unknown to this release.
-    """
+    """Parse a manifest and check every field."""
     raw = read_fields(parse_json(data, where=str(where)), _MANIFEST_FIELDS, where)
     if raw["format"] != "shardckpt manifest":
         raise field_error("this is not a manifest", raw["format"], "shardckpt manifest", where)
@@ -171,15 +150,7 @@ def _variants_json(variants: Mapping[Path, Path | None]) -> dict[str, object]:
 
 
 def read_memory_orders(contents: ManifestContents, where: object) -> dict[int, tuple[int, ...]]:
-    """Check and return the memory orders of arrays, by index.
-
-    Args:
-        contents: Content of a manifest.
-        where: Name of the file, for messages.
-
-    Raises:
-        FormatError: An entry does not permute the dimensions of an array.
-    """
+    """Check and return the memory orders of arrays, by index."""
     found: dict[int, tuple[int, ...]] = {}
     for entry in read_list(contents.topology.get(MEMORY_ORDERS, []), MEMORY_ORDERS, where):
         index, dims = read_fixed(entry, 2, MEMORY_ORDERS, where)
@@ -195,28 +166,12 @@ def read_memory_orders(contents: ManifestContents, where: object) -> dict[int, t
 
 
 def read_optimizers(contents: ManifestContents, where: object) -> tuple[Path, ...]:
-    """Check and return the paths of optimizers with keys of their own.
-
-    Args:
-        contents: Content of a manifest.
-        where: Name of the file, for messages.
-
-    Raises:
-        FormatError: An entry is not a path.
-    """
+    """Check and return the paths of optimizers with keys of their own."""
     return tuple(read_path(raw, where) for raw in read_list(contents.topology.get(OPTIMIZERS, []), OPTIMIZERS, where))
 
 
 def read_variants(value: object, where: object) -> dict[Path, Path | None]:
-    """Check and return the paths of further weights.
-
-    Args:
-        value: Parsed JSON.
-        where: Name of the file, for messages.
-
-    Raises:
-        FormatError: An entry does not follow the format.
-    """
+    """Check and return the paths of further weights."""
     found: dict[Path, Path | None] = {}
     for path, of in _read_by_path(value, "variants", (), where):
         found[path] = None if of is None else read_path(of, where)
@@ -224,25 +179,13 @@ def read_variants(value: object, where: object) -> dict[Path, Path | None]:
 
 
 def read_ties(value: object, paths: Sequence[Path], where: object) -> dict[Path, int]:
-    """Check and return the further paths of arrays.
-
-    Args:
-        value: Parsed JSON.
-        paths: Paths of the arrays, by index.
-        where: Name of the file, for messages.
-
-    Raises:
-        FormatError: An entry does not follow the format.
-    """
+    """Check and return the further paths of arrays."""
     rows = _read_by_path(value, "ties", paths, where)
     return {path: read_integer(index, "ties", where, below=len(paths)) for path, index in rows}
 
 
 def _read_by_path(value: object, name: str, taken: Sequence[Path], where: object) -> Iterator[tuple[Path, object]]:
-    """Yield the rows of a field, each a path and a value.
-
-    Paths must be unique and not in `taken`.
-    """
+    """Yield a field's rows, each a path and a value; paths must be unique and not in `taken`."""
     rows = [read_fixed(entry, 2, name, where) for entry in read_list(value, name, where)]
     paths = [read_path(raw, where) for raw, _ in rows]
     check_paths(paths, where)
@@ -271,32 +214,20 @@ def _read_base(entry: object, where: object) -> Base:
 
 @dataclass(frozen=True, slots=True)
 class WrittenPayload:
-    """A payload file that has been written.
+    """A payload file that has been written."""
 
-    Attributes:
-        payload: Layout of the file.
-        hashes: Hashes of its blocks, big-endian, back to back; None if not computed.
-        digests: Digests of its chunks, in file order; None if not computed.
-        stats: Statistics of its chunks, in file order; None if not computed.
-    """
-
-    payload: PayloadFile
-    hashes: bytes | None = None
-    digests: tuple[bytes, ...] | None = None
-    stats: tuple[ValueStats, ...] | None = None
+    payload: PayloadFile  # layout of the file
+    hashes: bytes | None = None  # hashes of its blocks, big-endian, back to back; None if not computed
+    digests: tuple[bytes, ...] | None = None  # digests of its chunks, in file order; None if not computed
+    stats: tuple[ValueStats, ...] | None = None  # statistics of its chunks, in file order; None if not computed
 
 
 @dataclass(frozen=True, slots=True)
 class PartialManifest:
-    """Records of the files and arrays that one writer wrote.
-
-    Attributes:
-        files: Records of the files.
-        arrays: Records of the arrays, whose file indexes count in `files`.
-    """
+    """Records of the files and arrays that one writer wrote."""
 
     files: tuple[FileRecord, ...]
-    arrays: tuple[ArrayRecord, ...]
+    arrays: tuple[ArrayRecord, ...]  # records of the arrays, whose file indexes count in `files`
 
 
 def build_partial(written: Sequence[WrittenPayload]) -> PartialManifest:
@@ -330,11 +261,7 @@ def encode_partial(written: Sequence[WrittenPayload]) -> bytes:
 
 
 def decode_partial(data: bytes, *, where: object = "") -> PartialManifest:
-    """Decode the result of `encode_partial`.
-
-    Raises:
-        FormatError: The bytes are not a result of `encode_partial`.
-    """
+    """Decode the result of `encode_partial`."""
     raw = read_fields(parse_json(data, where=str(where)), {"files": list, "arrays": list}, where)
     files = read_files(raw["files"], (), where)
     return PartialManifest(files, _read_arrays(raw, len(files), where))
@@ -343,15 +270,7 @@ def decode_partial(data: bytes, *, where: object = "") -> PartialManifest:
 def merge_partials(
     parts: Sequence[PartialManifest], order: Sequence[Path]
 ) -> tuple[tuple[FileRecord, ...], tuple[ArrayRecord, ...]]:
-    """Merge the files and arrays of all writers.
-
-    Args:
-        parts: Parts, one for each writer.
-        order: Paths of the tensors; the saved state refers to them by index.
-
-    Raises:
-        FormatError: Writers disagree on an array, or wrote other arrays than those of `order`.
-    """
+    """Merge the files and arrays of all writers."""
     files: list[FileRecord] = []
     found: dict[Path, ArrayRecord] = {}
     for part in parts:

@@ -20,63 +20,39 @@ from shardckpt.errors import UnsupportedError
 from shardckpt.format.encodings.safetensors import HeaderTensor, encode_entries, join_header
 from shardckpt.manifest import Path, dotted
 
-VERSION = 1
-"""Version of the format; readers refuse every other one."""
+VERSION = 1  # version of the format; readers refuse every other one
+HASH_BYTES = 8  # bytes of an xxh3-64
+BLOCK_BYTES = 1 << 17  # bytes of a file that one hash covers
+GROUP_BLOCKS = 32  # blocks that share one hash in a very large step
+GROUP_BYTES = GROUP_BLOCKS * BLOCK_BYTES  # bytes of a group of blocks; writers hash and write as much at a time
+DATA_ALIGNMENT = 4096  # alignment of a file's data, in bytes, for direct I/O; readers do not depend on it
 
-HASH_BYTES = 8
-"""Bytes of an xxh3-64."""
-
-BLOCK_BYTES = 1 << 17
-"""Bytes of a file that one hash covers."""
-
-GROUP_BLOCKS = 32
-"""Blocks that share one hash in a very large step."""
-
-GROUP_BYTES = GROUP_BLOCKS * BLOCK_BYTES
-"""Bytes of a group of blocks; writers hash and write as much at a time."""
-
-DATA_ALIGNMENT = 4096
-"""Alignment of a file's data, in bytes, for direct I/O; readers do not depend on it."""
-
+# Bytes of data from which it begins at a block. Then a rank that loads some blocks of an array reads no other bytes to
+# verify them. Smaller files stay small.
 BLOCK_ALIGNED_BYTES = 1 << 24
-"""Bytes of data from which it begins at a block.
 
-Then a rank that loads some blocks of an array reads no other bytes to verify them. Smaller files stay small.
-"""
-
-KEY = "shardckpt"
-"""Key in a payload file's `__metadata__`."""
+KEY = "shardckpt"  # key in a payload file's `__metadata__`
 
 HF_INDEX = "model.safetensors.index.json"
 
-MOST_BYTES = 1 << 30
-"""Bytes of data after which a writer starts another file."""
+MOST_BYTES = 1 << 30  # bytes of data after which a writer starts another file
 
 _TENSOR_ALIGNMENT = 64
+# Bytes that xxhash hashes without releasing the interpreter's lock. Beside a loop in Python it waits 5 ms to take the
+# lock again, longer than it hashes many blocks. Divides a block.
 _LOCKED_BYTES = 1 << 16
-"""Bytes that xxhash hashes without releasing the interpreter's lock.
-
-Beside a loop in Python it waits 5 ms to take the lock again, longer than it hashes many blocks. Divides a block.
-"""
 
 _MOST_CHUNKS = 100_000
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
 class PayloadChunk(NamedTuple):
-    """A box of a tensor that is written to one file.
+    """A box of a tensor that is written to one file."""
 
-    Attributes:
-        path: Path of the tensor in the saved state.
-        shape: Full shape, in elements.
-        dtype: Dtype in torch's spelling.
-        box: Box in the full tensor, written in row-major order.
-    """
-
-    path: Path
+    path: Path  # path of the tensor in the saved state
     shape: Shape
-    dtype: str
-    box: Box
+    dtype: str  # dtype in torch's spelling
+    box: Box  # box in the full tensor, written in row-major order
 
     @property
     def nbytes(self) -> int:
@@ -86,23 +62,14 @@ class PayloadChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PayloadFile:
-    """A file to write: `header`, followed by the bytes of its chunks.
+    """A file to write: `header`, followed by the bytes of its chunks."""
 
-    Attributes:
-        name: File name in the step's folder.
-        header: First bytes of the file.
-        chunks: Chunks in file order.
-        offsets: Offset in the file of each chunk's first byte.
-        keys: Tensor name of each chunk in the file.
-        nbytes: Size of the file in bytes.
-    """
-
-    name: str
-    header: bytes
-    chunks: tuple[PayloadChunk, ...]
-    offsets: tuple[int, ...]
-    keys: tuple[str, ...]
-    nbytes: int
+    name: str  # file name in the step's folder
+    header: bytes  # first bytes of the file
+    chunks: tuple[PayloadChunk, ...]  # chunks in file order
+    offsets: tuple[int, ...]  # offset in the file of each chunk's first byte
+    keys: tuple[str, ...]  # tensor name of each chunk in the file
+    nbytes: int  # size of the file in bytes
 
     @property
     def has_data(self) -> bool:
@@ -128,40 +95,18 @@ def plan_payloads(
     model: Path | None = None,
     carry: Mapping[str, object] | None = None,
 ) -> tuple[PayloadFile, ...]:
-    """Plan the files of a writer, with their headers. Does no I/O.
-
-    Args:
-        save: Id of the save.
-        writer: Index of the writer, from 0.
-        chunks: Chunks in the order of the saved state.
-        most_bytes: Bytes of data after which another file begins; a larger chunk gets a file of its own.
-        model: Path of the model, if this writer writes everything: its tensors get separate files with their own names,
-            which Hugging Face's libraries can read.
-        carry: Further JSON in the header of the first file, from which a lost manifest can be rebuilt in full; then
-            this file exists even without chunks.
-
-    Raises:
-        UnsupportedError: The format has no name for a dtype; the message names the array.
-    """
+    """Plan the files of a writer, with their headers. Does no I/O."""
     return build_payloads(save, writer, arrange_files(tuple(chunks), most_bytes, model), carry)
 
 
 class FileLayout(NamedTuple):
-    """The parts of a file that are equal in every save of a run.
+    """The parts of a file that are equal in every save of a run."""
 
-    Attributes:
-        chunks: Chunks in file order.
-        keys: Tensor name of each chunk in the file.
-        ends: End of each chunk in bytes, counted from the first chunk.
-        listed: JSON of the chunks in the metadata.
-        entries: JSON of the chunks in the header.
-    """
-
-    chunks: tuple[PayloadChunk, ...]
-    keys: tuple[str, ...]
-    ends: tuple[int, ...]
-    listed: str
-    entries: str
+    chunks: tuple[PayloadChunk, ...]  # chunks in file order
+    keys: tuple[str, ...]  # tensor name of each chunk in the file
+    ends: tuple[int, ...]  # end of each chunk in bytes, counted from the first chunk
+    listed: str  # JSON of the chunks in the metadata
+    entries: str  # JSON of the chunks in the header
 
     @property
     def nbytes(self) -> int:
@@ -173,13 +118,7 @@ class FileLayout(NamedTuple):
 def arrange_files(
     chunks: tuple[PayloadChunk, ...], most_bytes: int = MOST_BYTES, model: Path | None = None
 ) -> tuple[FileLayout, ...]:
-    """Assign chunks to files and give them names.
-
-    Does no I/O; `plan_payloads` describes the arguments.
-
-    Raises:
-        UnsupportedError: The format has no name for a dtype; the message names the array.
-    """
+    """Assign chunks to files and give them names, without I/O."""
     for chunk in chunks:
         if not is_known(chunk.dtype):
             raise UnsupportedError(f"a tensor of type {chunk.dtype} cannot be saved", where=dotted(chunk.path))
@@ -192,16 +131,7 @@ def arrange_files(
 def build_payloads(
     save: str, writer: int, files: Sequence[FileLayout], carry: Mapping[str, object] | None = None
 ) -> tuple[PayloadFile, ...]:
-    """Return the files of a writer, with their headers.
-
-    Does no I/O; `plan_payloads` describes the arguments.
-
-    Args:
-        save: Id of the save.
-        writer: Index of the writer, from 0.
-        files: Result of `arrange_files`.
-        carry: JSON for the header of the first file.
-    """
+    """Return a writer's files with their headers, without I/O."""
     if carry is not None and not files:
         files = (FileLayout((), (), (), "[]", ""),)
     return tuple(_payload(save, writer, number, file, None if number else carry) for number, file in enumerate(files))
@@ -216,10 +146,7 @@ def _file(chunks: Sequence[PayloadChunk], keys: _Keys) -> FileLayout:
 
 
 def _files(chunks: Sequence[PayloadChunk], most_bytes: int) -> Iterator[list[PayloadChunk]]:
-    """Split chunks into files, in order, and sort each so that chunks are aligned.
-
-    Each chunk is aligned to its dtype at least.
-    """
+    """Split chunks into files, in order, and sort each so that every chunk is aligned to its dtype at least."""
     file: list[PayloadChunk] = []
     size = 0
     for chunk in chunks:
@@ -239,10 +166,7 @@ def _by_alignment(chunk: PayloadChunk) -> tuple[bool, bool, int]:
 
 
 class _Keys:
-    """Names of chunks in a writer's files: `{fqn}@{n}`, or the array's own name.
-
-    The latter if one writer writes all of the array.
-    """
+    """Names of chunks in a writer's files: `{fqn}@{n}`, or the array's own name if one writer writes all of it."""
 
     def __init__(self, model: Path | None) -> None:
         self._model = model
@@ -283,10 +207,7 @@ def _payload(save: str, writer: int, number: int, file: FileLayout, carry: Mappi
 
 
 def _header_tensor(name: str, chunk: PayloadChunk) -> HeaderTensor:
-    """Return the header entry of a chunk; other dtypes are stored as bytes.
-
-    Others are those without a name in safetensors.
-    """
+    """Return a chunk's header entry; dtypes without a name in safetensors are stored as bytes."""
     is_scalar_pair = chunk.dtype == HALF_BYTE_PAIR and not chunk.box.size
     if chunk.dtype in SAFETENSORS_NAMES and chunk.box.volume * bits(chunk.dtype) % 8 == 0 and not is_scalar_pair:
         return HeaderTensor(name, chunk.dtype, chunk.box.size)
@@ -302,12 +223,7 @@ def encode_canonical(content: object) -> bytes:
 
 
 def hf_index(payloads: Sequence[PayloadFile], model: Path) -> bytes:
-    """Return the content of `model.safetensors.index.json` for the save of one writer.
-
-    Args:
-        payloads: Files planned with the same `model`.
-        model: Path of the model.
-    """
+    """Return the content of `model.safetensors.index.json` for the save of one writer."""
     n = len(model)
     placed = [
         (key, payload.name, chunk.nbytes)
@@ -322,18 +238,12 @@ def hf_index(payloads: Sequence[PayloadFile], model: Path) -> bytes:
     return (json.dumps(content, indent=2) + "\n").encode("ascii")
 
 
-HashTask = Callable[[], None]
-"""Part of the work of hashing some bytes."""
+HashTask = Callable[[], None]  # part of the work of hashing some bytes
 
 
 def group_hashes(hashes: bytes) -> bytes:
-    """Return the hashes of the groups of a file, packed like those of its blocks.
-
-    The hash of a group is the xxh3-64 of the hashes of its blocks. A group of one block has the hash of that block.
-
-    Args:
-        hashes: Hashes of the blocks, from the first block of a group on.
-    """
+    """Return the hashes of a file's groups, packed like the hashes of its blocks."""
+    # A group's hash is the xxh3-64 of its blocks' hashes. A group of one block has the hash of that block.
     size = GROUP_BLOCKS * HASH_BYTES
     groups = (hashes[at : at + size] for at in range(0, len(hashes), size))
     return b"".join(each if len(each) == HASH_BYTES else xxhash.xxh3_64_digest(each) for each in groups)
@@ -348,10 +258,8 @@ class GroupHasher:
         self._filled = 0
 
     def update(self, data: memoryview) -> None:
-        """Hash the group's next bytes, in parts for which xxhash keeps the interpreter's lock.
-
-        Only the last part may be larger: so others wait for the lock no longer than a group is hashed.
-        """
+        """Hash the group's next bytes, in parts for which xxhash keeps the interpreter's lock."""
+        # Only the last part may be larger: so others wait for the lock no longer than a group is hashed.
         at = 0
         while at < len(data):
             rest = BLOCK_BYTES - self._filled
@@ -385,14 +293,7 @@ class BlockHasher:
             task()
 
     def split(self, data: memoryview, most: int) -> list[HashTask]:
-        """Return tasks that hash the file's next bytes; they may run concurrently.
-
-        All of them have to end before the next call.
-
-        Args:
-            data: The bytes.
-            most: Maximum number of tasks for complete groups; another task hashes the bytes before and after them.
-        """
+        """Return tasks that hash the file's next bytes; they may run concurrently and must end before the next call."""
         at, self._at = self._at, self._at + len(data)
         start = min(-at % GROUP_BYTES, len(data))
         stop = max(len(data) - self._at % GROUP_BYTES, start)
@@ -408,13 +309,7 @@ class BlockHasher:
         return b"".join(self._done[number] for number in range(self._at // GROUP_BYTES)) + self._begun.digests()
 
     def _hash_ends(self, at: int, head: memoryview, tail: memoryview) -> None:
-        """Hash the next bytes of the group that has begun, and begin another group.
-
-        Args:
-            at: Offset of the first byte in the file.
-            head: Bytes of the group that has begun.
-            tail: Bytes after the last complete group.
-        """
+        """Hash the next bytes of the group that has begun, and begin another group."""
         self._begun.update(head)
         if len(head) and (at + len(head)) % GROUP_BYTES == 0:
             self._done[at // GROUP_BYTES] = self._begun.digests()
@@ -422,14 +317,8 @@ class BlockHasher:
         self._begun.update(tail)
 
     def _hash_groups(self, groups: memoryview, first: int, numbers: Iterator[int]) -> None:
-        """Hash some complete groups.
-
-        Args:
-            groups: Bytes of consecutive groups.
-            first: Number of the first of them in the file.
-            numbers: Positions of groups to hash. The tasks of a call share them, so that none has several left at the
-                end, each of which would wait for the interpreter's lock.
-        """
+        """Hash some complete groups."""
+        # Tasks share `numbers`, so that none is left with several at the end, each of which waits for the lock.
         for number in numbers:
             hasher = GroupHasher()
             hasher.update(groups[number * GROUP_BYTES : (number + 1) * GROUP_BYTES])
@@ -437,11 +326,7 @@ class BlockHasher:
 
 
 class ChunkHasher:
-    """Computes the xxh3-128 of each chunk of a file while it is written.
-
-    Args:
-        payload: Planned file.
-    """
+    """Computes the xxh3-128 of each chunk of a file while it is written."""
 
     def __init__(self, payload: PayloadFile) -> None:
         self._ends = [offset + c.nbytes for offset, c in zip(payload.offsets, payload.chunks, strict=True)]
@@ -475,13 +360,7 @@ class ChunkHasher:
 
 
 class FileHasher:
-    """Computes the hashes of a file while it is written.
-
-    Args:
-        payload: Planned file.
-        blocks: Whether to hash its blocks.
-        chunks: Whether to hash its chunks.
-    """
+    """Computes the hashes of a file while it is written."""
 
     def __init__(self, payload: PayloadFile, *, blocks: bool, chunks: bool) -> None:
         self._blocks = BlockHasher() if blocks else None
@@ -493,14 +372,8 @@ class FileHasher:
             task()
 
     def split(self, data: memoryview, most: int) -> list[HashTask]:
-        """Return tasks that hash the file's next bytes; they may run concurrently.
-
-        All of them have to end before the next call. Chunks are hashed by one task, since a chunk may have all bytes.
-
-        Args:
-            data: The bytes.
-            most: Maximum number of tasks for complete groups of blocks.
-        """
+        """Return tasks that hash the file's next bytes; they may run concurrently and must end before the next call."""
+        # One task hashes the chunks, since a chunk may have all bytes.
         tasks = [] if self._blocks is None else self._blocks.split(data, most)
         return tasks if self._chunks is None else [partial(self._chunks.update, data), *tasks]
 

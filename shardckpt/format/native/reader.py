@@ -35,10 +35,7 @@ _MARK = b'{"format":"shardckpt"'
 
 
 def recognize(source: Source) -> Evidence:
-    """Recognize a step by `COMMIT`, and the remaining files of a step without it.
-
-    The source may be `COMMIT` itself.
-    """
+    """Recognize a step by `COMMIT`, which may itself be the source, and the remaining files of a step without it."""
     if source.file is not None:
         named = source.file == COMMIT and _starts(source, COMMIT, _MARK)
         return Evidence.STRUCTURE if named else Evidence.NONE
@@ -59,14 +56,7 @@ def _starts(source: Source, name: str, mark: bytes) -> bool:
 
 
 def open_source(source: Source) -> NativeReader:
-    """Open a recognized step.
-
-    Raises:
-        IncompleteError: The step was never committed, or its manifest is missing.
-        ChecksumError: `COMMIT` or the manifest is damaged.
-        UnsupportedError: The version is another one, or the step needs a feature that is unknown to this release.
-        CheckpointError: A file does not follow the format.
-    """
+    """Open a recognized step."""
     store = source.store
     entries = source.listing.values() if source.file is None else store.list()
     sizes = {entry.name: entry.size for entry in entries if not entry.is_folder}
@@ -79,22 +69,7 @@ def open_source(source: Source) -> NativeReader:
 
 
 class NativeReader(Reader):
-    """An open step of the native format.
-
-    Reads through its store are checked against the hashes of the blocks.
-
-    Args:
-        store: Store whose root is the step.
-        commit: Content of `COMMIT`.
-        contents: Content of the manifest.
-        sizes: Name to size in bytes of the files in the folder.
-        bases: Existing base folders.
-
-    Attributes:
-        commit: Content of `COMMIT`.
-        contents: Content of the manifest as stored: files with their hashes, tensors as rows, the saved state as tagged
-            JSON.
-    """
+    """An open step of the native format. Reads through its store are checked against the hashes of the blocks."""
 
     def __init__(
         self,
@@ -104,7 +79,8 @@ class NativeReader(Reader):
         sizes: Mapping[str, int],
         bases: FoundBases | None = None,
     ) -> None:
-        self.commit = commit
+        self.commit = commit  # content of `COMMIT`
+        # Content of the manifest as stored: files with their hashes, tensors as rows, the saved state as tagged JSON.
         self.contents = contents
         stored: Store = store if bases is None else BasedStore(store, bases.places)
         files = {file.place: hashed for file in contents.files if (hashed := find_hashes(file)) is not None}
@@ -120,10 +96,7 @@ class NativeReader(Reader):
 
     @property
     def unverified_store(self) -> Store:
-        """The files without checks of hashes, except files of changed folders.
-
-        Those changed since the step was saved.
-        """
+        """The files without checks of hashes, except files of folders that changed since the step was saved."""
         return self._unverified
 
     def value_stats(self, path: Path) -> ValueStats | None:
@@ -148,14 +121,7 @@ class NativeReader(Reader):
         return {path: record for path, record in ({a.path: a for a in arrays} | tied).items() if record.stats}
 
     def decode_state(self, decode_ref: tagged_json.DecodeRef) -> object:
-        """Return the saved state in its saved containers.
-
-        Args:
-            decode_ref: Replaces array references and values of torch.
-
-        Raises:
-            CheckpointError: The saved state does not follow the format.
-        """
+        """Return the saved state in its saved containers."""
         return tagged_json.decode(self.contents.tree, decode_ref, where=self.store.url)
 
     def list_hashed_files(self) -> list[str]:
@@ -231,17 +197,7 @@ class _Entries(Mapping[Path, TensorEntry]):
 def build_manifest(
     store: Store, contents: ManifestContents, sizes: Mapping[str, int], bases: FoundBases | None = None
 ) -> Manifest:
-    """Return the format-independent manifest of a step.
-
-    Args:
-        store: Store whose root is the step.
-        contents: Content of the step's manifest.
-        sizes: Name to size in bytes of the files in the folder.
-        bases: Existing base folders.
-
-    Raises:
-        CheckpointError: The saved state does not follow the format, or refers to tensors that do not exist.
-    """
+    """Return the format-independent manifest of a step."""
     files = {file.place: -1 if file.base else sizes.get(file.name, -1) for file in contents.files}
     longer = [file.name for file in contents.files if files[file.place] > file.nbytes]
     unhashed = sum(file.hashes is None for file in contents.files)

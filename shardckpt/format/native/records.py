@@ -29,8 +29,7 @@ from shardckpt.format.native.payload import (
 from shardckpt.format.value_stats import STATS_BYTES
 from shardckpt.manifest import Path, Piece, Span, dotted
 
-MAX_BYTES = 1 << 62
-"""Upper limit of a stated file size, larger than any real file."""
+MAX_BYTES = 1 << 62  # upper limit of a stated file size, larger than any real file
 
 NEWER = "Read it with a newer release of shardckpt."
 
@@ -41,16 +40,7 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 
 
 def read_fields(value: object, kinds: Mapping[str, type], where: object) -> dict[str, Any]:
-    """Return a JSON object that has the given fields.
-
-    Args:
-        value: Parsed JSON.
-        kinds: Field name to type.
-        where: Name of the file, for messages.
-
-    Raises:
-        FormatError: The value is not an object, or a field is missing or of another type.
-    """
+    """Return a JSON object that has the given fields."""
     if not isinstance(value, dict):
         raise field_error("no JSON object", value, "", where)
     for name, kind in kinds.items():
@@ -83,11 +73,7 @@ def read_integer(value: object, name: str, where: object, *, below: int) -> int:
 
 
 def read_path(value: object, where: object) -> Path:
-    """Return a path, which JSON stores as a list of texts and integers.
-
-    Raises:
-        FormatError: The value is not a path.
-    """
+    """Return a path, which JSON stores as a list of texts and integers."""
     for key in read_list(value, "path", where):
         if type(key) is not str and type(key) is not int:
             raise field_error("a path must be a list of texts and integers", value, "", where)
@@ -95,11 +81,7 @@ def read_path(value: object, where: object) -> Path:
 
 
 def plain_name(value: object, where: object) -> str:
-    """Return the name of a file directly in the step's folder.
-
-    Raises:
-        UnsafeError: The name could refer to another folder.
-    """
+    """Return the name of a file directly in the step's folder."""
     if not isinstance(value, str) or not _PLAIN_NAME.fullmatch(value):
         raise UnsafeError("this is not the name of a file in the step's folder", where=where, found=format_value(value))
     return value
@@ -120,12 +102,7 @@ def read_sha256(value: object, whose: str, where: object) -> str:
 
 
 def require_version(value: object, where: object) -> None:
-    """Check the version of the format.
-
-    Raises:
-        FormatError: The value is not a version.
-        UnsupportedError: It is another version.
-    """
+    """Check the version of the format."""
     if read_integer(value, "version", where, below=_MAX_INT) != VERSION:
         raise UnsupportedError(
             f"this step has version {value} of the format",
@@ -146,30 +123,22 @@ def field_error(what: str, found: object, expected: str, where: object) -> Forma
     return FormatError(what, where=where, found=format_value(found), expected=expected)
 
 
-DIGEST_BYTES = 16
-"""Bytes of a chunk's xxh3-128."""
+DIGEST_BYTES = 16  # bytes of a chunk's xxh3-128
 
+# Bytes of hashes in a manifest beyond which blocks share them, those of 512 GiB: every rank reads the manifest.
 MAX_HASH_BYTES = 1 << 25
-"""Bytes of hashes in a manifest beyond which blocks share them, those of 512 GiB: every rank reads the manifest."""
 
+# Maximum bytes of statistics in a manifest, those of half a million pieces: every rank reads the manifest.
 MAX_STATS_BYTES = 1 << 25
-"""Maximum bytes of statistics in a manifest, those of half a million pieces: every rank reads the manifest."""
 
 
 class FileRecord(NamedTuple):
-    """One file with bytes of a step.
+    """One file with bytes of a step."""
 
-    Attributes:
-        name: Name in its folder.
-        nbytes: Size in bytes.
-        hashes: Hashes of its blocks or of groups of blocks, big-endian, back to back; None if not computed.
-        base: Reference of the step to the file's folder; empty for the step's own folder.
-    """
-
-    name: str
-    nbytes: int
-    hashes: bytes | None
-    base: str = ""
+    name: str  # name in its folder
+    nbytes: int  # size in bytes
+    hashes: bytes | None  # hashes of its blocks or of groups of blocks, big-endian, back to back; None if not computed
+    base: str = ""  # reference of the step to the file's folder; empty for the step's own folder
 
     @property
     def is_grouped(self) -> bool:
@@ -187,23 +156,14 @@ class FileRecord(NamedTuple):
 
 
 class ArrayRecord(NamedTuple):
-    """One array of a step.
+    """One array of a step."""
 
-    Attributes:
-        path: Path in the saved state.
-        dtype: Dtype in torch's spelling.
-        shape: Shape in elements.
-        rows: For each piece: file index, byte offset, box offset, box size.
-        digests: Concatenated xxh3-128 of the pieces; empty if not computed.
-        stats: Concatenated packed statistics of the values of the pieces; empty if not computed.
-    """
-
-    path: Path
-    dtype: str
+    path: Path  # path in the saved state
+    dtype: str  # dtype in torch's spelling
     shape: Shape
-    rows: array[int]
-    digests: bytes = b""
-    stats: bytes = b""
+    rows: array[int]  # for each piece: file index, byte offset, box offset, box size
+    digests: bytes = b""  # concatenated xxh3-128 of the pieces; empty if not computed
+    stats: bytes = b""  # concatenated packed statistics of the values of the pieces; empty if not computed
 
     @property
     def width(self) -> int:
@@ -211,11 +171,7 @@ class ArrayRecord(NamedTuple):
         return 2 + 2 * len(self.shape)
 
     def pieces(self, places: Sequence[str]) -> tuple[Piece, ...]:
-        """Return the pieces, with the byte ranges of their boxes.
-
-        Args:
-            places: Names of the files in the reader's store.
-        """
+        """Return the pieces, with the byte ranges of their boxes."""
         rows, n, width, element = self.rows.tolist(), 2 + len(self.shape), self.width, bits(self.dtype)
         found = []
         for at in range(0, len(rows), width):
@@ -232,11 +188,8 @@ class ArrayRecord(NamedTuple):
 
 
 def make_record(name: str, content: bytes, *, checksums: bool = True) -> FileRecord:
-    """Return the record of a small file without arrays.
-
-    An example is `model.safetensors.index.json`. Append such records after those of `merge_partials`, since rows
-    contain file indexes.
-    """
+    """Return the record of a small file without arrays, such as `model.safetensors.index.json`."""
+    # Append such records after the files of `merge_partials`, since rows contain file indexes.
     hasher = BlockHasher()
     hasher.update(content)
     return FileRecord(name, len(content), hasher.digests() if checksums else None)
@@ -255,12 +208,7 @@ def group_files_by_base(files: Iterable[FileRecord]) -> dict[str, dict[str, int]
 
 
 def files_json(files: Sequence[FileRecord], bases: Sequence[str]) -> list[object]:
-    """Return files as JSON values, with hashes of groups if there were too many of blocks.
-
-    Args:
-        files: Files to store.
-        bases: Base folders, by index.
-    """
+    """Return files as JSON values, with hashes of groups if there were too many of blocks."""
     number = {url: at for at, url in enumerate(bases)}
     if sum(len(f.hashes or b"") for f in files) > MAX_HASH_BYTES:
         files = [f.with_groups() for f in files]
@@ -288,17 +236,7 @@ def stats_json(arrays: Sequence[ArrayRecord]) -> dict[str, object]:
 
 
 def read_files(value: object, bases: Sequence[str], where: object) -> tuple[FileRecord, ...]:
-    """Check and return files.
-
-    Args:
-        value: Parsed JSON.
-        bases: Base folders, by index.
-        where: Name of the file, for messages.
-
-    Raises:
-        FormatError: An entry does not follow the format.
-        UnsafeError: A name could refer to another folder.
-    """
+    """Check and return files."""
     files = tuple(_read_file(entry, bases, where) for entry in read_list(value, "files", where))
     if len({(f.base, f.name) for f in files}) != len(files):
         raise FormatError("a file is listed twice", where=where)
@@ -329,17 +267,7 @@ def _count_hash_bytes(nbytes: int, hashed_bytes: int) -> int:
 
 
 def read_arrays(value: object, files: int, where: object) -> tuple[ArrayRecord, ...]:
-    """Check and return arrays, without digests.
-
-    Args:
-        value: Parsed JSON.
-        files: Number of files.
-        where: Name of the file, for messages.
-
-    Raises:
-        FormatError: An entry does not follow the format.
-        UnsupportedError: A dtype is unknown to this release.
-    """
+    """Check and return arrays, without digests."""
     arrays = tuple(_read_array(entry, files, where) for entry in read_list(value, "arrays", where))
     check_paths([a.path for a in arrays], where)
     if len({a.path for a in arrays}) != len(arrays):
@@ -361,10 +289,7 @@ def _read_array(entry: object, files: int, where: object) -> ArrayRecord:
 
 
 def _integers(value: object, where: object) -> array[int]:
-    """Return a list of integers in `[0, 2^64)`.
-
-    `plan.coverage` checks their meaning after all fields are read.
-    """
+    """Return a list of integers in `[0, 2^64)`; `plan.coverage` checks their meaning."""
     try:
         found: array[int] = array("Q", read_list(value, "numbers", where))
     except (TypeError, OverflowError, ValueError) as error:
@@ -373,10 +298,7 @@ def _integers(value: object, where: object) -> array[int]:
 
 
 def with_piece_data(arrays: tuple[ArrayRecord, ...], raw: Mapping[str, Any], where: object) -> tuple[ArrayRecord, ...]:
-    """Return arrays with the digests and the statistics of their pieces, each if stored.
-
-    Raises FormatError for malformed ones.
-    """
+    """Return arrays with the digests and the statistics of their pieces, each if stored."""
 
     def read(name: str, nbytes: int) -> Iterable[bytes]:
         return _read_of_pieces(raw[name], arrays, nbytes, name, where) if name in raw else [b""] * len(arrays)

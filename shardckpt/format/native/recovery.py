@@ -23,35 +23,18 @@ from shardckpt.storage.store import Store
 
 @dataclass(frozen=True, slots=True)
 class DescribedFile:
-    """A payload file as described by its header.
+    """A payload file as described by its header."""
 
-    Attributes:
-        name: Name in the step's folder.
-        nbytes: Size of the file in bytes.
-        save: Id of the save that wrote it.
-        chunks: Chunks in file order.
-        offsets: Offset of each chunk's first byte in the file.
-        carry: Further content of the manifest; empty except in one file of a save.
-    """
-
-    name: str
-    nbytes: int
-    save: str
-    chunks: tuple[PayloadChunk, ...]
-    offsets: tuple[int, ...]
-    carry: Mapping[str, Any]
+    name: str  # name in the step's folder
+    nbytes: int  # size of the file in bytes
+    save: str  # id of the save that wrote it
+    chunks: tuple[PayloadChunk, ...]  # chunks in file order
+    offsets: tuple[int, ...]  # offset of each chunk's first byte in the file
+    carry: Mapping[str, Any]  # further content of the manifest; empty except in one file of a save
 
 
 def read_described(store: Store, sizes: Mapping[str, int]) -> list[DescribedFile]:
-    """Read the headers of payload files.
-
-    Args:
-        store: Store whose root is the step.
-        sizes: Name to size in bytes of the files.
-
-    Raises:
-        CheckpointError: A header is damaged, or is not of the native format.
-    """
+    """Read the headers of payload files."""
     headers = read_headers(store, sizes)
     return [_describe(name, header, f"{store.url}/{name}") for name, header in headers.items()]
 
@@ -97,17 +80,7 @@ def _chunk(entry: Any, where: str) -> PayloadChunk:
 
 
 def rebuild_manifest(save: str, files: Sequence[DescribedFile], where: str) -> tuple[ManifestContents, tuple[str, ...]]:
-    """Rebuild the manifest from payload files, without hashes; also return warnings.
-
-    Args:
-        save: Id of the save.
-        files: Payload files of the save.
-        where: Name of the step, for messages.
-
-    Raises:
-        IncompleteError: The files do not contain all arrays.
-        FormatError: The files contradict each other.
-    """
+    """Rebuild the manifest from payload files, without hashes; also return warnings."""
     found: dict[Path, ArrayRecord] = {}
     for number, file in enumerate(files):
         for chunk, offset in zip(file.chunks, file.offsets, strict=True):

@@ -47,8 +47,7 @@ _STAMP_CHARACTERS = 9
 _AT_ONCE = 8
 _SHOWN = 3
 _REMOVED = "removed, but for files of another save"
-_LOOKS = 50
-"""Maximum listings of a run whose steps change during the listing."""
+_LOOKS = 50  # maximum listings of a run whose steps change during the listing
 
 
 def step_name(number: int) -> str:
@@ -60,36 +59,22 @@ _WITNESS, _RESUMES = ".witness.json", ".resumes.json"
 
 
 def witness_name(step: str) -> str:
-    """Return the name of the file beside a step that records the training steps behind it.
-
-    Args:
-        step: Name of the step's folder.
-    """
+    """Return the name of the file beside a step that records the training steps behind it."""
     return f"{step}{_WITNESS}"
 
 
 def resumes_name(step: str) -> str:
-    """Return the name of the file beside a step that has the verdicts on its resumes.
-
-    Args:
-        step: Name of the step's folder.
-    """
+    """Return the name of the file beside a step that has the verdicts on its resumes."""
     return f"{step}{_RESUMES}"
 
 
 def find_removed_steps(names: Iterable[str], kept: Set[str]) -> list[str]:
-    """Return the names of steps that are gone and have verdicts on their resumes, by number.
-
-    Args:
-        names: Names of the files in the folder of the run.
-        kept: Names of the steps of the run.
-    """
+    """Return the names of steps that are gone and have verdicts on their resumes, by number."""
     steps = {name.removesuffix(_RESUMES) for name in names if name.endswith(_RESUMES)}
     return sorted(filter(is_step_name, steps - kept), key=step_number)
 
 
-CAPTURE_RESUMES = f".captures{_RESUMES}"
-"""Name of the file with the verdicts on resumes from captures of tiers."""
+CAPTURE_RESUMES = f".captures{_RESUMES}"  # name of the file with the verdicts on resumes from captures of tiers
 
 
 def is_step_name(name: str) -> bool:
@@ -104,48 +89,31 @@ def step_number(name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepFolder:
-    """One folder of a run that is named like a step.
-
-    Attributes:
-        number: Number of the step.
-        name: Name of the folder.
-        save: Id of the save that wrote it; empty without a valid `COMMIT`.
-        branch: Number of times that the run had returned to an older step before this save.
-        nbytes: Committed bytes of its files.
-        fault: Reason why the step is not complete; empty if it is.
-        is_committed: Whether a file `COMMIT` exists, valid or not.
-        is_ours: Whether saves wrote all files in the folder.
-        is_base: Whether the step was removed, except for files that other steps refer to.
-        is_double: Whether the step is complete but another folder with the same number is used.
-        is_newer: Whether a newer version of shardckpt wrote it, so that its content and references are unknown.
-        held: Name to size in bytes of the files in the folder.
-        others: Names of files that no save wrote, and of subfolders, with a slash at the end. They are never removed.
-        own: Names of the committed files.
-        refers: Referenced folders beside the step, each with name and size of its files.
-    """
+    """One folder of a run that is named like a step."""
 
     number: int
     name: str
-    save: str = ""
-    branch: int = 0
-    nbytes: int = 0
-    fault: str = ""
-    is_committed: bool = False
-    is_ours: bool = False
-    is_base: bool = False
-    is_double: bool = False
+    save: str = ""  # id of the save that wrote it; empty without a valid `COMMIT`
+    branch: int = 0  # number of times that the run had returned to an older step before this save
+    nbytes: int = 0  # committed bytes of its files
+    fault: str = ""  # reason why the step is not complete; empty if it is
+    is_committed: bool = False  # whether a file `COMMIT` exists, valid or not
+    is_ours: bool = False  # whether saves wrote all files in the folder
+    is_base: bool = False  # whether the step was removed, except for files that other steps refer to
+    is_double: bool = False  # whether the step is complete but another folder with the same number is used
+    # Whether a newer version of shardckpt wrote it, so that its content and references are unknown.
     is_newer: bool = False
+    # Name to size in bytes of the files in the folder.
     held: Mapping[str, int] = field(default_factory=dict, hash=False)
+    # Names of files that no save wrote, and of subfolders, with a slash at the end. They are never removed.
     others: tuple[str, ...] = ()
-    own: frozenset[str] = frozenset()
+    own: frozenset[str] = frozenset()  # names of the committed files
+    # Referenced folders beside the step, each with name and size of its files.
     refers: Mapping[str, Mapping[str, int]] = field(default_factory=dict, hash=False)
 
     @property
     def is_complete(self) -> bool:
-        """Whether the step is committed and all files have their committed sizes.
-
-        Includes files in bases.
-        """
+        """Whether the step is committed and all files have their committed sizes. Includes files in bases."""
         return not self.fault
 
     @property
@@ -198,33 +166,24 @@ def _parse_start_time(save: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Orphan:
-    """Files of a save or a removal that was killed.
+    """Files of a save or a removal that was killed."""
 
-    Attributes:
-        name: Name of the folder.
-        changed_at: Time of the last change in the folder, in seconds since the epoch; if the store has no times, the
-            start of the last save into it; None if unknown.
-        files: Names of the files of a step's folder that had changed by then: those that came later are not of them.
-    """
-
-    name: str
+    name: str  # name of the folder
+    # Time of the last change in the folder, in seconds since the epoch; if the store has no times, the start of the
+    # last save into it; None if unknown.
     changed_at: float | None
+    # Names of the files of a step's folder that had changed by then: those that came later are not of them.
     files: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """The steps and orphans of a run directory.
+    """The steps and orphans of a run directory."""
 
-    Attributes:
-        steps: Complete and incomplete steps, by number.
-        partial: Temporary folders of unfinished steps, on a disk.
-        others: Other references to folders of the run: checkpoints with other names, and running saves that have
-            written their manifest. Only `read_run_to_remove` fills this.
-    """
-
-    steps: tuple[StepFolder, ...]
-    partial: tuple[str, ...]
+    steps: tuple[StepFolder, ...]  # complete and incomplete steps, by number
+    partial: tuple[str, ...]  # temporary folders of unfinished steps, on a disk
+    # Other references to folders of the run: checkpoints with other names, and running saves that have written their
+    # manifest. Only `read_run_to_remove` fills this.
     others: tuple[StepFolder, ...] = ()
 
     @property
@@ -241,21 +200,11 @@ class RunDirectory:
         )
 
     def referred(self, but: Collection[str] = ()) -> dict[str, frozenset[str]]:
-        """Return the referenced files, by the name of their folder.
-
-        Args:
-            but: Names of folders whose references are ignored.
-        """
+        """Return the referenced files, by the name of their folder."""
         return collect_referred(step for step in (*self.steps, *self.others) if step.name not in but)
 
     def require_readable(self) -> None:
-        """Require that no step has a newer version.
-
-        Such a step may refer to any folder of the run.
-
-        Raises:
-            UnsupportedError: A step has a newer version.
-        """
+        """Require that no step has a newer version: such a step may refer to any folder of the run."""
         newer = next((step for step in (*self.steps, *self.others) if step.is_newer), None)
         if newer is not None:
             raise UnsupportedError(
@@ -267,18 +216,11 @@ class RunDirectory:
 
 
 def read_run(store: Store) -> RunDirectory:
-    """Read every step of a run: one listing and one small read for each.
-
-    Other processes may save and remove steps at the same time. The result includes each step that is complete when the
-    call begins, or a step that was saved later: an incomplete step may have been removed since the listing, so all but
-    the complete steps are read again until two consecutive results are equal.
-
-    Args:
-        store: Store whose root is the run. Open a new store for each call, since stores cache listings.
-
-    Raises:
-        StorageError: The store failed, or steps change faster than they can be read.
-    """
+    """Read every step of a run: one listing and one small read for each."""
+    # Open a new store for each call, since stores cache listings. Other processes may save and remove steps at the same
+    # time. The result has each step that is complete when the call starts, or one saved later. An incomplete step may
+    # have been removed since the listing, so all but the complete steps are read again until two consecutive results
+    # are equal.
     run = _look_at_run(store, {})
     for _ in range(_LOOKS):
         if run.steps and all(step.is_complete or step.is_base for step in run.steps):
@@ -299,19 +241,11 @@ def read_run(store: Store) -> RunDirectory:
 
 
 def read_run_to_remove(store: Store, removed: Iterable[StepFolder] = ()) -> RunDirectory:
-    """Read every step of a run, and all other references to steps in its folder.
-
-    To remove a step, delete its `COMMIT`, call this function, and delete the files without references. To save a step,
-    write the manifest, check that the `COMMIT` of the base still exists, and commit. Thus either this function sees the
-    save's references, or the save sees that its base is gone.
-
-    Args:
-        store: Store whose root is the run. Open a new store for each call, since stores cache listings.
-        removed: Steps whose `COMMIT` was just deleted: their manifests do not count, those of other saves there do.
-
-    Raises:
-        StorageError: The store failed, or folders change faster than they can be read.
-    """
+    """Read every step of a run, and all other references to steps in its folder."""
+    # To remove a step, delete its `COMMIT`, call this function, and delete the files without references. To save a
+    # step, write the manifest, check that the `COMMIT` of the base still exists, and commit. Thus either this function
+    # sees the save's references, or the save sees that its base is gone. Open a new store for each call, since stores
+    # cache listings.
     own = {step.name: step.own for step in removed}
     folders = _folders(store)
     for _ in range(_LOOKS):
@@ -332,10 +266,7 @@ def _folders(store: Store) -> list[str]:
 
 
 def _other_folders(store: Store, folders: Sequence[str], steps: Iterable[StepFolder]) -> list[StepFolder]:
-    """Return references in folders that are not steps, or that are in steps.
-
-    Searches one level deep.
-    """
+    """Return references in folders that are not steps, or that are in steps. Searches one level deep."""
     names = [name for name in folders if not _STEP.fullmatch(name)]
     names += [f"{step.name}/{folder}" for step in steps for folder in step.folders]
     with ThreadPool(_AT_ONCE, thread_name_prefix="shardckpt-steps") as pool:
@@ -357,13 +288,7 @@ def _find_referring(store: Store, name: str, depth: int) -> list[StepFolder]:
 
 
 def _find_unfinished(store: Store, steps: Iterable[StepFolder], removed: Mapping[str, Set[str]]) -> list[StepFolder]:
-    """Return the references of uncommitted manifests in folders of steps.
-
-    Args:
-        store: Store whose root is the run.
-        steps: Steps of the run.
-        removed: Names of the files that were committed before the `COMMIT` was deleted, by folder.
-    """
+    """Return the references of uncommitted manifests in folders of steps."""
     found = []
     for step in steps:
         known = step.own | removed.get(step.name, frozenset())
@@ -419,14 +344,7 @@ def _outline(run: RunDirectory) -> list[tuple[str, str, bool]]:
 
 
 def read_step(store: Store, number: int, name: str = "") -> StepFolder:
-    """Read one step in its usual folder; without a folder, the step is incomplete.
-
-    Args:
-        store: Store whose root is the run.
-        number: Number of the step.
-        name: Name of its folder, if it has fewer zeros than `step_name`.
-
-    """
+    """Read one step in its usual folder; without a folder, the step is incomplete."""
     return _with_bases(store, [_read_step(store, number, name or step_name(number))])[0]
 
 
@@ -456,10 +374,8 @@ def _with_base(store: Store, step: StepFolder, known: Mapping[str, Mapping[str, 
 
 
 def _with_newer(store: Store, steps: Sequence[StepFolder]) -> list[StepFolder]:
-    """Return steps with other faults for unfinished ones before a complete step, which a killed removal may have left.
-
-    A step that was removed and one that was never committed look alike, if the removal got no further than `COMMIT`.
-    """
+    """Return steps with other faults for unfinished ones before a complete step: a killed removal may leave them."""
+    # A step that was removed and one that was never committed look alike, if the removal got no further than `COMMIT`.
     newest = max((step.number for step in steps if step.is_complete), default=-1)
     return [
         replace(step, fault=_describe_unfinished(store, step, newest))
@@ -484,11 +400,7 @@ def _describe_unfinished(store: Store, step: StepFolder, newest: int) -> str:
 
 
 def collect_referred(steps: Iterable[StepFolder]) -> dict[str, frozenset[str]]:
-    """Collect the files that steps refer to, by folder name.
-
-    Args:
-        steps: Complete or incomplete steps.
-    """
+    """Collect the files that steps refer to, by folder name."""
     found: dict[str, frozenset[str]] = {}
     for step in steps:
         for folder, files in step.refers.items():
@@ -497,17 +409,9 @@ def collect_referred(steps: Iterable[StepFolder]) -> dict[str, frozenset[str]]:
 
 
 def read_referred_files(url: str) -> frozenset[str]:
-    """Return the files of a folder that its run needs and a new save there must keep.
-
-    Other folders of the run refer to them. Call it when the new `COMMIT` is in the temporary folder, or, on a store
-    without rename, when the old one is replaced or removed: a save that writes its manifest later does not refer to the
-    old step.
-
-    Args:
-        url: URL of the folder. The run is read only if the folder, or one beside it, is named like a step, and the
-            folder contains files of saves.
-
-    """
+    """Return the files of a folder that other folders of its run refer to, and a new save there must keep."""
+    # Call it when the new `COMMIT` is in the temporary folder, or, on a store without rename, when the old one is
+    # replaced or removed: a save that writes its manifest later does not refer to the old step.
     try:
         parent, name = split(url)
     except UsageError:  # the folder is a bucket or a root
@@ -594,13 +498,7 @@ def _missing(where: str, commit: Commit, sizes: Mapping[str, int]) -> str:
 
 
 def describe_missing_files(where: str, commit: Commit, names: Sequence[str]) -> str:
-    """Return an error with files that were committed and are missing or short.
-
-    Args:
-        where: Path or URL of the step.
-        commit: `COMMIT` of the step.
-        names: Names of the files.
-    """
+    """Return an error with files that were committed and are missing or short."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     fix = "Restore them from another copy."
     if [*names] == [commit.manifest]:
@@ -631,15 +529,7 @@ def _once(steps: Sequence[StepFolder]) -> Iterator[StepFolder]:
 
 
 def read_about(store: Store, step: StepFolder) -> Mapping[str, str]:
-    """Return the `about` texts of a complete step's manifest, by name.
-
-    Args:
-        store: Store whose root is the run.
-        step: Step to read.
-
-    Raises:
-        CheckpointError: The manifest is damaged.
-    """
+    """Return the `about` texts of a complete step's manifest, by name."""
     return _read_manifest(store, step).about
 
 
@@ -649,32 +539,19 @@ def _read_manifest(store: Store, step: StepFolder) -> ManifestContents:
     return read_contents(inside, sizes, read_commit(inside, sizes))
 
 
-AFTER = "run.after"
-"""Key in the `about` of a capture in memory: the steps of the root that preceded it."""
-
-METRIC = "metric."
-"""Prefix of the names of metrics in a manifest's `about`."""
+AFTER = "run.after"  # key in the `about` of a capture in memory: the steps of the root that preceded it
+METRIC = "metric."  # prefix of the names of metrics in a manifest's `about`
 
 
 class StepMeasures(NamedTuple):
-    """Numbers that were saved with a step.
-
-    Attributes:
-        metrics: Metrics by name.
-        has_stats: Whether it has statistics of the values of a tensor.
-    """
+    """Numbers that were saved with a step."""
 
     metrics: Mapping[str, float]
-    has_stats: bool
+    has_stats: bool  # whether it has statistics of the values of a tensor
 
 
 def read_measures(store: Store, step: StepFolder) -> StepMeasures:
-    """Return the numbers that were saved with a complete step; none if its manifest cannot be read.
-
-    Args:
-        store: Store whose root is the run.
-        step: Step to read.
-    """
+    """Return the numbers that were saved with a complete step; none if its manifest cannot be read."""
     try:
         contents = _read_manifest(store, step)
     except (CheckpointError, MissingFileError):
@@ -688,23 +565,12 @@ def read_measures(store: Store, step: StepFolder) -> StepMeasures:
 
 
 def read_metrics(store: Store, step: StepFolder) -> Mapping[str, float]:
-    """Return the metrics of a complete step, by name; empty if unknown.
-
-    Args:
-        store: Store whose root is the run.
-        step: Step to read.
-    """
+    """Return the metrics of a complete step, by name; empty if unknown."""
     return read_measures(store, step).metrics
 
 
 def manifest_fault(store: Store, step: StepFolder) -> str:
-    """Return the fault of a complete step's manifest; empty if it is as committed.
-
-    Args:
-        store: Store whose root is the run.
-        step: Step to check.
-
-    """
+    """Return the fault of a complete step's manifest; empty if it is as committed."""
     try:
         read_about(store, step)
     except (CheckpointError, MissingFileError) as error:
@@ -713,12 +579,7 @@ def manifest_fault(store: Store, step: StepFolder) -> str:
 
 
 def with_sound_newest(run: RunDirectory, find_fault: Callable[[StepFolder], str]) -> RunDirectory:
-    """Check the newest complete step of a run; mark a faulty one as incomplete.
-
-    Args:
-        run: Steps of the run.
-        find_fault: Returns the fault of a step; called for the newest steps until one has none.
-    """
+    """Check the newest complete step of a run; mark a faulty one as incomplete."""
     for step in reversed(run.complete):
         fault = find_fault(step)
         if not fault:
@@ -729,24 +590,10 @@ def with_sound_newest(run: RunDirectory, find_fault: Callable[[StepFolder], str]
 
 
 def delete_steps(store: Store, run: RunDirectory, names: Collection[str]) -> list[str]:
-    """Remove steps, each starting with its `COMMIT`.
-
-    Without `COMMIT` a step no longer exists. Files that other steps refer to stay until the last of these is removed.
-    Files that no save wrote stay too, with their folder. So do those of other saves: one may go on, or save the step
-    again when its `COMMIT` is gone; if it does not, they become an orphan.
-
-    Args:
-        store: Store whose root is the run.
-        run: Steps of the run.
-        names: Folder names of the steps to remove.
-
-    Returns:
-        Paths, relative to the run, of files that no save wrote.
-
-    Raises:
-        UnsupportedError: A newer version of shardckpt wrote a step of the run.
-        StorageError: The store failed. A step whose `COMMIT` is gone does not exist, whatever files remain.
-    """
+    """Remove steps, each starting with its `COMMIT`; return files that no save wrote, relative to the run."""
+    # Without `COMMIT` a step no longer exists. Files that other steps refer to stay until the last of these is removed.
+    # Files that no save wrote stay too, with their folder. So do files of other saves: such a save may still run, or
+    # save the step again when its `COMMIT` is gone; otherwise they become an orphan.
     run.require_readable()
     gone = sorted((step for step in run.steps if step.name in names), key=lambda step: not step.is_double)
     if not gone:
@@ -772,12 +619,7 @@ def delete_steps(store: Store, run: RunDirectory, names: Collection[str]) -> lis
 
 
 def without_steps(run: RunDirectory, removed: Collection[StepFolder]) -> RunDirectory:
-    """Return a run without steps that were removed; what other saves have in their folders are unfinished steps.
-
-    Args:
-        run: Steps of the run before the removal.
-        removed: The steps.
-    """
+    """Return a run without steps that were removed; what other saves have in their folders are unfinished steps."""
     needed = collect_referred(run.steps)
     kept = []
     for step in run.steps:
@@ -800,11 +642,7 @@ def _delete_records(store: Store, entries: Sequence[Listed], kept: Set[str]) -> 
 
 
 def other_content(steps: Iterable[StepFolder]) -> list[str]:
-    """Return the paths, relative to their run, of files in steps that no save wrote.
-
-    Args:
-        steps: Steps to search.
-    """
+    """Return the paths, relative to their run, of files in steps that no save wrote."""
     return [f"{step.name}/{name}" for step in steps for name in step.others]
 
 
@@ -814,10 +652,7 @@ def _without(step: StepFolder, own: Set[str]) -> StepFolder:
 
 
 def _delete_mark(store: Store, name: str) -> None:
-    """Remove the `COMMIT` of a step.
-
-    If the step is a link, removes the link, since the folder is outside the run.
-    """
+    """Remove the `COMMIT` of a step, or the step itself if it is a link, whose folder is outside the run."""
     store.delete(name if _is_link(store, name) else f"{name}/{COMMIT}")
 
 
@@ -834,13 +669,7 @@ def _delete_unneeded(store: Store, step: StepFolder, files: Set[str]) -> None:
 
 
 def find_orphans(store: Store, run: RunDirectory) -> tuple[Orphan, ...]:
-    """Find the folders that killed saves and removals left in a run. No link is one: they leave none.
-
-    Args:
-        store: Store whose root is the run.
-        run: Steps of the run.
-
-    """
+    """Find the folders that killed saves and removals left in a run. No link is one: they leave none."""
     unfinished = [step for step in run.steps if step.is_unfinished and not step.is_base]
     found = [(name, frozenset[str]()) for name in run.partial] + [(step.name, step.saved) for step in unfinished]
     return tuple(
@@ -857,13 +686,7 @@ def _read_change_time(store: Store, name: str) -> float | None:
 
 
 def delete_orphan(store: Store, orphan: Orphan) -> bool:
-    """Delete an orphan; return False if a process may still own it.
-
-    Args:
-        store: Store whose root is the run.
-        orphan: The orphan; its files that other folders refer to stay.
-
-    """
+    """Delete an orphan; return False if a process may still own it."""
     root = local_path(store.url)
     if root is not None and _PARTIAL.fullmatch(orphan.name):
         return remove_orphan(os.path.join(root, orphan.name))

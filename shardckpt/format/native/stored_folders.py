@@ -18,21 +18,13 @@ from shardckpt.storage.store import Store, SubfolderStore, read_bytes
 
 @dataclass(frozen=True, slots=True)
 class StoredFolder:
-    """A step, or a folder that was a step and has files that other steps refer to.
+    """A step, or a folder that was a step and has files that other steps refer to."""
 
-    Attributes:
-        name: Name of the folder in its run; empty for a single step.
-        raw_store: Store whose root is the folder.
-        files: Name to record of the payload files.
-        commit: Content of `COMMIT`; None for a folder that is not a step any more.
-        mark: Bytes of `COMMIT`.
-    """
-
-    name: str
-    raw_store: Store
-    files: Mapping[str, FileRecord] = field(hash=False)
-    commit: Commit | None = None
-    mark: bytes = b""
+    name: str  # name of the folder in its run; empty for a single step
+    raw_store: Store  # store whose root is the folder
+    files: Mapping[str, FileRecord] = field(hash=False)  # name to record of the payload files
+    commit: Commit | None = None  # content of `COMMIT`; None for a folder that is not a step any more
+    mark: bytes = b""  # bytes of `COMMIT`
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -71,12 +63,7 @@ class StoredFolder:
         )
 
     def read_manifest(self) -> bytes:
-        """Return the bytes of the manifest.
-
-        Raises:
-            ChecksumError: They are not the committed ones.
-            StorageError: The store failed.
-        """
+        """Return the bytes of the manifest."""
         assert self.commit is not None, "only a step has a manifest"
         data = read_bytes(self.raw_store, self.commit.manifest, 0, self.commit.manifest_bytes)
         digest = hashlib.sha256(data).hexdigest()
@@ -92,32 +79,12 @@ class StoredFolder:
 
 
 def read_stored_step(store: Store) -> StoredFolder:
-    """Return a step with its files.
-
-    Args:
-        store: Store whose root is the step.
-
-    Raises:
-        CheckpointError: `COMMIT` or the manifest is missing, damaged, or of a newer format.
-        StorageError: The store failed.
-    """
+    """Return a step with its files."""
     return _read_step("", store)[0]
 
 
 def read_stored_run(store: Store, run: RunDirectory) -> list[StoredFolder]:
-    """Return the complete steps of a run, and folders with files that these refer to.
-
-    They are sorted by the time of their saves, so that a step comes after its bases.
-
-    Args:
-        store: Store whose root is the run.
-        run: Steps of the run.
-
-    Raises:
-        UnsupportedError: A newer version of shardckpt wrote a step, which may refer to any folder.
-        CheckpointError: The manifest of a step is damaged.
-        StorageError: The store failed.
-    """
+    """Return a run's complete steps, and folders with files that these refer to, each after its bases."""
     newer = next((step for step in run.steps if step.is_newer), None)
     if newer is not None:
         raise UnsupportedError(

@@ -14,39 +14,29 @@ from shardckpt.errors import ChecksumError
 from shardckpt.format.native.payload import BLOCK_BYTES, GROUP_BYTES, HASH_BYTES, GroupHasher, group_hashes
 from shardckpt.storage.store import Capabilities, Read, Store, WrappedStore
 
+# Bytes of local files that are read at a time and then hashed: with the file's pages they fit a core's own cache.
 _STEP_BYTES = 1 << 18
-"""Bytes of local files that are read at a time and then hashed: with the file's pages they fit a core's own cache."""
 
+# Most bytes of small ranges of local files that are read in one batch, neighbours in one call, and then hashed.
 _BATCH_BYTES = 1 << 19
-"""Most bytes of small ranges of local files that are read in one batch, neighbours in one call, and then hashed."""
 
+# Bytes of partly wanted blocks that are read at a time from a remote store, whose requests run concurrently.
 _REMOTE_STEP_BYTES = 16 << 20
-"""Bytes of partly wanted blocks that are read at a time from a remote store, whose requests run concurrently."""
 
+# A part of at least a block's bytes divided by this is read directly into its buffer and hashed there. Smaller parts
+# are copied out of the block, which is cached; so are all parts if reading again would be a request.
 _DIRECT_SHARE = 4
-"""A part of at least a block's bytes divided by this is read directly into its buffer and hashed there.
 
-Smaller parts are copied out of the block, which is cached; so are all parts if reading again would be a request.
-"""
-
-_Block = tuple[str, int]
-"""File name and block number."""
+_Block = tuple[str, int]  # file name and block number
 
 
 class Hashed(NamedTuple):
-    """A file with hashes. Here, a block is what one hash covers, also if it is a group of blocks.
+    """A file with hashes. Here, a block is what one hash covers, also if it is a group of blocks."""
 
-    Attributes:
-        nbytes: Size when it was hashed, in bytes.
-        block_bytes: Bytes that one hash covers.
-        hashes: Hash of each block, big-endian, back to back.
-        is_grouped: Whether each is the hash of a group of blocks.
-    """
-
-    nbytes: int
+    nbytes: int  # size when it was hashed, in bytes
     block_bytes: int
-    hashes: bytes
-    is_grouped: bool = False
+    hashes: bytes  # hash of each block, big-endian, back to back
+    is_grouped: bool = False  # whether each is the hash of a group of blocks
 
     def extent(self, number: int) -> tuple[int, int]:
         """Return start and size of a block, in bytes."""
@@ -93,75 +83,48 @@ class Hashed(NamedTuple):
 
 
 class _BlockPart(NamedTuple):
-    """The part of a wanted range inside one block.
+    """The part of a wanted range inside one block."""
 
-    Attributes:
-        start: First byte, relative to the block.
-        target: Buffer of the part.
-    """
-
-    start: int
-    target: memoryview
+    start: int  # first byte, relative to the block
+    target: memoryview  # buffer of the part
 
 
 class _HeldPart(NamedTuple):
-    """The part of a block that a buffer has.
+    """The part of a block that a buffer has."""
 
-    Attributes:
-        start: First byte, relative to the block.
-        view: The bytes, in a buffer of the caller.
-        of: Number of the caller's range.
-    """
-
-    start: int
-    view: memoryview
-    of: int
+    start: int  # first byte, relative to the block
+    view: memoryview  # the bytes, in a buffer of the caller
+    of: int  # number of the caller's range
 
 
 class _Task(NamedTuple):
-    """Consecutive blocks of a file to read.
+    """Consecutive blocks of a file to read."""
 
-    Attributes:
-        name: Name of the file.
-        first: Number of the first block.
-        nbytes: Bytes of the blocks.
-        views: Buffers of the caller that together receive the blocks, in order; several only for a single block.
-        parts: Wanted parts of a single block, if these are not all of it; then `views` is empty.
-    """
-
-    name: str
+    name: str  # name of the file
     first: int
-    nbytes: int
+    nbytes: int  # bytes of the blocks
+    # Buffers of the caller that together receive the blocks, in order; several only for a single block.
     views: Sequence[memoryview] = ()
+    # Wanted parts of a single block, if these are not all of it; then `views` is empty.
     parts: Sequence[_BlockPart] = ()
 
 
 @dataclass(slots=True)
 class _ReadPlan:
-    """The plan of a batch of reads.
+    """The plan of a batch of reads."""
 
-    Attributes:
-        direct: Ranges that need no check.
-        complete: Blocks that are wanted in full.
-        parts: Other blocks, with their wanted parts.
-    """
-
-    direct: list[Read] = field(default_factory=list)
-    complete: list[_Task] = field(default_factory=list)
-    parts: dict[_Block, list[_BlockPart]] = field(default_factory=dict)
+    direct: list[Read] = field(default_factory=list)  # ranges that need no check
+    complete: list[_Task] = field(default_factory=list)  # blocks that are wanted in full
+    parts: dict[_Block, list[_BlockPart]] = field(default_factory=dict)  # other blocks, with their wanted parts
 
 
 class BlockMemory(threading.local):
-    """Memory of a thread for partly wanted blocks.
-
-    Attributes:
-        block: Block that is cached, the last one of which only small parts were wanted; None without one.
-        data: Bytes of that block.
-    """
+    """Memory of a thread for partly wanted blocks."""
 
     def __init__(self) -> None:
+        # Block that is cached, the last one of which only small parts were wanted; None without one.
         self.block: _Block | None = None
-        self.data = self._spare = memoryview(b"")
+        self.data = self._spare = memoryview(b"")  # bytes of that block, and memory for another
 
     def take(self, nbytes: int) -> memoryview:
         """Return memory that does not contain the cached block."""
@@ -175,17 +138,11 @@ class BlockMemory(threading.local):
 
 
 class VerifiedStore(WrappedStore):
-    """A store that verifies reads of hashed files.
+    """A store that verifies reads of hashed files. All other calls go to the underlying store."""
 
-    All other calls go to the underlying store. A block that is wanted in full, possibly by several reads, is read into
-    its final buffers and hashed there. A block that is wanted in part is read in full the first time; large parts are
-    read into their final buffers. Each thread caches the last block of which only small parts were wanted, since small
-    reads often follow one another.
-
-    Args:
-        store: Store of the files.
-        files: Files with hashes, by name.
-    """
+    # A block that is wanted in full, possibly by several reads, is read into its final buffers and hashed there. A
+    # block that is wanted in part is read in full the first time; large parts are read into their final buffers. Each
+    # thread caches the last block with only small wanted parts, since small reads often follow one another.
 
     def __init__(self, store: Store, files: Mapping[str, Hashed]) -> None:
         super().__init__(store)
@@ -200,12 +157,7 @@ class VerifiedStore(WrappedStore):
         return replace(self._store.capabilities, block_bytes=GROUP_BYTES)
 
     def read(self, reads: Sequence[Read]) -> None:
-        """Fill every buffer after verifying the hashes of the blocks that it touches.
-
-        Raises:
-            ChecksumError: A block does not match its hash; the message names file and block.
-            ShardckptError: The underlying store failed.
-        """
+        """Fill every buffer after verifying the hashes of the blocks that it touches."""
         plan = _ReadPlan()
         for read in reads:
             self._add(read, plan)
@@ -220,18 +172,10 @@ class VerifiedStore(WrappedStore):
             self._carry_out(tasks)
 
     def find_unequal(self, reads: Sequence[Read]) -> list[int]:
-        """Return the numbers of the ranges whose buffers may differ from the files, in ascending order.
-
-        Buffers are hashed where they are, by blocks; of a block, only bytes that no buffer has are read. A range is
-        returned if a block of it does not match its hash, if it overlaps another in a block, or if its file has no
-        hashes.
-
-        Args:
-            reads: Ranges, with buffers that have been filled.
-
-        Raises:
-            ShardckptError: The underlying store failed.
-        """
+        """Return the numbers of the ranges whose buffers may differ from the files, in ascending order."""
+        # Buffers are hashed where they are, by blocks; only bytes of a block that no buffer has are read. A range is
+        # returned if a block of it does not match its hash, if it overlaps another in a block, or if its file has no
+        # hashes.
         unequal: set[int] = set()
         held: dict[_Block, list[_HeldPart]] = {}
         for number, read in enumerate(reads):
@@ -349,10 +293,7 @@ class VerifiedStore(WrappedStore):
         return sorted(chain(plan.complete, partial), key=lambda task: (task.name, task.first))
 
     def _divide(self, tasks: Iterable[_Task]) -> Iterator[list[_Task]]:
-        """Divide tasks into groups.
-
-        A group fits the processor's cache; of a remote store, only the memory that it needs is limited.
-        """
+        """Divide tasks into groups that fit the processor's cache; for a remote store, only their memory is limited."""
         most = _BATCH_BYTES if self._is_local else _REMOTE_STEP_BYTES
         group: list[_Task] = []
         nbytes = 0
@@ -407,14 +348,7 @@ class VerifiedStore(WrappedStore):
         return checked is not None and bool(checked[block[1]])
 
     def _check(self, name: str, first: int, views: Sequence[memoryview], found: bytes) -> None:
-        """Compare consecutive blocks with their hashes; read a damaged one from another copy, if there is one.
-
-        Args:
-            name: Name of the file.
-            first: Number of the first block.
-            views: Bytes of the blocks, in order; several only for a single block.
-            found: Hashes of these bytes.
-        """
+        """Compare consecutive blocks with their hashes; read a damaged one from another copy, if there is one."""
         file = self._files[name]
         at = first * HASH_BYTES
         while found != file.hashes[at : at + len(found)]:
@@ -450,17 +384,13 @@ class VerifiedStore(WrappedStore):
 
 
 class _BlockTarget(NamedTuple):
-    """Destination of blocks that are read.
+    """Destination of blocks that are read."""
 
-    Attributes:
-        views: Buffers that together receive the blocks, in order: buffers of the caller, or parts of `data`.
-        data: Memory as large as a partly wanted block, of which only those in `views` are filled.
-        copied: Wanted parts to copy out of `data`.
-    """
-
+    # Buffers that together receive the blocks, in order: buffers of the caller, or parts of `data`.
     views: Sequence[memoryview]
+    # Memory as large as a partly wanted block, of which only those in `views` are filled.
     data: memoryview = memoryview(b"")
-    copied: Sequence[_BlockPart] = ()
+    copied: Sequence[_BlockPart] = ()  # wanted parts to copy out of `data`
 
     @property
     def is_cached(self) -> bool:
@@ -469,10 +399,7 @@ class _BlockTarget(NamedTuple):
 
 
 def _place_block(wanted: Sequence[_BlockPart], data: memoryview, direct_bytes: int) -> _BlockTarget:
-    """Return the destination of a block.
-
-    Large parts go directly into their buffers unless some overlap.
-    """
+    """Return the destination of a block; large parts go directly into their buffers unless some overlap."""
     ordered = sorted(wanted, key=lambda part: part.start)
     ends = [0, *(part.start + len(part.target) for part in ordered)]
     direct = [part for part in ordered if len(part.target) >= direct_bytes]
@@ -491,12 +418,7 @@ def _place_block(wanted: Sequence[_BlockPart], data: memoryview, direct_bytes: i
 
 
 def _fill_gaps(ordered: Sequence[_HeldPart], nbytes: int) -> list[_HeldPart] | None:
-    """Return the parts of a block, with buffers of range -1 between them; None if some overlap.
-
-    Args:
-        ordered: Parts by their first bytes.
-        nbytes: Size of the block.
-    """
+    """Return the parts of a block, with buffers of range -1 between them; None if some overlap."""
     joined: list[_HeldPart] = []
     at = 0
     for part in (*ordered, _HeldPart(nbytes, memoryview(b""), -1)):

@@ -40,13 +40,7 @@ class StateSource(Protocol):
 
 
 class ClosableSource(Generic[SourceT]):
-    """A checkpoint that can be closed.
-
-    Its readers share this object, so that closing releases the files.
-
-    Args:
-        saved: Checkpoint to share.
-    """
+    """A checkpoint that can be closed. Its readers share this object, so that closing releases the files."""
 
     def __init__(self, saved: SourceT) -> None:
         self._saved: SourceT | None = saved
@@ -73,12 +67,7 @@ class ClosableSource(Generic[SourceT]):
 
 
 class StoredTensor(ABC, Generic[SourceT, ArrayT]):
-    """A tensor of an open checkpoint; indexing reads elements, `[...]` all of them.
-
-    Args:
-        source: Checkpoint of the tensor.
-        entry: Manifest entry of the tensor.
-    """
+    """A tensor of an open checkpoint; indexing reads elements, `[...]` all of them."""
 
     def __init__(self, source: ClosableSource[SourceT], entry: TensorEntry) -> None:
         self._source, self._entry = source, entry
@@ -102,18 +91,7 @@ class StoredTensor(ABC, Generic[SourceT, ArrayT]):
         """Return a copy of some of the elements that were read."""
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> ArrayT:
-        """Return a copy of some elements, on the CPU.
-
-        Args:
-            index: Integers, slices and an ellipsis, as for a torch tensor.
-
-        Raises:
-            IndexError: An index is out of range.
-            CheckpointError: Elements are missing or damaged.
-            NoMemoryError: The elements do not fit into memory.
-            StorageError: The store failed.
-            UsageError: The checkpoint was closed.
-        """
+        """Return a copy of some elements, on the CPU."""
         box, inner = index_to_box(index, self._entry.shape)
         return self._pick(self._read(self._source.saved, box), inner)
 
@@ -129,13 +107,7 @@ class StoredTensor(ABC, Generic[SourceT, ArrayT]):
 
 
 class OpenedSubtree(Mapping[Any, Any]):
-    """A part of an open checkpoint by its keys; its tensors are read when indexed, `[...]` reads all of them.
-
-    Args:
-        tree: Part of the state tree.
-        open_value: Returns a value of the tree for the user.
-        read_tree: Returns a part of the tree with its tensors loaded.
-    """
+    """A part of an open checkpoint by its keys; its tensors are read when indexed, `[...]` reads all of them."""
 
     def __init__(
         self, tree: Mapping[Any, Any], open_value: Callable[[Any], Any], read_tree: Callable[[Any], Any]
@@ -143,12 +115,7 @@ class OpenedSubtree(Mapping[Any, Any]):
         self._tree, self._open, self._read_tree = tree, open_value, read_tree
 
     def __getitem__(self, key: Any) -> Any:
-        """Return a tensor, a value, or the part below a key; with `...` all of this part, loaded.
-
-        Raises:
-            KeyError: Nothing has this key.
-            UsageError: The checkpoint was closed.
-        """
+        """Return a tensor, a value, or the part below a key; with `...` all of this part, loaded."""
         return self._read_tree(self._tree) if key is ... else self._open(self._tree[key])
 
     def __iter__(self) -> Iterator[Any]:
@@ -166,15 +133,10 @@ _SHOWN = 3
 
 
 class Opened(Mapping[Any, Any], Generic[SourceT]):
-    """An open checkpoint: names to tensors, read when indexed, and to plain values.
+    """An open checkpoint: names to tensors, read when indexed, and to plain values."""
 
-    A name is the keys joined by dots, or the tuple of keys if the joined name is ambiguous. A `with` block closes the
-    checkpoint at its end; otherwise it is closed when neither it nor one of its tensors is referenced.
-
-    Args:
-        saved: Checkpoint to read.
-        make_tensor: Returns the object for the name of a tensor.
-    """
+    # A name is the keys joined by dots, or the tuple of keys if the joined name is ambiguous. A `with` block closes the
+    # checkpoint at its end; otherwise it is closed when neither it nor one of its tensors is referenced.
 
     def __init__(
         self, saved: SourceT, make_tensor: Callable[[ClosableSource[SourceT], TensorEntry], StoredTensor[SourceT, Any]]
@@ -186,13 +148,7 @@ class Opened(Mapping[Any, Any], Generic[SourceT]):
             self._paths.setdefault(dotted(path), []).append(path)
 
     def __getitem__(self, name: str | Path) -> Any:
-        """Return a tensor, a value, or the subtree below a name, a mapping whose tensors are unread too.
-
-        Raises:
-            UnknownNameError: The name is unknown; also a KeyError.
-            AmbiguousError: Several entries have this name; use a tuple of keys.
-            UsageError: The checkpoint was closed.
-        """
+        """Return a tensor, a value, or the subtree below a name, a mapping whose tensors are unread too."""
         saved = self._source.saved
         if not isinstance(name, str):
             path: Path = name if isinstance(name, tuple) else (name,)
@@ -229,10 +185,8 @@ class Opened(Mapping[Any, Any], Generic[SourceT]):
         return self._source.saved.read_tree(tree)
 
     def close(self) -> None:
-        """Close the files.
-
-        Names remain available; reading from the checkpoint or its tensors raises an error.
-        """
+        """Close the files."""
+        # Names remain available; reading from the checkpoint or its tensors raises an error.
         self._source.close()
 
     def __enter__(self) -> Self:

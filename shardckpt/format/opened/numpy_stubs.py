@@ -13,17 +13,14 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-_PLAIN = re.compile(r"b1|[iuf][1248]|c8|c16")
-"""Types of elements that have no fields, no objects and no text."""
+_PLAIN = re.compile(r"b1|[iuf][1248]|c8|c16")  # types of elements that have no fields, no objects and no text
 
 _ORDERS = {"C": False, "F": True}
 
 
 def read_numpy(value: object) -> np.ndarray[Any, Any] | np.generic | None:
-    """Return the array or number of a stub, with memory of its own.
-
-    Returns None for all else: other values, subclasses, other elements than plain numbers, forms that no NumPy writes.
-    """
+    """Return the array or number of a stub, with memory of its own; None for any other value."""
+    # Other values are also subclasses, elements other than plain numbers, and forms that no NumPy writes.
     if not isinstance(value, InstanceStub):
         return None
     module, _, name = value.name.rpartition(".")

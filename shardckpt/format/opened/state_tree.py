@@ -13,44 +13,25 @@ from shardckpt.format.opened.numpy_stubs import read_numpy
 from shardckpt.format.reader import Reader
 from shardckpt.manifest import UNREAD, ObjectEntry, Path, dotted, unflatten
 
+# Returns a value of torch or NumPy, such as a dtype, from its kind and text.
 DecodeNamed = Callable[[NamedValue], object]
-"""Returns a value of torch or NumPy, such as a dtype, from its kind and text."""
 
 
 class TensorRef(NamedTuple):
-    """Placeholder of an array in a state tree.
-
-    Attributes:
-        path: Path of the array.
-        kind: Kind of array: `tensor` or `numpy`.
-    """
+    """Placeholder of an array in a state tree."""
 
     path: Path
-    kind: str = "tensor"
+    kind: str = "tensor"  # kind of array: `tensor` or `numpy`
 
 
 class ForeignValue:
-    """A value of another format, which is converted on demand.
-
-    Args:
-        value: Value from the reader.
-        path: Path of the value.
-        decode: Returns the dtype for its name.
-    """
+    """A value of another format, which is converted on demand."""
 
     def __init__(self, value: object, path: Path, decode: DecodeNamed) -> None:
         self.value, self.path, self._decode = value, path, decode
 
     def plain(self, skipped: list[Path] | None = None) -> Any:
-        """Return the value as plain Python values.
-
-        Args:
-            skipped: If given, entries of dicts that only their own library can interpret are omitted, and their paths
-                are appended.
-
-        Raises:
-            UnsupportedError: The value is, or contains, an object that only its own library can interpret.
-        """
+        """Return the value as plain Python values."""
         return _plain(self.value, self.path, skipped, self._decode)
 
 
@@ -61,20 +42,7 @@ def build_tree(
     decode: DecodeNamed,
     rename: Callable[[Path], Path] = lambda path: path,
 ) -> Any:
-    """Return the saved state with placeholders.
-
-    Arrays become `TensorRef`, values of other formats `ForeignValue`.
-
-    Args:
-        reader: Open checkpoint.
-        arrays: Renamed paths of its arrays.
-        objects: Other values by their original paths.
-        decode: Returns a value of torch or NumPy.
-        rename: Returns the new path of an array or value.
-
-    Raises:
-        CheckpointError: The state does not follow the format.
-    """
+    """Return the saved state with `TensorRef` for arrays and `ForeignValue` for values of other formats."""
     if isinstance(reader, NativeReader):
         records = reader.contents.arrays
 
@@ -120,17 +88,7 @@ def iter_refs(tree: Any) -> Iterator[TensorRef]:
 
 
 def fill_tree(tree: Any, get_array: Callable[[TensorRef], object], skipped: list[Path] | None = None) -> Any:
-    """Return a tree with arrays in place of their placeholders, and plain values.
-
-    Args:
-        tree: Tree to fill.
-        get_array: Returns the array of a placeholder.
-        skipped: If given, entries of dicts that only their own library can interpret are omitted, and their paths are
-            appended.
-
-    Raises:
-        UnsupportedError: The tree contains an object that only its own library can interpret, and `skipped` is None.
-    """
+    """Return a tree with arrays in place of their placeholders, and plain values."""
     if isinstance(tree, TensorRef):
         return get_array(tree)
     if isinstance(tree, ForeignValue):

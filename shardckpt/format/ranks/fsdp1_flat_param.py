@@ -25,20 +25,12 @@ from shardckpt.manifest import Lazy, Path, TensorEntry
 
 FLAT = "_flat_param"
 
+# Rank in the sharding group to the file that contains its part, and the part.
 Fragments = dict[int, tuple[RankContent, TensorEntry]]
-"""Rank in the sharding group to the file that contains its part, and the part."""
 
 
 def join_parts(path: Path, found: Iterable[tuple[int, RankContent, TensorEntry]]) -> Fragments:
-    """Return the parts of ranks by place; those of several ranks with one place must be equal.
-
-    Args:
-        path: Path of the tensor, for messages.
-        found: Place, file and part of each rank.
-
-    Raises:
-        FormatError: Parts of one place have different lengths or dtypes.
-    """
+    """Return the parts of ranks by place; those of several ranks with one place must be equal."""
     parts: dict[int, list[tuple[RankContent, TensorEntry]]] = {}
     for place, content, entry in found:
         parts.setdefault(place, []).append((content, entry))
@@ -47,25 +39,15 @@ def join_parts(path: Path, found: Iterable[tuple[int, RankContent, TensorEntry]]
 
 @dataclass(frozen=True)
 class FlatParamUnit:
-    """A flat parameter.
+    """A flat parameter."""
 
-    Attributes:
-        name: Name without the names of wrapper modules.
-        prefix: Prefix of the names of its members.
-        numel: Elements of the flat parameter, including padding.
-        parts: Number of ranks that share it.
-        world: Number of all ranks.
-        chunks: Chunk of each rank.
-        layout: Members and their positions; None if unknown.
-    """
-
-    name: str
-    prefix: str
-    numel: int
-    parts: int
+    name: str  # name without the names of wrapper modules
+    prefix: str  # prefix of the names of its members
+    numel: int  # elements of the flat parameter, including padding
+    parts: int  # number of ranks that share it
     world: int
-    chunks: Fragments
-    layout: FlatLayout | None = None
+    chunks: Fragments  # chunk of each rank
+    layout: FlatLayout | None = None  # members and their positions; None if unknown
 
     @property
     def members(self) -> tuple[ParamSpec, ...]:
@@ -97,11 +79,7 @@ class FlatParamUnit:
         return min(max(self.numel - place * self.chunk, 0), self.chunk)
 
     def require_chunk(self, url: str, content: RankContent, entry: TensorEntry, shard: ShardInfo) -> None:
-        """Require that a rank's tensor is its chunk, and that chunks have equal lengths.
-
-        Raises:
-            FormatError: The tensor is not a chunk, or lengths differ.
-        """
+        """Require that a rank's tensor is its chunk, and that chunks have equal lengths."""
         sharding = shard.sharding
         listed = sum(1 for box in sharding.boxes if box.volume) if isinstance(sharding, ShardList) else -1
         if listed != self.filled_parts:
@@ -122,16 +100,10 @@ class FlatParamUnit:
             )
 
     def fit_layout(self, specs: tuple[ParamSpec, ...], fragments: Mapping[str, Fragments]) -> FlatLayout | None:
-        """Return the layout of members that matches; None if no layout does.
-
-        It must fill the unit and match the fragments. With `use_orig_params=True`, ranks have fragments, each member
-        starts at a multiple of 16 bytes of the compute dtype, which the files do not store, and the end is padded to a
-        multiple of the number of ranks. If several alignments match, all of them give the same fragments.
-
-        Args:
-            specs: Members in order.
-            fragments: Parts of members that ranks store by name, of all members or of none.
-        """
+        """Return the layout of members that fills the unit and matches the fragments; None if no layout does."""
+        # With `use_orig_params=True`, ranks have fragments, and each member starts at a multiple of 16 bytes of the
+        # compute dtype, which the files do not store. The end is padded to a multiple of the number of ranks. If
+        # several alignments match, all of them give the same fragments.
         width = max(bits(specs[0].dtype) // 8, 1) if specs else 1
         for alignment in dict.fromkeys((ALIGNMENT // width or 1, 8, 4, 2, 16, 1)) if fragments else (1,):
             layout = FlatLayout(specs, self.parts, alignment)
@@ -153,17 +125,7 @@ class FlatParamUnit:
     def merge_members(
         self, builder: ManifestBuilder, parts: Fragments, below: Path, tail: Path = ()
     ) -> dict[str, TensorEntry]:
-        """Return the members, merged from 1-D tensors with the layout of the chunks.
-
-        Args:
-            builder: Builder that records missing files.
-            parts: Rank in the group to its tensor.
-            below: Prefix of the members' paths.
-            tail: Suffix of the members' paths.
-
-        Raises:
-            FormatError: Ranks have different dtypes.
-        """
+        """Return the members, merged from 1-D tensors with the layout of the chunks."""
         if not parts:
             return {}
         return {
@@ -172,14 +134,7 @@ class FlatParamUnit:
         }
 
     def merge_member(self, builder: ManifestBuilder, name: str, parts: Fragments, path: Path) -> TensorEntry:
-        """Return one member, merged from fragments.
-
-        Args:
-            builder: Builder that records missing files.
-            name: Name of the member.
-            parts: Rank in the group to its fragment.
-            path: Path of the result.
-        """
+        """Return one member, merged from fragments."""
         index = next(i for i, spec in enumerate(self.members) if spec.name == name)
         return self._merge(builder, index, parts, path, are_fragments=True)
 
@@ -202,11 +157,8 @@ class FlatParamUnit:
 
 
 def are_fragments(parts: Fragments, shape: Shape, unit: FlatParamUnit) -> bool:
-    """Return True if the tensors of a parameter's name are fragments of it.
-
-    A buffer is complete on each rank. If files are missing, a tensor of full size is a fragment if it shares the
-    storage of its rank's chunk.
-    """
+    """Return True if the tensors under a parameter's name are fragments, not a buffer that is complete on each rank."""
+    # If files are missing, a tensor of full size is a fragment if it shares the storage of its rank's chunk.
     entries = [entry for _, entry in parts.values()]
     if not entries or any(len(entry.shape) != 1 for entry in entries):
         return False

@@ -26,16 +26,7 @@ _MOST_BYTES = 1 << 26
 
 
 def read_metadata(store: Store, sizes: Mapping[str, int]) -> ParamShapes | None:
-    """Read the parameter shapes from metadata files; None if there are none.
-
-    Args:
-        store: Store of the folder.
-        sizes: Name to size in bytes of its files.
-
-    Raises:
-        FormatError: A file is damaged, or two files contradict each other.
-        UnsafeError: A file is larger than any real metadata.
-    """
+    """Read the parameter shapes from metadata files; None if there are none."""
     names = sorted(name for name in sizes if _NAME.fullmatch(name))
     for name in names:
         require_small("a metadata file", sizes[name], _MOST_BYTES, f"{store.url}/{name}")

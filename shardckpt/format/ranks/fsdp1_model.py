@@ -52,31 +52,19 @@ def is_flat(path: Path, content: RankContent) -> bool:
 
 @dataclass(frozen=True)
 class FlatModel:
-    """The flat parameters of one model, and its other tensors.
+    """The flat parameters of one model, and its other tensors."""
 
-    Attributes:
-        group: Rank files of the model.
-        base: Path of the model in the files.
-        known: Names and shapes of the parameters, if the caller provides them.
-        paths: Paths of the model with the files that contain them.
-        units: Flat parameters by name.
-        places: Rank to its rank in the sharding group.
-        stored: Names of the other tensors to their paths.
-        fragments: Names of parameters to the fragments of the ranks.
-        ties: Further names of parameters to the first.
-        warnings: Warnings, one sentence each.
-    """
-
-    group: RankGroup
+    group: RankGroup  # rank files of the model
     base: Path
-    known: ParamShapes | None
-    paths: Mapping[Path, Sequence[RankContent]]
-    units: Mapping[str, FlatParamUnit]
-    places: Mapping[int, int]
-    stored: Mapping[str, Path]
+    known: ParamShapes | None  # names and shapes of the parameters, if the caller provides them
+    paths: Mapping[Path, Sequence[RankContent]]  # paths of the model with the files that contain them
+    units: Mapping[str, FlatParamUnit]  # flat parameters by name
+    places: Mapping[int, int]  # rank to its rank in the sharding group
+    stored: Mapping[str, Path]  # names of the other tensors to their paths
+    # Names of parameters to the fragments of the ranks.
     fragments: Mapping[str, Fragments] = field(default_factory=dict)
-    ties: Mapping[str, str] = field(default_factory=dict)
-    warnings: tuple[str, ...] = ()
+    ties: Mapping[str, str] = field(default_factory=dict)  # further names of parameters to the first
+    warnings: tuple[str, ...] = ()  # warnings, one sentence each
 
     def find_unit(self, name: str) -> FlatParamUnit | None:
         """Return the innermost unit that contains a parameter, by name."""
@@ -95,18 +83,7 @@ class FlatModel:
 
 
 def read_flat_model(group: RankGroup, base: Path, url: str, known: ParamShapes | None) -> FlatModel:
-    """Read the flat parameters of one model.
-
-    Args:
-        group: Rank files of the model.
-        base: Path of the model in the files.
-        url: URL of the store, for messages.
-        known: Names and shapes of the parameters.
-
-    Raises:
-        FormatError: Files contradict each other.
-        UsageError: The shapes do not match the flat parameters, or two names become equal.
-    """
+    """Read the flat parameters of one model."""
     paths = {path: contents for path, contents in group.paths().items() if len(path) > 0 and path[:-1] == base}
     require_unique({str(path[-1]): strip_wrappers(str(path[-1])) for path in paths})
     units: dict[str, FlatParamUnit] = {}
@@ -215,10 +192,7 @@ def _fit_unit(
     fragments: Mapping[str, Fragments],
     ties: Mapping[str, str],
 ) -> tuple[FlatLayout, tuple[str, str] | None]:
-    """Return the layout of a unit's members.
-
-    If one name too many can only be a tie, also returns that name and the first.
-    """
+    """Return the layout of a unit's members; if one name too many can only be a tie, also that name and the first."""
     dtype = next(iter(unit.chunks.values()))[1].stored
     parts = {name: fragments[name] for name in names if name in fragments}
 
@@ -263,10 +237,7 @@ def _list_repeats(names: Sequence[str], shapes: Mapping[str, Shape]) -> Iterator
 
 
 def put_flat_model(builder: ManifestBuilder, model: FlatModel) -> set[Path]:
-    """Add every parameter, and return the added paths.
-
-    Flat parameters with unknown members stay unchanged.
-    """
+    """Add every parameter, and return the added paths; flat parameters with unknown members stay unchanged."""
     done: set[Path] = set()
     is_known = model.known is not None
     for path, contents in model.paths.items():
@@ -304,10 +275,7 @@ def _merge_params(builder: ManifestBuilder, model: FlatModel, below: Path) -> di
 
 
 def _looks_sharded(model: FlatModel, path: Path, contents: Sequence[RankContent]) -> bool:
-    """Return True if a tensor looks like a fragment.
-
-    Its length differs between ranks, or it is in a chunk's storage.
-    """
+    """Return True if a tensor's length differs between ranks, or it is in a chunk's storage, as with a fragment."""
     entries = [c.tensors[path] for c in contents if path in c.tensors and path not in c.shards]
     unit = model.find_unit(strip_wrappers(str(path[-1])))
     if unit is None or len(entries) < len(contents) or not all(len(entry.shape) == 1 for entry in entries):

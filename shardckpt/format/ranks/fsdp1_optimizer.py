@@ -18,25 +18,16 @@ from shardckpt.plan.naming.fqn import strip_wrappers
 from shardckpt.plan.optim.match_ids import BY_ORDER, GIVE_NAMES, match_by_kind, match_in_order
 
 UNITS = "units"
-_MOST_CHOICES = 256
-"""Maximum choices of parameters among buffers that are tried."""
+_MOST_CHOICES = 256  # maximum choices of parameters among buffers that are tried
 
+# Id or key of an optimizer's state to the name of a unit, a member or another parameter.
 Names = Mapping[str | int, str]
-"""Id or key of an optimizer's state to the name of a unit, a member or another parameter."""
 
 
 def put_flat_optimizer(
     builder: ManifestBuilder, group: RankGroup, root: Path, model: FlatModel, known: ParamShapes | None
 ) -> set[Path]:
-    """Add an optimizer's state by name, and its groups; return the added paths.
-
-    Args:
-        builder: Builder that receives the tensors and values.
-        group: Rank files.
-        root: Path of the optimizer in the files.
-        model: Flat parameters of the model.
-        known: Names of ids, if the caller provides them.
-    """
+    """Add an optimizer's state by name, and its groups; return the added paths."""
     if any(path[: len(root)] == root for content in group.ranks for path in content.shards):
         return set()  # SHARDED states store their own layouts
     return _FlatOptimizer(builder, group, root, model, known).put()
@@ -151,10 +142,8 @@ class _FlatOptimizer:
     def _choose_stored(
         self, wanted: Sequence[object], candidates: Sequence[tuple[str, object]]
     ) -> list[list[tuple[str, object]]]:
-        """Return each choice of candidates that has all flat parameters, and a tensor of its layout for each other id.
-
-        The result is empty if there are too many choices.
-        """
+        """Return each choice of candidates with all flat parameters, and a tensor of its layout for each other id."""
+        # Too many choices return an empty list.
         flat = {*self._model.units, *self._model.fragments}
         others = Counter(wanted)
         others.subtract(layout for name, layout in candidates if name in flat)
@@ -265,10 +254,7 @@ class _FlatOptimizer:
     # --------------------------------------------------------------------------------------------------- groups
 
     def _put_groups(self, path: Path, value: object, names: Names) -> bool:
-        """Add the groups with names in place of ids; return True if any exist.
-
-        Also accepts the `params` of one group.
-        """
+        """Add the groups, or one group's `params`, with names in place of ids; return True if any exist."""
         if not isinstance(value, list | tuple):
             return False
         if len(path) == len(self._root) + 1:

@@ -20,17 +20,11 @@ from shardckpt.format.ranks.rank_files import RankGroup
 from shardckpt.format.reader import ParamShapes
 from shardckpt.manifest import Path
 
-FlatModels = Mapping[tuple[Path, Path], FlatModel]
-"""Root of a group and path of the model in it, to the model."""
+FlatModels = Mapping[tuple[Path, Path], FlatModel]  # root of a group and path of the model in it, to the model
 
 
 def read_flat_models(groups: Mapping[Path, RankGroup], url: str, known: ParamShapes | None) -> FlatModels:
-    """Read the models with flat parameters in all rank files.
-
-    Raises:
-        FormatError: Files contradict each other.
-        UsageError: The shapes do not match the flat parameters.
-    """
+    """Read the models with flat parameters in all rank files."""
     models: dict[tuple[Path, Path], FlatModel] = {}
     for group in groups.values():
         bases = {path[:-1] for content in group.ranks for path in content.shards if is_flat(path, content)}

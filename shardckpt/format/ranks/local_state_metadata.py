@@ -23,36 +23,22 @@ _MOST_RANKS = 1 << 32
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One parameter of a unit.
+    """One parameter of a unit."""
 
-    Attributes:
-        name: First name in the unsharded model.
-        aliases: Other names.
-        shape: Full shape, in elements.
-        dtype: Stored dtype.
-    """
-
-    name: str
+    name: str  # first name in the unsharded model
     aliases: tuple[str, ...]
     shape: Shape
-    dtype: str
+    dtype: str  # stored dtype
 
 
 @dataclass(frozen=True, slots=True)
 class RankUnit:
-    """Parameters that are sharded together, and one rank's shard of them.
+    """Parameters that are sharded together, and one rank's shard of them."""
 
-    Attributes:
-        members: Parameters in order.
-        layout: Layout over ranks; None if every rank has the full parameters.
-        place: Index of this rank in the layout.
-        flat: Name of the one tensor with all members; empty if each has its own.
-    """
-
-    members: tuple[Member, ...]
-    layout: Layout | None
-    place: int
-    flat: str
+    members: tuple[Member, ...]  # parameters in order
+    layout: Layout | None  # layout over ranks; None if every rank has the full parameters
+    place: int  # index of this rank in the layout
+    flat: str  # name of the one tensor with all members; empty if each has its own
 
     @property
     def parts(self) -> int:
@@ -75,46 +61,23 @@ class RankUnit:
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """A LOCAL state of one rank.
+    """A LOCAL state of one rank."""
 
-    Attributes:
-        file: File name, relative to the store.
-        prefix: Prefix of the paths of that file.
-        root: Full path of the state.
-        rank: Index of the rank.
-        world: Number of ranks.
-        units: Units of parameters.
-        names: All names of the unsharded model in order; empty if not stored.
-    """
-
-    file: str
+    file: str  # file name, relative to the store
     prefix: Path
-    root: Path
+    root: Path  # full path of the state
     rank: int
     world: int
-    units: tuple[RankUnit, ...]
-    names: tuple[str, ...]
+    units: tuple[RankUnit, ...]  # units of parameters
+    names: tuple[str, ...]  # all names of the unsharded model in order; empty if not stored
 
 
-Described = tuple[object, object, tuple[Member, ...], Layout]
-"""Members and layout of a unit, as stored and as parsed."""
-
-Known = dict[str, Described]
-"""Cache of units by first name: most ranks describe them equally, so each is parsed once."""
+Described = tuple[object, object, tuple[Member, ...], Layout]  # members and layout of a unit, as stored and as parsed
+Known = dict[str, Described]  # cache of units by first name: most ranks describe them equally, so each is parsed once
 
 
 def parse(note: RankNote, url: str, known: Known) -> RankState:
-    """Parse the metadata of one state.
-
-    Args:
-        note: Stored metadata.
-        url: URL of the store, for messages.
-        known: Cache of units; new ones are added.
-
-    Raises:
-        FormatError: The metadata is malformed, or contradicts itself.
-        UnsupportedError: The version is newer, or the layout is not supported.
-    """
+    """Parse the metadata of one state."""
     where = f"{url}/{note.file}"
     try:
         return _parse_state(note, known)
@@ -204,11 +167,7 @@ def _parse_member(value: object) -> Member:
 
 
 def group_units(states: Iterable[RankState], where: str) -> list[list[tuple[RankState, RankUnit]]]:
-    """Return, for each unit, the ranks that have a part of it.
-
-    Raises:
-        FormatError: Two ranks describe a unit differently, or a name is in two units.
-    """
+    """Return, for each unit, the ranks that have a part of it."""
     groups: dict[tuple[str, ...], list[tuple[RankState, RankUnit]]] = {}
     owner: dict[str, tuple[str, ...]] = {}
     for state in states:

@@ -47,19 +47,7 @@ def merge_dtensor_shards(
     url: str,
     known: ParamShapes | None = None,
 ) -> Manifest:
-    """Merge the DTensor shards of rank files; keep the content of other files.
-
-    Args:
-        manifest: Manifest of all files; paths start with the prefix of each file.
-        shards: Path in the manifest to the layout of the shard there.
-        files: Rank files.
-        url: URL of the store, for messages.
-        known: Full shapes for flat parameters; without them, flat parameters can be listed but not read.
-
-    Raises:
-        FormatError: The files are not from one save, or contradict each other.
-        UsageError: The shapes do not match the flat parameters.
-    """
+    """Merge the DTensor shards of rank files; keep the content of other files."""
     groups, rest = group_rank_files(manifest, shards, files, url)
     builder = ManifestBuilder(url)
     models = read_flat_models(groups, url, known)
@@ -141,11 +129,7 @@ def _require_shard(path: Path, content: RankContent, url: str) -> ShardInfo:
 
 
 def _merge_equal(builder: ManifestBuilder, target: Path, path: Path, contents: Sequence[RankContent]) -> TensorEntry:
-    """Return a tensor that each rank has in full.
-
-    Raises:
-        FormatError: Ranks have different shapes or dtypes.
-    """
+    """Return a tensor that each rank has in full."""
     entry = contents[0].tensors[path]
     for content in contents[1:]:
         other = content.tensors.get(path)

@@ -42,17 +42,7 @@ _UNITS = "units"
 
 
 def merge_local_states(manifest: Manifest, notes: Sequence[RankNote], url: str) -> Manifest:
-    """Merge the LOCAL states of all ranks into full tensors.
-
-    Args:
-        manifest: Manifest of all files; paths start with the prefix of each file.
-        notes: Metadata of the LOCAL states in the files.
-        url: URL of the store, for messages.
-
-    Raises:
-        FormatError: The files are from different saves, metadata is damaged, or a shard does not match its layout.
-        UnsupportedError: A layout is not supported.
-    """
+    """Merge the LOCAL states of all ranks into full tensors."""
     known: Known = {}
     states = [parse(note, url, known) for note in notes]
     contents, rest = split_content(manifest, {state.root for state in states})
@@ -173,14 +163,7 @@ class _Unit:
 
 
 class _LocalStateMerger:
-    """Merges one state.
-
-    Args:
-        builder: Builder that receives the tensors and values.
-        contents: Content of the states, by root.
-        root: Path of the state in the result.
-        states: States of the ranks, in rank order.
-    """
+    """Merges one state."""
 
     def __init__(
         self, builder: ManifestBuilder, contents: Mapping[Path, PathContent], root: Path, states: Sequence[RankState]

@@ -15,17 +15,7 @@ from shardckpt.format.torchsave.reader import TorchReader
 
 
 class MergedTorchReader(TorchReader):
-    """A reader of merged rank files, which can merge again after shapes become known.
-
-    Args:
-        apart: Reader of the separate files.
-        files: Rank files.
-        known: Full shapes, which flat parameters of FSDP1 need.
-
-    Raises:
-        CheckpointError: The files contradict each other.
-        UsageError: The shapes do not match the flat parameters.
-    """
+    """A reader of merged rank files, which can merge again after shapes become known."""
 
     def __init__(self, apart: TorchReader, files: Sequence[RankFile], known: ParamShapes | None = None) -> None:
         manifest = merge_dtensor_shards(apart.manifest, apart.shards, files, apart.store.url, known)
@@ -45,13 +35,7 @@ class MergedTorchReader(TorchReader):
         return self.is_flat and self._known is None
 
     def with_param_shapes(self, known: ParamShapes) -> Reader:
-        """Return a reader with the given shapes.
-
-        Metadata files in the folder take precedence.
-
-        Raises:
-            UsageError: The shapes do not match the flat parameters.
-        """
+        """Return a reader with the given shapes; metadata files in the folder take precedence."""
         if self._known is not None:
             known = replace(self._known, ids=known.ids or self._known.ids)
         if not self.is_flat or not known.shapes:
@@ -60,16 +44,7 @@ class MergedTorchReader(TorchReader):
 
 
 def merge_rank_files(reader: TorchReader, known: ParamShapes | None = None) -> TorchReader:
-    """Return a reader of the merged tensors; the same reader without rank files.
-
-    Args:
-        reader: Reader of the separate files.
-        known: Full shapes, which flat parameters of FSDP1 need.
-
-    Raises:
-        CheckpointError: The metadata of the ranks is inconsistent, or does not match their tensors.
-        UsageError: The shapes do not match the flat parameters.
-    """
+    """Return a reader of the merged tensors; the same reader without rank files."""
     with gc_paused():
         if reader.notes:
             return reader.with_manifest(merge_local_states(reader.manifest, reader.notes, reader.store.url))

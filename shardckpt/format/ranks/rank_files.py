@@ -24,30 +24,17 @@ _SMALL_BYTES = 8
 
 
 class RankFile(NamedTuple):
-    """A rank file, as described by its name.
+    """A rank file, as described by its name."""
 
-    Attributes:
-        name: File name relative to the store.
-        prefix: Prefix of its paths in the manifest of all files.
-        root: Prefix of its paths in the merged checkpoint.
-        rank: Rank that wrote it; -1 if its name does not contain it.
-        world: Number of ranks; 0 if its name does not contain it.
-    """
-
-    name: str
-    prefix: Path
-    root: Path
-    rank: int = -1
-    world: int = 0
+    name: str  # file name relative to the store
+    prefix: Path  # prefix of its paths in the manifest of all files
+    root: Path  # prefix of its paths in the merged checkpoint
+    rank: int = -1  # rank that wrote it; -1 if its name does not contain it
+    world: int = 0  # number of ranks; 0 if its name does not contain it
 
 
 def parse_rank_names(names: Iterable[str], sharded: Iterable[str]) -> list[RankFile]:
-    """Find the rank files by their names: `model_rank3.pt` is a part of `model`.
-
-    Args:
-        names: Names of all files in one folder.
-        sharded: Names of files that contain shards, and so are rank files regardless of their names.
-    """
+    """Find the rank files by their names: `model_rank3.pt` is a part of `model`."""
     known = set(sharded)
     found: dict[str, tuple[str, int, int]] = {}
     for name in names:
@@ -68,32 +55,20 @@ def parse_rank_names(names: Iterable[str], sharded: Iterable[str]) -> list[RankF
 
 @dataclass(slots=True)
 class RankContent(PathContent):
-    """The content of one rank's file, by paths relative to its prefix.
-
-    Attributes:
-        file: File name.
-        rank: Rank that wrote the file.
-        shards: Layouts of the tensors that are shards.
-    """
+    """The content of one rank's file, by paths relative to its prefix."""
 
     file: str = ""
-    rank: int = -1
-    shards: dict[Path, ShardInfo] = field(default_factory=dict)
+    rank: int = -1  # rank that wrote the file
+    shards: dict[Path, ShardInfo] = field(default_factory=dict)  # layouts of the tensors that are shards
 
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """The rank files of one state.
+    """The rank files of one state."""
 
-    Attributes:
-        root: Prefix of its paths in the merged checkpoint.
-        ranks: Content of the files, in rank order.
-        world: Number of ranks; 0 if unknown.
-    """
-
-    root: Path
-    ranks: Sequence[RankContent]
-    world: int
+    root: Path  # prefix of its paths in the merged checkpoint
+    ranks: Sequence[RankContent]  # content of the files, in rank order
+    world: int  # number of ranks; 0 if unknown
 
     def paths(self) -> dict[Path, list[RankContent]]:
         """Return every path with its files, in saved order, the lowest rank's first."""
@@ -122,17 +97,7 @@ def merge_values(path: Path, contents: Sequence[RankContent]) -> ObjectEntry:
 def group_rank_files(
     manifest: Manifest, shards: Mapping[Path, ShardInfo], files: Sequence[RankFile], url: str
 ) -> tuple[dict[Path, RankGroup], PathContent]:
-    """Group the content of rank files by state; return the content of other files too.
-
-    Args:
-        manifest: Manifest of all files.
-        shards: Path in the manifest to the layout of the shard there.
-        files: Rank files.
-        url: URL of the store, for messages.
-
-    Raises:
-        FormatError: The rank of a file is ambiguous or unknown, or the files are not from one save.
-    """
+    """Group the content of rank files by state; return the content of other files too."""
     contents, rest = split_content(manifest, [file.prefix for file in files])
     depth = len(files[0].prefix)
     shards_by_file: dict[Path, dict[Path, ShardInfo]] = {file.prefix: {} for file in files}

@@ -10,34 +10,13 @@ from shardckpt.storage.store import Store, read_bytes
 
 
 def write_line(store: Store, name: str, line: bytes) -> None:
-    """Write a file, in place of an earlier one; it appears at once.
-
-    Args:
-        store: Store whose root is the run.
-        name: Name of the file.
-        line: JSON without a newline.
-
-    Raises:
-        StorageError: The store failed; the earlier file stays.
-    """
+    """Write a file, in place of an earlier one; it appears at once."""
     with store.create(name) as writer:
         writer.write(line + b"\n" + hashlib.sha256(line).hexdigest().encode("ascii") + b"\n")
 
 
 def read_line(store: Store, name: str, what: str, most_bytes: int) -> bytes | None:
-    """Return the JSON of a file; None if it does not exist.
-
-    Args:
-        store: Store whose root is the run.
-        name: Name of the file.
-        what: Kind of the file, for messages: "a witness record".
-        most_bytes: Largest size of a file that is read.
-
-    Raises:
-        ChecksumError: The JSON does not match its SHA-256.
-        UnsafeError: The file is too large.
-        StorageError: The store failed.
-    """
+    """Return the JSON of a file; None if it does not exist."""
     try:
         size = store.size(name)
     except MissingFileError:

@@ -12,39 +12,18 @@ _MOST_BYTES = 64 << 20
 
 
 def write_record(store: Store, step: str, record: WitnessRecord) -> None:
-    """Write the record of a step, in place of an earlier one; it appears at once.
-
-    Args:
-        store: Store whose root is the run.
-        step: Name of the step's folder.
-        record: The record.
-
-    Raises:
-        StorageError: The store failed; the earlier record stays.
-    """
+    """Write the record of a step, in place of an earlier one; it appears at once."""
     write_line(store, witness_name(step), encode_record(record))
 
 
 def read_record(store: Store, step: str) -> WitnessRecord | None:
-    """Return the record of a step; None if it has none.
-
-    Args:
-        store: Store whose root is the run.
-        step: Name of the step's folder.
-
-    Raises:
-        CheckpointError: The record is damaged, or of a newer version.
-        StorageError: The store failed.
-    """
+    """Return the record of a step; None if it has none."""
     line = _read(store, step)
     return None if line is None else decode_record(line, where=line_url(store, witness_name(step)))
 
 
 def copy_record(source: Store, step: str, target: Store, name: str) -> None:
-    """Copy the record of a step, if it has one, byte for byte.
-
-    Arguments and errors are as for `copy_resumes`.
-    """
+    """Copy the record of a step, if it has one, byte for byte."""
     line = _read(source, step)
     if line is not None and line != _read(target, name):
         write_line(target, witness_name(name), line)

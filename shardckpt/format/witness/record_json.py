@@ -36,11 +36,10 @@ _PARTS = get_args(Part)
 _SMALL, _WIDE = "<u4", "<u8"
 _MOST_STEPS = 1024
 _MOST_RANKS = 1 << 20
+# Maximum numbers in the columns of a record: a column of equal numbers is shorter than what it becomes.
 _MOST_NUMBERS = 1 << 22
-"""Maximum numbers in the columns of a record: a column of equal numbers is shorter than what it becomes."""
 
-_MOST_TEXT = 1 << 25
-"""Maximum bytes of a decompressed table."""
+_MOST_TEXT = 1 << 25  # maximum bytes of a decompressed table
 
 _MAX_STEP = 10**18
 
@@ -63,17 +62,7 @@ def encode_record(record: WitnessRecord) -> bytes:
 
 
 def decode_record(data: bytes, *, where: str) -> WitnessRecord:
-    """Return the record of `encode_record`; takes time and memory in proportion to the data.
-
-    Args:
-        data: JSON, from a file that anybody may have written.
-        where: Name of the file, for messages.
-
-    Raises:
-        FormatError: The data is not a record.
-        UnsupportedError: A newer version of shardckpt wrote it.
-        UnsafeError: Its values would take far more memory than it.
-    """
+    """Return the record of `encode_record`; takes time and memory in proportion to the data."""
     return _RecordDecoder(where).record(parse_json(data, where=where))
 
 

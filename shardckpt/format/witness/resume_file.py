@@ -22,17 +22,7 @@ _MOST_BYTES = 1 << 20
 
 
 def read_resumes(store: Store, step: str, save: str) -> tuple[Resume, ...]:
-    """Return the resumes of a step, oldest first; empty if none was compared.
-
-    Args:
-        store: Store whose root is the run.
-        step: Name of the step's folder.
-        save: Id of the save that wrote the step; resumes of another save do not count.
-
-    Raises:
-        CheckpointError: The file is damaged, or of a newer version.
-        StorageError: The store failed.
-    """
+    """Return the resumes of a step, oldest first; empty if none was compared."""
     saved = _read(store, step)
     return saved.resumes if saved is not None and saved.save == save else ()
 
@@ -44,18 +34,7 @@ def read_removed_resumes(store: Store, step: str) -> tuple[Resume, ...]:
 
 
 def add_resumes(store: Store, step: str, save: str, *resumes: Resume) -> None:
-    """Add resumes of a step to its file, each in place of an earlier one with its id; the file changes at once.
-
-    Args:
-        store: Store whose root is the run.
-        step: Name of the step's folder.
-        save: Id of the save that wrote the step.
-        resumes: The resumes.
-
-    Raises:
-        CheckpointError: The file is damaged, or of a newer version; it stays as it is.
-        StorageError: The store failed; the file stays as it is.
-    """
+    """Add resumes of a step to its file, each in place of an earlier one with its id; the file changes at once."""
     known = read_resumes(store, step, save)
     merged = merge_resumes(known, resumes)
     if merged != known:
@@ -63,48 +42,20 @@ def add_resumes(store: Store, step: str, save: str, *resumes: Resume) -> None:
 
 
 def copy_resumes(source: Store, step: str, target: Store, name: str) -> None:
-    """Add the resumes of a step to those of its copy.
-
-    Args:
-        source: Store whose root is the run of the step.
-        step: Name of the step's folder.
-        target: Store whose root is the run of the copy.
-        name: Name of the copy's folder.
-
-    Raises:
-        CheckpointError: A file is damaged.
-        StorageError: A store failed.
-    """
+    """Add the resumes of a step to those of its copy."""
     saved = _read(source, step)
     if saved is not None:
         add_resumes(target, name, saved.save, *saved.resumes)
 
 
 def read_capture_resumes(store: Store) -> tuple[CaptureResume, ...]:
-    """Return the resumes of a run from captures of its tiers, oldest first.
-
-    Args:
-        store: Store whose root is the run.
-
-    Raises:
-        CheckpointError: The file is damaged, or of a newer version.
-        StorageError: The store failed.
-    """
+    """Return the resumes of a run from captures of its tiers, oldest first."""
     line = read_line(store, CAPTURE_RESUMES, "the file of resumes from captures", _MOST_BYTES)
     return () if line is None else decode_capture_resumes(line, where=line_url(store, CAPTURE_RESUMES))
 
 
 def add_capture_resume(store: Store, resume: CaptureResume) -> None:
-    """Add a resume from a capture to the file of the run, in place of an earlier one with its id.
-
-    Args:
-        store: Store whose root is the run.
-        resume: The resume.
-
-    Raises:
-        CheckpointError: The file is damaged, or of a newer version; it stays as it is.
-        StorageError: The store failed; the file stays as it is.
-    """
+    """Add a resume from a capture to the file of the run, in place of an earlier one with its id."""
     known = read_capture_resumes(store)
     merged = merge_capture_resumes(known, [resume])
     if merged != known:

@@ -21,15 +21,10 @@ _MOST_RANKS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class SavedResumes:
-    """Resumes of a step.
+    """Resumes of a step."""
 
-    Attributes:
-        save: Id of the save that wrote the step.
-        resumes: The resumes, oldest first.
-    """
-
-    save: str
-    resumes: tuple[Resume, ...]
+    save: str  # id of the save that wrote the step
+    resumes: tuple[Resume, ...]  # the resumes, oldest first
 
 
 def encode_resumes(saved: SavedResumes) -> bytes:
@@ -38,17 +33,7 @@ def encode_resumes(saved: SavedResumes) -> bytes:
 
 
 def decode_resumes(data: bytes, *, where: str) -> SavedResumes:
-    """Return the resumes of `encode_resumes`.
-
-    Args:
-        data: JSON, from a file that anybody may have written.
-        where: Name of the file, for messages.
-
-    Raises:
-        FormatError: The data is not a list of resumes.
-        UnsupportedError: A newer version of shardckpt wrote it.
-        UnsafeError: Its values would take far more memory than it.
-    """
+    """Return the resumes of `encode_resumes`."""
     raw = _read_list(data, "resumes", {"save": str}, where)
     return SavedResumes(read_save(raw["save"], where), tuple(_read_resume(each, where) for each in raw["resumes"]))
 
@@ -59,10 +44,7 @@ def encode_capture_resumes(resumes: tuple[CaptureResume, ...]) -> bytes:
 
 
 def decode_capture_resumes(data: bytes, *, where: str) -> tuple[CaptureResume, ...]:
-    """Return the resumes of `encode_capture_resumes`.
-
-    Arguments and errors are as for `decode_resumes`.
-    """
+    """Return the resumes of `encode_capture_resumes`."""
     found = _read_list(data, "captures", {}, where)["captures"]
     return tuple(_read_capture_resume(each, where) for each in found)
 

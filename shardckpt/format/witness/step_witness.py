@@ -16,17 +16,11 @@ from shardckpt.storage.store import Store
 
 @dataclass(frozen=True, slots=True)
 class StepWitness:
-    """Files beside a step.
+    """Files beside a step."""
 
-    Attributes:
-        record: Record of the training steps behind the step; None without one that can be read.
-        resumes: Resumes of the step, oldest first.
-        faults: Reasons why a file cannot be read.
-    """
-
-    record: WitnessRecord | None
-    resumes: tuple[Resume, ...]
-    faults: tuple[str, ...]
+    record: WitnessRecord | None  # record of the training steps behind the step; None without one that can be read
+    resumes: tuple[Resume, ...]  # resumes of the step, oldest first
+    faults: tuple[str, ...]  # reasons why a file cannot be read
 
     @property
     def verdict(self) -> StepVerdict:
@@ -44,15 +38,10 @@ class StepWitness:
 
 @dataclass(frozen=True, slots=True)
 class CaptureWitness:
-    """A capture of a tier that the run was resumed from; it may be gone.
+    """A capture of a tier that the run was resumed from; it may be gone."""
 
-    Attributes:
-        last: The last resume from it, with the number of the step, the tier and the path.
-        resumes: Resumes from it, oldest first.
-    """
-
-    last: CaptureResume
-    resumes: tuple[Resume, ...]
+    last: CaptureResume  # the last resume from it, with the number of the step, the tier and the path
+    resumes: tuple[Resume, ...]  # resumes from it, oldest first
 
     @property
     def verdict(self) -> Verdict:
@@ -61,14 +50,7 @@ class CaptureWitness:
 
 
 def read_capture_witnesses(store: Store) -> tuple[tuple[CaptureWitness, ...], tuple[str, ...]]:
-    """Return the captures that a run was resumed from, by first resumes, and reasons why they cannot be read.
-
-    Args:
-        store: Store whose root is the run.
-
-    Raises:
-        StorageError: The store failed.
-    """
+    """Return the captures that a run was resumed from, by first resumes, and reasons why they cannot be read."""
     captures: dict[tuple[int, str, str], list[CaptureResume]] = {}
     try:
         for each in read_capture_resumes(store):
@@ -79,15 +61,7 @@ def read_capture_witnesses(store: Store) -> tuple[tuple[CaptureWitness, ...], tu
 
 
 def read_removed_witnesses(store: Store, steps: Iterable[StepFolder]) -> dict[str, StepWitness]:
-    """Return the resumes of steps that were removed, by the name of the step.
-
-    Args:
-        store: Store whose root is the run.
-        steps: Complete steps of the run.
-
-    Raises:
-        StorageError: The store failed.
-    """
+    """Return the resumes of steps that were removed, by the name of the step."""
     names = (entry.name for entry in store.list() if not entry.is_folder)
     found = {}
     for step in find_removed_steps(names, {each.name for each in steps}):
@@ -99,15 +73,7 @@ def read_removed_witnesses(store: Store, steps: Iterable[StepFolder]) -> dict[st
 
 
 def read_step_witness(store: Store, step: StepFolder) -> StepWitness:
-    """Return the files beside a step; those of another save do not count.
-
-    Args:
-        store: Store whose root is the run.
-        step: The step.
-
-    Raises:
-        StorageError: The store failed.
-    """
+    """Return the files beside a step; those of another save do not count."""
     record, resumes, faults = None, tuple[Resume, ...](), list[str]()
     try:
         record = read_record(store, step.name)

@@ -52,10 +52,7 @@ from shardckpt.plan.optim.output_keys import to_state_paths
 
 
 def plan(conversion: Conversion) -> PlannedFiles:
-    """Plan a native step of one writer.
-
-    If it contains a model, it is a Hugging Face folder too.
-    """
+    """Plan a native step of one writer; if it contains a model, it is a Hugging Face folder too."""
     model = ("model",) if conversion.options.part != "optim" else None
     tree = build_selected_tree(conversion.selection)
     tree = replace(tree, piece_stats=_find_stats(conversion.reader, tree.arrays))
@@ -68,12 +65,7 @@ def plan(conversion: Conversion) -> PlannedFiles:
 
 
 def plan_ranks(reader: Reader, options: RankOptions) -> PlannedRanks:
-    """Plan a native step of several writers with all content of a checkpoint.
-
-    Raises:
-        UsageError: A step cannot store some values, and they must not be omitted.
-        CheckpointError: Elements are missing or duplicate, or a container is damaged.
-    """
+    """Plan a native step of several writers with all content of a checkpoint."""
     tree = build_full_tree(reader, allow_loss=options.allow_loss)
     tree = replace(tree, piece_stats=_find_stats(reader, tree.arrays))
 
@@ -87,24 +79,17 @@ def plan_ranks(reader: Reader, options: RankOptions) -> PlannedRanks:
 
 @dataclass(frozen=True, slots=True)
 class NativeTree:
-    """A state to save: arrays and tagged JSON.
+    """A state to save: arrays and tagged JSON."""
 
-    Attributes:
-        arrays: Arrays by path, each once, in the order of their indexes in `json`; their pieces are located.
-        json: Nested state as tagged JSON.
-        ties: Further path of an array to its index.
-        topology: JSON value that describes the ranks.
-        warnings: Oddities and omitted values, one sentence each.
-        variants: Path of further weights of a model to the path of the model; None if it was not saved.
-        piece_stats: Stored statistics of the pieces of the arrays whose values are written as they are.
-    """
-
+    # Arrays by path, each once, in the order of their indexes in `json`; their pieces are located.
     arrays: Mapping[Path, OutputTensor]
-    json: object
-    ties: Mapping[Path, int] = field(default_factory=dict)
-    topology: Mapping[str, object] = field(default_factory=dict)
-    warnings: tuple[str, ...] = ()
+    json: object  # nested state as tagged JSON
+    ties: Mapping[Path, int] = field(default_factory=dict)  # further path of an array to its index
+    topology: Mapping[str, object] = field(default_factory=dict)  # JSON value that describes the ranks
+    warnings: tuple[str, ...] = ()  # oddities and omitted values, one sentence each
+    # Path of further weights of a model to the path of the model; None if it was not saved.
     variants: Mapping[Path, Path | None] = field(default_factory=dict)
+    # Stored statistics of the pieces of the arrays whose values are written as they are.
     piece_stats: Mapping[Path, Mapping[Box, ValueStats]] = field(default_factory=dict)
 
 
@@ -113,17 +98,7 @@ def _find_stats(reader: Reader, arrays: Mapping[Path, OutputTensor]) -> dict[Pat
 
 
 def build_full_tree(reader: Reader, *, allow_loss: bool) -> NativeTree:
-    """Build the state of a full checkpoint after checking that it is complete.
-
-    Args:
-        reader: Open checkpoint.
-        allow_loss: Whether to omit values that a step cannot store.
-
-    Raises:
-        UsageError: A step cannot store a value, and `allow_loss` is false.
-        CheckpointError: Elements are missing or duplicate, or a container is damaged.
-        StorageError: The store failed.
-    """
+    """Build the state of a full checkpoint after checking that it is complete."""
     manifest = reader.manifest
     paths = [path for path in manifest.tensors if path not in manifest.aliases]
     entries = locate(reader, manifest, [manifest.tensors[path] for path in paths])
@@ -190,11 +165,7 @@ def _step_file(payload: PayloadFile, arrays: Mapping[Path, OutputTensor]) -> Out
 
 
 class _Hashed:
-    """Hashes bytes and passes them on.
-
-    Args:
-        writer: File to write to.
-    """
+    """Hashes bytes and passes them on."""
 
     def __init__(self, writer: FileSink) -> None:
         self._writer = writer
@@ -208,21 +179,13 @@ class _Hashed:
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """A planned native step.
+    """A planned native step."""
 
-    Attributes:
-        contents: Manifest without files and rows.
-        arrays: Sources of the elements.
-        payloads: Files of each writer, in order.
-        model: Path of the model, for a step of one writer.
-        piece_stats: Statistics that the source stored, by array and piece.
-    """
-
-    contents: ManifestContents
-    arrays: Mapping[Path, OutputTensor]
-    payloads: tuple[tuple[PayloadFile, ...], ...]
-    model: Path | None
-    piece_stats: Mapping[Path, Mapping[Box, ValueStats]]
+    contents: ManifestContents  # manifest without files and rows
+    arrays: Mapping[Path, OutputTensor]  # sources of the elements
+    payloads: tuple[tuple[PayloadFile, ...], ...]  # files of each writer, in order
+    model: Path | None  # path of the model, for a step of one writer
+    piece_stats: Mapping[Path, Mapping[Box, ValueStats]]  # statistics that the source stored, by array and piece
 
     def layout(self, small: Mapping[str, bytes]) -> Layout:
         """Return its files, with other files; `COMMIT` is last."""
@@ -257,20 +220,7 @@ class PlannedStep:
 
 
 def plan_step(tree: NativeTree, writers: int, *, most_bytes: int, save: str, model: Path | None = None) -> PlannedStep:
-    """Split arrays along their first dimension, like `torch.chunk`, and plan files.
-
-    Each writer gets at least one file.
-
-    Args:
-        tree: State to save.
-        writers: Number of ranks.
-        most_bytes: Maximum bytes of data in a file.
-        save: Id of the save, from `new_save_id`.
-        model: Path of the model, if a step of one writer should be a Hugging Face folder too.
-
-    Raises:
-        UnsupportedError: The format has no name for a dtype.
-    """
+    """Split arrays along their first dimension, like `torch.chunk`, and plan at least one file for each writer."""
     arrays = tree.arrays
     held = [
         [LocalTensor(path, t.shape, t.dtype, tuple(_rows(t, writers, w))) for path, t in arrays.items()]
