@@ -26,7 +26,7 @@ _CLOCK = ".shardckpt-clock"  # file that is written into a run and removed, to k
 
 @dataclass(frozen=True, slots=True)
 class Deleted:
-    """Deleted folders and content that stays; with `dry_run`, those planned."""
+    """Deleted folders and content that stays; with `dry_run`, folders to delete."""
 
     steps: tuple[StepFolder, ...]  # folders of deleted steps, including duplicates of a step number
     orphans: tuple[str, ...]  # names of deleted folders of saves that were killed
@@ -49,7 +49,7 @@ class StepClock:
         return min(time.time(), self._count())
 
     def find_saved_at(self, step: StepFolder) -> float | None:
-        """Return the start time of the save of a step; None if unknown."""
+        """Return when a step's save started; None if unknown."""
         if step.saved_at is not None and step.saved_at > (counted := self._count()):
             self._seen.setdefault(step.save, counted)
         return self._seen.get(step.save, step.saved_at)
@@ -118,6 +118,6 @@ def _describe(
     saved_at: float | None,
     get_metrics: Callable[[StepFolder], Mapping[str, float]] | None,
 ) -> SavedStep:
-    """Return the description of a step for the retention rules."""
+    """Describe a step for the retention rules."""
     metrics = get_metrics(step) if get_metrics is not None and is_complete else {}
     return SavedStep(step.number, is_complete, saved_at, metrics, step.branch)

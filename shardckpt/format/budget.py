@@ -1,8 +1,7 @@
-"""Limits on the cost of a file: budgets, checks of dict keys, collector pause.
+"""Limits on the cost that a file may have: budgets, checks of dict keys, collector pause.
 
-Memory and time are counted together, in bytes: a container costs the memory of its Python object, work without memory
-costs 64 bytes per microsecond. The cost of a dropped value is not refunded, so that creating and dropping values in a
-loop ends as well.
+Memory and time are counted together, in bytes: a container costs its Python object's memory, work without memory
+costs 64 bytes per microsecond. A dropped value is not refunded, so that creating and dropping values in a loop ends.
 """
 
 from __future__ import annotations
@@ -55,11 +54,11 @@ class ReadBudget:
             self.spend(nbytes)
 
     def spend_entry(self, path_characters: int) -> None:
-        """Subtract the cost of a value with a path of its own."""
+        """Subtract the cost for a value with its own path."""
         self.spend(ENTRY_BYTES + path_characters)
 
     def spend_tensor(self, path_characters: int) -> None:
-        """Subtract the cost of a tensor with a path of its own."""
+        """Subtract the cost for a tensor with its own path."""
         self.spend(TENSOR_BYTES + path_characters)
 
     def exceeded(self) -> UnsafeError:
@@ -105,7 +104,7 @@ class _Table:
         self._resize(8)
 
     def add(self, value: int, count: int) -> None:
-        """Insert the hash of a new key into the table."""
+        """Insert a new key's hash into the table."""
         size = len(self._taken)
         while (5 * (count - 1) >= 3 * (size - 1)) if self._is_set else (count > 2 * size // 3):
             size *= 2 if not self._is_set or count > 50_000 else 4
@@ -177,7 +176,7 @@ class KeyGuard:
             known[1].add(hash(key), count + 1)
 
     def check_all(self, keys: Sequence[object]) -> None:
-        """Check the keys of a container that is created from all of them at once."""
+        """Check the keys for a container that is created from all keys at once."""
         for key in keys:
             if type(key) is not int and type(key) not in self._plain:
                 self._check_kind(key)
@@ -191,7 +190,7 @@ class KeyGuard:
             raise FormatError(f"the pickle uses a value of type {type(key).__name__} as a key")
 
     def _check_parts(self, key: tuple[object, ...], left: int) -> int:
-        """Check the parts of a tuple; return the number of values that may follow."""
+        """Check a tuple's parts; return how many values may follow."""
         for part in key:
             left -= 1
             if left <= 0:
@@ -214,7 +213,7 @@ def _build_table(keys: Iterable[Hashable], is_set: bool) -> _Table:
 
 
 def check_hashes(keys: Sequence[Hashable], where: object = "") -> None:
-    """Require that keys of one dict, or values of one set, were not chosen to collide."""
+    """Require that a dict's keys, or a set's values, were not chosen to collide."""
     if len(keys) <= _FEW or all(type(key) is str or (type(key) is int and 0 <= key <= i) for i, key in enumerate(keys)):
         return
     try:
@@ -244,7 +243,7 @@ def check_paths(paths: Collection[Path], where: object = "") -> None:
 
 
 def require_small(what: str, nbytes: int, most: int, where: object) -> None:
-    """Require that a file, or a part of one, is not larger than any real one."""
+    """Require that a file, or a part, is not larger than any real one."""
     if nbytes > most:
         raise UnsafeError(f"{what} is too large", where=where, found=f"{nbytes} bytes", expected=f"at most {most}")
 

@@ -1,4 +1,4 @@
-"""Read boxes of tensors from their pieces into buffers; read tensors by blocks."""
+"""Read tensors' boxes from their pieces into buffers; read tensors by blocks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ReadItem(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _StagedRead:
-    """Staged elements of one read, `strides` apart, for a box of a `ReadItem`."""
+    """Staged elements from one read, `strides` apart, for a `ReadItem`'s box."""
 
     want: ReadItem
     box: Box
@@ -90,7 +90,7 @@ def straight_reads(want: ReadItem) -> list[Read] | None:
 
 
 class _CommonRange(NamedTuple):
-    """Common elements of a piece and a box, which are consecutive in both."""
+    """Elements that a piece and a box share, consecutive in both."""
 
     start: int  # first byte in the piece
     at: int  # first byte in the box
@@ -112,7 +112,7 @@ def _find_common(piece: Box, box: Box, width: int) -> _CommonRange | None:
 
 
 class PieceReader:
-    """Reads boxes from the files of one store; keeps a decoder for each encoded piece until `forget`."""
+    """Reads boxes from one store's files; keeps a decoder for each encoded piece until `forget`."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -178,7 +178,7 @@ class PieceReader:
 def _span_ranges(
     want: ReadItem, piece: Piece, span: Span, inner: Box, parts: list[_StagedRead]
 ) -> Iterator[tuple[memoryview, int]]:
-    """Yield a buffer for the bytes of `inner`, and their offset in the file."""
+    """Yield a buffer for `inner`, and the offset of its bytes in the file."""
     # The buffer is part of the item's buffer if the bytes are contiguous there; otherwise it is scattered later.
     width = bits(want.dtype)
     in_piece, in_want = shift(inner, piece.box.offset), shift(inner, want.box.offset)
@@ -220,7 +220,7 @@ def _rows(box: Box) -> Iterator[Box]:
 
 
 def _strided_ranges(want: ReadItem, piece: Piece, layout: Strided, inner: Box) -> Iterator[tuple[_StagedRead, int]]:
-    """Yield the byte ranges of a storage that contain `inner`, split at large gaps between elements."""
+    """Yield the byte ranges in a storage that contain `inner`, split at large gaps between elements."""
     width = bits(want.dtype) // 8
     near = _NEAR_BYTES if len(want.buffer) < _LARGE_BYTES else _NEAR_BYTES_OF_LARGE
     todo = [inner]
@@ -240,7 +240,7 @@ def _strided_ranges(want: ReadItem, piece: Piece, layout: Strided, inner: Box) -
 
 
 def _halves(box: Box, steps: Shape) -> tuple[Box, Box]:
-    """Split a box along the dimension of the largest stride."""
+    """Split a box along the dimension with the largest stride."""
     dim = max(range(len(steps)), key=lambda d: (box.size[d] - 1) * steps[d] if steps[d] else -1)
     half = box.size[dim] // 2
     low = Box(box.offset, (*box.size[:dim], half, *box.size[dim + 1 :]))
@@ -266,17 +266,17 @@ def _scatter(part: _StagedRead) -> None:
 
 
 def same_bits(reader: Reader, manifest: Manifest, a: TensorEntry, b: TensorEntry) -> bool:
-    """Return True if two arrays of one checkpoint have equal bits."""
+    """Return True if two arrays in one checkpoint have equal bits."""
     return have_equal_blocks(reader, *locate(reader, manifest, [a, b]))
 
 
 def have_equal_blocks(reader: Reader, a: TensorEntry, b: TensorEntry) -> bool:
-    """Return True if two arrays with resolved pieces, of one shape, have equal bits."""
+    """Return True if two arrays with resolved pieces and one shape have equal bits."""
     return all(x == y for x, y in zip(read_blocks(reader, a), read_blocks(reader, b), strict=True))
 
 
 def read_blocks(reader: Reader, entry: TensorEntry, block_bytes: int = 1 << 22) -> Iterator[bytearray]:
-    """Yield the bytes of an array in row-major order, block by block."""
+    """Yield an array's bytes in row-major order, block by block."""
     if bits(entry.stored) % 8:
         entry = as_bytes(entry)
     pieces = PieceReader(reader.store)

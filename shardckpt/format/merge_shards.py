@@ -1,7 +1,7 @@
 """Merge the shards that ranks wrote into full tensors.
 
-Parsers of formats return the box of each tensor in a file, as `Shard`. This module joins replicas, compares dtypes, and
-names elements that no file contains with the file that should contain them.
+Parsers return each tensor's box in a file, as `Shard`. This module merges replicas, compares dtypes, and names elements
+that no file contains with the file that should contain them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MOST_SHOWN = 4  # maximum names in a warning
 
 
 class Shard(NamedTuple):
-    """A part of one tensor in one file."""
+    """The part of a tensor that one file has."""
 
     file: str  # name of the file, for messages
     dtype: str  # stored dtype
@@ -39,7 +39,7 @@ class Shard(NamedTuple):
 
 
 class RankOrigin(NamedTuple):
-    """A file, the rank that wrote it, and the number of ranks; 0 if unknown."""
+    """A file, the rank that wrote it, and the rank count; 0 if unknown."""
 
     file: str
     rank: int
@@ -48,7 +48,7 @@ class RankOrigin(NamedTuple):
 
 @dataclass(slots=True)
 class PathContent:
-    """Tensors and values below one path of a manifest, by the remaining path."""
+    """Tensors and values below one path in a manifest, by the remaining path."""
 
     tensors: dict[Path, TensorEntry] = field(default_factory=dict)
     objects: dict[Path, ObjectEntry] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class ManifestBuilder:
         self.put(path, entry._replace(pieces=(lost,)))
 
     def tie(self, alias: Path, first: Path) -> None:
-        """Add another name of a tensor, unless the name is in use."""
+        """Add a tensor's other name, unless the name is in use."""
         if alias not in self.tensors:
             self.put(alias, self.tensors[first])
             self.content.aliases[alias] = first
@@ -140,7 +140,7 @@ def merge_shards(
     missing: Iterable[tuple[Box, str]] = (),
     dtype: str = "",
 ) -> TensorEntry:
-    """Merge the shards of one tensor; of equal replicas, the first is used."""
+    """Merge one tensor's shards; among equal replicas, the first is used."""
     found: dict[Box, list[Piece]] = {}
     first: Shard | None = None
     for shard in shards:
@@ -168,7 +168,7 @@ def merge_shards(
 
 
 def join_entries(path: Path, entries: Sequence[TensorEntry]) -> TensorEntry:
-    """Return the one tensor of several ranks, each with at most one piece, like `join_replicas`."""
+    """Return one tensor from several ranks, each with at most one piece, like `join_replicas`."""
     first = entries[0]
     for other in entries[1:]:
         if (first.shape, first.stored) != (other.shape, other.stored):
@@ -185,7 +185,7 @@ def join_entries(path: Path, entries: Sequence[TensorEntry]) -> TensorEntry:
 def merge_equal(
     path: Path, files: Sequence[str], entries: Sequence[TensorEntry | ObjectEntry]
 ) -> TensorEntry | ObjectEntry:
-    """Return the one tensor or value of several ranks."""
+    """Return the one tensor or value that several ranks saved."""
     tensors = [entry for entry in entries if isinstance(entry, TensorEntry)]
     if len(tensors) == len(entries) and len({(entry.shape, entry.stored) for entry in tensors}) == 1:
         return join_entries(path, tensors)
@@ -253,7 +253,7 @@ def _slice_piece(piece: Piece, box: Box, first: int, order: Sequence[int]) -> Pi
 
 
 def label_rank_file(place: int, parts: int, world: int) -> str:
-    """Return the label in messages of the file that contains part `place` of `parts`."""
+    """Return the label for messages of the file with part `place` of `parts`."""
     return f"the file of rank {place}" if parts == world else f"a file with part {place} of {parts}"
 
 
@@ -280,7 +280,7 @@ def split_content(manifest: Manifest, roots: Collection[Path]) -> tuple[dict[Pat
 
 
 def require_one_save(origins: Iterable[RankOrigin], url: str) -> None:
-    """Require that files are from one save: equal numbers of ranks, each rank once."""
+    """Require that files are from one save: equal rank counts, each rank once."""
     ordered = sorted(origins, key=lambda origin: origin.rank)
     worlds = [origin for origin in ordered if origin.world]
     odd = [

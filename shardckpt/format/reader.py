@@ -62,12 +62,12 @@ class Source:
 
     @property
     def files(self) -> list[str]:
-        """Names of the files directly in the folder, sorted."""
+        """Names of files directly in the folder, sorted."""
         return sorted(name for name, entry in self.listing.items() if not entry.is_folder)
 
     @property
     def folders(self) -> list[str]:
-        """Names of the folders directly in the folder, sorted."""
+        """Names of folders directly in the folder, sorted."""
         return sorted(name for name, entry in self.listing.items() if entry.is_folder)
 
     def head(self, name: str, nbytes: int = 64) -> bytes:
@@ -81,7 +81,7 @@ class Source:
 
 
 class Evidence(IntEnum):
-    """Confidence of a format that it recognizes a source."""
+    """How sure a format is that it recognizes a source."""
 
     NONE = 0
     NAME = 1
@@ -108,7 +108,7 @@ class Checksum(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ParamShapes:
-    """Names and shapes of a model's parameters from outside of the checkpoint."""
+    """A model's parameter names and shapes, from outside the checkpoint."""
 
     shapes: Mapping[str, Shape]  # name to shape, in the order of the model if that is known
     where: str  # source of the shapes, for messages
@@ -144,7 +144,7 @@ class Reader:
         return list(pieces)
 
     def load_object(self, entry: ObjectEntry) -> object:
-        """Return the value of an object without executing code.
+        """Return an object's value without executing code.
 
         Raises:
             CheckpointError: The object is damaged or rejected.
@@ -190,7 +190,7 @@ class Reader:
         return {}
 
     def value_stats(self, path: Path) -> ValueStats | None:  # noqa: ARG002  (readers of other formats have none)
-        """Return the statistics of a tensor that its save stored; None without them."""
+        """Return the statistics that the save stored for a tensor; None without them."""
         return None
 
     @property
@@ -231,7 +231,7 @@ class Format:
 
 
 def missing_shapes_error(reader: Reader, fix: str) -> UsageError:
-    """Return the error for flat parameters whose members are unknown."""
+    """Return the error for flat parameters with unknown members."""
     what = "these are flat parameters of FSDP1, and no file has the shapes of their members"
     return UsageError(what, where=reader.store.url, fix=fix)
 

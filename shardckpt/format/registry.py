@@ -118,7 +118,7 @@ def iter_formats() -> Iterator[Format]:
 
 
 def _iter_formats(is_wanted: Callable[[BuiltIn], bool]) -> Iterator[Format]:
-    """Yield formats of plugins and the wanted built-in ones, imported on demand."""
+    """Yield the plugins' formats and the wanted built-in ones, imported on demand."""
     yield from _load_formats(_FIRST, tuple(sys.path))
     yield from (built_in.load() for built_in in BUILT_IN if is_wanted(built_in))
     yield from _load_formats(_LAST, tuple(sys.path))
@@ -126,7 +126,7 @@ def _iter_formats(is_wanted: Callable[[BuiltIn], bool]) -> Iterator[Format]:
 
 @cache
 def _load_formats(group: str, _path: tuple[str, ...]) -> tuple[Format, ...]:
-    """Return the formats of plugins; skip those that fail to load, with a warning."""
+    """Return the plugins' formats; skip those that fail to load, with a warning."""
     formats = []
     for plugin in find_plugins((_FIRST, _LAST), tuple(built_in.name for built_in in BUILT_IN)):
         try:
@@ -150,7 +150,7 @@ def open_source(url: str, bases: NamedBases = "") -> Source:
 
 
 def detect(source: Source) -> Format:
-    """Return the format of a source."""
+    """Return a source's format."""
     found = _require_format(source)
     if source.bases and found.name != _NATIVE:
         raise UsageError("this checkpoint has no base", where=source.url, found=found.title)
@@ -207,7 +207,7 @@ def _suggest_nearby(source: Source) -> UnknownFormatError | None:
 
 
 def _choose_newest(store: Store, paths: list[str]) -> str:
-    """Return the newest complete step of several of one run; empty if they are none."""
+    """Return the newest complete step if all are of one run; empty if none is."""
     from shardckpt.format.native.run_directory import is_step_name, read_step  # noqa: PLC0415  (as any other format)
 
     runs, _, names = zip(*(path.rpartition("/") for path in paths), strict=True)
@@ -259,7 +259,7 @@ def _look_into(store: Store, depth: int, path: str) -> tuple[Format | None, list
 
 
 def _list_folders(source: Source) -> list[str]:
-    """Return the names of subfolders in reverse order, so that the newest step comes first."""
+    """Return subfolder names in reverse order, so that the newest step comes first."""
     return sorted(source.folders, key=split_numbers, reverse=True)
 
 
@@ -271,7 +271,7 @@ class _FirstNames(WrappedStore):
         self._left = most
 
     def list(self, folder: str = "") -> list[Listed]:
-        """Return the first entries of `folder`, within the limit."""
+        """Return the folder's first entries, within the limit."""
         most = max(self._left, 0)
         if isinstance(self._store, LocalStore):
             found = list(self._store.list_first(folder, most))
@@ -282,7 +282,7 @@ class _FirstNames(WrappedStore):
 
 
 def _probe_nearby(source: Source) -> Format | None:
-    """Return the format of a place during a search; None if it is unreadable."""
+    """Return a place's format during a search; None if it is unreadable."""
     try:
         return _probe(source)
     except StorageError:
@@ -305,7 +305,7 @@ def checkpoint_in(url: str) -> str:
 
 
 def _describe_run(path: str) -> str:
-    """Return a description of the run that a path is a step of; else empty."""
+    """Describe the run if a path is its step; else return an empty text."""
     from shardckpt.format.native.run_directory import is_step_name  # noqa: PLC0415  (as any other format)
 
     run, _, name = path.rpartition("/")
@@ -313,12 +313,12 @@ def _describe_run(path: str) -> str:
 
 
 def _shorten(shown: list[str]) -> str:
-    """Return the first of several texts, joined, with an ellipsis if there are more."""
+    """Return the first ones among several texts, joined, with an ellipsis if there are more."""
     return ", ".join(shown[:_SHOWN]) + (", ..." if len(shown) > _SHOWN else "")
 
 
 def _show_last(shown: list[str]) -> str:
-    """Return the last of several texts, joined, with an ellipsis if there are more: the newest of several steps."""
+    """Return the last ones among several texts, joined; an ellipsis stands for more."""
     return ("..., " if len(shown) > _SHOWN else "") + ", ".join(shown[-_SHOWN:])
 
 
@@ -349,7 +349,7 @@ def open_reader(source: Source) -> Reader:
 
 
 def _reject_placeholder(source: Source, name: str, cause: Exception) -> None:
-    """Raise FormatError if a file is what a download left in place of its content."""
+    """Raise FormatError if a file is what a download left instead of its content."""
     head = source.head(name).lower().lstrip()
     where = f"{source.store.url.rstrip('/')}/{name}"
     if head.startswith(b"version https://git-lfs"):
@@ -365,7 +365,7 @@ _LOOKED_AT = 1000  # maximum files whose first bytes are read after an error
 
 
 def _explanation(source: Source) -> tuple[str, str]:
-    """Return a description of a source by its file names, and a remedy."""
+    """Describe a source by its file names, and give a remedy."""
     from shardckpt.format.native.commit import COMMIT, MANIFEST_SUFFIX  # noqa: PLC0415  (as any other format)
 
     names = set(source.listing)

@@ -31,14 +31,14 @@ _CONFIG = "config.json"
 
 
 def read_rules(file: str, renames: Iterable[str] = (), config: Mapping[str, object] | None = None) -> tuple[Rule, ...]:
-    """Return the rules of a file, followed by those of `--rename`."""
+    """Return the rules in a file, followed by the rules in `--rename`."""
     found = parse_rules(rules_text(file, lambda: read_text(file)), file, config) if file else ()
     return (*found, *map(parse_rename, renames))
 
 
 @dataclass(frozen=True, slots=True)
 class RemappedCheckpoint:
-    """The results of rules for a checkpoint."""
+    """What rules make from a checkpoint."""
 
     plan: RemapPlan  # result for every tensor, including those that exist only in the optimizer
     model: Mapping[str, RemappedTensor]  # final names of the model's tensors to their construction, in order
@@ -100,7 +100,7 @@ def locate_state(reader: Reader, manifest: Manifest, plan: RemapPlan, state: Opt
 
 
 def restrict_plan(plan: RemapPlan, names: Iterable[str]) -> RemapPlan:
-    """Restrict a plan to some of its results."""
+    """Restrict a plan to some results."""
     wanted = set(names)
     return replace(plan, made={name: made for name, made in plan.made.items() if name in wanted})
 
@@ -127,7 +127,7 @@ class RemappedReader(Reader):
         return self._inner.resolve(pieces)
 
     def load_object(self, entry: ObjectEntry) -> object:
-        """Return the value of an object."""
+        """Return an object's value."""
         return self._inner.load_object(entry)
 
 

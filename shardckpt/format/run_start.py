@@ -30,7 +30,7 @@ def require_start_of_run(url: str) -> None:
 
 
 def describe_fault(store: Store, step: StepFolder) -> str:
-    """Return why a step is not complete; of a folder that no save wrote, what it is and how to start from it."""
+    """Return why a step is not complete; if no save wrote the folder, what it is and how to start from it."""
     if not step.is_foreign:
         return step.fault
     url = f"{store.url.rstrip('/')}/{step.name}"

@@ -1,4 +1,4 @@
-"""Statistics of the values of a tensor or of a part of it, which merge exactly."""
+"""Statistics over a tensor's values, or over a part, which merge exactly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PACKED = struct.Struct(">4Q4d")
 
 
 class ValueStats(NamedTuple):
-    """Statistics of some values; complex numbers count by their magnitude."""
+    """Statistics over some values; complex numbers count by their magnitude."""
 
     nans: int = 0  # number of NaNs
     infs: int = 0  # number of infinities
@@ -26,11 +26,11 @@ class ValueStats(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of values."""
+        """How many values there are."""
         return self.nans + self.infs + self.finite
 
     def may_describe(self, size: int) -> bool:
-        """Return whether some values have these statistics; those of a damaged manifest may contradict each other."""
+        """Return True if some values can have these statistics; a damaged manifest's may contradict each other."""
         has_extremes = not self.finite or -math.inf < self.min <= self.max < math.inf
         return self.size == size and self.zeros <= self.finite and self.squares >= 0 and has_extremes
 
@@ -45,7 +45,7 @@ def unpack_stats(data: bytes) -> list[ValueStats]:
 
 
 def merge_stats(parts: Iterable[ValueStats]) -> ValueStats:
-    """Merge the statistics of parts: counts and extremes exactly, sums rounded once."""
+    """Merge the parts' statistics: counts and extremes exactly, sums rounded once."""
     nans, infs, zeros, finite, least, largest, totals, squares = zip(ValueStats(), *parts, strict=True)
     return ValueStats(
         sum(nans), sum(infs), sum(zeros), sum(finite), min(least), max(largest), _add(totals), _add(squares)
@@ -53,7 +53,7 @@ def merge_stats(parts: Iterable[ValueStats]) -> ValueStats:
 
 
 def _add(numbers: Iterable[float]) -> float:
-    """Return the sum of numbers in any order; infinite, or NaN, if it is beyond a double."""
+    """Return the sum in any order; infinite, or NaN, if it is beyond a double."""
     numbers = list(numbers)
     try:
         return math.fsum(numbers)

@@ -136,7 +136,7 @@ def _sizes(source: Source) -> dict[str, int]:
 
 
 def _open_intact(store: Store, sizes: Mapping[str, int], base: NamedBases) -> ManifestContents | None:
-    """Return the manifest of a step that needs no repair; None for any other step."""
+    """Return the manifest if a step needs no repair; None for any other step."""
     try:
         commit = read_commit(store, sizes)
         contents = read_contents(store, sizes, commit)
@@ -149,7 +149,7 @@ def _open_intact(store: Store, sizes: Mapping[str, int], base: NamedBases) -> Ma
 
 
 def _list_differing(store: Store, sizes: Mapping[str, int], contents: ManifestContents) -> list[str]:
-    """Return the files of a step whose size or bytes contradict its manifest."""
+    """Return a step's files whose size or bytes contradict its manifest."""
     own = [file for file in contents.files if not file.base]
     return [
         file.name
@@ -168,7 +168,7 @@ def _require_complete(store: Store, contents: ManifestContents, sizes: Mapping[s
 def _choose(
     store: Store, sizes: Mapping[str, int], save: str, base: NamedBases
 ) -> tuple[ManifestContents, tuple[str, ...]]:
-    """Return the content of the only complete save in the folder."""
+    """Return what the folder's only complete save contains."""
     named: dict[str, dict[str, int]] = {}
     for name, size in sizes.items():
         if match := _PAYLOAD.fullmatch(name):
@@ -250,7 +250,7 @@ def _without_digests(record: ArrayRecord) -> ArrayRecord:
 
 
 def _old_manifest(store: Store, sizes: Mapping[str, int], save: str) -> ManifestContents | None:
-    """Return the manifest of a save in the folder; None if it cannot be read."""
+    """Return a save's manifest in the folder; None if it cannot be read."""
     name = manifest_name(save)
     if not 0 < sizes.get(name, 0) <= MAX_MANIFEST_BYTES:
         return None
@@ -283,7 +283,7 @@ def _read_based(
 
 
 def _hash(store: Store, name: str, nbytes: int) -> FileRecord:
-    """Return the record of a file as it is."""
+    """Return a file's record as it is."""
     hasher = BlockHasher()
     buffer = memoryview(bytearray(min(GROUP_BYTES, nbytes)))
     for start in range(0, nbytes, GROUP_BYTES):

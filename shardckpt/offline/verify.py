@@ -102,7 +102,7 @@ _ALONE = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")  # suffixes of files t
 
 
 def _list_unreadable(src: str, error: CheckpointError) -> list[Problem]:
-    """Return the fault of a checkpoint that cannot be opened, and those of its other files that cannot."""
+    """Return the faults of a checkpoint that cannot be opened, and of its other files that cannot."""
     problems = [from_error(error, src)]
     source = open_source(src)
     alone = [name for name in source.files if name.endswith(_ALONE)] if source.file is None else []
@@ -155,7 +155,7 @@ def _wrong_size(message: str, file: str, found: int, expected: int) -> Problem:
 
 
 def _containers(reader: Reader) -> list[Problem]:
-    """Open every container of a tensor and check its content."""
+    """Open every container with a tensor's bytes and check its content."""
     entries = reader.manifest.tensors.values()
     try:
         readable = [entry for entry in entries if not find_value(entry)] or entries  # a warning names the others
@@ -247,7 +247,7 @@ def _describe(names: Sequence[str]) -> str:
 
 
 class _Content:
-    """Finds the tensors in a byte range of a file."""
+    """Finds the tensors in a file's byte range."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
@@ -264,13 +264,13 @@ class _Content:
         return found
 
     def list_tensors(self, file: str, start: int, end: int) -> list[str]:
-        """Return the dotted names of the tensors between two bytes."""
+        """Return the dotted names of tensors between two bytes."""
         overlapping = (name for low, high, name in self._ranges.get(file, ()) if low < end and high > start)
         return list(dict.fromkeys(overlapping))
 
 
 class _Blocks:
-    """Reads the bytes that checksums cover, in their order and through one buffer; those of small ones together."""
+    """Reads the bytes that checksums cover, in order and through one buffer; small ones together."""
 
     def __init__(self, reader: Reader, meter: Meter) -> None:
         self._store, self._sizes, self._meter = reader.raw_store, reader.manifest.files, meter
@@ -290,7 +290,7 @@ class _Blocks:
                 self._meter.add(at - self._start)
 
     def _fill(self, checksum: Checksum, at: int) -> None:
-        """Read bytes of a checksum, and those after them if further checksums cover these too."""
+        """Read a checksum's bytes, and the next ones if further checksums cover these too."""
         end = checksum.offset + checksum.nbytes
         if checksum.algorithm in _FULL_FILES:
             end = max(end, self._sizes.get(checksum.file, end))

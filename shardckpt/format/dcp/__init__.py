@@ -1,1 +1,1 @@
-"""Checkpoints of `torch.distributed.checkpoint`."""
+"""Checkpoints by `torch.distributed.checkpoint`."""

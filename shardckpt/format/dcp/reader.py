@@ -46,7 +46,7 @@ _ZSTD = re.compile(r"stream\.zstd(@[^/]*)?(/1(\..*)?)?")
 
 
 def recognize(source: Source) -> Evidence:
-    """Recognize a folder by `.metadata`, metadata of ranks, or `.distcp` files alone."""
+    """Recognize a folder by `.metadata`, rank metadata, or `.distcp` files alone."""
     if source.file is not None:
         is_named = source.file.endswith(SUFFIX) or bool(metadata_names([source.file]))
         return Evidence.NAME if is_named else Evidence.NONE
@@ -78,7 +78,7 @@ def open_source(source: Source) -> Reader:
 
 
 def open_folder(store: Store, folder: str = "") -> Reader:
-    """Open the DCP checkpoint in a folder of a store."""
+    """Open the DCP checkpoint in a store's folder."""
     prefix = f"{folder}/" if folder else ""
     sizes = {e.name[len(prefix) :]: e.size for e in store.list(folder) if not e.is_folder}
     names = metadata_names(list(sizes))
@@ -112,7 +112,7 @@ def _load(store: Store, name: str, size: int, where: str, budget: ReadBudget) ->
 
 
 class _Stored(NamedTuple):
-    """Location of a slice: file name in the store, and byte range."""
+    """A slice's location: file name in the store, and byte range."""
 
     file: str
     offset: int
@@ -122,7 +122,7 @@ class _Stored(NamedTuple):
 
 @dataclass(slots=True)
 class _Union:
-    """Union of the metadata of all ranks."""
+    """Union of all ranks' metadata."""
 
     # Name to global shape, dtype, and chunks by box: the slices of the ranks that stored it.
     tensors: dict[str, tuple[Shape, str, dict[Box, list[Piece]]]] = field(default_factory=dict)
@@ -289,7 +289,7 @@ class _Metadata:
         return self._dtypes.setdefault(dtype.name, dtype.name)
 
     def _add_paths(self, union: _Union) -> None:
-        """Add the paths of torch's planner."""
+        """Add the paths that torch's planner stored."""
         # Planners of other libraries store other values, or none.
         if not isinstance(self._planner_data, dict):
             return
@@ -376,7 +376,7 @@ def _object(path: Path, stored: _Stored | None) -> ObjectEntry:
 
 
 def _sizes(store: Store, prefix: str, sizes: Mapping[str, int], used: Mapping[str, None]) -> dict[str, int]:
-    """Return the size of each required file; -1 for a missing one. Each subfolder is listed once."""
+    """Return each required file's size; -1 for a missing one. Each subfolder is listed once."""
     known = {prefix + name: size for name, size in sizes.items()}
     folders = {file.rpartition("/")[0] for file in used if file not in known}
     for folder in folders - {prefix.rstrip("/")}:
@@ -420,7 +420,7 @@ class DcpReader(Reader):
 
     @property
     def unverified_files(self) -> tuple[str, ...]:
-        """The metadata files: torch stores no checksum of them."""
+        """The metadata files: torch stores no checksum for them."""
         return self._metadata
 
     def resolve(self, pieces: Sequence[Piece]) -> list[Piece]:
@@ -432,7 +432,7 @@ class DcpReader(Reader):
         return resolve(pieces) if all(map(_is_slice, pieces)) else resolve_replicas(self, pieces, resolve)
 
     def load_object(self, entry: ObjectEntry) -> object:
-        """Return the value of an object without executing code; a `PerRankValue` if ranks stored different ones."""
+        """Return an object's value without executing code; a `PerRankValue` if ranks stored different ones."""
         if entry.value is not UNREAD:
             return entry.value
         others = [replace(other, path=entry.path) for other in self._copies.get((entry.file, entry.layout), ())]
@@ -475,7 +475,7 @@ def _join_slices(name: str, stored: str, slices: Sequence[Piece]) -> Piece:
 
 
 def _list_slices(pieces: Iterable[Piece]) -> list[Piece]:
-    """Return the stored slices of pieces, also of all replicas."""
+    """Return the pieces' stored slices, including all replicas."""
     return [each for piece in pieces for each in ((piece,) if _is_slice(piece) else list_replicas(piece))]
 
 

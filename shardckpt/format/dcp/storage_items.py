@@ -1,7 +1,7 @@
-"""Locate the elements of tensors in slices of `.distcp` files, in batches.
+"""Locate tensors' elements in slices of `.distcp` files, in batches.
 
-A slice is a complete torch archive that was written as a stream, so its local headers have no sizes: a plain slice is
-located through the directory at its end, a compressed slice by parsing the start of the decoded stream.
+A slice is a complete torch archive that was written as a stream, so its local headers have no sizes. A plain slice is
+located through the directory at its end. A compressed slice is located by parsing the start of the decoded stream.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class StoredSlice(NamedTuple):
     is_zstd: bool  # whether the slice is compressed
 
     def is_safetensors(self, piece: Piece) -> bool:
-        """Return True if the slice is in a safetensors file: then torch stores the size of its elements only."""
+        """Return True if the slice is in a safetensors file: then torch stores its elements' size only."""
         assert isinstance(piece.layout, Lazy)
         return not self.is_zstd and piece.layout.nbytes == nbytes(self.stored, piece.box.volume)
 
@@ -77,7 +77,7 @@ class OpenedSlice(NamedTuple):
 
     @property
     def where(self) -> str:
-        """Name of file, tensor and box, for messages."""
+        """File, tensor and box, for messages."""
         return f"{self.url}/{self.piece.file}: {self.slice.name!r} {self.piece.box}"
 
 
@@ -251,8 +251,8 @@ def _check_byte_order(store: Store, archives: Sequence[ZipArchive], opened: Sequ
 
 
 def _stub(data: bytes, known: dict[bytes, TensorStub], opened: OpenedSlice) -> TensorStub:
-    """Return the tensor of a slice's pickle, cached by its bytes."""
-    # The bytes are equal for layers of equal shape.
+    """Return the tensor in a slice's pickle, cached by its bytes."""
+    # The bytes are equal for layers with equal shapes.
     stub = known.get(data)
     if stub is None:
         value = pickle_reader.load(data, where=opened.where, persistent=Storages(), limits=_PICKLE_LIMITS)
@@ -273,7 +273,7 @@ def _storage_bytes(stub: TensorStub) -> int:
 
 
 def locate_view(stub: TensorStub, record: Span, opened: OpenedSlice) -> Span | Strided:
-    """Return the location of a slice's elements in the record of its storage."""
+    """Return where a slice's elements are in its storage's record."""
     storage = stub.storage
     assert isinstance(storage, StorageRef)
     dtype, box = stub.dtype or storage.dtype, opened.piece.box
@@ -308,7 +308,7 @@ def _locate_in_streams(store: Store, opened: Sequence[OpenedSlice], budget: Read
 def _inner(
     store: Store, opened: OpenedSlice, encoded: bytes, known: dict[bytes, TensorStub], budget: ReadBudget
 ) -> Span | Strided:
-    """Locate the elements in a decoded stream, decoding as little of it as possible."""
+    """Locate the elements in a decoded stream, decoding as little as possible."""
     stream = DecodedStream(
         store, opened.piece.file, Encoded("zstd", opened.layout.offset, opened.layout.nbytes, Span(0, 0))
     )
@@ -351,7 +351,7 @@ def _walk_head(head: bytes, known: dict[bytes, TensorStub], opened: OpenedSlice)
 
 
 def slice_checksums(store: Store, spans: Sequence[tuple[str, Span]]) -> Iterator[Checksum]:
-    """Yield the CRC-32 of each record of torch archives, in the given order. Records without one are skipped."""
+    """Yield the CRC-32 of each record in torch archives, in order; skip records without one."""
     rest = iter(spans)
     while batch := list(islice(rest, _BATCH)):
         archives = open_archives(store, [ArchivePlace(file, span.offset, span.nbytes) for file, span in batch])

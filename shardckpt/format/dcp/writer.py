@@ -1,8 +1,7 @@
-"""Write torch's distributed checkpoints (DCP) without torch.
+"""Write torch's distributed checkpoints (DCP) without torch. Slices are torch archives, `.metadata` is a pickle.
 
-Slices are torch archives, and `.metadata` is a pickle. Follows `torch.distributed.checkpoint.save` of torch 2.13 with
-its file system writer: one slice for each chunk of a tensor and for each object, concatenated in `__{rank}_{n}.distcp`;
-`.metadata` stores the location of each slice.
+Follows `torch.distributed.checkpoint.save` in torch 2.13 with its file system writer. It writes one slice for each
+tensor chunk and object, concatenated in `__{rank}_{n}.distcp`. `.metadata` stores each slice's location.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class SliceObject(NamedTuple):
 
 
 class WrittenSlice(NamedTuple):
-    """A slice of a file."""
+    """A slice in a file."""
 
     what: PayloadChunk | SliceObject  # tensor chunk or object in the slice
     archive: TorchArchive | None  # archive that the chunk's bytes are written to; None for an object
@@ -58,7 +57,7 @@ class SliceFile:
 
     @property
     def nbytes(self) -> int:
-        """Size of the file in bytes."""
+        """File size in bytes."""
         return self.slices[-1].offset + self.slices[-1].nbytes if self.slices else 0
 
 
@@ -70,7 +69,7 @@ def make_object(path: Path, value: object) -> SliceObject:
 def slice_files(
     rank: int, chunks: Sequence[PayloadChunk], items: Sequence[SliceObject], *, most_bytes: int, unique_suffix: str = ""
 ) -> list[SliceFile]:
-    """Plan the files of one rank."""
+    """Plan one rank's files; objects follow the chunks."""
     files: list[SliceFile] = []
     slices: list[WrittenSlice] = []
     at = 0
@@ -100,7 +99,7 @@ def _archive(chunk: PayloadChunk) -> TorchArchive:
 
 
 def encode_metadata(files: Iterable[SliceFile], ties: Mapping[Path, Path], order: Iterable[Path] = ()) -> bytes:
-    """Return the content of `.metadata`."""
+    """Return the content for `.metadata`."""
     names = _FlatNames()
     also: dict[Path, list[Path]] = {}
     for path, kept in ties.items():

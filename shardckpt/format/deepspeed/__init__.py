@@ -1,1 +1,1 @@
-"""ZeRO and universal checkpoints of DeepSpeed."""
+"""DeepSpeed's ZeRO and universal checkpoints."""

@@ -1,4 +1,4 @@
-"""Locate each parameter of one DeepSpeed model in the ranks' flat tensors."""
+"""Locate each parameter of a DeepSpeed model in the ranks' flat tensors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class PartitionGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class DataParallelRanks:
-    """The files of one model-parallel rank."""
+    """One model-parallel rank's files."""
 
     contents: StateFileContents
     files: StateFiles  # all files, by kind
@@ -66,12 +66,12 @@ class DataParallelRanks:
 
     @cached_property
     def shapes(self) -> tuple[Mapping[str, Shape], ...]:
-        """Shapes of the parameters of each flat tensor, as the lowest rank stores them."""
+        """Parameter shapes for each flat tensor, as the lowest rank stores them."""
         return next((state.shapes for state in self.models.values() if state.shapes is not None), ())
 
     @cached_property
     def first_optim(self) -> PartitionOptimState | None:
-        """State of the lowest rank's optimizer file; None if there is none."""
+        """State in the lowest rank's optimizer file; None without one."""
         return self.optims[min(self.optims)] if self.optims else None
 
     @cached_property
@@ -81,11 +81,11 @@ class DataParallelRanks:
 
     @property
     def tensor_ranks(self) -> int:
-        """Number of tensor-parallel ranks; 1 if no file stores it."""
+        """How many tensor-parallel ranks there are; 1 if no file stores it."""
         return max((state.tensor_ranks for state in self.models.values()), default=1)
 
     def slot_lengths(self, unit: int) -> dict[int, set[int]]:
-        """Return for each rank the possible lengths of its slots, in elements."""
+        """Return each rank's possible slot lengths, in elements."""
         lengths = {rank: {state.flats[unit].shape[0]} for rank, state in self.optims.items()}
         for group in [] if self.is_split else self._find_groups(unit):
             total, partition = self._offsets(unit)[-1], self._fit_partition(unit, group)
@@ -105,7 +105,7 @@ class DataParallelRanks:
             yield from self._locate_stage1_2(unit)
 
     def _locate_stage3(self) -> Iterator[TrainedParam]:
-        """Locate parameters of stage 3, where each is partitioned individually."""
+        """Locate parameters in stage 3, where each is partitioned individually."""
         parts = [sum(layout.part_elements(prod(shape), self.world) for shape in unit.values()) for unit in self.shapes]
         lengths = {rank: [entry.shape[0] for entry in state.flats] for rank, state in self.optims.items()}
         first = next(iter(lengths.values()), parts)
@@ -125,7 +125,7 @@ class DataParallelRanks:
                 offset += layout.part_elements(prod(shape), self.world)
 
     def _locate_stage1_2(self, unit: int) -> Iterator[TrainedParam]:
-        """Locate parameters of stages 1 and 2, where a flat group has equal partitions."""
+        """Locate parameters in stages 1 and 2, where a flat group has equal partitions."""
         for rank, state in self.optims.items():
             if unit >= len(state.flats):
                 self.refuse(f"group {unit}", [rank], f"{len(state.flats)} flat tensors", len(self.shapes))
@@ -140,7 +140,7 @@ class DataParallelRanks:
         return {name: prod(shape) for name, shape in self.shapes[unit].items()}
 
     def _offsets(self, unit: int) -> list[int]:
-        """Return the offset of each parameter in a flat group, and the group's end."""
+        """Return each parameter's offset in a flat group, and the group's end."""
         first, numels = next(iter(self.optims.values()), None), list(self._numels(unit).values())
         paddings = first.paddings[unit] if first and first.paddings and unit < len(first.paddings) else None
         if paddings is not None and len(paddings) != len(numels):
@@ -150,7 +150,7 @@ class DataParallelRanks:
     def _split_group(
         self, numels: Mapping[str, int], offsets: Sequence[int], unit: int, group: PartitionGroup
     ) -> dict[str, tuple[PartitionRun, ...]]:
-        """Return the runs of each parameter of a flat group."""
+        """Return each parameter's runs in a flat group."""
         partition = self._fit_partition(unit, group)
         return {
             name: tuple(
@@ -161,7 +161,7 @@ class DataParallelRanks:
         }
 
     def _fit_partition(self, unit: int, group: PartitionGroup) -> int:
-        """Return a flat group's partition size in elements, which must match the lengths of the ranks' tensors."""
+        """Return a flat group's partition size in elements, which must match the ranks' tensors."""
         total = self._offsets(unit)[-1]
         lengths = {
             place: self.optims[rank].flats[unit].shape[0]
@@ -181,7 +181,7 @@ class DataParallelRanks:
         return partition or 1
 
     def _find_groups(self, unit: int) -> list[PartitionGroup]:
-        """Return the groups of ranks that share a flat group: one, or one for each set of experts."""
+        """Return the rank groups that share a flat group: one, or one for each set of experts."""
         state = next(iter(self.optims.values()), None)
         count = state.counts[unit] if state else self.world
         if count == self.world:
@@ -201,7 +201,7 @@ class DataParallelRanks:
         return [PartitionGroup(tuple(range(e, self.world, sets)), e) for e in range(sets)]
 
     def _count_experts(self) -> dict[str, int]:
-        """Return the number of experts on each rank, by the prefix of their names."""
+        """Return how many experts each rank has, by name prefix."""
         experts: dict[str, set[int]] = {}
         for match in (match for unit in self.shapes for match in map(_EXPERT.fullmatch, unit) if match):
             experts.setdefault(match["start"], set()).add(int(match["local"]))
@@ -236,7 +236,7 @@ class DataParallelRanks:
         return None
 
     def refuse(self, what: str, ranks: Iterable[int], found: object, expected: object) -> NoReturn:
-        """Raise the error for a tensor of wrong length."""
+        """Raise the error for a tensor with a wrong length."""
         rank = min(ranks)
         raise FormatError(
             f"{what} of rank {rank} is not as long as param_shapes say",
@@ -254,12 +254,12 @@ def build_ranks(
     models: Mapping[int, ModelState],
     optims: Mapping[int, PartitionOptimState],
 ) -> DataParallelRanks:
-    """Return the files of one model-parallel rank, with a consistent world size."""
+    """Return one model-parallel rank's files, with a consistent world size."""
     return DataParallelRanks(contents, files, mp, models, optims, _find_world(models, optims, contents.url))
 
 
 def _find_world(models: Mapping[int, ModelState], optims: Mapping[int, PartitionOptimState], url: str) -> int:
-    """Return the number of data-parallel ranks, on which all files must agree."""
+    """Return the data-parallel world size, on which all files must agree."""
     facts = {state.file: (max(state.counts), len(state.flats), state.is_split) for state in optims.values()}
     first = next(iter(facts.values()), None)
     for file, fact in facts.items():

@@ -1,4 +1,4 @@
-"""Merge the partitions of one DeepSpeed model into full tensors."""
+"""Merge a DeepSpeed model's partitions into full tensors."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def _merge_runs(
 
 
 def _name_optim_file(ranks: DataParallelRanks) -> Callable[[int], str]:
-    """Return a function that names the optimizer file of a rank."""
+    """Return a function that names a rank's optimizer file."""
     known = [name for place, name in ranks.files.optims.items() if place[1] == ranks.mp]
     default = f"{ranks.files.folder}/zero_pp_rank_0_mp_rank_00_optim_states.pt"
     return lambda rank: optim_file_name([*known, default], rank, ranks.mp)
 
 
 def merge_master(builder: ManifestBuilder, ranks: DataParallelRanks, param: TrainedParam) -> TensorEntry:
-    """Return the master weights of a parameter."""
+    """Return a parameter's master weights."""
 
     def find(rank: int, unit: int) -> TensorEntry | None:
         return ranks.optims[rank].flats[unit] if rank in ranks.optims else None
@@ -72,7 +72,7 @@ def merge_master(builder: ManifestBuilder, ranks: DataParallelRanks, param: Trai
 
 
 def merge_frozen(builder: ManifestBuilder, ranks: DataParallelRanks, name: str, shape: Shape) -> TensorEntry:
-    """Return a frozen parameter of which every rank has a partition (stage 3)."""
+    """Return a frozen parameter, whose partitions every rank has (stage 3)."""
     numel = prod(shape)
     runs = layout.split_stage3_runs(0, numel, ranks.world, (0, layout.part_elements(numel, ranks.world)))
 
@@ -86,7 +86,7 @@ def merge_frozen(builder: ManifestBuilder, ranks: DataParallelRanks, name: str, 
 
 
 def tie_shared(builder: ManifestBuilder, states: Iterable[ModelState], trained: Collection[str]) -> None:
-    """Add further names of shared parameters, except names with optimizer state and empty tensors."""
+    """Add shared parameters' further names, except names with optimizer state and empty tensors."""
     for alias, name in ((alias, name) for state in states for alias, name in state.shared.items()):
         for root in (MODEL, MASTER):
             entry = builder.tensors.get((root, name))
@@ -107,7 +107,7 @@ def put_model(builder: ManifestBuilder, ranks: DataParallelRanks, params: Mappin
 
 
 def _put_module(builder: ManifestBuilder, ranks: DataParallelRanks, state: ModelState) -> None:
-    """Add the weights of stages 0 to 2, where the file contains the full model."""
+    """Add the weights in stages 0 to 2, where the file contains the full model."""
     for name, entry in state.module.items():
         builder.put((MODEL, name), entry)
         first = ranks.contents.aliases.get(entry.path, entry.path)
@@ -121,7 +121,7 @@ def _put_module(builder: ManifestBuilder, ranks: DataParallelRanks, state: Model
 def _put_parts(
     builder: ManifestBuilder, ranks: DataParallelRanks, states: Sequence[ModelState], params: Mapping[str, TrainedParam]
 ) -> None:
-    """Add the weights of stage 3."""
+    """Add the weights in stage 3."""
     # Placeholders give order and dtype; the optimizer files contain the partitions. Each rank has the buffers in full.
     state = states[0]
     frozen = {name: shape for name, shape in state.frozen.items() if name not in params}
@@ -171,7 +171,7 @@ def _put_slot(
     slot: str,
     lengths: Mapping[int, Collection[int]],
 ) -> bool:
-    """Add a slot of a parameter; return False if its layout is another."""
+    """Add a parameter's slot; return False if its layout is another."""
     path: Path = (OPTIMIZER, _STATE, param.name, slot)
     owners = [run.rank for run in param.runs if run.rank in ranks.optims] or list(ranks.optims)
     found = {rank: value for rank in owners if (value := ranks.optims[rank].slots[param.unit].get(slot)) is not None}

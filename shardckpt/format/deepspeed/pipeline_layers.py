@@ -16,7 +16,7 @@ TIED = "tied_modules."  # prefix of names of modules that several pipeline stage
 
 
 def put_experts(builder: ManifestBuilder, contents: StateFileContents, files: StateFiles) -> None:
-    """Add the weights of experts, which have their names in the full model."""
+    """Add the experts' weights, which have their names in the full model."""
     for _, file in sorted(files.experts.items()):
         for path, entry in contents.tensors(file).items():
             builder.put((MODEL, str(path[-1])), entry)
@@ -25,7 +25,7 @@ def put_experts(builder: ManifestBuilder, contents: StateFileContents, files: St
 def put_layers(
     builder: ManifestBuilder, contents: StateFileContents, files: StateFiles, trained: Mapping[str, Shape]
 ) -> None:
-    """Add the weights of pipeline layers under the layer's number, or the shared module's name."""
+    """Add pipeline layers' weights under the layer's number, or the shared module's name."""
     shared = _shared_modules(trained)
     for (layer, _), file in sorted(files.layers.items()):
         tensors = {str(path[0]): entry for path, entry in contents.tensors(file).items() if len(path) == 1}
@@ -36,7 +36,7 @@ def put_layers(
 
 
 def _shared_modules(trained: Mapping[str, Shape]) -> dict[str, dict[str, Shape]]:
-    """Return the shapes of shared modules: prefix to rest of the name and shape."""
+    """Return shared modules' shapes: prefix to the rest of the name and shape."""
     found: dict[str, dict[str, Shape]] = {}
     for name, shape in trained.items():
         key, _, rest = name.removeprefix(TIED).partition(".")
@@ -52,7 +52,7 @@ def _start(
     shared: Mapping[str, Mapping[str, Shape]],
     where: str,
 ) -> str:
-    """Return the prefix of the names of a layer's parameters in the module."""
+    """Return the prefix that a layer's parameters have in the module."""
     own = f"{layer}."
     if not shared or any(own + key in trained for key in tensors):
         return own

@@ -1,7 +1,7 @@
-"""Reader of folders of DeepSpeed's `save_checkpoint`, ZeRO stages 0 to 3.
+"""Reader of folders by DeepSpeed's `save_checkpoint`, ZeRO stages 0 to 3.
 
 Opens a tag's folder, or its parent with `latest`. Paths are `model` (the module's own weights), `master` (the
-optimizer's copies, mostly float32) and `optimizer`, followed by names; other values of a model file keep their keys.
+optimizer's copies, mostly float32) and `optimizer`, followed by names. Other values in a model file keep their keys.
 Stage 3 does not store the module's own weights: these are the master weights rounded to the module's dtype, as in every
 training step.
 """
@@ -74,7 +74,7 @@ def open_source(source: Source) -> Reader:
 
 
 def open_states(store: Store, files: StateFiles, warnings: tuple[str, ...] = ()) -> TorchReader:
-    """Open the state files of one checkpoint."""
+    """Open a checkpoint's state files."""
     reader = open_files(store, files.sizes, {file: (file,) for file in files.sizes}, FORMAT.name)
     contents = StateFileContents(reader.manifest, store.url)
     builder = ManifestBuilder(store.url, warnings=list(warnings))
@@ -97,7 +97,7 @@ def open_states(store: Store, files: StateFiles, warnings: tuple[str, ...] = ())
 
 
 def _read_ranks(reader: TorchReader, contents: StateFileContents, files: StateFiles, mp: int) -> DataParallelRanks:
-    """Read the files of one model-parallel rank and check that they are from one save."""
+    """Read one model-parallel rank's files and check that they are from one save."""
     models: dict[int, ModelState] = {
         rank: read_model_state(contents, file) for (rank, m), file in sorted(files.parts.items()) if m == mp
     }
@@ -165,7 +165,7 @@ def _scalars(
 def _assign_params(
     all_ranks: Sequence[DataParallelRanks], files: StateFiles, url: str
 ) -> list[Mapping[str, TrainedParam]]:
-    """Return the trained parameters of each model-parallel rank; the first pipeline stage gets the shared ones."""
+    """Return each model-parallel rank's trained parameters; the first pipeline stage gets the shared ones."""
     assigned: list[Mapping[str, TrainedParam]] = []
     seen: set[str] = set()
     sharded: list[str] = []
@@ -205,7 +205,7 @@ def _require_weights(builder: ManifestBuilder, trained: Mapping[str, Shape]) -> 
 
 
 def _put_groups(builder: ManifestBuilder, stages: Sequence[Sequence[tuple[Mapping[str, Slot], Sequence[str]]]]) -> None:
-    """Add the optimizer's groups; those of pipeline stages are merged."""
+    """Add the optimizer's groups; pipeline stages' groups are merged."""
     plain = [
         [
             {**{k: v.value for k, v in options.items() if isinstance(v, ObjectEntry)}, "params": names}
@@ -234,7 +234,7 @@ def _put_groups(builder: ManifestBuilder, stages: Sequence[Sequence[tuple[Mappin
 
 
 def put_loop_state(builder: ManifestBuilder, contents: StateFileContents, files: Sequence[str]) -> None:
-    """Add the state of the training loop, which model files have in common."""
+    """Add the training loop's state, which model files have in common."""
     found: dict[Path, list[tuple[str, Slot]]] = {}
     for file in files:
         for path, entry in read_loop_state(contents, file):

@@ -25,7 +25,7 @@ Slot = TensorEntry | ObjectEntry
 
 
 class StateFileContents:
-    """Values and tensors of state files, by file and path."""
+    """Values and tensors in state files, by file and path."""
 
     def __init__(self, manifest: Manifest, url: str) -> None:
         self.url = url
@@ -33,11 +33,11 @@ class StateFileContents:
         self._files, _ = split_content(manifest, [(file,) for file in manifest.files])
 
     def tensors(self, file: str) -> Mapping[Path, TensorEntry]:
-        """Return the tensors of a file."""
+        """Return the tensors in a file."""
         return self._files[file,].tensors
 
     def objects(self, file: str) -> Mapping[Path, ObjectEntry]:
-        """Return the values of a file."""
+        """Return the values in a file."""
         return self._files[file,].objects
 
     def value(self, file: str, *path: str | int) -> object:
@@ -58,7 +58,7 @@ class StateFileContents:
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """The fields of one model file."""
+    """A model file's fields."""
 
     file: str
     # State dict of the module; in stage 3 placeholders without elements, except buffers.
@@ -75,7 +75,7 @@ class ModelState:
 
 @dataclass(frozen=True, slots=True)
 class PartitionOptimState:
-    """The fields of one rank's optimizer file."""
+    """A rank's optimizer file's fields."""
 
     file: str
     rank: int  # data-parallel rank, from the file's name
@@ -91,7 +91,7 @@ class PartitionOptimState:
 
 
 def read_model_state(contents: StateFileContents, file: str) -> ModelState:
-    """Read the fields of a model file."""
+    """Read a model file's fields."""
     where = contents.where(file)
     shapes = contents.value(file, "param_shapes")
     dims = contents.value(file, "checkpoint_parallel_dimensions")
@@ -110,7 +110,7 @@ def read_model_state(contents: StateFileContents, file: str) -> ModelState:
 
 
 def read_loop_state(contents: StateFileContents, file: str) -> Iterator[tuple[Path, Slot]]:
-    """Yield the values of a model file that do not belong to the model, by path."""
+    """Yield a model file's values that do not belong to the model, by path."""
     for entries in (contents.tensors(file), contents.objects(file)):
         for path, entry in entries.items():
             if path and path[0] not in _MODEL_KEYS and not (isinstance(entry, ObjectEntry) and entry.value is None):
@@ -118,7 +118,7 @@ def read_loop_state(contents: StateFileContents, file: str) -> Iterator[tuple[Pa
 
 
 def read_optim_state(contents: StateFileContents, file: str, rank: int) -> PartitionOptimState:
-    """Read the fields of a rank's optimizer file."""
+    """Read the fields in a rank's optimizer file."""
     where = contents.where(file)
     is_split = bool(contents.children(file, _OPTIM, _FLAT_KEYS[1]))
     flats = _in_order(contents.children(file, _OPTIM, _FLAT_KEYS[is_split]), where)
@@ -155,7 +155,7 @@ def read_optim_state(contents: StateFileContents, file: str, rank: int) -> Parti
 
 
 def read_groups(contents: StateFileContents, file: str, base: Path) -> list[dict[str, Slot]]:
-    """Return the options of the optimizer's groups; empty for elastic checkpoints."""
+    """Return the options in the optimizer's groups; empty for elastic checkpoints."""
     root = (*base, "param_groups")
     value = contents.value(file, *root)
     groups: dict[int, dict[str, Slot]] = {}
@@ -176,7 +176,7 @@ def _in_order(found: Mapping[str | int, TensorEntry], where: str) -> tuple[Tenso
 
 
 def _read_slots(contents: StateFileContents, file: str, base: Path, unit: int) -> dict[str, Slot]:
-    """Return the slots of one flat tensor; elastic checkpoints omit `state`."""
+    """Return one flat tensor's slots; elastic checkpoints omit `state`."""
     for root in ((*base, "state", unit), (*base, unit)):
         n = len(root)
         slots: dict[str, Slot] = {}
@@ -222,7 +222,7 @@ def _parse_starts(value: object) -> tuple[Mapping[str, tuple[int, int]], ...] | 
 
 
 def _parse_groups(value: object, where: str) -> Sequence[object]:
-    """Return the groups of shapes."""
+    """Return the groups with their shapes."""
     # Files before version 0.4 contain one group without a surrounding list.
     return [value] if isinstance(value, dict) else check_list(value, where)
 

@@ -1,9 +1,10 @@
 """Reader of DeepSpeed's universal checkpoints: `zero/<name>/fp32.pt, ...`.
 
-Each parameter has a folder with full tensors. `ds_to_universal.py` converts a `save_checkpoint` of any stage and
-topology to this format. Beside `zero/` are copies of the model files, which contain the order of names, the module's
-own dtypes and weights, and buffers. Paths are as in `shardckpt.format.deepspeed.reader`: `model`, `master`,
-`optimizer`, followed by names.
+Each parameter has a folder with full tensors. `ds_to_universal.py` converts a `save_checkpoint` from any stage and
+topology to this format. Next to `zero/` are copies of the model files, which contain the names' order, the module's own
+dtypes and weights, and buffers.
+
+Paths are as in `shardckpt.format.deepspeed.reader`: `model`, `master`, `optimizer`, followed by names.
 """
 
 from __future__ import annotations
@@ -184,7 +185,7 @@ class _UniversalMerger:
         return entry._replace(shape=shape, pieces=tuple(slice_shard(entry, [(full_box(shape), 0)])))
 
     def _read_tensor(self, file: str) -> TensorEntry:
-        """Return the only tensor of a file: bare, or under the key `param`."""
+        """Return the only tensor in a file: bare, or under the key `param`."""
         tensors = self.contents.tensors(file)
         for path in (("param",), ("tensor",)):
             if path in tensors:
@@ -228,7 +229,7 @@ class _UniversalMerger:
             self.builder.put(path, self._reshape(name, self._read_tensor(file)))
 
     def _put_steps(self, shared: str, unit: int, names: Mapping[str, None]) -> None:
-        """Add the steps of parameters in stage 3, which stores one for each flat tensor."""
+        """Add the parameters' steps in stage 3, which stores one for each flat tensor."""
         source: Path = ("optimizer_state_dict", _STATE, unit, STEP)
         tensor, value = self.contents.tensors(shared).get(source), self.contents.value(shared, *source)
         for name in names:

@@ -1,4 +1,4 @@
-"""File names of a DeepSpeed checkpoint, their kinds, and their folder."""
+"""A DeepSpeed checkpoint's file names, their kinds, and their folder."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Place = tuple[int, int]  # data-parallel rank and model-parallel rank
 
 @dataclass(slots=True)
 class StateFiles:
-    """Files of one checkpoint by content; names are relative to the store."""
+    """One checkpoint's files by content; names are relative to the store."""
 
     folder: str  # folder of the files in the store; empty for the root
     sizes: dict[str, int] = field(default_factory=dict)  # file name to size in bytes
@@ -55,7 +55,7 @@ class StateFiles:
 
 
 def is_state_file(name: str) -> bool:
-    """Return True if DeepSpeed writes files of this name."""
+    """Return True if DeepSpeed writes files with this name."""
     return any(pattern.fullmatch(name) for pattern in _ALL)
 
 
@@ -106,7 +106,7 @@ def read_tag(source: Source, name: str) -> str:
 
 
 def sort_files(store: Store, folder: str) -> StateFiles:
-    """Return the state files of a folder, sorted by content."""
+    """Return a folder's state files, sorted by content."""
     entries = [entry for entry in store.list(folder) if not entry.is_folder]
     found = StateFiles(folder)
     for entry in sorted(entries, key=lambda e: e.name):
@@ -147,7 +147,7 @@ def _put_once(files: dict[_K, str], key: _K, path: str, url: str) -> None:
 
 
 def optim_file_name(known: Iterable[str], rank: int, mp: int) -> str:
-    """Return the name of a missing optimizer file, derived from an existing one."""
+    """Return the name for a missing optimizer file, derived from an existing one."""
     beside = next(iter(known))
     folder, _, name = beside.rpartition("/")
     match = _RANK.fullmatch(name)
@@ -156,5 +156,5 @@ def optim_file_name(known: Iterable[str], rank: int, mp: int) -> str:
 
 
 def part_file_name(folder: str, rank: int, mp: int) -> str:
-    """Return the name of a missing file with a rank's part of the model."""
+    """Return the name for a missing file with a rank's part of the model."""
     return f"{folder}/zero_pp_rank_{rank}_mp_rank_{mp:02d}_model_states.pt".removeprefix("/")

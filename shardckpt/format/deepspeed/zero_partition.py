@@ -1,7 +1,7 @@
-"""Arithmetic of DeepSpeed's ZeRO partitions, on element counts.
+"""Arithmetic for DeepSpeed's ZeRO partitions, on element counts.
 
-Stages 1 and 2 concatenate the parameters of a group, pad the end, and give each rank an equal partition of the result.
-Stage 3 partitions each parameter individually and concatenates the parts of a rank.
+Stages 1 and 2 concatenate a group's parameters, pad the end, and give each rank an equal partition. Stage 3
+partitions each parameter individually and concatenates a rank's parts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ALIGNMENTS = (2, 1)
 
 
 class PartitionRun(NamedTuple):
-    """Contiguous elements of a parameter in one rank's flat tensor."""
+    """A parameter's contiguous elements in one rank's flat tensor."""
 
     rank: int  # data-parallel rank
     unit: int  # index of the flat tensor on the rank
@@ -28,17 +28,17 @@ class PartitionRun(NamedTuple):
 
 
 def partition_elements(total: int, world: int, alignment: int = 2) -> int:
-    """Return the elements of each rank's partition in stages 1 and 2, which are equal, with padding."""
+    """Return how many elements each rank's equal partition has in stages 1 and 2, with padding."""
     return -(-total // (alignment * world)) * alignment
 
 
 def lean_elements(total: int, partition: int, rank: int) -> int:
-    """Return the elements of a rank's partition without padding at the group's end."""
+    """Return how many elements a rank's partition has without padding at the group's end."""
     return min(max(total - rank * partition, 0), partition)
 
 
 def possible_lengths(total: int, partition: int, world: int, rank: int) -> set[int]:
-    """Return the possible lengths of a rank's tensor in elements: with padding, without, and as in old versions."""
+    """Return a rank's possible tensor lengths in elements: with padding, without, and as in old versions."""
     # Before 0.15, DeepSpeed attributed all padding of a group to the last rank. If that exceeds its partition,
     # `part[:length - padding]` counts from the end and keeps some of the padding.
     found = {partition, lean_elements(total, partition, rank)}
@@ -49,7 +49,7 @@ def possible_lengths(total: int, partition: int, world: int, rank: int) -> set[i
 
 
 def original_order(names: Sequence[str], world: int) -> list[str]:
-    """Return the order of parameters before `round_robin_gradients` reordered them."""
+    """Return the parameters' order before `round_robin_gradients` reordered them."""
     reordered = [i for rank in range(world) for i in range(rank, len(names), world)]
     return [name for _, name in sorted(zip(reordered, names, strict=True))]
 
@@ -64,7 +64,7 @@ def fit_partition(total: int, world: int, lengths: Mapping[int, int]) -> int | N
 
 
 def offsets(numels: Sequence[int], paddings: Sequence[int] | None = None) -> list[int]:
-    """Return the offset of each parameter of a group, and the group's end. Offsets are in elements."""
+    """Return each parameter's offset in a group, and the group's end, in elements."""
     spaces = [n + p for n, p in zip(numels, paddings, strict=True)] if paddings else numels
     return list(accumulate(spaces, initial=0))
 
@@ -81,7 +81,7 @@ def split_partition_runs(offset: int, numel: int, partition: int, unit: int = 0)
 
 
 def part_elements(numel: int, world: int) -> int:
-    """Return the elements of each rank's part of one parameter, with padding. Used for stage 3."""
+    """Return how many elements each rank has of one parameter in stage 3, with padding."""
     return chunk_range(numel, world, 0)[1]
 
 
@@ -101,7 +101,7 @@ def split_stage3_runs(offset: int, numel: int, world: int, bounds: Sequence[int]
 
 
 def boxes(shape: Shape, run: PartitionRun) -> list[tuple[Box, int]]:
-    """Return the boxes of a run, each with its first element in the flat tensor."""
+    """Return a run's boxes, each with its first element in the flat tensor."""
     at, found = run.at, []
     for box in flat_to_boxes(shape, run.start, run.stop):
         found.append((box, at))

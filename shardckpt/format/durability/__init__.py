@@ -1,1 +1,1 @@
-"""Places of a run's steps: the copies of each, the failures that they survive, and the record of a run."""
+"""Where a run's steps are: copies, the failures that they survive, and the run's record."""

@@ -1,4 +1,4 @@
-"""Copies of all steps of a run: in the memory of this machine, in a local folder, and in the root."""
+"""Copies of all steps in a run: in this machine's memory, in a local folder, and in the root."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shardckpt.storage.store import Store
 
 
 def list_durability(root: str) -> tuple[Durability, ...]:
-    """Return the copies of every step that this machine can read, in the order of their numbers."""
+    """Return every step's copies that this machine can read, by step number."""
     copies: dict[int, list[StepCopy]] = {}
     tiers = [(MEMORY, f"{SCHEME}://{find_run_id(root)}"), (LOCAL, read_run_record(open_store(root)).local)]
     for tier, url in tiers:
@@ -48,7 +48,7 @@ def _list_in_tier(tier: str, url: str, root: str) -> Iterator[tuple[int, StepCop
 def _list_copies(
     store: Store, tier: str, survives: tuple[str, ...], *, has_parts: bool = False
 ) -> Iterator[tuple[int, StepCopy]]:
-    """Yield the copies of all steps, in a tier also those of which this machine has a part."""
+    """Yield all steps' copies; in a tier, also steps of which this machine has a part."""
     for step in read_run(store).steps:
         if step.is_complete or (has_parts and step.is_part):
             with suppress(CheckpointError):

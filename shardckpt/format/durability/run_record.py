@@ -1,4 +1,4 @@
-"""`RunRecord`: what a run with tiers keeps in its root, so that later processes find it; and the id of a run."""
+"""`RunRecord`: what a run with tiers keeps in its root, so that later processes find it; and a run's id."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _UNIT_BYTES = 1 << 12
 
 
 def find_run_id(root: str) -> str:
-    """Return the id under which the captures of a run are found again: equal for equal roots."""
+    """Return the id under which a run's captures are found again: equal for equal roots."""
     path = local_path(root)
     place = root.rstrip("/") if path is None else os.path.realpath(path)
     return hashlib.sha256(place.encode("utf-8", "surrogateescape")).hexdigest()[:16]
@@ -39,7 +39,7 @@ class Attempt(NamedTuple):
 
 
 class CapturingStart(NamedTuple):
-    """The start of a run that captured last."""
+    """The run's start that captured last."""
 
     id: str = ""  # text that no other start has; empty if no start is known
     branch: int = 0
@@ -49,7 +49,7 @@ NO_START = CapturingStart()
 
 
 class LostSteps(NamedTuple):
-    """Steps that the root had lost while a start of the run went on: what that start captured is still of the run."""
+    """Steps that the root had lost while a start continued; its captures still belong to the run."""
 
     start: str = ""  # id of the start; empty if the root has lost nothing
     branch: int = -1  # branch of the newest step that it had
@@ -61,7 +61,7 @@ NOTHING_LOST = LostSteps()
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """Record of a run."""
+    """What a run's root remembers about its tiers and starts."""
 
     local: str = ""  # folder of the tier on a disk of the node; empty without one
     attempts: tuple[Attempt, ...] = ()  # steps after whose restore the run failed, or may be about to
@@ -70,7 +70,7 @@ class RunRecord:
     starts: tuple[str, ...] = ()  # ids of the starts that have captured, or whose captures were found; empty if unknown
 
     def encode(self) -> bytes:
-        """Return the record as a line of JSON."""
+        """Return the record as a JSON line."""
         fields = {
             "local": self.local,
             "attempts": self.attempts,
@@ -82,7 +82,7 @@ class RunRecord:
 
     @classmethod
     def decode(cls, data: bytes) -> RunRecord:
-        """Return a record from the bytes of `encode`; what is damaged or unknown is as in a new one."""
+        """Return a record from encoded bytes; what is damaged or unknown is as in a new one."""
         try:
             found: Any = json.loads(data)
         except (ValueError, RecursionError):
@@ -118,7 +118,7 @@ def _decode_lost(found: Any) -> LostSteps:
 
 
 def read_run_record(store: Store) -> RunRecord:
-    """Return the record of a run; a new one if it has none."""
+    """Return a run's record; a new one if it has none."""
     try:
         size = store.size(RECORD)
         return RunRecord.decode(read_bytes(store, RECORD, 0, size)) if size <= _MOST_BYTES else RunRecord()

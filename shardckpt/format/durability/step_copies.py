@@ -1,4 +1,4 @@
-"""Durability of a step: where its copies are, and which failures each of them survives."""
+"""A step's durability: where its copies are, and which failures each copy survives."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ class Durability:
 
     @property
     def survives(self) -> frozenset[str]:
-        """Failures of which at least one copy is spared; empty if the step is nowhere."""
+        """Failures that at least one copy survives; empty if the step is nowhere."""
         return frozenset(find_survived_by(self.copies))
 
 
 def find_survived_by(copies: Iterable[StepCopy]) -> tuple[str, ...]:
-    """Return the failures of which at least one copy is spared."""
+    """Return the failures that at least one copy survives."""
     survived = {failure for copy in copies for failure in copy.survives}
     return tuple(failure for failure in FAILURES if failure in survived)
 
@@ -119,7 +119,7 @@ def find_survived(url: str, mounts: str) -> tuple[str, ...]:
 
 
 def find_file_system(path: str, mounts: str) -> str:
-    """Return the type of the file system of a path; empty if unknown."""
+    """Return a path's file system type; empty if unknown."""
     best, kind = "", ""
     for line in mounts.splitlines():
         fields, _, rest = line.partition(" - ")
@@ -132,7 +132,7 @@ def find_file_system(path: str, mounts: str) -> str:
 
 
 def read_mounts() -> str:
-    """Return the mounted file systems of this process; empty if the system does not list them."""
+    """Return this process's mounted file systems; empty if the system does not list them."""
     try:
         with open(_MOUNTS, encoding="utf-8", errors="surrogateescape") as file:
             return file.read()

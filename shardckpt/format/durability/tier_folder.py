@@ -1,4 +1,4 @@
-"""The run that the folder of a tier belongs to, whose steps alone may be read and removed there."""
+"""The run that owns a tier's folder: only its steps may be read and removed there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OTHER_FOLDER = "choose another folder, or remove this one"
 
 
 def require_own_folder(store: Store, root: str) -> None:
-    """Require that a tier's folder is new, or has the steps of this run."""
+    """Require that a tier's folder is new, or has this run's steps."""
     owner = _read_owner(store)
     if not owner and not any(is_step_name(entry.name) for entry in store.list()):
         return
@@ -42,7 +42,7 @@ def require_own_folder(store: Store, root: str) -> None:
 
 
 def claim_folder(store: Store, root: str) -> None:
-    """Make a tier's folder that of a run."""
+    """Make a tier's folder a run's own."""
     require_own_folder(store, root)
     if not _read_owner(store):
         with store.create(_OWNER) as writer:
@@ -60,7 +60,7 @@ def read_folder_id(store: Store) -> str:
 
 
 def _read_owner(store: Store) -> dict[str, object] | None:
-    """Return the record of the run that a folder belongs to; None without one, empty if it is damaged."""
+    """Return the record about the run that owns a folder; None without one, empty if it is damaged."""
     try:
         size = store.size(_OWNER)
         found = json.loads(read_bytes(store, _OWNER, 0, size)) if size <= _MOST_BYTES else {}

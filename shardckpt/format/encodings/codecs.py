@@ -1,4 +1,4 @@
-"""Decode compressed bytes of a file as a forward stream in bounded memory."""
+"""Decode a file's compressed bytes as a forward stream in bounded memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _ReadsInto(Protocol):
 
 
 class EncodedFile(io.RawIOBase):
-    """The encoded bytes of one piece as a file object."""
+    """One piece's encoded bytes as a file object."""
 
     def __init__(self, store: Store, name: str, offset: int, nbytes: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class EncodedFile(io.RawIOBase):
 
 
 class _Inflate:
-    """Decoder of raw deflate, with at most one chunk of output at a time."""
+    """Decoder for raw deflate, with at most one output chunk at a time."""
 
     def __init__(self, source: EncodedFile) -> None:
         self._source, self._inflate = source, zlib.decompressobj(-15)
@@ -57,7 +57,7 @@ class _Inflate:
 
 
 def _get_error_types() -> tuple[type[Exception], ...]:
-    """Return the errors of damaged streams; called only when there is one."""
+    """Return the errors for damaged streams; called only when there is one."""
     import zstandard  # noqa: PLC0415  (as in `_zstd`)
 
     return zstandard.ZstdError, zlib.error

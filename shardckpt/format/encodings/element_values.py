@@ -1,4 +1,4 @@
-"""Values of stored elements: NumPy's dtypes, and statistics of values."""
+"""Values in stored elements: NumPy's dtypes, and statistics."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _find_type(name: str) -> Any:
 
 
 def measure_values(data: Buffer, dtype: str) -> ValueStats:
-    """Return the statistics of complete row-major elements; complex numbers count by their magnitude."""
+    """Return statistics over complete row-major elements; complex numbers count by their magnitude."""
     # Few calls of NumPy read many elements each: while other threads run Python code, every call waits for the
     # interpreter's lock.
     import numpy as np  # noqa: PLC0415  (as in `numpy_dtype`)
@@ -70,7 +70,7 @@ def _as_array(data: Buffer, dtype: str) -> NDArray[Any]:
 
 
 def _measure(values: NDArray[Any]) -> ValueStats:
-    """Return the statistics of real numbers of 2 bytes or more."""
+    """Return statistics over real numbers with 2 bytes or more."""
     import numpy as np  # noqa: PLC0415  (as in `numpy_dtype`)
 
     if not values.size:
@@ -88,7 +88,7 @@ def _measure(values: NDArray[Any]) -> ValueStats:
 
 
 def _count_bytes(data: memoryview, dtype: str) -> ValueStats:
-    """Return the statistics of elements of a byte or less, from how often each byte occurs."""
+    """Return the statistics for elements up to a byte, from how often each byte occurs."""
     import numpy as np  # noqa: PLC0415  (as in `numpy_dtype`)
 
     counts = np.bincount(np.frombuffer(data, np.uint8), minlength=256)
@@ -114,7 +114,7 @@ def _count_bytes(data: memoryview, dtype: str) -> ValueStats:
 
 @lru_cache
 def _list_values(dtype: str) -> NDArray[np.float64]:
-    """Return the values in each of the 256 bytes, those of one byte after the other."""
+    """Return the values in each of the 256 bytes, byte after byte."""
     import numpy as np  # noqa: PLC0415  (as in `numpy_dtype`)
 
     every = np.arange(256, dtype=np.uint8)
@@ -144,7 +144,7 @@ def _widen_half(data: memoryview, _: str) -> NDArray[Any]:
 
 
 def widen_half_complex(data: Buffer, dtype: str) -> NDArray[np.complex64]:
-    """Return elements of a dtype of `HALF_COMPLEX` as complex64, which holds their exact values."""
+    """Return elements with a dtype in `HALF_COMPLEX` as complex64, which holds their exact values."""
     import numpy as np  # noqa: PLC0415  (as in `numpy_dtype`)
 
     widen = _widen_half if dtype == "complex32" else _widen_bfloat16

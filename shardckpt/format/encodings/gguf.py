@@ -1,7 +1,8 @@
-"""Write headers of GGUF files, and recognize such files.
+"""Write headers for GGUF files, and recognize such files.
 
-Format: magic, version, counts, metadata as typed key-value pairs, names, dimensions and offsets of tensors, data at
-multiples of 32 bytes; all numbers are little-endian (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
+The format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) has magic, version, counts and metadata as typed
+key-value pairs. Then come each tensor's name, dimensions and offset, and data at multiples of 32 bytes. All numbers are
+little-endian.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ class GgufTensor(HeaderTensor):
 
 
 def looks_like_gguf(head: bytes) -> bool:
-    """Return True if the first bytes of a file are those of GGUF."""
+    """Return True if a file's first bytes are GGUF's magic."""
     return head.startswith(_MAGIC)
 
 
 def padding(nbytes: int) -> bytes:
-    """Return the zeros after data of `nbytes`, up to the next multiple of the alignment."""
+    """Return the zeros after `nbytes` data bytes, up to the next multiple of the alignment."""
     return bytes(-nbytes % ALIGNMENT)
 
 
 def encode_header(metadata: Mapping[str, MetadataValue], tensors: Sequence[GgufTensor]) -> bytes:
-    """Return a header with its padding; the data of the tensors follows in their order, each with its padding."""
+    """Return a padded header; the tensors' data follows in their order, each with its padding."""
     parts = [_MAGIC, struct.pack("<IQQ", _VERSION, len(tensors), len(metadata))]
     for key, value in metadata.items():
         try:
@@ -67,7 +68,7 @@ def _encode_string(text: str) -> bytes:
 
 
 def _encode_value(value: MetadataValue) -> bytes:
-    """Return the type and the bytes of a value."""
+    """Return a value's type and bytes."""
     if isinstance(value, str):
         return struct.pack("<I", _STRING) + _encode_string(value)
     if isinstance(value, bool):
@@ -81,7 +82,7 @@ def _encode_value(value: MetadataValue) -> bytes:
 
 
 def _encode_items(items: Sequence[str] | Sequence[int] | Sequence[float]) -> tuple[int, bytes]:
-    """Return the type and the bytes of the values of a list."""
+    """Return the type and bytes of a list's values."""
     texts = [item for item in items if isinstance(item, str)]
     if texts:
         return _STRING, b"".join(map(_encode_string, texts))

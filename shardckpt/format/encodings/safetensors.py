@@ -1,4 +1,4 @@
-"""Read, validate and write headers of safetensors files.
+"""Read, validate and write safetensors headers.
 
 Format: 8 bytes little-endian header length N, N bytes of JSON, data without holes
 (https://github.com/huggingface/safetensors, section "Format").
@@ -26,7 +26,7 @@ _MAX_BYTES = 1 << 62
 
 
 class Header(NamedTuple):
-    """Content of the header of one file."""
+    """Content of a file's header."""
 
     data_start: int  # byte in the file at which the data begins
     # Name to (torch dtype name, shape, first byte, end byte), offsets relative to `data_start`.
@@ -35,17 +35,17 @@ class Header(NamedTuple):
 
     @property
     def data_bytes(self) -> int:
-        """Bytes of data according to the header."""
+        """Data bytes according to the header."""
         return max((end for _, _, _, end in self.tensors.values()), default=0)
 
 
 def looks_like_safetensors(head: bytes) -> bool:
-    """Return True if 9 first bytes may be those of a safetensors file."""
+    """Return True if a safetensors file may start with these 9 bytes."""
     return len(head) >= 9 and struct.unpack_from("<Q", head)[0] <= MAX_HEADER_BYTES and head[8:9] == b"{"
 
 
 def read_headers(store: Store, sizes: Mapping[str, int]) -> dict[str, Header]:
-    """Read the headers of several files in two batches of requests."""
+    """Read several files' headers in two batches of requests."""
     starts = {name: bytearray(8) for name in sizes}
     for name, size in sizes.items():
         if size < 8:
@@ -82,7 +82,7 @@ def _header_length(store: Store, name: str, start: bytearray, size: int) -> int:
 
 
 def parse_header(body: bytes | bytearray, *, where: str) -> Header:
-    """Parse and validate the JSON of a header."""
+    """Parse and validate a header's JSON, without the preceding length."""
     raw = parse_json(body, where=where)
     if not isinstance(raw, dict):
         raise FormatError("the safetensors header must be a JSON object", where=where)
@@ -189,7 +189,7 @@ def require_dims(name: str, shape: Sequence[int], where: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class HeaderTensor:
-    """One tensor of a file to write."""
+    """One tensor in a file to write."""
 
     name: str  # name in the file
     dtype: str  # dtype in torch's spelling
@@ -197,7 +197,7 @@ class HeaderTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data."""
+        """Its data bytes."""
         return array_nbytes(self.dtype, self.shape)
 
 
@@ -211,12 +211,12 @@ def file_order(tensors: Iterable[HeaderTensor]) -> list[HeaderTensor]:
 
 
 def encode_header(tensors: Sequence[HeaderTensor], metadata: Mapping[str, str], *, align: int = 8) -> bytes:
-    """Return length and header of a file; its JSON is padded so that data starts at a multiple of `align` bytes."""
+    """Return a file's length and header; its JSON is padded so that data starts at a multiple of `align` bytes."""
     return join_header(encode_entries(tensors), metadata, align=align)
 
 
 def encode_entries(tensors: Sequence[HeaderTensor]) -> str:
-    """Return the JSON that describes the tensors, which is independent of metadata."""
+    """Return the JSON that describes the tensors, without metadata."""
     entries: dict[str, object] = {}
     at = 0
     for tensor in tensors:
@@ -236,7 +236,7 @@ def encode_entries(tensors: Sequence[HeaderTensor]) -> str:
 
 
 def _count_numbers(tensor: HeaderTensor) -> list[int]:
-    """Return the shape in the header: of numbers, where torch counts pairs of them."""
+    """Return the shape in the header, which counts numbers where torch counts pairs."""
     if tensor.dtype != HALF_BYTE_PAIR:
         return list(tensor.shape)
     if not tensor.shape:
@@ -247,7 +247,7 @@ def _count_numbers(tensor: HeaderTensor) -> list[int]:
 
 
 def join_header(entries: str, metadata: Mapping[str, str], *, align: int = 8) -> bytes:
-    """Return the length and header of a file, like `encode_header`."""
+    """Return a file's length and header, like `encode_header`."""
     members = ([f'"__metadata__":{_json(dict(metadata))}'] if metadata else []) + ([entries] if entries else [])
     try:
         body = f"{{{','.join(members)}}}".encode()

@@ -46,7 +46,7 @@ def create_checked(publication: Publication, name: str) -> Iterator[Writer]:
 
 
 def _read_header(path: str) -> tuple[bytes, int]:
-    """Return the header of a file, including its length, and the file's size."""
+    """Return a file's header, including its length, and the file's size."""
     with convert_os_errors("cannot read back", path), open(path, "rb") as file:
         nbytes = file.seek(0, 2)
         file.seek(0)
@@ -60,7 +60,7 @@ def _get_header_bytes(start: bytes | bytearray) -> int:
 
 
 def require_readable(header: bytes, nbytes: int, *, where: str) -> None:
-    """Require that the safetensors library accepts a header; warn if the library lacks a dtype of the format."""
+    """Require that the safetensors library accepts a header; warn if it lacks one of the format's dtypes."""
     refusal = _parse(header)
     if refusal not in {"", _get_missing_data()}:
         unknown = _list_unknown_dtypes(header)
@@ -100,14 +100,14 @@ def _get_missing_data() -> str:
 
 
 def _find_end(header: bytes, expected: int) -> int:
-    """Return the number of data bytes according to a correct header."""
+    """Return how many data bytes a correct header describes."""
     if max(map(int, _END.findall(header)), default=-1) == expected:
         return expected
     return max((entry["data_offsets"][1] for entry in _parse_entries(header).values()), default=0)
 
 
 def _list_unknown_dtypes(header: bytes) -> list[str]:
-    """Return the documented dtypes of a header that the installed library lacks."""
+    """Return a header's documented dtypes that the installed library lacks."""
     try:
         dtypes = {entry["dtype"] for entry in _parse_entries(header).values()}
     except (ValueError, TypeError, KeyError, AttributeError):
@@ -145,7 +145,7 @@ class HeaderCopy(ClosingWriter):
             rest = rest[missing:]
 
     def copy_from(self, source: Store, name: str, offset: int, nbytes: int) -> None:
-        """Append a range of a file of `source`. Raises errors like `Writer.copy_from`."""
+        """Append a range from a file in `source`. Raises errors like `Writer.copy_from`."""
         while nbytes and (missing := min(self._count_missing(), nbytes)):
             self.write(read_bytes(source, name, offset, missing))
             offset, nbytes = offset + missing, nbytes - missing
@@ -153,7 +153,7 @@ class HeaderCopy(ClosingWriter):
         self.nbytes += nbytes
 
     def _count_missing(self) -> int:
-        """Return the number of missing header bytes, as far as known."""
+        """Return how many header bytes are missing, as far as known."""
         start = self.content[:_LENGTH_BYTES]
         wanted = _LENGTH_BYTES if len(start) < _LENGTH_BYTES else _LENGTH_BYTES + _get_header_bytes(start)
         return wanted - len(self.content)

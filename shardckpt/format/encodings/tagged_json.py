@@ -1,7 +1,7 @@
 """Tagged JSON: a saved state as typed plain values, with references to tensors.
 
-`null`, booleans, integers below 2^63, finite floats, strings, lists and dicts with text keys are stored directly.
-Other values are objects with one key that begins with `$`; a dict that looks like such an object is stored as pairs.
+`null`, booleans, integers below 2^63, finite floats, strings, lists and dicts with text keys are stored directly. Other
+values are objects with one key that starts with `$`; a dict that looks like such an object is stored as pairs.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ArrayRef(NamedTuple):
 
 
 class NamedValue(NamedTuple):
-    """A value of a torch or NumPy type, as text."""
+    """A torch or NumPy value, as text."""
 
     # `dtype`, `size`, `device` or `numpy`.
     kind: str
@@ -115,7 +115,7 @@ def encode(value: Any, path: Path = (), leaf: Leaf = _no_leaf, refs: Mapping[typ
 
 
 def encode_array_ref(number: int, kind: str) -> object:
-    """Return a reference to an array as JSON: the fields of `ArrayRef`."""
+    """Return a reference to an array as JSON: the fields in `ArrayRef`."""
     return {"$array": number} if kind == "tensor" else {"$array": [number, kind]}
 
 
@@ -133,7 +133,7 @@ def _encode_dict(value: dict[object, object], path: Path, leaf: Leaf, refs: Mapp
 
 
 def path_key(key: object) -> str | int:
-    """Return the part of a path for a key of a dict."""
+    """Return the path part for a dict's key."""
     return key if type(key) in (str, int) else str(key)  # type: ignore[return-value]
 
 

@@ -1,8 +1,7 @@
-"""Open zip archives of torch, anywhere in files, and locate their entries.
+"""Open torch's zip archives, anywhere in files, and locate their entries. APPNOTE 6.3, including zip64.
 
-APPNOTE 6.3, including zip64. Torch writes archives as a stream: sizes are in the central directory and after each
-entry, while local headers contain zeros; an extra field of the local header aligns the data. So only the local header
-gives the start of an entry's data.
+Torch writes archives as a stream: sizes are in the central directory and after each entry, while local headers contain
+zeros. An extra field in the local header aligns the data, so only this header tells where an entry's data starts.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _INFLATED_COST = 16  # budget cost of each inflated byte, which is parsed withou
 
 
 class ArchivePlace(NamedTuple):
-    """The byte range of an archive."""
+    """An archive's byte range."""
 
     file: str  # file name relative to the store
     offset: int  # offset of the archive in the file
@@ -60,7 +59,7 @@ class ArchivePlace(NamedTuple):
 
 
 class ZipEntry(NamedTuple):
-    """One entry of an archive."""
+    """One entry in an archive."""
 
     name: str  # stored name, with forward slashes
     method: int  # compression method: 0 stored, 8 deflated. Others are rejected when the entry is read
@@ -82,7 +81,7 @@ class ZipArchive:
 
 
 class WantedEntry(NamedTuple):
-    """An entry of an archive in a file."""
+    """An entry to read, from an archive in a file."""
 
     file: str  # file name relative to the store
     entry: ZipEntry  # entry to read
@@ -97,7 +96,7 @@ class WantedEntry(NamedTuple):
 
 
 def open_archives(store: Store, places: Sequence[ArchivePlace], *, front_bytes: int = 0) -> list[ZipArchive]:
-    """Read the directories of several archives in at most two batches of reads."""
+    """Read several archives' directories in at most two batches."""
     most = _TAIL[store.capabilities.is_local]
     ranges = [(p.file, p.offset + p.nbytes - min(most, p.nbytes), min(most, p.nbytes)) for p in places]
     ranges += [(p.file, p.offset, min(front_bytes, p.nbytes)) for p in places]
@@ -120,7 +119,7 @@ def open_archives(store: Store, places: Sequence[ArchivePlace], *, front_bytes: 
 
 
 def locate(store: Store, wanted: Sequence[WantedEntry]) -> list[int]:
-    """Return the offset in its file of each entry's data, in one batch of reads."""
+    """Return where each entry's data starts in its file, in one batch."""
     heads = _read_wanted(store, wanted, [_LOCAL.size + len(w.entry.name.encode()) for w in wanted])
     return [_data_start(w, head, f"{store.url}/{w.file}") for w, head in zip(wanted, heads, strict=True)]
 
@@ -128,7 +127,7 @@ def locate(store: Store, wanted: Sequence[WantedEntry]) -> list[int]:
 def read_entries(
     store: Store, wanted: Sequence[WantedEntry], *, most: int, budgets: Mapping[str, ReadBudget] | None = None
 ) -> list[bytes]:
-    """Return the decoded bytes of small entries, in one batch of reads."""
+    """Return small entries' decoded bytes, in one batch."""
     extents = []
     for file, entry, _ in wanted:
         accepted = most if entry.method == STORED else min(most, _MOST_INFLATED_BYTES)
@@ -167,7 +166,7 @@ def _read(store: Store, ranges: Sequence[tuple[str, int, int]]) -> list[bytes]:
 
 
 def _read_wanted(store: Store, wanted: Sequence[WantedEntry], sizes: Sequence[int]) -> list[bytes]:
-    """Return so many bytes from the header of each entry on."""
+    """Return the bytes from each entry's header on."""
     known = [w.known_bytes(nbytes) for w, nbytes in zip(wanted, sizes, strict=True)]
     missing = zip(wanted, sizes, known, strict=True)
     rest = iter(_read(store, [(w.file, w.entry.header, nbytes) for w, nbytes, data in missing if data is None]))
@@ -181,7 +180,7 @@ def _extent(entry: ZipEntry) -> int:
 
 
 class _End(NamedTuple):
-    """End record: directory offset in the archive, its bytes, number of entries."""
+    """End record: directory offset in the archive, its bytes, entry count."""
 
     start: int
     nbytes: int
@@ -189,7 +188,7 @@ class _End(NamedTuple):
 
 
 def _end(place: ArchivePlace, tail: bytes, where: str) -> _End:
-    """Find the end records of an archive."""
+    """Find an archive's end records."""
     at = tail.rfind(b"PK\x05\x06")
     while at >= 0 and (len(tail) - at < _END.size or at + _END.size + _END.unpack_from(tail, at)[7] != len(tail)):
         at = tail.rfind(b"PK\x05\x06", 0, at)
@@ -216,7 +215,7 @@ def _end(place: ArchivePlace, tail: bytes, where: str) -> _End:
 
 
 def _end64(place: ArchivePlace, tail: bytes, at: int, where: str) -> _End | None:
-    """Return the zip64 record before the end record; None if there is none."""
+    """Return the zip64 record before the end record; None without one."""
     at -= _END64_LOCATOR.size
     if at < 0 or tail[at : at + 4] != b"PK\x06\x07":
         return None
@@ -243,7 +242,7 @@ def _check_end(end: _End, position: int, where: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _DirectoryLayout:
-    """Bytes shared by the directories of similar archives."""
+    """Bytes that similar archives' directories share."""
 
     struct: Struct
     common: tuple[tuple[bytes, ...], ...]  # the bytes in common, of all entries
@@ -251,7 +250,7 @@ class _DirectoryLayout:
 
     @classmethod
     def read(cls, raw: bytes, entries: Iterable[ZipEntry]) -> _DirectoryLayout:
-        """Return the layout of a valid directory with these entries."""
+        """Return the layout if a directory is valid and has these entries."""
         entries, codes, at = tuple(entries), "<", 0
         for _ in entries:
             size = sum(_LENGTHS.unpack_from(raw, at + _LENGTHS_AT))
@@ -285,7 +284,7 @@ class _DirectoryLayout:
 def _entries(
     place: ArchivePlace, raw: bytes, end: _End, layouts: dict[tuple[int, int], _DirectoryLayout], where: str
 ) -> dict[str, ZipEntry]:
-    """Parse a directory, by the layout of an earlier one if it has the same."""
+    """Parse a directory, by an earlier one's layout if it has the same."""
     kind = len(raw), end.entries
     layout = layouts.get(kind)
     entries = layout.parse(place, raw, end) if layout is not None else None
@@ -297,7 +296,7 @@ def _entries(
 
 
 def _parse_entries(place: ArchivePlace, raw: bytes, end: _End, where: str) -> dict[str, ZipEntry]:
-    """Parse a directory and compute the limit of each entry."""
+    """Parse a directory and compute each entry's limit."""
     records, at = [], 0
     try:
         for _ in range(end.entries):
@@ -350,7 +349,7 @@ def _record(raw: bytes, at: int, where: str) -> tuple[ZipEntry, int]:
 
 
 def _wide(extra: bytes, narrow: tuple[int, int, int], where: str) -> tuple[int, int, int]:
-    """Replace the fields that exceed 32 bits by those of the zip64 extra field."""
+    """Replace fields that exceed 32 bits by the values in the zip64 extra field."""
     at = 0
     while at + 4 <= len(extra):
         kind, length = int.from_bytes(extra[at : at + 2], "little"), int.from_bytes(extra[at + 2 : at + 4], "little")
@@ -378,7 +377,7 @@ def _name(raw: bytes, where: str) -> str:
 
 
 def _data_start(wanted: WantedEntry, head: bytes, where: str) -> int:
-    """Return the offset in the file of an entry's data, from its local header."""
+    """Return where an entry's data starts in the file, from its local header."""
     entry = wanted.entry
     if len(head) < _LOCAL.size:
         raise TruncatedError(f"the local header of {entry.name} ends early", where=where)
@@ -437,7 +436,7 @@ def _decode(entry: ZipEntry, raw: bytes, where: str) -> bytes:
 
 
 class ArchiveFront(NamedTuple):
-    """The first entries of a streamed archive."""
+    """The first entries in a streamed archive."""
 
     contents: dict[str, bytes]  # name to bytes of the entries before the wanted one
     name: str  # name of the wanted entry
@@ -476,7 +475,7 @@ def _front_ends_early(front: bytes, where: str) -> TruncatedError:
 
 
 def _find_described_end(front: bytes, start: int, where: str) -> tuple[int, int]:
-    """Return the end of the data at an offset, and the end of the record after the data."""
+    """Return the end of the data at an offset, and of the record after it."""
     # The record contains size and checksum of the data; both must match.
     at = front.find(_DESCRIPTOR_SIGNATURE, start)
     view, checked, checksum = memoryview(front), start, 0

@@ -1,10 +1,11 @@
-"""Reader of folders of `Accelerator.save_state` (Accelerate 1.x).
+"""Reader of folders by `Accelerator.save_state` (Accelerate 1.x).
 
-With FSDP: `pytorch_model_fsdp.bin` and `optimizer.bin` (FULL), or DCP folders `pytorch_model_fsdp_0/` and
-`optimizer_0/` (SHARDED), or one file per rank, `pytorch_model_fsdp_0_rank0.bin` (SHARDED with `use_dcp=False`, and
-LOCAL); without FSDP: `model.safetensors` or `pytorch_model.bin`. Further models and optimizers have a number. Small
-files of the training loop are in the same folder, as for `transformers.Trainer`. Paths are `model`, `model_1`, ...,
-`optimizer`, `optimizer_1`, ..., followed by names.
+With FSDP, FULL states are `pytorch_model_fsdp.bin` and `optimizer.bin`. SHARDED states are DCP folders
+`pytorch_model_fsdp_0/` and `optimizer_0/`. With `use_dcp=False`, and for LOCAL states, each rank has a file
+`pytorch_model_fsdp_0_rank0.bin`. Without FSDP there is `model.safetensors` or `pytorch_model.bin`.
+
+Further models and optimizers have a number. The training loop's small files are in the same folder, as for
+`transformers.Trainer`. Paths are `model`, `model_1`, ..., `optimizer`, `optimizer_1`, ..., followed by names.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def recognize(source: Source) -> Evidence:
 
 
 def _slot(name: str) -> str:
-    """Return the path key of a file or folder: a model, an optimizer, or empty."""
+    """Return a file's or folder's path key: a model, an optimizer, or empty."""
     match = _FULL.fullmatch(name) or _SHARDED.fullmatch(name) or _RANK_FILE.fullmatch(name) or _PLAIN.fullmatch(name)
     if match is None:
         return ""
@@ -71,7 +72,7 @@ def open_source(source: Source) -> Reader:
 
 
 def _open_rank_files(source: Source, slots: Mapping[str, str], sizes: Mapping[str, int]) -> Reader:
-    """Open the rank files; those of one model or optimizer are merged."""
+    """Open the rank files; one model's or optimizer's files are merged."""
     files = [
         RankFile(name, (name,), (slots[name],), int(match["rank"]))
         for name in sizes
@@ -112,7 +113,7 @@ def _parts(
 
 
 def _below(slot: str, root: str, path: Path) -> Path:
-    """Return a path below the key of its model or optimizer, which replaces the one key of a DCP folder."""
+    """Return a path below its model's or optimizer's key, which replaces a DCP folder's one key."""
     if not slot:
         return path
     if root and path[0] == root:

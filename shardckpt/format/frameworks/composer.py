@@ -1,9 +1,9 @@
-"""Reader of Composer's checkpoints in parts, and of its pointer files.
+"""Reader of Composer's checkpoints in parts, and its pointer files.
 
-Parts are `model/` and `optim/` (DCP), or `model.pt` and `optim.pt`. Beside them are `composer_metadata.json` and
-`resumption.pkl`, the state of the training loop. A file `*.symlink` contains the path of a checkpoint. DCP folders
-`ep{}-ba{}` and single files store everything below `state` and are read by other readers. Written from the documented
-layout; not tested with files that Composer wrote.
+Parts are `model/` and `optim/` (DCP), or `model.pt` and `optim.pt`. Next to them are `composer_metadata.json` and
+`resumption.pkl`, the training loop's state. A file `*.symlink` contains a checkpoint's path. DCP folders `ep{}-ba{}`
+and single files store everything below `state`; other readers read them. Written from the documented layout; not tested
+with files that Composer wrote.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOST_POINTER_BYTES = 4096
 
 
 def recognize(source: Source) -> Evidence:
-    """Recognize a folder by metadata beside a part, and a pointer by its suffix."""
+    """Recognize a folder by metadata next to a part, and a pointer by its suffix."""
     if source.file is not None:
         return Evidence.STRUCTURE if source.file.endswith(_POINTER) else Evidence.NONE
     return Evidence.STRUCTURE if _METADATA in source.files and any(True for _ in _find_parts(source)) else Evidence.NONE
@@ -62,12 +62,12 @@ def open_source(source: Source) -> Reader:
 
 
 def _below(slot: str, path: Path) -> Path:
-    """Return a path below the name of its part, which some files already contain."""
+    """Return a path below its part's name, which some files already contain."""
     return path if path[0] == slot and len(path) > 1 else (slot, *path)
 
 
 def _follow_pointer(source: Source, pointer: str) -> Reader:
-    """Open the file or folder that a pointer names in its own folder; ignore other folders of the stored path."""
+    """Open the file or folder that a pointer names in its own folder; ignore the stored path's other folders."""
     where = f"{source.store.url}/{pointer}"
     size = source.store.size(pointer)
     if size > _MOST_POINTER_BYTES:

@@ -1,4 +1,4 @@
-"""Combine several readers of one store to one checkpoint."""
+"""Combine several readers with one store to one checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _keep_path(path: Path) -> Path:
 
 
 class SubReader(NamedTuple):
-    """One reader of a composite checkpoint."""
+    """One reader in a composite checkpoint."""
 
     reader: Reader  # reader over the same store as the others, with files of its own
     # Maps a path of its manifest to a path of the combined manifest; by default the same.
@@ -44,16 +44,16 @@ class CompositeReader(Reader):
 
     @property
     def is_flat(self) -> bool:
-        """Whether any of the readers has flat parameters."""
+        """Whether any reader has flat parameters."""
         return any(part.reader.is_flat for part in self._parts)
 
     @property
     def needs_param_shapes(self) -> bool:
-        """Whether any of the readers has flat parameters with unknown members."""
+        """Whether any reader has flat parameters with unknown members."""
         return any(part.reader.needs_param_shapes for part in self._parts)
 
     def with_param_shapes(self, known: ParamShapes) -> Reader:
-        """Return the combined readers with known shapes of flat parameters."""
+        """Return the combined readers with known shapes for flat parameters."""
         if not self.is_flat:
             return self
         return self._rebuild([part._replace(reader=part.reader.with_param_shapes(known)) for part in self._parts])
@@ -71,7 +71,7 @@ class CompositeReader(Reader):
         return out
 
     def load_object(self, entry: ObjectEntry) -> object:
-        """Return the value of an object, read by the reader of its file."""
+        """Return an object's value, by the reader of its file."""
         if entry.value is not UNREAD:
             return entry.value
         owner = self._owners.get(entry.file)
@@ -83,11 +83,11 @@ class CompositeReader(Reader):
 
     @property
     def unverified_files(self) -> tuple[str, ...]:
-        """Such files of all readers."""
+        """All readers' unverified files."""
         return tuple(chain.from_iterable(part.reader.unverified_files for part in self._parts))
 
     def checksums(self) -> Iterator[Checksum]:
-        """Yield the checksums of all readers in turn."""
+        """Yield all readers' checksums in turn."""
         readers = {id(reader): reader for reader in self._owners.values()}
         return chain.from_iterable(reader.checksums() for reader in readers.values())
 

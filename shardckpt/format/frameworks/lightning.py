@@ -1,7 +1,7 @@
-"""Reader of sharded checkpoints of Lightning: DCP folders with `meta.pt`.
+"""Reader of Lightning's sharded checkpoints: DCP folders with `meta.pt`.
 
 The model is below the user's key (Fabric) or below `model` (Trainer); an optimizer below its key, or `optimizer_{i}`. A
-full checkpoint of either is one file of `torch.save`, which this reader does not handle.
+full checkpoint is one file by `torch.save`, which this reader does not handle.
 """
 
 from __future__ import annotations

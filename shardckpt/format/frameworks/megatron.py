@@ -1,6 +1,6 @@
 """Reader of Megatron's `iter_*` folders in the format `torch_dist`.
 
-They contain a DCP checkpoint, `metadata.json` and `common.pt`. Paths are those of the DCP folder; `common.pt` is one
+They contain a DCP checkpoint, `metadata.json` and `common.pt`. Paths are the DCP folder's paths; `common.pt` is one
 object, read on demand. Layers that Megatron stacked along their first dimension stay stacked; rules can split them.
 """
 

@@ -1,9 +1,8 @@
-"""Reader of folders of `torch_checkpointing` (Meta, 0.1).
+"""Reader of folders by `torch_checkpointing` (Meta, 0.1): one file per item and rank, and `metadata.pkl`.
 
-They contain one file per item and rank, and `metadata.pkl`. `{item}_{rank}.pt` contains the state of that rank, with
-sharded tensors as DTensors. The metadata names each of these tensors, its global shape, and the file of each rank if it
-is not the usual one. Paths are the item, followed by keys. Items that were saved without a resharder are not in the
-metadata: those of the lowest rank are read.
+`{item}_{rank}.pt` contains a rank's state, with sharded tensors as DTensors. The metadata names each of these tensors,
+its global shape, and each rank's file if it is not the usual one. Paths are the item, followed by keys. Items that were
+saved without a resharder are not in the metadata: the lowest rank's files are read.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def open_source(source: Source) -> Reader:
 
 
 def _read_items(metadata: object, where: str) -> tuple[int, dict[str, Mapping[object, object]]]:
-    """Return the number of ranks, and the metadata of each item."""
+    """Return how many ranks there are, and each item's metadata."""
     world = metadata.get("world_size") if isinstance(metadata, dict) else None
     items = metadata.get("metadata") if isinstance(metadata, dict) else None
     if type(world) is not int or not 0 < world <= _MOST_RANKS or not isinstance(items, dict):
@@ -81,7 +80,7 @@ def _read_items(metadata: object, where: str) -> tuple[int, dict[str, Mapping[ob
 
 
 def _files(items: Mapping[str, Mapping[object, object]], world: int, source: Source, where: str) -> Iterator[RankFile]:
-    """Yield every rank's file of every item."""
+    """Yield every rank's file for every item."""
     seen: set[str] = set()
     for item, fields in items.items():
         layouts = fields.get("rank_to_layout_info")
@@ -103,7 +102,7 @@ def _files(items: Mapping[str, Mapping[object, object]], world: int, source: Sou
 
 
 def _name(item: str, rank: int, layout: object, where: str) -> str:
-    """Return the name of one file."""
+    """Return one file's name."""
     if layout is None:
         return f"{item}_{rank}.pt"
     name = layout.get("file_path") if isinstance(layout, dict) else None
@@ -119,7 +118,7 @@ def _name(item: str, rank: int, layout: object, where: str) -> str:
 
 
 def _check_shapes(manifest: Manifest, items: Mapping[str, Mapping[object, object]], where: str) -> None:
-    """Require that the global shapes of the files equal those of the metadata."""
+    """Require that the files' global shapes equal the shapes in the metadata."""
     for item, fields in items.items():
         tensors = fields.get("nested_path_to_metadata")
         for key, groups in tensors.items() if isinstance(tensors, dict) else ():
@@ -137,7 +136,7 @@ def _check_shapes(manifest: Manifest, items: Mapping[str, Mapping[object, object
 
 
 def _keys(text: object, where: str) -> list[str | int]:
-    """Return the keys of a path, which the metadata stores as a JSON list."""
+    """Return a path's keys, which the metadata stores as a JSON list."""
     try:
         keys = json.loads(text) if isinstance(text, str) else None
     except (ValueError, RecursionError):
@@ -148,7 +147,7 @@ def _keys(text: object, where: str) -> list[str | int]:
 
 
 def _shape(groups: object) -> tuple[int, ...] | None:
-    """Return the global shape of a tensor in the metadata; None if it is not stored."""
+    """Return a tensor's global shape in the metadata; None if it is not stored."""
     first = groups[0] if isinstance(groups, list) and groups else None
     sharding = first.get("sharding_metadata") if isinstance(first, dict) else None
     data = sharding.get("data") if isinstance(sharding, dict) else None

@@ -1,4 +1,4 @@
-"""Readers of `torch.save` files: `pytorch_model*.bin`, folders, or one file."""
+"""Readers for `torch.save` files: `pytorch_model*.bin`, folders, or one file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _RANKED = re.compile(r".*(mp_rank_\d+|zero_pp_rank_\d+).*_states\.pt|.*\.distcp"
 
 
 def recognize_hf(source: Source) -> Evidence:
-    """Recognize a folder that contains `pytorch_model*.bin` or an index of such files."""
+    """Recognize a folder with `pytorch_model*.bin` or an index for such files."""
     if source.file is not None:
         return Evidence.NAME if source.file.endswith(INDEX_SUFFIX) else Evidence.NONE
     names = _hf_names(source.files)
@@ -47,7 +47,7 @@ def recognize_hf(source: Source) -> Evidence:
 
 
 def recognize_loose(source: Source) -> Evidence:
-    """Recognize a folder of `torch.save` files without files of other formats."""
+    """Recognize a folder of `torch.save` files without other formats' files."""
     if source.file is not None:
         return Evidence.NONE
     files = source.files
@@ -83,7 +83,7 @@ def _loose_names(files: Iterable[str]) -> list[str]:
 
 
 def open_hf(source: Source) -> Reader:
-    """Open a folder of `pytorch_model*.bin`; paths are the names in the files."""
+    """Open a folder with `pytorch_model*.bin`; paths are the names in the files."""
     store = source.store
     sizes = {e.name: e.size for e in store.list() if not e.is_folder}
     indexes = [source.file] if source.file is not None else [n for n in sizes if n.endswith(INDEX_SUFFIX)]

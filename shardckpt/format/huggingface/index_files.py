@@ -31,7 +31,7 @@ _RANKED = re.compile(r"shard-(?P<rank>\d{5})-(?P<rest>.+)\.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """The files of one checkpoint."""
+    """One checkpoint's files."""
 
     sizes: Mapping[str, int]  # payload file to size in bytes, -1 for a missing file of an index
     # Tensor name to file, from the indexes; empty without an index.
@@ -55,7 +55,7 @@ def payload_sizes(store: Store, folder: str = "") -> dict[str, int]:
 
 
 def choose(store: Store, sizes: Mapping[str, int], indexes: Sequence[str]) -> Files:
-    """Select the files of the indexes, and others whose content no index names."""
+    """Select the indexed files, and others whose content no index names."""
     read = {name: _read_index(store, name) for name in indexes}
     old = [name for name, index in read.items() if _is_replaced(name, index, sizes)]
     read = {name: index for name, index in read.items() if name not in old}
@@ -93,7 +93,7 @@ def choose(store: Store, sizes: Mapping[str, int], indexes: Sequence[str]) -> Fi
 
 
 def _is_replaced(name: str, index: _Index, sizes: Mapping[str, int]) -> bool:
-    """Return True if a save in one file replaced the files of an index."""
+    """Return True if a save in one file replaced an index's files."""
     # transformers removes these files, leaves their index, and loads the one file.
     has_one = name.removesuffix(INDEX_SUFFIX) + SUFFIX in sizes and index.optimizer_files is None
     return has_one and not any(file in sizes for file in index.weight_map.values())
@@ -141,12 +141,12 @@ def _read_index(store: Store, name: str) -> _Index:
 
 
 def old_index_warning(name: str) -> str:
-    """Return the warning of an index whose files a save in one file replaced."""
+    """Return the warning about an index whose files a save in one file replaced."""
     return f"{name} is of an earlier save, none of its files is there, and it is ignored"
 
 
 def two_files_error(name: str, where: str, other: str) -> FormatError:
-    """Return the error for a tensor that two files of a model contain."""
+    """Return the error for a tensor that two of a model's files contain."""
     return FormatError(f"tensor {name!r} is in two files", where=where, found=other)
 
 

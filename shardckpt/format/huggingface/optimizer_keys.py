@@ -1,6 +1,6 @@
-"""Parse names of optimizer tensors, and parameter keys of `param_groups.json`.
+"""Parse names of optimizer tensors, and parameter keys in `param_groups.json`.
 
-`param_groups.json` stores which of four kinds of keys it uses; the default is names.
+`param_groups.json` stores which kind of keys it uses out of four; the default is names.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MOST_DIGITS = 18
 
 @dataclass(frozen=True)
 class OptimizerFile:
-    """The content of `param_groups.json`; the fields that name parameters are checked."""
+    """Content of `param_groups.json`; the fields that name parameters are checked."""
 
     keys: str  # kind of keys: `names`, `ids`, `flat` or `flat-parameters`
     groups: object  # groups as stored; for flat parameters, with the names of the unsharded model
@@ -41,7 +41,7 @@ class OptimizerFile:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, object], where: str) -> OptimizerFile:
-        """Parse the content of the file."""
+        """Parse the file's content."""
         raw = _decode_exact(raw, where)
         keys, groups, values = raw.get(_KEYS, "names"), raw.get("param_groups", []), raw.get("non_tensor_state", {})
         if keys not in _WAYS:
@@ -74,7 +74,7 @@ class OptimizerFile:
         ]
 
     def split(self, key: str) -> tuple[str | int, str]:
-        """Return the parameter and the slot of a tensor's name."""
+        """Return the parameter and the slot in a tensor's name."""
         if self.keys == "flat":
             return split_key(key.removeprefix(f"{STATE}."), self.names.__contains__)
         name, _, slot = key.rpartition("/")
@@ -102,7 +102,7 @@ def _inside(value: object, key: object) -> object:
 
 
 def _from_flat_params(raw: Mapping[str, object], groups: object, values: object, where: str) -> OptimizerFile:
-    """Return the file with names of the unsharded model in place of flat parameters."""
+    """Return the file with the unsharded model's names in place of flat parameters."""
     units: dict[str, FlatLayout] = {}
     for unit in _list_params(raw.get("units")):
         fields = unit if isinstance(unit, dict) else {}
@@ -128,7 +128,7 @@ def _from_flat_params(raw: Mapping[str, object], groups: object, values: object,
 
 
 def _member(entry: TensorEntry, spec: ParamSpec, at: int) -> TensorEntry:
-    """Return one member of a flat tensor."""
+    """Return a flat tensor's member."""
     piece = entry.pieces[0]
     assert isinstance(piece.layout, Span), "safetensors are spans"
     span = Span(piece.layout.offset + nbytes(entry.stored, at), nbytes(entry.stored, spec.numel))
@@ -140,7 +140,7 @@ def _member(entry: TensorEntry, spec: ParamSpec, at: int) -> TensorEntry:
 
 
 def _read_nested(value: object, where: str) -> dict[str, Path]:
-    """Return the keys of each slot inside of another one; its name is these keys, joined by dots."""
+    """Return each nested slot's keys; its name is these keys, joined by dots."""
     found: dict[str, Path] = {}
     for slot, keys in value.items() if isinstance(value, dict) else ():
         path = tuple(keys) if isinstance(keys, list) and all(type(key) in (int, str) for key in keys) else ()

@@ -1,7 +1,6 @@
-"""Reader of safetensors in the layouts of Hugging Face.
+"""Reader of safetensors in Hugging Face's layouts: one file, shards with or without index, adapters, DCP's layout.
 
-One file, shards with or without index, adapters, and DCP's layout. Also reads the optimizer that `consolidate` writes
-beside a model: `optimizer*.safetensors` and `param_groups.json`.
+Also reads the optimizer that `consolidate` writes next to a model: `optimizer*.safetensors` and `param_groups.json`.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ def _list_ignored(others: Sequence[str]) -> list[str]:
 
 
 class _ShardReader(Reader):
-    """A reader of shards that several ranks wrote, which compares replicas before it reads them."""
+    """Reads shards that several ranks wrote, and compares replicas before it reads them."""
 
     def resolve(self, pieces: Sequence[Piece]) -> list[Piece]:
         return resolve_replicas(self, pieces, super().resolve)
@@ -140,7 +139,7 @@ def _open_files(store: Store, files: Files) -> Reader:
 
 
 def _require_end(where: str, size: int, end: int) -> None:
-    """Reject bytes behind the data, as the safetensors library does: a file of another format may begin there."""
+    """Reject bytes after the data, as the safetensors library does: another format's file may start there."""
     if size > end:
         raise FormatError(
             "bytes follow the data of the tensors", where=where, found=size, expected=end, fix="Copy the file again."
@@ -220,7 +219,7 @@ def _sharding_info(header: Header, where: str) -> dict[str, Shape]:
 
 
 def _aliases(tensors: Mapping[Path, TensorEntry], metadata: Mapping[str, str]) -> dict[Path, Path]:
-    """Return the names that `save_model` of safetensors drops: `dropped: kept`. `consolidate` writes them too."""
+    """Return the names that safetensors' `save_model` drops: `dropped: kept`. `consolidate` writes them too."""
     return {(k,): (v,) for k, v in metadata.items() if (k,) not in tensors and (v,) in tensors}
 
 
@@ -231,7 +230,7 @@ def _same_as(entry: TensorEntry) -> tuple[Shape, str, tuple[Piece, ...]]:
 def _split_files(
     headers: Mapping[str, Header], weight_map: Mapping[str, str]
 ) -> Iterator[tuple[dict[str, Header], dict[str, str]]]:
-    """Yield the files of the model and their index, then those of the optimizer, whose names are apart."""
+    """Yield the model's files and index, then the optimizer's, whose names differ."""
     for is_optimizer in (False, True):
         yield (
             {file: header for file, header in headers.items() if file.startswith(OPTIMIZER) == is_optimizer},
@@ -240,7 +239,7 @@ def _split_files(
 
 
 def _name_slots(tensors: Mapping[Path, TensorEntry], groups: OptimizerFile) -> dict[Path, TensorEntry]:
-    """Return the tensors of the optimizer's files by parameter and slot."""
+    """Return the tensors in the optimizer's files by parameter and slot."""
     named: dict[Path, TensorEntry] = {}
     for path, entry in tensors.items():
         for rest, each in groups.entries(str(path[0]), entry):

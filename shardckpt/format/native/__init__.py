@@ -1,1 +1,1 @@
-"""Steps of the native format: manifest, commit, payload files."""
+"""Native steps: manifest, commit, payload files."""

@@ -1,4 +1,4 @@
-"""References of a step to its base folders, and which of them may be opened."""
+"""A step's references to its base folders, and which of them may be opened."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def is_base_url(url: object) -> bool:
 
 
 def sibling(url: str) -> str | None:
-    """Return the name of a folder beside the step; None for any other folder."""
+    """Return the name if a folder is next to the step; None for any other folder."""
     match = _SIBLING.fullmatch(url)
     return match[1] if match and match[1] not in {".", ".."} else None
 
 
 def _parent(url: str) -> tuple[str, str]:
-    """Return the parent of a folder, with links resolved, and the folder's name there."""
+    """Return a folder's parent, with links resolved, and the folder's name there."""
     path = local_path(url)
     if path is not None:
         return os.path.split(os.path.realpath(path))
@@ -58,14 +58,14 @@ def require_base_url(url: object, where: object) -> str:
 
 
 def resolve_base(step: str, url: str) -> str:
-    """Return the URL of a base."""
+    """Return a base's URL."""
     require_base_url(url, step)
     name = sibling(url)
     return url if name is None else f"{_parent(step)[0].rstrip('/')}/{name}"
 
 
 def refer_to(step: str, base: str) -> str:
-    """Return the reference of a step to a base."""
+    """Return how a step refers to a base."""
     here, there = _parent(step), _parent(base)
     if here == there:
         raise UsageError("a step cannot be its own base", where=step, fix="Save to another folder.")

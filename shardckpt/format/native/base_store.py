@@ -22,7 +22,7 @@ class FilePlace(NamedTuple):
 
 
 class FoundBases(NamedTuple):
-    """The existing bases of a step."""
+    """A step's existing bases."""
 
     places: Mapping[str, FilePlace]  # file name in the step's reader to its base folder and its name there
     # File name in the step's reader to the URL of its folder, whether the file exists or not.
@@ -95,7 +95,7 @@ def _describe_change(store: Store, sizes: Mapping[str, int], base: Base) -> str 
 
 
 def select_bases(urls: Collection[str], others: Collection[str], named: NamedBases) -> NamedBases:
-    """Return those bases of the caller that belong to one of two checkpoints."""
+    """Return the caller's bases that belong to one of two checkpoints."""
     if isinstance(named, Mapping):
         return {url: place for url, place in named.items() if url in urls}
     has_elsewhere = any(sibling(url) is None for url in urls)
@@ -144,7 +144,7 @@ def _only(step: str, urls: Sequence[str], place: str) -> str:
 
 
 class BasedStore(WrappedStore):
-    """A step's folder, and files of its bases under unique names, as one store."""
+    """A step's folder, and files from its bases under unique names, as one store."""
 
     def __init__(self, store: Store, places: Mapping[str, FilePlace]) -> None:
         super().__init__(store)
@@ -152,7 +152,7 @@ class BasedStore(WrappedStore):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Capabilities of the step's store; it is local if all folders are."""
+        """The step store's capabilities; it is local if all folders are."""
         stores = {id(place.store): place.store for place in self._places.values()}
         own = self._store.capabilities
         return Capabilities(own.renames, own.is_local and all(store.capabilities.is_local for store in stores.values()))
@@ -163,7 +163,7 @@ class BasedStore(WrappedStore):
         return self._store.size(name) if place is None else place.store.size(place.name)
 
     def read(self, reads: Sequence[Read]) -> None:
-        """Fill every buffer, with one batch per folder. Raises errors of the stores."""
+        """Fill every buffer, with one batch per folder. Raises the stores' errors."""
         batches: dict[int, tuple[Store, list[Read]]] = {}
         for read in reads:
             place = self._places.get(read.name)

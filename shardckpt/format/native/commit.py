@@ -1,7 +1,7 @@
 """`COMMIT`, which makes a native step exist: write, read, check and replace it.
 
-It contains a line of JSON and a line with the SHA-256 of the first. The JSON contains the name and hash of the
-manifest, and the names of the files that a later save may replace.
+It contains a line of JSON and a line with the first line's SHA-256. The JSON contains the manifest's name and hash, and
+the names of files that a later save may replace.
 """
 
 from __future__ import annotations
@@ -78,23 +78,23 @@ class Commit:
 
 
 def manifest_name(save: str) -> str:
-    """Return the file name of a save's manifest."""
+    """Return the file name for a save's manifest."""
     return save + MANIFEST_SUFFIX
 
 
 def is_of_save(name: str, save: str) -> bool:
-    """Return True if a file is the manifest or a payload file of a save, by its name."""
+    """Return True if a file's name is a save's manifest or payload file."""
     return name.startswith((f"{save}.", f"{save}-"))
 
 
 def read_branch(about: Mapping[str, str]) -> int:
-    """Return the branch of a step in its run, from the `about` of its manifest."""
+    """Return a step's branch in its run, from the manifest's `about`."""
     text = about.get(BRANCH, "")
     return int(text) if re.fullmatch("[0-9]{1,9}", text, re.ASCII) else 0
 
 
 def encode_commit(save: str, manifest: bytes, files: Iterable[FileRecord], branch: int = 0) -> bytes:
-    """Return the bytes of `COMMIT`."""
+    """Return the bytes for `COMMIT`."""
     files = list(files)
     bases = group_files_by_base(files)
     content = {
@@ -183,7 +183,7 @@ def _features(value: object, where: object) -> tuple[str, ...]:
 
 
 def read_mark(store: Store, sizes: Mapping[str, int]) -> bytes:
-    """Return the bytes of `COMMIT`."""
+    """Return the bytes in `COMMIT`."""
     if COMMIT not in sizes:
         raise IncompleteError(
             "this step was never committed",
@@ -209,7 +209,7 @@ def read_commit(store: Store, sizes: Mapping[str, int]) -> Commit:
 
 
 def find_save(store: Store, step: str) -> str | None:
-    """Return the id of the save of a step, of which a store may have only a part; None without a valid `COMMIT`."""
+    """Return the id of the save that wrote a step, even if a store has only a part; None without a valid `COMMIT`."""
     inside = SubfolderStore(store, step)
     try:
         return read_commit(inside, {entry.name: entry.size for entry in inside.list()}).save
@@ -238,7 +238,7 @@ def read_contents(store: Store, sizes: Mapping[str, int], commit: Commit) -> Man
 
 
 def _read_manifest(store: Store, commit: Commit) -> bytes:
-    """Return the bytes of the manifest, from the first copy that has the committed hash. Raises ChecksumError."""
+    """Return the manifest's bytes, from the first copy that has the committed hash. Raises ChecksumError."""
     while True:
         data = read_bytes(store, commit.manifest, 0, commit.manifest_bytes)
         digest = hashlib.sha256(data).hexdigest()

@@ -44,7 +44,7 @@ def copy_stored_step(
 
 
 def write_commit(folder: StoredFolder, publication: Publication) -> int:
-    """Write the manifest and the `COMMIT` of a step, and return their bytes; 0 for a folder that is not a step."""
+    """Write a step's manifest and `COMMIT`, and return their bytes; 0 for a folder that is not a step."""
     if folder.commit is None:
         return 0
     parts = ((folder.commit.manifest, folder.read_manifest()), (COMMIT, folder.mark))
@@ -55,7 +55,7 @@ def write_commit(folder: StoredFolder, publication: Publication) -> int:
 
 
 def read_blocks(store: Store, name: str, nbytes: int) -> Iterator[memoryview]:
-    """Yield the bytes of a file in parts, through one buffer."""
+    """Yield a file's bytes in parts, through one buffer."""
     buffer = memoryview(bytearray(min(_BUFFER_BYTES, nbytes)))
     for start in range(0, nbytes, _BUFFER_BYTES):
         block = buffer[: min(_BUFFER_BYTES, nbytes - start)]

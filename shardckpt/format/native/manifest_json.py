@@ -60,7 +60,7 @@ _MANIFEST_FIELDS: Mapping[str, type] = {
 
 @dataclass(frozen=True, slots=True)
 class ManifestContents:
-    """The fields of a manifest."""
+    """A manifest's fields."""
 
     save: str  # id of the save
     files: tuple[FileRecord, ...]  # every file of the step except the manifest and `COMMIT`
@@ -86,7 +86,7 @@ class ManifestContents:
 
 
 def encode_manifest(contents: ManifestContents) -> bytes:
-    """Return the bytes of the manifest."""
+    """Return the manifest's bytes."""
     data = encode_canonical(
         {
             "format": "shardckpt manifest",
@@ -150,7 +150,7 @@ def _variants_json(variants: Mapping[Path, Path | None]) -> dict[str, object]:
 
 
 def read_memory_orders(contents: ManifestContents, where: object) -> dict[int, tuple[int, ...]]:
-    """Check and return the memory orders of arrays, by index."""
+    """Check and return the arrays' memory orders, by index."""
     found: dict[int, tuple[int, ...]] = {}
     for entry in read_list(contents.topology.get(MEMORY_ORDERS, []), MEMORY_ORDERS, where):
         index, dims = read_fixed(entry, 2, MEMORY_ORDERS, where)
@@ -166,12 +166,12 @@ def read_memory_orders(contents: ManifestContents, where: object) -> dict[int, t
 
 
 def read_optimizers(contents: ManifestContents, where: object) -> tuple[Path, ...]:
-    """Check and return the paths of optimizers with keys of their own."""
+    """Check and return the paths to optimizers with their own keys."""
     return tuple(read_path(raw, where) for raw in read_list(contents.topology.get(OPTIMIZERS, []), OPTIMIZERS, where))
 
 
 def read_variants(value: object, where: object) -> dict[Path, Path | None]:
-    """Check and return the paths of further weights."""
+    """Check and return the paths to further weights."""
     found: dict[Path, Path | None] = {}
     for path, of in _read_by_path(value, "variants", (), where):
         found[path] = None if of is None else read_path(of, where)
@@ -179,7 +179,7 @@ def read_variants(value: object, where: object) -> dict[Path, Path | None]:
 
 
 def read_ties(value: object, paths: Sequence[Path], where: object) -> dict[Path, int]:
-    """Check and return the further paths of arrays."""
+    """Check and return arrays' further paths."""
     rows = _read_by_path(value, "ties", paths, where)
     return {path: read_integer(index, "ties", where, below=len(paths)) for path, index in rows}
 
@@ -231,7 +231,7 @@ class PartialManifest:
 
 
 def build_partial(written: Sequence[WrittenPayload]) -> PartialManifest:
-    """Build the records of the files that a writer wrote."""
+    """Build the records for the files that a writer wrote."""
     files = tuple(FileRecord(w.payload.name, w.payload.nbytes, w.hashes) for w in written)
     found: dict[Path, ArrayRecord] = {}
     digests: dict[Path, list[bytes]] = {}
@@ -254,14 +254,14 @@ def build_partial(written: Sequence[WrittenPayload]) -> PartialManifest:
 
 
 def encode_partial(written: Sequence[WrittenPayload]) -> bytes:
-    """Encode the records of a writer's files for the rank that commits."""
+    """Encode a writer's file records for the rank that commits."""
     part = build_partial(written)
     arrays = {"arrays": arrays_json(part.arrays), **digests_json(part.arrays), **stats_json(part.arrays)}
     return encode_canonical({"files": files_json(part.files, ()), **arrays})
 
 
 def decode_partial(data: bytes, *, where: object = "") -> PartialManifest:
-    """Decode the result of `encode_partial`."""
+    """Decode what `encode_partial` returned."""
     raw = read_fields(parse_json(data, where=str(where)), {"files": list, "arrays": list}, where)
     files = read_files(raw["files"], (), where)
     return PartialManifest(files, _read_arrays(raw, len(files), where))
@@ -270,7 +270,7 @@ def decode_partial(data: bytes, *, where: object = "") -> PartialManifest:
 def merge_partials(
     parts: Sequence[PartialManifest], order: Sequence[Path]
 ) -> tuple[tuple[FileRecord, ...], tuple[ArrayRecord, ...]]:
-    """Merge the files and arrays of all writers."""
+    """Merge all writers' files and arrays."""
     files: list[FileRecord] = []
     found: dict[Path, ArrayRecord] = {}
     for part in parts:
@@ -304,7 +304,7 @@ def merge_partials(
 
 
 def _for_all_or_no_pieces(record: ArrayRecord) -> ArrayRecord:
-    """Return an array without digests or statistics that some of its pieces lack."""
+    """Return an array without digests or statistics that some pieces lack."""
     count = len(record.rows) // record.width
     if len(record.digests) != count * DIGEST_BYTES:
         record = record._replace(digests=b"")

@@ -47,7 +47,7 @@ _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
 class PayloadChunk(NamedTuple):
-    """A box of a tensor that is written to one file."""
+    """A box that is written to one file."""
 
     path: Path  # path of the tensor in the saved state
     shape: Shape
@@ -56,13 +56,13 @@ class PayloadChunk(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the box."""
+        """Bytes in the box."""
         return nbytes(self.dtype, self.box.volume)
 
 
 @dataclass(frozen=True, slots=True)
 class PayloadFile:
-    """A file to write: `header`, followed by the bytes of its chunks."""
+    """A file to write: `header`, followed by its chunks' bytes."""
 
     name: str  # file name in the step's folder
     header: bytes  # first bytes of the file
@@ -95,7 +95,7 @@ def plan_payloads(
     model: Path | None = None,
     carry: Mapping[str, object] | None = None,
 ) -> tuple[PayloadFile, ...]:
-    """Plan the files of a writer, with their headers. Does no I/O."""
+    """Plan a writer's files, with their headers, without I/O."""
     return build_payloads(save, writer, arrange_files(tuple(chunks), most_bytes, model), carry)
 
 
@@ -110,7 +110,7 @@ class FileLayout(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the chunks."""
+        """Bytes in the chunks."""
         return self.ends[-1] if self.ends else 0
 
 
@@ -166,7 +166,7 @@ def _by_alignment(chunk: PayloadChunk) -> tuple[bool, bool, int]:
 
 
 class _Keys:
-    """Names of chunks in a writer's files: `{fqn}@{n}`, or the array's own name if one writer writes all of it."""
+    """Chunk names in a writer's files: `{fqn}@{n}`, or the array's own name if one writer writes all of it."""
 
     def __init__(self, model: Path | None) -> None:
         self._model = model
@@ -223,7 +223,7 @@ def encode_canonical(content: object) -> bytes:
 
 
 def hf_index(payloads: Sequence[PayloadFile], model: Path) -> bytes:
-    """Return the content of `model.safetensors.index.json` for the save of one writer."""
+    """Return the content of `model.safetensors.index.json` for a save by one writer."""
     n = len(model)
     placed = [
         (key, payload.name, chunk.nbytes)
@@ -242,7 +242,7 @@ HashTask = Callable[[], None]  # part of the work of hashing some bytes
 
 
 def group_hashes(hashes: bytes) -> bytes:
-    """Return the hashes of a file's groups, packed like the hashes of its blocks."""
+    """Return the hashes of a file's groups, packed like block hashes."""
     # A group's hash is the xxh3-64 of its blocks' hashes. A group of one block has the hash of that block.
     size = GROUP_BLOCKS * HASH_BYTES
     groups = (hashes[at : at + size] for at in range(0, len(hashes), size))
@@ -250,7 +250,7 @@ def group_hashes(hashes: bytes) -> bytes:
 
 
 class GroupHasher:
-    """Hasher of the blocks of one group, or of a part of it that begins with a block."""
+    """Hashes one group's blocks, or a part that starts with a block."""
 
     def __init__(self) -> None:
         self._done: list[bytes] = []
@@ -280,7 +280,7 @@ class GroupHasher:
 
 
 class BlockHasher:
-    """Hasher of a file's blocks with xxh3-64 while the file is written."""
+    """Hashes a file's blocks with xxh3-64 while the file is written."""
 
     def __init__(self) -> None:
         self._done: dict[int, bytes] = {}
@@ -305,11 +305,11 @@ class BlockHasher:
         return tasks + [partial(self._hash_groups, groups, first, numbers)] * min(most, len(groups) // GROUP_BYTES)
 
     def digests(self) -> bytes:
-        """Return the hashes of the blocks, big-endian, back to back. Call it only after the last byte."""
+        """Return the block hashes, big-endian, back to back. Call it only after the last byte."""
         return b"".join(self._done[number] for number in range(self._at // GROUP_BYTES)) + self._begun.digests()
 
     def _hash_ends(self, at: int, head: memoryview, tail: memoryview) -> None:
-        """Hash the next bytes of the group that has begun, and begin another group."""
+        """Hash the started group's next bytes, and start another group."""
         self._begun.update(head)
         if len(head) and (at + len(head)) % GROUP_BYTES == 0:
             self._done[at // GROUP_BYTES] = self._begun.digests()
@@ -326,7 +326,7 @@ class BlockHasher:
 
 
 class ChunkHasher:
-    """Computes the xxh3-128 of each chunk of a file while it is written."""
+    """Computes the xxh3-128 of each chunk in a file while it is written."""
 
     def __init__(self, payload: PayloadFile) -> None:
         self._ends = [offset + c.nbytes for offset, c in zip(payload.offsets, payload.chunks, strict=True)]
@@ -348,7 +348,7 @@ class ChunkHasher:
             self._close(self._at)
 
     def digests(self) -> tuple[bytes, ...]:
-        """Return the hashes of all chunks, after the complete file has been hashed."""
+        """Return all chunks' hashes, after the complete file has been hashed."""
         self._close(self._at)
         return tuple(self._done)
 
@@ -360,7 +360,7 @@ class ChunkHasher:
 
 
 class FileHasher:
-    """Computes the hashes of a file while it is written."""
+    """Computes a file's hashes while it is written."""
 
     def __init__(self, payload: PayloadFile, *, blocks: bool, chunks: bool) -> None:
         self._blocks = BlockHasher() if blocks else None
@@ -379,10 +379,10 @@ class FileHasher:
 
     @property
     def hashes(self) -> bytes | None:
-        """Hashes of the blocks; None if not computed. Read it only after the last byte."""
+        """Block hashes; None if not computed. Read it only after the last byte."""
         return None if self._blocks is None else self._blocks.digests()
 
     @property
     def digests(self) -> tuple[bytes, ...] | None:
-        """Digests of the chunks; None if not computed. Read it only after the last byte."""
+        """Chunk digests; None if not computed. Read it only after the last byte."""
         return None if self._chunks is None else self._chunks.digests()

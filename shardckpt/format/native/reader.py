@@ -35,7 +35,7 @@ _MARK = b'{"format":"shardckpt"'
 
 
 def recognize(source: Source) -> Evidence:
-    """Recognize a step by `COMMIT`, which may itself be the source, and the remaining files of a step without it."""
+    """Recognize a step by `COMMIT`, which may itself be the source, or by the remaining files without it."""
     if source.file is not None:
         named = source.file == COMMIT and _starts(source, COMMIT, _MARK)
         return Evidence.STRUCTURE if named else Evidence.NONE
@@ -69,7 +69,7 @@ def open_source(source: Source) -> NativeReader:
 
 
 class NativeReader(Reader):
-    """An open step of the native format. Reads through its store are checked against the hashes of the blocks."""
+    """An open native step. Reads through its store are checked against the block hashes."""
 
     def __init__(
         self,
@@ -91,16 +91,16 @@ class NativeReader(Reader):
 
     @property
     def raw_store(self) -> Store:
-        """The files, without checks of hashes."""
+        """The files, without hash checks."""
         return self._stored
 
     @property
     def unverified_store(self) -> Store:
-        """The files without checks of hashes, except files of folders that changed since the step was saved."""
+        """The files without hash checks, except files in folders that changed since the step was saved."""
         return self._unverified
 
     def value_stats(self, path: Path) -> ValueStats | None:
-        """Return the statistics of an array that its save stored; None without them, or if they are wrong."""
+        """Return the statistics that the save stored for an array; None without them, or if they are wrong."""
         record = self._records_with_stats.get(path)
         if record is None:
             return None
@@ -108,7 +108,7 @@ class NativeReader(Reader):
         return found if found.may_describe(prod(record.shape)) else None
 
     def piece_stats(self, path: Path) -> Mapping[Box, ValueStats]:
-        """Return the statistics of each piece of an array that its save stored; empty without them."""
+        """Return the statistics that the save stored for each piece; empty without them."""
         record = self._records_with_stats.get(path)
         if record is None:
             return {}
@@ -125,11 +125,11 @@ class NativeReader(Reader):
         return tagged_json.decode(self.contents.tree, decode_ref, where=self.store.url)
 
     def list_hashed_files(self) -> list[str]:
-        """Return the names of the files that were saved with checksums."""
+        """Return the names of files that were saved with checksums."""
         return [file.place for file in self.contents.files if file.hashes is not None]
 
     def checksums(self) -> Iterator[Checksum]:
-        """Yield the hashes of every file: of each block, or of each group of blocks."""
+        """Yield every file's hashes, by block or by group of blocks."""
         for file in self.contents.files:
             hashed = find_hashes(file)
             if hashed is None:
@@ -142,7 +142,7 @@ class NativeReader(Reader):
 
 
 def find_hashes(file: FileRecord) -> Hashed | None:
-    """Return the hashes of a file; None if it was saved without."""
+    """Return a file's hashes; None if it was saved without."""
     if file.hashes is None:
         return None
     return Hashed(file.nbytes, GROUP_BYTES if file.is_grouped else BLOCK_BYTES, file.hashes, file.is_grouped)
@@ -197,7 +197,7 @@ class _Entries(Mapping[Path, TensorEntry]):
 def build_manifest(
     store: Store, contents: ManifestContents, sizes: Mapping[str, int], bases: FoundBases | None = None
 ) -> Manifest:
-    """Return the format-independent manifest of a step."""
+    """Return a step's format-independent manifest."""
     files = {file.place: -1 if file.base else sizes.get(file.name, -1) for file in contents.files}
     longer = [file.name for file in contents.files if files[file.place] > file.nbytes]
     unhashed = sum(file.hashes is None for file in contents.files)

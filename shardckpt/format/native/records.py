@@ -1,7 +1,7 @@
-"""Records of a native step's files and arrays, and fields of its JSON.
+"""Records of a native step's files and arrays, and fields in its JSON.
 
-Pieces are stored as concatenated rows of integers, `[file, offset, *box offset, *box size]`, since a manifest may
-have a million of them.
+Pieces are stored as concatenated integer rows, `[file, offset, *box offset, *box size]`, since a manifest may have a
+million of them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def read_list(value: object, name: str, where: object) -> list[Any]:
 
 
 def read_fixed(value: object, length: int, name: str, where: object) -> list[Any]:
-    """Return a list of a given length. Raises FormatError for any other value."""
+    """Return a list with a given length. Raises FormatError for any other value."""
     if not isinstance(value, list) or len(value) != length:
         raise field_error(f"an entry of {name!r} is none", value, f"a list of {length}", where)
     return value
@@ -73,7 +73,7 @@ def read_integer(value: object, name: str, where: object, *, below: int) -> int:
 
 
 def read_path(value: object, where: object) -> Path:
-    """Return a path, which JSON stores as a list of texts and integers."""
+    """Return a path, which JSON stores as a list with texts and integers."""
     for key in read_list(value, "path", where):
         if type(key) is not str and type(key) is not int:
             raise field_error("a path must be a list of texts and integers", value, "", where)
@@ -81,14 +81,14 @@ def read_path(value: object, where: object) -> Path:
 
 
 def plain_name(value: object, where: object) -> str:
-    """Return the name of a file directly in the step's folder."""
+    """Return a file's name if it is directly in the step's folder."""
     if not isinstance(value, str) or not _PLAIN_NAME.fullmatch(value):
         raise UnsafeError("this is not the name of a file in the step's folder", where=where, found=format_value(value))
     return value
 
 
 def read_save(value: object, where: object) -> str:
-    """Return the id of a save. Raises FormatError for any other value."""
+    """Return a save's id. Raises FormatError for any other value."""
     if not isinstance(value, str) or not _SAVE.fullmatch(value):
         raise field_error("the save's id is none", value, "digits and small letters", where)
     return value
@@ -102,7 +102,7 @@ def read_sha256(value: object, whose: str, where: object) -> str:
 
 
 def require_version(value: object, where: object) -> None:
-    """Check the version of the format."""
+    """Check the format's version."""
     if read_integer(value, "version", where, below=_MAX_INT) != VERSION:
         raise UnsupportedError(
             f"this step has version {value} of the format",
@@ -133,7 +133,7 @@ MAX_STATS_BYTES = 1 << 25
 
 
 class FileRecord(NamedTuple):
-    """One file with bytes of a step."""
+    """One file with the step's bytes."""
 
     name: str  # name in its folder
     nbytes: int  # size in bytes
@@ -142,21 +142,21 @@ class FileRecord(NamedTuple):
 
     @property
     def is_grouped(self) -> bool:
-        """Whether groups of blocks share a hash, by the number of hashes; both are equal for a file of one block."""
+        """Whether groups share a hash, by the hash count; a file with one block has the same either way."""
         return self.hashes is not None and len(self.hashes) != _count_hash_bytes(self.nbytes, BLOCK_BYTES)
 
     def with_groups(self) -> FileRecord:
-        """Return the file with hashes of groups of blocks."""
+        """Return the file with group hashes."""
         return self if self.hashes is None or self.is_grouped else self._replace(hashes=group_hashes(self.hashes))
 
     @property
     def place(self) -> str:
-        """Name of the file in the store of the step's reader."""
+        """The file's name in the store of the step's reader."""
         return f"{self.base}/{self.name}" if self.base else self.name
 
 
 class ArrayRecord(NamedTuple):
-    """One array of a step."""
+    """One array in a step."""
 
     path: Path  # path in the saved state
     dtype: str  # dtype in torch's spelling
@@ -171,7 +171,7 @@ class ArrayRecord(NamedTuple):
         return 2 + 2 * len(self.shape)
 
     def pieces(self, places: Sequence[str]) -> tuple[Piece, ...]:
-        """Return the pieces, with the byte ranges of their boxes."""
+        """Return the pieces, with their boxes' byte ranges."""
         rows, n, width, element = self.rows.tolist(), 2 + len(self.shape), self.width, bits(self.dtype)
         found = []
         for at in range(0, len(rows), width):
@@ -181,14 +181,14 @@ class ArrayRecord(NamedTuple):
         return tuple(found)
 
     def boxes(self) -> list[Box]:
-        """Return the boxes of the pieces."""
+        """Return the pieces' boxes."""
         rows, n, width = self.rows.tolist(), 2 + len(self.shape), self.width
         starts = range(0, len(rows), width)
         return [Box(tuple(rows[at + 2 : at + n]), tuple(rows[at + n : at + width])) for at in starts]
 
 
 def make_record(name: str, content: bytes, *, checksums: bool = True) -> FileRecord:
-    """Return the record of a small file without arrays, such as `model.safetensors.index.json`."""
+    """Return a small file's record without arrays, such as `model.safetensors.index.json`."""
     # Append such records after the files of `merge_partials`, since rows contain file indexes.
     hasher = BlockHasher()
     hasher.update(content)
@@ -196,7 +196,7 @@ def make_record(name: str, content: bytes, *, checksums: bool = True) -> FileRec
 
 
 def group_files_by_base(files: Iterable[FileRecord]) -> dict[str, dict[str, int]]:
-    """Return, for each base, the names and sizes of its files."""
+    """Return each base's file names and sizes."""
     bases: dict[str, dict[str, int]] = {}
     for file in files:
         if file.base:
@@ -208,7 +208,7 @@ def group_files_by_base(files: Iterable[FileRecord]) -> dict[str, dict[str, int]
 
 
 def files_json(files: Sequence[FileRecord], bases: Sequence[str]) -> list[object]:
-    """Return files as JSON values, with hashes of groups if there were too many of blocks."""
+    """Return files as JSON values, with group hashes if there were too many block hashes."""
     number = {url: at for at, url in enumerate(bases)}
     if sum(len(f.hashes or b"") for f in files) > MAX_HASH_BYTES:
         files = [f.with_groups() for f in files]
@@ -224,12 +224,12 @@ def arrays_json(arrays: Iterable[ArrayRecord]) -> list[object]:
 
 
 def digests_json(arrays: Sequence[ArrayRecord]) -> dict[str, object]:
-    """Return the JSON field with the arrays' digests; empty if there are none."""
+    """Return the JSON field with the arrays' digests; empty without any."""
     return {"digests": [a.digests.hex() for a in arrays]} if any(a.digests for a in arrays) else {}
 
 
 def stats_json(arrays: Sequence[ArrayRecord]) -> dict[str, object]:
-    """Return the JSON field with the statistics of arrays; empty if there are none, or too many."""
+    """Return the JSON field with the arrays' statistics; empty without any, or with too many."""
     if not 0 < sum(len(a.stats) for a in arrays) <= MAX_STATS_BYTES:
         return {}
     return {"stats": [a.stats.hex() for a in arrays]}
@@ -262,7 +262,7 @@ def _read_file(entry: object, bases: Sequence[str], where: object) -> FileRecord
 
 
 def _count_hash_bytes(nbytes: int, hashed_bytes: int) -> int:
-    """Return the bytes of the hashes of a file."""
+    """Return how many bytes a file's hashes have."""
     return HASH_BYTES * -(-nbytes // hashed_bytes)
 
 
@@ -298,7 +298,7 @@ def _integers(value: object, where: object) -> array[int]:
 
 
 def with_piece_data(arrays: tuple[ArrayRecord, ...], raw: Mapping[str, Any], where: object) -> tuple[ArrayRecord, ...]:
-    """Return arrays with the digests and the statistics of their pieces, each if stored."""
+    """Return arrays with their pieces' digests and statistics, each if stored."""
 
     def read(name: str, nbytes: int) -> Iterable[bytes]:
         return _read_of_pieces(raw[name], arrays, nbytes, name, where) if name in raw else [b""] * len(arrays)
@@ -312,7 +312,7 @@ def with_piece_data(arrays: tuple[ArrayRecord, ...], raw: Mapping[str, Any], whe
 def _read_of_pieces(
     texts: object, arrays: Sequence[ArrayRecord], nbytes: int, name: str, where: object
 ) -> Iterator[bytes]:
-    """Yield the bytes of a field for each array: `nbytes` for each of its pieces, or none."""
+    """Yield a field's bytes for each array: `nbytes` for each piece, or none."""
     for record, text in zip(arrays, read_fixed(texts, len(arrays), name, where), strict=True):
         length = 2 * nbytes * (len(record.rows) // record.width)
         if not isinstance(text, str) or len(text) not in (0, length):
@@ -323,7 +323,7 @@ def _read_of_pieces(
 
 
 def _from_hex(text: str, what: str, where: object) -> bytes:
-    """Return the bytes of hexadecimal digits. Raises FormatError for other text."""
+    """Return the bytes for hexadecimal digits. Raises FormatError for other text."""
     try:
         found = bytes.fromhex(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Find, check and delete the steps of a run.
+"""Find, check and delete a run's steps.
 
 A step is a folder named like `step-00001000` that contains a `COMMIT`.
 """
@@ -59,17 +59,17 @@ _WITNESS, _RESUMES = ".witness.json", ".resumes.json"
 
 
 def witness_name(step: str) -> str:
-    """Return the name of the file beside a step that records the training steps behind it."""
+    """Return the name of the file next to a step that records the training steps after it."""
     return f"{step}{_WITNESS}"
 
 
 def resumes_name(step: str) -> str:
-    """Return the name of the file beside a step that has the verdicts on its resumes."""
+    """Return the name of the file next to a step that has the verdicts on its resumes."""
     return f"{step}{_RESUMES}"
 
 
 def find_removed_steps(names: Iterable[str], kept: Set[str]) -> list[str]:
-    """Return the names of steps that are gone and have verdicts on their resumes, by number."""
+    """Return the names of removed steps with verdicts on their resumes, by number."""
     steps = {name.removesuffix(_RESUMES) for name in names if name.endswith(_RESUMES)}
     return sorted(filter(is_step_name, steps - kept), key=step_number)
 
@@ -78,7 +78,7 @@ CAPTURE_RESUMES = f".captures{_RESUMES}"  # name of the file with the verdicts o
 
 
 def is_step_name(name: str) -> bool:
-    """Return True if a folder name is that of a step."""
+    """Return True if a folder has a step's name."""
     return _STEP.fullmatch(name) is not None
 
 
@@ -89,7 +89,7 @@ def step_number(name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepFolder:
-    """One folder of a run that is named like a step."""
+    """A folder with a step's name, in a run."""
 
     number: int
     name: str
@@ -139,7 +139,7 @@ class StepFolder:
 
     @property
     def removable(self) -> frozenset[str]:
-        """Names of the files in the folder that the removal of the step removes: all but those of other saves."""
+        """Names of the files that removing the step removes: all files in the folder but other saves'."""
         finals = {name: _final(name) for name in self.saved}
         others = {n for n, final in finals.items() if WRITTEN.fullmatch(final) and not is_of_save(final, self.save)}
         return self.own.union(self.saved) - others - {COMMIT}
@@ -178,7 +178,7 @@ class Orphan:
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """The steps and orphans of a run directory."""
+    """Steps and orphans in a run directory."""
 
     steps: tuple[StepFolder, ...]  # complete and incomplete steps, by number
     partial: tuple[str, ...]  # temporary folders of unfinished steps, on a disk
@@ -288,7 +288,7 @@ def _find_referring(store: Store, name: str, depth: int) -> list[StepFolder]:
 
 
 def _find_unfinished(store: Store, steps: Iterable[StepFolder], removed: Mapping[str, Set[str]]) -> list[StepFolder]:
-    """Return the references of uncommitted manifests in folders of steps."""
+    """Return the references in uncommitted manifests in step folders."""
     found = []
     for step in steps:
         known = step.own | removed.get(step.name, frozenset())
@@ -298,7 +298,7 @@ def _find_unfinished(store: Store, steps: Iterable[StepFolder], removed: Mapping
 
 
 def _reference(store: Store, folder: str, name: str, sizes: Mapping[str, int]) -> StepFolder:
-    """Return the references of a `COMMIT` or manifest; none if damaged or removed."""
+    """Return the references in a `COMMIT` or manifest; none if damaged or removed."""
     inside, step = SubfolderStore(store, folder), StepFolder(-1, folder)
     try:
         if name == COMMIT:
@@ -314,7 +314,7 @@ def _reference(store: Store, folder: str, name: str, sizes: Mapping[str, int]) -
 
 
 def _base_folders(store: Store, step: str, bases: Mapping[str, Mapping[str, int]]) -> Mapping[str, Mapping[str, int]]:
-    """Return the bases of a step that are folders of the run, by name."""
+    """Return a step's bases that are folders in the run, by name."""
     found = {}
     for url, files in bases.items():
         where = resolve_base(step, url)
@@ -325,7 +325,7 @@ def _base_folders(store: Store, step: str, bases: Mapping[str, Mapping[str, int]
 
 
 def _look_at_run(store: Store, known: Mapping[str, StepFolder]) -> RunDirectory:
-    """Read once every step of a run that is not known to be complete."""
+    """Read once every step that is not known to be complete."""
     folders = [entry.name for entry in store.list() if entry.is_folder]
     named = sorted((int(match[1]), name) for name in folders if (match := _STEP.fullmatch(name)))
 
@@ -409,7 +409,7 @@ def collect_referred(steps: Iterable[StepFolder]) -> dict[str, frozenset[str]]:
 
 
 def read_referred_files(url: str) -> frozenset[str]:
-    """Return the files of a folder that other folders of its run refer to, and a new save there must keep."""
+    """Return the files in a folder that other folders of its run refer to; a new save there must keep them."""
     # Call it when the new `COMMIT` is in the temporary folder, or, on a store without rename, when the old one is
     # replaced or removed: a save that writes its manifest later does not refer to the old step.
     try:
@@ -476,12 +476,12 @@ def _others(entries: Sequence[Listed]) -> tuple[str, ...]:
 
 
 def is_saved_name(name: str) -> bool:
-    """Return True if saves write files of this name, or systems do, which may be deleted."""
+    """Return True if saves write files with this name, or systems do, which may be deleted."""
     return is_ignored(name) or name in (HF_INDEX, COMMIT) or WRITTEN.fullmatch(name) is not None
 
 
 def _is_ours(sizes: Mapping[str, int], others: Sequence[str]) -> bool:
-    """Return True if a folder contains only files of saves."""
+    """Return True if a folder contains only files by saves."""
     return not others and (not sizes or any(WRITTEN.fullmatch(_final(name)) for name in sizes))
 
 
@@ -529,7 +529,7 @@ def _once(steps: Sequence[StepFolder]) -> Iterator[StepFolder]:
 
 
 def read_about(store: Store, step: StepFolder) -> Mapping[str, str]:
-    """Return the `about` texts of a complete step's manifest, by name."""
+    """Return the `about` texts in a complete step's manifest, by name."""
     return _read_manifest(store, step).about
 
 
@@ -565,12 +565,12 @@ def read_measures(store: Store, step: StepFolder) -> StepMeasures:
 
 
 def read_metrics(store: Store, step: StepFolder) -> Mapping[str, float]:
-    """Return the metrics of a complete step, by name; empty if unknown."""
+    """Return a complete step's metrics, by name; empty if unknown."""
     return read_measures(store, step).metrics
 
 
 def manifest_fault(store: Store, step: StepFolder) -> str:
-    """Return the fault of a complete step's manifest; empty if it is as committed."""
+    """Return the fault in a complete step's manifest; empty if it is as committed."""
     try:
         read_about(store, step)
     except (CheckpointError, MissingFileError) as error:
@@ -579,7 +579,7 @@ def manifest_fault(store: Store, step: StepFolder) -> str:
 
 
 def with_sound_newest(run: RunDirectory, find_fault: Callable[[StepFolder], str]) -> RunDirectory:
-    """Check the newest complete step of a run; mark a faulty one as incomplete."""
+    """Check the run's newest complete step; mark a faulty one as incomplete."""
     for step in reversed(run.complete):
         fault = find_fault(step)
         if not fault:
@@ -619,7 +619,7 @@ def delete_steps(store: Store, run: RunDirectory, names: Collection[str]) -> lis
 
 
 def without_steps(run: RunDirectory, removed: Collection[StepFolder]) -> RunDirectory:
-    """Return a run without steps that were removed; what other saves have in their folders are unfinished steps."""
+    """Return a run without removed steps; what other saves have in their folders becomes unfinished steps."""
     needed = collect_referred(run.steps)
     kept = []
     for step in run.steps:
@@ -634,7 +634,7 @@ def without_steps(run: RunDirectory, removed: Collection[StepFolder]) -> RunDire
 
 
 def _delete_records(store: Store, entries: Sequence[Listed], kept: Set[str]) -> None:
-    """Remove the records beside steps that are gone; their verdicts stay, as those on captures."""
+    """Remove the records next to removed steps; their verdicts stay, like verdicts on captures."""
     for entry in entries:
         step = entry.name.removesuffix(_WITNESS)
         if not entry.is_folder and step != entry.name and is_step_name(step) and step not in kept:
@@ -642,17 +642,17 @@ def _delete_records(store: Store, entries: Sequence[Listed], kept: Set[str]) -> 
 
 
 def other_content(steps: Iterable[StepFolder]) -> list[str]:
-    """Return the paths, relative to their run, of files in steps that no save wrote."""
+    """Return the paths, relative to the run, of files in steps that no save wrote."""
     return [f"{step.name}/{name}" for step in steps for name in step.others]
 
 
 def _without(step: StepFolder, own: Set[str]) -> StepFolder:
-    """Return a step without its `COMMIT`, with the names of its committed files."""
+    """Return a step without its `COMMIT`, with its committed files' names."""
     return replace(step, others=tuple(name for name in step.others if name not in own))
 
 
 def _delete_mark(store: Store, name: str) -> None:
-    """Remove the `COMMIT` of a step, or the step itself if it is a link, whose folder is outside the run."""
+    """Remove a step's `COMMIT`, or the step itself if it is a link, whose folder is outside the run."""
     store.delete(name if _is_link(store, name) else f"{name}/{COMMIT}")
 
 

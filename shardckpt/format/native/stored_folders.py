@@ -18,7 +18,7 @@ from shardckpt.storage.store import Store, SubfolderStore, read_bytes
 
 @dataclass(frozen=True, slots=True)
 class StoredFolder:
-    """A step, or a folder that was a step and has files that other steps refer to."""
+    """A step, or a former step with files that other steps refer to."""
 
     name: str  # name of the folder in its run; empty for a single step
     raw_store: Store  # store whose root is the folder
@@ -28,7 +28,7 @@ class StoredFolder:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes of every file, by name; `COMMIT` is the last."""
+        """Every file's bytes, by name; `COMMIT` is the last."""
         sizes = {file.name: file.nbytes for file in self.files.values()}
         if self.commit is not None:
             sizes |= {self.commit.manifest: self.commit.manifest_bytes, COMMIT: len(self.mark)}
@@ -36,22 +36,22 @@ class StoredFolder:
 
     @property
     def hashes(self) -> dict[str, Hashed]:
-        """Hashes of the blocks of the payload files that were saved with them, by name."""
+        """Block hashes that were saved with the payload files, by name."""
         return {name: hashed for name, file in self.files.items() if (hashed := find_hashes(file)) is not None}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
+        """Bytes in all files."""
         return sum(self.sizes.values())
 
     @property
     def save(self) -> str:
-        """Id of the save; empty if the folder is not a step any more. Ids sort by time."""
+        """The save's id; empty if the folder is not a step any more. Ids sort by time."""
         return "" if self.commit is None else self.commit.save
 
     @property
     def prefix(self) -> str:
-        """Prefix of the names of all files but `COMMIT`; empty if they have none."""
+        """Prefix in all file names but `COMMIT`; empty if they have none."""
         is_shared = all(name.startswith(self.save) for name in self.sizes if name != COMMIT)
         return self.save if is_shared else ""
 
@@ -63,7 +63,7 @@ class StoredFolder:
         )
 
     def read_manifest(self) -> bytes:
-        """Return the bytes of the manifest."""
+        """Return the manifest's bytes."""
         assert self.commit is not None, "only a step has a manifest"
         data = read_bytes(self.raw_store, self.commit.manifest, 0, self.commit.manifest_bytes)
         digest = hashlib.sha256(data).hexdigest()
@@ -111,7 +111,7 @@ def read_stored_run(store: Store, run: RunDirectory) -> list[StoredFolder]:
 
 
 def _read_step(name: str, inside: Store) -> tuple[StoredFolder, list[FileRecord]]:
-    """Return a step, and the records of its files in other folders."""
+    """Return a step, and the records for its files in other folders."""
     sizes = {entry.name: entry.size for entry in inside.list() if not entry.is_folder}
     mark = read_mark(inside, sizes)
     commit = decode_commit(mark, where=f"{inside.url}/{COMMIT}")

@@ -31,7 +31,7 @@ _Block = tuple[str, int]  # file name and block number
 
 
 class Hashed(NamedTuple):
-    """A file with hashes. Here, a block is what one hash covers, also if it is a group of blocks."""
+    """A file with hashes. Here a block is what one hash covers, even if it is a block group."""
 
     nbytes: int  # size when it was hashed, in bytes
     block_bytes: int
@@ -39,22 +39,22 @@ class Hashed(NamedTuple):
     is_grouped: bool = False  # whether each is the hash of a group of blocks
 
     def extent(self, number: int) -> tuple[int, int]:
-        """Return start and size of a block, in bytes."""
+        """Return a block's start and size, in bytes."""
         start = number * self.block_bytes
         return start, min(self.block_bytes, self.nbytes - start)
 
     def describe(self, number: int) -> str:
-        """Return the numbers of the blocks of 128 KiB that one hash covers, for messages."""
+        """Return which blocks of 128 KiB one hash covers, for messages."""
         start, nbytes = self.extent(number)
         first, last = start // BLOCK_BYTES, (start + nbytes - 1) // BLOCK_BYTES
         return f"block {first}" if first == last else f"blocks {first} to {last}"
 
     def split(self) -> Iterator[bytes]:
-        """Yield the hash of each block."""
+        """Yield each block's hash."""
         return _split_hashes(self.hashes)
 
     def hash(self, views: Sequence[memoryview]) -> bytes:
-        """Return the hashes of the bytes of consecutive blocks; several buffers are those of one block."""
+        """Return consecutive blocks' hashes; several buffers are one block."""
         if len(views) == 1:
             [view] = views
             size = BLOCK_BYTES if self.is_grouped else self.block_bytes
@@ -67,12 +67,12 @@ class Hashed(NamedTuple):
         return group_hashes(found) if self.is_grouped else found
 
     def find_complete(self, start: int, end: int) -> range:
-        """Return the numbers of the blocks that a range of bytes has in full."""
+        """Return the blocks that a byte range covers completely."""
         size = self.block_bytes
         return range(-(-start // size), -(-end // size) if end == self.nbytes else end // size)
 
     def find_partial(self, start: int, end: int) -> list[int]:
-        """Return the numbers of the blocks of which a range of bytes has a part."""
+        """Return the blocks that a byte range touches only in part."""
         touched, complete = (
             range(start // self.block_bytes, -(-end // self.block_bytes)),
             self.find_complete(start, end),
@@ -90,7 +90,7 @@ class _BlockPart(NamedTuple):
 
 
 class _HeldPart(NamedTuple):
-    """The part of a block that a buffer has."""
+    """A block's part in a buffer."""
 
     start: int  # first byte, relative to the block
     view: memoryview  # the bytes, in a buffer of the caller
@@ -98,7 +98,7 @@ class _HeldPart(NamedTuple):
 
 
 class _Task(NamedTuple):
-    """Consecutive blocks of a file to read."""
+    """Consecutive blocks to read from a file."""
 
     name: str  # name of the file
     first: int
@@ -111,7 +111,7 @@ class _Task(NamedTuple):
 
 @dataclass(slots=True)
 class _ReadPlan:
-    """The plan of a batch of reads."""
+    """Plan for one batch."""
 
     direct: list[Read] = field(default_factory=list)  # ranges that need no check
     complete: list[_Task] = field(default_factory=list)  # blocks that are wanted in full
@@ -119,7 +119,7 @@ class _ReadPlan:
 
 
 class BlockMemory(threading.local):
-    """Memory of a thread for partly wanted blocks."""
+    """A thread's memory for partly wanted blocks."""
 
     def __init__(self) -> None:
         # Block that is cached, the last one of which only small parts were wanted; None without one.
@@ -138,7 +138,7 @@ class BlockMemory(threading.local):
 
 
 class VerifiedStore(WrappedStore):
-    """A store that verifies reads of hashed files. All other calls go to the underlying store."""
+    """A store that verifies reads in hashed files. All other calls go to the underlying store."""
 
     # A block that is wanted in full, possibly by several reads, is read into its final buffers and hashed there. A
     # block that is wanted in part is read in full the first time; large parts are read into their final buffers. Each
@@ -153,11 +153,11 @@ class VerifiedStore(WrappedStore):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Capabilities of the underlying store, with a size of which every verified block is a part."""
+        """The underlying store's capabilities; its size is a multiple of every verified block."""
         return replace(self._store.capabilities, block_bytes=GROUP_BYTES)
 
     def read(self, reads: Sequence[Read]) -> None:
-        """Fill every buffer after verifying the hashes of the blocks that it touches."""
+        """Fill every buffer after verifying all blocks that it touches."""
         plan = _ReadPlan()
         for read in reads:
             self._add(read, plan)
@@ -186,7 +186,7 @@ class VerifiedStore(WrappedStore):
         return sorted(unequal)
 
     def _has_equal_blocks(self, read: Read, number: int, held: dict[_Block, list[_HeldPart]]) -> bool:
-        """Compare the complete blocks of a range with their hashes, and add its parts of other blocks to `held`."""
+        """Compare a range's complete blocks with their hashes, and add its parts of other blocks to `held`."""
         name, offset, buffer = read
         file, end = self._files.get(name), offset + len(buffer)
         if file is None or end > file.nbytes:
@@ -205,7 +205,7 @@ class VerifiedStore(WrappedStore):
         return True
 
     def _divide_held(self, held: Mapping[_Block, Sequence[_HeldPart]]) -> Iterator[list[_Block]]:
-        """Divide blocks into groups, of which only a limited number of bytes has to be read."""
+        """Divide blocks into groups, each with a limited number of bytes to read."""
         group: list[_Block] = []
         nbytes = 0
         for block, parts in held.items():
@@ -218,7 +218,7 @@ class VerifiedStore(WrappedStore):
         yield group
 
     def _find_unequal_parts(self, held: Mapping[_Block, list[_HeldPart]]) -> Iterator[int]:
-        """Yield the numbers of the ranges in blocks that do not match their hashes."""
+        """Yield the range numbers in blocks that do not match their hashes."""
         views: dict[_Block, list[memoryview]] = {}
         gaps: list[Read] = []
         for (name, number), parts in held.items():
@@ -258,7 +258,7 @@ class VerifiedStore(WrappedStore):
             self._add_part(read, file, number, plan)
 
     def _add_part(self, read: Read, file: Hashed, number: int, plan: _ReadPlan) -> None:
-        """Plan the read of the wanted part of a block."""
+        """Plan to read a block's wanted part."""
         block = read.name, number
         start, size = file.extent(number)
         low, high = max(read.offset, start), min(read.offset + len(read.buffer), start + size)
@@ -269,7 +269,7 @@ class VerifiedStore(WrappedStore):
             plan.parts.setdefault(block, []).append(_BlockPart(low - start, target))
 
     def _join(self, plan: _ReadPlan) -> None:
-        """Read blocks directly into the buffers of parts that cover them."""
+        """Read blocks directly into the buffers that cover them."""
         for block in [block for block, parts in plan.parts.items() if len(parts) > 1 and block != self._memory.block]:
             parts = sorted(plan.parts[block], key=lambda part: part.start)
             at = 0
@@ -283,7 +283,7 @@ class VerifiedStore(WrappedStore):
                     del plan.parts[block]
 
     def _list_tasks(self, plan: _ReadPlan) -> list[_Task]:
-        """Return what to read: of a local store in the order of the files, so that neighbours are read in one call."""
+        """Return what to read; from a local store in file order, so that neighbours are read in one call."""
         partial = (
             _Task(name, number, self._files[name].extent(number)[1], parts=parts)
             for (name, number), parts in plan.parts.items()
@@ -308,7 +308,7 @@ class VerifiedStore(WrappedStore):
             yield group
 
     def _read_in_steps(self, name: str, first: int, view: memoryview) -> None:
-        """Read consecutive blocks, and hash each step of them while it is in the processor's cache."""
+        """Read consecutive blocks, and hash each step while it is in the processor's cache."""
         file = self._files[name]
         size = file.block_bytes
         step, start, read = max(_STEP_BYTES // size, 1) * size, first * size, self._store.read
@@ -384,7 +384,7 @@ class VerifiedStore(WrappedStore):
 
 
 class _BlockTarget(NamedTuple):
-    """Destination of blocks that are read."""
+    """Destination for blocks that are read."""
 
     # Buffers that together receive the blocks, in order: buffers of the caller, or parts of `data`.
     views: Sequence[memoryview]
@@ -399,7 +399,7 @@ class _BlockTarget(NamedTuple):
 
 
 def _place_block(wanted: Sequence[_BlockPart], data: memoryview, direct_bytes: int) -> _BlockTarget:
-    """Return the destination of a block; large parts go directly into their buffers unless some overlap."""
+    """Return a block's destination; large parts go directly into their buffers unless some overlap."""
     ordered = sorted(wanted, key=lambda part: part.start)
     ends = [0, *(part.start + len(part.target) for part in ordered)]
     direct = [part for part in ordered if len(part.target) >= direct_bytes]
@@ -418,7 +418,7 @@ def _place_block(wanted: Sequence[_BlockPart], data: memoryview, direct_bytes: i
 
 
 def _fill_gaps(ordered: Sequence[_HeldPart], nbytes: int) -> list[_HeldPart] | None:
-    """Return the parts of a block, with buffers of range -1 between them; None if some overlap."""
+    """Return a block's parts, with buffers for range -1 between them; None if some overlap."""
     joined: list[_HeldPart] = []
     at = 0
     for part in (*ordered, _HeldPart(nbytes, memoryview(b""), -1)):
@@ -432,7 +432,7 @@ def _fill_gaps(ordered: Sequence[_HeldPart], nbytes: int) -> list[_HeldPart] | N
 
 
 def _copy_parts(parts: Iterable[_BlockPart], data: memoryview) -> None:
-    """Copy parts of a block to their buffers."""
+    """Copy a block's parts to their buffers."""
     for start, target in parts:
         target[:] = data[start : start + len(target)]
 

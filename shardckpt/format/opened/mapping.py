@@ -30,7 +30,7 @@ class StateSource(Protocol):
 
     @property
     def paths(self) -> Sequence[Path]:
-        """Paths of arrays and other values."""
+        """Paths to arrays and other values."""
 
     def find(self, path: Path) -> tuple[Any, bool]:
         """Return the value at a path, and whether it exists."""
@@ -67,7 +67,7 @@ class ClosableSource(Generic[SourceT]):
 
 
 class StoredTensor(ABC, Generic[SourceT, ArrayT]):
-    """A tensor of an open checkpoint; indexing reads elements, `[...]` all of them."""
+    """A tensor in an open checkpoint; indexing reads elements, `[...]` reads all."""
 
     def __init__(self, source: ClosableSource[SourceT], entry: TensorEntry) -> None:
         self._source, self._entry = source, entry
@@ -80,15 +80,15 @@ class StoredTensor(ABC, Generic[SourceT, ArrayT]):
     @property
     @abstractmethod
     def dtype(self) -> Any:
-        """Dtype of the elements."""
+        """The elements' dtype."""
 
     @abstractmethod
     def _read(self, saved: SourceT, box: Box) -> ArrayT:
-        """Return the elements of a box."""
+        """Return the elements in a box."""
 
     @abstractmethod
     def _pick(self, read: ArrayT, index: tuple[int | slice, ...]) -> ArrayT:
-        """Return a copy of some of the elements that were read."""
+        """Return a copy of some elements that were read."""
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> ArrayT:
         """Return a copy of some elements, on the CPU."""
@@ -107,7 +107,7 @@ class StoredTensor(ABC, Generic[SourceT, ArrayT]):
 
 
 class OpenedSubtree(Mapping[Any, Any]):
-    """A part of an open checkpoint by its keys; its tensors are read when indexed, `[...]` reads all of them."""
+    """A part of an open checkpoint by its keys; its tensors are read when indexed, `[...]` reads all."""
 
     def __init__(
         self, tree: Mapping[Any, Any], open_value: Callable[[Any], Any], read_tree: Callable[[Any], Any]
@@ -115,7 +115,7 @@ class OpenedSubtree(Mapping[Any, Any]):
         self._tree, self._open, self._read_tree = tree, open_value, read_tree
 
     def __getitem__(self, key: Any) -> Any:
-        """Return a tensor, a value, or the part below a key; with `...` all of this part, loaded."""
+        """Return a tensor, a value, or the part below a key; with `...` all, loaded."""
         return self._read_tree(self._tree) if key is ... else self._open(self._tree[key])
 
     def __iter__(self) -> Iterator[Any]:
@@ -171,7 +171,7 @@ class Opened(Mapping[Any, Any], Generic[SourceT]):
         return self._open(value)
 
     def _open(self, value: Any) -> Any:
-        """Return a value of the tree, with its tensors unread."""
+        """Return a value in the tree, with its tensors unread."""
         saved = self._source.saved
         if isinstance(value, TensorRef):
             return self._make_tensor(self._source, saved.arrays[value.path])

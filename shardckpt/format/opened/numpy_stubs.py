@@ -1,4 +1,4 @@
-"""Arrays and numbers of NumPy in pickles: from their stubs, without a call of a function that the pickle names."""
+"""NumPy's arrays and numbers in pickles: from their stubs, without calling a function that the pickle names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ORDERS = {"C": False, "F": True}
 
 
 def read_numpy(value: object) -> np.ndarray[Any, Any] | np.generic | None:
-    """Return the array or number of a stub, with memory of its own; None for any other value."""
+    """Return a stub's array or number, with its own memory; None for any other value."""
     # Other values are also subclasses, elements other than plain numbers, and forms that no NumPy writes.
     if not isinstance(value, InstanceStub):
         return None

@@ -18,14 +18,14 @@ DecodeNamed = Callable[[NamedValue], object]
 
 
 class TensorRef(NamedTuple):
-    """Placeholder of an array in a state tree."""
+    """An array's placeholder in a state tree."""
 
     path: Path
     kind: str = "tensor"  # kind of array: `tensor` or `numpy`
 
 
 class ForeignValue:
-    """A value of another format, which is converted on demand."""
+    """Another format's value, which is converted on demand."""
 
     def __init__(self, value: object, path: Path, decode: DecodeNamed) -> None:
         self.value, self.path, self._decode = value, path, decode
@@ -42,7 +42,7 @@ def build_tree(
     decode: DecodeNamed,
     rename: Callable[[Path], Path] = lambda path: path,
 ) -> Any:
-    """Return the saved state with `TensorRef` for arrays and `ForeignValue` for values of other formats."""
+    """Return the saved state with `TensorRef` for arrays and `ForeignValue` for other formats' values."""
     if isinstance(reader, NativeReader):
         records = reader.contents.arrays
 
@@ -60,7 +60,7 @@ def build_tree(
 
 
 def find(tree: Any, path: Path) -> tuple[Any, bool]:
-    """Return the value at a path of a tree, and whether it exists."""
+    """Return the value at a path in a tree, and whether it exists."""
     value = tree
     for key in path:
         if isinstance(value, dict):
@@ -76,7 +76,7 @@ def find(tree: Any, path: Path) -> tuple[Any, bool]:
 
 
 def iter_refs(tree: Any) -> Iterator[TensorRef]:
-    """Yield the array placeholders of a tree."""
+    """Yield the array placeholders in a tree."""
     if isinstance(tree, TensorRef):
         yield tree
     elif isinstance(tree, dict):
@@ -88,7 +88,7 @@ def iter_refs(tree: Any) -> Iterator[TensorRef]:
 
 
 def fill_tree(tree: Any, get_array: Callable[[TensorRef], object], skipped: list[Path] | None = None) -> Any:
-    """Return a tree with arrays in place of their placeholders, and plain values."""
+    """Return a tree with arrays instead of their placeholders, and plain values."""
     if isinstance(tree, TensorRef):
         return get_array(tree)
     if isinstance(tree, ForeignValue):
@@ -144,7 +144,7 @@ def _plain(value: Any, path: Path, skipped: list[Path] | None, decode: DecodeNam
 
 
 def _spellings(key: Any, mapping: Mapping[Any, Any]) -> Iterator[Any]:
-    """Yield the keys that a part of a path may represent."""
+    """Yield the keys that a path part may represent."""
     yield key
     if isinstance(key, str):
         yield from (spelling for spelling in mapping if type(spelling) not in (str, int) and str(spelling) == key)

@@ -1,4 +1,4 @@
-"""A flat parameter of torch's FSDP1: chunks of ranks, locations of members."""
+"""One flat parameter by torch's FSDP1: the ranks' chunks, its members' locations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Fragments = dict[int, tuple[RankContent, TensorEntry]]
 
 
 def join_parts(path: Path, found: Iterable[tuple[int, RankContent, TensorEntry]]) -> Fragments:
-    """Return the parts of ranks by place; those of several ranks with one place must be equal."""
+    """Return the ranks' parts by place; parts with one place must be equal."""
     parts: dict[int, list[tuple[RankContent, TensorEntry]]] = {}
     for place, content, entry in found:
         parts.setdefault(place, []).append((content, entry))
@@ -56,12 +56,12 @@ class FlatParamUnit:
 
     @property
     def chunk(self) -> int:
-        """Elements of each rank's chunk, including padding."""
+        """Elements in each rank's chunk, including padding."""
         return chunk_range(self.numel, self.parts, 0)[1]
 
     @property
     def filled_parts(self) -> int:
-        """Number of ranks with elements; other ranks have padding only, or nothing."""
+        """How many ranks have elements; other ranks have padding only, or nothing."""
         return -(-self.numel // self.chunk) if self.chunk else 0
 
     @cached_property
@@ -75,7 +75,7 @@ class FlatParamUnit:
         return found
 
     def count_elements(self, place: int) -> int:
-        """Return the number of elements on a rank, without padding."""
+        """Return how many elements a rank has, without padding."""
         return min(max(self.numel - place * self.chunk, 0), self.chunk)
 
     def require_chunk(self, url: str, content: RankContent, entry: TensorEntry, shard: ShardInfo) -> None:
@@ -100,7 +100,7 @@ class FlatParamUnit:
             )
 
     def fit_layout(self, specs: tuple[ParamSpec, ...], fragments: Mapping[str, Fragments]) -> FlatLayout | None:
-        """Return the layout of members that fills the unit and matches the fragments; None if no layout does."""
+        """Return the members' layout that fills the unit and matches the fragments; None if no layout does."""
         # With `use_orig_params=True`, ranks have fragments, and each member starts at a multiple of 16 bytes of the
         # compute dtype, which the files do not store. The end is padded to a multiple of the number of ranks. If
         # several alignments match, all of them give the same fragments.
@@ -113,7 +113,7 @@ class FlatParamUnit:
         return None
 
     def _fits(self, layout: FlatLayout, fragments: Mapping[str, Fragments]) -> bool:
-        """Return True if fragments have the lengths of a layout."""
+        """Return True if fragments have a layout's lengths."""
         for place in self.chunks:
             runs = {layout.specs[run.index].name: run.numel for run in layout.runs(place)}
             for spec in layout.specs:
@@ -174,6 +174,6 @@ def are_fragments(parts: Fragments, shape: Shape, unit: FlatParamUnit) -> bool:
 
 
 def storage_key(entry: TensorEntry) -> int | None:
-    """Return the offset of a tensor's storage in its file; None if it is empty."""
+    """Return where a tensor's storage starts in its file; None if it is empty."""
     layout = entry.pieces[0].layout if entry.pieces else None
     return layout.offset if isinstance(layout, Lazy) and layout.nbytes else None

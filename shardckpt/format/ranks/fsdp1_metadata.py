@@ -1,7 +1,7 @@
-"""Metadata files of FSDP1's LOCAL states: members of each flat parameter.
+"""Metadata files for FSDP1's LOCAL states: each flat parameter's members.
 
 The files are named `flat_param_metadata_rank{r}.json`. torch writes no such files. A job that saves LOCAL states can
-write the fields of `FlatParameter` as `{"world_size", "rank", "handles": [{"module", "fqns", "shapes", "shared_params":
+write the fields in `FlatParameter` as `{"world_size", "rank", "handles": [{"module", "fqns", "shapes", "shared_params":
 [[name, first name], ...]}, ...]}`, with names relative to `module`.
 """
 

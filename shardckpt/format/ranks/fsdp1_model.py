@@ -36,7 +36,7 @@ _NO_SHAPES = "flat: these files do not store the shapes of its parameters"
 
 
 def has_flat_parameters(shards: Mapping[Path, ShardInfo]) -> bool:
-    """Return True if any shard is a chunk of a flat parameter."""
+    """Return True if any shard is a flat parameter's chunk."""
     return any(_is_named_flat(path, shard) for path, shard in shards.items())
 
 
@@ -46,13 +46,13 @@ def _is_named_flat(path: Path, shard: ShardInfo) -> bool:
 
 
 def is_flat(path: Path, content: RankContent) -> bool:
-    """Return True if a rank's file contains a chunk of a flat parameter at a path."""
+    """Return True if a rank's file contains a flat parameter's chunk at a path."""
     return path in content.shards and _is_named_flat(path, content.shards[path])
 
 
 @dataclass(frozen=True)
 class FlatModel:
-    """The flat parameters of one model, and its other tensors."""
+    """One model's flat parameters, and its other tensors."""
 
     group: RankGroup  # rank files of the model
     base: Path
@@ -72,7 +72,7 @@ class FlatModel:
         return max(inner, key=lambda unit: len(unit.prefix), default=None)
 
     def aliases(self, name: str) -> tuple[str, ...]:
-        """Return the further names of a parameter."""
+        """Return a parameter's further names."""
         return tuple(alias for alias, first in self.ties.items() if first == name)
 
     def first_name(self, name: str) -> str:
@@ -83,7 +83,7 @@ class FlatModel:
 
 
 def read_flat_model(group: RankGroup, base: Path, url: str, known: ParamShapes | None) -> FlatModel:
-    """Read the flat parameters of one model."""
+    """Read one model's flat parameters."""
     paths = {path: contents for path, contents in group.paths().items() if len(path) > 0 and path[:-1] == base}
     require_unique({str(path[-1]): strip_wrappers(str(path[-1])) for path in paths})
     units: dict[str, FlatParamUnit] = {}
@@ -120,7 +120,7 @@ def _read_unit(name: str, path: Path, contents: Sequence[RankContent], world: in
 
 
 def _fit_shapes(model: FlatModel, known: ParamShapes) -> FlatModel:
-    """Find the members of every unit, and their positions."""
+    """Find every unit's members, and their positions."""
     members, fragments = _assign_members(model, known)
     ties = {**known.aliases, **_find_stored_ties(model, fragments, known)}
     warnings: list[str] = []
@@ -147,7 +147,7 @@ def _fit_shapes(model: FlatModel, known: ParamShapes) -> FlatModel:
 
 
 def _assign_members(model: FlatModel, known: ParamShapes) -> tuple[dict[str, list[str]], dict[str, Fragments]]:
-    """Return the member names of each unit, and the fragments stored by name."""
+    """Return each unit's member names, and the fragments stored by name."""
     members: dict[str, list[str]] = {name: [] for name in model.units}
     fragments: dict[str, Fragments] = {}
     owners = {name: flat for flat, names in known.units.items() for name in names}
@@ -192,7 +192,7 @@ def _fit_unit(
     fragments: Mapping[str, Fragments],
     ties: Mapping[str, str],
 ) -> tuple[FlatLayout, tuple[str, str] | None]:
-    """Return the layout of a unit's members; if one name too many can only be a tie, also that name and the first."""
+    """Return a unit's layout; if one name too many can only be a tie, also that name and the first."""
     dtype = next(iter(unit.chunks.values()))[1].stored
     parts = {name: fragments[name] for name in names if name in fragments}
 
@@ -228,7 +228,7 @@ def _fit_unit(
 
 
 def _list_repeats(names: Sequence[str], shapes: Mapping[str, Shape]) -> Iterator[tuple[str, str]]:
-    """Yield matrices with the only earlier one of equal shape: maybe a tied head."""
+    """Yield matrices with the only earlier one with an equal shape: maybe a tied head."""
     groups: dict[Shape, list[str]] = {}
     for name in names:
         if len(shapes[name]) > 1:

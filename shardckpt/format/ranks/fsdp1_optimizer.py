@@ -70,7 +70,7 @@ class _FlatOptimizer:
     # ---------------------------------------------------------------------------------------------------- names
 
     def _find_names(self) -> Names:
-        """Return the name of each key of the state and of the groups."""
+        """Return a name for each key in the state and the groups."""
         lists = [[param for param in params if type(param) is int] for params in self._list_params()]
         candidates = list_candidates(self._model)
         names: dict[str | int, str] = {key: strip_wrappers(key) for key in self._slots if isinstance(key, str)}
@@ -88,7 +88,7 @@ class _FlatOptimizer:
         return {**names, **dict(zip((number for ids in lists for number in ids), match, strict=True))}
 
     def _list_params(self) -> Iterator[Sequence[object]]:
-        """Yield the `params` of each group."""
+        """Yield each group's `params`."""
         for path, value in self._groups.items():
             if not isinstance(value, list | tuple):
                 continue
@@ -142,7 +142,7 @@ class _FlatOptimizer:
     def _choose_stored(
         self, wanted: Sequence[object], candidates: Sequence[tuple[str, object]]
     ) -> list[list[tuple[str, object]]]:
-        """Return each choice of candidates with all flat parameters, and a tensor of its layout for each other id."""
+        """Return each choice with all flat parameters, and a tensor with its layout for each other id."""
         # Too many choices return an empty list.
         flat = {*self._model.units, *self._model.fragments}
         others = Counter(wanted)
@@ -158,7 +158,7 @@ class _FlatOptimizer:
         return [[pair for pair in candidates if pair[0] in names] for names in found]
 
     def _describe_layout(self, key: int) -> object:
-        """Return the layout of an id's state over ranks; None without a dimension."""
+        """Return how an id's state is laid out over ranks; None without a dimension."""
         places = self._model.places
         for slot, contents in self._slots.get(key, {}).items():
             path = (*self._state, key, *slot)
@@ -186,7 +186,7 @@ class _FlatOptimizer:
     # ---------------------------------------------------------------------------------------------------- state
 
     def _put_slot(self, path: Path, name: str, slot: Path, contents: Sequence[RankContent]) -> None:
-        """Add a slot of a unit's members, of a member, or of another parameter."""
+        """Add a slot for a unit's members, for a member, or for another parameter."""
         unit = self._model.units.get(name)
         members = [spec.name for spec in unit.members] if unit else [name] if name else []
         entries = {c.rank: (c, c.tensors[path]) for c in contents if path in c.tensors}
@@ -212,7 +212,7 @@ class _FlatOptimizer:
         return (*self._target, STATE, member, *slot)
 
     def _put_unnamed(self, path: Path, entry: TensorEntry) -> None:
-        """Add a tensor of an id without a name; it can be read only if it has one element."""
+        """Add a tensor whose id has no name; it can be read only if it has one element."""
         target = (*self._group.root, *path)
         if not entry.shape:
             self._builder.put(target, entry)
@@ -254,7 +254,7 @@ class _FlatOptimizer:
     # --------------------------------------------------------------------------------------------------- groups
 
     def _put_groups(self, path: Path, value: object, names: Names) -> bool:
-        """Add the groups, or one group's `params`, with names in place of ids; return True if any exist."""
+        """Add the groups, or one group's `params`, with names instead of ids; return True if any exist."""
         if not isinstance(value, list | tuple):
             return False
         if len(path) == len(self._root) + 1:

@@ -1,8 +1,8 @@
-"""Flat parameters of torch's FSDP1 in rank files: LOCAL states and optimizers.
+"""FSDP1's flat parameters in rank files: LOCAL states and optimizers.
 
-A file contains `{module}._flat_param`, this rank's chunk of the concatenated parameters of a unit; with
+A file contains `{module}._flat_param`, this rank's chunk of a unit's concatenated parameters; with
 `use_orig_params=True` also each parameter by name, as a fragment without its shape. The files store no shapes, and
-without fragments no names: these come from metadata files in the folder, from another checkpoint of the model, or from
+without fragments no names. These come from metadata files in the folder, from another checkpoint of the model, or from
 the model that is loaded.
 """
 
@@ -50,7 +50,7 @@ def put_flat_states(
 
 
 def _find_model(models: FlatModels, root: Path) -> FlatModel | None:
-    """Return the model of a group's optimizers: the only one, or by its number."""
+    """Return the model for a group's optimizers: the only one, or by its number."""
     if len(models) == 1:
         return next(iter(models.values()))
     near = [model for (other, _), model in models.items() if other == root or _number(other) == _number(root)]
@@ -58,7 +58,7 @@ def _find_model(models: FlatModels, root: Path) -> FlatModel | None:
 
 
 def _read_model(group: RankGroup, base: Path, url: str, known: ParamShapes | None) -> FlatModel:
-    """Return the flat parameters of a model, with the first shapes that match."""
+    """Return a model's flat parameters, with the first shapes that match."""
     if known is None or not known.others:
         return read_flat_model(group, base, url, known)
     try:
@@ -71,5 +71,5 @@ def _read_model(group: RankGroup, base: Path, url: str, known: ParamShapes | Non
 
 
 def _number(root: Path) -> str:
-    """Return the number at the end of a group's name: one of several models."""
+    """Return the number at a group name's end, which tells several models apart."""
     return str(root[0]).rpartition("_")[2] if root and str(root[0])[-1:].isdigit() else ""

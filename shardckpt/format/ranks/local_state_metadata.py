@@ -1,4 +1,4 @@
-"""Parse and check the metadata of LOCAL states: ranks, and layouts of units.
+"""Parse and check the metadata in LOCAL states: ranks, and layouts of units.
 
 `shardckpt.state` stores it as `_metadata["shardckpt"]`; its content is not trusted.
 """
@@ -23,7 +23,7 @@ _MOST_RANKS = 1 << 32
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One parameter of a unit."""
+    """One parameter in a unit."""
 
     name: str  # first name in the unsharded model
     aliases: tuple[str, ...]
@@ -33,7 +33,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class RankUnit:
-    """Parameters that are sharded together, and one rank's shard of them."""
+    """Parameters that are sharded together, and one rank's shard."""
 
     members: tuple[Member, ...]  # parameters in order
     layout: Layout | None  # layout over ranks; None if every rank has the full parameters
@@ -42,7 +42,7 @@ class RankUnit:
 
     @property
     def parts(self) -> int:
-        """Number of parts of the unit."""
+        """How many parts the unit has."""
         return self.layout.world if self.layout is not None else 1
 
     def same_as(self, other: RankUnit) -> bool:
@@ -50,7 +50,7 @@ class RankUnit:
         return (self.members, self.layout, self.flat) == (other.members, other.layout, other.flat)
 
     def boxes(self, place: int) -> dict[int, list[tuple[Box, int]]]:
-        """Return the boxes of each member on a rank, with offsets in the shard."""
+        """Return each member's boxes on a rank, with offsets in the shard."""
         found: dict[int, list[tuple[Box, int]]] = {}
         if self.layout is None:
             return {i: [(Box((0,) * len(m.shape), m.shape), 0)] for i, m in enumerate(self.members)}
@@ -61,7 +61,7 @@ class RankUnit:
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """A LOCAL state of one rank."""
+    """One rank's LOCAL state."""
 
     file: str  # file name, relative to the store
     prefix: Path
@@ -77,7 +77,7 @@ Known = dict[str, Described]  # cache of units by first name: most ranks describ
 
 
 def parse(note: RankNote, url: str, known: Known) -> RankState:
-    """Parse the metadata of one state."""
+    """Parse one state's metadata."""
     where = f"{url}/{note.file}"
     try:
         return _parse_state(note, known)
@@ -167,7 +167,7 @@ def _parse_member(value: object) -> Member:
 
 
 def group_units(states: Iterable[RankState], where: str) -> list[list[tuple[RankState, RankUnit]]]:
-    """Return, for each unit, the ranks that have a part of it."""
+    """Return each unit's ranks that have a part."""
     groups: dict[tuple[str, ...], list[tuple[RankState, RankUnit]]] = {}
     owner: dict[str, tuple[str, ...]] = {}
     for state in states:

@@ -1,7 +1,7 @@
-"""Merge rank files of DTensors and ShardedTensors into full tensors.
+"""Merge rank files with DTensors and ShardedTensors into full tensors.
 
-A missing box is named with its rank. Replicas of a box, and data that each rank has in full (buffers, steps, groups),
-must be equal: tensors are compared by checksums, or where they are read, and other values here.
+A missing box is named with its rank. Replicas, and data that each rank has in full (buffers, steps, groups), must be
+equal: tensors are compared by checksums, or where they are read, and other values here.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def merge_dtensor_shards(
     url: str,
     known: ParamShapes | None = None,
 ) -> Manifest:
-    """Merge the DTensor shards of rank files; keep the content of other files."""
+    """Merge the DTensor shards in rank files; keep other files' content."""
     groups, rest = group_rank_files(manifest, shards, files, url)
     builder = ManifestBuilder(url)
     models = read_flat_models(groups, url, known)
@@ -63,7 +63,7 @@ def merge_dtensor_shards(
 
 
 def _drop_repeats(warnings: Sequence[str], files: Sequence[RankFile]) -> list[str]:
-    """Return the warnings, with equal ones of several ranks only once."""
+    """Return the warnings, with several ranks' equal ones only once."""
     names = [file.name for file in files]
     return list(dict.fromkeys(_strip_prefix(warning, names) for warning in warnings))
 
@@ -73,7 +73,7 @@ def _strip_prefix(warning: str, names: Sequence[str]) -> str:
 
 
 def _put_group(builder: ManifestBuilder, group: RankGroup, done: Collection[Path]) -> None:
-    """Add all content of a group of rank files, except the paths in `done`."""
+    """Add all content in a group of rank files, except the paths in `done`."""
     paths = {path: contents for path, contents in group.paths().items() if path not in done}
     for path, contents in paths.items():
         target = (*group.root, *path)
@@ -88,7 +88,7 @@ def _put_group(builder: ManifestBuilder, group: RankGroup, done: Collection[Path
 
 
 def _merge_tensor(builder: ManifestBuilder, target: Path, path: Path, contents: Sequence[RankContent]) -> TensorEntry:
-    """Return a tensor merged from the shards of all ranks."""
+    """Return a tensor merged from all ranks' shards."""
     layouts = [_require_shard(path, content, builder.url) for content in contents]
     first = layouts[0]
     for layout, content in zip(layouts, contents, strict=True):
@@ -111,7 +111,7 @@ def _merge_tensor(builder: ManifestBuilder, target: Path, path: Path, contents: 
 
 
 def _label_parts(layout: ShardInfo) -> Iterator[tuple[Box, str]]:
-    """Yield every part of a tensor, with a label of the file that contains it."""
+    """Yield every part of a tensor, with a label for the file that contains it."""
     for box, rank in layout.list_parts():
         if box.volume:
             yield box, f"the file of rank {rank}" if rank >= 0 else f"a file with {box} of it"
@@ -146,7 +146,7 @@ def _merge_equal(builder: ManifestBuilder, target: Path, path: Path, contents: S
 
 
 def _put_alias(builder: ManifestBuilder, group: RankGroup, path: Path) -> None:
-    """Record a second name of a tensor if all ranks with elements tie both."""
+    """Record a tensor's second name if all ranks with elements tie both."""
     target = (*group.root, *path)
     firsts = {content.aliases[path] for content in group.ranks if path in content.aliases}
     if len(firsts) != 1 or target not in builder.tensors:

@@ -1,7 +1,7 @@
-"""Merge the LOCAL states of all ranks into full tensors, without running ranks.
+"""Merge all ranks' LOCAL states into full tensors, without running ranks.
 
-Each part of a shard is a box of a tensor, and a piece in the rank's file. Replicas, as of hybrid sharding, and values
-beside the shards must be equal: tensors are compared by checksums, or where they are read.
+Each part of a shard is a tensor's box, and a piece in the rank's file. Replicas, as in hybrid sharding, and values next
+to the shards must be equal: tensors are compared by checksums, or where they are read.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _UNITS = "units"
 
 
 def merge_local_states(manifest: Manifest, notes: Sequence[RankNote], url: str) -> Manifest:
-    """Merge the LOCAL states of all ranks into full tensors."""
+    """Merge all ranks' LOCAL states into full tensors."""
     known: Known = {}
     states = [parse(note, url, known) for note in notes]
     contents, rest = split_content(manifest, {state.root for state in states})
@@ -69,7 +69,7 @@ def merge_local_states(manifest: Manifest, notes: Sequence[RankNote], url: str) 
 
 
 def _move_others(builder: ManifestBuilder, rest: PathContent, states: Sequence[RankState]) -> PathContent:
-    """Return the content outside of the states: other files, and values beside the states, which must be equal."""
+    """Return the content outside the states: other files, and values next to the states, which must be equal."""
     owners = {state.prefix: state for state in states}
     sources: dict[Path, list[tuple[int, Path]]] = {}
     for path in rest.paths():
@@ -95,7 +95,7 @@ def _move_others(builder: ManifestBuilder, rest: PathContent, states: Sequence[R
 
 @dataclass(frozen=True)
 class _Unit:
-    """A unit, with the ranks that have each of its parts."""
+    """A unit, with the ranks that have each part."""
 
     parts: Mapping[int, Sequence[RankState]]
     first: RankUnit
@@ -110,7 +110,7 @@ class _Unit:
         return self.first.flat or self.members[index].name
 
     def names(self) -> list[str]:
-        """Return all names that a value of the unit may have in a state."""
+        """Return all names that the unit's values may have in a state."""
         names = [name for member in self.members for name in (member.name, *member.aliases)]
         return [self.first.flat, *names] if self.first.flat else names
 
@@ -123,7 +123,7 @@ class _Unit:
         return self._boxes[place].get(index, [])
 
     def missing(self, index: int) -> Iterator[tuple[Box, str]]:
-        """Yield a member's boxes in parts of missing ranks, with a label of the file."""
+        """Yield a member's boxes in missing ranks' parts, with the file's label."""
         parts = self.first.parts
         missing = (place for place in range(parts) if place not in self.parts) if len(self.parts) < parts else ()
         for place in islice(missing, MOST_MISSING):
@@ -131,7 +131,7 @@ class _Unit:
                 yield box, label_rank_file(place, parts, self.world)
 
     def shapes(self, place: int, index: int) -> tuple[Shape, ...]:
-        """Return the possible shapes of a rank's tensor; for a flat unit, 1-D first."""
+        """Return the possible shapes for a rank's tensor; for a flat unit, 1-D first."""
         layout, shape = self.first.layout, self.members[index].shape
         if layout is None:
             return (shape,)
@@ -143,7 +143,7 @@ class _Unit:
         return (flat, shape) if layout.world == 1 else (flat,)
 
     def slice(self, place: int, index: int, entry: TensorEntry) -> list[Piece]:
-        """Return the pieces of a member in a rank's tensor."""
+        """Return a member's pieces in a rank's tensor."""
         boxes, layout = self.boxes(place, index), self.first.layout
         if not isinstance(layout, FlatLayout) or entry.shape != self.shapes(place, index)[0]:
             [piece] = entry.pieces
@@ -178,7 +178,7 @@ class _LocalStateMerger:
         self._names = {name for unit in self._units for name in unit.names()}
 
     def put_model(self) -> None:
-        """Add the parameters and buffers of a model."""
+        """Add a model's parameters and buffers."""
         params: dict[str, TensorEntry] = {}
         members: dict[str, Member] = {}
         for unit in self._units:
@@ -198,12 +198,12 @@ class _LocalStateMerger:
                 self._put_rest(path, states)
 
     def _sort_names(self, names: Iterable[str | int]) -> list[Any]:
-        """Return names in the order of the unsharded model."""
+        """Return names in the unsharded model's order."""
         order = {name: at for at, name in reversed(list(enumerate(self._states[0].names)))}
         return sorted(dict.fromkeys(names), key=lambda name: order.get(str(name), len(order)))
 
     def put_optimizer(self) -> None:
-        """Add the state and the groups of an optimizer."""
+        """Add an optimizer's state and groups."""
         slots = self._list_slots()
         for unit in self._units:
             for index, member in enumerate(unit.members):
@@ -219,7 +219,7 @@ class _LocalStateMerger:
                 self._put_rest(path, states)
 
     def _list_slots(self) -> dict[str, dict[Path, None]]:
-        """Return the slots of each parameter or flat parameter."""
+        """Return the slots for each parameter or flat parameter."""
         slots: dict[str, dict[Path, None]] = {}
         for state in self._states:
             for path in self._contents[state.root].paths():
@@ -228,7 +228,7 @@ class _LocalStateMerger:
         return slots
 
     def _put_slot(self, unit: _Unit, index: int, path: Path, slot: Path) -> None:
-        """Add a slot of a member: a value, a tensor sharded like it, or another."""
+        """Add a member's slot: a value, a tensor sharded like it, or another."""
         source: Path = (STATE, unit.key(index), *slot)
         ranks = [(place, state, self._contents[state.root]) for place, each in unit.parts.items() for state in each]
         values = [
@@ -246,7 +246,7 @@ class _LocalStateMerger:
             self._put_opaque([tensor for _, tensor in tensors], path, unit.first.parts)
 
     def _put_opaque(self, tensors: Sequence[TensorEntry], path: Path, parts: int) -> None:
-        """Add a tensor of another shape: complete if there is one part, else unknown."""
+        """Add a tensor with another shape: complete if there is one part, else unknown."""
         if parts == 1:
             self._builder.put(path, join_entries(path, tensors))
             return
@@ -255,7 +255,7 @@ class _LocalStateMerger:
         self._builder.put_unreadable(path, tensors[0], kind)
 
     def _merge(self, unit: _Unit, index: int, path: Path, source: Path) -> TensorEntry | None:
-        """Return a member, or a slot of it, merged from all ranks; None if no rank has it."""
+        """Return a member, or its slot, merged from all ranks; None if no rank has it."""
         shards: list[Shard] = []
         for place, state in ((place, state) for place, ranks in unit.parts.items() for state in ranks):
             if shards and unit.first.flat and not unit.boxes(place, index):
@@ -276,7 +276,7 @@ class _LocalStateMerger:
     # ----------------------------------------------------------------------------------------------------- rest
 
     def _list_rest(self, is_rest: Callable[[Path], bool]) -> dict[str | int, dict[Path, list[RankState]]]:
-        """Return the paths outside of units by first key, with the ranks that have each."""
+        """Return the paths outside units by first key, with the ranks that have each."""
         found: dict[str | int, dict[Path, list[RankState]]] = {}
         for state in self._states:
             for path in self._contents[state.root].paths():

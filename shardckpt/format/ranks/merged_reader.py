@@ -1,4 +1,4 @@
-"""Merge rank files of `torch.save` into a checkpoint of full tensors."""
+"""Merge rank files by `torch.save` into a checkpoint with full tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardckpt.format.torchsave.reader import TorchReader
 
 
 class MergedTorchReader(TorchReader):
-    """A reader of merged rank files, which can merge again after shapes become known."""
+    """Reads merged rank files, and can merge again after shapes become known."""
 
     def __init__(self, apart: TorchReader, files: Sequence[RankFile], known: ParamShapes | None = None) -> None:
         manifest = merge_dtensor_shards(apart.manifest, apart.shards, files, apart.store.url, known)
@@ -44,7 +44,7 @@ class MergedTorchReader(TorchReader):
 
 
 def merge_rank_files(reader: TorchReader, known: ParamShapes | None = None) -> TorchReader:
-    """Return a reader of the merged tensors; the same reader without rank files."""
+    """Return a reader for the merged tensors; the same reader without rank files."""
     with gc_paused():
         if reader.notes:
             return reader.with_manifest(merge_local_states(reader.manifest, reader.notes, reader.store.url))

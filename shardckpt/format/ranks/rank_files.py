@@ -55,7 +55,7 @@ def parse_rank_names(names: Iterable[str], sharded: Iterable[str]) -> list[RankF
 
 @dataclass(slots=True)
 class RankContent(PathContent):
-    """The content of one rank's file, by paths relative to its prefix."""
+    """One rank file's content, by paths relative to its prefix."""
 
     file: str = ""
     rank: int = -1  # rank that wrote the file
@@ -64,7 +64,7 @@ class RankContent(PathContent):
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """The rank files of one state."""
+    """One state's rank files."""
 
     root: Path  # prefix of its paths in the merged checkpoint
     ranks: Sequence[RankContent]  # content of the files, in rank order
@@ -97,7 +97,7 @@ def merge_values(path: Path, contents: Sequence[RankContent]) -> ObjectEntry:
 def group_rank_files(
     manifest: Manifest, shards: Mapping[Path, ShardInfo], files: Sequence[RankFile], url: str
 ) -> tuple[dict[Path, RankGroup], PathContent]:
-    """Group the content of rank files by state; return the content of other files too."""
+    """Group rank files' content by state; return other files' content too."""
     contents, rest = split_content(manifest, [file.prefix for file in files])
     depth = len(files[0].prefix)
     shards_by_file: dict[Path, dict[Path, ShardInfo]] = {file.prefix: {} for file in files}
@@ -129,7 +129,7 @@ def _largest_mesh(ranks: Iterable[RankContent]) -> int:
 
 
 def _find_rank(file: RankFile, shards: Iterable[ShardInfo], url: str) -> int:
-    """Return the rank of a file: from its shards, else from its name."""
+    """Return a file's rank: from its shards, else from its name."""
     ranks = {shard.rank for shard in shards} - {-1}
     if len(ranks) > 1:
         raise FormatError("a file holds shards of several ranks", where=f"{url}/{file.name}", found=sorted(ranks))
@@ -145,7 +145,7 @@ def _find_rank(file: RankFile, shards: Iterable[ShardInfo], url: str) -> int:
 
 
 def checksum(entry: TensorEntry) -> tuple[int, int] | None:
-    """Return checksum and size of a tensor's storage if it fills it; else None."""
+    """Return checksum and size if a tensor fills its storage; else None."""
     if len(entry.pieces) != 1 or not isinstance(entry.pieces[0].layout, Lazy):
         return None
     detail = entry.pieces[0].layout.detail

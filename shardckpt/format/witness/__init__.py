@@ -1,1 +1,1 @@
-"""Files of witness records beside the steps of a run."""
+"""Witness records next to a run's steps."""

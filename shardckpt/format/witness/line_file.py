@@ -1,4 +1,4 @@
-"""Small files beside the steps of a run: a line of JSON, and a line with its SHA-256."""
+"""Small files next to a run's steps: a line of JSON, and a line with its SHA-256."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from shardckpt.storage.store import Store, read_bytes
 
 
 def write_line(store: Store, name: str, line: bytes) -> None:
-    """Write a file, in place of an earlier one; it appears at once."""
+    """Write a file atomically over an earlier one, which stays if the store fails."""
     with store.create(name) as writer:
         writer.write(line + b"\n" + hashlib.sha256(line).hexdigest().encode("ascii") + b"\n")
 
 
 def read_line(store: Store, name: str, what: str, most_bytes: int) -> bytes | None:
-    """Return the JSON of a file; None if it does not exist."""
+    """Return a file's JSON; None if it does not exist."""
     try:
         size = store.size(name)
     except MissingFileError:
@@ -31,5 +31,5 @@ def read_line(store: Store, name: str, what: str, most_bytes: int) -> bytes | No
 
 
 def line_url(store: Store, name: str) -> str:
-    """Return the path or URL of a file."""
+    """Return a file's path or URL."""
     return f"{store.url.rstrip('/')}/{name}"

@@ -1,4 +1,4 @@
-"""Files of witness records: `step-00001000.witness.json` beside the step of that name."""
+"""Witness records: `step-00001000.witness.json` next to the step with that name."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _MOST_BYTES = 64 << 20
 
 
 def write_record(store: Store, step: str, record: WitnessRecord) -> None:
-    """Write the record of a step, in place of an earlier one; it appears at once."""
+    """Write a step's record atomically over an earlier one, which stays if the store fails."""
     write_line(store, witness_name(step), encode_record(record))
 
 
 def read_record(store: Store, step: str) -> WitnessRecord | None:
-    """Return the record of a step; None if it has none."""
+    """Return a step's record; None if it has none."""
     line = _read(store, step)
     return None if line is None else decode_record(line, where=line_url(store, witness_name(step)))
 
 
 def copy_record(source: Store, step: str, target: Store, name: str) -> None:
-    """Copy the record of a step, if it has one, byte for byte."""
+    """Copy a step's record, if it has one, byte for byte."""
     line = _read(source, step)
     if line is not None and line != _read(target, name):
         write_line(target, witness_name(name), line)

@@ -1,7 +1,7 @@
 """Encode witness records as JSON, and decode them without trust.
 
-A column has one number of each rank, packed and in base64; one number if all are equal. Names of tensors are a
-compressed table, which the states of a record share.
+A column has one number from each rank, packed and in base64; one number if all are equal. Tensor names are a compressed
+table, which the states in a record share.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ def encode_record(record: WitnessRecord) -> bytes:
 
 
 def decode_record(data: bytes, *, where: str) -> WitnessRecord:
-    """Return the record of `encode_record`; takes time and memory in proportion to the data."""
+    """Decode what `encode_record` returned, in time and memory proportional to the data."""
     return _RecordDecoder(where).record(parse_json(data, where=where))
 
 
 class _Tables:
-    """Compressed tables of names, each stored once."""
+    """Compressed name tables, each stored once."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -128,7 +128,7 @@ def _step_json(step: StepRecord, tables: _Tables) -> dict[str, object]:
 
 
 def _random_json(random: Mapping[str, RankValues] | None, before: Mapping[str, RankValues] | None = None) -> object:
-    """Return the columns of generators; an empty one if the step drew nothing, which leaves it as it was before."""
+    """Return the generators' columns; an empty one if the step drew nothing, which leaves it as it was before."""
     if random is None:
         return None
     known = before or {}
@@ -151,7 +151,7 @@ def _state_json(state: StateDigests | None, tables: _Tables) -> object:
 
 
 class _RecordDecoder:
-    """Decoder of one record, which checks each value."""
+    """Decodes one record and checks each value."""
 
     def __init__(self, where: str) -> None:
         self._where = where

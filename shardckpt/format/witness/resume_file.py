@@ -1,7 +1,7 @@
-"""Files of verdicts: `step-00001000.resumes.json` beside the step, with the resumes that were compared.
+"""Files with verdicts: `step-00001000.resumes.json` next to the step, with the resumes that were compared.
 
-A capture may be gone when the verdict on its resume is asked for, and the run may not have its step. So resumes from
-captures are in one more file, `.captures.resumes.json` in the folder of the run.
+A capture may be gone when the verdict on its resume is read, and the run may not have its step. So resumes from
+captures are in one more file, `.captures.resumes.json` in the run's folder.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ _MOST_BYTES = 1 << 20
 
 
 def read_resumes(store: Store, step: str, save: str) -> tuple[Resume, ...]:
-    """Return the resumes of a step, oldest first; empty if none was compared."""
+    """Return a step's resumes, oldest first; empty if none was compared."""
     saved = _read(store, step)
     return saved.resumes if saved is not None and saved.save == save else ()
 
 
 def read_removed_resumes(store: Store, step: str) -> tuple[Resume, ...]:
-    """Return the resumes of a step that is gone, of the save that wrote it last; arguments and errors as above."""
+    """Return a removed step's resumes, by the save that wrote it last."""
     saved = _read(store, step)
     return () if saved is None else saved.resumes
 
 
 def add_resumes(store: Store, step: str, save: str, *resumes: Resume) -> None:
-    """Add resumes of a step to its file, each in place of an earlier one with its id; the file changes at once."""
+    """Add a step's resumes to its file atomically; each replaces an earlier one with its id."""
+    # A damaged file, or one of a newer version, raises and stays as it is.
     known = read_resumes(store, step, save)
     merged = merge_resumes(known, resumes)
     if merged != known:
@@ -42,20 +43,20 @@ def add_resumes(store: Store, step: str, save: str, *resumes: Resume) -> None:
 
 
 def copy_resumes(source: Store, step: str, target: Store, name: str) -> None:
-    """Add the resumes of a step to those of its copy."""
+    """Add a step's resumes to its copy."""
     saved = _read(source, step)
     if saved is not None:
         add_resumes(target, name, saved.save, *saved.resumes)
 
 
 def read_capture_resumes(store: Store) -> tuple[CaptureResume, ...]:
-    """Return the resumes of a run from captures of its tiers, oldest first."""
+    """Return a run's resumes from tier captures, oldest first."""
     line = read_line(store, CAPTURE_RESUMES, "the file of resumes from captures", _MOST_BYTES)
     return () if line is None else decode_capture_resumes(line, where=line_url(store, CAPTURE_RESUMES))
 
 
 def add_capture_resume(store: Store, resume: CaptureResume) -> None:
-    """Add a resume from a capture to the file of the run, in place of an earlier one with its id."""
+    """Add a resume from a capture to the run's file; it replaces an earlier one with its id."""
     known = read_capture_resumes(store)
     merged = merge_capture_resumes(known, [resume])
     if merged != known:

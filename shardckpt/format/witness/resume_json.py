@@ -21,7 +21,7 @@ _MOST_RANKS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class SavedResumes:
-    """Resumes of a step."""
+    """A step's resumes."""
 
     save: str  # id of the save that wrote the step
     resumes: tuple[Resume, ...]  # the resumes, oldest first
@@ -33,7 +33,7 @@ def encode_resumes(saved: SavedResumes) -> bytes:
 
 
 def decode_resumes(data: bytes, *, where: str) -> SavedResumes:
-    """Return the resumes of `encode_resumes`."""
+    """Return the resumes that `encode_resumes` encoded."""
     raw = _read_list(data, "resumes", {"save": str}, where)
     return SavedResumes(read_save(raw["save"], where), tuple(_read_resume(each, where) for each in raw["resumes"]))
 
@@ -44,7 +44,7 @@ def encode_capture_resumes(resumes: tuple[CaptureResume, ...]) -> bytes:
 
 
 def decode_capture_resumes(data: bytes, *, where: str) -> tuple[CaptureResume, ...]:
-    """Return the resumes of `encode_capture_resumes`."""
+    """Return the resumes that `encode_capture_resumes` encoded."""
     found = _read_list(data, "captures", {}, where)["captures"]
     return tuple(_read_capture_resume(each, where) for each in found)
 
@@ -54,7 +54,7 @@ def _encode(fields: dict[str, Any]) -> bytes:
 
 
 def _read_list(data: bytes, name: str, others: dict[str, type], where: str) -> dict[str, Any]:
-    """Return the fields of a file, of which one is a list of resumes."""
+    """Return a file's fields, including a list of resumes."""
     content = parse_json(data, where=where)
     version = read_fields(content, {"version": int}, where)["version"]
     if version > VERSION:

@@ -1,4 +1,4 @@
-"""Files beside a step, read as one: the record of training steps, and the resumes that were compared with it."""
+"""Files next to a step, read as one: the record of training steps, and the resumes that were compared with it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardckpt.storage.store import Store
 
 @dataclass(frozen=True, slots=True)
 class StepWitness:
-    """Files beside a step."""
+    """Files next to a step."""
 
     record: WitnessRecord | None  # record of the training steps behind the step; None without one that can be read
     resumes: tuple[Resume, ...]  # resumes of the step, oldest first
@@ -24,12 +24,12 @@ class StepWitness:
 
     @property
     def verdict(self) -> StepVerdict:
-        """Verdict on the step: that of its last resume that was compared to the end."""
+        """Verdict on the step: from its last resume that was compared to the end."""
         return find_verdict(self.resumes) if self.record is not None or self.resumes else "no record"
 
     @property
     def equal_steps(self) -> tuple[int, int]:
-        """Numbers of steps that were equal in the resume that decides the verdict, and of all recorded steps."""
+        """How many steps were equal in the resume that decides the verdict, and how many were recorded."""
         last = find_last_compared(self.resumes)
         if last is not None:
             return last.compared, len(last.steps)
@@ -38,14 +38,14 @@ class StepWitness:
 
 @dataclass(frozen=True, slots=True)
 class CaptureWitness:
-    """A capture of a tier that the run was resumed from; it may be gone."""
+    """A tier's capture that the run was resumed from; it may be gone."""
 
     last: CaptureResume  # the last resume from it, with the number of the step, the tier and the path
     resumes: tuple[Resume, ...]  # resumes from it, oldest first
 
     @property
     def verdict(self) -> Verdict:
-        """Verdict on the capture: that of its last resume that was compared to the end."""
+        """Verdict on the capture: from its last resume that was compared to the end."""
         return find_verdict(self.resumes)
 
 
@@ -61,7 +61,7 @@ def read_capture_witnesses(store: Store) -> tuple[tuple[CaptureWitness, ...], tu
 
 
 def read_removed_witnesses(store: Store, steps: Iterable[StepFolder]) -> dict[str, StepWitness]:
-    """Return the resumes of steps that were removed, by the name of the step."""
+    """Return removed steps' resumes, by the step's name."""
     names = (entry.name for entry in store.list() if not entry.is_folder)
     found = {}
     for step in find_removed_steps(names, {each.name for each in steps}):
@@ -73,7 +73,7 @@ def read_removed_witnesses(store: Store, steps: Iterable[StepFolder]) -> dict[st
 
 
 def read_step_witness(store: Store, step: StepFolder) -> StepWitness:
-    """Return the files beside a step; those of another save do not count."""
+    """Return the files next to a step; another save's files do not count."""
     record, resumes, faults = None, tuple[Resume, ...](), list[str]()
     try:
         record = read_record(store, step.name)

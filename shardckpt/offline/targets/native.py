@@ -52,7 +52,7 @@ from shardckpt.plan.optim.output_keys import to_state_paths
 
 
 def plan(conversion: Conversion) -> PlannedFiles:
-    """Plan a native step of one writer; if it contains a model, it is a Hugging Face folder too."""
+    """Plan a native step by one writer; if it contains a model, it is a Hugging Face folder too."""
     model = ("model",) if conversion.options.part != "optim" else None
     tree = build_selected_tree(conversion.selection)
     tree = replace(tree, piece_stats=_find_stats(conversion.reader, tree.arrays))
@@ -65,7 +65,7 @@ def plan(conversion: Conversion) -> PlannedFiles:
 
 
 def plan_ranks(reader: Reader, options: RankOptions) -> PlannedRanks:
-    """Plan a native step of several writers with all content of a checkpoint."""
+    """Plan a native step by several writers with all of a checkpoint's content."""
     tree = build_full_tree(reader, allow_loss=options.allow_loss)
     tree = replace(tree, piece_stats=_find_stats(reader, tree.arrays))
 
@@ -98,7 +98,7 @@ def _find_stats(reader: Reader, arrays: Mapping[Path, OutputTensor]) -> dict[Pat
 
 
 def build_full_tree(reader: Reader, *, allow_loss: bool) -> NativeTree:
-    """Build the state of a full checkpoint after checking that it is complete."""
+    """Build a full checkpoint's state after checking that it is complete."""
     manifest = reader.manifest
     paths = [path for path in manifest.tensors if path not in manifest.aliases]
     entries = locate(reader, manifest, [manifest.tensors[path] for path in paths])
@@ -120,7 +120,7 @@ def build_full_tree(reader: Reader, *, allow_loss: bool) -> NativeTree:
 
 
 def build_selected_tree(selection: Selection) -> NativeTree:
-    """Build the state of a selection: `{"model": ..., "optim": {"state": ...}}`."""
+    """Build a selection's state: `{"model": ..., "optim": {"state": ...}}`."""
     arrays: dict[Path, OutputTensor] = {("model", tensor.name): tensor for tensor in selection.model}
     values: dict[Path, object] = {}
     if selection.groups is not None:
@@ -137,7 +137,7 @@ def build_selected_tree(selection: Selection) -> NativeTree:
 
 
 def _values(reader: Reader) -> tuple[dict[Path, object], list[str]]:
-    """Return the values that are not arrays, and those that the format cannot store."""
+    """Return the values that are not arrays, and the values that the format cannot store."""
     found: dict[Path, object] = {}
     lost = []
     for path, entry in reader.manifest.objects.items():
@@ -194,7 +194,7 @@ class PlannedStep:
         return Layout(files, small, FinalFiles(names, self._ending))
 
     def _ending(self, hashes: Hashes) -> dict[str, bytes]:
-        """Return the index of the model, the manifest and `COMMIT`."""
+        """Return the model's index, the manifest and `COMMIT`."""
         parts = [build_partial([WrittenPayload(file, hashes[file.name]) for file in mine]) for mine in self.payloads]
         files, arrays = merge_partials(parts, [record.path for record in self.contents.arrays])
         arrays = tuple(map(self._with_stats, arrays))
@@ -211,7 +211,7 @@ class PlannedStep:
         }
 
     def _with_stats(self, record: ArrayRecord) -> ArrayRecord:
-        """Add the statistics of the source to an array, if its pieces are those of the source or consist of them."""
+        """Add the source's statistics to an array, if its pieces are the source's or consist of them."""
         stored = self.piece_stats.get(record.path)
         if not stored:
             return record
@@ -241,7 +241,7 @@ def plan_step(tree: NativeTree, writers: int, *, most_bytes: int, save: str, mod
 
 
 def _rows(tensor: OutputTensor, writers: int, writer: int) -> Iterator[Box]:
-    """Yield the box of a rank: its rows, or the full tensor if it cannot be split."""
+    """Yield a rank's box: its rows, or the full tensor if it cannot be split."""
     shape: Shape = tensor.shape
     if not shape or 0 in shape or bits(tensor.dtype) % 8 or bits(tensor.entry.stored) % 8:
         yield full_box(shape)
