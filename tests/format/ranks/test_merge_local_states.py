@@ -210,7 +210,7 @@ def test_ranks_of_which_others_hold_other_parameters_cannot_be_missing(tmp_path:
         renamed = OrderedDict((f"{n}.{rank}" if n in ROWS else n, v) for n, v in rank_state(0, 1).items())
         renamed._metadata = state._metadata  # type: ignore[attr-defined]
         torch.save(renamed, tmp_path / f"{rank}.pt")
-    with pytest.raises(IncompleteError, match="that of rank 2 of 3"):
+    with pytest.raises(IncompleteError, match="the file of rank 2 of 3"):
         opened(tmp_path)
 
 
@@ -309,4 +309,4 @@ def test_hostile_notes_are_refused_or_read_and_nothing_else(tmp_path: Path) -> N
             except CheckpointError as error:
                 assert "\n" not in str(error), path
             else:
-                assert verify(str(tmp_path)).tensors == len(reader.manifest.tensors)
+                assert verify(str(tmp_path)).tensor_count == len(reader.manifest.tensors)
