@@ -28,8 +28,8 @@ _CLOCK = ".shardckpt-clock"  # file that is written into a run and removed, to k
 class Deleted:
     """Deleted folders and content that stays; with `dry_run`, folders to delete."""
 
-    steps: tuple[StepFolder, ...]  # folders of deleted steps, including duplicates of a step number
-    orphans: tuple[str, ...]  # names of deleted folders of saves that were killed
+    steps: tuple[StepFolder, ...]  # deleted step folders, including duplicates of a step number
+    orphans: tuple[str, ...]  # names of deleted folders from killed saves
     other_content: tuple[str, ...]  # names of content in these steps that no save wrote; it stays
     waiting: tuple[Orphan, ...] = ()  # folders of unfinished saves and removals that are too young to delete
 

@@ -21,11 +21,11 @@ FILE_FACTOR = 8  # additional allowed cost for each byte of a file
 # Maximum allowed cost for each parsed byte: other bytes of a file may be sparse, which costs its author nothing.
 HEADER_FACTOR = 32
 
-ENTRY_BYTES = 160  # cost of a value with its own path in a manifest; the characters of the path are added
+ENTRY_BYTES = 160  # cost of a value with its own path in a manifest; the path's characters are added
 TENSOR_BYTES = 640  # cost of a tensor in a manifest, with its piece and its box
 
 
-CHUNK_BYTES = 384  # cost of each further box of a tensor
+CHUNK_BYTES = 384  # cost of each further box in a tensor
 
 
 class ReadBudget:
@@ -72,15 +72,15 @@ class ReadBudget:
 
 
 # Maximum keys of one dict with equal hashes: up to 34 floats collide by accident; 1,000 keys take a second.
-_MOST_ALIKE = 64
+_MAX_ALIKE = 64
 
 # Maximum occupied slots in the search for one key: powers of two meet up to 400; this many take 3 microseconds.
-_MOST_MET = 1024
+_MAX_MET = 1024
 
 # Maximum occupied slots per key on average: honest keys meet 2, multiples of powers of two 20, powers of two 40.
 _USUALLY_MET = 64
 
-_FEW = 64  # number of keys of a container that are not checked, since they cost almost nothing
+_FEW = 64  # keys in a container that are not checked, since they cost almost nothing
 
 # Largest integer below which all integers from 0 have distinct hashes, equal to themselves.
 _LARGEST_DISTINCT = 2**61 - 2
@@ -115,7 +115,7 @@ class _Table:
 
     def _resize(self, size: int) -> None:
         self._taken = bytearray(size)
-        self._allowed = _USUALLY_MET * _MOST_MET
+        self._allowed = _USUALLY_MET * _MAX_MET
         for value in self._hashes:
             self._place(value)
 
@@ -133,7 +133,7 @@ class _Table:
             at = (5 * at + left + 1) & mask
         taken[at] = 1
         self._allowed += _USUALLY_MET - met
-        if met > _MOST_MET or self._allowed < 0:
+        if met > _MAX_MET or self._allowed < 0:
             raise _collision_error()
 
 
@@ -162,7 +162,7 @@ class KeyGuard:
         if not (kind is int and 0 <= key <= _LARGEST_DISTINCT):  # type: ignore[operator]
             place = id(container), hash(key)
             self._seen[place] = self._seen.get(place, 0) + 1
-            if self._seen[place] > _MOST_ALIKE:
+            if self._seen[place] > _MAX_ALIKE:
                 raise _collision_error()
         count = len(container)
         if count < _FEW:
@@ -222,14 +222,14 @@ def check_hashes(keys: Sequence[Hashable], where: object = "") -> None:
     except UnsafeError:
         raise _collision_error(where) from None
     hashes = sorted(hash(key) for key in keys if type(key) is not str)
-    if any(hashes[i] == hashes[i - _MOST_ALIKE] for i in range(_MOST_ALIKE, len(hashes))):
+    if any(hashes[i] == hashes[i - _MAX_ALIKE] for i in range(_MAX_ALIKE, len(hashes))):
         raise _collision_error(where)
 
 
 def check_paths(paths: Collection[Path], where: object = "") -> None:
     """Require that neither the paths nor the keys in them were chosen to collide."""
     if all(type(key) is str for path in paths for key in path):
-        return  # the hashes of text are salted, and those of its tuples with them
+        return  # the hashes of text are salted, and so are tuples of text
     check_hashes(list(paths), where)
     large = {f"{key:x}" for path in paths for key in path if type(key) is int and not 0 <= key <= _LARGEST_DISTINCT}
     check_hashes([int(digits, 16) for digits in large], where)

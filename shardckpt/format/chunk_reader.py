@@ -31,7 +31,7 @@ from shardckpt.storage.store import Read, Store
 if TYPE_CHECKING:
     import numpy as np
 
-# Maximum bytes of a range that is always read in full, even if few of them are needed: one block of a disk.
+# Maximum bytes in a range that is always read in full, even if few are needed: one disk block.
 _NEAR_BYTES = 4096
 
 # The same limit for large boxes of strided views, for which one more call costs more than reading these bytes.
@@ -39,9 +39,9 @@ _NEAR_BYTES_OF_LARGE = 1 << 18
 
 _LARGE_BYTES = 1 << 18
 
-_MOST_STAGED_BYTES = 1 << 21
+_MAX_STAGED_BYTES = 1 << 21
 # Maximum staged ranges of strided views in one batch; a full batch is read and scattered before the next.
-_MOST_STAGED = 4096
+_MAX_STAGED = 4096
 
 # NumPy dtypes by width in bytes, used to copy elements of any dtype without interpreting their bits.
 _BY_WIDTH = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64", 16: "complex128"}
@@ -53,7 +53,7 @@ class ReadItem(NamedTuple):
     pieces: Sequence[Piece]  # resolved pieces of the tensor, which cover the box
     box: Box  # box in the full tensor, in elements
     dtype: str  # stored dtype, in torch's spelling
-    buffer: memoryview  # writable buffer of exactly the bytes of the box; filled in row-major order
+    buffer: memoryview  # writable buffer with exactly the box's bytes; filled in row-major order
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class PieceReader:
                 reads.append(Read(piece.file, start, memoryview(part.staged)))  # type: ignore[arg-type]
                 parts.append(part)
                 staged += part.staged.nbytes
-                if staged >= _MOST_STAGED_BYTES or len(parts) >= _MOST_STAGED:
+                if staged >= _MAX_STAGED_BYTES or len(parts) >= _MAX_STAGED:
                     self._carry_out(reads, parts)
                     staged = 0
         elif isinstance(layout, Encoded):
@@ -230,7 +230,7 @@ def _strided_ranges(want: ReadItem, piece: Piece, layout: Strided, inner: Box) -
         first = layout.start + sum(o * s for o, s in zip(rel.offset, layout.strides, strict=True))
         length = 1 + sum((n - 1) * s for n, s in zip(box.size, layout.strides, strict=True))
         needed = prod(n for n, s in zip(box.size, layout.strides, strict=True) if s)
-        if length * width <= max(near, min(2 * needed * width, _MOST_STAGED_BYTES)):
+        if length * width <= max(near, min(2 * needed * width, _MAX_STAGED_BYTES)):
             staged = _allocate(length * width)
             part = _StagedRead(want, shift(box, want.box.offset), staged, layout.strides)
             yield part, layout.offset + first * width

@@ -22,12 +22,12 @@ from shardckpt.manifest import Lazy, Manifest, ObjectEntry, Path, Piece, TensorE
 from shardckpt.plan.naming.sections import find_sections, model_paths
 from shardckpt.plan.naming.weights import names as list_other_weights
 
-KEEP_ONE_SAVE = "Keep the files of one save, and nothing else, in a folder of their own."
-OTHER_SAVE = "The files are from different saves (keep those of one in a folder of their own), or one is damaged."
+KEEP_ONE_SAVE = "Keep each save alone in its own folder."
+OTHER_SAVE = "The files are from different saves (keep each save in its own folder), or one is damaged."
 
-MOST_MISSING = 64  # maximum missing boxes of a tensor that are named individually
-_MOST_SEARCHED = 1 << 16  # maximum boxes of a tensor for which missing boxes are searched
-_MOST_SHOWN = 4  # maximum names in a warning
+MAX_MISSING = 64  # maximum missing boxes of a tensor that are named individually
+_MAX_SEARCHED = 1 << 16  # maximum boxes of a tensor for which missing boxes are searched
+_MAX_SHOWN = 4  # maximum names in a warning
 
 
 class Shard(NamedTuple):
@@ -35,7 +35,7 @@ class Shard(NamedTuple):
 
     file: str  # name of the file, for messages
     dtype: str  # stored dtype
-    pieces: Sequence[Piece]  # boxes of the tensor with the locations of their bytes
+    pieces: Sequence[Piece]  # the tensor's boxes with the locations of their bytes
 
 
 class RankOrigin(NamedTuple):
@@ -158,8 +158,8 @@ def merge_shards(
             found.setdefault(piece.box, []).append(piece)
     pieces = {box: join_replicas(dotted(path), first.dtype, each) for box, each in found.items() if first}
     if sum(box.volume for box in pieces) < prod(shape):
-        lost = ((box, file) for box, file in islice(missing, _MOST_SEARCHED) if box not in pieces)
-        for box, file in islice(lost, MOST_MISSING):
+        lost = ((box, file) for box, file in islice(missing, _MAX_SEARCHED) if box not in pieces)
+        for box, file in islice(lost, MAX_MISSING):
             builder.missing_files[file] = None
             kind = f"partly in {file}, which is missing"
             pieces[box] = Piece(box, file, Lazy(0, 0, UnreadableTensor(path, kind)))
@@ -228,8 +228,8 @@ def _list_different(content: PathContent) -> Iterator[str]:
     names = [dotted(path) for path, entry in content.tensors.items() if any(map(_find_different, entry.pieces))]
     names += [dotted(path) for path, entry in content.objects.items() if isinstance(entry.value, PerRankValue)]
     if names:
-        more = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
-        yield f"{', '.join(names[:_MOST_SHOWN])}{more}: the values differ between ranks and cannot be read"
+        more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
+        yield f"{', '.join(names[:_MAX_SHOWN])}{more}: the values differ between ranks and cannot be read"
 
 
 def _find_different(piece: Piece) -> Piece | None:
@@ -299,7 +299,9 @@ def require_one_save(origins: Iterable[RankOrigin], url: str) -> None:
         if worlds and origin.rank >= worlds[0].world
     ]
     if odd:
-        raise FormatError("rank files of different saves are in one folder", where=url, found=odd[0], fix=KEEP_ONE_SAVE)
+        raise FormatError(
+            "rank files from different saves are in one folder", where=url, found=odd[0], fix=KEEP_ONE_SAVE
+        )
 
 
 def note_missing_ranks(builder: ManifestBuilder, world: int, names: Mapping[int, Collection[object]]) -> None:
@@ -312,4 +314,4 @@ def note_missing_ranks(builder: ManifestBuilder, world: int, names: Mapping[int,
     more = f" and {missing - 1} more" if missing > 1 else ""
     builder.warnings.append(f"of {world} ranks, rank {rank}{more} left no file here")
     if len({frozenset(each) for each in names.values()}) > 1:
-        builder.missing.append(f"that of rank {rank} of {world}")
+        builder.missing.append(f"the file of rank {rank} of {world}")

@@ -17,8 +17,8 @@ from shardckpt.manifest import Manifest, ObjectEntry, Path, Piece
 from shardckpt.storage.store import Listed, Store, read_bytes
 
 PathText = str | os.PathLike[str]
-# Base folders that the caller names: the path or URL of the only base that is not beside the step; or, for several, the
-# step's reference of each to its path or URL. `NAME=PATH` is the same as text, `NAME` alone is a path or URL.
+# Base folders that the caller names: the path or URL of the only base that is not next to the step; or, for several,
+# the step's reference to each, to its path or URL. `NAME=PATH` is the same as text, `NAME` alone is a path or URL.
 NamedBases = PathText | Sequence[PathText] | Mapping[str, PathText]
 
 
@@ -81,7 +81,7 @@ class Source:
 
 
 class Evidence(IntEnum):
-    """How sure a format is that it recognizes a source."""
+    """Confidence that a format recognizes a source."""
 
     NONE = 0
     NAME = 1
@@ -232,7 +232,7 @@ class Format:
 
 def missing_shapes_error(reader: Reader, fix: str) -> UsageError:
     """Return the error for flat parameters with unknown members."""
-    what = "these are flat parameters of FSDP1, and no file has the shapes of their members"
+    what = "these are FSDP1's flat parameters, and no file has their members' shapes"
     return UsageError(what, where=reader.store.url, fix=fix)
 
 

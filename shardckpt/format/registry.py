@@ -69,7 +69,7 @@ BUILT_IN = (
 _FIRST, _LAST = "shardckpt.formats.first", "shardckpt.formats"
 
 _POINT_AT_CHECKPOINT = "Point at the folder or file that holds the checkpoint."
-_READ_ITS_SOURCE = "Name the checkpoint that it was made of; gguf.GGUFReader of the package gguf reads its tensors."
+_READ_ITS_SOURCE = "Name the checkpoint that it was made from; gguf.GGUFReader in the package gguf reads its tensors."
 # File names of known other formats, with a description of the folder and a remedy.
 _FOREIGN = (
     (
@@ -79,7 +79,7 @@ _FOREIGN = (
     ),
     (
         ("latest_checkpointed_iteration.txt",),
-        "a Megatron folder of several iterations",
+        "a Megatron folder with several iterations",
         "Point at one iter_*.",
     ),
     (
@@ -89,12 +89,12 @@ _FOREIGN = (
     ),
     (
         ("latest", "zero_to_fp32.py"),
-        "a DeepSpeed folder without the folder of state files that `latest` names",
-        "Copy that folder beside it.",
+        "a DeepSpeed folder without the folder with state files that `latest` names",
+        "Copy that folder next to it.",
     ),
     (
         ("checkpoint-1", "trainer_state.json"),
-        "a folder of a transformers Trainer without model files",
+        "a transformers Trainer's folder without model files",
         _POINT_AT_CHECKPOINT,
     ),
     (("COMMIT",), "a shardckpt step without its manifest and its files", _POINT_AT_CHECKPOINT),
@@ -353,10 +353,10 @@ def _reject_placeholder(source: Source, name: str, cause: Exception) -> None:
     head = source.head(name).lower().lstrip()
     where = f"{source.store.url.rstrip('/')}/{name}"
     if head.startswith(b"version https://git-lfs"):
-        what, fix = "a pointer of Git LFS is here in place of the file", "Fetch the file itself: `git lfs pull`."
+        what, fix = "a Git LFS pointer is here instead of the file", "Fetch the file itself: `git lfs pull`."
         raise FormatError(what, where=where, fix=fix) from cause
     if head.startswith((b"<!doctype html", b"<html")):
-        what, fix = "an HTML page is here in place of the file", "Download it again: the page says what was missing."
+        what, fix = "an HTML page is here instead of the file", "Download it again: the page says what was missing."
         raise FormatError(what, where=where, fix=fix) from cause
 
 

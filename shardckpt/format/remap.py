@@ -38,11 +38,11 @@ def read_rules(file: str, renames: Iterable[str] = (), config: Mapping[str, obje
 
 @dataclass(frozen=True, slots=True)
 class RemappedCheckpoint:
-    """What rules make from a checkpoint."""
+    """A checkpoint's result after rules."""
 
-    plan: RemapPlan  # result for every tensor, including those that exist only in the optimizer
+    plan: RemapPlan  # result for every tensor, including tensors that exist only in the optimizer
     model: Mapping[str, RemappedTensor]  # final names of the model's tensors to their construction, in order
-    ties: Mapping[str, str]  # final name of a tensor that is not written, to the name of the equal tensor that is
+    ties: Mapping[str, str]  # final name of a tensor that is not written, to its equal that is
 
 
 def plan_rules(

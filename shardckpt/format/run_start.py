@@ -12,7 +12,7 @@ from shardckpt.storage.store import Store
 
 _FIX = (
     "Name the folder that holds the steps of a run (step-00000100, ...). "
-    "A checkpoint that is not of a run is read by shardckpt.load and `shardckpt inspect`."
+    "Other checkpoints are read by shardckpt.load and `shardckpt inspect`."
 )
 
 
@@ -40,7 +40,7 @@ def describe_fault(store: Store, step: StepFolder) -> str:
         found = ""
     return str(
         UnknownFormatError(
-            "this is named like a step, but no save of shardckpt wrote it",
+            "this is named like a step, but no shardckpt save wrote it",
             where=url,
             found=found or ", ".join(step.others[:_SHOWN]),
             fix=f"To start from it, load it with shardckpt.load({url!r}, state), and save steps into another folder."

@@ -8,8 +8,8 @@ from math import prod
 from shardckpt.boxes import Shape
 from shardckpt.errors import FormatError
 
-MOST_DIMENSIONS = 64
-MOST_ELEMENTS = 1 << 60
+MAX_DIMENSIONS = 64
+MAX_ELEMENTS = 1 << 60
 
 
 def check_list(value: object, where: str = "") -> Sequence[object]:
@@ -26,14 +26,14 @@ def check_text(value: object, where: str = "") -> str:
     return value
 
 
-def check_count(value: object, most: int = MOST_ELEMENTS, where: str = "") -> int:
+def check_count(value: object, most: int = MAX_ELEMENTS, where: str = "") -> int:
     """Return an integer from 0 to `most`."""
     if type(value) is not int or not 0 <= value <= most:
         raise FormatError("a number is not an integer, negative or too large", where=where, found=value)
     return value
 
 
-def check_counts(value: object, most: int = MOST_ELEMENTS, where: str = "") -> Shape:
+def check_counts(value: object, most: int = MAX_ELEMENTS, where: str = "") -> Shape:
     """Return a list of integers from 0 to `most`."""
     counts: list[int] = []
     for n in check_list(value, where):
@@ -44,18 +44,18 @@ def check_counts(value: object, most: int = MOST_ELEMENTS, where: str = "") -> S
 
 
 def is_shape(value: object) -> bool:
-    """Return True for a shape of at most 64 dimensions and `MOST_ELEMENTS` elements."""
+    """Return True for a shape of at most 64 dimensions and `MAX_ELEMENTS` elements."""
     return (
         isinstance(value, list | tuple)
-        and len(value) <= MOST_DIMENSIONS
-        and all(type(n) is int and 0 <= n <= MOST_ELEMENTS for n in value)
-        and prod(value) <= MOST_ELEMENTS
+        and len(value) <= MAX_DIMENSIONS
+        and all(type(n) is int and 0 <= n <= MAX_ELEMENTS for n in value)
+        and prod(value) <= MAX_ELEMENTS
     )
 
 
 def check_shape(value: object, where: str = "") -> Shape:
     """Return a shape."""
     shape = check_counts(value, where=where)
-    if len(shape) > MOST_DIMENSIONS or prod(shape) > MOST_ELEMENTS:
+    if len(shape) > MAX_DIMENSIONS or prod(shape) > MAX_ELEMENTS:
         raise FormatError("a tensor has more elements than any machine holds", where=where, found=shape)
     return shape

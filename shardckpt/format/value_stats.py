@@ -19,14 +19,14 @@ class ValueStats(NamedTuple):
     infs: int = 0  # number of infinities
     zeros: int = 0
     finite: int = 0
-    min: float = math.inf  # smallest finite value; infinity if there is none
-    max: float = -math.inf  # largest finite value; negative infinity if there is none
+    min: float = math.inf  # smallest finite value; infinity without one
+    max: float = -math.inf  # largest finite value; negative infinity without one
     total: float = 0.0  # sum of the finite values
-    squares: float = 0.0  # sum of the squares of the finite values
+    squares: float = 0.0  # sum of the finite values' squares
 
     @property
     def size(self) -> int:
-        """How many values there are."""
+        """Number of values."""
         return self.nans + self.infs + self.finite
 
     def may_describe(self, size: int) -> bool:

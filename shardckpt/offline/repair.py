@@ -36,7 +36,7 @@ from shardckpt.plan.layout.coverage import require_complete
 from shardckpt.storage.resolve_url import as_url
 from shardckpt.storage.store import Read, Store, read_bytes
 
-_UNCHECKED = "checksums were computed again: changes of bytes since the save cannot be detected"
+_UNCHECKED = "checksums were computed again: bytes that changed since the save cannot be detected"
 
 _PAYLOAD = re.compile(r"(?P<save>[0-9a-z]+)-\d{5,}-\d{2,}\.safetensors")
 
@@ -221,7 +221,7 @@ def _with_hashes(
     more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
     if differing and not rehash:
         raise ChecksumError(
-            f"{differing[0]}{more}: size or bytes are not those of the step's manifest",
+            f"{differing[0]}{more}: size or bytes differ from the step's manifest",
             where=store.url,
             fix="Restore the file from another copy, or pass --rehash to take the bytes as they are.",
         )

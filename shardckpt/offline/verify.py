@@ -34,12 +34,12 @@ from shardckpt.plan.layout.coverage import faults, locate
 from shardckpt.storage.resolve_url import as_url
 from shardckpt.storage.store import Read, check_name
 
-_MOST_FAULTS = 1000
-_FULL_FILES = (XXH3, XXH3_OF_BLOCKS)  # kinds of checksums that cover all bytes of a file
+_MAX_FAULTS = 1000
+_FULL_FILES = (XXH3, XXH3_OF_BLOCKS)  # kinds of checksums that cover all bytes in a file
 
 _CHECKS = ("structure", "coverage", "sizes")
 _SHOWN = 4
-_MOST_TENSORS = 1000
+_MAX_TENSORS = 1000
 
 
 def verify(
@@ -77,7 +77,7 @@ def verify(
     manifest = reader.manifest
     dead = _find_dead_links(reader)
     problems = [*dead.values()]
-    found = faults(manifest, manifest.tensors.values(), limit=_MOST_FAULTS)
+    found = faults(manifest, manifest.tensors.values(), limit=_MAX_FAULTS)
     problems += [from_fault(fault) for fault in found if fault.file not in dead]
     problems += map(missing_file, manifest.missing)
     if not problems:  # a file that no tensor uses
@@ -113,7 +113,7 @@ def _list_unreadable(src: str, error: CheckpointError) -> list[Problem]:
             problems.append(from_error(other, src))
         except (CheckpointError, UsageError, MissingFileError):
             continue  # not a checkpoint by itself
-    return list({problem.message: problem for problem in problems}.values())[:_MOST_FAULTS]
+    return list({problem.message: problem for problem in problems}.values())[:_MAX_FAULTS]
 
 
 def _find_dead_links(reader: Reader) -> dict[str, Problem]:
@@ -147,7 +147,7 @@ def _list_wrong_files(reader: Reader) -> list[Problem]:
         for name, size in sizes.items()
         if found.get(name, size) != size
     ]
-    return wrong[:_MOST_FAULTS]
+    return wrong[:_MAX_FAULTS]
 
 
 def _wrong_size(message: str, file: str, found: int, expected: int) -> Problem:
@@ -202,7 +202,7 @@ def _checksums(reader: Reader, on_progress: OnProgress | None) -> tuple[int, lis
                 ends[checksum.file] = checksum.offset + checksum.nbytes
             if value == checksum.value:
                 checked += checksum.nbytes
-            elif len(problems) < _MOST_FAULTS:
+            elif len(problems) < _MAX_FAULTS:
                 problems.append(_mismatch(reader, checksum, value, content))
     except CheckpointError as error:
         problems.append(from_error(error, reader.store.url))
@@ -215,7 +215,7 @@ def _checksums(reader: Reader, on_progress: OnProgress | None) -> tuple[int, lis
 
 
 def _unknown_kind(checksum: Checksum) -> Problem:
-    message = escape(f"{checksum.file} has checksums of an unknown kind: {checksum.algorithm}")
+    message = escape(f"{checksum.file} has checksums with an unknown algorithm: {checksum.algorithm}")
     return Problem("unsupported", message, file=checksum.file, found=escape(checksum.algorithm))
 
 
@@ -232,7 +232,7 @@ def _mismatch(reader: Reader, checksum: Checksum, value: int, content: _Content)
     )
     return replace(
         from_error(error),
-        tensors=tuple(names[:_MOST_TENSORS]),
+        tensors=tuple(names[:_MAX_TENSORS]),
         file=checksum.file,
         byte_range=FileRange(checksum.offset, checksum.nbytes),
     )

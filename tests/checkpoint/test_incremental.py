@@ -618,7 +618,7 @@ class TestCheckpointer:
         file.unlink()
         assert ck.steps() == (3,)
         faults = [step.fault for step in shardckpt.ls(str(tmp_path)).incomplete]
-        assert "files of its base are missing" in faults[1]
+        assert "files in its base are missing" in faults[1]
 
     def test_nor_is_one_of_which_a_file_of_the_base_was_cut(self, tmp_path: Path) -> None:
         ck = saved(Checkpointer(tmp_path, dedup=True), 1, 2)
@@ -626,7 +626,7 @@ class TestCheckpointer:
         os.truncate(file, file.stat().st_size - 1)
         assert ck.steps() == ()
         fault = shardckpt.ls(str(tmp_path)).incomplete[1].fault
-        assert "files of its base are missing or end early" in fault
+        assert "files in its base are missing or end early" in fault
         assert file.name in fault
 
     def test_a_base_that_stays_keeps_its_own_files_when_nothing_refers_to_them_any_more(self, tmp_path: Path) -> None:

@@ -305,7 +305,7 @@ class TestOtherFolders:
         saved(Checkpointer(f"{root}/team/a"), 1)
         with pytest.raises(UnknownFormatError, match=r"no step of a run is here; found team/a \(a run\)") as err:
             Checkpointer(root).restore(state())
-        assert "A checkpoint that is not of a run is read by shardckpt.load and `shardckpt inspect`" in str(err.value)
+        assert "Other checkpoints are read by shardckpt.load and `shardckpt inspect`" in str(err.value)
         assert Checkpointer(f"{root}/team/c").restore(state()) is None
 
     def test_logs_and_settings_may_lie_there_before_the_first_step(self, tmp_path):
@@ -713,7 +713,7 @@ class TestRetention:
         else:
             (tmp_path / "step-100").mkdir()
             (tmp_path / "step-100" / "notes.txt").write_bytes(b"precious")
-        with pytest.raises(NoCompleteCheckpoint, match="no save of shardckpt wrote it") as raised:
+        with pytest.raises(NoCompleteCheckpoint, match="no shardckpt save wrote it") as raised:
             Checkpointer(tmp_path).restore(state())
         assert ("shardckpt.load(" in str(raised.value)) == (files == "dcp")
         assert not any(word in str(raised.value) for word in ("interrupted", "repair", "remove"))

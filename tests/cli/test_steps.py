@@ -228,7 +228,7 @@ def test_a_dcp_folder_named_like_a_step_is_called_one(verb: str, fixtures: Path,
     shutil.copytree(fixtures / "dcp_plain_nasty_w1" / "ckpt", tmp_path / "step-100")
     found = run_here(verb, tmp_path)
     assert found.code == 0
-    assert "named like a step, but no save of shardckpt wrote it; found a checkpoint (torch distributed" in found.err
+    assert "named like a step, but no shardckpt save wrote it; found a checkpoint (torch distributed" in found.err
     assert f"shardckpt.load('{tmp_path}/step-100', state), and save steps into another folder" in found.err
     assert not any(word in found.err for word in ("interrupted", "repair", "remove"))
 

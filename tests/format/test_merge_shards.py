@@ -7,7 +7,7 @@ import pytest
 from shardckpt.boxes import Box
 from shardckpt.errors import FormatError
 from shardckpt.format.merge_shards import (
-    MOST_MISSING,
+    MAX_MISSING,
     ManifestBuilder,
     RankOrigin,
     Shard,
@@ -42,7 +42,7 @@ def test_missing_boxes_are_named_and_refused() -> None:
     assert isinstance(lost[ROWS[2]], UnreadableTensor)
     assert "the file of rank 2, which is missing" in str(lost[ROWS[2]].error("here"))
     many = ((Box((i,), (1,)), "gone") for i in range(10**9))
-    assert len(merge_shards(builder, PATH, (10**9,), [], many).pieces) == MOST_MISSING
+    assert len(merge_shards(builder, PATH, (10**9,), [], many).pieces) == MAX_MISSING
 
 
 def test_a_missing_file_is_not_named_if_every_element_is_there() -> None:
@@ -94,4 +94,4 @@ def test_ranks_without_a_file_are_counted() -> None:
     assert builder.warnings == ["of 4 ranks, rank 1 and 1 more left no file here"]
     assert builder.missing == []
     note_missing_ranks(builder, 3, {0: ["w"], 2: ["v"]})
-    assert builder.missing == ["that of rank 1 of 3"]
+    assert builder.missing == ["the file of rank 1 of 3"]

@@ -253,12 +253,12 @@ PAGE = b"\n<!DOCTYPE html>\n<html><body>Access to this model is restricted</body
 
 @pytest.mark.parametrize("is_file", [False, True])
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "a.pt", "model.safetensors.index.json"])
-@pytest.mark.parametrize(("data", "what"), [(POINTER, "a pointer of Git LFS"), (PAGE, "an HTML page")])
+@pytest.mark.parametrize(("data", "what"), [(POINTER, "a Git LFS pointer"), (PAGE, "an HTML page")])
 def test_what_a_download_left_in_place_of_a_file_is_named(
     data: bytes, what: str, name: str, is_file: bool, tmp_path: Path
 ) -> None:
     (tmp_path / name).write_bytes(data)
-    with pytest.raises(FormatError, match=rf"{name}: {what} is here in place of the file\. (Fetch|Download)"):
+    with pytest.raises(FormatError, match=rf"{name}: {what} is here instead of the file\. (Fetch|Download)"):
         open_checkpoint(str(tmp_path / name if is_file else tmp_path))
 
 

@@ -75,7 +75,10 @@ class TestList:
             (tmp_path / step_name(number) / "COMMIT").unlink()
         removed, unsaved = shardckpt.ls(str(tmp_path)).incomplete
         assert removed.fault.startswith(f"{tmp_path / step_name(1)}: this step has no COMMIT, and step 2 after it")
-        assert "Its save or its removal was interrupted, or goes on: a prune or a save removes it" in removed.fault
+        assert (
+            "Its save or its removal was interrupted, or is still running: a prune or a save removes it"
+            in removed.fault
+        )
         assert "never committed" in unsaved.fault
         next((tmp_path / step_name(1)).glob("*.safetensors")).unlink()
         assert "; found 1 file. Its" in shardckpt.ls(str(tmp_path)).incomplete[0].fault

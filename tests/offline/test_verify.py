@@ -212,7 +212,7 @@ def test_every_file_that_cannot_be_read_is_listed(tmp_path: Path) -> None:
     (tmp_path / "README.html").write_text("<html></html>")
     found = [problem.message for problem in shardckpt.verify(tmp_path).problems]
     assert len(found) == 3
-    for number, what in ((2, "a pointer of Git LFS"), (3, "no room"), (4, "bytes follow the data")):
+    for number, what in ((2, "a Git LFS pointer"), (3, "no room"), (4, "bytes follow the tensors' data")):
         assert any(f"model-0000{number}-of" in message and what in message for message in found), found
 
 

@@ -511,7 +511,7 @@ MANIFESTS: dict[str, tuple[str | None, str, str]] = {
     "an unknown kind of checksum": (
         None,
         "iter([__import__('shardckpt.format.reader').format.reader.Checksum('0.npy', 0, 9, 'md5', 1)])",
-        "0.npy has checksums of an unknown kind: md5",
+        "0.npy has checksums with an unknown algorithm: md5",
     ),
     "checksums that fail": (None, "(1 / 0 for _ in 'a')", "failed to list its checksums"),
     "a name outside": (

@@ -126,7 +126,7 @@ class _Union:
 
     # Name to global shape, dtype, and chunks by box: the slices of the ranks that stored it.
     tensors: dict[str, tuple[Shape, str, dict[Box, list[Piece]]]] = field(default_factory=dict)
-    # Name to the location of its bytes in the files of each rank that stored it.
+    # Name to where its bytes are in the files by each rank that stored it.
     objects: dict[str, list[_Stored]] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)  # name to path in the saved state, if known
     warnings: list[str] = field(default_factory=list)  # oddities, one sentence each
@@ -215,7 +215,7 @@ class _Metadata:
         if len(names) == 1 and isinstance(names[0], str) and _ZSTD.fullmatch(names[0]):
             return True
         raise UnsupportedError(
-            f"{name!r} is stored behind a transform that this reader does not know",
+            f"{name!r} is stored through a transform that this reader does not know",
             where=self._where,
             found=", ".join(_format_value(d) for d in names[:4]) or _format_value(descriptors),
             expected="stream.zstd/1",
@@ -393,7 +393,7 @@ def _notes(prefix: str, sizes: Mapping[str, int], names: Sequence[str], used: Ma
         yield f"{len(stale)} {SUFFIX} files hold nothing that the metadata needs and are ignored, first {stale[0]}"
     ranks = [int(match["rank"]) for name in sizes if (match := _RANK_METADATA.fullmatch(name))]
     if ranks and names == [METADATA]:
-        yield f"{len(ranks)} rank-local metadata files beside {METADATA} are ignored"
+        yield f"{len(ranks)} rank-local metadata files next to {METADATA} are ignored"
     elif ranks and len(ranks) <= max(ranks):
         present = set(ranks)
         gone = next(rank for rank in range(max(ranks) + 1) if rank not in present)
@@ -487,7 +487,7 @@ def _is_archive(piece: Piece) -> bool:
 FORMAT = Format(
     name="dcp",
     title="torch distributed checkpoint (DCP)",
-    looks_for="a .metadata file beside *.distcp files",
+    looks_for="a .metadata file next to *.distcp files",
     recognize=recognize,
     open=open_source,
 )

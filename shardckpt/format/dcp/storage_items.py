@@ -37,7 +37,7 @@ from shardckpt.storage.store import Read, Store
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
 _BATCH = 512
-# Bytes that are read from the start of an archive: all its small entries, and the header of its elements.
+# Bytes that are read from an archive's start: all its small entries, and its elements' header.
 _FRONT_BYTES = 1 << 10
 
 _ENCODED_HEAD_BYTES = 1 << 13
@@ -49,8 +49,8 @@ _PICKLE_LIMITS = Limits(nbytes=_MAX_PICKLE_BYTES)
 class Blob(NamedTuple):
     """A safetensors file that contains slices."""
 
-    header: Header  # header of the file; offsets count from the start of the header
-    # Name of a tensor to the offset of its only chunk in this file, if torch stores it.
+    header: Header  # the file's header; offsets count from its start
+    # Tensor name to the offset of its only chunk in this file, if torch stores it.
     offsets: dict[str, tuple[int, ...]]
 
 
@@ -113,7 +113,7 @@ def require_bytes(store: Store, files: Mapping[str, int], file: str, end: int, w
         raise IncompleteError(
             f"the file that holds {what} is missing",
             where=f"{store.url}/{file}",
-            fix="Copy it beside the others, or use an earlier checkpoint.",
+            fix="Copy it next to the others, or use an earlier checkpoint.",
         )
     if end > size:
         raise TruncatedError(
@@ -143,7 +143,7 @@ def _layouts(
 
 def _read_headers(store: Store, files: Mapping[str, int], opened: Sequence[OpenedSlice], blobs: Blobs) -> None:
     """Read the safetensors headers that are not cached."""
-    # Torch stores the offset of the header, not of the tensor.
+    # Torch stores the header's offset, not the tensor's.
     places = {(o.piece.file, o.layout.offset): o.where for o in opened}
     missing = {place: where for place, where in places.items() if place not in blobs}
     starts = {place: bytearray(8) for place in missing}
@@ -172,15 +172,15 @@ def _locate_in_safetensors(opened: OpenedSlice, blob: Blob) -> Span:
     entry, saved_at = blob.header.tensors.get(name), blob.offsets.get(name, opened.piece.box.offset)
     if entry is None or saved_at != piece.box.offset:
         raise IncompleteError(
-            "the file does not hold this chunk: torch's writer keeps one chunk of a tensor in each file",
+            "the file does not hold this chunk: torch's writer keeps one chunk per tensor in each file",
             where=opened.where,
             found="no such tensor" if entry is None else f"the chunk at {saved_at}",
             fix="Its elements are lost; use an earlier checkpoint, or save in torch_save form.",
         )
-    dtype, shape, begin, end = entry
+    dtype, shape, start, end = entry
     if (dtype, shape) != (opened.slice.stored, piece.box.size):
         raise _mismatch_error(opened, dtype, shape)
-    return Span(opened.layout.offset + blob.header.data_start + begin, end - begin)
+    return Span(opened.layout.offset + blob.header.data_start + start, end - start)
 
 
 def _saved_offsets(header: Header, where: str) -> dict[str, tuple[int, ...]]:

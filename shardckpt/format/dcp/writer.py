@@ -148,8 +148,8 @@ class _FlatNames:
             name = dotted(path)
             if name in self._taken:
                 raise NameCollisionError(
-                    f"two values of a DCP checkpoint would both be named {name!r}",
-                    fix="Torch joins keys with dots: rename one of them.",
+                    f"two values in a DCP checkpoint would both be named {name!r}",
+                    fix="Torch joins keys with dots: rename one.",
                 )
             self._taken.add(name)
             self.known[path] = name

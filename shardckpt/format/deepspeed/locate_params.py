@@ -19,7 +19,7 @@ from shardckpt.format.deepspeed.zero_partition import PartitionRun
 # Names of expert parameters in `deepspeed.moe`.
 _EXPERT = re.compile(r"(?P<start>.*\.deepspeed_experts\.)(?P<local>\d{1,6})(?P<rest>\..*)", re.DOTALL)
 
-KEEP_ONE_SAVE = "Keep the files of one save."
+KEEP_ONE_SAVE = "Keep only one save's files."
 CONVERT = "Convert it with DeepSpeed's ds_to_universal.py, and point at the result."
 
 
@@ -81,7 +81,7 @@ class DataParallelRanks:
 
     @property
     def tensor_ranks(self) -> int:
-        """How many tensor-parallel ranks there are; 1 if no file stores it."""
+        """Number of tensor-parallel ranks; 1 if no file stores it."""
         return max((state.tensor_ranks for state in self.models.values()), default=1)
 
     def slot_lengths(self, unit: int) -> dict[int, set[int]]:
@@ -243,7 +243,7 @@ class DataParallelRanks:
             where=self.contents.where(self.optims[rank].file) if rank in self.optims else self.contents.url,
             found=found,
             expected=expected,
-            fix="The files are of different saves, or one is damaged.",
+            fix="The files are from different saves, or one is damaged.",
         )
 
 
@@ -265,7 +265,7 @@ def _find_world(models: Mapping[int, ModelState], optims: Mapping[int, Partition
     for file, fact in facts.items():
         if first is not None and fact != first:
             raise FormatError(
-                "files of different saves are here: they disagree on ranks and groups",
+                "files from different saves are here: they disagree on ranks and groups",
                 where=f"{url}/{file}",
                 found=f"{fact[0]} ranks, {fact[1]} groups",
                 expected=f"{first[0]} ranks, {first[1]} groups",
@@ -276,20 +276,20 @@ def _find_world(models: Mapping[int, ModelState], optims: Mapping[int, Partition
     if len(worlds) > 1 or len(steps) > 1 or (first and any(world % first[0] for world in worlds)):
         ranks = sorted({*worlds, *([first[0]] if first else [])})
         raise FormatError(
-            "files of different saves are here",
+            "files from different saves are here",
             where=url,
             found=f"saved by {' and '.join(map(str, ranks))} ranks at steps {', '.join(map(str, sorted(steps)))}",
-            expected="one number of ranks and one step",
+            expected="one world size and one step",
             fix=KEEP_ONE_SAVE,
         )
     world = first[0] if first else max(worlds, default=1)
     stray = next((rank for rank in (*models, *optims) if rank >= world), None)
     if stray is not None:
         raise FormatError(
-            "the rank of a file is too high",
+            "a file's rank is too high",
             where=url,
             found=f"rank {stray}",
             expected=f"ranks below {world}",
-            fix="It was left by a save of more ranks: keep the files of one save.",
+            fix="A save by more ranks left it: keep only one save's files.",
         )
     return world

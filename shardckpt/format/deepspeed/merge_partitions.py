@@ -242,7 +242,7 @@ def list_groups(
         ids = entry.value if isinstance(entry, ObjectEntry) and isinstance(entry.value, list) else []
         if not all(type(i) is int and 0 <= i < len(names) for i in ids):
             raise FormatError(
-                "a group of the optimizer names flat tensors that do not exist",
+                "an optimizer group names flat tensors that do not exist",
                 where=ranks.contents.where(state.file),
                 found=ids,
                 expected=f"numbers below {len(names)}",

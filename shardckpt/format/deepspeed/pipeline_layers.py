@@ -12,7 +12,7 @@ from shardckpt.format.deepspeed.zero_files import StateFiles
 from shardckpt.format.merge_shards import ManifestBuilder
 from shardckpt.manifest import TensorEntry
 
-TIED = "tied_modules."  # prefix of names of modules that several pipeline stages share; the name of the module follows
+TIED = "tied_modules."  # prefix for modules that several pipeline stages share; the module's name follows
 
 
 def put_experts(builder: ManifestBuilder, contents: StateFileContents, files: StateFiles) -> None:
@@ -60,7 +60,7 @@ def _start(
     matches = [start for start, params in shared.items() if params.items() <= shapes.items()]
     if len(matches) > 1:
         raise AmbiguousError(
-            f"layer {layer} could be any of several shared modules",
+            f"layer {layer} could be in several shared modules",
             where=where,
             found=", ".join(matches[:4]),
             fix="Point at a universal checkpoint (ds_to_universal.py), or leave them out with --exclude.",

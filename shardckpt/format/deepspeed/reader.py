@@ -90,7 +90,7 @@ def open_states(store: Store, files: StateFiles, warnings: tuple[str, ...] = ())
         put_optimizer(builder, ranks, params)
     _put_groups(builder, [groups for ranks, params in parts if (groups := list_groups(ranks, params))])
     if files.expert_optims or (len(parts) > 1 and not trained):
-        builder.unread.append("optimizers of experts and of pipeline stages that ZeRO did not shard")
+        builder.unread.append("optimizers for experts and pipeline stages that ZeRO did not shard")
         builder.warnings.append(f"{builder.unread[-1]} are not read")
     put_loop_state(builder, contents, [*files.models.values(), *files.parts.values()])
     return reader.with_manifest(builder.build_manifest(reader.manifest, FORMAT.name))
@@ -104,7 +104,7 @@ def _read_ranks(reader: TorchReader, contents: StateFileContents, files: StateFi
     if mp in files.models:
         if models:
             raise FormatError(
-                "files of different ZeRO stages are here",
+                "files from different ZeRO stages are here",
                 where=reader.store.url,
                 found=f"{files.models[mp]} and {next(iter(models.values())).file}",
                 fix=KEEP_ONE_SAVE,
@@ -119,7 +119,7 @@ def _read_ranks(reader: TorchReader, contents: StateFileContents, files: StateFi
             where=reader.store.url,
             found=f"{len(optims)} files *_optim_states.pt",
             expected="mp_rank_00_model_states.pt, or zero_pp_rank_*_model_states.pt: they hold the names and shapes",
-            fix="Copy the missing file beside the others.",
+            fix="Copy the missing file next to the others.",
         )
     _require_one_step(reader, optims)
     return build_ranks(contents, files, mp, models, optims)
@@ -193,7 +193,7 @@ def _require_weights(builder: ManifestBuilder, trained: Mapping[str, Shape]) -> 
                 f"the weights of {name!r} are in no file",
                 where=builder.url,
                 expected="them in a model, layer or expert file",
-                fix="Copy the missing *_model_states.pt beside the others.",
+                fix="Copy the missing *_model_states.pt next to the others.",
             )
         if entry.shape != shape:
             raise FormatError(
@@ -250,12 +250,12 @@ def put_loop_state(builder: ManifestBuilder, contents: StateFileContents, files:
 def _ignored_weights(source: Source) -> tuple[str, ...]:
     """Return a warning about other weights in the folder, such as a Trainer's model, which are not read."""
     names = [name for name in source.files if name.endswith((".safetensors", ".safetensors.index.json"))]
-    return (f"{names[0]} is beside the states and is not read",) if names else ()
+    return (f"{names[0]} is next to the states and is not read",) if names else ()
 
 
 FORMAT = Format(
     name="deepspeed",
-    title="folder of DeepSpeed's save_checkpoint",
+    title="folder by DeepSpeed's save_checkpoint",
     looks_for="*_model_states.pt and *_optim_states.pt, or a file `latest` that names their folder",
     recognize=recognize,
     open=open_source,

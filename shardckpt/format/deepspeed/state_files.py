@@ -12,7 +12,7 @@ from shardckpt.format.merge_shards import split_content
 from shardckpt.format.value_checks import check_list, is_shape
 from shardckpt.manifest import Manifest, ObjectEntry, Path, TensorEntry, unflatten
 
-_MOST_RANKS = 1 << 24
+_MAX_RANKS = 1 << 24
 _OPTIM = "optimizer_state_dict"
 _FLAT_KEYS = ("single_partition_of_fp32_groups", "fp32_flat_groups")
 _BASE_KEYS = ("base_optimizer_state", _OPTIM)
@@ -84,7 +84,7 @@ class PartitionOptimState:
     counts: tuple[int, ...]  # number of ranks that share each flat tensor
     slots: tuple[Mapping[str, Slot], ...]  # for each flat tensor, the optimizer's slots
     base: Path  # path of the inner optimizer's state in the file
-    # Elements of padding after each parameter of each flat tensor; None without padding.
+    # Padding elements after each parameter in each flat tensor; None without padding.
     paddings: tuple[tuple[int, ...], ...] | None
     # For each flat tensor, name to element count and first element of this rank's partition, if stored.
     starts: tuple[Mapping[str, tuple[int, int]], ...] | None = field(default=None)
@@ -124,15 +124,15 @@ def read_optim_state(contents: StateFileContents, file: str, rank: int) -> Parti
     flats = _in_order(contents.children(file, _OPTIM, _FLAT_KEYS[is_split]), where)
     if not flats:
         raise UnsupportedError(
-            "the optimizer file holds no flat tensors of master weights",
+            "the optimizer file has no flat master weights",
             where=where,
             found=", ".join(sorted({str(p[1]) for p in contents.tensors(file) if p[:1] == (_OPTIM,) and len(p) > 1})),
             expected=" or ".join(_FLAT_KEYS),
-            fix="Files of DeepSpeed before 0.3.17, and those of offloaded NVMe swapping, are not read.",
+            fix="Files by DeepSpeed before 0.3.17, and by NVMe swapping, are not read.",
         )
     if any(len(entry.shape) != 1 for entry in flats):
         raise FormatError(
-            "a flat tensor of master weights is not flat", where=where, found=str([e.shape for e in flats])[:80]
+            "a flat tensor with master weights is not flat", where=where, found=str([e.shape for e in flats])[:80]
         )
     if contents.value(file, _OPTIM, "ds_zero_partition_groups") is not None:
         raise UnsupportedError(
@@ -189,8 +189,8 @@ def _read_slots(contents: StateFileContents, file: str, base: Path, unit: int) -
 
 def _parse_counts(value: object, flats: int, where: str) -> tuple[int, ...]:
     counts = value if isinstance(value, list | tuple) else [value] * flats
-    if len(counts) != flats or not all(type(n) is int and 0 < n <= _MOST_RANKS for n in counts):
-        raise FormatError("the number of ranks is malformed", where=where, found=value, expected=f"{flats} counts")
+    if len(counts) != flats or not all(type(n) is int and 0 < n <= _MAX_RANKS for n in counts):
+        raise FormatError("the world size is malformed", where=where, found=value, expected=f"{flats} counts")
     return tuple(n for n in counts if isinstance(n, int))
 
 
@@ -229,7 +229,7 @@ def _parse_groups(value: object, where: str) -> Sequence[object]:
 
 def _parse_shapes(value: object, where: str) -> dict[str, Shape]:
     if not isinstance(value, dict):
-        raise FormatError("the shapes of parameters must be a dict", where=where, found=type(value).__name__)
+        raise FormatError("parameter shapes must be a dict", where=where, found=type(value).__name__)
     shapes: dict[str, Shape] = {}
     for name, shape in value.items():
         if not isinstance(name, str) or not is_shape(shape):

@@ -56,10 +56,10 @@ def open_source(source: Source) -> Reader:
     files = list(wanted.values())
     if not files:
         raise IncompleteError(
-            "no model file is beside zero/",
+            "no model file is next to zero/",
             where=f"{store.url}/{folder}".rstrip("/"),
             expected="mp_rank_00_model_states.pt, or zero_pp_rank_*_model_states.pt: buffers, ties and order are in it",
-            fix="Copy the missing file beside zero/; DeepSpeed needs it too.",
+            fix="Copy the missing file next to zero/; DeepSpeed needs it too.",
         )
     builder = ManifestBuilder(store.url)
     places = () if states.models else sorted(states.parts.items())
@@ -146,7 +146,7 @@ class _UniversalMerger:
                 lacking = sorted(slots - self.params[name].keys()) if name in self.params else [WEIGHTS]
                 if lacking:
                     raise IncompleteError(
-                        f"parameter {name!r} has no {lacking[0]}{_SUFFIX}, which others of its group have",
+                        f"parameter {name!r} has no {lacking[0]}{_SUFFIX}, which others in its group have",
                         where=self.contents.url,
                         fix="Convert the checkpoint again, or copy the missing file.",
                     )
@@ -191,7 +191,7 @@ class _UniversalMerger:
             if path in tensors:
                 return tensors[path]
         raise FormatError(
-            "the file of a parameter holds no tensor",
+            "a parameter's file holds no tensor",
             where=self.contents.where(file),
             found=", ".join(".".join(map(str, path)) for path in list(tensors)[:4]) or "none",
             expected="a tensor, or a dict with one under `param`",
@@ -245,7 +245,7 @@ class _UniversalMerger:
 FORMAT = Format(
     name="deepspeed-universal",
     title="DeepSpeed's universal checkpoint",
-    looks_for="zero/<parameter>/fp32.pt, or a file `latest_universal` that names the folder of it",
+    looks_for="zero/<parameter>/fp32.pt, or a file `latest_universal` that names its folder",
     recognize=recognize,
     open=open_source,
 )

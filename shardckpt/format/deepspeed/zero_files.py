@@ -80,14 +80,14 @@ def find_folder(source: Source) -> str | None:
             where=source.url,
             found=tag,
             expected=", ".join(found[:4]),
-            fix="Point at one of those folders, or copy the missing one.",
+            fix="Point at one folder, or copy the missing one.",
         )
     if len(found) > 1:
         raise AmbiguousError(
             "several steps are here and no file `latest` names one",
             where=source.url,
             found=", ".join(found[:8]),
-            fix="Point at one of those folders.",
+            fix="Point at one folder.",
         )
     return found[0] if found else None
 
@@ -138,10 +138,10 @@ def _put(found: StateFiles, name: str, path: str, url: str) -> bool:
 def _put_once(files: dict[_K, str], key: _K, path: str, url: str) -> None:
     if key in files:
         raise FormatError(
-            "two files are of the same rank",
+            "two files have the same rank",
             where=url,
             found=f"{files[key]} and {path}",
-            fix="Keep the files of one save, and nothing else, in a folder.",
+            fix="Keep each save alone in its own folder.",
         )
     files[key] = path
 

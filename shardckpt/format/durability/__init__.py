@@ -1,1 +1,1 @@
-"""Where a run's steps are: copies, the failures that they survive, and the run's record."""
+"""Places of a run's steps: copies, the failures that they survive, and the run's record."""

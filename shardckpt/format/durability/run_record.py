@@ -15,9 +15,9 @@ from shardckpt.storage.store import Store, read_bytes
 
 RECORD = ".shardckpt-run.json"  # name of the record's file in the root
 
-_MOST_BYTES = 1 << 16
+_MAX_BYTES = 1 << 16
 
-_MOST_STARTS = 64  # maximum number of starts in a record: memory keeps the captures of the last few
+_MAX_STARTS = 64  # maximum starts in a record: memory keeps the last few's captures
 
 # Records are filled up with spaces to a multiple of this; one with 64 failed steps has fewer bytes.
 _UNIT_BYTES = 1 << 12
@@ -61,12 +61,12 @@ NOTHING_LOST = LostSteps()
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """What a run's root remembers about its tiers and starts."""
+    """Facts about tiers and starts that a run keeps in its root."""
 
-    local: str = ""  # folder of the tier on a disk of the node; empty without one
+    local: str = ""  # the tier's folder on a disk of the node; empty without one
     attempts: tuple[Attempt, ...] = ()  # steps after whose restore the run failed, or may be about to
     start: CapturingStart = NO_START  # start of the run that captured last
-    lost: LostSteps = NOTHING_LOST  # steps that the root had lost last while a start went on
+    lost: LostSteps = NOTHING_LOST  # steps that the root had lost last while a start continued
     starts: tuple[str, ...] = ()  # ids of the starts that have captured, or whose captures were found; empty if unknown
 
     def encode(self) -> bytes:
@@ -76,7 +76,7 @@ class RunRecord:
             "attempts": self.attempts,
             "start": self.start,
             "lost": self.lost,
-            "starts": self.starts[-_MOST_STARTS:],
+            "starts": self.starts[-_MAX_STARTS:],
         }
         return json.dumps(fields).encode("ascii") + b"\n"
 
@@ -121,7 +121,7 @@ def read_run_record(store: Store) -> RunRecord:
     """Return a run's record; a new one if it has none."""
     try:
         size = store.size(RECORD)
-        return RunRecord.decode(read_bytes(store, RECORD, 0, size)) if size <= _MOST_BYTES else RunRecord()
+        return RunRecord.decode(read_bytes(store, RECORD, 0, size)) if size <= _MAX_BYTES else RunRecord()
     except (MissingFileError, CheckpointError):
         return RunRecord()
 

@@ -27,7 +27,7 @@ _NETWORK = {
 _MOUNTS = "/proc/self/mountinfo"
 
 
-MEMORY, LOCAL, ROOT = "memory", "local", "root"  # names of the places of a step, the nearest first
+MEMORY, LOCAL, ROOT = "memory", "local", "root"  # a step's places, the nearest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def require_durable(durability: Durability, survives: str) -> None:
     if survives not in durability.survives:
         lost = survives if survives == TWO_NODES else f"the {survives}"
         raise StorageError(
-            f"step {durability.step} does not survive the loss of {lost}",
+            f"step {durability.step} does not survive losing {lost}",
             found=", ".join(copy.path for copy in durability.copies) or "no complete copy",
             fix="Save it to the root, or to storage that survives this.",
         )

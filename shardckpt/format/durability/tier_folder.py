@@ -12,7 +12,7 @@ from shardckpt.storage.store import Store, read_bytes
 
 _OWNER = ".shardckpt-tier.json"  # file of a tier's folder that names its run
 
-_MOST_BYTES = 1 << 16
+_MAX_BYTES = 1 << 16
 
 _NO_OWNER = ("damaged", "missing")
 _OTHER_FOLDER = "choose another folder, or remove this one"
@@ -26,14 +26,14 @@ def require_own_folder(store: Store, root: str) -> None:
     run = find_run_id(root)
     if not owner:
         raise UsageError(
-            f"the run of the steps in the folder of Local is unknown: {_OWNER} is {_NO_OWNER[owner is None]}",
+            f"the steps in Local's folder belong to an unknown run: {_OWNER} is {_NO_OWNER[owner is None]}",
             where=store.url,
             expected=root,
-            fix=f'If they are of this run, write {{"run": "{run}"}} into that file; otherwise {_OTHER_FOLDER}.',
+            fix=f'If they belong to this run, write {{"run": "{run}"}} into that file; otherwise {_OTHER_FOLDER}.',
         )
     if owner["run"] != run:
         raise UsageError(
-            "the folder of Local has steps of another run",
+            "Local's folder has steps of another run",
             where=store.url,
             found=str(owner.get("root", owner["run"]))[:200],
             expected=root,
@@ -63,7 +63,7 @@ def _read_owner(store: Store) -> dict[str, object] | None:
     """Return the record about the run that owns a folder; None without one, empty if it is damaged."""
     try:
         size = store.size(_OWNER)
-        found = json.loads(read_bytes(store, _OWNER, 0, size)) if size <= _MOST_BYTES else {}
+        found = json.loads(read_bytes(store, _OWNER, 0, size)) if size <= _MAX_BYTES else {}
     except MissingFileError:
         return None
     except (CheckpointError, ValueError, RecursionError):

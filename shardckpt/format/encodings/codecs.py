@@ -11,7 +11,7 @@ from shardckpt.errors import FormatError, TruncatedError, UnsupportedError
 from shardckpt.manifest import Encoded
 from shardckpt.storage.store import Read, Store
 
-# Maximum accepted zstd window, in bytes: that of `zstd --long`. A hostile file could demand more memory.
+# Maximum accepted zstd window, in bytes: as with `zstd --long`. A hostile file could demand more memory.
 MAX_WINDOW_BYTES = 1 << 27
 
 _CHUNK_BYTES = 1 << 18

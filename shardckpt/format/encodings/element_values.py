@@ -159,7 +159,7 @@ def _magnitudes(data: memoryview, dtype: str) -> NDArray[Any]:
     return np.abs(_as_array(data, dtype).astype(np.complex128))
 
 
-# Functions that return numbers of which NumPy computes fast.
+# Functions that return numbers with which NumPy computes fast.
 _CONVERSIONS: dict[str, Callable[[memoryview, str], NDArray[Any]]] = {
     "bfloat16": _widen_bfloat16,
     "float16": _widen_half,

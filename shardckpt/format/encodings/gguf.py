@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from shardckpt.errors import UnsupportedError
 from shardckpt.format.encodings.safetensors import HeaderTensor
 
-# Multiple of bytes at which the data of each tensor starts; the default, which the metadata need not name.
+# Each tensor's data starts at a multiple of this; it is the default, which the metadata need not name.
 ALIGNMENT = 32
 
 # Dtype to its number in GGUF; GGUF has more types.
 TENSOR_TYPES = {"float32": 0, "float16": 1, "q8_0": 8, "bfloat16": 30}
 
-# A value of the metadata: numbers are stored with 32 bits, those of lists are signed.
+# A metadata value: numbers are stored with 32 bits; in lists they are signed.
 MetadataValue = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float]
 
 _MAGIC = b"GGUF"

@@ -28,7 +28,7 @@ _MAX_BYTES = 1 << 62
 class Header(NamedTuple):
     """Content of a file's header."""
 
-    data_start: int  # byte in the file at which the data begins
+    data_start: int  # byte in the file at which the data starts
     # Name to (torch dtype name, shape, first byte, end byte), offsets relative to `data_start`.
     tensors: dict[str, tuple[str, Shape, int, int]]
     metadata: dict[str, str]  # the file's `__metadata__`
@@ -103,7 +103,7 @@ def require_affordable(body: bytes | bytearray, *, where: str) -> None:
     budget.spend(made)
 
 
-# Memory of lists and objects of JSON, and of their members, beyond their text, in bytes.
+# Memory for JSON lists and objects, and for their members, beyond their text, in bytes.
 _CONTAINER_BYTES, _MEMBER_BYTES = 64, 8
 
 
@@ -129,7 +129,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 def _finite(text: str) -> float:
     number = float(text)
     if isinf(number):
-        raise ValueError(f"{text[:40]} is larger than any number of JSON may be")
+        raise ValueError(f"{text[:40]} is larger than any JSON number may be")
     return number
 
 
@@ -142,8 +142,8 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_consta
 
 def _parse_tensor(name: str, entry: object, where: str) -> tuple[str, Shape, int, int]:
     try:
-        kind, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]  # type: ignore[index]
-        if type(begin) is not int or type(end) is not int or not 0 <= begin <= end <= _MAX_BYTES:
+        kind, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]  # type: ignore[index]
+        if type(start) is not int or type(end) is not int or not 0 <= start <= end <= _MAX_BYTES:
             raise TypeError
         for n in shape:
             if type(n) is not int or not 0 <= n <= _MAX_BYTES:
@@ -155,24 +155,24 @@ def _parse_tensor(name: str, entry: object, where: str) -> tuple[str, Shape, int
         raise UnsupportedError(f"tensor {name!r} has an unknown dtype", where=where, found=kind)
     require_dims(name, shape, where)
     size = array_nbytes(dtype, shape)
-    if size != end - begin or size > _MAX_BYTES or (bits(dtype) < 8 and prod(shape) * bits(dtype) % 8):
+    if size != end - start or size > _MAX_BYTES or (bits(dtype) < 8 and prod(shape) * bits(dtype) % 8):
         raise FormatError(
             f"tensor {name!r} does not fill its data_offsets",
             where=where,
-            found=f"{end - begin} bytes",
+            found=f"{end - start} bytes",
             expected=f"{size} bytes for {kind} of shape {list(shape)}",
         )
     if dtype == HALF_BYTE and shape and shape[-1] % 2 == 0:
-        return HALF_BYTE_PAIR, (*shape[:-1], shape[-1] // 2), begin, end
-    return dtype, shape, begin, end
+        return HALF_BYTE_PAIR, (*shape[:-1], shape[-1] // 2), start, end
+    return dtype, shape, start, end
 
 
 def _check_no_holes(tensors: Mapping[str, tuple[str, Shape, int, int]], where: str) -> None:
     at = 0
-    for begin, end, name in sorted((begin, end, name) for name, (_, _, begin, end) in tensors.items()):
-        if begin != at:
-            what = "overlaps the tensor before it" if begin < at else "follows a hole in the data"
-            raise FormatError(f"tensor {name!r} {what}", where=where, found=f"byte {begin}", expected=f"byte {at}")
+    for start, end, name in sorted((start, end, name) for name, (_, _, start, end) in tensors.items()):
+        if start != at:
+            what = "overlaps the tensor before it" if start < at else "follows a hole in the data"
+            raise FormatError(f"tensor {name!r} {what}", where=where, found=f"byte {start}", expected=f"byte {at}")
         at = end
 
 

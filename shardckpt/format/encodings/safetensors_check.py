@@ -26,7 +26,7 @@ from shardckpt.storage.store import ClosingWriter, Store, Writer, convert_os_err
 _SUFFIX = ".safetensors"
 _LENGTH_BYTES = 8
 _END = re.compile(rb'"data_offsets":\[\d+,(\d+)\]')
-_FIX = "This is a fault of the writer, not of the checkpoint that was read; nothing was published."
+_FIX = "The writer is at fault, not the checkpoint that was read; nothing was published."
 
 
 @contextmanager

@@ -18,11 +18,11 @@ from shardckpt.errors import CheckpointError, FormatError, UnsupportedError
 from shardckpt.format.budget import check_hashes
 from shardckpt.manifest import Path, dotted
 
-MAX_DEPTH = 100  # maximum nesting of containers; also ends the encoding of a container that contains itself
+MAX_DEPTH = 100  # maximum nesting; also ends encoding if a container contains itself
 MAX_BYTES = 1 << 24  # maximum bytes of one string or byte string; larger data belongs in a tensor
-MAX_INT_BITS = 8192  # maximum bits of one integer, so that Python can print all of them
+MAX_INT_BITS = 8192  # maximum bits in an integer, so that Python can print it
 
-# NumPy's names of the scalars that can be saved, to the format of their parts in the `struct` module.
+# NumPy's names for scalars that can be saved, to their parts' format in the `struct` module.
 SCALARS = {
     "bool": "?",
     "int8": "b",
@@ -127,7 +127,7 @@ def _encode_dict(value: dict[object, object], path: Path, leaf: Leaf, refs: Mapp
     if type(value) is dict and all(type(key) is str and not key.startswith("$") for key in value):
         return dict(inner)
     if len({path_key(key) for key in value}) != len(value):
-        raise _refusal(path, "two keys of a dict read alike", _shorten(list(value)), fix="Rename one of them.")
+        raise _refusal(path, "two keys of a dict read alike", _shorten(list(value)), fix="Rename one.")
     pairs = [[_encode_key(key, path), v] for key, v in inner]
     return {"$dict" if type(value) is dict else "$ordered": pairs}
 

@@ -1,7 +1,7 @@
 """Open torch's zip archives, anywhere in files, and locate their entries. APPNOTE 6.3, including zip64.
 
 Torch writes archives as a stream: sizes are in the central directory and after each entry, while local headers contain
-zeros. An extra field in the local header aligns the data, so only this header tells where an entry's data starts.
+zeros. An extra field in the local header aligns the data, so only this header gives the start of an entry's data.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STORED, DEFLATED = 0, 8
 
 _LOCAL = Struct("<4sHHHHHIIIHH")
 _CENTRAL = Struct("<4sHHHHHHIIIHHHHHII")
-_LENGTHS, _LENGTHS_AT = Struct("<HHH"), 28  # lengths of name, extra field and comment in a record of the directory
+_LENGTHS, _LENGTHS_AT = Struct("<HHH"), 28  # lengths of name, extra field and comment in a directory record
 
 _END = Struct("<4sHHHHIIH")
 _END64_LOCATOR = Struct("<4sIQI")
@@ -39,12 +39,12 @@ _MAX_NAME_BYTES = 4096
 _MAX_INFLATION = 1040  # maximum expansion factor of deflate
 
 # Maximum decoded bytes of a compressed entry: torch does not compress, so a large one is probably hostile.
-_MOST_INFLATED_BYTES = 1 << 26
+_MAX_INFLATED_BYTES = 1 << 26
 
 
-_MOST_ENDS = 100_000  # maximum end records tried in one entry; an archive stored in another one has one for each entry
+_MAX_ENDS = 100_000  # maximum end records tried in one entry; an archive stored in another one has one for each entry
 
-# Maximum entries of a directory whose layout is kept for the next one; an archive of a tensor has up to 7.
+# Maximum entries in a directory whose layout is kept for the next one; a tensor's archive has up to 7.
 _FEW_ENTRIES = 64
 
 _INFLATED_COST = 16  # budget cost of each inflated byte, which is parsed without being a byte of the file
@@ -130,7 +130,7 @@ def read_entries(
     """Return small entries' decoded bytes, in one batch."""
     extents = []
     for file, entry, _ in wanted:
-        accepted = most if entry.method == STORED else min(most, _MOST_INFLATED_BYTES)
+        accepted = most if entry.method == STORED else min(most, _MAX_INFLATED_BYTES)
         require_small(entry.name, entry.size, accepted, f"{store.url}/{file}")
         if entry.method == DEFLATED and budgets is not None:
             budgets[file].spend(_INFLATED_COST * entry.size)
@@ -222,22 +222,22 @@ def _end64(place: ArchivePlace, tail: bytes, at: int, where: str) -> _End | None
     _, disk, position, disks = _END64_LOCATOR.unpack_from(tail, at)
     at -= _END64.size
     if at < 0 or position != place.nbytes - len(tail) + at or disk or disks != 1:
-        raise FormatError("the zip64 locator of the archive points elsewhere", where=where, found=f"byte {position}")
+        raise FormatError("the zip64 locator points elsewhere", where=where, found=f"byte {position}")
     signature, size, _, _, disk, first_disk, here, count, nbytes, start = _END64.unpack_from(tail, at)
     if signature != b"PK\x06\x06" or size != _END64.size - 12 or disk or first_disk or here != count:
-        raise FormatError("the zip64 end record of the archive is damaged", where=where)
+        raise FormatError("the zip64 end record is damaged", where=where)
     return _End(start, nbytes, count)
 
 
 def _check_end(end: _End, position: int, where: str) -> None:
     if end.start + end.nbytes != position or end.entries * _CENTRAL.size > end.nbytes:
         raise FormatError(
-            "the directory of the zip archive is not where its end record says",
+            "the zip archive's directory is not where its end record says",
             where=where,
             found=f"{end.entries} entries, {end.nbytes} bytes at byte {end.start}",
             expected=f"an end at byte {position}",
         )
-    require_small("the directory of the zip archive", end.nbytes, _MAX_DIRECTORY_BYTES, where)
+    require_small("the zip archive's directory", end.nbytes, _MAX_DIRECTORY_BYTES, where)
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,25 +303,25 @@ def _parse_entries(place: ArchivePlace, raw: bytes, end: _End, where: str) -> di
             record, at = _record(raw, at, where)
             records.append(record)
     except StructError:
-        raise FormatError("the directory of the zip archive ends inside an entry", where=where) from None
+        raise FormatError("the zip archive's directory ends inside an entry", where=where) from None
     if at != len(raw):
-        raise FormatError("the directory of the zip archive is longer than its entries", where=where)
+        raise FormatError("the zip archive's directory is longer than its entries", where=where)
     borders = sorted((r.header for r in records), reverse=False)
     for a, b in pairwise([*borders, end.start]):
         if b - a < _LOCAL.size:
-            raise FormatError("entries of the zip archive overlap", where=where, found=f"headers at bytes {a} and {b}")
+            raise FormatError("entries in the zip archive overlap", where=where, found=f"headers at bytes {a} and {b}")
     following = dict(pairwise([*borders, end.start]))
     entries: dict[str, ZipEntry] = {}
     for record in records:
         name, header, compressed = record.name, record.header, record.compressed
         limit = following[header]
         if name in entries:
-            raise FormatError("the zip archive holds two entries of one name", where=where, found=name)
+            raise FormatError("the zip archive has two entries with one name", where=where, found=name)
         if header + _LOCAL.size + len(name) + compressed > limit:
             raise FormatError(
                 f"{name} reaches into what follows it in the zip archive",
                 where=where,
-                found=f"{compressed} bytes behind byte {header}",
+                found=f"{compressed} bytes after byte {header}",
                 expected=f"an end before byte {limit}",
             )
         entries[name] = record._replace(header=place.offset + header, limit=place.offset + limit)
@@ -337,14 +337,14 @@ def _record(raw: bytes, at: int, where: str) -> tuple[ZipEntry, int]:
     name_at = at + _CENTRAL.size
     stop = name_at + n + extra + comment
     if signature != b"PK\x01\x02" or stop > len(raw) or disk not in (0, 0xFFFF):
-        raise FormatError("an entry in the directory of the zip archive is damaged", where=where, found=f"byte {at}")
+        raise FormatError("an entry in the zip archive's directory is damaged", where=where, found=f"byte {at}")
     name = _name(raw[name_at : name_at + n], where)
     if flags & 0x2041:
         raise UnsupportedError(f"{name} in the zip archive is encrypted", where=where)
     if 0xFFFFFFFF in (compressed, size, header):
         size, compressed, header = _wide(raw[name_at + n : name_at + n + extra], (size, compressed, header), where)
     if (method == STORED and compressed != size) or size > (compressed + 1) * _MAX_INFLATION:
-        raise FormatError(f"the sizes of {name} in the zip archive cannot be", where=where, found=(compressed, size))
+        raise FormatError(f"{name} in the zip archive has impossible sizes", where=where, found=(compressed, size))
     return ZipEntry(name, method, crc, compressed, size, header, 0, bool(flags & 8)), stop
 
 
@@ -361,7 +361,7 @@ def _wide(extra: bytes, narrow: tuple[int, int, int], where: str) -> tuple[int, 
                 break
             return a, b, c
         at += 4 + length
-    raise FormatError("an entry of the zip archive lacks its 64-bit sizes", where=where)
+    raise FormatError("an entry in the zip archive lacks its 64-bit sizes", where=where)
 
 
 def _name(raw: bytes, where: str) -> str:
@@ -380,12 +380,12 @@ def _data_start(wanted: WantedEntry, head: bytes, where: str) -> int:
     """Return where an entry's data starts in the file, from its local header."""
     entry = wanted.entry
     if len(head) < _LOCAL.size:
-        raise TruncatedError(f"the local header of {entry.name} ends early", where=where)
+        raise TruncatedError(f"{entry.name}: the local header ends early", where=where)
     signature, _, _, method, _, _, crc, compressed, size, n, extra = _local(head, 0)
     name = entry.name.encode()
     if signature != LOCAL_SIGNATURE or n != len(name) or head[_LOCAL.size : _LOCAL.size + n] != name:
         raise FormatError(
-            f"the local header of {entry.name} is not where the directory says",
+            f"{entry.name}: the local header is not where the directory says",
             where=where,
             found=f"byte {entry.header}",
         )
@@ -393,7 +393,7 @@ def _data_start(wanted: WantedEntry, head: bytes, where: str) -> int:
     wide = method == entry.method and 0xFFFFFFFF in (compressed, size)
     if not (known or wide or (entry.streamed and method == entry.method)):
         raise FormatError(
-            f"the local header of {entry.name} contradicts the directory",
+            f"{entry.name}: the local header contradicts the directory",
             where=where,
             found=f"method {method}, {compressed} of {size} bytes",
             expected=f"method {entry.method}, {entry.compressed} of {entry.size} bytes",
@@ -460,7 +460,7 @@ def walk_front(front: bytes, is_wanted: Callable[[str], bool], *, where: str) ->
         if is_wanted(name):
             return ArchiveFront(contents, name, start)
         if name in contents:
-            raise FormatError("the zip archive holds two entries of one name", where=where, found=name)
+            raise FormatError("the zip archive has two entries with one name", where=where, found=name)
         if flags & 8 and not size:
             stop, at = _find_described_end(front, start, where)
         else:
@@ -479,7 +479,7 @@ def _find_described_end(front: bytes, start: int, where: str) -> tuple[int, int]
     # The record contains size and checksum of the data; both must match.
     at = front.find(_DESCRIPTOR_SIGNATURE, start)
     view, checked, checksum = memoryview(front), start, 0
-    for _ in range(_MOST_ENDS):
+    for _ in range(_MAX_ENDS):
         if at < 0:
             break
         checksum, checked = zlib.crc32(view[checked:at], checksum), at
@@ -493,5 +493,5 @@ def _find_described_end(front: bytes, start: int, where: str) -> tuple[int, int]
                 return at, stop
         at = front.find(_DESCRIPTOR_SIGNATURE, at + 1)
     if at >= 0:
-        raise FormatError("an entry of the archive seems to end again and again", where=where, found=f"byte {start}")
+        raise FormatError("an entry in the archive seems to end again and again", where=where, found=f"byte {start}")
     raise _front_ends_early(front, where)

@@ -67,7 +67,7 @@ def open_source(source: Source) -> Reader:
     if ranked:
         parts.append(SubReader(_open_rank_files(source, slots, ranked), partial(_below, "", "")))
     beside = {name: source.listing[name].size for name in source.files if _BESIDE.fullmatch(name)}
-    warnings = [f"{', '.join(ignored[:4])} are beside the FSDP model and are ignored"] if ignored else []
+    warnings = [f"{', '.join(ignored[:4])} are next to the FSDP model and are ignored"] if ignored else []
     return join(FORMAT.name, source.store, parts, beside, warnings, ignored)
 
 
@@ -163,8 +163,8 @@ def _two_forms(source: Source, slot: str, names: list[str]) -> AmbiguousError:
 
 FORMAT = Format(
     name="accelerate",
-    title="folder of Accelerator.save_state",
-    looks_for="pytorch_model_fsdp* files or folders, or a model beside random_states_*.pkl",
+    title="folder by Accelerator.save_state",
+    looks_for="pytorch_model_fsdp* files or folders, or a model next to random_states_*.pkl",
     recognize=recognize,
     open=open_source,
 )

@@ -24,7 +24,7 @@ _METADATA = "composer_metadata.json"
 _LOOP = "resumption.pkl"
 _POINTER = ".symlink"
 _PARTS = ("model", "optim")
-_MOST_POINTER_BYTES = 4096
+_MAX_POINTER_BYTES = 4096
 
 
 def recognize(source: Source) -> Evidence:
@@ -70,7 +70,7 @@ def _follow_pointer(source: Source, pointer: str) -> Reader:
     """Open the file or folder that a pointer names in its own folder; ignore the stored path's other folders."""
     where = f"{source.store.url}/{pointer}"
     size = source.store.size(pointer)
-    if size > _MOST_POINTER_BYTES:
+    if size > _MAX_POINTER_BYTES:
         raise FormatError("a pointer is longer than any path", where=where, found=f"{size} bytes")
     try:
         target = read_bytes(source.store, pointer, 0, size).decode().strip()
@@ -81,7 +81,7 @@ def _follow_pointer(source: Source, pointer: str) -> Reader:
     name = next((part for part in reversed(parts) if part in names and part != pointer), "")
     if not name or name == "..":
         raise IncompleteError(
-            "the target of a pointer is not beside it",
+            "a pointer's target is not next to it",
             where=where,
             found=target[:200],
             fix="Copy it here, or point at the checkpoint itself.",
@@ -93,8 +93,8 @@ def _follow_pointer(source: Source, pointer: str) -> Reader:
 
 FORMAT = Format(
     name="composer",
-    title="checkpoint of Composer, in parts",
-    looks_for=f"{_METADATA} beside model or optim, or a *{_POINTER} file that names a checkpoint",
+    title="Composer checkpoint, in parts",
+    looks_for=f"{_METADATA} next to model or optim, or a *{_POINTER} file that names a checkpoint",
     recognize=recognize,
     open=open_source,
 )

@@ -22,7 +22,7 @@ class SubReader(NamedTuple):
     """One reader in a composite checkpoint."""
 
     reader: Reader  # reader over the same store as the others, with files of its own
-    # Maps a path of its manifest to a path of the combined manifest; by default the same.
+    # Maps its manifest's paths to the combined manifest's paths; by default the same.
     move: Callable[[Path], Path] = _keep_path
 
 

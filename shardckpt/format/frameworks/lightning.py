@@ -28,8 +28,8 @@ def open_source(source: Source) -> Reader:
 
 FORMAT = Format(
     name="fabric",
-    title="sharded checkpoint of Lightning Fabric or Trainer",
-    looks_for="meta.pt beside a .metadata file and *.distcp files",
+    title="sharded checkpoint by Lightning Fabric or Trainer",
+    looks_for="meta.pt next to a .metadata file and *.distcp files",
     recognize=recognize,
     open=open_source,
 )

@@ -55,7 +55,7 @@ def open_source(source: Source) -> Reader:
 FORMAT = Format(
     name="megatron",
     title="Megatron's distributed checkpoint",
-    looks_for="metadata.json that names a sharded_backend, beside .metadata",
+    looks_for="metadata.json that names a sharded_backend, next to .metadata",
     recognize=recognize,
     open=open_source,
 )

@@ -24,7 +24,7 @@ from shardckpt.storage.store import read_bytes
 METADATA = "metadata.pkl"
 _FILE = re.compile(r"(?P<item>[a-zA-Z0-9_-]+)_(?P<rank>\d{1,7})\.pt")
 _LIMITS = Limits(nbytes=1 << 29)
-_MOST_RANKS = 1 << 20
+_MAX_RANKS = 1 << 20
 _HEAD_BYTES = 512
 
 
@@ -43,7 +43,7 @@ def open_source(source: Source) -> Reader:
     where = f"{source.store.url}/{METADATA}"
     if size > _LIMITS.nbytes:
         raise UnsafeError(
-            "the metadata is larger than that of any checkpoint",
+            "the metadata is larger than in any checkpoint",
             where=where,
             found=f"{size} bytes",
             expected=f"at most {_LIMITS.nbytes}",
@@ -72,10 +72,10 @@ def _read_items(metadata: object, where: str) -> tuple[int, dict[str, Mapping[ob
     """Return how many ranks there are, and each item's metadata."""
     world = metadata.get("world_size") if isinstance(metadata, dict) else None
     items = metadata.get("metadata") if isinstance(metadata, dict) else None
-    if type(world) is not int or not 0 < world <= _MOST_RANKS or not isinstance(items, dict):
+    if type(world) is not int or not 0 < world <= _MAX_RANKS or not isinstance(items, dict):
         raise FormatError("the metadata names no ranks and no items", where=where, found=metadata)
     if not all(isinstance(key, str) and isinstance(value, dict) for key, value in items.items()):
-        raise FormatError("the items of the metadata must be a dict", where=where)
+        raise FormatError("the metadata's items must be a dict", where=where)
     return world, {str(key): value for key, value in items.items()}
 
 
@@ -93,7 +93,7 @@ def _files(items: Mapping[str, Mapping[object, object]], world: int, source: Sou
                     where=source.url,
                     found=f"{len(source.files)} files",
                     expected=name,
-                    fix="Copy the missing file beside the others.",
+                    fix="Copy the missing file next to the others.",
                 )
             if name in seen:
                 raise FormatError("the metadata gives two ranks one file", where=where, found=name)
@@ -108,7 +108,7 @@ def _name(item: str, rank: int, layout: object, where: str) -> str:
     name = layout.get("file_path") if isinstance(layout, dict) else None
     if not isinstance(name, str) or not name.endswith(".pt") or "/" in name:
         raise UnsupportedError(
-            f"{item!r} is not in files of torch.save in this folder",
+            f"{item!r} is not in torch.save files in this folder",
             where=where,
             found=name,
             expected=f"{item}_{rank}.pt",
@@ -131,7 +131,7 @@ def _check_shapes(manifest: Manifest, items: Mapping[str, Mapping[object, object
                     where=where,
                     found="nothing" if entry is None else entry.shape,
                     expected=shape or "a tensor",
-                    fix="The files are of different saves, or one is damaged.",
+                    fix="The files are from different saves, or one is damaged.",
                 )
 
 
@@ -142,7 +142,7 @@ def _keys(text: object, where: str) -> list[str | int]:
     except (ValueError, RecursionError):
         keys = None
     if not isinstance(keys, list) or not all(type(key) in (str, int) for key in keys):
-        raise FormatError("a path of the metadata must be a list of keys", where=where, found=text)
+        raise FormatError("a path in the metadata must be a list of keys", where=where, found=text)
     return keys
 
 
@@ -157,8 +157,8 @@ def _shape(groups: object) -> tuple[int, ...] | None:
 
 FORMAT = Format(
     name="torch-checkpointing",
-    title="folder of torch_checkpointing",
-    looks_for="metadata.pkl of torch_checkpointing beside <item>_<rank>.pt",
+    title="folder by torch_checkpointing",
+    looks_for="torch_checkpointing's metadata.pkl next to <item>_<rank>.pt",
     recognize=recognize,
     open=open_source,
 )

@@ -30,7 +30,7 @@ _SLICES_SUFFIX = ".distcp"  # suffix of files with concatenated archives, which 
 
 _ONE_FILE = re.compile(r"(pytorch_model|adapter_model)\.bin")
 _SHARD = re.compile(r"(?P<stem>pytorch_model)-(?P<i>\d{5})-of-(?P<n>\d{5})\.bin")
-# Folders in which Accelerate stores sharded state, beside small torch files.
+# Folders in which Accelerate stores sharded state, next to small torch files.
 _ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
 
 _RANKED = re.compile(r".*(mp_rank_\d+|zero_pp_rank_\d+).*_states\.pt|.*\.distcp")  # files of formats with other readers
@@ -103,7 +103,7 @@ def open_hf(source: Source) -> Reader:
             f"{missing[0]} is missing, and with it all of {tensor!r}",
             where=store.url,
             found=f"{len(chosen) - len(missing)} of {len(chosen)} files of the index",
-            fix="Copy the missing files beside the others.",
+            fix="Copy the missing files next to the others.",
         )
     optimizer = [_OPTIMIZER] if _OPTIMIZER in sizes and source.file is None else []
     reader = _open_shards(store, {name: sizes[name] for name in (*chosen, *optimizer)}, weight_map)
@@ -127,7 +127,7 @@ def _unindexed(store: Store, sizes: Mapping[str, int]) -> list[str]:
         raise IncompleteError(
             describe_missing(missing),
             where=store.url,
-            fix="Copy the missing files beside the others.",
+            fix="Copy the missing files next to the others.",
         )
     return sorted(wanted)
 
@@ -191,14 +191,14 @@ HF_FORMAT = Format(
 )
 LOOSE_FORMAT = Format(
     name="torch-folder",
-    title="a folder of torch.save files",
-    looks_for="files of torch.save named *.pt, *.pth, *.bin, *.ckpt",
+    title="a folder with torch.save files",
+    looks_for="torch.save files named *.pt, *.pth, *.bin, *.ckpt",
     recognize=recognize_loose,
     open=open_loose,
 )
 FILE_FORMAT = Format(
     name="torch",
-    title="a file of torch.save",
+    title="a torch.save file",
     looks_for="a zip archive with */data.pkl, or a file named *.pt, *.pth, *.bin, *.ckpt",
     recognize=recognize_file,
     open=open_file,

@@ -17,13 +17,13 @@ INDEX_SUFFIX = ".safetensors.index.json"
 OPTIMIZER = "optimizer"
 PARAM_GROUPS = "param_groups.json"
 OPTIMIZER_FILES_KEY = "optimizer_files"
-# Key in the `metadata` of a model's index, for the files of the optimizer of this model. On a store without rename, an
-# overwritten target temporarily contains files of two saves; the index, which is written last, names those of one save.
+# Key in the `metadata` of a model's index, for this model's optimizer files. On a store without rename, an overwritten
+# target temporarily contains files of two saves; the index, which is written last, names only one save's files.
 PARAM_GROUPS_KEY = "param_groups"
 
 _MAX_JSON_BYTES = 200_000_000
-_MOST_SHARDS = 100_000
-_MOST_HOLES = 100_000
+_MAX_SHARDS = 100_000
+_MAX_HOLES = 100_000
 _NUMBERED = re.compile(r"(?P<stem>.+)-(?P<i>\d{5})-of-(?P<n>\d{5})\.safetensors")
 _VLLM_RANK = re.compile(r"model-rank-(?P<rank>\d+)-part-\d+.*\.safetensors")
 _RANKED = re.compile(r"shard-(?P<rank>\d{5})-(?P<rest>.+)\.safetensors")
@@ -36,7 +36,7 @@ class Files:
     sizes: Mapping[str, int]  # payload file to size in bytes, -1 for a missing file of an index
     # Tensor name to file, from the indexes; empty without an index.
     weight_map: Mapping[str, str] = field(default_factory=dict)
-    param_groups: str = ""  # file with the optimizer's groups; empty if there is none
+    param_groups: str = ""  # file with the optimizer's groups; empty without one
     warnings: tuple[str, ...] = ()  # oddities, one sentence each
     missing: tuple[str, ...] = ()  # missing files according to the numbers in other file names
     unread: tuple[str, ...] = ()  # files of `torch.save` in the folder that the reader skips
@@ -64,7 +64,7 @@ def choose(store: Store, sizes: Mapping[str, int], indexes: Sequence[str]) -> Fi
         raise UnsupportedError(
             "this folder is for vLLM's sharded_state loader: each file has a rank's part of every tensor",
             where=store.url,
-            fix="Read the checkpoint that it was made of. `vllm serve FOLDER --load-format sharded_state` serves it.",
+            fix="Read the checkpoint that it was made from. `vllm serve FOLDER --load-format sharded_state` serves it.",
         )
     # An index that lists the optimizer's files selects all of them; otherwise their names decide.
     lists_all = next((index for index in (*model, *read.values()) if index.optimizer_files is not None), None)
@@ -89,7 +89,7 @@ def choose(store: Store, sizes: Mapping[str, int], indexes: Sequence[str]) -> Fi
         why = "not in the index" if read else f"no part of {one}"
         files = "1 safetensors file is" if len(ignored) == 1 else f"{len(ignored)} safetensors files are"
         warnings.append(f"{files} {why} and {'is' if len(ignored) == 1 else 'are'} ignored: {shown}")
-    return Files(chosen, weight_map, groups, tuple(warnings), tuple(islice(_holes(chosen), _MOST_HOLES)))
+    return Files(chosen, weight_map, groups, tuple(warnings), tuple(islice(_holes(chosen), _MAX_HOLES)))
 
 
 def _is_replaced(name: str, index: _Index, sizes: Mapping[str, int]) -> bool:
@@ -116,7 +116,7 @@ def read_json(store: Store, name: str, size: int | None = None) -> dict[str, obj
     require_small("the file", size, _MAX_JSON_BYTES, where)
     raw = parse_json(read_bytes(store, name, 0, size), where=where)
     if not isinstance(raw, dict):
-        raise FormatError("no JSON object", where=where)
+        raise FormatError("not a JSON object", where=where)
     return raw
 
 
@@ -142,7 +142,7 @@ def _read_index(store: Store, name: str) -> _Index:
 
 def old_index_warning(name: str) -> str:
     """Return the warning about an index whose files a save in one file replaced."""
-    return f"{name} is of an earlier save, none of its files is there, and it is ignored"
+    return f"{name} is from an earlier save, all its files are missing, and it is ignored"
 
 
 def two_files_error(name: str, where: str, other: str) -> FormatError:
@@ -172,7 +172,7 @@ def _holes(names: Iterable[str]) -> Iterator[str]:
         elif match := _NUMBERED.fullmatch(base):
             groups.setdefault((match["stem"], int(match["n"])), set()).add(int(match["i"]))
     for (stem, n), seen in groups.items():
-        yield from (f"{stem}-{i:05d}-of-{n:05d}{SUFFIX}" for i in range(1, min(n, _MOST_SHARDS) + 1) if i not in seen)
+        yield from (f"{stem}-{i:05d}-of-{n:05d}{SUFFIX}" for i in range(1, min(n, _MAX_SHARDS) + 1) if i not in seen)
     rests = sorted(set().union(*ranks.values()))
     for rank in range(1, max(ranks, default=0) + 1):
         there = ranks.get(rank, set())

@@ -22,7 +22,7 @@ EXACT = "exact"  # key of values that plain JSON cannot represent: pairs of a pa
 _KEYS, _NESTED = "keys", "nested"
 _FLAT_PARAMETERS = "flat-parameters"
 _WAYS = ("names", "ids", "flat", _FLAT_PARAMETERS)
-_MOST_DIGITS = 18
+_MAX_DIGITS = 18
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class OptimizerFile:
     units: Mapping[str, FlatLayout] = field(default_factory=dict)
     # `units` as stored.
     units_json: object = None
-    nested: Mapping[str, Path] = field(default_factory=dict)  # slot with dots to its keys, of slots inside of others
+    nested: Mapping[str, Path] = field(default_factory=dict)  # nested slot's name with dots to its keys
 
     @classmethod
     def from_json(cls, raw: Mapping[str, object], where: str) -> OptimizerFile:
@@ -112,10 +112,10 @@ def _from_flat_params(raw: Mapping[str, object], groups: object, values: object,
         units[flat] = layout
     names = [spec.name for layout in units.values() for spec in layout.specs]
     if len(set(names)) < len(names) or any(len(s.shape) > MAX_DIMS for u in units.values() for s in u.specs):
-        raise FormatError("flat parameters have a member twice, or one of too many dimensions", where=where)
+        raise FormatError("flat parameters have a member twice, or one with too many dimensions", where=where)
     listed, originals = _list_params(groups), _list_params(raw.get("originals"))
     if len(listed) != len(originals) or not all(isinstance(group, dict) for group in listed):
-        raise FormatError("the groups of flat parameters do not list their members", where=where)
+        raise FormatError("the groups with flat parameters do not list their members", where=where)
     named = [
         {**group, "params": params} for group, params in zip(listed, originals, strict=True) if isinstance(group, dict)
     ]
@@ -145,7 +145,7 @@ def _read_nested(value: object, where: str) -> dict[str, Path]:
     for slot, keys in value.items() if isinstance(value, dict) else ():
         path = tuple(keys) if isinstance(keys, list) and all(type(key) in (int, str) for key in keys) else ()
         if not path or dotted(path) != slot:
-            raise FormatError("the keys of a nested slot are not those of its name", where=where, found=str(slot)[:80])
+            raise FormatError("a nested slot's keys differ from its name", where=where, found=str(slot)[:80])
         found[slot] = path
     return found
 
@@ -160,6 +160,6 @@ def _params(group: object) -> Sequence[object]:
 
 
 def _number(key: str) -> int:
-    if not (key.isascii() and key.isdigit()) or len(key) > _MOST_DIGITS:
-        raise FormatError("a parameter of the optimizer has no number", found=key, expected="<number>/<slot>")
+    if not (key.isascii() and key.isdigit()) or len(key) > _MAX_DIGITS:
+        raise FormatError("an optimizer parameter has no number", found=key, expected="<number>/<slot>")
     return int(key)

@@ -142,7 +142,7 @@ def _require_end(where: str, size: int, end: int) -> None:
     """Reject bytes after the data, as the safetensors library does: another format's file may start there."""
     if size > end:
         raise FormatError(
-            "bytes follow the data of the tensors", where=where, found=size, expected=end, fix="Copy the file again."
+            "bytes follow the tensors' data", where=where, found=size, expected=end, fix="Copy the file again."
         )
 
 
@@ -152,7 +152,7 @@ def _full_tensors(
     tensors: dict[Path, TensorEntry] = {}
     names: set[str] = set()
     for file, header in headers.items():
-        for name, (dtype, shape, begin, end) in header.tensors.items():
+        for name, (dtype, shape, start, end) in header.tensors.items():
             if weight_map.get(name, file) != file:
                 continue
             path = (name,)
@@ -160,7 +160,7 @@ def _full_tensors(
             if path in tensors:
                 other = tensors[path].pieces[0].file
                 raise two_files_error(name, f"{store.url}/{file}", other)
-            span = Span(header.data_start + begin, end - begin)
+            span = Span(header.data_start + start, end - start)
             tensors[path] = TensorEntry(path, shape, dtype, (Piece(full_box(shape), file, span),))
     for name, file in weight_map.items():
         if name in names:
@@ -178,9 +178,9 @@ def _join_dcp_boxes(store: Store, headers: Mapping[str, Header]) -> dict[Path, T
     dtypes: dict[str, str] = {}
     for file, header in headers.items():
         offsets = _sharding_info(header, f"{store.url}/{file}")
-        for name, (dtype, shape, begin, end) in header.tensors.items():
+        for name, (dtype, shape, start, end) in header.tensors.items():
             offset = offsets.get(name, (0,) * len(shape))
-            piece = Piece(Box(offset, shape), file, Span(header.data_start + begin, end - begin))
+            piece = Piece(Box(offset, shape), file, Span(header.data_start + start, end - start))
             known = chunks.setdefault(name, {})
             if len(offset) != len(shape) or any(len(box.size) != len(shape) for box in islice(known, 1)):
                 raise FormatError(f"chunks of {name!r} differ in their dimensions", where=f"{store.url}/{file}")

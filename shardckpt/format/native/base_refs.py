@@ -21,7 +21,7 @@ _LONGEST = 4096
 class Base(NamedTuple):
     """A folder that a step refers to."""
 
-    # `../NAME` for a folder beside the step, so that both can be moved together; else absolute.
+    # `../NAME` for a folder next to the step, so that both can be moved together; else absolute.
     url: str
     save: str = ""  # id of the save that wrote the folder; empty for a checkpoint of another format
     sha256: str = ""  # SHA-256 of its manifest, in hexadecimal digits; empty if `save` is

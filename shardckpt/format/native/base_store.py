@@ -73,7 +73,7 @@ def _unnamed_error(step: str, folder: str) -> UsageError:
         "the checkpoint refers to a folder on another store than its own, which the caller has not named",
         where=step,
         found=folder,
-        fix="If you trust it, name it: base=PLACE (--base PLACE), its place or that of a copy.",
+        fix="If you trust it, name its place, or a copy's: base=PLACE (--base PLACE).",
     )
 
 
@@ -135,7 +135,7 @@ def _only(step: str, urls: Sequence[str], place: str) -> str:
         raise UsageError("the step has no base that this could be", where=step, found=place)
     if len(elsewhere) > 1:
         raise UsageError(
-            "`base` could stand for any of several",
+            "`base` could stand for several",
             where=step,
             found=", ".join(urls),
             fix="Pass a dict from the step's name of each base to its place (--base NAME=PATH for each).",

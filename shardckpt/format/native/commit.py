@@ -70,7 +70,7 @@ class Commit:
     manifest: str  # file name of the manifest
     manifest_bytes: int  # size of the manifest in bytes
     manifest_sha256: str  # SHA-256 of the manifest, in hexadecimal digits
-    files: Mapping[str, int]  # name to size in bytes of every other file of the step
+    files: Mapping[str, int]  # every other file's name to its size in bytes
     features: tuple[str, ...] = ()  # features that a reader must support
     # Reference to each base folder, to the names and sizes of the files there.
     bases: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -128,7 +128,7 @@ def decode_commit(data: bytes, *, where: object = "") -> Commit:
         )
     raw = parse_json(data[: end - 1], where=str(where))
     if not isinstance(raw, dict) or raw.get("format") != "shardckpt":
-        raise FormatError("this is not a commit mark of shardckpt", where=where)
+        raise FormatError("this is not a shardckpt commit mark", where=where)
     require_version(raw.get("version"), where)
     raw = read_fields(raw, {"features": list, "save": str, "manifest": list, "files": list}, where)
     features = _features(raw["features"], where)

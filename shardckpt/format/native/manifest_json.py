@@ -70,7 +70,7 @@ class ManifestContents:
     topology: Mapping[str, object] = field(default_factory=dict)  # JSON value that describes the ranks
     about: Mapping[str, str] = field(default_factory=dict)  # text by name, which describes the writer
     bases: tuple[Base, ...] = ()  # folders that contain some of the files
-    # Path of further weights of a model, such as averaged ones, to the path of the model; None if it was not saved.
+    # Path to a model's further weights, such as averaged ones, to the model's path; None if it was not saved.
     variants: Mapping[Path, Path | None] = field(default_factory=dict)
 
     def carried(self) -> dict[str, object]:
@@ -160,7 +160,7 @@ def read_memory_orders(contents: ManifestContents, where: object) -> dict[int, t
             read_integer(d, MEMORY_ORDERS, where, below=rank) for d in read_fixed(dims, rank, MEMORY_ORDERS, where)
         ]
         if len(set(order)) != rank:
-            raise field_error(f"an entry of {MEMORY_ORDERS!r} must be a permutation", order, "", where)
+            raise field_error(f"an entry in {MEMORY_ORDERS!r} must be a permutation", order, "", where)
         found[number] = tuple(order)
     return found
 
@@ -192,7 +192,7 @@ def _read_by_path(value: object, name: str, taken: Sequence[Path], where: object
     seen = set(taken)
     for path, (_, other) in zip(paths, rows, strict=True):
         if path in seen:
-            raise field_error(f"a path of {name!r} stands twice", dotted(path), "", where)
+            raise field_error(f"a path in {name!r} stands twice", dotted(path), "", where)
         seen.add(path)
         yield path, other
 
@@ -208,7 +208,7 @@ def _read_base(entry: object, where: object) -> Base:
     url, save, sha256 = read_fixed(entry, 3, "bases", where)
     if save == sha256 == "":
         return Base(require_base_url(url, where))
-    sha256 = read_sha256(sha256, "the digest of a base", where)
+    sha256 = read_sha256(sha256, "base digest", where)
     return Base(require_base_url(url, where), read_save(save, where), sha256)
 
 

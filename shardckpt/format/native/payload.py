@@ -24,25 +24,25 @@ VERSION = 1  # version of the format; readers refuse every other one
 HASH_BYTES = 8  # bytes of an xxh3-64
 BLOCK_BYTES = 1 << 17  # bytes of a file that one hash covers
 GROUP_BLOCKS = 32  # blocks that share one hash in a very large step
-GROUP_BYTES = GROUP_BLOCKS * BLOCK_BYTES  # bytes of a group of blocks; writers hash and write as much at a time
+GROUP_BYTES = GROUP_BLOCKS * BLOCK_BYTES  # bytes in a group; writers hash and write this much at a time
 DATA_ALIGNMENT = 4096  # alignment of a file's data, in bytes, for direct I/O; readers do not depend on it
 
-# Bytes of data from which it begins at a block. Then a rank that loads some blocks of an array reads no other bytes to
-# verify them. Smaller files stay small.
+# Data with at least these bytes starts at a block. Then a rank that loads some blocks of an array reads no other bytes
+# to verify them. Smaller files stay small.
 BLOCK_ALIGNED_BYTES = 1 << 24
 
 KEY = "shardckpt"  # key in a payload file's `__metadata__`
 
 HF_INDEX = "model.safetensors.index.json"
 
-MOST_BYTES = 1 << 30  # bytes of data after which a writer starts another file
+MAX_BYTES = 1 << 30  # bytes of data after which a writer starts another file
 
 _TENSOR_ALIGNMENT = 64
 # Bytes that xxhash hashes without releasing the interpreter's lock. Beside a loop in Python it waits 5 ms to take the
 # lock again, longer than it hashes many blocks. Divides a block.
 _LOCKED_BYTES = 1 << 16
 
-_MOST_CHUNKS = 100_000
+_MAX_CHUNKS = 100_000
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
@@ -91,7 +91,7 @@ def plan_payloads(
     writer: int,
     chunks: Sequence[PayloadChunk],
     *,
-    most_bytes: int = MOST_BYTES,
+    most_bytes: int = MAX_BYTES,
     model: Path | None = None,
     carry: Mapping[str, object] | None = None,
 ) -> tuple[PayloadFile, ...]:
@@ -116,7 +116,7 @@ class FileLayout(NamedTuple):
 
 @lru_cache(maxsize=4)  # a run saves the same arrays repeatedly, possibly with a few variants
 def arrange_files(
-    chunks: tuple[PayloadChunk, ...], most_bytes: int = MOST_BYTES, model: Path | None = None
+    chunks: tuple[PayloadChunk, ...], most_bytes: int = MAX_BYTES, model: Path | None = None
 ) -> tuple[FileLayout, ...]:
     """Assign chunks to files and give them names, without I/O."""
     for chunk in chunks:
@@ -151,7 +151,7 @@ def _files(chunks: Sequence[PayloadChunk], most_bytes: int) -> Iterator[list[Pay
     size = 0
     for chunk in chunks:
         nbytes_ = chunk.nbytes
-        if file and (size + nbytes_ > most_bytes or len(file) == _MOST_CHUNKS):
+        if file and (size + nbytes_ > most_bytes or len(file) == _MAX_CHUNKS):
             yield sorted(file, key=_by_alignment)
             file, size = [], 0
         file.append(chunk)
@@ -238,7 +238,7 @@ def hf_index(payloads: Sequence[PayloadFile], model: Path) -> bytes:
     return (json.dumps(content, indent=2) + "\n").encode("ascii")
 
 
-HashTask = Callable[[], None]  # part of the work of hashing some bytes
+HashTask = Callable[[], None]  # hashes a part of some bytes
 
 
 def group_hashes(hashes: bytes) -> bytes:
@@ -284,7 +284,7 @@ class BlockHasher:
 
     def __init__(self) -> None:
         self._done: dict[int, bytes] = {}
-        self._begun = GroupHasher()
+        self._started = GroupHasher()
         self._at = 0
 
     def update(self, data: bytes | bytearray | memoryview) -> None:
@@ -306,19 +306,19 @@ class BlockHasher:
 
     def digests(self) -> bytes:
         """Return the block hashes, big-endian, back to back. Call it only after the last byte."""
-        return b"".join(self._done[number] for number in range(self._at // GROUP_BYTES)) + self._begun.digests()
+        return b"".join(self._done[number] for number in range(self._at // GROUP_BYTES)) + self._started.digests()
 
     def _hash_ends(self, at: int, head: memoryview, tail: memoryview) -> None:
         """Hash the started group's next bytes, and start another group."""
-        self._begun.update(head)
+        self._started.update(head)
         if len(head) and (at + len(head)) % GROUP_BYTES == 0:
-            self._done[at // GROUP_BYTES] = self._begun.digests()
-            self._begun = GroupHasher()
-        self._begun.update(tail)
+            self._done[at // GROUP_BYTES] = self._started.digests()
+            self._started = GroupHasher()
+        self._started.update(tail)
 
     def _hash_groups(self, groups: memoryview, first: int, numbers: Iterator[int]) -> None:
         """Hash some complete groups."""
-        # Tasks share `numbers`, so that none is left with several at the end, each of which waits for the lock.
+        # Tasks share `numbers`, so that no task has several left at the end, and waits for the lock before each.
         for number in numbers:
             hasher = GroupHasher()
             hasher.update(groups[number * GROUP_BYTES : (number + 1) * GROUP_BYTES])

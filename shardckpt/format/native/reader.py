@@ -260,7 +260,7 @@ class _ValueCollector:
             self._paths[ref.number] != path and self._ties.get(path, -1) != ref.number
         ):
             raise FormatError(
-                "the saved state refers to a tensor of another path", where=self._where, found=dotted(path)
+                "the saved state refers to a tensor with another path", where=self._where, found=dotted(path)
             )
 
 

@@ -42,7 +42,7 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 def read_fields(value: object, kinds: Mapping[str, type], where: object) -> dict[str, Any]:
     """Return a JSON object that has the given fields."""
     if not isinstance(value, dict):
-        raise field_error("no JSON object", value, "", where)
+        raise field_error("not a JSON object", value, "", where)
     for name, kind in kinds.items():
         if name not in value:
             raise FormatError(f"the field {name!r} is missing", where=where)
@@ -61,14 +61,14 @@ def read_list(value: object, name: str, where: object) -> list[Any]:
 def read_fixed(value: object, length: int, name: str, where: object) -> list[Any]:
     """Return a list with a given length. Raises FormatError for any other value."""
     if not isinstance(value, list) or len(value) != length:
-        raise field_error(f"an entry of {name!r} is none", value, f"a list of {length}", where)
+        raise field_error(f"invalid entry in {name!r}", value, f"a list with {length} values", where)
     return value
 
 
 def read_integer(value: object, name: str, where: object, *, below: int) -> int:
     """Return an integer in `[0, below)`. Raises FormatError for any other value."""
     if type(value) is not int or not 0 <= value < below:
-        raise field_error(f"a number of {name!r} is none", value, f"0 to {below - 1}", where)
+        raise field_error(f"invalid number in {name!r}", value, f"0 to {below - 1}", where)
     return value
 
 
@@ -76,28 +76,28 @@ def read_path(value: object, where: object) -> Path:
     """Return a path, which JSON stores as a list with texts and integers."""
     for key in read_list(value, "path", where):
         if type(key) is not str and type(key) is not int:
-            raise field_error("a path must be a list of texts and integers", value, "", where)
+            raise field_error("a path must be a list with texts and integers", value, "", where)
     return tuple(value)  # type: ignore[arg-type]
 
 
 def plain_name(value: object, where: object) -> str:
     """Return a file's name if it is directly in the step's folder."""
     if not isinstance(value, str) or not _PLAIN_NAME.fullmatch(value):
-        raise UnsafeError("this is not the name of a file in the step's folder", where=where, found=format_value(value))
+        raise UnsafeError("this name is not a file's in the step's folder", where=where, found=format_value(value))
     return value
 
 
 def read_save(value: object, where: object) -> str:
     """Return a save's id. Raises FormatError for any other value."""
     if not isinstance(value, str) or not _SAVE.fullmatch(value):
-        raise field_error("the save's id is none", value, "digits and small letters", where)
+        raise field_error("invalid save id", value, "digits and small letters", where)
     return value
 
 
 def read_sha256(value: object, whose: str, where: object) -> str:
     """Return a SHA-256 in hexadecimal digits. Raises FormatError for any other value."""
     if not isinstance(value, str) or not _SHA256.fullmatch(value):
-        raise field_error(f"{whose} is none", value, "64 hexadecimal digits", where)
+        raise field_error(f"invalid {whose}", value, "64 hexadecimal digits", where)
     return value
 
 
@@ -125,10 +125,10 @@ def field_error(what: str, found: object, expected: str, where: object) -> Forma
 
 DIGEST_BYTES = 16  # bytes of a chunk's xxh3-128
 
-# Bytes of hashes in a manifest beyond which blocks share them, those of 512 GiB: every rank reads the manifest.
+# Maximum bytes for block hashes in a manifest, enough for 512 GiB: every rank reads it. Then groups share hashes.
 MAX_HASH_BYTES = 1 << 25
 
-# Maximum bytes of statistics in a manifest, those of half a million pieces: every rank reads the manifest.
+# Maximum bytes for statistics in a manifest, enough for half a million pieces: every rank reads it.
 MAX_STATS_BYTES = 1 << 25
 
 
@@ -137,7 +137,7 @@ class FileRecord(NamedTuple):
 
     name: str  # name in its folder
     nbytes: int  # size in bytes
-    hashes: bytes | None  # hashes of its blocks or of groups of blocks, big-endian, back to back; None if not computed
+    hashes: bytes | None  # hashes of its blocks or groups, big-endian, back to back; None if not computed
     base: str = ""  # reference of the step to the file's folder; empty for the step's own folder
 
     @property
@@ -163,7 +163,7 @@ class ArrayRecord(NamedTuple):
     shape: Shape
     rows: array[int]  # for each piece: file index, byte offset, box offset, box size
     digests: bytes = b""  # concatenated xxh3-128 of the pieces; empty if not computed
-    stats: bytes = b""  # concatenated packed statistics of the values of the pieces; empty if not computed
+    stats: bytes = b""  # concatenated packed statistics of the pieces' values; empty if not computed
 
     @property
     def width(self) -> int:
@@ -251,13 +251,13 @@ def _read_file(entry: object, bases: Sequence[str], where: object) -> FileRecord
     name, size, digests = read_fixed(entry, 3, "files", where)
     size = read_integer(size, "files", where, below=MAX_BYTES)
     if digests is None and base:
-        raise field_error("a file of a base has no hashes", name, "hashes: nothing else says that it is the one", where)
+        raise field_error("a file in a base has no hashes", name, "hashes: nothing else says that it is the one", where)
     if digests is None:
         return FileRecord(plain_name(name, where), size, None)
     lengths = [2 * _count_hash_bytes(size, each) for each in (BLOCK_BYTES, GROUP_BYTES)]
     if not isinstance(digests, str) or len(digests) not in lengths:
         expected = f"{lengths[0]} digits, or {lengths[1]}"
-        raise field_error(f"the hashes of {str(name)[:200]!r} do not fit its size", "", expected, where)
+        raise field_error(f"{str(name)[:200]!r} has hashes that do not fit its size", "", expected, where)
     return FileRecord(plain_name(name, where), size, _from_hex(digests, "a hash", where), base)
 
 
@@ -284,7 +284,7 @@ def _read_array(entry: object, files: int, where: object) -> ArrayRecord:
     require_dims(dotted(path), shape, where)
     width = 2 + 2 * len(shape)
     if len(rows) % width or (rows and max(rows[::width]) >= files):
-        raise FormatError(f"the pieces of {dotted(path)!r} must be rows", where=where)
+        raise FormatError(f"{dotted(path)!r} has pieces that are not rows", where=where)
     return ArrayRecord(path, dtype, shape, rows)
 
 
@@ -293,7 +293,7 @@ def _integers(value: object, where: object) -> array[int]:
     try:
         found: array[int] = array("Q", read_list(value, "numbers", where))
     except (TypeError, OverflowError, ValueError) as error:
-        raise field_error("no list of counts", value, "", where) from error
+        raise field_error("not a list of counts", value, "", where) from error
     return found
 
 
@@ -317,9 +317,9 @@ def _read_of_pieces(
         length = 2 * nbytes * (len(record.rows) // record.width)
         if not isinstance(text, str) or len(text) not in (0, length):
             raise field_error(
-                f"the {name} of {dotted(record.path)!r} do not fit its pieces", "", f"{length} digits", where
+                f"{dotted(record.path)!r} has {name} that do not fit its pieces", "", f"{length} digits", where
             )
-        yield _from_hex(text, f"an entry of {name!r}", where)
+        yield _from_hex(text, f"an entry in {name!r}", where)
 
 
 def _from_hex(text: str, what: str, where: object) -> bytes:

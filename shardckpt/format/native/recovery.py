@@ -41,7 +41,7 @@ def read_described(store: Store, sizes: Mapping[str, int]) -> list[DescribedFile
 
 def _describe(name: str, header: Header, where: str) -> DescribedFile:
     if KEY not in header.metadata:
-        raise FormatError("this is not a payload file of shardckpt", where=where, expected=f"`{KEY}` in its metadata")
+        raise FormatError("this is not a shardckpt payload file", where=where, expected=f"`{KEY}` in its metadata")
     raw = read_fields(
         parse_json(header.metadata[KEY].encode("utf-8", "surrogatepass"), where=where),
         {"version": int, "save": str, "chunks": list},
@@ -55,7 +55,7 @@ def _describe(name: str, header: Header, where: str) -> DescribedFile:
         offsets.append(at)
         at += chunk.nbytes
     expected = [(offset, offset + chunk.nbytes) for offset, chunk in zip(offsets, chunks, strict=True)]
-    if sorted(expected) != sorted((begin, end) for _, _, begin, end in header.tensors.values()):
+    if sorted(expected) != sorted((start, end) for _, _, start, end in header.tensors.values()):
         raise FormatError("the file's own description does not fit its header", where=where)
     carry = read_fields(raw.get("carry", {}), {}, where)
     places = tuple(header.data_start + offset for offset in offsets)
@@ -67,15 +67,15 @@ def _chunk(entry: Any, where: str) -> PayloadChunk:
         raw_path, dtype, *lists = entry
         shape, offset, size = (tuple(array("Q", numbers)) for numbers in lists)
     except (TypeError, ValueError, OverflowError) as error:
-        raise FormatError("a chunk is none", where=where) from error
+        raise FormatError("invalid chunk", where=where) from error
     path, box = read_path(raw_path, where), Box(offset, size)
     if not isinstance(dtype, str) or not is_known(dtype):
-        raise UnsupportedError(f"chunk of {dotted(path)!r} has an unknown type", where=where, found=dtype)
+        raise UnsupportedError(f"a chunk in {dotted(path)!r} has an unknown type", where=where, found=dtype)
     if not len(shape) == len(offset) == len(size):
-        raise FormatError(f"a chunk of {dotted(path)!r} has other dimensions", where=where, found=(offset, size))
+        raise FormatError(f"a chunk in {dotted(path)!r} has other dimensions", where=where, found=(offset, size))
     require_dims(dotted(path), shape, where)
     if not box.within(shape):
-        raise FormatError(f"a chunk is outside of {dotted(path)!r}", where=where, found=str(box), expected=shape)
+        raise FormatError(f"a chunk is outside {dotted(path)!r}", where=where, found=str(box), expected=shape)
     return PayloadChunk(path, shape, dtype, box)
 
 
@@ -114,7 +114,7 @@ def _require_all(order: Sequence[Path], found: Mapping[Path, object], where: str
             where=where,
             found=f"{len(found)} arrays",
             expected=len(order),
-            fix="Copy the missing files into the folder; only the manifest knows the files of a base.",
+            fix="Copy the missing files into the folder; only the manifest knows a base's files.",
         )
     if len(set(order)) != len(order) or len(found) != len(order):
         raise FormatError("the files hold arrays that their save did not know", where=where)

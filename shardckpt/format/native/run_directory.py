@@ -74,7 +74,7 @@ def find_removed_steps(names: Iterable[str], kept: Set[str]) -> list[str]:
     return sorted(filter(is_step_name, steps - kept), key=step_number)
 
 
-CAPTURE_RESUMES = f".captures{_RESUMES}"  # name of the file with the verdicts on resumes from captures of tiers
+CAPTURE_RESUMES = f".captures{_RESUMES}"  # file with the verdicts on resumes from tiers' captures
 
 
 def is_step_name(name: str) -> bool:
@@ -108,7 +108,7 @@ class StepFolder:
     # Names of files that no save wrote, and of subfolders, with a slash at the end. They are never removed.
     others: tuple[str, ...] = ()
     own: frozenset[str] = frozenset()  # names of the committed files
-    # Referenced folders beside the step, each with name and size of its files.
+    # Referenced folders next to the step, each with name and size of its files.
     refers: Mapping[str, Mapping[str, int]] = field(default_factory=dict, hash=False)
 
     @property
@@ -172,7 +172,7 @@ class Orphan:
     # Time of the last change in the folder, in seconds since the epoch; if the store has no times, the start of the
     # last save into it; None if unknown.
     changed_at: float | None
-    # Names of the files of a step's folder that had changed by then: those that came later are not of them.
+    # Names of the files in a step's folder that had changed by then; later files do not belong to the orphan.
     files: frozenset[str] = frozenset()
 
 
@@ -257,7 +257,7 @@ def read_run_to_remove(store: Store, removed: Iterable[StepFolder] = ()) -> RunD
             return replace(run, steps=tuple(_with_bases(store, run.steps, others)), others=others)
         folders = now
     raise StorageError(
-        "folders of this run come and go faster than they can be read", where=store.url, fix="Try again."
+        "folders in this run come and go faster than they can be read", where=store.url, fix="Try again."
     )
 
 
@@ -368,7 +368,7 @@ def _with_base(store: Store, step: StepFolder, known: Mapping[str, Mapping[str, 
             where = f"{store.url.rstrip('/')}/{step.name}"
             found = f"{folder}/{gone[0]}" + (f" and {len(gone) - 1} more" if len(gone) > 1 else "")
             return replace(
-                step, fault=str(IncompleteError("files of its base are missing or end early", where=where, found=found))
+                step, fault=str(IncompleteError("files in its base are missing or end early", where=where, found=found))
             )
     return step
 
@@ -392,8 +392,8 @@ def _describe_unfinished(store: Store, step: StepFolder, newest: int) -> str:
             where=f"{store.url.rstrip('/')}/{step.name}",
             found="1 file" if len(step.held) == 1 else f"{len(step.held)} files",
             fix=(
-                "Its save or its removal was interrupted, or goes on: a prune or a save removes it a day after its last"
-                " change. `shardckpt repair` brings it back if no file is missing."
+                "Its save or its removal was interrupted, or is still running: a prune or a save removes it a day after"
+                " its last change. `shardckpt repair` brings it back if no file is missing."
             ),
         )
     )
@@ -502,7 +502,7 @@ def describe_missing_files(where: str, commit: Commit, names: Sequence[str]) -> 
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     fix = "Restore them from another copy."
     if [*names] == [commit.manifest]:
-        fix = "Restore it from another copy, or write it anew with `shardckpt repair`."
+        fix = "Restore it from another copy, or rebuild it with `shardckpt repair`."
     return str(
         IncompleteError(
             f"files that were committed are missing or end early: {', '.join(names[:_SHOWN])}{more}",
@@ -539,15 +539,15 @@ def _read_manifest(store: Store, step: StepFolder) -> ManifestContents:
     return read_contents(inside, sizes, read_commit(inside, sizes))
 
 
-AFTER = "run.after"  # key in the `about` of a capture in memory: the steps of the root that preceded it
-METRIC = "metric."  # prefix of the names of metrics in a manifest's `about`
+AFTER = "run.after"  # key in a memory capture's `about`: the root's steps before it
+METRIC = "metric."  # prefix of metric names in a manifest's `about`
 
 
 class StepMeasures(NamedTuple):
     """Numbers that were saved with a step."""
 
     metrics: Mapping[str, float]
-    has_stats: bool  # whether it has statistics of the values of a tensor
+    has_stats: bool  # whether it has statistics of any tensor's values
 
 
 def read_measures(store: Store, step: StepFolder) -> StepMeasures:

@@ -17,7 +17,7 @@ from shardckpt.storage.store import Capabilities, Read, Store, WrappedStore
 # Bytes of local files that are read at a time and then hashed: with the file's pages they fit a core's own cache.
 _STEP_BYTES = 1 << 18
 
-# Most bytes of small ranges of local files that are read in one batch, neighbours in one call, and then hashed.
+# Maximum bytes of small local ranges that are read in one batch, neighbours in one call, and then hashed.
 _BATCH_BYTES = 1 << 19
 
 # Bytes of partly wanted blocks that are read at a time from a remote store, whose requests run concurrently.
@@ -36,7 +36,7 @@ class Hashed(NamedTuple):
     nbytes: int  # size when it was hashed, in bytes
     block_bytes: int
     hashes: bytes  # hash of each block, big-endian, back to back
-    is_grouped: bool = False  # whether each is the hash of a group of blocks
+    is_grouped: bool = False  # whether each hash covers a group
 
     def extent(self, number: int) -> tuple[int, int]:
         """Return a block's start and size, in bytes."""
@@ -105,7 +105,7 @@ class _Task(NamedTuple):
     nbytes: int  # bytes of the blocks
     # Buffers of the caller that together receive the blocks, in order; several only for a single block.
     views: Sequence[memoryview] = ()
-    # Wanted parts of a single block, if these are not all of it; then `views` is empty.
+    # Wanted parts if a single block is wanted in part; then `views` is empty.
     parts: Sequence[_BlockPart] = ()
 
 
@@ -122,7 +122,7 @@ class BlockMemory(threading.local):
     """A thread's memory for partly wanted blocks."""
 
     def __init__(self) -> None:
-        # Block that is cached, the last one of which only small parts were wanted; None without one.
+        # Cached block: the last one with only small wanted parts; None without one.
         self.block: _Block | None = None
         self.data = self._spare = memoryview(b"")  # bytes of that block, and memory for another
 
@@ -388,7 +388,7 @@ class _BlockTarget(NamedTuple):
 
     # Buffers that together receive the blocks, in order: buffers of the caller, or parts of `data`.
     views: Sequence[memoryview]
-    # Memory as large as a partly wanted block, of which only those in `views` are filled.
+    # Memory as large as a partly wanted block; only the parts in `views` are filled.
     data: memoryview = memoryview(b"")
     copied: Sequence[_BlockPart] = ()  # wanted parts to copy out of `data`
 

@@ -42,7 +42,7 @@ class FlatParamUnit:
     """A flat parameter."""
 
     name: str  # name without the names of wrapper modules
-    prefix: str  # prefix of the names of its members
+    prefix: str  # prefix of its members' names
     numel: int  # elements of the flat parameter, including padding
     parts: int  # number of ranks that share it
     world: int
@@ -61,7 +61,7 @@ class FlatParamUnit:
 
     @property
     def filled_parts(self) -> int:
-        """How many ranks have elements; other ranks have padding only, or nothing."""
+        """Number of ranks with elements; other ranks have padding only, or nothing."""
         return -(-self.numel // self.chunk) if self.chunk else 0
 
     @cached_property

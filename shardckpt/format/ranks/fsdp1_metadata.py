@@ -22,14 +22,14 @@ from shardckpt.plan.naming.fqn import strip_wrappers
 from shardckpt.storage.store import Read, Store
 
 _NAME = re.compile(r"flat_param_metadata_rank\d{1,9}\.json")
-_MOST_BYTES = 1 << 26
+_MAX_BYTES = 1 << 26
 
 
 def read_metadata(store: Store, sizes: Mapping[str, int]) -> ParamShapes | None:
     """Read the parameter shapes from metadata files; None if there are none."""
     names = sorted(name for name in sizes if _NAME.fullmatch(name))
     for name in names:
-        require_small("a metadata file", sizes[name], _MOST_BYTES, f"{store.url}/{name}")
+        require_small("a metadata file", sizes[name], _MAX_BYTES, f"{store.url}/{name}")
     buffers = {name: bytearray(sizes[name]) for name in names}
     store.read([Read(name, 0, memoryview(buffer)) for name, buffer in buffers.items()])
     first: tuple[str, ParamShapes] | None = None

@@ -31,7 +31,7 @@ from shardckpt.plan.naming.fqn import require_unique, strip_wrappers
 GIVE_SHAPES = (
     "Give --shapes-from SRC, any checkpoint of the same model that holds full tensors, or load into the model."
 )
-_GIVE_ORDER = "Give a file that torch.save wrote of the model's state_dict; a model on the meta device will do."
+_GIVE_ORDER = "Give a torch.save file with the model's state_dict; a model on the meta device will do."
 _NO_SHAPES = "flat: these files do not store the shapes of its parameters"
 
 
@@ -61,7 +61,7 @@ class FlatModel:
     units: Mapping[str, FlatParamUnit]  # flat parameters by name
     places: Mapping[int, int]  # rank to its rank in the sharding group
     stored: Mapping[str, Path]  # names of the other tensors to their paths
-    # Names of parameters to the fragments of the ranks.
+    # Parameter names to the ranks' fragments.
     fragments: Mapping[str, Fragments] = field(default_factory=dict)
     ties: Mapping[str, str] = field(default_factory=dict)  # further names of parameters to the first
     warnings: tuple[str, ...] = ()  # warnings, one sentence each
@@ -134,8 +134,8 @@ def _fit_shapes(model: FlatModel, known: ParamShapes) -> FlatModel:
             raise UsageError(
                 f"nothing says in which order parameters are in {unit.name!r}",
                 where=known.where,
-                found="names without the order of the model, as in safetensors files",
-                expected="names in the order of the model",
+                found="names without the model's order, as in safetensors files",
+                expected="names in the model's order",
                 fix=_GIVE_ORDER,
             )
         layout, tie = _fit_unit(unit, names, known, fragments, ties)
@@ -214,7 +214,7 @@ def _fit_unit(
     if len(fits) != 1:
         total = sum(prod(known.shapes[name]) for name in names)
         raise UsageError(
-            f"the shapes do not fit the flat parameter {unit.name!r}: the unit is of another size",
+            f"the shapes do not fit the flat parameter {unit.name!r}: the unit has another size",
             where=known.where,
             found=f"{total} elements in {len(names)} parameters of {unit.prefix or 'the outermost module'!r}",
             expected=f"{unit.numel} elements, as in the files",

@@ -18,9 +18,9 @@ from shardckpt.plan.naming.fqn import strip_wrappers
 from shardckpt.plan.optim.match_ids import BY_ORDER, GIVE_NAMES, match_by_kind, match_in_order
 
 UNITS = "units"
-_MOST_CHOICES = 256  # maximum choices of parameters among buffers that are tried
+_MAX_CHOICES = 256  # maximum choices of parameters among buffers that are tried
 
-# Id or key of an optimizer's state to the name of a unit, a member or another parameter.
+# Id or key in an optimizer's state to the name of a unit, a member or another parameter.
 Names = Mapping[str | int, str]
 
 
@@ -151,14 +151,14 @@ class _FlatOptimizer:
             chosen = [pair for pair in candidates if pair[0] in flat]
             return [chosen] if len(chosen) == len(wanted) else []
         stored = {kind: [name for name, layout in candidates if layout == kind and name not in flat] for kind in others}
-        if prod(comb(len(names), others[kind]) for kind, names in stored.items()) > _MOST_CHOICES:
+        if prod(comb(len(names), others[kind]) for kind, names in stored.items()) > _MAX_CHOICES:
             return []
         ways = product(*(combinations(names, others[kind]) for kind, names in stored.items()))
         found = [{*flat, *chain.from_iterable(way)} for way in ways]
         return [[pair for pair in candidates if pair[0] in names] for names in found]
 
     def _describe_layout(self, key: int) -> object:
-        """Return how an id's state is laid out over ranks; None without a dimension."""
+        """Return the layout of an id's state over ranks; None without a dimension."""
         places = self._model.places
         for slot, contents in self._slots.get(key, {}).items():
             path = (*self._state, key, *slot)
@@ -217,7 +217,7 @@ class _FlatOptimizer:
         if not entry.shape:
             self._builder.put(target, entry)
             return
-        kind = "the state of flat shards, and nothing says of which parameter"
+        kind = "the state of flat shards whose parameter is unknown"
         self._builder.put_unreadable(target, entry, kind, GIVE_NAMES if self._known is not None else GIVE_SHAPES)
 
     def _merge_slot(

@@ -20,7 +20,7 @@ from shardckpt.format.ranks.rank_files import RankGroup
 from shardckpt.format.reader import ParamShapes
 from shardckpt.manifest import Path
 
-FlatModels = Mapping[tuple[Path, Path], FlatModel]  # root of a group and path of the model in it, to the model
+FlatModels = Mapping[tuple[Path, Path], FlatModel]  # a group's root and the model's path in it, to the model
 
 
 def read_flat_models(groups: Mapping[Path, RankGroup], url: str, known: ParamShapes | None) -> FlatModels:
@@ -71,5 +71,5 @@ def _read_model(group: RankGroup, base: Path, url: str, known: ParamShapes | Non
 
 
 def _number(root: Path) -> str:
-    """Return the number at a group name's end, which tells several models apart."""
+    """Return the number at a group name's end, which distinguishes several models."""
     return str(root[0]).rpartition("_")[2] if root and str(root[0])[-1:].isdigit() else ""

@@ -13,12 +13,12 @@ from shardckpt.boxes import Box, Shape
 from shardckpt.errors import FormatError, UnsupportedError
 from shardckpt.format.merge_shards import OTHER_SAVE
 from shardckpt.format.torchsave.tensor_views import RankNote
-from shardckpt.format.value_checks import MOST_ELEMENTS, check_count, check_list, check_shape, check_text
+from shardckpt.format.value_checks import MAX_ELEMENTS, check_count, check_list, check_shape, check_text
 from shardckpt.layout import DimLayout, FlatLayout, Layout, from_json
 from shardckpt.manifest import Path
 
 _VERSION = 1
-_MOST_RANKS = 1 << 32
+_MAX_RANKS = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class RankUnit:
 
     @property
     def parts(self) -> int:
-        """How many parts the unit has."""
+        """Number of parts."""
         return self.layout.world if self.layout is not None else 1
 
     def same_as(self, other: RankUnit) -> bool:
@@ -85,7 +85,7 @@ def parse(note: RankNote, url: str, known: Known) -> RankState:
         at = f"{where}, {error.where}" if error.where else where
         raise type(error)(error.what, where=at, found=error.found, expected=error.expected, fix=error.fix) from None
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
-        what = f"the layout of a rank's state cannot be read: {type(error).__name__} {error}"
+        what = f"a rank's state has an unreadable layout: {type(error).__name__} {error}"
         raise FormatError(what, where=where) from None
 
 
@@ -93,11 +93,11 @@ def _parse_state(note: RankNote, known: Known) -> RankState:
     fields = note.fields
     if fields["version"] != _VERSION:
         raise UnsupportedError(
-            "a rank's state is of another version", found=fields["version"], expected=_VERSION, fix="Update shardckpt."
+            "a rank's state has another version", found=fields["version"], expected=_VERSION, fix="Update shardckpt."
         )
-    world, rank = check_count(fields["world"], _MOST_RANKS), check_count(fields["rank"], _MOST_RANKS)
+    world, rank = check_count(fields["world"], _MAX_RANKS), check_count(fields["rank"], _MAX_RANKS)
     if rank >= world:
-        raise FormatError("the rank of a state is impossible", found=f"rank {rank}", expected=f"below {world}")
+        raise FormatError("a state's rank is impossible", found=f"rank {rank}", expected=f"below {world}")
     units = tuple(_parse_unit(unit, known) for unit in check_list(fields["units"]))
     names = tuple(check_text(name) for name in check_list(fields.get("names", [])))
     return RankState(note.file, note.prefix, note.root, rank, world, units, names)
@@ -116,7 +116,7 @@ def _parse_unit(value: object, known: Known) -> RankUnit:
     members, layout = _parse_layout(value["entries"], value["layout"], known)
     if name and isinstance(layout, DimLayout):
         raise FormatError("a flat parameter is split by rows", found=name)
-    place = check_count(value["place"], _MOST_RANKS)
+    place = check_count(value["place"], _MAX_RANKS)
     if place >= layout.world:
         raise FormatError("a unit has fewer parts than this", found=f"part {place}", expected=f"below {layout.world}")
     return RankUnit(members, layout, place, name)
@@ -138,7 +138,7 @@ def _parse_members(entries: object) -> tuple[Member, ...]:
 
 
 def _check_layout(members: Sequence[Member], layout: Layout) -> None:
-    if layout.world > _MOST_RANKS or (isinstance(layout, FlatLayout) and layout.alignment > MOST_ELEMENTS):
+    if layout.world > _MAX_RANKS or (isinstance(layout, FlatLayout) and layout.alignment > MAX_ELEMENTS):
         raise FormatError("a layout is larger than any machine", found=f"{layout.world} ranks")
     if len(layout.specs) != len(members):
         raise FormatError(

@@ -139,7 +139,7 @@ def _merge_equal(builder: ManifestBuilder, target: Path, path: Path, contents: S
                 where=f"{builder.url}/{content.file}",
                 found=f"{other.stored} {other.shape}" if other else "no tensor",
                 expected=f"{entry.stored} {entry.shape}, as in {contents[0].file}",
-                fix="Save DTensors, ShardedTensors or LOCAL states of shardckpt.state, which describe their layout.",
+                fix="Save DTensors, ShardedTensors or shardckpt.state's LOCAL states, which describe their layout.",
             )
     shards = (Shard(c.file, c.tensors[path].stored, c.tensors[path].pieces) for c in contents)
     return merge_shards(builder, target, entry.shape, shards)
@@ -186,4 +186,4 @@ def _require_one_step(group: RankGroup, url: str) -> None:
 
 
 def _step_error(found: str, url: str) -> FormatError:
-    return FormatError("rank files of different steps are in one folder", where=url, found=found, fix=KEEP_ONE_SAVE)
+    return FormatError("rank files from different steps are in one folder", where=url, found=found, fix=KEEP_ONE_SAVE)

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from shardckpt.boxes import Box, Shape
 from shardckpt.errors import FormatError, UnsupportedError
 from shardckpt.format.merge_shards import (
-    MOST_MISSING,
+    MAX_MISSING,
     OTHER_SAVE,
     ManifestBuilder,
     PathContent,
@@ -126,7 +126,7 @@ class _Unit:
         """Yield a member's boxes in missing ranks' parts, with the file's label."""
         parts = self.first.parts
         missing = (place for place in range(parts) if place not in self.parts) if len(self.parts) < parts else ()
-        for place in islice(missing, MOST_MISSING):
+        for place in islice(missing, MAX_MISSING):
             for box, _ in self.first.boxes(place).get(index, ()):
                 yield box, label_rank_file(place, parts, self.world)
 
@@ -186,7 +186,7 @@ class _LocalStateMerger:
                 entry = self._merge(unit, index, (*self._root, member.name), (unit.key(index),))
                 if entry is None or entry.stored != member.dtype:
                     found = entry and entry.stored
-                    self._refuse(f"the dtype of {member.name!r} is not that of its unit", found, member.dtype)
+                    self._refuse(f"{member.name!r} has another dtype than its unit", found, member.dtype)
                 params[member.name], members[member.name] = entry, member
         rest = self._list_rest(lambda path: path[0] not in self._names)
         for name in self._sort_names((*params, *rest)):

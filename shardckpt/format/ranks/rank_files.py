@@ -132,7 +132,7 @@ def _find_rank(file: RankFile, shards: Iterable[ShardInfo], url: str) -> int:
     """Return a file's rank: from its shards, else from its name."""
     ranks = {shard.rank for shard in shards} - {-1}
     if len(ranks) > 1:
-        raise FormatError("a file holds shards of several ranks", where=f"{url}/{file.name}", found=sorted(ranks))
+        raise FormatError("a file has shards from several ranks", where=f"{url}/{file.name}", found=sorted(ranks))
     rank = ranks.pop() if ranks else file.rank
     if rank < 0:
         raise FormatError(

@@ -15,7 +15,7 @@ from shardckpt.boxes import Box, Shape, chunk_range, full_box, shift, strides
 from shardckpt.errors import FormatError, UnsupportedError, escape
 from shardckpt.format.encodings.pickle_reader import Dtype, InstanceStub, TensorStub
 from shardckpt.format.value_checks import (
-    MOST_DIMENSIONS,
+    MAX_DIMENSIONS,
     check_count,
     check_counts,
     check_list,
@@ -268,7 +268,7 @@ def _parse_mesh(fields: dict[str, object]) -> Mesh:
         if not isinstance(mesh, TensorStub):
             raise FormatError("a mesh must be a tensor of ranks", found=type(mesh).__name__)
         sizes = mesh.shape
-    if not sizes or len(sizes) > MOST_DIMENSIONS or not 0 < prod(sizes) <= _MOST_RANKS:
+    if not sizes or len(sizes) > MAX_DIMENSIONS or not 0 < prod(sizes) <= _MOST_RANKS:
         raise FormatError("a mesh has impossible sizes", found=sizes)
     place = fields["_coordinate_on_dim"]
     coordinates = None if place is None else check_counts(place, _MOST_RANKS)
@@ -304,7 +304,7 @@ def _parse_steps(layout: dict[str, object]) -> tuple[tuple[tuple[int, int], ...]
             check_counts(value if isinstance(value, tuple) else (value,), _MOST_RANKS)
             for value in (axis["shape"], axis["stride"])
         )
-        if len(sizes) > MOST_DIMENSIONS or not all(sizes):
+        if len(sizes) > MAX_DIMENSIONS or not all(sizes):
             raise FormatError("a mesh has impossible sizes", found=sizes)
         found.append(tuple(zip(sizes, steps, strict=True)))
     return tuple(found)

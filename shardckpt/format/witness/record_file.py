@@ -8,7 +8,7 @@ from shardckpt.format.witness.record_json import decode_record, encode_record
 from shardckpt.plan.resume.step_records import WitnessRecord
 from shardckpt.storage.store import Store
 
-_MOST_BYTES = 64 << 20
+_MAX_BYTES = 64 << 20
 
 
 def write_record(store: Store, step: str, record: WitnessRecord) -> None:
@@ -30,4 +30,4 @@ def copy_record(source: Store, step: str, target: Store, name: str) -> None:
 
 
 def _read(store: Store, step: str) -> bytes | None:
-    return read_line(store, witness_name(step), "the witness record", _MOST_BYTES)
+    return read_line(store, witness_name(step), "the witness record", _MAX_BYTES)

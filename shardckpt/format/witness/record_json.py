@@ -34,12 +34,12 @@ VERSION = 1
 
 _PARTS = get_args(Part)
 _SMALL, _WIDE = "<u4", "<u8"
-_MOST_STEPS = 1024
-_MOST_RANKS = 1 << 20
-# Maximum numbers in the columns of a record: a column of equal numbers is shorter than what it becomes.
-_MOST_NUMBERS = 1 << 22
+_MAX_STEPS = 1024
+_MAX_RANKS = 1 << 20
+# Maximum numbers in a record's columns: a column of equal numbers is shorter than what it becomes.
+_MAX_NUMBERS = 1 << 22
 
-_MOST_TEXT = 1 << 25  # maximum bytes of a decompressed table
+_MAX_TEXT = 1 << 25  # maximum bytes of a decompressed table
 
 _MAX_STEP = 10**18
 
@@ -170,11 +170,11 @@ class _RecordDecoder:
         environment = self._environment(raw["environment"])
         first_batch, last_batch = self._batch(raw["first_batch"]), self._batch(raw["last_batch"])  # as of one rank
         self._world = environment.world
-        left = _MOST_TEXT
+        left = _MAX_TEXT
         for text in raw["tables"]:
             rows, left = self._table(text, left)
             self._tables.append(rows)
-        if len(raw["steps"]) > _MOST_STEPS:
+        if len(raw["steps"]) > _MAX_STEPS:
             raise self._error("too many steps", len(raw["steps"]))
         return WitnessRecord(
             read_save(raw["save"], self._where),
@@ -198,13 +198,13 @@ class _RecordDecoder:
         except (ValueError, OverflowError):
             number = None
         if number is None or not number >= 0.0:
-            raise self._error("a tolerance is none", value)
+            raise self._error("invalid tolerance", value)
         return number
 
     def _environment(self, value: object) -> Environment:
         kinds = {"world": int, "layout": int, "style": str, "is_deterministic": bool, "versions": dict, "flags": dict}
         raw = read_fields(value, {**kinds, "rtol": str}, self._where)
-        world = read_integer(raw["world"], "world", self._where, below=_MOST_RANKS)
+        world = read_integer(raw["world"], "world", self._where, below=_MAX_RANKS)
         if not world:
             raise self._error("no ranks", world)
         rtol = self._float(raw["rtol"])
@@ -242,8 +242,8 @@ class _RecordDecoder:
         if not values:
             return ()
         self._numbers += self._world
-        if len(values) not in (1, self._world) or self._numbers > _MOST_NUMBERS:
-            raise self._error("a column has not one number of each rank", len(values))
+        if len(values) not in (1, self._world) or self._numbers > _MAX_NUMBERS:
+            raise self._error("a column must have one number from each rank", len(values))
         return tuple(values) if len(values) == self._world else tuple(values) * self._world
 
     def _full_column(self, value: object) -> RankValues:
@@ -303,9 +303,9 @@ class _RecordDecoder:
         rows = read_list(parse_json(data, where=self._where), "tables", self._where)
         for row in rows:
             if not (isinstance(row, list) and len(row) == 3 and all(isinstance(text, str) for text in row)):
-                raise self._error("a row of a table is none", row)
+                raise self._error("invalid row in a table", row)
             if row[1] not in _PARTS:
-                raise self._error("an unknown part of a state", row[1])
+                raise self._error("an unknown part in a state", row[1])
         return [(name, part, text) for name, part, text in rows], left - len(data)
 
     def _find_table(self, at: object) -> Sequence[tuple[str, Any, str]]:
@@ -319,7 +319,7 @@ class _RecordDecoder:
         names, digests = self._find_table(raw["names"]), self._packed(raw["digests"], _SMALL)
         settings = self._find_table(raw["settings"])
         self._numbers += len(names) + len(settings)
-        if len(names) != len(digests) or self._numbers > _MOST_NUMBERS:
+        if len(names) != len(digests) or self._numbers > _MAX_NUMBERS:
             raise self._error("digests do not fit their names", len(digests))
         return StateDigests(
             {

@@ -18,7 +18,7 @@ from shardckpt.format.witness.resume_json import (
 from shardckpt.plan.resume.resumes import CaptureResume, Resume, merge_capture_resumes, merge_resumes
 from shardckpt.storage.store import Store
 
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 
 
 def read_resumes(store: Store, step: str, save: str) -> tuple[Resume, ...]:
@@ -51,7 +51,7 @@ def copy_resumes(source: Store, step: str, target: Store, name: str) -> None:
 
 def read_capture_resumes(store: Store) -> tuple[CaptureResume, ...]:
     """Return a run's resumes from tier captures, oldest first."""
-    line = read_line(store, CAPTURE_RESUMES, "the file of resumes from captures", _MOST_BYTES)
+    line = read_line(store, CAPTURE_RESUMES, "the file with resumes from captures", _MAX_BYTES)
     return () if line is None else decode_capture_resumes(line, where=line_url(store, CAPTURE_RESUMES))
 
 
@@ -65,5 +65,5 @@ def add_capture_resume(store: Store, resume: CaptureResume) -> None:
 
 def _read(store: Store, step: str) -> SavedResumes | None:
     name = resumes_name(step)
-    line = read_line(store, name, "the file of resumes", _MOST_BYTES)
+    line = read_line(store, name, "the file with resumes", _MAX_BYTES)
     return None if line is None else decode_resumes(line, where=line_url(store, name))

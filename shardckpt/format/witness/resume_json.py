@@ -16,7 +16,7 @@ VERSION = 1
 
 _MAX_STEP = 10**18
 _MAX_SECONDS = 10**12
-_MOST_RANKS = 1 << 20
+_MAX_RANKS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def _read_capture_resume(value: object, where: str) -> CaptureResume:
 
 
 def _error(what: str, found: object, where: str) -> FormatError:
-    return FormatError(f"not a file of resumes: {what}", where=where, found=found)
+    return FormatError(f"not a file with resumes: {what}", where=where, found=found)
 
 
 _KINDS: dict[str, type] = {
@@ -94,7 +94,7 @@ _KINDS: dict[str, type] = {
 def _read_resume(value: object, where: str) -> Resume:
     raw = read_fields(value, _KINDS, where)
     if not 0 <= raw["began_at"] < _MAX_SECONDS:
-        raise _error("a time is none", raw["began_at"], where)
+        raise _error("invalid time", raw["began_at"], where)
     steps = tuple(read_integer(step, "steps", where, below=_MAX_STEP) for step in raw["steps"])
     flags = {name: raw[name] for name in ("has_equal_layout", "is_deterministic")}
     for name, flag in flags.items():
@@ -105,8 +105,8 @@ def _read_resume(value: object, where: str) -> Resume:
         raw["began_at"],
         steps,
         read_integer(raw["compared"], "compared", where, below=len(steps) + 1),
-        read_integer(raw["rank_count_before"], "rank_count_before", where, below=_MOST_RANKS),
-        read_integer(raw["rank_count"], "rank_count", where, below=_MOST_RANKS),
+        read_integer(raw["rank_count_before"], "rank_count_before", where, below=_MAX_RANKS),
+        read_integer(raw["rank_count"], "rank_count", where, below=_MAX_RANKS),
         raw["style_before"],
         raw["style"],
         **flags,
@@ -121,5 +121,5 @@ def _read_divergence(value: object, where: str) -> Divergence:
         if raw[name] not in allowed:
             raise _error(f"an unknown {name}", raw[name], where)
     step = read_integer(raw["step"], "step", where, below=_MAX_STEP)
-    ranks = tuple(read_integer(rank, "ranks", where, below=_MOST_RANKS) for rank in raw["ranks"])
+    ranks = tuple(read_integer(rank, "ranks", where, below=_MAX_RANKS) for rank in raw["ranks"])
     return Divergence(raw["cause"], step, raw["name"], raw["sentence"], raw["fix"], ranks, raw["since"])

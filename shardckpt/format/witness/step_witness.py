@@ -18,7 +18,7 @@ from shardckpt.storage.store import Store
 class StepWitness:
     """Files next to a step."""
 
-    record: WitnessRecord | None  # record of the training steps behind the step; None without one that can be read
+    record: WitnessRecord | None  # record of the training steps after the step; None without a readable one
     resumes: tuple[Resume, ...]  # resumes of the step, oldest first
     faults: tuple[str, ...]  # reasons why a file cannot be read
 
@@ -29,7 +29,7 @@ class StepWitness:
 
     @property
     def equal_steps(self) -> tuple[int, int]:
-        """How many steps were equal in the resume that decides the verdict, and how many were recorded."""
+        """Number of equal steps in the resume that decides the verdict, and number of recorded steps."""
         last = find_last_compared(self.resumes)
         if last is not None:
             return last.compared, len(last.steps)

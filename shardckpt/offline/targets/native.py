@@ -87,9 +87,9 @@ class NativeTree:
     ties: Mapping[Path, int] = field(default_factory=dict)  # further path of an array to its index
     topology: Mapping[str, object] = field(default_factory=dict)  # JSON value that describes the ranks
     warnings: tuple[str, ...] = ()  # oddities and omitted values, one sentence each
-    # Path of further weights of a model to the path of the model; None if it was not saved.
+    # Path to a model's further weights, to the model's path; None if it was not saved.
     variants: Mapping[Path, Path | None] = field(default_factory=dict)
-    # Stored statistics of the pieces of the arrays whose values are written as they are.
+    # Stored statistics for the pieces of arrays whose values are written as they are.
     piece_stats: Mapping[Path, Mapping[Box, ValueStats]] = field(default_factory=dict)
 
 

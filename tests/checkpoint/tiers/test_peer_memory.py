@@ -313,7 +313,7 @@ def test_captures_before_a_root_in_memory_claim_nothing(tmp_path):
     ck.wait()
     durability = ck.durability(3)
     assert [copy.tier for copy in durability.copies] == ["memory"] and durability.survives == frozenset()
-    with pytest.raises(StorageError, match="does not survive the loss of the process"):
+    with pytest.raises(StorageError, match="does not survive losing the process"):
         ck.wait(3, survives="process")
 
 
@@ -479,7 +479,7 @@ def test_too_little_memory_is_one_warning_that_names_the_limit_and_no_claim(tmp_
     assert ck.durability(1).survives == set()
     save(ck, 4)
     assert ck.durability(4).survives == {"process"}
-    with pytest.raises(StorageError, match="does not survive the loss of the node"):
+    with pytest.raises(StorageError, match="does not survive losing the node"):
         ck.wait(4, survives="node")
 
 

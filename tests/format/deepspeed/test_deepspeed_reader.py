@@ -255,7 +255,7 @@ class TestBadInput:
         step = folder / "global_step3"
         name = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
         shutil.copy(step / f"bf16_{name}", step / name)
-        with pytest.raises(FormatError, match="two files are of the same rank"):
+        with pytest.raises(FormatError, match="two files have the same rank"):
             open_checkpoint(str(folder))
 
     def test_a_file_of_a_larger_save(self, folder: Path) -> None:
@@ -337,7 +337,7 @@ class TestBadInput:
 
     def test_weights_that_lie_beside_are_said_to_be_left(self, folder: Path) -> None:
         (folder / "model.safetensors").write_bytes(b"")
-        assert any("model.safetensors is beside" in text for text in opened(folder).manifest.warnings)
+        assert any("model.safetensors is next to" in text for text in opened(folder).manifest.warnings)
 
 
 def test_a_model_is_loaded_from_any_stage_by_one_call(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_stages_with_other_settings_keep_groups_of_their_own(tmp_path: Path) -> 
 
 def test_shared_modules_that_are_alike_are_not_guessed(tmp_path: Path) -> None:
     write_pipeline(tmp_path / "step", 1, ("embed", "other"))
-    with pytest.raises(AmbiguousError, match="layer 0 could be any of several shared modules"):
+    with pytest.raises(AmbiguousError, match="layer 0 could be in several shared modules"):
         open_checkpoint(str(tmp_path / "step"))
 
 

@@ -41,7 +41,7 @@ def test_both_hold_the_same(tmp_path: Path) -> None:
 def test_no_model_file_is_said(tmp_path: Path) -> None:
     folder = write_universal(tmp_path, RUN, 2, 1)
     (folder / "global_step3_universal/mp_rank_00_model_states.pt").unlink()
-    with pytest.raises(IncompleteError, match="no model file is beside zero/"):
+    with pytest.raises(IncompleteError, match="no model file is next to zero/"):
         open_checkpoint(str(folder))
 
 

@@ -61,9 +61,9 @@ def test_a_step_survives_what_one_of_its_copies_survives():
     assert Durability(3, (near,)).survives == {"process"}
     assert Durability(3, (near, far)).survives == {"process", "node"}
     require_durable(Durability(3, (near, far)), "node")
-    with pytest.raises(StorageError, match="step 3 does not survive the loss of the node; found a"):
+    with pytest.raises(StorageError, match="step 3 does not survive losing the node; found a"):
         require_durable(Durability(3, (near,)), "node")
-    with pytest.raises(StorageError, match="does not survive the loss of 2 nodes"):
+    with pytest.raises(StorageError, match="does not survive losing 2 nodes"):
         require_durable(Durability(3, (near, far)), "2 nodes")
     with pytest.raises(UsageError, match="galaxy"):
         require_durable(Durability(3, (near,)), "galaxy")

@@ -72,7 +72,7 @@ def test_a_pointer_may_name_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("target", ["", "..", "../..", "/etc/passwd", "latest.symlink", "gone"])
 def test_a_pointer_leads_nowhere_else(target: str, tmp_path: Path) -> None:
     (tmp_path / "latest.symlink").write_text(target)
-    with pytest.raises(IncompleteError, match="is not beside it"):
+    with pytest.raises(IncompleteError, match="is not next to it"):
         open_checkpoint(str(tmp_path / "latest.symlink"))
 
 

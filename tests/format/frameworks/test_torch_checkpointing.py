@@ -64,7 +64,7 @@ def test_a_missing_file_is_named(folder: Path) -> None:
         (
             lambda s: s["metadata"]["model"]["rank_to_layout_info"].update({1: {"file_path": "a/../b.pt"}}),
             UnsupportedError,
-            "is not in files of torch.save",
+            "is not in torch.save files",
         ),
         (
             lambda s: s["metadata"]["model"]["rank_to_layout_info"].update({1: {"file_path": "model_0.pt"}}),

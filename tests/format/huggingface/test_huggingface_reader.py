@@ -100,7 +100,7 @@ class TestOneFile:
             file.write(b"tail")
         with pytest.raises(SafetensorError, match="not fully covered"):
             load_file(tmp_path / "a.safetensors")
-        with pytest.raises(FormatError, match="bytes follow the data of the tensors; found 108; expected 104"):
+        with pytest.raises(FormatError, match="bytes follow the tensors' data; found 108; expected 104"):
             open_checkpoint(url)
 
     def test_names_that_save_model_dropped_are_ties(self, tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ class TestWithIndex:
         manifest = open_checkpoint(str(tmp_path)).manifest
         assert [entry.shape for entry in manifest.tensors.values()] == [(3,)]
         assert manifest.warnings == (
-            f"{name}.index.json is of an earlier save, none of its files is there, and it is ignored",
+            f"{name}.index.json is from an earlier save, all its files are missing, and it is ignored",
         )
 
     def test_an_index_with_one_of_its_files_counts(self, tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def in_commit(field: str, value: object) -> Change:
 
 
 LIES: dict[str, Change] = {
-    "a file of a base has no hashes": both("files", (1, 2), None),
+    "a file in a base has no hashes": both("files", (1, 2), None),
     "hashes that do not fit": both("files", (1, 2), "00"),
     "a base that is not there": both("files", (1, 3), 1),
     "a base below nought": both("files", (1, 3), -1),
@@ -258,7 +258,7 @@ def test_bases_can_be_named_by_what_the_step_calls_them(tmp_path: Path) -> None:
     for named in (dict(zip(elsewhere.values(), moved.values(), strict=True)), told, tuple(reversed(told))):
         assert float(shardckpt.load(tmp_path / "step", base=named)["trained"][3]) == 1
     assert float(shardckpt.load(tmp_path / "step", base=[told[0], moved["b"]])["trained"][3]) == 1
-    with pytest.raises(UsageError, match="any of several"):
+    with pytest.raises(UsageError, match="could stand for several"):
         shardckpt.load(tmp_path / "step", base=moved["a"])
     with pytest.raises(UsageError, match="no base that this could be"):
         shardckpt.load(tmp_path / "step", base=[*told, moved["a"]])

@@ -92,7 +92,7 @@ class TestWhatIsAStep:
         os.truncate(file, file.stat().st_size - 1)
         assert steps(tmp_path) == {1: False, 2: False}
         (_, second) = read_run(LocalStore(str(tmp_path))).steps
-        assert "files of its base are missing or end early" in second.fault
+        assert "files in its base are missing or end early" in second.fault
 
     def test_a_folder_that_was_named_by_hand_is_one(self, tmp_path: Path) -> None:
         write_step(tmp_path / "step-100", STATE)

@@ -45,7 +45,7 @@ def test_where_there_is_none_nothing_is_told(tmp_path: Path) -> None:
 
 
 def test_a_note_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fsdp1_metadata, "_MOST_BYTES", 10)
+    monkeypatch.setattr(fsdp1_metadata, "_MAX_BYTES", 10)
     with pytest.raises(UnsafeError, match="too large"):
         read(tmp_path, NOTE)
 

@@ -95,7 +95,7 @@ def test_a_table_that_expands_a_thousandfold_is_refused_early() -> None:
 def test_a_table_behind_those_that_use_up_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     content = json.loads(encode_record(make_record(2)))
     first = len(zlib.decompress(base64.b64decode(content["tables"][0])))
-    monkeypatch.setattr(record_json, "_MOST_TEXT", first)
+    monkeypatch.setattr(record_json, "_MAX_TEXT", first)
     with pytest.raises(FormatError, match="too large"):
         decode_record(json.dumps(content).encode(), where="x")
 
