@@ -11,17 +11,11 @@ from shardckpt.storage.thread_pool import is_refused_at_exit
 
 
 class BackgroundThread:
-    """Thread that says itself whether it has ended.
+    """Thread that says itself whether it has ended; its function must not raise."""
 
-    If a signal handler raises an exception while a thread waits in `threading.Thread.join`, Python 3.12 and earlier
-    take the other thread, which still runs, for ended (the `except` clause of `Thread._wait_for_tstate_lock`). Nobody
-    would wait for it any more, not even Python at its exit.
-
-    Args:
-        work: Function to run; must not raise.
-        name: Name of the thread.
-        is_daemon: Whether an exiting process does not wait for the thread.
-    """
+    # If a signal handler raises an exception while a thread waits in `threading.Thread.join`, Python 3.12 and earlier
+    # take the other thread, which still runs, for ended (the `except` clause of `Thread._wait_for_tstate_lock`). Nobody
+    # would wait for it any more, not even Python at its exit.
 
     def __init__(self, work: Callable[[], object], name: str, *, is_daemon: bool = False) -> None:
         self._work = work
@@ -31,10 +25,8 @@ class BackgroundThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=is_daemon)
 
     def start(self) -> bool:
-        """Start the thread; return False if the process ends and Python has no more threads, as in `atexit` since 3.12.
-
-        If a signal interrupts the call, `is_running` says whether it was started.
-        """
+        """Start the thread; return False if the process ends and Python starts no more, as in `atexit` since 3.12."""
+        # If a signal interrupts the call, `is_running` says whether it was started.
         try:
             self._thread.start()
         except RuntimeError as error:
@@ -45,13 +37,8 @@ class BackgroundThread:
         return True
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait until the thread has ended, and return True; return False if it has not ended in time.
-
-        A call on the thread itself, as of a callback, does not wait.
-
-        Args:
-            timeout: Maximum time in seconds; None for no limit.
-        """
+        """Wait until the thread has ended, and return True; return False after `timeout` seconds."""
+        # A call on the thread itself, as of a callback, does not wait.
         is_own = threading.current_thread() is self._thread
         if self.is_running and not is_own and self._is_ended.wait(timeout):
             self._thread.join()
@@ -71,11 +58,9 @@ class BackgroundThread:
 
 
 def run_before_exit(act: Callable[[], None]) -> None:
-    """Run a function after the main thread ends, before Python shuts down executors.
-
-    Storage uses executors. Functions run in the reverse order of these calls. If a Python version does not support
-    this, Python still waits for threads, and a save that cannot continue rolls itself back.
-    """
+    """Run a function after the main thread ends, before Python shuts down executors."""
+    # Storage uses executors. Functions run in the reverse order of these calls. If a Python version does not support
+    # this, Python still waits for threads, and a save that cannot continue rolls itself back.
     register = getattr(threading, "_register_atexit", None)
     if register is not None:
         with suppress(RuntimeError):  # the main thread has already ended

@@ -17,37 +17,27 @@ from shardckpt.checkpoint.rank_link import RankLink, Transfer, link_ranks
 from shardckpt.checkpoint.rendezvous import LOST_RANK_FIX
 from shardckpt.errors import RankError, ShardckptError, UsageError, describe_with_class
 
-ProcessGroup: TypeAlias = "dist.ProcessGroup | RankLink"
-"""Ranks of a save or a load."""
+ProcessGroup: TypeAlias = "dist.ProcessGroup | RankLink"  # ranks of a save or a load
 
 
 class Coordinator:
-    """Coordinator: sends each rank's message to rank 0, which decides and answers.
+    """Coordinator: sends each rank's message to rank 0, which decides and answers."""
 
-    If a rank is lost, the errors on all other ranks name it. Messages are point-to-point, so rank 0 knows whose
-    connection broke or whose message is late. Rank 0 also writes that rank to the group's store, because a backend
-    cannot send after a timeout.
+    # If a rank is lost, the errors on all other ranks name it. Messages are point-to-point, so rank 0 knows whose
+    # connection broke or whose message is late. Rank 0 also writes that rank to the group's store, because a backend
+    # cannot send after a timeout.
 
-    Args:
-        link: Link for this coordinator alone; None for a single rank.
-
-    Attributes:
-        rank: Index of this rank.
-        size: Number of ranks.
-        has_lost_rank: Whether a rank is lost; no more messages may be sent then.
-    """
-
+    # Fraction of the timeout: rank 0 has to find the late rank before the others stop waiting for rank 0.
     _FIRST_WAITS = 0.75
-    """Fraction of the timeout: rank 0 has to find the late rank before the others stop waiting for rank 0."""
 
     _FINDS_S = 2.0
 
     def __init__(self, link: RankLink | None) -> None:
         self._given = link
         self._round = 0
-        self.has_lost_rank = False
-        self.rank = link.rank if link is not None else 0
-        self.size = link.size if link is not None else 1
+        self.has_lost_rank = False  # whether a rank is lost; no more messages may be sent then
+        self.rank = link.rank if link is not None else 0  # index of this rank
+        self.size = link.size if link is not None else 1  # number of ranks
 
     @property
     def timeout_s(self) -> float:
@@ -57,19 +47,8 @@ class Coordinator:
     def coordinate(
         self, step: str, message: bytes | Exception, decide: Callable[[list[bytes]], Sequence[bytes]]
     ) -> bytes:
-        """Return rank 0's answer to this rank. Collective.
-
-        Every rank sends one message and receives one answer.
-
-        Args:
-            step: Name of the operation, for error messages.
-            message: This rank's message, or its exception.
-            decide: Called on rank 0 with all messages, returns an answer for each rank; all ranks raise its error.
-
-        Raises:
-            RankError: Another rank failed, is lost or did not answer in time. This rank raises its own exception
-                unchanged; every rank raises an error of usage in its own type.
-        """
+        """Return rank 0's answer to this rank's message. Collective."""
+        # All ranks raise an error of `decide`; this rank raises its own exception unchanged.
         self._round += 1
         with self.in_step():
             answer = self._exchange(step, message, decide)
@@ -93,10 +72,8 @@ class Coordinator:
             return self._recv_bytes(0, time.monotonic() + self._link.timeout.total_seconds())
 
     def expect_messages(self) -> None:
-        """Expect the messages of the next `coordinate`, so that no rank has to wait until this one has time for them.
-
-        `coordinate` does this too. Call it before long work that precedes `coordinate`.
-        """
+        """Expect the messages of the next `coordinate`, so that no rank waits until this one has time for them."""
+        # `coordinate` does this too; call this before long work that precedes it.
         if self.has_lost_rank:
             return
         for rank in range(1, self.size) if self.rank == 0 else (0,):
@@ -105,11 +82,9 @@ class Coordinator:
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """Run an operation of several messages; if a signal ends it, ranks count as lost.
-
-        The other ranks wait for the next message of the operation. They would mistake the next message of this rank for
-        it, and this rank would get an answer to another message.
-        """
+        """Run an operation of several messages; if a signal ends it, ranks count as lost."""
+        # The other ranks wait for the next message of the operation. They would mistake the next message of this rank
+        # for it, and this rank would get an answer to another message.
         try:
             yield
         except Exception:
@@ -123,59 +98,30 @@ class Coordinator:
         self.has_lost_rank = self.size > 1
 
     def send(self, tensor: torch.Tensor, dst: int) -> Transfer:
-        """Start to send bytes to a rank, which calls `recv`.
-
-        Call it between two calls of `coordinate`, in an order that both ranks know; messages are not mixed.
-
-        Args:
-            tensor: Bytes to send; they must not change until the work is done.
-            dst: Index of the receiving rank.
-        """
+        """Start to send bytes to a rank, which calls `recv`."""
+        # The bytes must not change until the work is done. Both ranks call it between the same two `coordinate`.
         with self._detect_lost_rank(dst):
             return self._link.start_send(tensor, dst)
 
     def recv(self, tensor: torch.Tensor, src: int) -> None:
-        """Receive bytes that a rank sends.
-
-        Args:
-            tensor: Destination of the bytes.
-            src: Index of the sending rank.
-
-        Raises:
-            RankError: The rank is lost or did not send in time.
-        """
+        """Receive bytes that a rank sends."""
         with self._detect_lost_rank(src):
             self._link.recv(tensor, src)
 
     def start_recv(self, tensor: torch.Tensor, src: int) -> Transfer:
-        """Start to receive the next bytes that a rank sends; `wait` for them in this order.
-
-        Args:
-            tensor: Destination of the bytes.
-            src: Index of the sending rank.
-        """
+        """Start to receive the next bytes that a rank sends; `wait` for them in this order."""
         with self._detect_lost_rank(src):
             return self._link.start_recv(tensor, src)
 
     def wait(self, work: Transfer, peer: int) -> None:
-        """Wait until sent bytes have been received.
-
-        Args:
-            work: Result of `send` or `start_recv`.
-            peer: Index of the other rank.
-
-        Raises:
-            RankError: The rank is lost or did not receive or send in time.
-        """
+        """Wait until sent bytes have been received."""
         with self._detect_lost_rank(peer):
             work.wait(self._link.timeout)
 
     @contextmanager
     def _detect_lost_rank(self, peer: int) -> Iterator[None]:
-        """Convert a broken connection to a RankError for the first lost rank, or the peer.
-
-        Other ranks may have begun the next round, which this rank does not come to.
-        """
+        """Convert a broken connection to a RankError for the first lost rank, or the peer."""
+        # Other ranks may have begun the next round, which this rank does not come to.
         try:
             yield
         except RuntimeError as error:
@@ -253,11 +199,7 @@ class Coordinator:
 
     @contextmanager
     def _report_lost_rank(self, known: RankError | None) -> Iterator[None]:
-        """Convert a broken connection to rank 0 to the error that rank 0 found, if any.
-
-        Args:
-            known: Error that was found before; None without one.
-        """
+        """Convert a broken connection to rank 0 to the error that rank 0 found, if any."""
         try:
             yield
         except RuntimeError as error:
@@ -287,8 +229,7 @@ class Coordinator:
         return f"shardckpt/lost/{number}"
 
 
-_ROUND_BYTES = 8
-"""Bytes of the number of the round, which is in front of each message."""
+_ROUND_BYTES = 8  # bytes of the number of the round, which is in front of each message
 
 _DONE, _FAILED = b"\0", b"\1"
 _IS_GONE = "is gone or did not answer in time"
@@ -333,10 +274,8 @@ def _decode_failure(data: bytes) -> ShardckptError:
 
 
 def _build_error(kind: str, text: str, rank: int) -> ShardckptError:
-    """Return a usage error in its own type, and any other error as a RankError.
-
-    Every rank made the wrong call.
-    """
+    """Return a usage error in its own type, and any other error as a RankError."""
+    # In a usage error every rank made the wrong call.
     known = getattr(errors, kind, None)
     if isinstance(known, type) and issubclass(known, UsageError):
         return known(text)
@@ -348,15 +287,7 @@ def _build_lost_error(text: str, rank: int) -> RankError:
 
 
 def new_coordinator(group: ProcessGroup | None = None, *, has_low_priority: bool = False) -> Coordinator:
-    """Create a coordinator with a new link of the same ranks. Collective.
-
-    Args:
-        group: Ranks; None for all ranks.
-        has_low_priority: Whether the threads of the link run only while others of the machine do not need their cores.
-
-    Raises:
-        RankError: A rank did not call it in time.
-    """
+    """Create a coordinator with a new link of the same ranks. Collective."""
     if isinstance(group, RankLink):
         return Coordinator(group.renew() if group.size > 1 else None)
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
@@ -365,17 +296,10 @@ def new_coordinator(group: ProcessGroup | None = None, *, has_low_priority: bool
 
 
 class Channels:
-    """Coordinators of one process group: for the main and for background threads.
-
-    Args:
-        main: Coordinator for calls of the training loop.
-
-    Attributes:
-        main: Coordinator for calls of the training loop.
-    """
+    """Coordinators of one process group: for the main and for background threads."""
 
     def __init__(self, main: Coordinator) -> None:
-        self.main = main
+        self.main = main  # coordinator for calls of the training loop
         self._background: dict[str, Coordinator] = {}
 
     @property
@@ -386,31 +310,18 @@ class Channels:
     def background_coordinator(
         self, group: ProcessGroup | None, name: str = "", *, has_low_priority: bool = False
     ) -> Coordinator:
-        """Return the coordinator for a background thread. Collective at the first call.
-
-        Args:
-            group: Process group of these channels.
-            name: Name of the thread's work, equal on all ranks; threads of other names may run at the same time.
-            has_low_priority: Whether bytes are sent and received only while others of the machine do not need the core.
-        """
+        """Return the coordinator for a background thread. Collective at the first call."""
         if name not in self._background:
             self._background[name] = new_coordinator(group, has_low_priority=has_low_priority)
         return self._background[name]
 
 
-CHANNELS: WeakKeyDictionary[ProcessGroup, Channels] = WeakKeyDictionary()
-"""Channels of this process, by process group."""
-
-ALONE = Channels(Coordinator(None))
-"""Channels of a single process."""
+CHANNELS: WeakKeyDictionary[ProcessGroup, Channels] = WeakKeyDictionary()  # channels of this process, by process group
+ALONE = Channels(Coordinator(None))  # channels of a single process
 
 
 def resolve_process_group(group: ProcessGroup | None) -> ProcessGroup | None:
-    """Return a process group, by default that of all ranks; None for a single process.
-
-    Raises:
-        UsageError: The argument is not a process group.
-    """
+    """Return a process group, by default that of all ranks; None for a single process."""
     if isinstance(group, RankLink):
         return group
     if not (dist.is_available() and dist.is_initialized()):
@@ -422,25 +333,15 @@ def resolve_process_group(group: ProcessGroup | None) -> ProcessGroup | None:
 
 
 def has_lost_rank(group: ProcessGroup | None) -> bool:
-    """Return True if a rank of a process group is lost. Unlike `get_channels`, this makes no new channels.
-
-    Args:
-        group: Process group of the ranks; None for all ranks.
-    """
+    """Return True if a rank of a process group is lost. Unlike `get_channels`, this makes no new channels."""
     key = resolve_process_group(group)
     known = None if key is None else CHANNELS.get(key)
     return known is not None and known.has_lost_rank
 
 
 def get_channels(group: ProcessGroup | None, refusal: Exception | None = None) -> Channels:
-    """Return the channels of a process group. Collective if they have to be created.
-
-    The first call creates them, and the first call after the loss of a rank.
-
-    Args:
-        group: Process group of the ranks; None for all ranks.
-        refusal: Error to raise if a rank is lost, because other ranks cannot receive it.
-    """
+    """Return the channels of a process group. Collective if they have to be created."""
+    # The first call creates them, and the first call after the loss of a rank.
     key = resolve_process_group(group)
     if key is None:
         return ALONE

@@ -339,19 +339,12 @@ def _make_again(kind: type[Checkpointer], root: str, arguments: dict[str, Any]) 
 
 
 class _AskedStep(NamedTuple):
-    """Arguments of a restore.
+    """Arguments of a restore."""
 
-    Attributes:
-        number: Number of the only step to try; None for any, and for the best.
-        is_best: Whether the best step is the only one to try.
-        options: Options for `shardckpt.load`.
-        fault: Error of the arguments, which every rank gets and raises.
-    """
-
-    number: int | None
-    is_best: bool
-    options: dict[str, Any]
-    fault: Exception | None = None
+    number: int | None  # number of the only step to try; None for any, and for the best
+    is_best: bool  # whether the best step is the only one to try
+    options: dict[str, Any]  # options for `shardckpt.load`
+    fault: Exception | None = None  # error of the arguments, which every rank gets and raises
 
     @classmethod
     def check(cls, step: Any, options: Mapping[str, Any], group: dist.ProcessGroup | None) -> _AskedStep:

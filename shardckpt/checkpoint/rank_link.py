@@ -14,12 +14,11 @@ from shardckpt.checkpoint.rendezvous import BoundedStore, make_group, meet
 from shardckpt.storage.linux_syscalls import lower_priority
 from shardckpt.torch_features import get_group_store
 
-_DATA = 1
-"""Tag of tensors, whose order among messages does not matter."""
+_DATA = 1  # tag of tensors, whose order among messages does not matter
 
 _SIZE_BYTES, _FIRST_BYTES = 8, 1016
+# Bytes that begin each message: most messages are one packet, since each packet waits for the other rank.
 _PACKET_BYTES = _SIZE_BYTES + _FIRST_BYTES
-"""Bytes that begin each message: most messages are one packet, since each packet waits for the other rank."""
 
 
 class Transfer(Protocol):
@@ -96,15 +95,10 @@ class RankLink(ABC):
 
 
 class _ArrivingPacket(NamedTuple):
-    """Bytes of a message that are being received.
+    """Bytes of a message that are being received."""
 
-    Attributes:
-        row: The bytes.
-        work: The transfer.
-    """
-
-    row: torch.Tensor
-    work: dist.Work
+    row: torch.Tensor  # the bytes
+    work: dist.Work  # the transfer
 
     def recv(self, deadline: float) -> bytes:
         """Return the bytes when they have come, before a time of `time.monotonic`. Raises RuntimeError."""
@@ -113,13 +107,7 @@ class _ArrivingPacket(NamedTuple):
 
 
 class TorchLink(RankLink):
-    """Link of a torch process group for CPU tensors.
-
-    Args:
-        group: Process group for this link alone.
-        timeout: Maximum time that ranks wait for each other.
-        ranks: Process group of the same ranks from which `renew` creates further ones; None for all ranks.
-    """
+    """Link of a torch process group for CPU tensors."""
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta, ranks: dist.ProcessGroup | None) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout)
@@ -180,15 +168,7 @@ class TorchLink(RankLink):
 
 
 def link_ranks(group: dist.ProcessGroup | None, *, has_low_priority: bool = False) -> RankLink:
-    """Create a link with a new process group of the same ranks. Collective.
-
-    Args:
-        group: Process group of the ranks; None for all ranks.
-        has_low_priority: Whether the threads of the link run only while others of the machine do not need their cores.
-
-    Raises:
-        RankError: A rank did not call it in time.
-    """
+    """Create a link with a new process group of the same ranks. Collective."""
     given = dist.group.WORLD if group is None else group
     assert given is not None
     timeout = _get_timeout(given)

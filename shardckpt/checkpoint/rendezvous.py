@@ -20,21 +20,14 @@ from shardckpt.errors import RankError
 from shardckpt.shared_store.time_limit import run_within
 from shardckpt.torch_features import get_group_store
 
-ASK_S = 2.0
-"""Maximum seconds for one call to a store after a rank is known to be gone."""
-
-_GRACE_S = 0.5
-"""Seconds after the ranks' timeout in which a store that answers can still name the missing rank."""
+ASK_S = 2.0  # maximum seconds for one call to a store after a rank is known to be gone
+_GRACE_S = 0.5  # seconds after the ranks' timeout in which a store that answers can still name the missing rank
 
 _FIRST_POLL_S, _LAST_POLL_S = 0.002, 0.05
 
 
 class BoundedStore:
-    """The store of a process group for messages that must not block for long.
-
-    Args:
-        store: Store of the process group.
-    """
+    """The store of a process group for messages that must not block for long."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -45,12 +38,7 @@ class BoundedStore:
             run_within(ASK_S, lambda: self._store.set(key, text))
 
     def find(self, key: str, *, wait_s: float = 0.0) -> str:
-        """Return the text of a key; empty if it is not set or the store does not answer.
-
-        Args:
-            key: The key.
-            wait_s: Seconds to wait until the key is set.
-        """
+        """Return the text of a key; empty if it is not set or the store does not answer."""
         end = time.monotonic() + wait_s
 
         def ask() -> str:
@@ -65,22 +53,13 @@ class BoundedStore:
         return ""
 
 
+# Number of times that the ranks of a group have met.
 _CALLS: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-"""Number of times that the ranks of a group have met."""
 
 
 def meet(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Wait until every rank arrives, to name a missing one.
-
-    Creating a group without some rank would not name it.
-
-    Args:
-        group: Process group of the ranks.
-        timeout: Time that ranks wait for each other.
-
-    Raises:
-        RankError: A rank did not arrive in time, or the store did not answer.
-    """
+    """Wait until every rank arrives, to name a missing one."""
+    # Creating a group without some rank would not name it.
     store, size = get_group_store(group), group.size()
     number = _CALLS.get(group, 0) + 1
     keys = [f"shardckpt/here/{number}/{each}" for each in range(size)]
@@ -100,10 +79,8 @@ def meet(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 def _missing(store: Any, own: str, keys: Sequence[str], seconds: float) -> list[int]:
-    """Announce this rank; return the ranks that have not arrived in time.
-
-    One request asks for all ranks: all of them ask one server.
-    """
+    """Announce this rank; return the ranks that have not arrived in time."""
+    # One request asks for all ranks: all of them ask one server.
     end, poll_s = time.monotonic() + seconds, _FIRST_POLL_S
     store.set(own, "1")
     while not store.check([*keys]):
@@ -124,16 +101,7 @@ LOST_RANK_FIX = "Its own log says why; the others have stopped. Saves and loads 
 def make_group(
     group: dist.ProcessGroup, make: Callable[[], dist.ProcessGroup | None], timeout: timedelta
 ) -> dist.ProcessGroup | None:
-    """Return a new process group of another group's ranks, after all have met.
-
-    Args:
-        group: Process group of the ranks that take part.
-        make: Function that creates the new group on this rank.
-        timeout: Time that ranks wait for each other.
-
-    Raises:
-        RankError: A rank left before all were connected.
-    """
+    """Return a new process group of another group's ranks, after all have met."""
     store, rank, size = get_group_store(group), group.rank(), group.size()
     keys = [f"shardckpt/unconnected/{_CALLS[group]}/{each}" for each in range(size)]
     try:

@@ -96,10 +96,8 @@ class StorageReader(storage.StorageReader):
         return Metadata({name: self._metadata(node) for name, node in self._nodes.items()}, planner_data=paths)
 
     def _metadata(self, node: Any) -> TensorStorageMetadata | BytesStorageMetadata:
-        """Return what torch's planners need to know of a value.
-
-        A tensor counts as one chunk, so that each shard to load is one request; its pieces are found when it is read.
-        """
+        """Return what torch's planners need to know of a value."""
+        # A tensor counts as one chunk, so that each shard to load is one request; its pieces are found when it is read.
         if not (isinstance(node, TensorRef) and node.kind == "tensor"):
             return BytesStorageMetadata()
         assert self._source is not None

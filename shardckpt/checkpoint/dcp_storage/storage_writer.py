@@ -52,30 +52,19 @@ __all__ = ["StorageWriter"]
 
 @dataclass(frozen=True)
 class _Placement:
-    """Place of the save, which rank 0 sends a rank as `storage_data` of its plan.
+    """Place of the save, which rank 0 sends a rank as `storage_data` of its plan."""
 
-    Attributes:
-        save: Id of the save.
-        place: Location to write to.
-        writer: Index of the rank.
-    """
-
-    save: str
-    place: str
-    writer: int
+    save: str  # id of the save
+    place: str  # location to write to
+    writer: int  # index of the rank
 
 
 @dataclass(frozen=True)
 class _RankResult:
-    """Result of a rank, which it sends rank 0 as `storage_data` of its first result.
+    """Result of a rank, which it sends rank 0 as `storage_data` of its first result."""
 
-    Attributes:
-        part: Records of the files and arrays that the rank wrote.
-        values: Values that are not tensors, by path.
-    """
-
-    part: PartialManifest
-    values: Mapping[Path, RankSubtree]
+    part: PartialManifest  # records of the files and arrays that the rank wrote
+    values: Mapping[Path, RankSubtree]  # values that are not tensors, by path
 
 
 class StorageWriter(storage.StorageWriter):
@@ -254,22 +243,14 @@ class StorageWriter(storage.StorageWriter):
 
 @dataclass
 class _RankContent:
-    """Content of the files of a rank.
+    """Content of the files of a rank."""
 
-    Attributes:
-        tensors: Chunks with their tensor, or with the item for which the planner has it.
-        values: Values that are not tensors, by path.
-    """
-
+    # Chunks with their tensor, or with the item for which the planner has it.
     tensors: dict[PayloadChunk, torch.Tensor | WriteItem] = field(default_factory=dict)
-    values: dict[Path, RankSubtree] = field(default_factory=dict)
+    values: dict[Path, RankSubtree] = field(default_factory=dict)  # values that are not tensors, by path
 
     def resolve(self, chunk: PayloadChunk, planner: SavePlanner) -> torch.Tensor:
-        """Return the elements of a chunk.
-
-        Raises:
-            UnsupportedError: The planner has no dense tensor of the planned dtype and shape, or its memory was freed.
-        """
+        """Return the elements of a chunk."""
         found = self.tensors[chunk]
         tensor: Any = planner.resolve_data(found).detach() if isinstance(found, WriteItem) else found
         check_tensor(tensor, chunk.path)

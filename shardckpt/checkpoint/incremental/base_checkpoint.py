@@ -40,38 +40,16 @@ class BaseRemovedError(IncompleteError):
 
 
 class BaseLocation(NamedTuple):
-    """Location of bytes in the base that a save does not write again.
+    """Location of bytes in the base that a save does not write again."""
 
-    Attributes:
-        file: File in the base, as the new step refers to it.
-        offset: Offset of the first byte in the file.
-        digest: xxh3-128 of the bytes; empty without a digest.
-        stats: Packed statistics of the values; empty without statistics.
-    """
-
-    file: FileRecord
-    offset: int
-    digest: bytes = b""
-    stats: bytes = b""
+    file: FileRecord  # file in the base, as the new step refers to it
+    offset: int  # offset of the first byte in the file
+    digest: bytes = b""  # xxh3-128 of the bytes; empty without a digest
+    stats: bytes = b""  # packed statistics of the values; empty without statistics
 
 
 class BaseCheckpoint:
-    """Open checkpoint that a step refers to.
-
-    Args:
-        url: Path or URL of the base.
-        step: Path or URL of the new step; empty if the base is only read.
-        rules: Replacements by regular expression, which change names of the model to names in the base.
-
-    Raises:
-        SourceNotFoundError: Nothing is stored at `url`.
-        CheckpointError: The base cannot be read.
-        UsageError: The base is the step itself.
-
-    Attributes:
-        url: Path or URL of the base.
-        step: Path or URL of the new step.
-    """
+    """Open checkpoint that a step refers to."""
 
     def __init__(self, url: str, step: str = "", rules: Mapping[str, str] | None = None) -> None:
         self.url, self.step = url, step
@@ -98,11 +76,7 @@ class BaseCheckpoint:
         return {}
 
     def get_digest(self, chunk: PayloadChunk) -> bytes | None:
-        """Return the digest of the base's bytes of a chunk; None without chunk or digest.
-
-        Args:
-            chunk: Chunk in a rank's save plan.
-        """
+        """Return the digest of the base's bytes of a chunk; None without chunk or digest."""
         row = self._row(chunk)
         return None if row is None else row.digest
 
@@ -128,11 +102,7 @@ class BaseCheckpoint:
         return file.hashes is not None and self._source.manifest.files.get(file.place, -1) >= file.nbytes
 
     def known(self, chunk: PayloadChunk) -> BaseLocation:
-        """Return the location of a chunk's bytes in the base.
-
-        Args:
-            chunk: Chunk for which `get_digest` returned a digest.
-        """
+        """Return the location of a chunk's bytes in the base."""
         row = self._row(chunk)
         assert row is not None and self._contents is not None, "only what the base has is not written"
         return BaseLocation(self._file(self._contents.files[row.file].place), row.offset, row.digest, row.stats)
@@ -140,15 +110,7 @@ class BaseCheckpoint:
     # Arrays that are frozen
 
     def find_entry(self, path: Path, names: Sequence[str]) -> TensorEntry:
-        """Return the base's entry of a frozen parameter.
-
-        Args:
-            path: Path of the parameter in the saved state.
-            names: FQNs of the parameter in its model.
-
-        Raises:
-            UsageError: The base does not have the array.
-        """
+        """Return the base's entry of a frozen parameter."""
         entry = self._source.arrays.get(path)
         if entry is None:
             there = self._names(path[:-1], names)
@@ -168,26 +130,15 @@ class BaseCheckpoint:
         return self._known_names[root]
 
     def _spelt(self, names: Iterable[str]) -> Iterator[str]:
-        """Yield possible names of a parameter in the base.
-
-        First with the rules applied, then unchanged, then without what PEFT adds.
-        """
+        """Yield possible names of a parameter in the base."""
+        # First with the rules applied, then unchanged, then without what PEFT adds.
         for name in names:
             yield _replaced(name, self._rules)
             yield name
             yield to_base_name(name)
 
     def locate(self, frozen: Mapping[Path, Sequence[str]]) -> dict[Path, TensorEntry]:
-        """Return the base's entries of frozen parameters, with all elements.
-
-        Args:
-            frozen: FQNs of each parameter in its model, by its path in the saved state.
-
-        Raises:
-            UsageError: The base does not have an array.
-            CheckpointError: The base does not have all elements of an array.
-            UnsupportedError: An array is stored in a way that a step cannot refer to.
-        """
+        """Return the base's entries of frozen parameters, with all elements."""
         wanted = {path: self.find_entry(path, names) for path, names in frozen.items()}
         located = dict(zip(wanted, self._source.locate(list(wanted.values())), strict=True))
         for path, entry in located.items():
@@ -202,12 +153,7 @@ class BaseCheckpoint:
         return located
 
     def rows(self, entry: TensorEntry, hashes: Mapping[str, bytes]) -> Iterator[tuple[Box, BaseLocation]]:
-        """Yield boxes and locations of the pieces of an array.
-
-        Args:
-            entry: Entry from `locate`.
-            hashes: Block hashes, by file name, of files without stored hashes.
-        """
+        """Yield boxes and locations of the pieces of an array."""
         stats = _read_piece_stats(self._stored.get(entry.path))
         for box, name, layout in entry.pieces:
             assert isinstance(layout, Span), "as `locate` made sure"
@@ -216,12 +162,7 @@ class BaseCheckpoint:
             yield box, BaseLocation(file, layout.offset, stats=stats.get(box, b""))
 
     def digests(self, wanted: Sequence[tuple[TensorEntry, Box]]) -> Iterator[bytes]:
-        """Yield the xxh3-128 of boxes of arrays in the base; reads one batch at a time.
-
-        Raises:
-            CheckpointError: The boxes cannot be read.
-            StorageError: The store failed.
-        """
+        """Yield the xxh3-128 of boxes of arrays in the base; reads one batch at a time."""
         pieces = PieceReader(self._reader.store)
         batch: list[tuple[int, ReadItem]] = []
         hashers = [xxhash.xxh3_128() for _ in wanted]
@@ -241,17 +182,11 @@ class BaseCheckpoint:
     # Files
 
     def is_committed(self) -> bool:
-        """Return True if the base was not replaced since it was opened, and no save is about to replace it.
-
-        A save that replaces a step on a disk writes `COMMIT` into its temporary folder, lists the files that other
-        steps refer to, and keeps these. So either it sees a manifest that was written before this call, or this call
-        sees its `COMMIT`. On a store without rename it replaces `COMMIT` before it lists them.
-
-        It is always True for a base of another format.
-
-        Raises:
-            StorageError: The store failed.
-        """
+        """Return True if the base was not replaced since it was opened, and no save is about to replace it."""
+        # A save that replaces a step on a disk writes `COMMIT` into its temporary folder, lists the files that other
+        # steps refer to, and keeps these. So either it sees a manifest that was written before this call, or this call
+        # sees its `COMMIT`. On a store without rename it replaces `COMMIT` before it lists them.
+        # A base of another format is always committed.
         if not isinstance(self._reader, NativeReader):
             return True
         url = self._reader.store.url
@@ -280,11 +215,7 @@ class BaseCheckpoint:
         return resolve_base(here, file.base) if file is not None and file.base else here
 
     def build_location_key(self, entries: Mapping[Path, TensorEntry]) -> str:
-        """Return a digest of the locations of arrays; their bytes change only with it.
-
-        Args:
-            entries: Entries from `locate`.
-        """
+        """Return a digest of the locations of arrays; their bytes change only with it."""
         hasher = hashlib.blake2b(digest_size=16)
         sizes = self._source.manifest.files
         for path, entry in entries.items():
@@ -296,17 +227,9 @@ class BaseCheckpoint:
         return hasher.hexdigest()
 
     def get_file_version(self, name: str) -> str:
-        """Return a text that changes when a file of the base is replaced.
-
-        If the store does not have such a text, every call returns a different one, so that nothing counts as unchanged.
-
-        Args:
-            name: Name of the file in the base.
-
-        Raises:
-            MissingFileError: The file does not exist.
-            StorageError: The store failed.
-        """
+        """Return a text that changes when a file of the base is replaced."""
+        # If the store does not have such a text, every call returns a different one, so that nothing counts as
+        # unchanged.
         return file_version(self._folder(name), name.rpartition("/")[2]) or secrets.token_hex()
 
     @cached_property
@@ -323,13 +246,7 @@ class BaseCheckpoint:
         }
 
     def hash_blocks(self, files: Mapping[str, int], share: int, shares: int) -> list[str]:
-        """Return the hashes, in hexadecimal digits, of every `shares`-th group of blocks, counted through all files.
-
-        Args:
-            files: Sizes in bytes by name.
-            share: Index of the share, from 0.
-            shares: Number of shares.
-        """
+        """Return the hashes, in hexadecimal digits, of every `shares`-th group of blocks, counted through all files."""
         buffer = memoryview(bytearray(GROUP_BYTES))
         hashes = []
         for number, (name, start, size) in enumerate(_groups(files)):
@@ -341,11 +258,7 @@ class BaseCheckpoint:
         return hashes
 
     def bases(self, files: Iterable[FileRecord]) -> tuple[Base, ...]:
-        """Return the records of other folders that contain files of the step.
-
-        Args:
-            files: All files of the step.
-        """
+        """Return the records of other folders that contain files of the step."""
         own, further = Base(self._refer(self._reader.store.url)), []
         if isinstance(self._reader, NativeReader):
             commit = self._reader.commit
@@ -401,12 +314,7 @@ def _groups(files: Mapping[str, int]) -> Iterator[tuple[str, int, int]]:
 
 
 def merge_block_hashes(files: Mapping[str, int], shares: Sequence[Sequence[str]]) -> dict[str, bytes]:
-    """Merge the block hashes of all ranks into those of each file.
-
-    Args:
-        files: Sizes in bytes by name, as in the hints of all ranks.
-        shares: Hashes of each rank, in rank order.
-    """
+    """Merge the block hashes of all ranks into those of each file."""
     merged: dict[str, list[str]] = {name: [] for name in files}
     rest = [iter(share) for share in shares]
     for number, (name, _, _) in enumerate(_groups(files)):
@@ -423,15 +331,7 @@ class BaseReferences:
         self._arrays: dict[Path, ArrayRecord] = {}
 
     def add(self, path: Path, dtype: str, shape: tuple[int, ...], box: Box, known: BaseLocation) -> None:
-        """Add a box of an array that the save does not write.
-
-        Args:
-            path: Path of the array in the state.
-            dtype: Dtype as torch spells it.
-            shape: Shape of the full array, in elements.
-            box: Box of the elements.
-            known: Location of their bytes in the base.
-        """
+        """Add a box of an array that the save does not write."""
         number = self._numbers.setdefault((known.file.base, known.file.name), len(self._files))
         if number == len(self._files):
             self._files.append(known.file)
@@ -453,15 +353,7 @@ def _is_being_replaced(url: str) -> bool:
 
 
 def has_all_files(step: str, files: Iterable[FileRecord]) -> bool:
-    """Return True if the files of a step in other folders have their full size.
-
-    Args:
-        step: Path or URL of the step.
-        files: All files of the step.
-
-    Raises:
-        StorageError: The store failed.
-    """
+    """Return True if the files of a step in other folders have their full size."""
     for url, wanted in group_files_by_base(files).items():
         sizes = {entry.name: entry.size for entry in open_store(resolve_base(step, url)).list()}
         if any(sizes.get(name, -1) < size for name, size in wanted.items()):

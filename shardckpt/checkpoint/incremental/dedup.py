@@ -35,17 +35,12 @@ from shardckpt.storage.thread_pool import ThreadPool
 _HASHERS = 4
 _WORTH_THREADS_BYTES = 64 << 20
 
+# Block hashes of files without stored hashes, by folder, name and version of the file.
 _Hashes = dict[tuple[str, str, str], bytes]
-"""Block hashes of files without stored hashes, by folder, name and version of the file."""
 
 
 def chunk_digest(chunk: PayloadChunk, arrays: Mapping[Path, TensorShards]) -> bytes:
-    """Return the xxh3-128 of a chunk in memory.
-
-    Args:
-        chunk: Chunk with all elements on this rank.
-        arrays: Arrays of this rank by path.
-    """
+    """Return the xxh3-128 of a chunk in memory."""
     hasher = xxhash.xxh3_128()
     for part in tensor_bytes(view_box(arrays[chunk.path], chunk.box)):
         hasher.update(part)
@@ -53,12 +48,7 @@ def chunk_digest(chunk: PayloadChunk, arrays: Mapping[Path, TensorShards]) -> by
 
 
 def chunk_digests(chunks: Sequence[PayloadChunk], arrays: Mapping[Path, TensorShards]) -> list[bytes]:
-    """Return the xxh3-128 of each chunk in memory; several threads hash large chunks.
-
-    Args:
-        chunks: Chunks with all elements on this rank.
-        arrays: Arrays of this rank by path.
-    """
+    """Return the xxh3-128 of each chunk in memory; several threads hash large chunks."""
     if sum(chunk.nbytes for chunk in chunks) < _WORTH_THREADS_BYTES:
         return [chunk_digest(chunk, arrays) for chunk in chunks]
     streams = CurrentStreams(shard.tensor.device for chunk in chunks for shard in arrays[chunk.path].shards)
@@ -73,20 +63,16 @@ def chunk_digests(chunks: Sequence[PayloadChunk], arrays: Mapping[Path, TensorSh
 
 @dataclass(frozen=True)
 class BaseHints:
-    """Facts about the base that rank 0 sends to one rank.
+    """Facts about the base that rank 0 sends to one rank."""
 
-    Attributes:
-        url: Path or URL of the base; empty if the base does not have frozen parameters.
-        key: Key that changes with the locations of frozen parameters in the base; empty without frozen parameters.
-        digests: xxh3-128 of the base's bytes of a chunk, by position of the chunk in the rank's plan.
-        files: Sizes in bytes, by name, of files in the base; each rank hashes a share of their blocks.
-        unmeasured: Positions of chunks in `digests` whose statistics the save stores and the base lacks.
-    """
-
-    url: str = ""
+    url: str = ""  # path or URL of the base; empty if the base does not have frozen parameters
+    # Key that changes with the locations of frozen parameters in the base; empty without frozen parameters.
     key: str = ""
+    # xxh3-128 of the base's bytes of a chunk, by position of the chunk in the rank's plan.
     digests: Mapping[int, bytes] = field(default_factory=dict)
+    # Sizes in bytes, by name, of files in the base; each rank hashes a share of their blocks.
     files: Mapping[str, int] = field(default_factory=dict)
+    # Positions of chunks in `digests` whose statistics the save stores and the base lacks.
     unmeasured: Sequence[int] = ()
 
     def to_json(self) -> list[object]:
@@ -102,34 +88,20 @@ class BaseHints:
         return cls(url, key, {at: data[16 * n : 16 * n + 16] for n, at in enumerate(positions)}, files, unmeasured)
 
     def unchanged(self, chunks: Sequence[PayloadChunk], arrays: Mapping[Path, TensorShards]) -> tuple[int, ...]:
-        """Return the positions of chunks whose bytes are equal in the base.
-
-        Args:
-            chunks: Chunks of the rank's plan.
-            arrays: Arrays of this rank by path.
-        """
+        """Return the positions of chunks whose bytes are equal in the base."""
         digests = chunk_digests([chunks[at] for at in self.digests], arrays)
         return tuple(at for (at, digest), own in zip(self.digests.items(), digests, strict=True) if own == digest)
 
     def hash_blocks(self, rank: int, world: int) -> list[str]:
-        """Hash this rank's share of the blocks without a stored hash.
-
-        Raises:
-            CheckpointError: The blocks cannot be read.
-            StorageError: The store failed.
-        """
+        """Hash this rank's share of the blocks without a stored hash."""
         return BaseCheckpoint(self.url).hash_blocks(self.files, rank, world) if self.files else []
 
 
 class FrozenParamCache:
-    """Cache of digests of frozen parameters in the base, which a rank reads once.
-
-    Attributes:
-        hashes: Block hashes of files without stored hashes.
-    """
+    """Cache of digests of frozen parameters in the base, which a rank reads once."""
 
     def __init__(self) -> None:
-        self.hashes: _Hashes = {}
+        self.hashes: _Hashes = {}  # block hashes of files without stored hashes
         self._key = ""
         self._digests: dict[tuple[Path, Box], bytes] = {}
 
@@ -147,20 +119,7 @@ class FrozenParamCache:
         ties: Mapping[Path, Path],
         rules: Mapping[str, str],
     ) -> None:
-        """Check that frozen parameters are equal in the base; its digests are cached.
-
-        Args:
-            chunks: Chunks that this rank compares.
-            hints: Hints from rank 0.
-            arrays: Arrays of this rank by path.
-            ties: Other paths of arrays, with the first path of each.
-            rules: Replacements by regular expression, which change names of the model to names in the base.
-
-        Raises:
-            UsageError: A parameter differs.
-            CheckpointError: The base cannot be read.
-            StorageError: The store failed.
-        """
+        """Check that frozen parameters are equal in the base; its digests are cached."""
         if self._key != hints.key:
             self._key = hints.key
             self._digests.clear()
@@ -182,17 +141,7 @@ class FrozenParamCache:
 
 
 def _entries(base: BaseCheckpoint, specs: Iterable[TensorSpec], ties: Mapping[Path, Path]) -> dict[Path, TensorEntry]:
-    """Return the base's entries of frozen parameters.
-
-    Args:
-        base: Open base.
-        specs: Specs of the parameters.
-        ties: Further paths of shared parameters, each with the first path.
-
-    Raises:
-        UsageError: The base does not have a parameter, or has it with another dtype or shape.
-        CheckpointError: The base does not have all elements of a parameter.
-    """
+    """Return the base's entries of frozen parameters."""
     wanted = list(specs)
     names = {spec.path: [str(spec.path[-1])] for spec in wanted}
     for other, first in ties.items():
@@ -213,13 +162,7 @@ def _entries(base: BaseCheckpoint, specs: Iterable[TensorSpec], ties: Mapping[Pa
 
 
 class BaseDedup:
-    """Dedup of one save against its base, on rank 0.
-
-    Args:
-        base: Open base.
-        plan: Save plans of all ranks.
-        entries: Base's entries of frozen parameters.
-    """
+    """Dedup of one save against its base, on rank 0."""
 
     def __init__(self, base: BaseCheckpoint, plan: GlobalSavePlan, entries: Mapping[Path, TensorEntry]) -> None:
         self._base, self._plan, self._entries = base, plan, entries
@@ -229,23 +172,14 @@ class BaseDedup:
         self._key = base.build_location_key(entries) if entries else ""
 
     def ask_for_hashes(self, known: _Hashes) -> None:
-        """Choose the files whose blocks the ranks have to hash.
-
-        Args:
-            known: Block hashes of files that are hashed already.
-        """
+        """Choose the files whose blocks the ranks have to hash."""
         self._asked = {name: size for name, size in self._unhashed.items() if self._file_key(name) not in known}
 
     def _file_key(self, name: str) -> tuple[str, str, str]:
         return self._base.url, name, self._versions[name]
 
     def hints_for(self, rank_plan: RankSavePlan, *, stats: bool = False) -> BaseHints:
-        """Return the hints for a rank.
-
-        Args:
-            rank_plan: Plan of the rank.
-            stats: Whether the save stores statistics.
-        """
+        """Return the hints for a rank."""
         digests = {
             at: digest
             for at, chunk in enumerate(rank_plan.chunks)
@@ -261,18 +195,7 @@ class BaseDedup:
         known: _Hashes,
         stats: Sequence[Mapping[str, str]] = (),
     ) -> PartialManifest:
-        """Return the references of the step to other folders.
-
-        Args:
-            unchanged: For each rank, the positions in its plan of the chunks that it did not write.
-            blocks: For each rank, the hashes of its share of the blocks.
-            known: Cache of block hashes; new hashes are added.
-            stats: For each rank, the packed statistics, in hexadecimal digits, of chunks whose base lacks them, by
-                position in its plan.
-
-        Raises:
-            UsageError: The step would refer to too many folders.
-        """
+        """Return the references of the step to other folders."""
         for name, merged in merge_block_hashes(self._asked, blocks).items():
             known[self._file_key(name)] = merged
         hashes = {name: known[self._file_key(name)] for name in self._unhashed}
@@ -299,14 +222,7 @@ class BaseDedup:
         return part
 
     def is_kept(self, files: Sequence[FileRecord]) -> bool:
-        """Return True if the base is unchanged and has all files that the step refers to.
-
-        Args:
-            files: All files of the step.
-
-        Raises:
-            StorageError: The store failed.
-        """
+        """Return True if the base is unchanged and has all files that the step refers to."""
         needed = [file for file in files if file.base]
         return not needed or (self._base.is_committed() and has_all_files(self._base.step, needed))
 
@@ -318,24 +234,7 @@ class BaseDedup:
 def open_base_dedup(
     url: str | None, step: str, rules: Mapping[str, str], plan: GlobalSavePlan, *, trainable_only: bool
 ) -> BaseDedup | None:
-    """Open the base of a save.
-
-    Args:
-        url: Path or URL of the base; None to save without a base.
-        step: Path or URL of the new step.
-        rules: Replacements by regular expression, which change names of the model to names in the base.
-        plan: Save plans of all ranks.
-        trainable_only: Refer to the base for all frozen parameters.
-
-    Returns:
-        The dedup; None without a base.
-
-    Raises:
-        UsageError: No parameter is frozen; a frozen parameter is not in the base, or has another dtype or shape; the
-            base is the step itself.
-        CheckpointError: The base cannot be read.
-        StorageError: The store failed.
-    """
+    """Return the dedup of a save against its base; None without a base."""
     if trainable_only and not plan.frozen:
         raise UsageError(
             "trainable_only finds no frozen parameter",

@@ -21,32 +21,18 @@ from shardckpt.plan.layout.read_sharing import BroadcastGroup, FileSegments
 from shardckpt.storage.store import Read, Store
 from shardckpt.storage.thread_pool import ThreadPool
 
-_AHEAD = 4
-"""Number of segments to read ahead; each is kept until all receiving ranks have it."""
+_AHEAD = 4  # number of segments to read ahead; each is kept until all receiving ranks have it
 
 _FINE, _STOPPED = 0, 1
 
 
 class BroadcastReader:
-    """Reader of one rank that reads each segment of replicated data once per group.
+    """Reader of one rank that reads each segment of replicated data once per group."""
 
-    All ranks run the same rounds. In each round a rank sends the segments that it has read to the other ranks of its
-    groups, then receives their segments. Ranks cannot deadlock, because the sends of a round depend on earlier rounds
-    only. A failing rank sends a stop marker instead of its segments; every rank that receives one stops too. All ranks
-    then reach the end, where they get the name of the failed rank.
-
-    Args:
-        coordinator: Coordinator of the ranks.
-        store: Store to read from.
-        segments: Segments of the checkpoint's files.
-        groups: Broadcast groups of this rank.
-        wanted: Reads of this rank, of any segments.
-        meter: Counts the bytes that arrive; None if nobody asks.
-
-    Attributes:
-        own: Parts of pending reads that no other rank needs.
-        alone: Requests that share no segment with another rank.
-    """
+    # All ranks run the same rounds. In each round a rank sends the segments that it has read to the other ranks of its
+    # groups, then receives their segments. Ranks cannot deadlock, because the sends of a round depend on earlier rounds
+    # only. A failing rank sends a stop marker instead of its segments; every rank that receives one stops too. All
+    # ranks then reach the end, where they get the name of the failed rank.
 
     def __init__(
         self,
@@ -62,8 +48,8 @@ class BroadcastReader:
         self._groups = groups
         shared = set(chain.from_iterable(group.ids.tolist() for group in groups))
         self._places: dict[int, list[tuple[int, memoryview, PendingRead]]] = {number: [] for number in shared}
-        self.own: list[Read] = []
-        self.alone: list[ReadRequest] = []
+        self.own: list[Read] = []  # parts of pending reads that no other rank needs
+        self.alone: list[ReadRequest] = []  # requests that share no segment with another rank
         self._with_own_reads: list[PendingRead] = []
         for pending_read in wanted:
             self._divide(pending_read)
@@ -102,14 +88,8 @@ class BroadcastReader:
             pending_read.mark_arrived()
 
     def run(self, failure: Exception | None = None) -> Exception | None:
-        """Read, send and receive segments. Collective among the broadcast groups.
-
-        Args:
-            failure: Error of this rank before the call, which stops the other ranks too; None without an error.
-
-        Returns:
-            The error of this rank; None without one, and if another rank failed, which reports its own error.
-        """
+        """Read, send and receive segments; return the error of this rank. Collective among the broadcast groups."""
+        # A rank that failed reports its own error, so the others return None.
         self._failure = failure
         self._is_over = failure is not None
         if self._groups:

@@ -34,11 +34,7 @@ class SavedTensor(StoredTensor[CheckpointSource, torch.Tensor]):
         return torch_dtype(self._entry)
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
-        """Return all elements.
-
-        Raises:
-            UnsupportedError: NumPy lacks the dtype.
-        """
+        """Return all elements."""
         self._require_copy(copy)
         try:
             torch.empty(0, dtype=self.dtype).numpy()
@@ -62,20 +58,8 @@ class SavedTensor(StoredTensor[CheckpointSource, torch.Tensor]):
 
 
 def open(path: Any, *, verify: Verify = "read", base: NamedBases | None = None) -> OpenedTensors:
-    """Open a checkpoint of any format: `open(path)["model.layers.0.weight"][0:128]`.
-
-    `with open(path) as checkpoint:` closes its files at the end of the block.
-
-    Args:
-        path: Path or URL of the checkpoint.
-        verify: `"read"` to check the hashes of all blocks that are read; False for no checks.
-        base: As for `load`.
-
-    Raises:
-        SourceNotFoundError: Nothing is stored at `path`.
-        CheckpointError: The checkpoint cannot be read.
-        UsageError: `verify` has an unknown value.
-    """
+    """Open a checkpoint of any format: `open(path)["model.layers.0.weight"][0:128]`."""
+    # `with open(path) as checkpoint:` closes its files at the end of the block.
     if verify == "full":
         raise UsageError("what is opened is verified as it is read", found=verify, expected="False or 'read'")
     return Opened(CheckpointSource(fix_folder(as_url(path)), verify, bases=base or ""), SavedTensor)

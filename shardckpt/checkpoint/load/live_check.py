@@ -34,44 +34,24 @@ from shardckpt.plan.resume.verdict import Divergence, ResumeDivergence
 from shardckpt.state.local.tensor_shards import LocalShard, TensorShards
 from shardckpt.storage.store import Read
 
-BATCH_BYTES = 32 << 20
-"""Bytes that are read again at a time."""
+BATCH_BYTES = 32 << 20  # bytes that are read again at a time
 
 _ALIGNMENT = 16
 
 
 class _LivePart(NamedTuple):
-    """Elements of an array on this rank, as they are in memory.
+    """Elements of an array on this rank, as they are in memory."""
 
-    Attributes:
-        path: Path of the array in the state.
-        entry: Entry of the saved array, with located pieces.
-        shard: The elements, with their box.
-        filled: Shard that the load filled.
-    """
-
-    path: Path
-    entry: TensorEntry
-    shard: LocalShard
-    filled: LocalShard
+    path: Path  # path of the array in the state
+    entry: TensorEntry  # entry of the saved array, with located pieces
+    shard: LocalShard  # the elements, with their box
+    filled: LocalShard  # shard that the load filled
 
 
 def check_live(
     state: Any, saved: CheckpointSource, items: Iterable[tuple[Path, ReadRequest]], rank: int, world: int
 ) -> None:
-    """Compare the memory of a state with the checkpoint that was loaded into it.
-
-    Args:
-        state: The loaded state.
-        saved: Open checkpoint.
-        items: Paths of the arrays in the state, with the requests of the load.
-        rank: Index of this rank.
-        world: Number of ranks.
-
-    Raises:
-        ResumeDivergence: Memory differs; the message names the first tensor.
-        CheckpointError: The checkpoint is damaged.
-    """
+    """Compare the memory of a state with the checkpoint that was loaded into it."""
     flat = flatten_state(state, rank, world)
     parts = [
         _LivePart(path, entry, shard, filled)
@@ -146,12 +126,7 @@ def _hash(tensor: torch.Tensor) -> bytes:
 
 
 class _Rereader:
-    """Reads boxes again and compares them, in batches through one buffer.
-
-    Args:
-        flat: The loaded state.
-        saved: Open checkpoint.
-    """
+    """Reads boxes again and compares them, in batches through one buffer."""
 
     def __init__(self, flat: FlattenedState, saved: CheckpointSource) -> None:
         self._flat, self._saved = flat, saved

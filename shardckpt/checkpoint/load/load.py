@@ -263,21 +263,13 @@ class _Order(NamedTuple):
 
 @dataclass
 class LoadSession:
-    """One load on one rank, from its plan to its last read.
+    """One load on one rank, from its plan to its last read."""
 
-    Attributes:
-        saved: Open checkpoint.
-        plan: Plan of the load.
-        requests: Requests for all arrays of the plan, in its order.
-        wanted: Requests of these that this rank reads itself.
-        pending_reads: Reads of all other arrays, which may be broadcast.
-    """
-
-    saved: CheckpointSource
+    saved: CheckpointSource  # open checkpoint
     plan: LoadPlan
-    requests: Sequence[ReadRequest]
-    wanted: Sequence[ReadRequest]
-    pending_reads: Sequence[PendingRead] = ()
+    requests: Sequence[ReadRequest]  # requests for all arrays of the plan, in its order
+    wanted: Sequence[ReadRequest]  # requests of these that this rank reads itself
+    pending_reads: Sequence[PendingRead] = ()  # reads of all other arrays, which may be broadcast
 
     @cached_property
     def segments(self) -> FileSegments:
@@ -299,13 +291,7 @@ class LoadSession:
         return head + self.segments.wanted(ranges, self.saved.grain).tobytes()
 
     def carry_out(self, coordinator: Coordinator, groups: Sequence[BroadcastGroup], failure: Exception | None) -> None:
-        """Read all requests; broadcast segments that other ranks need too.
-
-        Args:
-            coordinator: Coordinator of the ranks.
-            groups: Broadcast groups of this rank.
-            failure: Error of this rank before the call, which stops the other ranks too; None without an error.
-        """
+        """Read all requests; broadcast segments that other ranks need too."""
         if not self.pending_reads:
             if failure is not None:
                 raise failure
@@ -463,10 +449,8 @@ def _listed(paths: Iterable[Path]) -> str:
 
 
 def _shared(messages: list[bytes]) -> list[bytes]:
-    """Return for each rank the number of ranks on its machine, whether a load ends collectively, and its groups.
-
-    Ranks of a group share segments. On rank 0.
-    """
+    """Return for each rank the number of ranks on its machine, whether a load ends collectively, and its groups."""
+    # The ranks of a group share segments.
     identities = [message[:_IDENTITY_BYTES] for message in messages]
     odd = next((rank for rank, identity in enumerate(identities) if identity != identities[0]), None)
     if odd is not None:
@@ -489,8 +473,8 @@ _MACHINE_END = _IDENTITY_BYTES + MACHINE_BYTES
 _HEAD_BYTES = _MACHINE_END + 1
 _COUNT_BYTES = 4
 
+# Note on an error after the first read of a load.
 MIXED = "What was loaded into may be filled in part: load again, or start anew, before it is used."
-"""Note on an error after the first read of a load."""
 
 
 _SHOWN_NAMES = 10
@@ -505,11 +489,7 @@ def _add_note(error: Exception, note: str) -> None:
 
 
 def _read_globs(include: Any) -> tuple[str, ...] | None:
-    """Return globs as a tuple; None for None.
-
-    Raises:
-        UsageError: A glob is not text, or the sequence is empty.
-    """
+    """Return globs as a tuple; None for None."""
     if include is None:
         return None
     globs = (include,) if isinstance(include, str) else tuple(include) if isinstance(include, Iterable) else (include,)
@@ -524,12 +504,12 @@ def _silent(messages: list[bytes]) -> list[bytes]:
     return messages
 
 
+# Note of an error about names in a folder that `save_pretrained` may have written.
 _RENAMED = (
     "The folder has a config.json: save_pretrained of transformers gives weights of some models, such as mixtures of "
     "experts and ViT, other names than the model in memory has. If it wrote this folder, load it with from_pretrained, "
     "or with rules that rename them, such as rules='mixtral-stack-experts' for Mixtral."
 )
-"""Note of an error about names in a folder that `save_pretrained` may have written."""
 
 
 def _require_fit(plan: LoadPlan, saved: CheckpointSource) -> None:
@@ -546,22 +526,15 @@ def _has_model_config(saved: CheckpointSource) -> bool:
 
 
 def find_param_shapes(models: Iterable[LocalModel]) -> ParamShapes | None:
-    """Return names, shapes, order and ties of parameters of models; None without one.
-
-    A reader needs them for flat parameters if the files do not list the members.
-
-    Args:
-        models: Distinct models of a state.
-    """
+    """Return names, shapes, order and ties of parameters of models; None without one."""
+    # A reader needs them for flat parameters if the files do not list the members.
     shapes = [_model_shapes(model) for model in models]
     return replace(shapes[0], others=tuple(shapes[1:])) if shapes else None
 
 
 def _model_shapes(model: LocalModel) -> ParamShapes:
-    """Return a model's parameters, shared ones under each name, without buffers.
-
-    Flat parameters do not contain buffers.
-    """
+    """Return a model's parameters, shared ones under each name, without buffers."""
+    # Flat parameters do not contain buffers.
     names = {name: model.aliases.get(name, name) for name in model.names}
     shapes = {
         name: model.arrays[first].shape

@@ -29,58 +29,37 @@ Put = Callable[[Any], None]
 
 
 class Taker(NamedTuple):
-    """Saved value with the function that puts it into the state.
+    """Saved value with the function that puts it into the state."""
 
-    Attributes:
-        path: Path of the target in the state.
-        tree: Saved tree, with arrays as `TensorRef`.
-        put: Function that puts the value into the state.
-    """
-
-    path: Path
-    tree: Any
-    put: Put
+    path: Path  # path of the target in the state
+    tree: Any  # saved tree, with arrays as `TensorRef`
+    put: Put  # function that puts the value into the state
 
 
 class LoadItem(NamedTuple):
-    """Saved array with its target on this rank.
+    """Saved array with its target on this rank."""
 
-    Attributes:
-        path: Path of the array in the state.
-        entry: Entry of the saved array.
-        array: Shards of this rank to fill.
-    """
-
-    path: Path
+    path: Path  # path of the array in the state
     entry: TensorEntry
-    array: TensorShards
+    array: TensorShards  # shards of this rank to fill
 
 
 @dataclass
 class LoadPlan:
-    """Plan of a load, with all mismatches.
+    """Plan of a load, with all mismatches."""
 
-    Attributes:
-        arrays: Arrays to read directly into the state's memory.
-        values: Values to put into the state, in order.
-        after: Functions to call after the arrays are filled, in which models and optimizers use the new values.
-        problems: Mismatches, one sentence each.
-        taken: Paths of the checkpoint that are loaded, with everything below them.
-        missing: Paths that the checkpoint does not have.
-        unexpected: Paths that only the checkpoint has.
-        unmatched: Paths of models without any name that the checkpoint has, where names may be missing.
-        is_collective: Whether models or objects may exchange data when they use what was read: those under torch's
-            wrapper, and objects with tensors.
-    """
-
-    arrays: list[LoadItem] = field(default_factory=list)
-    values: list[Taker] = field(default_factory=list)
+    arrays: list[LoadItem] = field(default_factory=list)  # arrays to read directly into the state's memory
+    values: list[Taker] = field(default_factory=list)  # values to put into the state, in order
+    # Functions to call after the arrays are filled, in which models and optimizers use the new values.
     after: list[Callable[[], None]] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    taken: set[Path] = field(default_factory=set)
-    missing: set[Path] = field(default_factory=set)
-    unexpected: list[Path] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)  # mismatches, one sentence each
+    taken: set[Path] = field(default_factory=set)  # paths of the checkpoint that are loaded, with everything below them
+    missing: set[Path] = field(default_factory=set)  # paths that the checkpoint does not have
+    unexpected: list[Path] = field(default_factory=list)  # paths that only the checkpoint has
+    # Paths of models without any name that the checkpoint has, where names may be missing.
     unmatched: list[Path] = field(default_factory=list)
+    # Whether models or objects may exchange data when they use what was read: those under torch's wrapper, and objects
+    # with tensors.
     is_collective: bool = False
 
     @property
@@ -109,24 +88,15 @@ class LoadPlan:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Options of a load.
+    """Options of a load."""
 
-    Attributes:
-        strict: Whether missing or unexpected names are problems.
-        include: Globs of dotted names to load; None for all names. A glob that matches a part includes everything below
-            it.
-        ignore_extra: Whether to accept values that only the checkpoint has.
-        cast: Whether to accept other dtypes than the saved ones.
-        is_own_only: Whether to skip files in other folders than the checkpoint.
-        unequal_steps: Handling of steps that differ among the members of one flat parameter.
-    """
-
-    strict: bool = True
+    strict: bool = True  # whether missing or unexpected names are problems
+    # Globs of dotted names to load; None for all names. A glob that matches a part includes everything below it.
     include: tuple[str, ...] | None = None
-    ignore_extra: bool = False
-    cast: bool = False
-    is_own_only: bool = False
-    unequal_steps: UnequalSteps = "error"
+    ignore_extra: bool = False  # whether to accept values that only the checkpoint has
+    cast: bool = False  # whether to accept other dtypes than the saved ones
+    is_own_only: bool = False  # whether to skip files in other folders than the checkpoint
+    unequal_steps: UnequalSteps = "error"  # handling of steps that differ among the members of one flat parameter
 
     @property
     def is_selective(self) -> bool:
@@ -153,21 +123,12 @@ class LoadOptions:
 
 
 class LoadPlanBuilder:
-    """Builder of a load plan, which records mismatches.
-
-    Args:
-        source: Open checkpoint.
-        options: Options of the load.
-
-    Attributes:
-        source: Open checkpoint.
-        options: Options of the load.
-        plan: Plan so far.
-    """
+    """Builder of a load plan, which records mismatches."""
 
     def __init__(self, source: CheckpointSource, options: LoadOptions) -> None:
+        # `source`: open checkpoint
         self.source, self.options = source, options
-        self.plan = LoadPlan()
+        self.plan = LoadPlan()  # plan so far
         self._matched: set[str] = set()
 
     def wants(self, path: Path) -> bool:
@@ -179,10 +140,8 @@ class LoadPlanBuilder:
         return bool(globs)
 
     def unmatched_globs(self) -> list[str]:
-        """Return the globs that match neither this rank's state nor the checkpoint.
-
-        The states of other ranks may have more paths.
-        """
+        """Return the globs that match neither this rank's state nor the checkpoint."""
+        # The states of other ranks may have more paths.
         left = [glob for glob in self.options.include or () if glob not in self._matched and glob != "*"]
         known = {glob for path in self.source.paths for glob in self.options.matching_globs(path)} if left else set()
         return [glob for glob in left if glob not in known]
@@ -199,12 +158,7 @@ class LoadPlanBuilder:
             self.add_problem(path, f"missing: {dotted(path)}")
 
     def add_value(self, path: Path, put: Put) -> None:
-        """Add a value, or the state of an object.
-
-        Args:
-            path: Path of the value in the state.
-            put: Function that puts the value into the state.
-        """
+        """Add a value, or the state of an object."""
         value, is_there = self._take(path, path)
         if is_there and self.wants(path):
             self.plan.values.append(Taker(path, value, put))
@@ -219,16 +173,7 @@ class LoadPlanBuilder:
         return value, is_there
 
     def add_array(self, path: Path, source: Path, array: TensorShards) -> None:
-        """Add an array.
-
-        Args:
-            path: Path of the array in the state.
-            source: Path of the array in the checkpoint.
-            array: Shards of this rank to fill.
-
-        Raises:
-            UnsupportedError: Ranks saved different tensors there.
-        """
+        """Add an array."""
         entry = self.source.arrays.get(source)
         if entry is None:
             value, is_there = self._take(path, source)
@@ -248,11 +193,9 @@ class LoadPlanBuilder:
         self.plan.arrays.append(LoadItem(path, entry, array))
 
     def require_equal(self, path: Path, source: Path, array: TensorShards) -> bool:
-        """Add a problem if a saved array differs from quantized weights, whose scales the checkpoint does not have.
-
-        Returns:
-            Whether no more is to do: it is equal, or there is a problem. If not, it does not fit, or is not wanted.
-        """
+        """Add a problem if a saved array differs from quantized weights, whose scales the checkpoint does not have."""
+        # Returns True if the array needs no more work: it is equal, or there is a problem. Otherwise it does not fit,
+        # or is not wanted.
         entry = self.source.arrays.get(source)
         if entry is None or not self.wants(path) or any(_find_mismatches(path, entry, array, can_cast=False)):
             return False
@@ -266,12 +209,7 @@ class LoadPlanBuilder:
         return True
 
     def add_shared_array(self, spellings: Mapping[Path, Path | None], array: TensorShards) -> None:
-        """Add a parameter with several names; add a problem if the checkpoint has different values of them.
-
-        Args:
-            spellings: Path in the checkpoint by path in the state, the first name first; None where it has none.
-            array: Shards of this rank to fill.
-        """
+        """Add a parameter with several names; add a problem if the checkpoint has different values of them."""
         wanted = [path for path in spellings if self.wants(path)] or list(spellings)
         found = [(path, source) for path in wanted if (source := spellings[path]) is not None]
         self.add_array(wanted[0], found[0][1] if found else wanted[0], array)
@@ -355,10 +293,8 @@ class LoadPlanBuilder:
         return values
 
     def _without_repeats(self, path: Path, entry: TensorEntry, array: TensorShards) -> TensorShards:
-        """Return the distinct elements of an expanded tensor as targets.
-
-        Saved values of elements that share memory must be equal.
-        """
+        """Return the distinct elements of an expanded tensor as targets."""
+        # Saved values of elements that share memory must be equal.
         shards = []
         for shard in array.shards:
             size, at = shard.tensor.shape, _once(shard.tensor)
@@ -444,16 +380,9 @@ def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def model_names(saved: CheckpointSource, path: Path, names: Collection[str]) -> Mapping[str, Path]:
-    """Return the paths of a model's tensors in the checkpoint, by name.
-
-    They are below the model's path; in a checkpoint of another tool, in that tool's place and spelling. The file of
-    an adapter means none of several adapters of a PEFT model.
-
-    Args:
-        saved: Open checkpoint.
-        path: Path of the model in the state.
-        names: Names of the model's tensors.
-    """
+    """Return the paths of a model's tensors in the checkpoint, by name."""
+    # Tensors are below the model's path, or where another tool puts and spells them. A file of one adapter fits none
+    # of several adapters of a PEFT model.
     found = _saved_names(saved, path, names)
     return {**found, **_adapter_names(found, names)} if saved.manifest.format == "adapter" else found
 

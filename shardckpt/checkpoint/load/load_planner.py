@@ -50,16 +50,7 @@ from shardckpt.state.local.tensor_shards import get_tensor_shards
 def plan_load(
     state: Any, saved: CheckpointSource, options: LoadOptions, rank: int, world: int, models: LocalModels
 ) -> LoadPlan:
-    """Plan a load: compare a state with a checkpoint, without changing the state.
-
-    Args:
-        state: State as passed to `load`.
-        saved: Open checkpoint.
-        options: Options of the load.
-        rank: Index of this rank.
-        world: Number of ranks.
-        models: Models of the state.
-    """
+    """Plan a load: compare a state with a checkpoint, without changing the state."""
     builder = LoadPlanBuilder(saved, options)
     planner = _LoadPlanner(builder, rank, world, models)
     # Once, and not for each local tensor; new state of an optimizer is for training, also in inference mode.
@@ -108,10 +99,7 @@ class _LoadPlanner:
                     yield path
 
     def _parts(self, path: Path) -> Iterable[Path]:
-        """Yield a path, or the paths of entries of a list with objects in the state.
-
-        In the checkpoint such a list is one value.
-        """
+        """Yield a path, or the paths of entries of a list with objects in the state, which is one saved value."""
         if path not in self._opened:
             return (path,)
         saved, _ = self._builder.source.find(path)
@@ -170,10 +158,7 @@ class _LoadPlanner:
         return found if isinstance(found, np.ndarray) else None
 
     def _fits(self, value: np.ndarray[Any, Any], entry: TensorEntry) -> bool:
-        """Return True if an array is filled in place.
-
-        Sources are a tensor, or an array of its shape and dtype.
-        """
+        """Return True if an array is filled in place, from a tensor or from an array of its shape and dtype."""
         saved = self._builder.source.find(entry.path)[0]
         has_form = entry.shape == value.shape and (entry.dtype == value.dtype.name or self._builder.options.cast)
         return has_form or not (isinstance(saved, TensorRef) and saved.kind == "numpy")

@@ -35,24 +35,13 @@ from shardckpt.state.local.tensor_shards import get_tensor_shards
 
 
 class OptimizerLoadPlanner:
-    """Planner of optimizer states, which are matched by the FQNs of their models.
-
-    Args:
-        builder: Builder of the load plan.
-        models: Models of the state.
-        shards: Flat parameter shards of this process.
-    """
+    """Planner of optimizer states, which are matched by the FQNs of their models."""
 
     def __init__(self, builder: LoadPlanBuilder, models: LocalModels, shards: FlatShards) -> None:
         self._builder, self._models, self._shards = builder, models, shards
 
     def plan(self, optim: torch.optim.Optimizer, path: Path) -> None:
-        """Add the state of an optimizer.
-
-        Args:
-            optim: Optimizer in the state.
-            path: Path of the optimizer in the state.
-        """
+        """Add the state of an optimizer."""
         index = self._models.find_index_for(optim)
         root = self._find_root(path)
         if root is None:
@@ -82,10 +71,7 @@ class OptimizerLoadPlanner:
     def _compare_parameters(
         self, optim: torch.optim.Optimizer, index: ModelIndex, state: optimizers.OptimizerState, path: Path
     ) -> None:
-        """Report parameters that only the live or only the saved optimizer has.
-
-        Their param groups may differ.
-        """
+        """Report parameters that only the live or only the saved optimizer has. Their param groups may differ."""
         live = dict.fromkeys(name for names in parameter_names(index, optim) for name in names)
         groups: Sequence[Mapping[str, Any]] = state.groups
         saved = dict.fromkeys(_first(str(name), index) for group in groups for name in group.get("params", ()))
@@ -135,11 +121,7 @@ class OptimizerLoadPlanner:
         self._builder.plan.values.append(Taker(path, self._builder.source.find(root)[0], take))
 
     def _require_no_dtensors(self, optim: torch.optim.Optimizer, path: Path, root: Path) -> None:
-        """Refuse an optimizer of DTensors without its model: it would take full tensors in place of its shards.
-
-        Raises:
-            UsageError: The optimizer has a DTensor, and saved slots have a shape.
-        """
+        """Refuse an optimizer of DTensors without its model: it would take full tensors in place of its shards."""
         place = (*root, "state")
         has_slots = any(at[: len(place)] == place and e.shape for at, e in self._builder.source.arrays.items())
         parameters = (parameter for group in optim.param_groups for parameter in group["params"])
@@ -242,10 +224,7 @@ def _stored_names(groups: Any, index: ModelIndex) -> dict[int, str] | None:
 
 
 def _names_by_number(live: Sequence[Sequence[str]], groups: Any) -> dict[int, str] | None:
-    """Return FQNs by parameter id, matched by position in groups of the same sizes.
-
-    torch matches ids in the same way.
-    """
+    """Return FQNs by parameter id, matched by position in groups of the same sizes, as in torch."""
     if not isinstance(groups, (list, tuple)) or len(groups) != len(live):
         return None
     numbers = [list(group.get("params", ())) for group in groups if isinstance(group, dict)]
@@ -256,10 +235,7 @@ def _names_by_number(live: Sequence[Sequence[str]], groups: Any) -> dict[int, st
 
 
 def _without_state(tree: Any) -> Any:
-    """Return an optimizer's tree without the tensors of its state.
-
-    These are read directly into the optimizer's memory.
-    """
+    """Return an optimizer's tree without its state's tensors, which are read into the optimizer's memory."""
     if not isinstance(tree, dict):
         return tree
     if "state" not in tree:  # flattened: `state.{name}.{slot}`

@@ -29,33 +29,15 @@ from shardckpt.plan.naming.sections import split_flat_names
 from shardckpt.state.local.tensor_shards import LocalShard, TensorShards, empty_in_order
 from shardckpt.storage.store import Read, Store
 
-KeyMap = Mapping[str, str] | None
-"""Replacements by regular expression, for every key of a checkpoint's names."""
-
-Rules = str | os.PathLike[str] | None
-"""TOML file of rules, or the name of a set in the package."""
+KeyMap = Mapping[str, str] | None  # replacements by regular expression, for every key of a checkpoint's names
+Rules = str | os.PathLike[str] | None  # TOML file of rules, or the name of a set in the package
 
 Verify = str | bool
 VERIFY = (False, "read", "full", "live")
 
 
 class CheckpointSource:
-    """Open checkpoint of any format.
-
-    Args:
-        url: Path or URL of the checkpoint.
-        verify: Blocks to check against their hashes: none, those that are read, or all blocks when it is opened.
-        rules: TOML file of rules, or the name of a set in the package.
-        key_map: Replacements by regular expression, for every key of every path, after the rules.
-        bases: Locations of folders that the checkpoint refers to.
-        get_shapes: Returns the members of flat parameters, or None; called if the files do not list them.
-
-    Raises:
-        SourceNotFoundError: Nothing is stored at `url`.
-        CheckpointError: The checkpoint cannot be read, or is damaged.
-        UsageError: `verify` has an unknown value; `bases` is given but the checkpoint does not refer to a folder that
-            could have been moved; or the members of flat parameters are unknown.
-    """
+    """Open checkpoint of any format."""
 
     def __init__(
         self,
@@ -99,16 +81,7 @@ class CheckpointSource:
         return bool(entry.pieces) and all(piece.file in self.manifest.elsewhere for piece in entry.pieces)
 
     def check_blocks(self, share: int = 0, shares: int = 1, *, own_only: bool = False) -> None:
-        """Check the hashes of all blocks in a share of the files.
-
-        Args:
-            share: Index of the share, from 0.
-            shares: Number of shares.
-            own_only: Skip files in other folders.
-
-        Raises:
-            ChecksumError: A block differs from its saved hash.
-        """
+        """Check the hashes of all blocks in a share of the files."""
         hashed = self._files.list_hashed_files() if isinstance(self._files, NativeReader) else []
         left_out = self.manifest.elsewhere if own_only else {}
         for name in sorted(set(hashed) - left_out.keys())[share::shares]:
@@ -169,17 +142,7 @@ class CheckpointSource:
         return find(self.tree, path)
 
     def read_tree(self, tree: Any, skipped: list[Path] | None = None) -> Any:
-        """Return a part of the tree with its arrays as tensors on the CPU.
-
-        Args:
-            tree: Part of the state tree.
-            skipped: List to extend with the paths of values that only their own library can read, which are omitted;
-                None to raise an error for such values.
-
-        Raises:
-            CheckpointError: The part cannot be read.
-            NoMemoryError: An array does not fit into memory.
-        """
+        """Return a part of the tree with its arrays as tensors on the CPU."""
         paths = list(dict.fromkeys(at.path for at in iter_refs(tree)))
         values = {path: found for path in paths if (found := find_value(self.arrays[path]))}
         if skipped is not None and len(values) < len(paths):
@@ -207,28 +170,11 @@ class CheckpointSource:
         return sum(prod(entry.shape) * getattr(torch, entry.stored).itemsize for entry in entries)
 
     def fill(self, wanted: Sequence[ReadRequest]) -> None:
-        """Read exactly the elements of this rank's shards into them.
-
-        Args:
-            wanted: Entries with the shards to fill, of any dtype.
-
-        Raises:
-            CheckpointError: Elements are missing, damaged, or of an unreadable kind.
-            StorageError: The store failed.
-        """
+        """Read exactly the elements of this rank's shards into them."""
         self.elements.read(self.locate_requests(wanted))
 
     def locate_requests(self, wanted: Sequence[ReadRequest]) -> list[ReadRequest]:
-        """Return requests with located pieces, after a check that all elements exist.
-
-        Elements are not read.
-
-        Args:
-            wanted: Entries with the shards to fill, of any dtype.
-
-        Raises:
-            CheckpointError: Elements are missing or duplicated, or a container is damaged.
-        """
+        """Return requests with located pieces, after a check that all elements exist. Elements are not read."""
         entries = self.locate([entry for entry, _ in wanted])
         return [(entry, array) for entry, (_, array) in zip(entries, wanted, strict=True)]
 
@@ -244,10 +190,8 @@ class CheckpointSource:
 
     @property
     def unchecked_store(self) -> Store | None:
-        """Store for bytes whose hashes `verify="live"` checks in the memory of the state, after the load.
-
-        None if all bytes are checked when they are read: other copies of a damaged block may be elsewhere.
-        """
+        """Store for bytes whose hashes `verify="live"` checks in the memory of the state, after the load."""
+        # None if all bytes are checked when they are read: other copies of a damaged block may be elsewhere.
         is_checked_later = self._is_live and self.is_native and self._store.capabilities.is_local
         return self._reader.unverified_store if is_checked_later else None
 
@@ -266,19 +210,12 @@ class CheckpointSource:
         return hashlib.blake2b(repr(content).encode(), digest_size=16).digest()
 
     def locate(self, entries: Sequence[TensorEntry]) -> list[TensorEntry]:
-        """Return entries with located pieces, after a check that all elements exist.
-
-        Raises:
-            CheckpointError: Elements are missing or duplicated, or a container is damaged.
-        """
+        """Return entries with located pieces, after a check that all elements exist."""
         return locate(self._reader, self.manifest, entries)
 
 
 def _with_shapes(reader: Reader, get_shapes: Callable[[], ParamShapes | None]) -> Reader:
-    """Return a reader that knows the members of its flat parameters.
-
-    It is the same reader if the files list them.
-    """
+    """Return a reader that knows the members of its flat parameters: the same one if the files list them."""
     known = get_shapes() if reader.needs_param_shapes else None
     if known is not None:
         reader = reader.with_param_shapes(known)
@@ -292,24 +229,13 @@ def _with_shapes(reader: Reader, get_shapes: Callable[[], ParamShapes | None]) -
 
 
 def require_way_to_verify(verify: Any) -> None:
-    """Check the argument `verify`.
-
-    Raises:
-        UsageError: The argument has an unknown value.
-    """
+    """Check the argument `verify`."""
     if not (isinstance(verify, bool) or (isinstance(verify, str) and verify in VERIFY)):
         raise UsageError("`verify` must be False, 'read', 'full' or 'live'", found=repr(verify))
 
 
 def compile_key_map(key_map: Any) -> list[tuple[re.Pattern[str], str]]:
-    """Return compiled regular expressions with their replacements.
-
-    Args:
-        key_map: Replacements by regular expression, as strings.
-
-    Raises:
-        UsageError: The key map is not a mapping of strings to strings, or one of them is invalid.
-    """
+    """Return compiled regular expressions with their replacements."""
     if key_map is not None and not isinstance(key_map, Mapping):
         expected = "a dict of regular expressions to their replacements"
         raise UsageError("`key_map` must be a dict", found=key_map, expected=expected, fix="Pass a file as `rules`.")
@@ -334,16 +260,7 @@ def require_rules(rules: Any) -> None:
 
 
 def allocate(entry: TensorEntry, size: Sequence[int]) -> torch.Tensor:
-    """Return an uninitialized CPU tensor for elements of an array.
-
-    Args:
-        entry: Entry of the array.
-        size: Shape of the tensor, in elements.
-
-    Raises:
-        UnsupportedError: This version of torch does not have the dtype.
-        NoMemoryError: The memory cannot be allocated.
-    """
+    """Return an uninitialized CPU tensor for elements of an array."""
     dtype = torch_dtype(entry)
     try:
         return empty_in_order(tuple(size), entry.order, dtype)
@@ -354,11 +271,7 @@ def allocate(entry: TensorEntry, size: Sequence[int]) -> torch.Tensor:
 
 
 def torch_dtype(entry: TensorEntry) -> torch.dtype:
-    """Return the torch dtype of an array.
-
-    Raises:
-        UnsupportedError: This version of torch does not have the dtype.
-    """
+    """Return the torch dtype of an array."""
     dtype = getattr(torch, entry.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise UnsupportedError("torch has no such type", where=dotted(entry.path), found=entry.dtype)

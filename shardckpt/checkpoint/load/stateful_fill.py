@@ -30,17 +30,11 @@ _MISSING = object()
 
 
 class Fill(NamedTuple):
-    """Tensor of an object's state to fill in place.
-
-    Attributes:
-        path: Path in the state.
-        source: Path in the checkpoint.
-        tensor: Tensor from `state_dict()`.
-    """
+    """Tensor of an object's state to fill in place."""
 
     path: Path
-    source: Path
-    tensor: torch.Tensor
+    source: Path  # path in the checkpoint
+    tensor: torch.Tensor  # tensor from `state_dict()`
 
 
 class _Range(NamedTuple):
@@ -51,11 +45,7 @@ class _Range(NamedTuple):
 
 
 class FilledMemory:
-    """Memory that a load fills, with the saved array that fills each part.
-
-    Args:
-        items: Targets of the load.
-    """
+    """Memory that a load fills, with the saved array that fills each part."""
 
     def __init__(self, items: Iterable[LoadItem]) -> None:
         self._entries = {
@@ -64,12 +54,7 @@ class FilledMemory:
         self._disjoint = list(_merge(sorted(self._entries)))
 
     def add(self, tensor: torch.Tensor, entry: TensorEntry) -> bool:
-        """Add a target; return False if another saved array fills a part of its memory.
-
-        Args:
-            tensor: Plain tensor or DTensor to fill.
-            entry: Entry of the saved array.
-        """
+        """Add a target; return False if another saved array fills a part of its memory."""
         shards = get_tensor_shards(tensor).shards
         added = [each for shard in shards if (each := _get_range(shard)) is not None]
         added = [each for each in added if not self._is_filled_by(each, entry)]
@@ -115,31 +100,18 @@ def _merge(ranges: Iterable[_Range]) -> Iterator[_Range]:
 
 @dataclass
 class Handover:
-    """State to pass to an object.
+    """State to pass to an object."""
 
-    Attributes:
-        tree: Saved tree, with the object's own tensors where they are filled in place.
-        fills: Tensors to fill in place.
-        missing: Paths of DTensors in the object's state that the checkpoint does not have.
-        unplaced: Paths of saved tensors for which an object with DTensors does not have a tensor.
-    """
-
-    tree: Any = None
-    fills: list[Fill] = field(default_factory=list)
+    tree: Any = None  # saved tree, with the object's own tensors where they are filled in place
+    fills: list[Fill] = field(default_factory=list)  # tensors to fill in place
+    # Paths of DTensors in the object's state that the checkpoint does not have.
     missing: list[Path] = field(default_factory=list)
+    # Paths of saved tensors for which an object with DTensors does not have a tensor.
     unplaced: list[Path] = field(default_factory=list)
 
 
 def hand_over(saved: Any, own: Any, path: Path, arrays: Mapping[Path, TensorEntry], filled: FilledMemory) -> Handover:
-    """Match an object's saved state with its current `state_dict()`, without changes.
-
-    Args:
-        saved: Saved tree of the object, with arrays as `TensorRef`.
-        own: Result of the object's `state_dict()`.
-        path: Path of the object in the state.
-        arrays: Entries of the checkpoint's arrays by path.
-        filled: Memory that the load fills; the memory of this object's tensors is added.
-    """
+    """Match an object's saved state with its current `state_dict()`, without changes."""
     match = _Match(arrays, filled)
     handover = match.made
     own = _expanded(own, path)

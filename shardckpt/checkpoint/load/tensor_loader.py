@@ -31,53 +31,29 @@ from shardckpt.storage.store import Read, Store, as_copied
 from shardckpt.storage.thread_pool import ThreadPool
 from shardckpt.torchrun import count_cores
 
-BATCH_BYTES = 64 << 20
-"""Bytes of one batch of reads; staging buffers may need as many bytes again."""
+BATCH_BYTES = 64 << 20  # bytes of one batch of reads; staging buffers may need as many bytes again
 
 _WINDOW_BYTES = 1 << 29
-_WINDOW_PIECES = 100_000
-"""Maximum bytes and pieces that are planned ahead."""
-
-MOST_READERS = 2
-"""Number of concurrent batches: one is read while the other is hashed and copied to its target."""
-
-ReadRequest = tuple[TensorEntry, TensorShards]
-"""Entry of a saved array, and the shards to fill."""
+_WINDOW_PIECES = 100_000  # maximum bytes and pieces that are planned ahead
+MOST_READERS = 2  # number of concurrent batches: one is read while the other is hashed and copied to its target
+ReadRequest = tuple[TensorEntry, TensorShards]  # entry of a saved array, and the shards to fill
 
 
 class ElementReader:
-    """Reader of the elements of arrays with located pieces.
-
-    Args:
-        store: Store of the files; it checks hashes if `verify` is set.
-
-    Attributes:
-        meter: Counts the bytes that are read; None if nobody asks.
-        readers: Number of threads that read local files into CPU memory.
-        planned: Reads into the memory of shards, by the id of the shard, of bytes that the caller checks afterwards;
-            the shards have to stay.
-    """
+    """Reader of the elements of arrays with located pieces."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._pieces = PieceReader(store)
         self._buffers: UploadBuffers | None = None
-        self.meter: Meter | None = None
-        self.readers = MOST_READERS
+        self.meter: Meter | None = None  # counts the bytes that are read; None if nobody asks
+        self.readers = MOST_READERS  # number of threads that read local files into CPU memory
+        # Reads into the memory of shards, by the id of the shard, of bytes that the caller checks afterwards; the
+        # shards have to stay.
         self.planned: dict[int, list[Read]] = {}
 
     def read(self, wanted: Sequence[ReadRequest], straight: Store | None = None) -> None:
-        """Read the elements of requests; they are in their targets when this returns.
-
-        Args:
-            wanted: Some or all requests from `CheckpointSource.locate_requests`, with targets on any device.
-            straight: Store to read bytes from that need no change, and whose hashes the caller checks afterwards; None
-                for the store of the reader. Single numbers are always read from that, since a load looks at them.
-
-        Raises:
-            CheckpointError: Elements are damaged, or of an unreadable kind.
-            StorageError: The store failed.
-        """
+        """Read the elements of requests; they are in their targets when this returns."""
         self._buffers = _make_buffers(wanted)
         if any(isinstance(piece.layout, Encoded) for entry, _ in wanted for piece in entry.pieces):
             for batch in _batches(wanted):  # a decoder reads forward through all pieces
@@ -91,19 +67,12 @@ class ElementReader:
         self._in_threads(self._planned(wanted, None if straight is None else self.planned), straight)
 
     def read_straight(self, reads: Sequence[Read]) -> None:
-        """Read bytes directly into their targets.
-
-        Raises:
-            CheckpointError: The bytes are damaged.
-            StorageError: The store failed.
-        """
+        """Read bytes directly into their targets."""
         self._in_threads(self._order_batches(reads))
 
     def _planned(self, wanted: Sequence[ReadRequest], kept: dict[int, list[Read]] | None = None) -> Iterator[_Batch]:
-        """Yield batches of reads, with a bounded number of pieces planned ahead.
-
-        An array may have a million pieces.
-        """
+        """Yield batches of reads, with a bounded number of pieces planned ahead."""
+        # An array may have a million pieces.
         for some in _windows(wanted):
             reads, rest = _divided(some, kept)
             yield from self._order_batches(reads)
@@ -150,13 +119,8 @@ def count_neighbors(machines: Sequence[bytes]) -> list[int]:
 
 
 def choose_readers(neighbors: int) -> int:
-    """Return the number of threads that read local files.
-
-    Ranks that keep all cores busy would only pass them, with what is in their caches, from one thread to another.
-
-    Args:
-        neighbors: Number of ranks on this machine, which share its cores.
-    """
+    """Return the number of threads that read local files."""
+    # Ranks that keep all cores busy would only pass them, with what is in their caches, from one thread to another.
     return max(min(count_cores() // neighbors, MOST_READERS), 1)
 
 
@@ -168,19 +132,12 @@ def count_bytes(wanted: Iterable[ReadRequest]) -> int:
 
 @dataclass
 class PendingRead:
-    """Read of file bytes by this rank, or by another rank that sends them.
+    """Read of file bytes by this rank, or by another rank that sends them."""
 
-    Attributes:
-        reads: Byte ranges with their targets; emptied when they are divided.
-        finish: Copies arrived bytes from a buffer to their target; None without a buffer.
-        request: Request for the same elements, for a read by this rank alone.
-        left: Number of parts that have not arrived.
-    """
-
-    reads: list[Read]
-    finish: Callable[[], object] | None
-    request: ReadRequest
-    left: int = 0
+    reads: list[Read]  # byte ranges with their targets; emptied when they are divided
+    finish: Callable[[], object] | None  # copies arrived bytes from a buffer to their target; None without a buffer
+    request: ReadRequest  # request for the same elements, for a read by this rank alone
+    left: int = 0  # number of parts that have not arrived
 
     def mark_arrived(self) -> None:
         """Record that a part has arrived; the last part finishes the read."""
@@ -191,13 +148,8 @@ class PendingRead:
 
 
 def as_pending_reads(wanted: Sequence[ReadRequest]) -> tuple[list[PendingRead], list[ReadRequest]]:
-    """Return requests as reads of file bytes, and all other requests.
-
-    Targets on a device, or of another dtype, get a buffer, whose memory is not touched before bytes arrive.
-
-    Args:
-        wanted: Requests from `CheckpointSource.locate_requests`.
-    """
+    """Return requests as reads of file bytes, and all other requests."""
+    # Targets on a device, or of another dtype, get a buffer, whose memory is not touched before bytes arrive.
     pending: list[PendingRead] = []
     rest: list[ReadRequest] = []
     for entry, array in wanted:
@@ -246,21 +198,14 @@ def _shards(array: TensorShards, entry: TensorEntry) -> Iterator[LocalShard]:
 
 @dataclass
 class _Batch:
-    """Batch of reads, with the copies to make after them.
+    """Batch of reads, with the copies to make after them."""
 
-    Attributes:
-        wants: Items to read into CPU memory.
-        uploads: Items to read into a pinned buffer and copy to devices; one buffer has space for all of them.
-        reads: Other reads of byte ranges.
-        after: Functions to call after all reads.
-        nbytes: Number of bytes of all reads.
-    """
-
-    wants: list[ReadItem] = field(default_factory=list)
+    wants: list[ReadItem] = field(default_factory=list)  # items to read into CPU memory
+    # Items to read into a pinned buffer and copy to devices; one buffer has space for all of them.
     uploads: list[Upload] = field(default_factory=list)
-    reads: list[Read] = field(default_factory=list)
-    after: list[Callable[[], object]] = field(default_factory=list)
-    nbytes: int = 0
+    reads: list[Read] = field(default_factory=list)  # other reads of byte ranges
+    after: list[Callable[[], object]] = field(default_factory=list)  # functions to call after all reads
+    nbytes: int = 0  # number of bytes of all reads
 
     def carry_out(self, pieces: PieceReader, buffers: UploadBuffers | None) -> None:
         """Read, then copy staged elements to their targets."""
@@ -302,12 +247,7 @@ def _place(request: ReadRequest) -> tuple[str, int]:
 
 
 def plan_straight(shard: LocalShard, entry: TensorEntry) -> list[Read] | None:
-    """Return the reads that fill a shard; None if its elements have another form.
-
-    Args:
-        shard: Shard with elements.
-        entry: Entry with located pieces.
-    """
+    """Return the reads that fill a shard; None if its elements have another form."""
     if not is_flat_on_cpu(shard.tensor) or shard.tensor.dtype != getattr(torch, entry.stored):
         return None
     return straight_reads(ReadItem(entry.pieces, shard.box, entry.stored, flat_bytes(shard.tensor)))
@@ -363,10 +303,8 @@ def _windows(wanted: Sequence[ReadRequest]) -> Iterator[Sequence[ReadRequest]]:
 
 
 def _batches_of_reads(reads: Sequence[Read]) -> Iterator[_Batch]:
-    """Divide reads into batches in the order of their offsets.
-
-    Batches end at block boundaries, so that no block is in two batches.
-    """
+    """Divide reads into batches in the order of their offsets."""
+    # Batches end at block boundaries, so that no block is in two batches.
     batch = _Batch()
     last: tuple[str, int] = ("", 0)
     for name, offset, buffer in sorted(reads, key=lambda read: read[:2]):
@@ -410,10 +348,8 @@ def _read_item(placed: PlacedUpload) -> ReadItem:
 
 
 def _buffer(tensor: torch.Tensor, entry: TensorEntry) -> tuple[memoryview, Callable[[], object] | None]:
-    """Return memory to read into, and a function that copies it to the tensor.
-
-    If the stored bytes are those of the tensor, it is the tensor's own memory, and the function is None.
-    """
+    """Return memory to read into, and a function that copies it to the tensor."""
+    # If the stored bytes are those of the tensor, it is the tensor's own memory, and the function is None.
     stored = getattr(torch, entry.stored)
     if is_flat_on_cpu(tensor) and tensor.dtype == stored:
         return flat_bytes(tensor), None

@@ -11,17 +11,7 @@ from shardckpt.manifest import TensorEntry, dotted
 
 
 def put(values: torch.Tensor, into: torch.Tensor, entry: TensorEntry) -> None:
-    """Copy elements to a target, converted to its dtype.
-
-    Args:
-        values: Elements that were read.
-        into: Target of the same shape, of any dtype.
-        entry: Entry of the saved array.
-
-    Raises:
-        PrecisionError: A value would change by more than rounding: a finite value would become infinite, a number would
-            become another integer, or an imaginary part would be dropped.
-    """
+    """Copy elements to a target, converted to its dtype."""
     with torch.no_grad():
         lost = _copy(values, into)
     if lost is not None:

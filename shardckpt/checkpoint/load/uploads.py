@@ -20,25 +20,18 @@ from shardckpt.manifest import TensorEntry
 
 __all__ = ["PINNED_BYTES", "PlacedUpload", "Upload", "UploadBuffers", "copy_to_device", "place_uploads"]
 
-PINNED_BYTES = 64 << 20
-"""Maximum bytes of each of the two buffers into which files are read."""
+PINNED_BYTES = 64 << 20  # maximum bytes of each of the two buffers into which files are read
 
 _ALIGNMENT_BYTES = 64
 _BUFFERS = 2
 
 
 class Upload(NamedTuple):
-    """Elements to read into a tensor on a device.
+    """Elements to read into a tensor on a device."""
 
-    Attributes:
-        entry: Entry of the array in the checkpoint.
-        box: Box of the elements.
-        tensor: Target on the device.
-    """
-
-    entry: TensorEntry
+    entry: TensorEntry  # entry of the array in the checkpoint
     box: Box
-    tensor: torch.Tensor
+    tensor: torch.Tensor  # target on the device
 
     @property
     def stored(self) -> torch.dtype:
@@ -69,24 +62,14 @@ class Upload(NamedTuple):
 
 @dataclass(frozen=True)
 class PlacedUpload:
-    """Upload with its memory in a buffer.
+    """Upload with its memory in a buffer."""
 
-    Attributes:
-        upload: Elements and their target.
-        values: Part of the buffer into which the elements are read.
-        cast: Part of the buffer for the elements after a cast; None without a cast.
-    """
-
-    upload: Upload
-    values: torch.Tensor
-    cast: torch.Tensor | None
+    upload: Upload  # elements and their target
+    values: torch.Tensor  # part of the buffer into which the elements are read
+    cast: torch.Tensor | None  # part of the buffer for the elements after a cast; None without a cast
 
     def start(self) -> None:
-        """Start the copy to the device, on the current stream.
-
-        Raises:
-            PrecisionError: A value does not fit the target's dtype.
-        """
+        """Start the copy to the device, on the current stream."""
         values, entry = self.values, self.upload.entry
         if self.cast is not None:
             torch_casts.put(values.to(getattr(torch, entry.dtype)), self.cast, entry)
@@ -96,14 +79,9 @@ class PlacedUpload:
 
 
 class UploadBuffers:
-    """Two pinned buffers for the threads of one load.
+    """Two pinned buffers for the threads of one load."""
 
-    Threads copy on the streams that are current when the object is created.
-
-    Args:
-        nbytes: Bytes of each buffer.
-        devices: Devices to copy to.
-    """
+    # Threads copy on the streams that are current when the object is created.
 
     def __init__(self, nbytes: int, devices: Iterable[torch.device]) -> None:
         self._nbytes = nbytes
@@ -143,16 +121,7 @@ def place_uploads(uploads: Sequence[Upload], buffer: torch.Tensor) -> list[Place
 
 
 def copy_to_device(values: torch.Tensor, tensor: torch.Tensor, entry: TensorEntry) -> None:
-    """Copy elements to a device on the current stream, and wait for the copy.
-
-    Args:
-        values: Elements on the CPU.
-        tensor: Target of the same shape, of any dtype.
-        entry: Entry of the array in the checkpoint.
-
-    Raises:
-        PrecisionError: A value does not fit the target's dtype.
-    """
+    """Copy elements to a device on the current stream, and wait for the copy."""
     if values.dtype != tensor.dtype:
         cast = torch.empty(tuple(tensor.shape), dtype=tensor.dtype)
         torch_casts.put(values, cast, entry)

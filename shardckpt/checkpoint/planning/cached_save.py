@@ -26,50 +26,30 @@ from shardckpt.state.local.tensor_shards import LocalShard, TensorShards, get_te
 
 @dataclass(frozen=True)
 class ValuePlace:
-    """Location of a plain value in the tagged JSON of a state.
+    """Location of a plain value in the tagged JSON of a state."""
 
-    Attributes:
-        container: List or object that contains the value.
-        key: Position or key of the value in the container.
-    """
-
-    container: Any
-    key: Any
+    container: Any  # list or object that contains the value
+    key: Any  # position or key of the value in the container
 
 
 class CachedArray(NamedTuple):
-    """Location of an array in the traced tensors.
-
-    Attributes:
-        shape: Full shape, in elements.
-        dtype: Dtype of the elements.
-        position: Position of the tensor; None if this rank has no elements.
-        box: Box of the array that the local tensor has; None if this rank has no elements.
-    """
+    """Location of an array in the traced tensors."""
 
     shape: Shape
-    dtype: torch.dtype
-    position: int | None
-    box: Box | None
+    dtype: torch.dtype  # dtype of the elements
+    position: int | None  # position of the tensor; None if this rank has no elements
+    box: Box | None  # box of the array that the local tensor has; None if this rank has no elements
 
 
 @dataclass(frozen=True)
 class CachedSave:
-    """Save without its tensors, on one rank, to repeat for similar states.
+    """Save without its tensors, on one rank, to repeat for similar states."""
 
-    Attributes:
-        description: Description of the states that it fits.
-        rank: Plan of this rank, with the id of the save, which is the same on all ranks.
-        model: Path of the first model; None without a model.
-        arrays: Locations of the arrays.
-        manifest: Plan of all ranks and manifest, on rank 0; None on other ranks.
-    """
-
-    description: tuple[object, ...]
-    rank: RankPlanCache
-    model: Path | None
-    arrays: Mapping[Path, CachedArray]
-    manifest: CachedManifest | None
+    description: tuple[object, ...]  # description of the states that it fits
+    rank: RankPlanCache  # plan of this rank, with the id of the save, which is the same on all ranks
+    model: Path | None  # path of the first model; None without a model
+    arrays: Mapping[Path, CachedArray]  # locations of the arrays
+    manifest: CachedManifest | None  # plan of all ranks and manifest, on rank 0; None on other ranks
 
     def fits(self, trace: StateTrace) -> bool:
         """Return True if a state has the names, layouts and shared memory of this save."""
@@ -78,29 +58,14 @@ class CachedSave:
 
 @dataclass(frozen=True)
 class CachedManifest:
-    """Manifest of a save, and its plan.
+    """Manifest of a save, and its plan."""
 
-    Attributes:
-        cache: Plan of all ranks.
-        contents: Manifest without files; each save replaces the values in it.
-        places: Locations of the values, in the order of the trace.
-    """
-
-    cache: PlanCache
-    contents: ManifestContents
-    places: tuple[ValuePlace, ...]
+    cache: PlanCache  # plan of all ranks
+    contents: ManifestContents  # manifest without files; each save replaces the values in it
+    places: tuple[ValuePlace, ...]  # locations of the values, in the order of the trace
 
     def build_contents(self, save: str, trace: StateTrace, custom_metadata: Mapping[str, str]) -> ManifestContents:
-        """Return the manifest of a state, without its files and pieces.
-
-        Args:
-            save: Id of the save.
-            trace: Trace of a state that fits.
-            custom_metadata: Free text by name.
-
-        Raises:
-            UnsupportedError: A value cannot be saved.
-        """
+        """Return the manifest of a state, without its files and pieces."""
         values = [_encode(value, path) for path, value in trace.values]
         for place, value in zip(self.places, values, strict=True):
             place.container[place.key] = value
@@ -108,24 +73,14 @@ class CachedManifest:
 
 
 def digest_traced_values(trace: StateTrace) -> str:
-    """Return a digest of the values of a trace, independent of the order of dicts and sets.
-
-    Ranks whose traces fit one save have equal values if and only if they have equal digests.
-
-    Raises:
-        UnsupportedError: A value cannot be saved.
-    """
+    """Return a digest of the values of a trace, independent of the order of dicts and sets."""
+    # Ranks whose traces fit one save have equal values if and only if they have equal digests.
     rows = [[list(path), _encode(value, path)] for path, value in trace.values]
     return digest_tree(sorted(rows, key=lambda row: encode_canonical(row[0])))
 
 
 class TracedState:
-    """State that fits a cached save, without copies: valid until the state changes.
-
-    Args:
-        cached_save: Cached save that the state fits.
-        trace: Trace of the state.
-    """
+    """State that fits a cached save, without copies: valid until the state changes."""
 
     def __init__(self, cached_save: CachedSave, trace: StateTrace) -> None:
         self._cached_save, self._tensors = cached_save, trace.local_tensors
@@ -169,17 +124,8 @@ def cache_save(
     cache: PlanCache | None,
     contents: ManifestContents | None,
 ) -> CachedSave | None:
-    """Return a cached save; None if a trace is not sufficient to save the state again.
-
-    A state with a trace does not have values of some ranks only, and all its parameters are written.
-
-    Args:
-        rank: Plan of this rank.
-        trace: Trace of the state.
-        flattened: Flattened state.
-        cache: Plan of the save, on rank 0; None on other ranks.
-        contents: Manifest of the save without files, on rank 0; None on other ranks.
-    """
+    """Return a cached save; None if a trace is not sufficient to save the state again."""
+    # A state with a trace does not have values of some ranks only, and all its parameters are written.
     arrays = _find_arrays(trace, flattened.arrays)
     if arrays is None:
         return None

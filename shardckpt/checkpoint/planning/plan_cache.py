@@ -16,51 +16,29 @@ from shardckpt.checkpoint.planning.save_plan import GlobalSavePlan, LocalSavePla
 
 @dataclass(frozen=True)
 class RankPlanCache:
-    """Last committed plan of one rank.
+    """Last committed plan of one rank."""
 
-    Attributes:
-        save: Id of the save with this plan.
-        local_plan: Arrays of this rank in that save.
-        rank_plan: Chunks that this rank wrote.
-    """
-
-    save: str
-    local_plan: LocalSavePlan
-    rank_plan: RankSavePlan
+    save: str  # id of the save with this plan
+    local_plan: LocalSavePlan  # arrays of this rank in that save
+    rank_plan: RankSavePlan  # chunks that this rank wrote
 
 
 @dataclass(frozen=True)
 class PlanCache:
-    """Last committed plan of all ranks, on rank 0.
+    """Last committed plan of all ranks, on rank 0."""
 
-    Attributes:
-        save: Id of the save with this plan.
-        local_plans: Arrays of each rank in that save, in rank order.
-        plan: Chunks that each rank wrote.
-    """
-
-    save: str
-    local_plans: tuple[LocalSavePlan, ...]
-    plan: GlobalSavePlan
+    save: str  # id of the save with this plan
+    local_plans: tuple[LocalSavePlan, ...]  # arrays of each rank in that save, in rank order
+    plan: GlobalSavePlan  # chunks that each rank wrote
 
 
 def is_cached(reports: Sequence[RankReport], cache: PlanCache | None) -> bool:
-    """Return True if every rank has the arrays of the cached plan and its part cached.
-
-    Args:
-        reports: Reports of all ranks, in rank order.
-        cache: Cached plan of rank 0; None without one.
-    """
+    """Return True if every rank has the arrays of the cached plan and its part cached."""
     return cache is not None and all(not report.local_plan and report.cached == cache.save for report in reports)
 
 
 def collect_local_plans(reports: Sequence[RankReport], cache: PlanCache | None) -> tuple[LocalSavePlan, ...] | None:
-    """Return all ranks' local plans, received or cached; None if one is neither.
-
-    Args:
-        reports: Reports of all ranks, in rank order.
-        cache: Cached plan of rank 0; None without one.
-    """
+    """Return all ranks' local plans, received or cached; None if one is neither."""
     local_plans = []
     for rank, report in enumerate(reports):
         if report.local_plan:

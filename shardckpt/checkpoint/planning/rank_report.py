@@ -18,29 +18,19 @@ from shardckpt.format.opened.state_tree import TensorRef
 from shardckpt.manifest import Path, dotted
 from shardckpt.plan.layout.box_codec import pack_message, unpack_message
 
-SHOWN = 5
-"""Maximum number of names in an error; others are only counted."""
+SHOWN = 5  # maximum number of names in an error; others are only counted
 
 
 @dataclass(frozen=True)
 class RankSubtree:
-    """Part of a state tree in a rank's report.
+    """Part of a state tree in a rank's report."""
 
-    Attributes:
-        json: Tagged JSON, with arrays as their position in `arrays`.
-        arrays: Paths of the arrays in the part.
-    """
-
-    json: object
+    json: object  # tagged JSON, with arrays as their position in `arrays`
     arrays: Sequence[Path]
 
     @classmethod
     def encode(cls, tree: Any, path: Path) -> RankSubtree:
-        """Encode a part of a state tree.
-
-        Raises:
-            UnsupportedError: A value cannot be saved.
-        """
+        """Encode a part of a state tree."""
         arrays: list[Path] = []
 
         def number(array: TensorRef) -> int:
@@ -60,27 +50,17 @@ class RankSubtree:
 
 @dataclass(frozen=True)
 class RankReport:
-    """First message of a rank in a save.
+    """First message of a rank in a save."""
 
-    Attributes:
-        cached: Id of the save whose cached plan still fits this rank; empty if the local plan is sent.
-        local_plan: Encoded local plan; empty if the cached plan fits.
-        values: Digest of the plain values that are equal on every rank.
-        optional_values: Values that other ranks may not have.
-        per_rank_values: Values that each rank saves for itself.
-        path: Target path or URL of the save.
-        is_traced: Whether the state fits the cached save without being flattened; `values` is then
-            the digest of the trace's values.
-        orders: Memory orders of the arrays that are not row-major on this rank.
-    """
-
-    cached: str
-    local_plan: bytes
-    values: str
-    optional_values: Mapping[Path, RankSubtree]
-    per_rank_values: Mapping[Path, RankSubtree]
-    path: str = ""
+    cached: str  # id of the save whose cached plan still fits this rank; empty if the local plan is sent
+    local_plan: bytes  # encoded local plan; empty if the cached plan fits
+    values: str  # digest of the plain values that are equal on every rank
+    optional_values: Mapping[Path, RankSubtree]  # values that other ranks may not have
+    per_rank_values: Mapping[Path, RankSubtree]  # values that each rank saves for itself
+    path: str = ""  # target path or URL of the save
+    # Whether the state fits the cached save without being flattened; `values` is then the digest of the trace's values.
     is_traced: bool = False
+    # Memory orders of the arrays that are not row-major on this rank.
     orders: Mapping[Path, tuple[int, ...]] = field(default_factory=dict)
 
     def encode(self) -> bytes:
@@ -106,11 +86,7 @@ class RankReport:
 
 
 def build_report(flattened: FlattenedState) -> RankReport:
-    """Return the report of a rank, without its plan and the digest of its values.
-
-    Raises:
-        UnsupportedError: A value cannot be saved.
-    """
+    """Return the report of a rank, without its plan and the digest of its values."""
     optional_values = {path: RankSubtree.encode(value, path) for path, value in flattened.optional_values.items()}
     per_rank_values = {path: RankSubtree.encode(value, path) for path, value in flattened.per_rank_values.items()}
     orders = {path: order for path, array in flattened.arrays.items() if (order := array.order)}
@@ -118,11 +94,7 @@ def build_report(flattened: FlattenedState) -> RankReport:
 
 
 def require_one_path(reports: Sequence[RankReport]) -> None:
-    """Check that all ranks save to one path.
-
-    Raises:
-        UsageError: Ranks save to different paths.
-    """
+    """Check that all ranks save to one path."""
     if len({report.path for report in reports}) > 1:
         paths = ", ".join(f"rank {rank} {report.path}" for rank, report in list(enumerate(reports))[:SHOWN])
         raise UsageError(
@@ -141,11 +113,7 @@ def _parts(rows: Sequence[Any]) -> dict[Path, RankSubtree]:
 
 
 def digest_values(flattened: FlattenedState) -> str:
-    """Return a digest of the plain values that every rank has.
-
-    Raises:
-        UnsupportedError: A value cannot be saved.
-    """
+    """Return a digest of the plain values that every rank has."""
     return digest_tree(encoded(flattened.tree, lambda _: 0))
 
 
@@ -155,11 +123,7 @@ def digest_tree(content: object) -> str:
 
 
 def _sort_keys(content: Any) -> Any:
-    """Return tagged JSON with sorted dicts and sets; their order may differ by rank.
-
-    Args:
-        content: Result of `encoded`.
-    """
+    """Return tagged JSON with sorted dicts and sets; their order may differ by rank."""
     if type(content) is list:
         return [_sort_keys(item) for item in content]
     if type(content) is not dict:
@@ -187,19 +151,7 @@ def build_contents(
     reports: Sequence[RankReport],
     custom_metadata: Mapping[str, str],
 ) -> ManifestContents:
-    """Return the manifest of a save, without its files and pieces.
-
-    Args:
-        save: Id of the save.
-        flattened: State of rank 0; its tree is changed.
-        plan: Save plans of all ranks.
-        reports: Reports of all ranks, in rank order.
-        custom_metadata: Free text by name.
-
-    Raises:
-        UsageError: Ranks have different values under one path.
-        UnsupportedError: A value cannot be saved.
-    """
+    """Return the manifest of a save, without its files and pieces."""
     tree = flattened.tree
     states = {root: _at(tree, root) for root in flattened.slots}
     for root, names in flattened.slots.items():

@@ -26,13 +26,9 @@ _Item = TypeVar("_Item")
 
 
 class _PackedSequence(Sequence[_Item]):
-    """Sequence that unpacks its items from packed rows at the first access.
+    """Sequence that unpacks its items from packed rows at the first access."""
 
-    Rank 0 needs only a few items of other ranks.
-
-    Args:
-        rows: Packed rows of the items.
-    """
+    # Rank 0 needs only a few items of other ranks.
 
     def __init__(self, rows: PackedRows) -> None:
         self.rows = rows
@@ -82,19 +78,12 @@ def _unpack_chunks(rows: PackedRows) -> list[PayloadChunk]:
 
 @dataclass(frozen=True)
 class LocalSavePlan:
-    """Arrays of one rank: exactly the input of the global plan.
+    """Arrays of one rank: exactly the input of the global plan."""
 
-    Attributes:
-        arrays: Arrays of the rank, in the order of the state tree.
-        buffers: Paths of arrays that may differ between ranks; those of rank 0 are saved.
-        ties: Further paths of shared arrays, each with the first path.
-        frozen: Paths of arrays that are not written, because the base has them.
-    """
-
-    arrays: Sequence[LocalTensor]
-    buffers: frozenset[Path]
-    ties: Mapping[Path, Path]
-    frozen: frozenset[Path] = frozenset()
+    arrays: Sequence[LocalTensor]  # arrays of the rank, in the order of the state tree
+    buffers: frozenset[Path]  # paths of arrays that may differ between ranks; those of rank 0 are saved
+    ties: Mapping[Path, Path]  # further paths of shared arrays, each with the first path
+    frozen: frozenset[Path] = frozenset()  # paths of arrays that are not written, because the base has them
 
     def equals(self, other: LocalSavePlan) -> bool:
         """Return True if both have the same global plan; ties must have the same order."""
@@ -125,12 +114,7 @@ class LocalSavePlan:
 
 
 def create_local_plan(flattened: FlattenedState, *, trainable_only: bool = False) -> LocalSavePlan:
-    """Return the local plan of a flattened state.
-
-    Args:
-        flattened: State of this rank.
-        trainable_only: Do not write frozen parameters.
-    """
+    """Return the local plan of a flattened state."""
     arrays = tuple(
         [
             LocalTensor(path, shape, dtype_name(dtype), tuple([shard.box for shard in shards]))
@@ -141,37 +125,24 @@ def create_local_plan(flattened: FlattenedState, *, trainable_only: bool = False
     return LocalSavePlan(arrays, frozenset(flattened.buffers), dict(flattened.ties), frozen)
 
 
-ReplicaGroup = tuple[int, ...]
-"""Indices of the ranks with the same elements, in order."""
+ReplicaGroup = tuple[int, ...]  # indices of the ranks with the same elements, in order
 
 
 @dataclass(frozen=True)
 class RankSavePlan:
-    """Save plan of one rank.
+    """Save plan of one rank."""
 
-    Attributes:
-        chunks: Chunks that this rank writes.
-        replica_groups: Boxes of this rank in each replica group, by number of the group: position of the array in the
-            local plan, position of the box in the array.
-        frozen: Chunks that this rank compares with the base instead of writing them.
-    """
-
-    chunks: Sequence[PayloadChunk]
+    chunks: Sequence[PayloadChunk]  # chunks that this rank writes
+    # Boxes of this rank in each replica group, by number of the group: position of the array in the local plan,
+    # position of the box in the array.
     replica_groups: Mapping[int, Sequence[tuple[int, int]]]
-    frozen: tuple[PayloadChunk, ...] = ()
+    frozen: tuple[PayloadChunk, ...] = ()  # chunks that this rank compares with the base instead of writing them
     _files: dict[Path | None, tuple[FileLayout, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     def arrange_files(self, model: Path | None, unchanged: Collection[int] = ()) -> tuple[FileLayout, ...]:
-        """Return the files of the chunks that are written.
-
-        The files of all chunks are cached.
-
-        Args:
-            model: Path of the model, if the checkpoint is a Hugging Face folder too; otherwise None.
-            unchanged: Positions of chunks that are not written.
-        """
+        """Return the files of the chunks that are written; those of all chunks are cached."""
         if unchanged:
             kept = set(unchanged)
             chunks = tuple(chunk for at, chunk in enumerate(self.chunks) if at not in kept)
@@ -200,23 +171,14 @@ class RankSavePlan:
 
 @dataclass(frozen=True)
 class GlobalSavePlan:
-    """Save plan of all ranks.
+    """Save plan of all ranks."""
 
-    Attributes:
-        rank_plans: Plans of the ranks, in rank order.
-        order: Paths of all distinct arrays, in the order of the state tree.
-        ties: Further paths of shared arrays, each with the first path.
-        replica_groups: Groups of ranks with the same elements, by number.
-        nbytes: Number of bytes of all chunks to write.
-        frozen: Arrays that are not written, because the base has them.
-    """
-
-    rank_plans: tuple[RankSavePlan, ...]
-    order: tuple[Path, ...]
-    ties: Mapping[Path, Path]
-    replica_groups: Sequence[ReplicaGroup]
-    nbytes: int
-    frozen: tuple[TensorSpec, ...] = ()
+    rank_plans: tuple[RankSavePlan, ...]  # plans of the ranks, in rank order
+    order: tuple[Path, ...]  # paths of all distinct arrays, in the order of the state tree
+    ties: Mapping[Path, Path]  # further paths of shared arrays, each with the first path
+    replica_groups: Sequence[ReplicaGroup]  # groups of ranks with the same elements, by number
+    nbytes: int  # number of bytes of all chunks to write
+    frozen: tuple[TensorSpec, ...] = ()  # arrays that are not written, because the base has them
 
     @cached_property
     def numbers(self) -> Mapping[Path, int]:
@@ -231,15 +193,7 @@ class GlobalSavePlan:
 
 
 def create_global_plan(local_plans: Sequence[LocalSavePlan]) -> GlobalSavePlan:
-    """Plan a save that writes every element once and divides replicas among ranks.
-
-    Args:
-        local_plans: Local plans of all ranks, in rank order.
-
-    Raises:
-        UsageError: Arrays of one path differ in dtype or shape between ranks.
-        IncompleteError: No rank has some elements.
-    """
+    """Plan a save that writes every element once and divides replicas among ranks."""
     packed = [plan.arrays.rows for plan in local_plans if isinstance(plan.arrays, _PackedTensors)]
     if len(packed) == len(local_plans) and all(rows.names == packed[0].names for rows in packed):
         return _plan_packed(local_plans, packed)
@@ -247,10 +201,8 @@ def create_global_plan(local_plans: Sequence[LocalSavePlan]) -> GlobalSavePlan:
 
 
 def _plan_packed(local_plans: Sequence[LocalSavePlan], packed: Sequence[PackedRows]) -> GlobalSavePlan:
-    """Return the plan of ranks with the same arrays.
-
-    Most arrays need no decision; only the others are unpacked.
-    """
+    """Return the plan of ranks with the same arrays."""
+    # Most arrays need no decision; only the others are unpacked.
     paths = [path for path, _, _ in packed[0].names.arrays]
     special = frozenset[Path]().union(*(plan.buffers | plan.frozen for plan in local_plans))
     tilings = find_tilings(packed, [at for at, path in enumerate(paths) if path in special])
@@ -276,13 +228,7 @@ def _plan_packed(local_plans: Sequence[LocalSavePlan], packed: Sequence[PackedRo
 
 
 def _add_chunks(rows: PackedRows, chunks: Collection[PayloadChunk], known: Mapping[Path, int]) -> PackedRows:
-    """Return the rows of a rank with chunks of arrays that the rows do not have.
-
-    Args:
-        rows: Packed rows of the rank.
-        chunks: Chunks to add.
-        known: Position of each array.
-    """
+    """Return the rows of a rank with chunks of arrays that the rows do not have."""
     if not chunks:
         return rows
     boxes: dict[int, list[Box]] = {}
@@ -292,12 +238,7 @@ def _add_chunks(rows: PackedRows, chunks: Collection[PayloadChunk], known: Mappi
 
 
 def _plan_unpacked(local_plans: Sequence[LocalSavePlan], loads: Sequence[int]) -> GlobalSavePlan:
-    """Return the plan of unpacked arrays.
-
-    Args:
-        local_plans: Local plans of all ranks, in rank order.
-        loads: Number of other bytes that each rank writes.
-    """
+    """Return the plan of unpacked arrays."""
     plan = plan_save(_counted(local_plans), loads)
     order = tuple(spec.path for spec in plan.arrays)
     known = set(order)
@@ -318,11 +259,7 @@ def _plan_unpacked(local_plans: Sequence[LocalSavePlan], loads: Sequence[int]) -
 
 
 def _frozen(local_plans: Sequence[LocalSavePlan]) -> frozenset[Path]:
-    """Return the paths of parameters that are not written.
-
-    Raises:
-        UsageError: A parameter is frozen on some ranks and not on others.
-    """
+    """Return the paths of parameters that are not written."""
     frozen: frozenset[Path] = frozenset().union(*(local_plan.frozen for local_plan in local_plans))
     for rank, local_plan in enumerate(local_plans) if frozen else ():
         odd = next((array.path for array in local_plan.arrays if array.path in frozen - local_plan.frozen), None)
@@ -349,14 +286,7 @@ def _build_rank_plan(
 
 
 def create_single_rank_plan(local_plan: LocalSavePlan) -> GlobalSavePlan:
-    """Return the plan of a single rank, which writes all its arrays.
-
-    Args:
-        local_plan: Local plan of the rank.
-
-    Raises:
-        IncompleteError: The rank does not have some elements.
-    """
+    """Return the plan of a single rank, which writes all its arrays."""
     chunks = []
     for path, shape, dtype, boxes, _ in local_plan.arrays:
         if len(boxes) != 1 or boxes[0].size != shape:

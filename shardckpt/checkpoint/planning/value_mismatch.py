@@ -22,11 +22,10 @@ def value_digests(flattened: FlattenedState) -> bytes:
     return json.dumps([values, containers]).encode()
 
 
-ValueSummary = tuple[str, str, str]
-"""Digest, type, and beginning of the text of a value."""
+ValueSummary = tuple[str, str, str]  # digest, type, and beginning of the text of a value
 
+# Number of characters of a value's text to send; a later difference is reported without its position.
 _TEXT_CHARACTERS = 1 << 16
-"""Number of characters of a value's text to send; a later difference is reported without its position."""
 
 
 def _collect(tree: Any, path: Path, values: dict[str, ValueSummary], containers: dict[str, ValueSummary]) -> None:
@@ -57,12 +56,7 @@ _SHOWN_TYPES = (bool, int, float)
 def build_mismatch_error(
     values: Sequence[Mapping[str, Sequence[str]]], containers: Sequence[Mapping[str, Sequence[str]]] = ()
 ) -> UsageError:
-    """Return the error for values that differ between ranks but must be equal.
-
-    Args:
-        values: For each rank, digest, type and text of each value by name.
-        containers: The same for containers, which differ if all values are equal.
-    """
+    """Return the error for values that differ between ranks but must be equal."""
     wrong = _differences(values) or _differences(containers) or ["what the ranks hold is put together in other ways"]
     more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
     tensors = [{name for name, summary in each.items() if summary[1] == "tensor"} for each in values]

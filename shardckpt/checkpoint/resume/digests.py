@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor
 from shardckpt.checkpoint.stateful.tensor_bytes import tensor_bytes, view_as_bytes
 from shardckpt.devices import find_generators
 
-_CHUNK_BYTES = 4 << 20
-"""Bytes of a tensor that are reduced at a time; each takes up to eight times its size."""
+_CHUNK_BYTES = 4 << 20  # bytes of a tensor that are reduced at a time; each takes up to eight times its size
 
 _GOLDEN, _ODD = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
 _DIGEST_BITS = 32
@@ -33,11 +32,7 @@ def digest_bytes(data: bytes) -> int:
 
 
 def digest_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return a digest of 32 bits of each tensor's elements, bit for bit.
-
-    Args:
-        tensors: Plain tensors with any strides, on any devices.
-    """
+    """Return a digest of 32 bits of each tensor's elements, bit for bit."""
     digests = [0] * len(tensors)
     sums: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
     for at, tensor in enumerate(tensors):
@@ -61,11 +56,7 @@ def _fold(value: int) -> int:
 
 @torch.no_grad()
 def _sum_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Return a sum of integers for each row, `(row,)`: a digest of its bytes and their places.
-
-    Args:
-        rows: Tensor of any dtype and device, `(row, element)`.
-    """
+    """Return a sum of integers for each row, `(row,)`: a digest of its bytes and their places."""
     flat = rows.detach().resolve_conj().resolve_neg().contiguous()
     data = view_as_bytes(flat).view(rows.shape[0], -1)
     width = next(size for size in (8, 4, 2, 1) if data.shape[1] % size == 0)
@@ -85,28 +76,18 @@ def _sum_rows(rows: torch.Tensor) -> torch.Tensor:
 
 
 class SampleDigests(NamedTuple):
-    """Digests of one rank's batch.
+    """Digests of one rank's batch."""
 
-    Attributes:
-        ordered: Digest of the batch in the order of its samples.
-        samples: Digest of each sample.
-    """
-
-    ordered: int
+    ordered: int  # digest of the batch in the order of its samples
     samples: tuple[int, ...]
 
 
 def digest_batch(batch: Any) -> SampleDigests:
-    """Return digests of a batch and of each of its samples.
-
-    A sample is a row: the elements of all tensors, arrays and lists at one index of dimension 0. Values of another
-    length than the first, and single values, belong to the batch alone. Items of a list that are alike, such as the
-    batches of an accumulated gradient, are batches of their own. Of other objects, and of a container inside itself,
-    only the class counts.
-
-    Args:
-        batch: Tensors, numpy arrays, and lists of plain values, in dicts, lists, tuples and dataclasses.
-    """
+    """Return digests of a batch and of each of its samples."""
+    # A sample is a row: the elements of all tensors, arrays and lists at one index of dimension 0. Values of another
+    # length than the first, and single values, belong to the batch alone. Items of a list that are alike, such as the
+    # batches of an accumulated gradient, are batches of their own. Of other objects, and of a container inside itself,
+    # only the class counts.
     samples: list[int] = []
     parts = []
     for part in _split(_open_containers(batch, ())):
@@ -117,12 +98,7 @@ def digest_batch(batch: Any) -> SampleDigests:
 
 
 def _open_containers(value: Any, outer: tuple[int, ...]) -> Any:
-    """Return a batch as a tree of dicts and lists: with the fields of dataclasses, and without cycles.
-
-    Args:
-        value: Batch, or a value in it.
-        outer: Ids of the containers around the value.
-    """
+    """Return a batch as a tree of dicts and lists: with the fields of dataclasses, and without cycles."""
     if id(value) in outer:
         return type(value).__qualname__
     inner = (*outer, id(value))
@@ -237,11 +213,7 @@ def _digest_rows(tensor: torch.Tensor) -> list[int]:
 
 
 def digest_random_states(others: Mapping[str, torch.Generator] | None = None) -> dict[str, int]:
-    """Return digests of the random generators of this process: Python, numpy, torch, the device in use, and others.
-
-    Args:
-        others: Generators of modules and samplers, by name.
-    """
+    """Return digests of the random generators of this process: Python, numpy, torch, the device in use, and others."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     found = {
         "python": digest_bytes(repr(random.getstate()).encode("ascii")),

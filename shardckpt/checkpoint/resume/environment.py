@@ -21,14 +21,7 @@ _VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "NCCL_ALGO", "N
 def describe_environment(
     world: int, objects: TrainedObjects, state: StateOnRank, *, deterministic: bool | None
 ) -> Environment:
-    """Return the environment of a step on this rank.
-
-    Args:
-        world: Number of ranks.
-        objects: Objects of the state.
-        state: Digests of the state.
-        deterministic: Whether a step gives the same bits each time; None to look at the devices and flags.
-    """
+    """Return the environment of a step on this rank."""
     if deterministic is None:
         deterministic = not _has_accelerator() or torch.are_deterministic_algorithms_enabled()
     return Environment(

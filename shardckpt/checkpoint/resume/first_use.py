@@ -12,14 +12,9 @@ from shardckpt.plan.resume.step_records import StateDigests
 
 
 class FirstUse:
-    """Digests of a restored state when its optimizer takes the first step.
+    """Digests of a restored state when its optimizer takes the first step."""
 
-    Parameters are then those of the forward pass, and settings those of the step.
-
-    Args:
-        objects: Objects of the restored state.
-        digest: Digests them.
-    """
+    # Parameters are then those of the forward pass, and settings those of the step.
 
     def __init__(self, objects: TrainedObjects, digest: Callable[[], StateOnRank]) -> None:
         self._digest = digest

@@ -16,21 +16,9 @@ from shardckpt.storage.resolve_url import open_store, split
 
 
 def run_drill(train_step: Callable[[], Any], state: Any, path: str, *, steps: int = 2) -> ResumeReport:
-    """Save a state, train, restore, train again and compare, as `prove_resume`; then restore the state. Collective.
-
-    Afterwards everything that is in the state is as before, and the checkpoints of the drill are removed; those of one
-    that fails are replaced by the next. One step is trained before: DDP orders its buckets after its first backward
-    pass, and libraries choose their kernels.
-
-    Args:
-        train_step: Function of a training step, as for `prove_resume`.
-        state: Everything that a resume needs.
-        path: Path or URL of a folder for the drill's checkpoints, equal on all ranks.
-        steps: Number of steps to train each time.
-
-    Raises:
-        ShardckptError: As for `prove_resume`.
-    """
+    """Save a state, train, restore, train again and compare, as `prove_resume`; then restore the state. Collective."""
+    # A drill that fails leaves its checkpoints, which the next one replaces. One step is trained before: DDP orders its
+    # buckets after its first backward pass, and libraries choose their kernels.
     require_train_step(train_step, steps)
     start = f"{path}/start"
     save(state, start, overwrite=True)
@@ -43,23 +31,12 @@ def run_drill(train_step: Callable[[], Any], state: Any, path: str, *, steps: in
 
 
 def drill_folder(run: str) -> str:
-    """Return the folder of the drills of a run: a hidden one, so that a run with nothing else in it is a new run.
-
-    Args:
-        run: Path or URL of the run.
-    """
+    """Return the folder of the drills of a run: a hidden one, so that a run with nothing else in it is a new run."""
     return f"{run}/.drill"
 
 
 def require_proven(report: ResumeReport) -> None:
-    """Raise the divergence of a drill; warn if the state lacks values, though no result depends on them.
-
-    Args:
-        report: Report of the drill.
-
-    Raises:
-        ResumeDivergence: The resume diverges; the message names the values that the state lacks.
-    """
+    """Raise the divergence of a drill; warn if the state lacks values, though no result depends on them."""
     missing = ", ".join(report.missing)
     if report.divergence is not None:
         found = report.divergence

@@ -25,8 +25,8 @@ from shardckpt.errors import UsageError, require_bools
 from shardckpt.plan.resume.step_records import NO_FLOAT, Observation, StepRecord, WitnessRecord
 from shardckpt.plan.resume.verdict import Divergence, find_divergence
 
+# One training step: returns None, the loss, or a dict with some of `loss`, `grad_norm` and `batch`.
 TrainStep = Callable[[], Any]
-"""One training step: returns None, the loss, or a dict with some of `loss`, `grad_norm` and `batch`."""
 
 _RESULTS = {"loss", "grad_norm", "batch"}
 
@@ -120,15 +120,7 @@ def prove_resume(
 
 
 def require_train_step(train_step: object, steps: object) -> None:
-    """Require the arguments of a drill that need no state.
-
-    Args:
-        train_step: Function of a training step.
-        steps: Number of steps to train each time.
-
-    Raises:
-        UsageError: `train_step` is not a function, or `steps` not a positive integer.
-    """
+    """Require the arguments of a drill that need no state."""
     if type(steps) is not int or steps < 1:
         raise UsageError("`steps` must be a positive integer", found=repr(steps))
     if not callable(train_step):
@@ -136,11 +128,7 @@ def require_train_step(train_step: object, steps: object) -> None:
 
 
 class _Drill:
-    """One drill on this rank.
-
-    Attributes:
-        restored: Digests of the values that a step uses, after the last load.
-    """
+    """One drill on this rank."""
 
     def __init__(
         self,
@@ -152,7 +140,7 @@ class _Drill:
     ) -> None:
         self._train_step, self._state, self._path, self._steps = train_step, state, path, steps
         self._process_group = process_group
-        self.restored: dict[str, int] = {}
+        self.restored: dict[str, int] = {}  # digests of the values that a step uses, after the last load
 
     @property
     def _coordinator(self) -> Coordinator:
@@ -196,17 +184,7 @@ class _Drill:
     def compare(
         self, first: list[bytes], second: list[bytes], missing: list[str], *, has_restored: bool
     ) -> tuple[Divergence | None, tuple[str, ...]]:
-        """Return the first difference, and the values that are missing on any rank. Collective.
-
-        Args:
-            first: This rank's messages about the first time.
-            second: The same about the second time.
-            missing: Values that the load did not restore.
-            has_restored: Whether it restored other values that training changed.
-
-        Raises:
-            UsageError: Nothing differs, and nothing could, on any rank.
-        """
+        """Return the first difference, and the values that are missing on any rank. Collective."""
         runs = [[part.decode("ascii") for part in run] for run in (first, second)]
         own = json.dumps([*runs, missing, has_restored]).encode("ascii")
 
@@ -229,11 +207,7 @@ class _Drill:
 
 
 def _require_content(steps: Sequence[StepRecord], missing: Sequence[str]) -> None:
-    """Require that there is something to compare.
-
-    Raises:
-        UsageError: No step returned a result, drew random numbers or changed the state.
-    """
+    """Require that there is something to compare."""
     before = steps[0].before
     if any(_has_results(step) or step.random_before != step.random_after or step.after != before for step in steps):
         return

@@ -31,11 +31,8 @@ from shardckpt.plan.resume.step_records import (
     float_bits,
 )
 
-MOST_SAMPLES = 1024
-"""Maximum samples of a batch of all ranks whose digests are kept one by one."""
-
-MOST_TENSORS = 6000
-"""Maximum digests of tensors in a record; more are joined by module."""
+MOST_SAMPLES = 1024  # maximum samples of a batch of all ranks whose digests are kept one by one
+MOST_TENSORS = 6000  # maximum digests of tensors in a record; more are joined by module
 
 _LOW = np.uint64(0xFFFFFFFF)
 _RANK_FACTOR, _FACTOR = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
@@ -43,64 +40,35 @@ _RANK_FACTOR, _FACTOR = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E
 
 @dataclass(frozen=True)
 class RankStep:
-    """Digests and results of one training step, of one rank.
-
-    Attributes:
-        step: Number of the step.
-        environment: Environment of this rank.
-        loss: Bits of the loss; `NO_FLOAT` without one.
-        grad_norm: Bits of the gradient norm; `NO_FLOAT` without one.
-        batch: Digests of the batch; None if the caller gave none.
-        first_batch: Digests of the batch of the run's first step; None if unknown.
-        last_batch: Digests of the batch of the step before; None if unknown.
-        random_before: Digests of random generators before the step, by name.
-        random_after: The same after the step.
-        before: Digests of the state before the step; None unless it is the first behind a save or a restore.
-        after: Digests of the state after the step.
-        used: Digests of the state at the first step of the optimizer of a resumed run.
-    """
+    """Digests and results of one training step, of one rank."""
 
     step: int
     environment: Environment
-    loss: int = NO_FLOAT
-    grad_norm: int = NO_FLOAT
-    batch: SampleDigests | None = None
-    first_batch: SampleDigests | None = None
-    last_batch: SampleDigests | None = None
-    random_before: Mapping[str, int] | None = None
-    random_after: Mapping[str, int] | None = None
+    loss: int = NO_FLOAT  # bits of the loss; `NO_FLOAT` without one
+    grad_norm: int = NO_FLOAT  # bits of the gradient norm; `NO_FLOAT` without one
+    batch: SampleDigests | None = None  # digests of the batch; None if the caller gave none
+    first_batch: SampleDigests | None = None  # digests of the batch of the run's first step; None if unknown
+    last_batch: SampleDigests | None = None  # digests of the batch of the step before; None if unknown
+    random_before: Mapping[str, int] | None = None  # digests of random generators before the step, by name
+    random_after: Mapping[str, int] | None = None  # the same after the step
+    # Digests of the state before the step; None unless it is the first behind a save or a restore.
     before: StateDigests | None = None
     after: StateDigests | None = None
-    used: StateDigests | None = None
+    used: StateDigests | None = None  # digests of the state at the first step of the optimizer of a resumed run
 
 
 @dataclass(frozen=True)
 class MergedStep:
-    """Digests and results of one training step, with its environment.
-
-    Attributes:
-        record: Record of the step.
-        environment: Environment of all ranks.
-        first_batch: Batch of the run's first step; None if unknown.
-        last_batch: Batch of the step before; None if unknown.
-    """
+    """Digests and results of one training step, with its environment."""
 
     record: StepRecord
-    environment: Environment
-    first_batch: BatchDigests | None
-    last_batch: BatchDigests | None
+    environment: Environment  # environment of all ranks
+    first_batch: BatchDigests | None  # batch of the run's first step; None if unknown
+    last_batch: BatchDigests | None  # batch of the step before; None if unknown
 
 
 def read_float(name: str, value: Any) -> int:
-    """Return the bits of a number, which may be a tensor; `NO_FLOAT` for None.
-
-    Args:
-        name: Name of the argument, for messages.
-        value: Argument of the user.
-
-    Raises:
-        UsageError: It is not a number.
-    """
+    """Return the bits of a number, which may be a tensor; `NO_FLOAT` for None."""
     if value is None:
         return NO_FLOAT
     if isinstance(value, DTensor):
@@ -140,11 +108,7 @@ def _pack_state(state: StateDigests | None) -> object:
 
 
 def merge_rank_steps(messages: Sequence[bytes]) -> MergedStep:
-    """Return what all ranks saw.
-
-    Args:
-        messages: Message of each rank, in rank order.
-    """
+    """Return what all ranks saw."""
     parts = [json.loads(message) for message in messages]
     floats = list(zip(*(part["floats"] for part in parts), strict=True))
     batches = [_merge_batches([part["batches"][at] for part in parts]) for at in range(3)]

@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor
 from shardckpt.checkpoint.resume.digests import digest_random_states, digest_tensors
 from shardckpt.checkpoint.stateful.stateful import is_stateful
 
-_MOST_VALUES = 10_000
-"""Maximum values that are looked at: a function may reach all of a program."""
+_MOST_VALUES = 10_000  # maximum values that are looked at: a function may reach all of a program
 
 _MOST_DEPTH = 4
 
@@ -29,20 +28,15 @@ _SEQUENCES = (list, tuple, set, frozenset, deque)
 _CONTAINERS = (Mapping, *_SEQUENCES)
 _CODE = (types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType)
 
+# Maximum values around an object whose attributes are looked at: nodes of a long chain are in each other.
 _MOST_NESTED = 8
-"""Maximum values around an object whose attributes are looked at: nodes of a long chain are in each other."""
 
 
 def digest_reachable(function: Any) -> dict[str, int]:
-    """Return digests of the values that a function uses, by name and type, and of random generators.
-
-    Values are looked at in its closure, in the globals that it names, in functions of the same module that it calls,
-    and in attributes of objects, modules and objects in containers too. Iterators have the digest 0, since their
-    position is unknown.
-
-    Args:
-        function: Function, method or callable object.
-    """
+    """Return digests of the values that a function uses, by name and type, and of random generators."""
+    # Values are looked at in its closure, in the globals that it names, in functions of the same module that it calls,
+    # and in attributes of objects, modules and objects in containers too. Iterators have the digest 0, since their
+    # position is unknown.
     found = {f"random state of {name}": digest for name, digest in digest_random_states().items()}
     for name, value in _find_values(function):
         kind = type(value).__name__
@@ -120,8 +114,8 @@ def _module_attributes(module: nn.Module, name: str, depth: int) -> Iterator[tup
                     yield ".".join(filter(None, (name, path, key))), value, depth + 1
 
 
+# Packages whose modules keep no values of a user in attributes.
 _LIBRARIES = {"torch", "shardckpt", "builtins", "abc", "typing"}
-"""Packages whose modules keep no values of a user in attributes."""
 
 
 def _attributes(value: Any) -> dict[str, Any]:

@@ -31,38 +31,22 @@ class _Compared:
 
 
 class ResumeLog:
-    """Log of the resumes of a run, on rank 0.
+    """Log of the resumes of a run, on rank 0."""
 
-    A resume is in its file from the restore on, as unproven: so one that dies before it was compared is known too.
-
-    Args:
-        finder: Finder of the run's steps. Its folder has the resumes from captures too.
-        on_event: Function for the event of the verdict; None without one.
-    """
+    # A resume is in its file from the restore on, as unproven: so one that dies before it was compared is known too.
 
     def __init__(self, finder: StepFinder, on_event: OnEvent | None) -> None:
         self._finder, self._on_event = finder, on_event
         self._compared: _Compared | None = None
 
     def begin(self, restored: RestoredStep, record: WitnessRecord, ranks: int) -> None:
-        """Begin a resume.
-
-        Args:
-            restored: The restored step.
-            record: Its record.
-            ranks: Number of ranks.
-        """
+        """Begin a resume."""
         resume = begin_resume(record, resume_id=new_save_id(), began_at=time.time(), ranks=ranks)
         self._compared = _Compared(restored, record.environment, resume)
         self._write(restored, resume)
 
     def add_step(self, now: Environment, found: Divergence | None) -> None:
-        """Add a compared step.
-
-        Args:
-            now: Environment of the resumed run.
-            found: Divergence of the step; None without one.
-        """
+        """Add a compared step."""
         if self._compared is None:
             return
         restored, before, earlier = self._compared.restored, self._compared.before, self._compared.resume

@@ -24,50 +24,30 @@ from shardckpt.plan.resume.tolerance import LossFactors
 from shardckpt.state.adapters.model_index import modules
 from shardckpt.state.local.tensor_shards import TensorShards
 
-_RATES = ("lr", "initial_lr")
-"""Settings of param groups that a schedule changes."""
+_RATES = ("lr", "initial_lr")  # settings of param groups that a schedule changes
 
 
 @dataclass(frozen=True)
 class StateOnRank:
-    """Digests of a state on this rank.
+    """Digests of a state on this rank."""
 
-    Attributes:
-        digests: Digests of this rank's shards, and plain values.
-        layout: Digest of the boxes of parameters that this rank holds; an optimizer may be missing.
-        factors: Properties of the parameters that the tolerance of the loss depends on.
-    """
-
-    digests: StateDigests
-    layout: int
-    factors: LossFactors
+    digests: StateDigests  # digests of this rank's shards, and plain values
+    layout: int  # digest of the boxes of parameters that this rank holds; an optimizer may be missing
+    factors: LossFactors  # properties of the parameters that the tolerance of the loss depends on
 
 
 class StateReader:
-    """Reader of the digests of a state on this rank.
+    """Reader of the digests of a state on this rank."""
 
-    To flatten a state costs far more than to read its plain values. So the flattened state is kept, and used again for
-    digests without tensors, while models and optimizers have the same tensors.
-
-    Args:
-        objects: Objects to digest.
-        rank: Index of this rank.
-        world: Number of ranks.
-    """
+    # To flatten a state costs far more than to read its plain values. So the flattened state is kept, and used again
+    # for digests without tensors, while models and optimizers have the same tensors.
 
     def __init__(self, objects: TrainedObjects, rank: int, world: int) -> None:
         self._objects, self._rank, self._world = objects, rank, world
         self._kept: _Flattened | None = None
 
     def digest(self, *, is_deep: bool) -> StateOnRank:
-        """Return digests of the objects.
-
-        Args:
-            is_deep: Whether to digest the elements of tensors; otherwise only the layout and plain values.
-
-        Raises:
-            UnsupportedError: A value cannot be saved; the message contains its dotted path.
-        """
+        """Return digests of the objects."""
         objects, values = self._objects, list(_list_values(self._objects))
         if is_deep or self._kept is None or not self._kept.has_same(values):
             self._kept = _Flattened(flatten_state(objects.state, self._rank, self._world), objects, values)
@@ -78,13 +58,7 @@ class StateReader:
 
 
 class _Flattened:
-    """A flattened state, with what does not change while its models and optimizers have the same tensors.
-
-    Args:
-        flat: The flattened state.
-        objects: Its objects.
-        values: Their parameters and slots.
-    """
+    """A flattened state, with what does not change while its models and optimizers have the same tensors."""
 
     def __init__(self, flat: FlattenedState, objects: TrainedObjects, values: Sequence[object]) -> None:
         self.flat, self._objects, self._values = flat, objects, values
@@ -106,12 +80,7 @@ class _Flattened:
         return _part(self.flat, self._objects, path)
 
     def digest(self, tree: Any, *, is_deep: bool) -> StateOnRank:
-        """Return digests of the state as it is now.
-
-        Args:
-            tree: Plain values of the state now.
-            is_deep: Whether to digest the elements of tensors.
-        """
+        """Return digests of the state as it is now."""
         flat, objects = self.flat, self._objects
         settings = dict(_settings(flat, tree, objects))
         arrays = self._arrays

@@ -17,31 +17,24 @@ from shardckpt.manifest import Path, dotted
 from shardckpt.plan.resume.step_records import Part
 from shardckpt.state.adapters.model_index import modules
 
+# Classes whose objects training changes, with the part of the state that they are.
 _PARTS: tuple[tuple[type | tuple[type, ...], Part], ...] = (
     (nn.Module, "parameter"),
     (torch.optim.Optimizer, "optimizer"),
     (LRScheduler, "schedule"),
     (torch.amp.GradScaler, "state"),
 )
-"""Classes whose objects training changes, with the part of the state that they are."""
 
 
 @dataclass(frozen=True)
 class TrainedObjects:
-    """The objects in a state that training changes; all else in it belongs to the caller.
+    """The objects in a state that training changes; all else in it belongs to the caller."""
 
-    Attributes:
-        state: The state with these objects alone, in the dicts that they are in.
-        parts: Path of each object, with its part.
-        models: Distinct models by their first paths.
-        optimizers: Distinct optimizers.
-        generators: Random generators that are attributes of modules and of other objects in the state, by name.
-    """
-
-    state: Any
-    parts: Mapping[Path, Part] = field(default_factory=dict)
-    models: Mapping[Path, nn.Module] = field(default_factory=dict)
-    optimizers: tuple[torch.optim.Optimizer, ...] = ()
+    state: Any  # the state with these objects alone, in the dicts that they are in
+    parts: Mapping[Path, Part] = field(default_factory=dict)  # path of each object, with its part
+    models: Mapping[Path, nn.Module] = field(default_factory=dict)  # distinct models by their first paths
+    optimizers: tuple[torch.optim.Optimizer, ...] = ()  # distinct optimizers
+    # Random generators that are attributes of modules and of other objects in the state, by name.
     generators: Mapping[str, torch.Generator] = field(default_factory=dict)
 
     @property
@@ -61,14 +54,9 @@ def _describe_style(model: nn.Module) -> str:
 
 
 def find_trained_objects(state: Any) -> TrainedObjects:
-    """Find the models, optimizers, schedules, scalers and tensors with gradients of a state.
-
-    Objects with a `state_dict` of their own, such as loaders, are not called: it may be slow, or change them. If one
-    has an optimizer or a model that is trained as an attribute, that counts. So does the optimizer of a schedule.
-
-    Args:
-        state: State as the user passed it.
-    """
+    """Find the models, optimizers, schedules, scalers and tensors with gradients of a state."""
+    # Objects with a `state_dict` of their own, such as loaders, are not called: it may be slow, or change them. If one
+    # has an optimizer or a model that is trained as an attribute, that counts. So does the optimizer of a schedule.
     finder = _ObjectFinder()
     kept = finder.visit(as_root(state), ())
     if kept is None or isinstance(kept, dict):

@@ -54,21 +54,13 @@ _LOG = logging.getLogger("shardckpt")
 
 @dataclass(frozen=True)
 class _Start:
-    """State of this rank at a save or a restore: what the next step begins with.
+    """State of this rank at a save or a restore: what the next step begins with."""
 
-    Attributes:
-        number: Number of the step.
-        objects: Objects of the state that training changes.
-        reader: Reader of their digests.
-        before: Digests at the save or after the restore.
-        last_batch: Digests of the batch of the step; None if unknown.
-    """
-
-    number: int
-    objects: TrainedObjects
-    reader: StateReader
-    before: StateOnRank
-    last_batch: SampleDigests | None = None
+    number: int  # number of the step
+    objects: TrainedObjects  # objects of the state that training changes
+    reader: StateReader  # reader of their digests
+    before: StateOnRank  # digests at the save or after the restore
+    last_batch: SampleDigests | None = None  # digests of the batch of the step; None if unknown
 
 
 class NoWitness:
@@ -88,13 +80,7 @@ class NoWitness:
 
 
 class WitnessSession(NoWitness):
-    """Recorder and comparer of the steps of one run, on one rank.
-
-    Args:
-        options: Options of the witness.
-        finder: Finder of the run's steps.
-        on_event: Function for the events of verdicts; None without one.
-    """
+    """Recorder and comparer of the steps of one run, on one rank."""
 
     def __init__(self, options: Witness, finder: StepFinder, on_event: OnEvent | None) -> None:
         self._options, self._finder = options, finder
@@ -109,12 +95,7 @@ class WitnessSession(NoWitness):
         self._first_use: FirstUse | None = None
 
     def add_step(self, step: int, loss: Any, grad_norm: Any, batch: Any) -> None:
-        """Record or compare a step, if it is due; otherwise remember its batch. Collective if it is due.
-
-        Raises:
-            ResumeDivergence: The step differs from its record.
-            RankError: Another rank failed or is lost.
-        """
+        """Record or compare a step, if it is due; otherwise remember its batch. Collective if it is due."""
         number = require_step_number(step)
         if self._is_new:
             self._is_new = False
@@ -131,13 +112,7 @@ class WitnessSession(NoWitness):
             self._start = None  # releases the state
 
     def begin_record(self, number: int, state: Any, places: Sequence[SavedPlace]) -> None:
-        """Record the steps behind a save.
-
-        Args:
-            number: Number of the saved step.
-            state: The saved state.
-            places: Places to which it is saved, which all get the record.
-        """
+        """Record the steps behind a save."""
         last_step, batch = self._last
         last = digest_batch(batch) if last_step == number and batch is not None else None
         self._begin(number, state, last)
@@ -148,12 +123,7 @@ class WitnessSession(NoWitness):
             self._records.open(number, self._options.steps, own)
 
     def begin_comparison(self, restored: RestoredStep, state: Any) -> None:
-        """Compare the steps behind a restored step with its record, if it has one. Collective.
-
-        Args:
-            restored: The restored step.
-            state: The restored state.
-        """
+        """Compare the steps behind a restored step with its record, if it has one. Collective."""
         self._is_new, self._first_batch = False, None
         self._due.clear()
         self._records.forget()
@@ -284,16 +254,7 @@ class WitnessSession(NoWitness):
 
 
 def open_session(options: Witness | None, finder: StepFinder, on_event: OnEvent | None) -> NoWitness:
-    """Return the session of a run.
-
-    Args:
-        options: Argument `witness` of the user.
-        finder: Finder of the run's steps.
-        on_event: Function for the events of verdicts; None without one.
-
-    Raises:
-        UsageError: The options are not a `Witness`.
-    """
+    """Return the session of a run."""
     if options is None:
         return NoWitness()
     if not isinstance(options, Witness):
@@ -303,52 +264,35 @@ def open_session(options: Witness | None, finder: StepFinder, on_event: OnEvent 
 
 @dataclass
 class _OpenRecord:
-    """A record that is being written.
-
-    Attributes:
-        steps: Number of steps to record.
-        places: Places of the saved step.
-        record: Steps so far; None before the first.
-        behind: Places that lack the newest of these steps.
-    """
+    """A record that is being written."""
 
     steps: int
-    places: Sequence[SavedPlace]
-    record: WitnessRecord | None = None
-    behind: list[SavedPlace] = field(default_factory=list)
+    places: Sequence[SavedPlace]  # places of the saved step
+    record: WitnessRecord | None = None  # steps so far; None before the first
+    behind: list[SavedPlace] = field(default_factory=list)  # places that lack the newest of these steps
 
 
 @dataclass(frozen=True)
 class _Finding:
-    """A divergence on its way to all ranks.
+    """A divergence on its way to all ranks."""
 
-    Attributes:
-        divergence: The first difference.
-        number: Number of the restored step.
-        where: Path or URL of the restored step.
-        is_noise: Whether the run says that it is not deterministic, and only results differ.
-    """
-
-    divergence: Divergence
-    number: int
-    where: str
-    is_noise: bool
+    divergence: Divergence  # the first difference
+    number: int  # number of the restored step
+    where: str  # path or URL of the restored step
+    is_noise: bool  # whether the run says that it is not deterministic, and only results differ
 
 
-_WANTS_RECORDS = b"+"
-"""Prefix of the message of a rank that keeps copies of records on its node."""
+_WANTS_RECORDS = b"+"  # prefix of the message of a rank that keeps copies of records on its node
 
 
-_UNKNOWN = "0" * 15
-"""Id of a save that each place has its own of."""
+_UNKNOWN = "0" * 15  # id of a save that each place has its own of
 
 
 class _Records:
-    """Records of a run: those that are written, and on rank 0 the one that is compared.
+    """Records of a run: those that are written, and on rank 0 the one that is compared."""
 
-    Rank 0 writes the records of all places that it sees. Where each node has its own place, a rank of a few other nodes
-    writes there the records that rank 0 sends.
-    """
+    # Rank 0 writes the records of all places that it sees. Where each node has its own place, a rank of a few other
+    # nodes writes there the records that rank 0 sends.
 
     def __init__(self, finder: StepFinder, log: ResumeLog) -> None:
         self._finder, self._log = finder, log
@@ -446,20 +390,12 @@ class _Records:
             each.record, each.behind = replace(record, steps=(*record.steps, kept)), [*each.places]
 
     def encode_newest(self, step: int) -> list[tuple[int, str]]:
-        """Return the records that have a step, which is their newest, by the number of their saved step.
-
-        Args:
-            step: Number of the step.
-        """
+        """Return the records that have a step, which is their newest, by the number of their saved step."""
         newest = {at: each.record for at, each in self._open.items() if each.record and each.record.find(step)}
         return [(at, encode_record(replace(record, save=_UNKNOWN)).decode("ascii")) for at, record in newest.items()]
 
     def take(self, records: Sequence[tuple[int, str]]) -> None:
-        """Take records that rank 0 sent, and write them.
-
-        Args:
-            records: Result of `encode_newest`.
-        """
+        """Take records that rank 0 sent, and write them."""
         for number, data in records:
             each = self._open.get(number)
             if each is not None:

@@ -7,36 +7,21 @@ from shardckpt.format.native.run_directory import manifest_fault, read_run
 
 
 class BaseFinder:
-    """Finder of the bases of a run's saves.
+    """Finder of the bases of a run's saves."""
 
-    After a restore, no step is a base that was stored before it and not loaded: nothing has verified such a step, and a
-    flipped bit there would be in every save that refers to it.
-
-    Args:
-        finder: Finder of the run's steps.
-    """
+    # After a restore, no step is a base that was stored before it and not loaded: nothing has verified such a step, and
+    # a flipped bit there would be in every save that refers to it.
 
     def __init__(self, finder: StepFinder) -> None:
         self._finder = finder
         self._restored, self._loaded = NO_STEP, ""
 
     def record_restore(self, position: tuple[int, int], loaded: str) -> None:
-        """Record a restore.
-
-        Args:
-            position: Branch of the steps that are saved from now on, and the number of the restored step.
-            loaded: Id of the save in the root that was loaded; empty if the step was in another place.
-        """
+        """Record a restore."""
         self._restored, self._loaded = position, loaded
 
     def find_base(self, number: int) -> str | None:
-        """Return the newest step that can be the base of a save. On rank 0.
-
-        No other save may be running.
-
-        Args:
-            number: Number of the step that is saved.
-        """
+        """Return the newest step that can be the base of a save, while no other save runs. On rank 0."""
         finder = self._finder
         store = finder.open_store()
         for step in reversed(read_run(store).complete):

@@ -9,30 +9,19 @@ from shardckpt.checkpoint.run.step_finder import StepFinder
 from shardckpt.events import OnEvent, WithdrawalEvent, emit
 from shardckpt.format.durability.step_copies import Durability, StepCopy, find_survived_by
 
-_MOST_CLAIMS = 4096
-"""Maximum number of steps whose claims are remembered."""
+_MOST_CLAIMS = 4096  # maximum number of steps whose claims are remembered
 
 
 class DurabilityClaims:
-    """Copies that this process claimed, by step.
-
-    Args:
-        finder: Finder of the run's steps.
-        on_event: Called with a `WithdrawalEvent` for each claim that turns out false; None without a callback.
-    """
+    """Copies that this process claimed, by step."""
 
     def __init__(self, finder: StepFinder, on_event: OnEvent | None) -> None:
         self._finder, self._on_event = finder, on_event
         self._claimed: dict[int, Sequence[StepCopy]] = {}
 
     def claim(self, step: int) -> Durability:
-        """Claim the complete copies of a step, and withdraw earlier claims that are false now. Collective.
-
-        A copy may be lost, or be on fewer machines than before.
-
-        Args:
-            step: Number of the step.
-        """
+        """Claim the complete copies of a step, and withdraw earlier claims that are false now. Collective."""
+        # A copy may be lost, or be on fewer machines than before.
         copies = self._finder.find_copies(step)
         is_first = get_channels(self._finder.group).main.rank == 0
         now = {(copy.path, copy.save): copy for copy in copies}

@@ -19,24 +19,14 @@ _LOG = logging.getLogger("shardckpt")
 
 
 class KnownRoot:
-    """The root of a run as this start knows it. On rank 0.
+    """The root of a run as this start knows it. On rank 0."""
 
-    Captures follow steps of the root. Another process may have saved other steps there since, or removed them.
-
-    Args:
-        finder: Finder of the steps of the root.
-        local: Folder of the local tier, for a record that was lost; empty without one.
-        on_event: Called with the event of a root that was emptied; None without a callback.
-
-    Attributes:
-        position: Steps of the root that this start knows; None before it has looked.
-        last_start: The start of the run that captured last.
-    """
+    # Captures follow steps of the root. Another process may have saved other steps there since, or removed them.
 
     def __init__(self, finder: StepFinder, local: str = "", on_event: OnEvent | None = None) -> None:
         self._finder, self._on_event = finder, on_event
-        self.position: RootPosition | None = None
-        self.last_start = LastStart(finder.open_store, local)
+        self.position: RootPosition | None = None  # steps of the root that this start knows; None before it has looked
+        self.last_start = LastStart(finder.open_store, local)  # the start of the run that captured last
         self._is_in_doubt = False
 
     def find_position(self) -> RootPosition:
@@ -46,11 +36,7 @@ class KnownRoot:
         return self.position
 
     def follow(self, root: RootSteps) -> None:
-        """Record that this start goes on, if the root has lost all its steps meanwhile.
-
-        Args:
-            root: Steps of the root now.
-        """
+        """Record that this start goes on, if the root has lost all its steps meanwhile."""
         committed = self.find_position().committed
         if not root.is_empty or (committed == NO_STEP and self.last_start.lost == NOTHING_LOST):
             return
@@ -70,14 +56,7 @@ class KnownRoot:
             _LOG.warning("%s, and it cannot be recorded that captures are still needed: %s", text, error)
 
     def begin_restore(self, root: RootSteps) -> None:
-        """Follow the root and take its steps for known, since a restore begins.
-
-        Args:
-            root: Steps of the root now.
-
-        Raises:
-            ShardckptError: The record of the run cannot be read.
-        """
+        """Follow the root and take its steps for known, since a restore begins."""
         if self.position is not None:
             self.follow(root)
         # A save that is under way in the root may complete behind the next captures.
@@ -85,22 +64,13 @@ class KnownRoot:
         self.last_start.read()
 
     def choose_saves(self, positions: Mapping[str, str]) -> list[str]:
-        """Return those of several captures of one step that may count, before a restore begins.
-
-        Args:
-            positions: Texts of their `RootPosition`, empty if unknown, by the ids of their saves.
-
-        Raises:
-            ShardckptError: The record of the run cannot be read.
-        """
+        """Return those of several captures of one step that may count, before a restore begins."""
         self.last_start.read()
         return self.last_start.select_saves({save: RootPosition.read_attempt(text) for save, text in positions.items()})
 
     def look(self) -> None:
-        """Look if the root still has the record of the run and its newest step: one list. In the background.
-
-        If it has not, the next save reads it, and records there that this start goes on.
-        """
+        """Look if the root still has the record of the run and its newest step: one list. In the background."""
+        # If the root has lost them, the next save reads it, and records there that this start continues.
         position = self.position or RootPosition()
         needed = {RECORD, *([step_name(position.committed[1])] if position.committed != NO_STEP else [])}
         with suppress(ShardckptError):  # a root that cannot be listed is seen by the saves into it
@@ -108,14 +78,7 @@ class KnownRoot:
                 self._is_in_doubt = True
 
     def record_captures(self, branch: int) -> None:
-        """Record in the root that this start captures, and read it first if `look` missed something there.
-
-        Args:
-            branch: Branch of the run that the capture belongs to.
-
-        Raises:
-            ShardckptError: The root cannot be read or written: without its record nothing may be captured.
-        """
+        """Record in the root that this start captures, and read it first if `look` missed something there."""
         if self._is_in_doubt:
             self._is_in_doubt, self.last_start.is_in_doubt = False, True
             with suppress(ShardckptError):
@@ -125,20 +88,7 @@ class KnownRoot:
     def compare(
         self, order: tuple[int, int], after: str, root: RootSteps, passed: Collection[StepKey] = ()
     ) -> tuple[bool, bool]:
-        """Compare a capture with the steps of the root.
-
-        Args:
-            order: Branch and number of its step.
-            after: Text of its `RootPosition`; other text if it has none.
-            root: Steps of the root now.
-            passed: Copies that were tried already, and are damaged.
-
-        Returns:
-            Whether it belongs to them, so that a restore may load it, and whether one comes from the same attempt.
-
-        Raises:
-            StorageError: The root cannot be read now: the capture may be older than the step there.
-        """
+        """Return whether a capture belongs to the root's steps, so may be loaded, and whether one is of its attempt."""
         position = RootPosition.decode(after)
         if position is None:
             return True, False
@@ -153,16 +103,8 @@ class KnownRoot:
         return root.is_empty and self.last_start.has_lost(position.committed, RootPosition.read_attempt(after)), False
 
     def _is_same_attempt(self, step: StepFolder, text: str) -> bool | None:
-        """Return True if a step of the root and a capture come from one attempt to save.
-
-        Args:
-            step: The step of the root.
-            text: Position that the capture has.
-
-        Returns:
-            None if the step of the root is damaged: then captures of all attempts that the run began to save in the
-            root belong to it.
-        """
+        """Return True if a step of the root and a capture come from one attempt to save."""
+        # None if the step of the root is damaged: it may come from any attempt that the run began to save in the root.
         try:
             return read_about(self._finder.open_store(), step).get(AFTER) == text
         except (CheckpointError, MissingFileError):

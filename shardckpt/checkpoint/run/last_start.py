@@ -17,27 +17,16 @@ from shardckpt.format.durability.run_record import (
 )
 from shardckpt.storage.store import Store
 
-_MOST_DIGITS = 9
-"""Maximum number of digits of the number of an attempt."""
+_MOST_DIGITS = 9  # maximum number of digits of the number of an attempt
 
 
 class LastStart:
-    """The start of a run that captured last. On rank 0.
+    """The start of a run that captured last. On rank 0."""
 
-    Nodes that a start does not use may have captures of an earlier one, which it cannot see: of other steps, or none of
-    their marks. What it saves is newer, so it belongs to the next branch.
-
-    Captures in memory are found by the path of the root, which another run may have in another container. So the root
-    has the ids of the starts that captured for it.
-
-    Args:
-        open_root: Returns the store of the run's root. Raises ShardckptError.
-        local: Folder of the local tier, for a record that was lost; empty without one.
-
-    Attributes:
-        lost: Steps that the root had lost while a start went on, as of the last look at the record.
-        is_in_doubt: Whether the record may be gone.
-    """
+    # Nodes that a start does not use may have captures of an earlier one, which it cannot see: of other steps, or none
+    # of their marks. What it saves is newer, so it belongs to the next branch.
+    # Captures in memory are found by the path of the root, which another run may have in another container. So the root
+    # has the ids of the starts that captured for it.
 
     def __init__(self, open_root: Callable[[], Store], local: str = "") -> None:
         self._open_root, self._local = open_root, local
@@ -47,8 +36,9 @@ class LastStart:
         self._last = RunRecord().start
         self._known: tuple[str, ...] = ()
         self._is_listed = False
+        # Steps that the root had lost while a start went on, as of the last look at the record.
         self.lost = NOTHING_LOST
-        self.is_in_doubt = False
+        self.is_in_doubt = False  # whether the record may be gone
 
     @property
     def is_recorded(self) -> bool:
@@ -61,14 +51,7 @@ class LastStart:
         return f"{self._id}-{self._attempts}-{secrets.token_hex(8)}"
 
     def record(self, branch: int) -> None:
-        """Record that this start captures, before its first capture in a branch; again if the record is gone.
-
-        Args:
-            branch: Branch of the run that the capture belongs to.
-
-        Raises:
-            ShardckptError: The root cannot be read or written.
-        """
+        """Record that this start captures, before its first capture in a branch; again if the record is gone."""
         is_recorded = self._recorded is not None and branch <= self._recorded
         if is_recorded and not self.is_in_doubt:
             return
@@ -82,14 +65,9 @@ class LastStart:
         self.is_in_doubt = False
 
     def record_save(self) -> None:
-        """Record that this start saves in the root, before its first save there, if the record names no start.
-
-        The root is new, or was emptied: captures of other starts, which this one may be unable to read, follow other
-        steps than those that it saves.
-
-        Raises:
-            ShardckptError: The root cannot be read or written.
-        """
+        """Record that this start saves in the root, before its first save there, if the record names no start."""
+        # The root is new, or was emptied: captures of other starts, which this one may be unable to read, follow other
+        # steps than those that it saves.
         if self._is_listed:
             return
         store = self._open_root()
@@ -99,14 +77,7 @@ class LastStart:
         self._is_listed = True
 
     def record_lost(self, committed: tuple[int, int]) -> bool:
-        """Record that the root lost its steps while this start went on; return True if that is new.
-
-        Args:
-            committed: Order of the newest step that it had.
-
-        Raises:
-            ShardckptError: The root cannot be read or written.
-        """
+        """Record that the root lost its steps while this start went on; return True if that is new."""
         self.lost, self._is_listed = NOTHING_LOST, False
         store = self._open_root()
         found = read_run_record(store)
@@ -120,12 +91,7 @@ class LastStart:
         return True
 
     def has_lost(self, committed: tuple[int, int], attempt: str) -> bool:
-        """Return True if the root lost steps while the start of a capture went on.
-
-        Args:
-            committed: Order of the newest step of the root that the capture follows.
-            attempt: Result of `make_attempt` that it has.
-        """
+        """Return True if the root lost steps while the start of a capture went on."""
         return read_start(attempt) == self.lost.start and committed <= (self.lost.branch, self.lost.number)
 
     def read(self) -> None:
@@ -142,11 +108,7 @@ class LastStart:
         return (*(each for each in others if each != self._id), self._id)
 
     def has_captured(self, attempt: str) -> bool:
-        """Return True unless a capture is of a start that never captured for this root.
-
-        Args:
-            attempt: Result of `make_attempt` that it has.
-        """
+        """Return True unless a capture is of a start that never captured for this root."""
         return not self._known or read_start(attempt) in ("", self._id, *self._known)
 
     def add_found(self, attempts: Iterable[str]) -> None:
@@ -155,14 +117,9 @@ class LastStart:
         self._known = tuple(dict.fromkeys([*self._known, *(each for each in found if each)]))
 
     def find_replaced(self, captured: Mapping[str, tuple[tuple[int, int], str]]) -> set[str]:
-        """Return the captures of earlier starts that are not older than the first one of the last start.
-
-        A start that can read neither captures nor the record, because the root was emptied, begins anew: its captures
-        have lower numbers than those of earlier starts on other nodes, and the same branch or a lower one.
-
-        Args:
-            captured: Branch and number, and result of `make_attempt`, by the id of the save.
-        """
+        """Return the captures of earlier starts that are not older than the first one of the last start."""
+        # A start that can read neither captures nor the record, because the root was emptied, begins anew: its captures
+        # have lower numbers than those of earlier starts on other nodes, and the same branch or a lower one.
         known = {save: at for save, (at, attempt) in captured.items() if attempt}
         own = {save for save in known if read_start(captured[save][1]) == self._last.id}
         if not own:
@@ -171,44 +128,27 @@ class LastStart:
         return {save for save, at in known.items() if at >= first} - own
 
     def select_saves(self, attempts: Mapping[str, str]) -> list[str]:
-        """Return those of several saves of one step that may count: of the last start, or else of this run, or unknown.
-
-        If the root was emptied, an earlier start may have captured the step on machines that the last one did not use,
-        in a higher branch.
-
-        Args:
-            attempts: Results of `make_attempt` by the ids of the saves.
-        """
+        """Return the saves of one step that may count: of the last start, or else of this run, or unknown."""
+        # If the root was emptied, an earlier start may have captured the step on machines that the last one did not
+        # use, in a higher branch.
         starts = {save: read_start(attempt) for save, attempt in attempts.items()}
         if self._last.id and self._last.id in starts.values():
             return [save for save, start in starts.items() if start in ("", self._last.id)]
         return [save for save in attempts if self.has_captured(attempts[save])] or [*attempts]
 
     def find_least_branch(self, attempts: Iterable[str]) -> int:
-        """Return the least branch of the steps that this start may save, by the record that was read last.
-
-        Args:
-            attempts: Results of `make_attempt` in the captures that this start can read.
-        """
+        """Return the least branch of the steps that this start may save, by the record that was read last."""
         last = self._last
         is_seen = last.id in ("", self._id) or last.id in map(read_start, attempts)
         return 0 if is_seen else last.branch + 1
 
 
 def read_start(attempt: str) -> str:
-    """Return the id of the start that made an attempt; empty if it is unknown.
-
-    Args:
-        attempt: Result of `LastStart.make_attempt`.
-    """
+    """Return the id of the start that made an attempt; empty if it is unknown."""
     return attempt.partition("-")[0]
 
 
 def read_number(attempt: str) -> int:
-    """Return the number of an attempt among those of its start; 0 if it is unknown.
-
-    Args:
-        attempt: Result of `LastStart.make_attempt`.
-    """
+    """Return the number of an attempt among those of its start; 0 if it is unknown."""
     number, has_number, _ = attempt.partition("-")[2].partition("-")
     return int(number) if has_number and number.isdecimal() and len(number) <= _MOST_DIGITS else 0

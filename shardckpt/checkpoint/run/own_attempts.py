@@ -7,23 +7,16 @@ from dataclasses import dataclass, field
 
 from shardckpt.checkpoint.run.step_finder import NO_STEP
 
-_MOST_REMEMBERED = 4096
-"""Maximum number of steps whose last attempts are remembered."""
+_MOST_REMEMBERED = 4096  # maximum number of steps whose last attempts are remembered
 
 
 @dataclass
 class OwnAttempt:
-    """An attempt to save a step.
+    """An attempt to save a step."""
 
-    Attributes:
-        order: Branch and number of the step.
-        after: Text of `RootPosition.encode` that its captures have; empty if it has none.
-        saves: Ids of its saves: its capture, and its save in the root.
-    """
-
-    order: tuple[int, int] = NO_STEP
-    after: str = ""
-    saves: set[str] = field(default_factory=set)
+    order: tuple[int, int] = NO_STEP  # branch and number of the step
+    after: str = ""  # text of `RootPosition.encode` that its captures have; empty if it has none
+    saves: set[str] = field(default_factory=set)  # ids of its saves: its capture, and its save in the root
 
 
 class OwnAttempts:

@@ -13,25 +13,12 @@ from shardckpt.format.durability.run_record import RECORD, Attempt, read_run_rec
 
 _LOG = logging.getLogger("shardckpt")
 
-MOST_FAILED = 2
-"""Default number of failures after which a step is passed over, for a run with tiers."""
-
-_MOST_ATTEMPTS = 64
-"""Maximum number of steps whose failures are remembered."""
+MOST_FAILED = 2  # default number of failures after which a step is passed over, for a run with tiers
+_MOST_ATTEMPTS = 64  # maximum number of steps whose failures are remembered
 
 
 def open_attempts(finder: StepFinder, schedule: SaveSchedule, most: object, *, has_tiers: bool) -> RestoreAttempts:
-    """Return the counts of a run; its finder passes over failed steps, and its schedule ends attempts.
-
-    Args:
-        finder: Finder of the run's steps.
-        schedule: Schedule of the saves.
-        most: Argument of the user: number of failures after which a step is passed over; None for the default.
-        has_tiers: Whether the run has tiers.
-
-    Raises:
-        UsageError: The number is not an integer from 0.
-    """
+    """Return the counts of a run; its finder passes over failed steps, and its schedule ends attempts."""
     number = (MOST_FAILED if has_tiers else 0) if most is None else most
     if type(number) is not int or number < 0:
         raise UsageError("`max_failed_restores` must be an integer from 0", found=repr(most))
@@ -41,15 +28,10 @@ def open_attempts(finder: StepFinder, schedule: SaveSchedule, most: object, *, h
 
 
 class RestoreAttempts:
-    """Counts of the restores of each step after which no further step was completed. On rank 0.
+    """Counts of the restores of each step after which no further step was completed. On rank 0."""
 
-    Each restore adds one to the count of its step, and the first completed step after it removes the count. What
-    cannot be read or written counts as nothing: training goes on.
-
-    Args:
-        finder: Finder of the run's steps, whose root has the record.
-        most: Number of failures after which a step is passed over; 0 to count nothing.
-    """
+    # Each restore adds one to the count of its step, and the first completed step after it removes the count. What
+    # cannot be read or written counts as nothing: training goes on.
 
     def __init__(self, finder: StepFinder, most: int) -> None:
         self._finder, self._most = finder, most
@@ -63,11 +45,7 @@ class RestoreAttempts:
         return {(attempt.branch, attempt.number): _describe(attempt) for attempt in failed}
 
     def begin(self, order: tuple[int, int]) -> None:
-        """Count a restore of a step as failed, until a further step is completed.
-
-        Args:
-            order: Branch and number of the step.
-        """
+        """Count a restore of a step as failed, until a further step is completed."""
         if not self._most or get_channels(self._finder.group).main.rank:
             return
         before = [attempt.failures for attempt in self._read() if attempt[:2] == order]
@@ -75,11 +53,7 @@ class RestoreAttempts:
         self._write(self._open)
 
     def end(self, completed: int) -> None:
-        """Remove the count of the restored step, after which a step was completed.
-
-        Args:
-            completed: Number of the completed step.
-        """
+        """Remove the count of the restored step, after which a step was completed."""
         if self._open is not None and completed > self._open.number:
             ended, self._open = self._open, None
             self._write(ended._replace(failures=0))

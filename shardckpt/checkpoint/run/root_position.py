@@ -11,17 +11,11 @@ from shardckpt.format.native.run_directory import RunDirectory, StepFolder
 
 
 class RootSteps(NamedTuple):
-    """Steps that the root has now.
+    """Steps that the root has now."""
 
-    Attributes:
-        steps: Complete steps by branch and number.
-        newest: Order of the newest of them.
-        is_empty: Whether the root has no step, complete or damaged; saves may have begun.
-    """
-
-    steps: Mapping[tuple[int, int], StepFolder]
-    newest: tuple[int, int]
-    is_empty: bool
+    steps: Mapping[tuple[int, int], StepFolder]  # complete steps by branch and number
+    newest: tuple[int, int]  # order of the newest of them
+    is_empty: bool  # whether the root has no step, complete or damaged; saves may have begun
 
     @classmethod
     def from_run(cls, run: RunDirectory) -> RootSteps:
@@ -32,17 +26,12 @@ class RootSteps(NamedTuple):
 
 
 class RootPosition(NamedTuple):
-    """Steps of the root that a run knows: its captures follow them.
+    """Steps of the root that a run knows: its captures follow them."""
 
-    Attributes:
-        committed: Order of the newest complete step.
-        started: Order of the step whose save was started last; it may be complete meanwhile.
-        before: Order of the step whose save was started before that one. A step is captured before its save in the root
-            waits for this one, which is then under way.
-    """
-
-    committed: tuple[int, int] = NO_STEP
-    started: tuple[int, int] = NO_STEP
+    committed: tuple[int, int] = NO_STEP  # order of the newest complete step
+    started: tuple[int, int] = NO_STEP  # order of the step whose save was started last; it may be complete meanwhile
+    # Order of the step whose save was started before that one. A step is captured before its save in the root waits for
+    # this one, which is then under way.
     before: tuple[int, int] = NO_STEP
 
     def start(self, order: tuple[int, int]) -> RootPosition:
@@ -50,11 +39,7 @@ class RootPosition(NamedTuple):
         return self._replace(started=order, before=self.started)
 
     def encode(self, attempt: str) -> str:
-        """Return the position as text, for the custom metadata of a capture and of the same step in the root.
-
-        Args:
-            attempt: Text that no other save has, from `LastStart`.
-        """
+        """Return the position as text, for the custom metadata of a capture and of the same step in the root."""
         return json.dumps([self.committed, self.started, attempt, self.before])
 
     @classmethod
@@ -76,15 +61,9 @@ class RootPosition(NamedTuple):
             return ""
 
     def leads_to(self, newest: tuple[int, int], *, is_empty: bool) -> bool:
-        """Return True if the root is that of this run, or has lost steps since.
-
-        Otherwise it was emptied, or another process saved steps without knowing of the captures: then they belong to
-        a course of the training that was given up.
-
-        Args:
-            newest: Order of the newest complete step of the root now.
-            is_empty: Whether the root has no step, complete or not.
-        """
+        """Return True if the root is that of this run, or has lost steps since."""
+        # Otherwise the root was emptied, or another process saved steps without knowing of the captures: then the
+        # captures belong to a course of the training that was given up.
         if newest == NO_STEP:
             return self.committed == NO_STEP or not is_empty
         return newest in self or newest < self.committed

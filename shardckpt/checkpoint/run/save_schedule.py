@@ -23,30 +23,13 @@ _handlers_before: list[dict[int, Any]] = []  # of each `watch`, the outermost fi
 
 @dataclass
 class BackgroundSave:
-    """Result of the last save in the background.
+    """Result of the last save in the background."""
 
-    Attributes:
-        has_failed: Whether the save ended without a committed step.
-    """
-
-    has_failed: bool = False
+    has_failed: bool = False  # whether the save ended without a committed step
 
 
 class SaveSchedule:
-    """Schedule of the steps to save.
-
-    Args:
-        save_every: Save the steps whose number is a multiple of this; None for no regular saves.
-        tier_every: Save the steps whose number is a multiple of one of these too, in tiers.
-
-    Raises:
-        UsageError: `save_every` is not a positive integer.
-
-    Attributes:
-        has_signal: Whether this process received a signal.
-        stop_requested: Whether any rank received a signal and all ranks have agreed on it.
-        on_completed: Called with the number of a training step that has ended.
-    """
+    """Schedule of the steps to save."""
 
     def __init__(self, save_every: int | None, tier_every: Sequence[int] = ()) -> None:
         if save_every is not None and (type(save_every) is not int or save_every < 1):
@@ -55,7 +38,10 @@ class SaveSchedule:
         self._last_step: int | None = None
         self._background: BackgroundSave | None = None
         self._is_due = self._is_watching = False
+        # `has_signal`: whether this process received a signal
+        # `stop_requested`: whether any rank received a signal and all ranks have agreed on it
         self.has_signal = self.stop_requested = False
+        # Called with the number of a training step that has ended.
         self.on_completed: Callable[[int], object] = lambda _: None
 
     def record_restore(self, number: int) -> None:
@@ -73,12 +59,7 @@ class SaveSchedule:
             self.stop_requested = self._is_due = True
 
     def should_save(self, step: Any, coordinator: Coordinator) -> bool:
-        """Return True if a step should be saved. Collective inside `watch`.
-
-        Args:
-            step: Number of the step.
-            coordinator: Coordinator of the ranks.
-        """
+        """Return True if a step should be saved. Collective inside `watch`."""
         number, fault = 0, None
         try:
             number = require_step_number(step)
@@ -109,11 +90,7 @@ class SaveSchedule:
 
     @contextmanager
     def watch(self, numbers: tuple[int, ...]) -> Iterator[None]:
-        """Record signals inside the context; restore their handlers on exit.
-
-        Raises:
-            UsageError: This is not the main thread.
-        """
+        """Record signals inside the context; restore their handlers on exit."""
         before: dict[int, Any] = {}
         try:
             for number in numbers:
@@ -131,14 +108,7 @@ class SaveSchedule:
 
 
 def require_signals(numbers: Sequence[object]) -> tuple[int, ...]:
-    """Return numbers of signals.
-
-    Args:
-        numbers: Numbers, or members of `signal.Signals`.
-
-    Raises:
-        UsageError: One is not the number of a signal.
-    """
+    """Return numbers of signals."""
     known = signal.valid_signals()
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, int) or number not in known:

@@ -34,58 +34,37 @@ from shardckpt.storage.publication import target_exists_error
 from shardckpt.storage.resolve_url import as_place, fix_folder, local_path, open_store
 from shardckpt.storage.store import Store
 
-SHOWN = 5
-"""Maximum number of steps or faults in a message; others are only counted."""
+SHOWN = 5  # maximum number of steps or faults in a message; others are only counted
+NO_STEP = (-1, -1)  # order before that of every step
 
-NO_STEP = (-1, -1)
-"""Order before that of every step."""
-
+# Path or URL of a step's folder, and the id of the save that wrote it: a step may have copies of one save.
 StepKey = tuple[str, str]
-"""Path or URL of a step's folder, and the id of the save that wrote it: a step may have copies of one save."""
 
 _MAX_STEP = 10**18
 
 
 class StepFault(NamedTuple):
-    """A step, or a copy of one, that is not used.
-
-    Attributes:
-        number: Number of the step.
-        text: Where it is and why it is not used.
-        copy: Where a copy of a file is, of which a part is not used; empty if this is not about one file.
-    """
+    """A step, or a copy of one, that is not used."""
 
     number: int
-    text: str
-    copy: str = ""
+    text: str  # where it is and why it is not used
+    copy: str = ""  # where a copy of a file is, of which a part is not used; empty if this is not about one file
 
 
 class FoundStep(NamedTuple):
-    """Step that rank 0 found.
+    """Step that rank 0 found."""
 
-    Attributes:
-        faults: Faults of newer steps, or of all steps if none is complete.
-        number: Number of the newest complete step.
-        name: Name of its folder.
-        save: Id of the save that wrote the step; None if no step is complete.
-        branch: Branch of the run for steps that are saved after this step is restored.
-        unreadable: Reason why this version cannot read a step that is newer than all complete ones; empty without one.
-        order: Branch and number of the step; steps with a greater order are newer.
-        newest: Order of the newest complete step, which may be another one.
-        path: Path or URL of its folder.
-        tier_faults: Faults of steps in tiers that are passed over for this one, or for none.
-    """
-
-    faults: Sequence[StepFault]
-    number: int = 0
-    name: str = ""
-    save: str | None = None
-    branch: int = 0
+    faults: Sequence[StepFault]  # faults of newer steps, or of all steps if none is complete
+    number: int = 0  # number of the newest complete step
+    name: str = ""  # name of its folder
+    save: str | None = None  # id of the save that wrote the step; None if no step is complete
+    branch: int = 0  # branch of the run for steps that are saved after this step is restored
+    # Reason why this version cannot read a step that is newer than all complete ones; empty without one.
     unreadable: str = ""
-    order: tuple[int, int] = NO_STEP
-    newest: tuple[int, int] = NO_STEP
-    path: str = ""
-    tier_faults: Sequence[StepFault] = ()
+    order: tuple[int, int] = NO_STEP  # branch and number of the step; steps with a greater order are newer
+    newest: tuple[int, int] = NO_STEP  # order of the newest complete step, which may be another one
+    path: str = ""  # path or URL of its folder
+    tier_faults: Sequence[StepFault] = ()  # faults of steps in tiers that are passed over for this one, or for none
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> FoundStep:
@@ -101,10 +80,7 @@ class FoundStep(NamedTuple):
 
 
 class PlaceReads:
-    """Reads of this rank from the places that a restore has opened together.
-
-    This is one of a restore from one place, which counts nothing.
-    """
+    """Reads of this rank from the places that a restore has opened together; one place alone counts nothing."""
 
     @property
     def tier_bytes(self) -> Mapping[str, int]:
@@ -112,11 +88,7 @@ class PlaceReads:
         return {}
 
     def share_faults(self, coordinator: Coordinator) -> Sequence[StepFault]:  # noqa: ARG002  (of one place)
-        """Return the faults of copies that were not read, on rank 0. Collective.
-
-        Args:
-            coordinator: Coordinator of the ranks.
-        """
+        """Return the faults of copies that were not read, on rank 0. Collective."""
         return ()
 
     def reset(self) -> None:
@@ -124,33 +96,18 @@ class PlaceReads:
 
 
 class StepFinder:
-    """Finder of the steps of a run.
-
-    Args:
-        root: Path or URL of the run's folder.
-        group: Process group of the ranks; None for all ranks.
-
-    Raises:
-        UsageError: The root is not a folder's path or URL.
-
-    Attributes:
-        root: Path or URL of the run's folder, without a slash at the end.
-        group: Process group of the ranks; None for all ranks.
-        tier: Name of the place of the steps.
-        damaged: Ids of saves whose steps a load found damaged.
-        removed: Ids of saves whose steps retention removes or has removed, with the numbers of the steps.
-        find_failed: Returns the reasons why steps are passed over, by their orders. On rank 0.
-        has_other_places: Whether a step may also be somewhere else than in the root.
-    """
+    """Finder of the steps of a run."""
 
     def __init__(self, root: str | os.PathLike[str], group: dist.ProcessGroup | None) -> None:
-        self.root = fix_folder(parse_root(root))
-        self.group = group
-        self.tier = ROOT
-        self.damaged: set[str] = set()
+        self.root = fix_folder(parse_root(root))  # path or URL of the run's folder, without a slash at the end
+        self.group = group  # process group of the ranks; None for all ranks
+        self.tier = ROOT  # name of the place of the steps
+        self.damaged: set[str] = set()  # ids of saves whose steps a load found damaged
+        # Ids of saves whose steps retention removes or has removed, with the numbers of the steps.
         self.removed: dict[str, int] = {}
+        # Returns the reasons why steps are passed over, by their orders. On rank 0.
         self.find_failed: Callable[[], Mapping[tuple[int, int], str]] = dict
-        self.has_other_places = False
+        self.has_other_places = False  # whether a step may also be somewhere else than in the root
 
     def path(self, name: str) -> str:
         """Return the path or URL of a step folder."""
@@ -179,10 +136,8 @@ class StepFinder:
         return step.is_complete and step.save not in self.damaged
 
     def ask_rank0(self, what: str, answer: Callable[[], Any], fault: Exception | None = None) -> Any:
-        """Return rank 0's answer on every rank. Collective.
-
-        If one rank passes a fault, all ranks raise it.
-        """
+        """Return rank 0's answer on every rank. Collective."""
+        # All ranks raise the fault that one of them passes.
 
         def decide(messages: list[bytes]) -> list[bytes]:
             return [json.dumps(answer()).encode()] * len(messages)
@@ -190,11 +145,7 @@ class StepFinder:
         return json.loads(get_channels(self.group).main.coordinate(f"{what} of {self.root}", fault or b"", decide))
 
     def list_complete(self) -> list[int]:
-        """Return the numbers of the complete steps, the oldest first. Collective.
-
-        Raises:
-            UnsupportedError: A newer version of shardckpt wrote the newest step.
-        """
+        """Return the numbers of the complete steps, the oldest first. Collective."""
         numbers, unreadable = self.ask_rank0("listing steps", self._list_on_rank0)
         self.require_readable(unreadable)
         return list(numbers)
@@ -215,13 +166,7 @@ class StepFinder:
             )
 
     def find_step(self, wanted: int | None, passed: Collection[StepKey], fault: Exception | None) -> FoundStep:
-        """Return the newest step that can be loaded. Collective.
-
-        Args:
-            wanted: Number of the step; None for any.
-            passed: Copies that were tried already.
-            fault: Error of this rank, which all ranks raise; None without an error.
-        """
+        """Return the newest step that can be loaded. Collective."""
         answer = self.ask_rank0("looking for a step", lambda: self._find_tried(wanted, passed), fault)
         return FoundStep.from_json(answer)
 
@@ -241,13 +186,7 @@ class StepFinder:
     def find_on_rank0(
         self, wanted: int | None, passed: Collection[StepKey], avoided: Collection[tuple[int, int]] = ()
     ) -> FoundStep:
-        """Return the newest step that can be loaded. On rank 0.
-
-        Args:
-            wanted: Number of the step; None for any.
-            passed: Copies that were tried already.
-            avoided: Orders of steps that are passed over.
-        """
+        """Return the newest step that can be loaded. On rank 0."""
         run = self.read()
         untried = [s for s in run.steps if not s.is_base and (self.path(s.name), s.save) not in passed]
         matching = [s for s in untried if wanted in (None, s.number) and (s.branch, s.number) not in avoided]
@@ -289,31 +228,17 @@ class StepFinder:
         return self.select_copies(self.read(), number)
 
     def select_copies(self, run: RunDirectory, number: int) -> list[StepCopy]:
-        """Return the complete copies of a step among those of this folder. On rank 0.
-
-        Args:
-            run: Steps of this folder.
-            number: Number of the step.
-        """
+        """Return the complete copies of a step among those of this folder. On rank 0."""
         store, survives = self.open_store(), find_survived(self.root, read_mounts())
         steps = [step for step in run.complete if step.number == number and self.is_good(step)]
         return [describe_copy(store, step, self.tier, survives) for step in steps]
 
     def find_finder(self, path: str) -> StepFinder:  # noqa: ARG002  (tiers have their own)
-        """Return the finder of the place that a step is in.
-
-        Args:
-            path: Path or URL of its folder.
-        """
+        """Return the finder of the place that a step is in."""
         return self
 
     def locate_damage(self, path: str, text: str) -> str:  # noqa: ARG002  (the path names the place)
-        """Return the fault of a step with the place where it is.
-
-        Args:
-            path: Path or URL of the step's folder.
-            text: The fault, which begins with the path of a file.
-        """
+        """Return the fault of a step with the place where it is."""
         return text
 
     def newest_branch(self) -> int:
@@ -322,11 +247,7 @@ class StepFinder:
         return complete[-1].branch if complete else 0
 
     def is_replaceable(self, number: int) -> bool:
-        """Return True if a save may replace the stored step of a number. On rank 0.
-
-        Raises:
-            TargetExistsError: A newer version of shardckpt wrote the step.
-        """
+        """Return True if a save may replace the stored step of a number. On rank 0."""
         step = self.read_step(number)
         if step.is_newer:
             raise TargetExistsError(
@@ -338,11 +259,7 @@ class StepFinder:
         return bool(step.held) and step.is_ours and not self._is_needed(step)
 
     def require_replaceable(self, number: int) -> None:
-        """Require that a save may still replace the stored step of a number. On rank 0.
-
-        Raises:
-            TargetExistsError: Another process has completed it.
-        """
+        """Require that a save may still replace the stored step of a number. On rank 0."""
         if self._is_needed(read_step(self.open_store(), number)):
             raise target_exists_error(self.path(step_name(number)))
 
@@ -352,14 +269,7 @@ class StepFinder:
 
 
 def parse_root(root: object) -> str:
-    """Return the folder of a run as text, without a slash at the end.
-
-    Args:
-        root: Argument of the user: a path, or a URL that fsspec supports.
-
-    Raises:
-        UsageError: It is neither text nor a path, is empty, or a URL that names no place.
-    """
+    """Return the folder of a run as text, without a slash at the end."""
     place = as_place(root)
     folder = place.rstrip("/") or "/"
     if folder.endswith(":") and place.startswith(f"{folder}//"):
@@ -368,12 +278,7 @@ def parse_root(root: object) -> str:
 
 
 def find_next_branch(restored: tuple[int, int], newest: tuple[int, int]) -> int:
-    """Return the branch of the steps that are saved after a restore, from the orders of two steps.
-
-    Args:
-        restored: Order of the restored step.
-        newest: Order of the newest complete step.
-    """
+    """Return the branch of the steps that are saved after a restore, from the orders of two steps."""
     return restored[0] if restored == newest else newest[0] + 1
 
 
@@ -385,11 +290,7 @@ def find_unreadable(run: RunDirectory) -> str:
 
 
 def require_step_number(step: Any) -> int:
-    """Return the number of a step as an int, from any type of integer.
-
-    Raises:
-        UsageError: The number is not an integer from 0.
-    """
+    """Return the number of a step as an int, from any type of integer."""
     try:
         number = operator.index(step)
     except Exception:  # noqa: BLE001  (a value of any type, with an __index__ of its own)

@@ -25,33 +25,22 @@ from shardckpt.events.warn_user import warn_user
 from shardckpt.format.budget import gc_paused
 from shardckpt.format.durability.step_copies import ROOT
 
+# Errors of steps that are damaged or that another process is removing.
 _DAMAGE = (CheckpointError, MissingFileError, SourceNotFoundError, UnknownFormatError)
-"""Errors of steps that are damaged or that another process is removing."""
 
-_LOOKS = 50
-"""Maximum number of consecutive steps that `restore_step` tries while another process removes them."""
+_LOOKS = 50  # maximum number of consecutive steps that `restore_step` tries while another process removes them
 
 
 class RestoredStep(NamedTuple):
-    """Step that was loaded.
-
-    Attributes:
-        number: Number of the step.
-        name: Name of its folder.
-        save: Id of the save that wrote it.
-        branch: Branch of the run for steps that are saved from now on.
-        order: Branch and number of the step.
-        path: Path or URL of its folder.
-        finder: Finder of the place that it was in.
-    """
+    """Step that was loaded."""
 
     number: int
-    name: str
-    save: str
-    branch: int
-    order: tuple[int, int]
-    path: str
-    finder: StepFinder
+    name: str  # name of its folder
+    save: str  # id of the save that wrote it
+    branch: int  # branch of the run for steps that are saved from now on
+    order: tuple[int, int]  # branch and number of the step
+    path: str  # path or URL of its folder
+    finder: StepFinder  # finder of the place that it was in
 
 
 def restore_step(
@@ -64,25 +53,8 @@ def restore_step(
     on_event: OnEvent | None,
     fault: Exception | None,
 ) -> tuple[RestoredStep | None, tuple[StepFault, ...]]:
-    """Load the newest step that can be loaded, and emit a `RestoreEvent`. Collective.
-
-    Args:
-        finder: Finder of the run's steps.
-        state: As for `shardckpt.load`; filled in place.
-        wanted: Number of the only step to try; None for any step.
-        options: Options for `shardckpt.load`, without `on_event`.
-        failed: Faults of the saves of this process that failed and whose errors nobody retrieved.
-        on_event: Called with the events of the restore, its loads and fallbacks.
-        fault: Error of this rank, which all ranks raise; None without an error.
-
-    Returns:
-        The step, None if the folder is missing or does not contain a checkpoint; and the faults of newer steps and
-        of its copies.
-
-    Raises:
-        NoCompleteCheckpoint: No step can be loaded, or the requested step cannot.
-        ShardckptError: As for `Checkpointer.restore`.
-    """
+    """Load the newest step that can be loaded; return it, with the faults of newer steps and copies. Collective."""
+    # The step is None if the folder is missing or contains no checkpoint.
     coordinator = get_channels(finder.group).main
     with gc_paused(), record_operation(RestoreEvent, finder.root, on_event, rank=coordinator.rank) as recorder:
 
@@ -148,14 +120,7 @@ def _load_newest(
 def _build_no_checkpoint_error(
     root: str, wanted: int | None, damages: Sequence[StepFault], faults: Sequence[StepFault]
 ) -> Exception:
-    """Return the error for a run without a step that can be loaded.
-
-    Args:
-        root: Path or URL of the run.
-        wanted: Number of the requested step; None for any.
-        damages: Faults of steps whose load failed.
-        faults: Faults of other steps.
-    """
+    """Return the error for a run without a step that can be loaded."""
     what = "no step here is complete" if wanted is None else f"step {wanted} is not complete, or not here"
     listed = [fault.text for fault in (*damages, *faults)]
     more = f"; and {len(listed) - SHOWN} more" if len(listed) > SHOWN else ""
@@ -165,13 +130,7 @@ def _build_no_checkpoint_error(
 
 
 def warn_of_faults(restored: RestoredStep | None, faults: Sequence[StepFault], group: dist.ProcessGroup | None) -> None:
-    """Warn on rank 0 of newer steps and of copies of the restored one that are not used, if there are any.
-
-    Args:
-        restored: The step; None without one.
-        faults: Faults of newer steps and of copies of this one.
-        group: Process group of the ranks; None for all ranks.
-    """
+    """Warn on rank 0 of newer steps and of copies of the restored one that are not used, if there are any."""
     if faults and get_channels(group).main.rank == 0:
         warn_user(_describe_restore(restored, faults))
 

@@ -18,14 +18,7 @@ from shardckpt.storage.store import Store
 
 
 class StepRetention:
-    """Retention of a run, on rank 0.
-
-    Args:
-        rules: Rules that select the steps to keep.
-        finder: Finder of the run's steps.
-        on_event: Called with a `PruneEvent` when steps were removed, or could not be; None without a callback.
-        list_needed: Returns the numbers of steps that stay regardless of the rules.
-    """
+    """Retention of a run, on rank 0."""
 
     def __init__(
         self,
@@ -41,11 +34,7 @@ class StepRetention:
         self._is_tidy = False
 
     def apply(self, saved: int | None) -> None:
-        """Delete the steps that no rule keeps; errors become warnings.
-
-        Args:
-            saved: Number of the step that was just saved; None if a step is not needed any more.
-        """
+        """Delete the steps that no rule keeps; errors become warnings."""
         if self._is_tidy and not self._rules.is_needed:
             return
         recorder = Recorder(PruneEvent, self._finder.root)
@@ -63,7 +52,6 @@ class StepRetention:
             warn_user(f"{what} could not be removed: {error}")
 
     def _delete(self, saved: int | None) -> tuple[StepFolder, ...]:
-        """Delete steps, and return them."""
         store = self._finder.open_store()
         run = read_run(store)
         if any(step.is_newer for step in run.steps) and not self._rules.is_needed:
@@ -93,12 +81,7 @@ class StepRetention:
         return self._metrics[step.save]
 
     def find_ranking_fault(self, number: int, names: Sequence[str]) -> str:
-        """Return why `keep_best` cannot rank steps: none has the metric. Empty if it can.
-
-        Args:
-            number: Number of the step to save.
-            names: Names of its metrics.
-        """
+        """Return why `keep_best` cannot rank steps: none has the metric. Empty if it can."""
         if self._rules.keep_best is None or not names or self._rules.metric in names:
             return ""
         saved = [SavedStep(number, metrics=dict.fromkeys(names, 0.0))]
@@ -110,16 +93,7 @@ class StepRetention:
         return ""
 
     def find_best(self, metric: str | None, mode: Literal["min", "max"] | None) -> int | None:
-        """Return the number of the complete step with the best metric; None without steps.
-
-        Args:
-            metric: Name of the metric; None for that of the rules.
-            mode: Whether the smallest or the largest is the best; None for that of the rules.
-
-        Raises:
-            UsageError: No step has the metric; or it is another than that of the rules, and the mode is missing.
-            UnsupportedError: A newer version of shardckpt wrote the newest step.
-        """
+        """Return the number of the complete step with the best metric; None without steps."""
         if metric not in (None, self._rules.metric) and mode is None:
             raise UsageError(
                 f"`mode` must be given for the metric {metric!r}, since the Checkpointer ranks by another",

@@ -26,17 +26,12 @@ from shardckpt.format.native.run_directory import METRIC, step_name
 
 
 class SavedPlace(NamedTuple):
-    """A place to which a step is saved.
-
-    Attributes:
-        finder: Finder of the steps there.
-        is_over: Returns True when the save has ended there, on this rank.
-        has_own_record: Whether this rank, which is not rank 0, writes the record of the step there too: each node has
-            its own place, and that of rank 0 may be lost.
-    """
+    """A place to which a step is saved."""
 
     finder: StepFinder
-    is_over: Callable[[], bool]
+    is_over: Callable[[], bool]  # returns True when the save has ended there, on this rank
+    # Whether this rank, which is not rank 0, writes the record of the step there too: each node has its own place, and
+    # that of rank 0 may be lost.
     has_own_record: bool = False
 
 
@@ -44,20 +39,7 @@ OnSaved = Callable[[int, Any, Sequence[SavedPlace]], None]
 
 
 class StepSaver:
-    """Saver of the steps of a run; every method is collective.
-
-    Args:
-        finder: Finder of the run's steps.
-        retention: Rules that select the steps to keep.
-        schedule: Schedule of the saves.
-        dedup: Whether unchanged tensors refer to the newest complete step.
-        on_event: Called with the events of the saves; None without a callback.
-
-    Attributes:
-        restored: Number of the step that was restored since the last save; None without one.
-        branch: Branch of the run that the next step belongs to; None if unknown.
-        on_saved: Called with the number and state of a saved step, and the places to which it is saved.
-    """
+    """Saver of the steps of a run; every method is collective."""
 
     def __init__(
         self,
@@ -71,9 +53,10 @@ class StepSaver:
         self._finder, self._retention, self._schedule = finder, retention, schedule
         self._bases = BaseFinder(finder)
         self._dedup, self._on_event = dedup, on_event
-        self.restored: int | None = None
-        self.branch: int | None = None
+        self.restored: int | None = None  # number of the step that was restored since the last save; None without one
+        self.branch: int | None = None  # branch of the run that the next step belongs to; None if unknown
         self._running: StepTask | None = None
+        # Called with the number and state of a saved step, and the places to which it is saved.
         self.on_saved: OnSaved = lambda *_: None
         self.on_begin: Callable[[int, str], object] = lambda *_: None
 
@@ -82,13 +65,7 @@ class StepSaver:
         return self._finder.group
 
     def record_restore(self, number: int, branch: int, loaded: str) -> None:
-        """Record that a step was restored.
-
-        Args:
-            number: Number of the step.
-            branch: Branch of the run for the steps that are saved from now on.
-            loaded: Id of the save in the root that was loaded; empty if the step was in another place.
-        """
+        """Record that a step was restored."""
         self.restored, self.branch = number, branch
         self._bases.record_restore((branch, number), loaded)
         self._schedule.record_restore(number)
@@ -140,12 +117,7 @@ class StepSaver:
         self._running = None
 
     def await_saves(self, *, is_for_newest: bool, captured: int = -1) -> list[StepFault]:
-        """Wait for the last save in the background, unless a newer step was captured; return its fault if it failed.
-
-        Args:
-            is_for_newest: Whether the newest step is looked for, and no other.
-            captured: Number of the step that was captured since, or of this one; -1 without a capture.
-        """
+        """Wait for the last save in the background, unless a newer step was captured; return its fault if it failed."""
         if self._running is None or (is_for_newest and captured >= self._running.number):
             return []
         fault = self._running.await_fault()
@@ -210,18 +182,11 @@ class StepSaver:
 
 
 class _StepSave(NamedTuple):
-    """Arguments of a save on which the ranks have agreed.
-
-    Attributes:
-        number: Number of the step.
-        branch: Branch of the run that the step belongs to.
-        unranked: Reason why steps cannot be ranked by metric; empty if they can.
-        options: Options for `save`.
-    """
+    """Arguments of a save on which the ranks have agreed."""
 
     number: int
-    branch: int
-    unranked: str
+    branch: int  # branch of the run that the step belongs to
+    unranked: str  # reason why steps cannot be ranked by metric; empty if they can
     options: dict[str, Any]
 
 
@@ -234,15 +199,7 @@ def require_one_step(numbers: Sequence[int], root: str) -> int:
 
 
 def build_notes(metrics: Any, custom_metadata: Any) -> RunNotes:
-    """Return the custom metadata of a step, with its metrics.
-
-    Args:
-        metrics: Numbers by name, or None.
-        custom_metadata: Text by name, or None.
-
-    Raises:
-        UsageError: One of them is not such a mapping.
-    """
+    """Return the custom metadata of a step, with its metrics."""
     numbers = _read_metrics(metrics)
     return RunNotes(
         {**read_notes(custom_metadata), **{f"{METRIC}{name}": repr(value) for name, value in numbers.items()}}
@@ -250,11 +207,7 @@ def build_notes(metrics: Any, custom_metadata: Any) -> RunNotes:
 
 
 def _read_metrics(metrics: Any) -> dict[str, float]:
-    """Return metrics as floats; empty for None.
-
-    Raises:
-        UsageError: The metrics are not a mapping of text to numbers.
-    """
+    """Return metrics as floats; empty for None."""
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
@@ -275,11 +228,7 @@ def _read_metrics(metrics: Any) -> dict[str, float]:
 def check_options(
     verb: Callable[..., Any], options: Mapping[str, Any], group: dist.ProcessGroup | None
 ) -> dict[str, Any]:
-    """Return the options of a function, without the process group.
-
-    Raises:
-        UsageError: The function does not have an option, or the process group is not that of the Checkpointer.
-    """
+    """Return the options of a function, without the process group."""
     known = _list_options(verb)
     unknown = [name for name in options if name not in known]
     if unknown:

@@ -42,38 +42,29 @@ if TYPE_CHECKING:
     from shardckpt.state.adapters.model_index import ModelIndex
     from shardckpt.state.local.local_shards import LocalModel
 
-OpenedStates = Mapping[int, Any]
-"""Results of the `state_dict` of objects in a state, by the id of the object."""
+OpenedStates = Mapping[int, Any]  # results of the `state_dict` of objects in a state, by the id of the object
 
 
 @dataclass
 class FlattenedState:
-    """Flattened state on this rank, without copies: valid until the state changes.
+    """Flattened state on this rank, without copies: valid until the state changes."""
 
-    Attributes:
-        tree: Containers and plain values, equal on every rank, with arrays as `TensorRef`.
-        arrays: Distinct arrays by path, in the order of the tree.
-        ties: Further paths of shared arrays, each with the first path.
-        optional_values: Values that some ranks do not have: optimizer slots of parameters of which a rank has no part.
-        per_rank_values: Per-rank values, by the path of the list with the values of all ranks.
-        buffers: Paths of arrays that may differ between ranks; those of rank 0 are saved.
-        model: Path of the first model; None without a model.
-        frozen: Paths of parameters that do not require gradients.
-        slots: Paths of optimizer states, with the FQNs of their parameters in order.
-        optimizers: Paths of optimizers whose own `state_dict()` has other keys than `state` and `param_groups`.
-        variants: Paths of variants of a model's weights, with the path of the model; None if it is not saved.
-    """
-
-    tree: Any = None
-    arrays: dict[Path, TensorShards] = field(default_factory=dict)
-    ties: dict[Path, Path] = field(default_factory=dict)
+    tree: Any = None  # containers and plain values, equal on every rank, with arrays as `TensorRef`
+    arrays: dict[Path, TensorShards] = field(default_factory=dict)  # distinct arrays by path, in the order of the tree
+    ties: dict[Path, Path] = field(default_factory=dict)  # further paths of shared arrays, each with the first path
+    # Values that some ranks do not have: optimizer slots of parameters of which a rank has no part.
     optional_values: dict[Path, Any] = field(default_factory=dict)
+    # Per-rank values, by the path of the list with the values of all ranks.
     per_rank_values: dict[Path, Any] = field(default_factory=dict)
+    # Paths of arrays that may differ between ranks; those of rank 0 are saved.
     buffers: set[Path] = field(default_factory=set)
-    model: Path | None = None
-    frozen: set[Path] = field(default_factory=set)
+    model: Path | None = None  # path of the first model; None without a model
+    frozen: set[Path] = field(default_factory=set)  # paths of parameters that do not require gradients
+    # Paths of optimizer states, with the FQNs of their parameters in order.
     slots: dict[Path, tuple[str, ...]] = field(default_factory=dict)
+    # Paths of optimizers whose own `state_dict()` has other keys than `state` and `param_groups`.
     optimizers: list[Path] = field(default_factory=list)
+    # Paths of variants of a model's weights, with the path of the model; None if it is not saved.
     variants: dict[Path, Path | None] = field(default_factory=dict)
 
     def views(self, chunks: Sequence[PayloadChunk]) -> Iterable[torch.Tensor]:
@@ -87,11 +78,7 @@ class FlattenedState:
 
 
 class LocalModels:
-    """Models in a state, each indexed once; optimizers find their models here.
-
-    Args:
-        state: State as the user passed it.
-    """
+    """Models in a state, each indexed once; optimizers find their models here."""
 
     def __init__(self, state: Any) -> None:
         self._models: dict[int, tuple[nn.Module, LocalModel]] = {}
@@ -120,15 +107,7 @@ class LocalModels:
         return (model for _, model in self._models.values())
 
     def get(self, model: nn.Module, path: Path) -> LocalModel:
-        """Return this rank's shards of a model.
-
-        Args:
-            model: Model in the state.
-            path: Path of the model in the state.
-
-        Raises:
-            UnsupportedError: The model is only in the result of an object's `state_dict`.
-        """
+        """Return this rank's shards of a model."""
         if id(model) not in self._models:
             raise UnsupportedError(
                 "a module in the result of an object's `state_dict` cannot be saved",
@@ -139,11 +118,9 @@ class LocalModels:
         return self._models[id(model)][1]
 
     def find_index_for(self, optim: torch.optim.Optimizer) -> ModelIndex | None:
-        """Return the index of the model with all parameters of an optimizer; None without one.
-
-        If several models have them together, or with parameters in the state beside them, the result is an index of all
-        of these, whose names begin with their paths in the state.
-        """
+        """Return the index of the model with all parameters of an optimizer; None without one."""
+        # If several models have the parameters together, or the state has some itself, the index is of all of these,
+        # and its names start with paths in the state.
         from shardckpt.state.local.optim_shards import find_index  # noqa: PLC0415  (tensors alone need no engine)
 
         models = {dotted(self._paths[number]): each for number, each in self._models.items()}
@@ -173,33 +150,14 @@ def _unwrap_local_model(module: nn.Module, path: Path) -> tuple[nn.Module, Local
 
 
 def require_no_flat_shard(tensor: torch.Tensor, path: Path, shards: FlatShards) -> None:
-    """Refuse a tensor that is a shard of a flat parameter.
-
-    Under its name, other ranks have other elements.
-
-    Args:
-        tensor: Tensor as the user passed it.
-        path: Path of the tensor in the state.
-        shards: Flat parameter shards of this process.
-
-    Raises:
-        FlatShardError: The tensor is such a shard.
-    """
+    """Refuse a tensor that is a shard of a flat parameter."""
+    # Under its name, other ranks have other elements.
     if shards.has_tensor(tensor):
         raise FlatShardError(dotted(path))
 
 
 def view_as_dtensor(value: torch.Tensor, path: Path) -> DTensor:
-    """Return a ShardedTensor as a DTensor over the same memory.
-
-    Args:
-        value: ShardedTensor.
-        path: Path of the tensor in the state.
-
-    Raises:
-        FlatShardError: The tensor is a flat parameter of a LOCAL state.
-        ShardedTensorError: The tensor is not sharded by rows.
-    """
+    """Return a ShardedTensor as a DTensor over the same memory."""
     if is_flat_part(str(path[-1]) if path else "", value):
         raise FlatShardError(dotted(path))
     from shardckpt.state.adapters.sharded_tensor import as_dtensor  # noqa: PLC0415  (other tensors need no engine)
@@ -208,18 +166,8 @@ def view_as_dtensor(value: torch.Tensor, path: Path) -> DTensor:
 
 
 def require_model_for(optim: torch.optim.Optimizer, path: Path, shards: FlatShards) -> None:
-    """Refuse an optimizer of flat parameters if its model is not in the state.
-
-    Only the model knows the names of its slots.
-
-    Args:
-        optim: Optimizer in the state.
-        path: Path of the optimizer in the state.
-        shards: Flat parameter shards of this process.
-
-    Raises:
-        UsageError: The optimizer has flat parameters.
-    """
+    """Refuse an optimizer of flat parameters if its model is not in the state."""
+    # Only the model knows the names of its slots.
     parameters = (parameter for group in optim.param_groups for parameter in group["params"])
     if any(map(shards.has_parameter, parameters)):
         raise UsageError(
@@ -231,25 +179,13 @@ def require_model_for(optim: torch.optim.Optimizer, path: Path, shards: FlatShar
 
 
 def flatten_state(state: Any, rank: int, world: int, opened: OpenedStates | None = None) -> FlattenedState:
-    """Flatten a state, without copies or communication.
-
-    Args:
-        state: Modules, optimizers, objects with `state_dict` and `load_state_dict`, tensors and plain values, in dicts
-            and lists.
-        rank: Index of this rank.
-        world: Number of ranks.
-        opened: Results of `state_dict` of objects in the state, by id; None without any.
-
-    Raises:
-        UnsupportedError: A value cannot be saved; the message contains its dotted path.
-    """
+    """Flatten a state, without copies or communication."""
     root = as_root(state)
     with torch.inference_mode(False), torch.no_grad():  # in inference mode a view of a DTensor raises
         return _StateFlattener(LocalModels(root), rank, world, opened or {}).run(root)
 
 
-_SHOWN = 4
-"""Maximum number of names in a warning."""
+_SHOWN = 4  # maximum number of names in a warning
 
 _PLAIN_VALUES = frozenset({bool, int, float, complex, str, bytes, type(None)})
 
@@ -470,16 +406,7 @@ def _memory(array: TensorShards) -> Hashable:
 
 
 def encoded(tree: Any, number: Callable[[TensorRef], int], path: Path = ()) -> object:
-    """Return a state tree as tagged JSON.
-
-    Args:
-        tree: Tree of a flattened state.
-        number: Returns the index of an array.
-        path: Path of the tree in the state.
-
-    Raises:
-        UnsupportedError: The format cannot store a value; the message contains its dotted path.
-    """
+    """Return a state tree as tagged JSON."""
 
     def leaf(value: object, at: Path) -> NamedValue | None:
         del at

@@ -12,16 +12,12 @@ from shardckpt.errors import UnsupportedError
 from shardckpt.format.encodings.element_values import numpy_dtype
 from shardckpt.manifest import Path, dotted
 
+# Types of the same bits for elements of `ml_dtypes`, by their bytes: `torch.from_numpy` refuses those.
 _INTEGERS = {1: (np.uint8, torch.uint8), 2: (np.int16, torch.int16)}
-"""Types of the same bits for elements of `ml_dtypes`, by their bytes: `torch.from_numpy` refuses those."""
 
 
 def check_array(value: np.ndarray[Any, Any], path: Path) -> None:
-    """Refuse arrays of classes with additional data, such as `MaskedArray`.
-
-    Raises:
-        UnsupportedError: The class is a subclass of `ndarray` other than `memmap`.
-    """
+    """Refuse arrays of classes with additional data, such as `MaskedArray`."""
     if type(value) not in (np.ndarray, np.memmap):
         raise UnsupportedError(
             f"an array of the class {type(value).__name__} can be neither saved nor filled",
@@ -43,11 +39,7 @@ def has_torch_strides(value: np.ndarray[Any, Any]) -> bool:
 
 
 def tensor_from_numpy(value: np.ndarray[Any, Any], path: Path) -> torch.Tensor:
-    """Return a numpy array as a tensor of the same elements.
-
-    Raises:
-        UnsupportedError: Torch has no such elements, or the class has additional data.
-    """
+    """Return a numpy array as a tensor of the same elements."""
     check_array(value, path)
     if not has_torch_dtype(value):
         raise UnsupportedError(f"a numpy array of type {value.dtype} cannot be saved", where=dotted(path))

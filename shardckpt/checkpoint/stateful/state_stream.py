@@ -31,31 +31,22 @@ from shardckpt.manifest import Path, dotted
 
 MAGIC = b"shardckS"
 MAX_HEADER_BYTES = 1 << 26
-BLOCK_BYTES = 1 << 22
-"""Bytes of elements that one hash covers."""
+BLOCK_BYTES = 1 << 22  # bytes of elements that one hash covers
 
 _MAX_BYTES = 1 << 62
 _MAX_DIMS = 64
 _DIGEST_BYTES = 8
 
-Read = Callable[[memoryview], object]
-"""Fills a buffer with the next bytes of a stream, or raises an exception."""
+Read = Callable[[memoryview], object]  # fills a buffer with the next bytes of a stream, or raises an exception
 
 
 class _Row(NamedTuple):
-    """A tensor of a stream.
+    """A tensor of a stream."""
 
-    Attributes:
-        path: Path in the state.
-        dtype: Dtype in torch's spelling.
-        shape: Shape of this rank's elements.
-        sharding: Text that describes the sharding of a DTensor; empty for other tensors.
-    """
-
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
-    sharding: str
+    path: Path  # path in the state
+    dtype: str  # dtype in torch's spelling
+    shape: tuple[int, ...]  # shape of this rank's elements
+    sharding: str  # text that describes the sharding of a DTensor; empty for other tensors
 
     @property
     def nbytes(self) -> int:
@@ -65,15 +56,10 @@ class _Row(NamedTuple):
 
 @dataclass(frozen=True)
 class StateStream:
-    """A state that can be sent, also several times, until it changes.
+    """A state that can be sent, also several times, until it changes."""
 
-    Attributes:
-        head: Bytes before the elements.
-        tensors: Tensors of this rank, in the order of their elements in the stream.
-    """
-
-    head: bytes
-    tensors: Sequence[torch.Tensor]
+    head: bytes  # bytes before the elements
+    tensors: Sequence[torch.Tensor]  # tensors of this rank, in the order of their elements in the stream
 
     def __iter__(self) -> Iterator[memoryview]:
         """Yield the bytes of the stream; each part is valid until the next one is requested."""
@@ -93,17 +79,8 @@ class StateStream:
 
 
 def build_stream(state: Any) -> StateStream:
-    """Return the stream of a state, without copying it.
-
-    Kernels that are queued on the current stream of a device finish first.
-
-    Args:
-        state: Tensors, arrays and plain values, in dicts, lists and tuples; of a DTensor, this rank's shard is sent.
-
-    Raises:
-        UnsupportedError: A value cannot be encoded; the message contains its dotted path. Or values other than tensors
-            are larger than `MAX_HEADER_BYTES`.
-    """
+    """Return the stream of a state, without copying it."""
+    # Kernels that are queued on the current stream of a device finish first.
     found: dict[Path, torch.Tensor] = {}
     tree = take_tensors(state, (), found)
     tensors = {path: _local(tensor) for path, tensor in found.items()}
@@ -134,25 +111,9 @@ def _go_on() -> None:
 
 
 def read_stream(read: Read, target: Any = None, where: str = "", check: Callable[[], None] = _go_on) -> Any:
-    """Return the state of a stream.
-
-    Elements are used only after the hash of their block was checked. If the stream fails later, tensors of the target
-    are filled in part.
-
-    Args:
-        read: Fills a buffer with the next bytes.
-        target: State whose tensors are filled in place where the stream has a tensor of the same path; None to make
-            new tensors on the CPU. A DTensor of the stream needs one of the same sharding.
-        where: Name of the source, for messages.
-        check: Called for each tensor, before its bytes are read; an exception that it raises ends the work.
-
-    Raises:
-        ChecksumError: Bytes do not match their hash.
-        FormatError: The bytes are not a stream.
-        UnsafeError: The header is too large, or would take far more memory than its bytes.
-        UsageError: A tensor does not fit that of the target.
-        NoMemoryError: Memory for a tensor cannot be allocated.
-    """
+    """Return the state of a stream."""
+    # Elements are used only after the hash of their block was checked. If the stream fails later, tensors of the target
+    # are filled in part.
     rows, json = _read_header(read, where, check)
     own: dict[Path, torch.Tensor] = {}
     take_tensors(target, (), own)
@@ -237,11 +198,7 @@ def _torch_dtype(row: _Row) -> torch.dtype:
 
 
 def _require_fit(row: _Row, target: torch.Tensor | None, where: str) -> None:
-    """Require that a tensor of the stream fits the target, and that a DTensor has one.
-
-    Raises:
-        UsageError: It does not fit.
-    """
+    """Require that a tensor of the stream fits the target, and that a DTensor has one."""
     expected = f"{row.dtype} {list(row.shape)} {row.sharding}".strip()
     if target is None and row.sharding:
         raise UsageError(
@@ -293,13 +250,7 @@ def _allocate(row: _Row) -> torch.Tensor:
 
 
 class _VerifiedBlocks:
-    """Elements of a stream, block by block; a block is used only after its hash was checked.
-
-    Args:
-        read: Fills a buffer with the next bytes.
-        nbytes: Bytes of all elements.
-        where: Name of the source, for messages.
-    """
+    """Elements of a stream, block by block; a block is used only after its hash was checked."""
 
     def __init__(self, read: Read, nbytes: int, where: str) -> None:
         self._read, self._left, self._where = read, nbytes, where

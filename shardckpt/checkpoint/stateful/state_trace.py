@@ -39,31 +39,16 @@ from shardckpt.state.keys.kinds import get_metadata
 
 @dataclass(frozen=True)
 class StateTrace:
-    """Trace of a state.
+    """Trace of a state."""
 
-    Attributes:
-        description: Description of the structure, equal for states with the same plan.
-        tensors: Tensors, in the order in which they were found.
-        local_tensors: The same tensors, with the local tensor in place of each DTensor.
-        values: Plain values, with their paths.
-    """
-
-    description: tuple[object, ...]
-    tensors: list[torch.Tensor]
-    local_tensors: list[torch.Tensor]
-    values: list[tuple[Path, Any]]
+    description: tuple[object, ...]  # description of the structure, equal for states with the same plan
+    tensors: list[torch.Tensor]  # tensors, in the order in which they were found
+    local_tensors: list[torch.Tensor]  # the same tensors, with the local tensor in place of each DTensor
+    values: list[tuple[Path, Any]]  # plain values, with their paths
 
 
 def trace_state(state: Any, opened: dict[int, Any]) -> StateTrace | None:
-    """Return the trace of a state; None if its plan depends on more than a trace.
-
-    Args:
-        state: State as for `save`; a mapping as `as_root` returns it.
-        opened: Results of the `state_dict` of objects, by the id of the object; new results are added.
-
-    Raises:
-        StateDictError: The `state_dict` of an object raised an exception.
-    """
+    """Return the trace of a state; None if its plan depends on more than a trace."""
     tracer = _Tracer(opened)
     try:
         tracer.visit(state, ())
@@ -92,19 +77,11 @@ _BUFFERS: frozenset[type] = _TENSORS | {type(None)}
 
 
 class _Tracer:
-    """Visitor of a state in the order of the flattened state.
-
-    Args:
-        opened: Results of the `state_dict` of objects, by the id of the object.
-
-    Attributes:
-        tensors: Tensors, in the order of the visit.
-        values: Plain values, with their paths.
-    """
+    """Visitor of a state in the order of the flattened state."""
 
     def __init__(self, opened: dict[int, Any]) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self.values: list[tuple[Path, Any]] = []
+        self.tensors: list[torch.Tensor] = []  # tensors, in the order of the visit
+        self.values: list[tuple[Path, Any]] = []  # plain values, with their paths
         self._opened = opened
         self._structure: list[object] = []
         self._models: list[set[int]] = []
@@ -116,11 +93,9 @@ class _Tracer:
         self._registered: set[int] = set()
 
     def finish(self) -> list[object]:
-        """Visit the states of objects; return the structure, with the positions of the optimizers' parameters.
-
-        The `state_dict` of an object may be collective, and so may be the flattening of a wrapper that has no trace. On
-        every rank the wrapper is found before the first object is opened.
-        """
+        """Visit the states of objects; return the structure, with the positions of the optimizers' parameters."""
+        # The `state_dict` of an object may be collective, and so may be the flattening of a wrapper that has no trace.
+        # On every rank the wrapper is found before the first object is opened.
         self._is_opened = True
         for value, path in self._closed:
             self._visit_object(value, path)
@@ -271,8 +246,8 @@ def _find_local_tensors(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor]
     return local_tensors, shardings
 
 
+# Descriptions of meshes, which torch computes again for each caller.
 _MESHES: WeakKeyDictionary[DeviceMesh, object] = WeakKeyDictionary()
-"""Descriptions of meshes, which torch computes again for each caller."""
 
 os.register_at_fork(after_in_child=_MESHES.clear)  # a child may be another rank of an equal mesh
 

@@ -19,8 +19,7 @@ from shardckpt.manifest import Path, dotted
 from shardckpt.state.keys.kinds import tensors
 from shardckpt.state.local.tensor_shards import has_own_elements
 
-PLAIN_TENSORS = frozenset({torch.Tensor, nn.Parameter})
-"""Tensor classes without data besides their elements."""
+PLAIN_TENSORS = frozenset({torch.Tensor, nn.Parameter})  # tensor classes without data besides their elements
 
 
 @runtime_checkable
@@ -108,14 +107,7 @@ def as_root(state: Any) -> Any:
 
 
 def require_state(state: object) -> None:
-    """Require that a state is more than one plain value.
-
-    Args:
-        state: Argument of a save.
-
-    Raises:
-        UsageError: It is None, a number or text, which no training has as its state.
-    """
+    """Require that a state is more than one plain value."""
     if state is None or isinstance(state, (bool, int, float, complex, str, bytes)):
         fix = 'Pass the objects that a resume needs: {"model": model, "optim": optim}.'
         raise UsageError("the state must hold objects to save", found=repr(state), fix=fix)
@@ -127,10 +119,7 @@ def is_optimizer(value: object) -> bool:
 
 
 def _keeps_state_elsewhere(optim: torch.optim.Optimizer) -> bool:
-    """Return True if an optimizer returns the state of other optimizers.
-
-    Its own `state` is empty.
-    """
+    """Return True if an optimizer returns the state of other optimizers. Its own `state` is empty."""
     if type(optim).state_dict is torch.optim.Optimizer.state_dict or optim.state:
         return False
     state: Any = optim.state_dict()
@@ -143,15 +132,7 @@ def is_stateful(value: object) -> bool:
 
 
 def get_state_dict(value: Any, path: Path) -> Any:
-    """Return the result of an object's `state_dict`.
-
-    Args:
-        value: Object in the state.
-        path: Path of the object in the state.
-
-    Raises:
-        StateDictError: The method raised an exception.
-    """
+    """Return the result of an object's `state_dict`."""
     try:
         return value.state_dict()
     except ShardckptError:
@@ -161,13 +142,7 @@ def get_state_dict(value: Any, path: Path) -> Any:
 
 
 def build_call_error(method: str, path: Path, error: Exception) -> StateDictError:
-    """Return the error for an exception in a method of an object in the state.
-
-    Args:
-        method: Name of the method.
-        path: Path of the object in the state.
-        error: Exception of the method.
-    """
+    """Return the error for an exception in a method of an object in the state."""
     return StateDictError(f"`{method}` failed", where=dotted(path), found=describe_with_class(error))
 
 
@@ -178,12 +153,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def check_tensor(value: torch.Tensor, path: Path) -> None:
-    """Refuse tensors that are not fully described by dtype, shape and elements.
-
-    Raises:
-        UsageError: The tensor belongs to a lazy module without a forward.
-        UnsupportedError: The tensor is sparse, quantized, nested, without data, or of a class with additional data.
-    """
+    """Refuse tensors that are not fully described by dtype, shape and elements."""
     if type(value) in PLAIN_TENSORS and value.is_cpu and _is_dense(value):
         return
     if is_lazy(value):
@@ -218,11 +188,9 @@ def _is_known(dtype: torch.dtype) -> bool:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Return True if a strided tensor's storage has the bytes of all its elements.
-
-    `tensor.untyped_storage().resize_(0)` frees a storage below its tensor, as FSDP does.
-    A tensor that its class makes of others has a storage that nobody writes.
-    """
+    """Return True if a strided tensor's storage has the bytes of all its elements."""
+    # `tensor.untyped_storage().resize_(0)` frees a storage below its tensor, as FSDP does. A tensor that its class
+    # makes of others has a storage that nobody writes.
     if type(tensor) not in PLAIN_TENSORS and not has_own_elements(tensor):
         return False
     elements = tensor.numel()
@@ -233,11 +201,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def require_memory(tensor: torch.Tensor, path: Path) -> None:
-    """Refuse a tensor whose storage does not have the bytes of all its elements.
-
-    Raises:
-        UnsupportedError: Its storage was freed or made smaller, or its class makes it of other tensors.
-    """
+    """Refuse a tensor whose storage does not have the bytes of all its elements."""
     if not has_memory(tensor):
         check_tensor(tensor, path)
         raise UnsupportedError(
@@ -264,11 +228,7 @@ def to_named_value(value: object) -> NamedValue | None:
 
 
 def from_named_value(value: NamedValue) -> object:
-    """Return the value for a result of `to_named_value`.
-
-    Raises:
-        UnsupportedError: This version of torch does not have the type.
-    """
+    """Return the value for a result of `to_named_value`."""
     if value.kind == "size":
         return torch.Size(value.value)  # type: ignore[arg-type]
     if value.kind == "device":

@@ -19,19 +19,14 @@ from shardckpt.devices import Event, has_pinned_copies, has_pinned_memory, recor
 from shardckpt.format.native.payload import PayloadChunk
 from shardckpt.state.local.tensor_shards import TensorShards
 
-STAGED_BYTES = 16 << 20
-"""Bytes per staged copy of a tensor that is not contiguous in CPU memory."""
-
-_JOINED_BYTES = 256 << 10
-"""Bytes of small tensors per joint copy."""
-
-_MANY_ALIKE = 8
-"""Least number of small tensors of one shape that are copied with one call."""
+STAGED_BYTES = 16 << 20  # bytes per staged copy of a tensor that is not contiguous in CPU memory
+_JOINED_BYTES = 256 << 10  # bytes of small tensors per joint copy
+_MANY_ALIKE = 8  # least number of small tensors of one shape that are copied with one call
 
 _KIND = attrgetter("dtype", "shape", "is_cpu")
 
+# Maximum size in bytes of a small tensor, which is copied and written with others; views would be slower.
 SMALL_BYTES = 64 << 10
-"""Maximum size in bytes of a small tensor, which is copied and written with others; views would be slower."""
 
 
 class TensorSource(Protocol):
@@ -46,12 +41,7 @@ class TensorSource(Protocol):
 
 
 def view_box(array: TensorShards, box: Box) -> torch.Tensor:
-    """Return the elements of a box of an array, as a view of this rank's shard.
-
-    Args:
-        array: Array with all elements of the box on this rank.
-        box: Box of the elements.
-    """
+    """Return the elements of a box of an array, as a view of this rank's shard."""
     for shard in array.shards:
         if shard.box == box:
             return shard.tensor
@@ -62,24 +52,14 @@ def view_box(array: TensorShards, box: Box) -> torch.Tensor:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Yield a tensor's bytes in row-major order, as views if possible.
-
-    Args:
-        tensor: Plain tensor with any strides, on any device; copied in stages if necessary.
-    """
+    """Yield a tensor's bytes in row-major order, as views if possible."""
     return iter_bytes((tensor,), tensor.nbytes)
 
 
 def iter_bytes(tensors: Iterable[torch.Tensor], most: int = STAGED_BYTES) -> Iterator[memoryview]:
-    """Yield the bytes of tensors in row-major order.
-
-    Each part is valid until the next one is requested.
-    Tensors on a device are copied through two pinned buffers of 16 MiB each: one is filled while the other is read.
-
-    Args:
-        tensors: Plain tensors with any strides, on any devices.
-        most: Total size of the tensors in bytes, or an upper bound of it.
-    """
+    """Yield the bytes of tensors in row-major order."""
+    # Each part is valid until the next one is requested. Tensors on a device are copied through two pinned buffers of
+    # 16 MiB each: one is filled while the other is read.
     pieces = PinnedPieces(max(min(STAGED_BYTES, most), 1))
     for part in join_small(tensors):
         if isinstance(part, torch.Tensor) and not part.is_cpu and has_pinned_copies(part.device):
@@ -111,13 +91,8 @@ def _flat_copies(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def join_small(tensors: Iterable[torch.Tensor]) -> Iterator[bytes | torch.Tensor]:
-    """Yield tensors in order; consecutive small tensors in CPU memory as joint bytes or one tensor.
-
-    A call per small tensor would take several times as long as the copy.
-
-    Args:
-        tensors: Plain tensors with any strides, on any device.
-    """
+    """Yield tensors in order; consecutive small tensors in CPU memory as joint bytes or one tensor."""
+    # A call per small tensor would take several times as long as the copy.
     small: list[torch.Tensor] = []
     nbytes = 0
     for _, group in groupby(tensors, _KIND):
@@ -184,13 +159,13 @@ def flat_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(view_as_bytes(tensor).numpy())  # type: ignore[arg-type]
 
 
+# Dtypes that memoryview supports.
 _PLAIN = frozenset(
     {
         *(torch.float16, torch.float32, torch.float64, torch.bool),
         *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
     }
 )
-"""Dtypes that memoryview supports."""
 
 
 _PINNED_BUFFERS = 2
@@ -203,13 +178,7 @@ class _Piece(NamedTuple):
 
 
 class PinnedPieces:
-    """Packer of bytes from devices into pieces; one is copied while another is read.
-
-    The copies are queued on the current stream.
-
-    Args:
-        nbytes: Maximum bytes of a piece, and bytes of each of the two buffers.
-    """
+    """Packer of bytes from devices into pieces; one is copied, on the current stream, while another is read."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
@@ -220,11 +189,7 @@ class PinnedPieces:
         self._devices: set[torch.device] = set()
 
     def add(self, data: torch.Tensor) -> Iterator[memoryview]:
-        """Copy bytes, and yield earlier bytes, valid until the next part is requested.
-
-        Args:
-            data: 1-D uint8 tensor on a device.
-        """
+        """Copy bytes, and yield earlier bytes, valid until the next part is requested."""
         start = 0
         while start < data.numel():
             if self._buffer is None or self._used == self._nbytes:

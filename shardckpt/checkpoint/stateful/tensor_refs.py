@@ -16,16 +16,7 @@ from shardckpt.manifest import Path
 
 
 def take_tensors(value: Any, path: Path, tensors: dict[Path, torch.Tensor]) -> Any:
-    """Return a value with its tensors and arrays as `TensorRef`, also inside of dicts, lists and tuples.
-
-    Args:
-        value: The value. Objects of other classes stay; `RankSubtree.encode` refuses them.
-        path: Path of the value.
-        tensors: Dict to add the tensors to, by path.
-
-    Raises:
-        UnsupportedError: A tensor or an array cannot be saved; the message contains its dotted path.
-    """
+    """Return a value with its tensors and arrays as `TensorRef`, also inside of dicts, lists and tuples."""
     is_array = isinstance(value, np.ndarray)
     if is_array or isinstance(value, torch.Tensor):
         tensors[path] = tensor_from_numpy(value, path) if is_array else value

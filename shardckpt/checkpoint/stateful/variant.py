@@ -16,8 +16,7 @@ from shardckpt.state.local.tensor_shards import TensorShards
 if TYPE_CHECKING:
     from shardckpt.state.local.local_shards import LocalModel
 
-EXTRAS = ("n_averaged",)
-"""Keys of an average, next to the variant's weights."""
+EXTRAS = ("n_averaged",)  # keys of an average, next to the variant's weights
 
 
 class Variant:
