@@ -1,4 +1,4 @@
-"""Thread that callers can wait for again after a signal interrupted a wait, and at the exit of the process."""
+"""Thread that callers can wait for again after a signal interrupted a wait, and when the process exits."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from shardckpt.storage.thread_pool import is_refused_at_exit
 
 
 class BackgroundThread:
-    """Thread that says itself whether it has ended; its function must not raise."""
+    """Thread that knows itself whether it has ended; its function must not raise."""
 
     # If a signal handler raises an exception while a thread waits in `threading.Thread.join`, Python 3.12 and earlier
-    # take the other thread, which still runs, for ended (the `except` clause of `Thread._wait_for_tstate_lock`). Nobody
+    # mark the other thread as ended while it runs (the `except` clause of `Thread._wait_for_tstate_lock`). Nobody
     # would wait for it any more, not even Python at its exit.
 
     def __init__(self, work: Callable[[], object], name: str, *, is_daemon: bool = False) -> None:
@@ -38,7 +38,7 @@ class BackgroundThread:
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait until the thread has ended, and return True; return False after `timeout` seconds."""
-        # A call on the thread itself, as of a callback, does not wait.
+        # On the thread itself, as in a callback, it does not wait.
         is_own = threading.current_thread() is self._thread
         if self.is_running and not is_own and self._is_ended.wait(timeout):
             self._thread.join()

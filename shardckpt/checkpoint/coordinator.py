@@ -1,4 +1,4 @@
-"""Agreement of ranks through rank 0: it gets a message of each rank and answers."""
+"""Agreement between ranks: each rank sends rank 0 a message and gets an answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ProcessGroup: TypeAlias = "dist.ProcessGroup | RankLink"  # ranks of a save or a
 
 
 class Coordinator:
-    """Coordinator: sends each rank's message to rank 0, which decides and answers."""
+    """Sends each rank's message to rank 0, which decides and answers."""
 
     # If a rank is lost, the errors on all other ranks name it. Messages are point-to-point, so rank 0 knows whose
     # connection broke or whose message is late. Rank 0 also writes that rank to the group's store, because a backend
@@ -72,7 +72,7 @@ class Coordinator:
             return self._recv_bytes(0, time.monotonic() + self._link.timeout.total_seconds())
 
     def expect_messages(self) -> None:
-        """Expect the messages of the next `coordinate`, so that no rank waits until this one has time for them."""
+        """Accept messages for the next `coordinate`, so that no rank waits until this one has time."""
         # `coordinate` does this too; call this before long work that precedes it.
         if self.has_lost_rank:
             return
@@ -82,9 +82,9 @@ class Coordinator:
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """Run an operation of several messages; if a signal ends it, ranks count as lost."""
-        # The other ranks wait for the next message of the operation. They would mistake the next message of this rank
-        # for it, and this rank would get an answer to another message.
+        """Run an operation with several messages; if a signal ends it, ranks count as lost."""
+        # The other ranks wait for the operation's next message. They would take this rank's next message for it, and
+        # this rank would get an answer to another message.
         try:
             yield
         except Exception:
@@ -121,7 +121,7 @@ class Coordinator:
     @contextmanager
     def _detect_lost_rank(self, peer: int) -> Iterator[None]:
         """Convert a broken connection to a RankError for the first lost rank, or the peer."""
-        # Other ranks may have begun the next round, which this rank does not come to.
+        # Other ranks may have started the next round, which this rank does not reach.
         try:
             yield
         except RuntimeError as error:
@@ -177,12 +177,12 @@ class Coordinator:
         self._link.send_message(self._round.to_bytes(_ROUND_BYTES, "little") + data, dst)
 
     def _recv_bytes(self, src: int, deadline: float) -> bytes:
-        """Return a rank's message of this round; one of an earlier round came twice."""
+        """Return a rank's message for this round; one for an earlier round came twice."""
         while True:
             data = self._link.recv_message(src, deadline)
             number = int.from_bytes(data[:_ROUND_BYTES], "little")
             if number > self._round:
-                raise RuntimeError(f"rank {src} is in round {number} of messages, not in {self._round}")
+                raise RuntimeError(f"rank {src} sent a message for round {number}, expected {self._round}")
             if number == self._round:
                 return data[_ROUND_BYTES:]
 
@@ -229,7 +229,7 @@ class Coordinator:
         return f"shardckpt/lost/{number}"
 
 
-_ROUND_BYTES = 8  # bytes of the number of the round, which is in front of each message
+_ROUND_BYTES = 8  # bytes of the round's number, which precedes each message
 
 _DONE, _FAILED = b"\0", b"\1"
 _IS_GONE = "is gone or did not answer in time"
@@ -240,7 +240,7 @@ def _frame(message: bytes | Exception) -> bytes:
 
 
 def _frame_answers(answers: Sequence[bytes]) -> list[bytes]:
-    """Return answers as they are sent; equal ones share their memory: there may be thousands of many megabytes."""
+    """Return answers as they are sent; equal ones share memory: there may be thousands, each many megabytes."""
     framed: dict[int, bytes] = {}
     return [framed.get(id(each)) or framed.setdefault(id(each), _DONE + each) for each in answers]
 
@@ -287,7 +287,7 @@ def _build_lost_error(text: str, rank: int) -> RankError:
 
 
 def new_coordinator(group: ProcessGroup | None = None, *, has_low_priority: bool = False) -> Coordinator:
-    """Create a coordinator with a new link of the same ranks. Collective."""
+    """Create a coordinator with a new link between the same ranks. Collective."""
     if isinstance(group, RankLink):
         return Coordinator(group.renew() if group.size > 1 else None)
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
@@ -296,10 +296,10 @@ def new_coordinator(group: ProcessGroup | None = None, *, has_low_priority: bool
 
 
 class Channels:
-    """Coordinators of one process group: for the main and for background threads."""
+    """A process group's coordinators, for the main and for background threads."""
 
     def __init__(self, main: Coordinator) -> None:
-        self.main = main  # coordinator for calls of the training loop
+        self.main = main  # for calls from the training loop
         self._background: dict[str, Coordinator] = {}
 
     @property
@@ -321,7 +321,7 @@ ALONE = Channels(Coordinator(None))  # channels of a single process
 
 
 def resolve_process_group(group: ProcessGroup | None) -> ProcessGroup | None:
-    """Return a process group, by default that of all ranks; None for a single process."""
+    """Return a process group, by default all ranks; None for a single process."""
     if isinstance(group, RankLink):
         return group
     if not (dist.is_available() and dist.is_initialized()):
@@ -333,15 +333,15 @@ def resolve_process_group(group: ProcessGroup | None) -> ProcessGroup | None:
 
 
 def has_lost_rank(group: ProcessGroup | None) -> bool:
-    """Return True if a rank of a process group is lost. Unlike `get_channels`, this makes no new channels."""
+    """Return True if a process group has lost a rank. Unlike `get_channels`, this creates no channels."""
     key = resolve_process_group(group)
     known = None if key is None else CHANNELS.get(key)
     return known is not None and known.has_lost_rank
 
 
 def get_channels(group: ProcessGroup | None, refusal: Exception | None = None) -> Channels:
-    """Return the channels of a process group. Collective if they have to be created."""
-    # The first call creates them, and the first call after the loss of a rank.
+    """Return a process group's channels. Collective if they have to be created."""
+    # The first call creates them, and the first call after a rank is lost.
     key = resolve_process_group(group)
     if key is None:
         return ALONE

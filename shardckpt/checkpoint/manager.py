@@ -1,4 +1,4 @@
-"""`Checkpointer`: save, restore and retain the steps of a run."""
+"""`Checkpointer`: save, restore and retain a run's steps."""
 
 from __future__ import annotations
 
@@ -37,42 +37,42 @@ from shardckpt.plan.retention import Retention, RetentionParams
 
 
 class Checkpointer:
-    """Manager of a run's checkpoints, with one folder per step below `root`.
+    """Manages a run's checkpoints, with one folder per step below `root`.
 
     Folders have names such as `step-00001000`; a step exists once its `COMMIT` file exists. Every method except `path`
-    is collective: all ranks of the group call it, rank 0 reads the storage, and all ranks get the same answer.
+    is collective: all ranks in the group call it, rank 0 reads the storage, and all ranks get the same answer.
 
     A step is kept if one of the `keep_` rules keeps it; without rules all steps are kept. Only complete steps count.
-    The newest complete step and the step that was just saved are never removed. Files of saves that never committed are
-    removed a day after their last change. A copy, also one by pickle, has the same arguments and begins anew.
+    The newest complete step and the step just saved are never removed. Uncommitted saves' files are removed a day after
+    their last change. A copy, also one by pickle, has the same arguments and a fresh state.
 
     Args:
-        root: Folder of the run: a path, or a URL that fsspec supports.
-        keep_last: Number of newest steps to keep.
+        root: Run folder: a path, or a URL that fsspec supports.
+        keep_last: How many newest steps to keep.
         keep_every: Keep steps whose number is a multiple of this.
-        keep_best: Number of best steps by `metric` to keep; steps without the metric are kept too, unless other rules
+        keep_best: How many best steps by `metric` to keep; steps without the metric are kept too, unless other rules
             are given.
-        metric: Name of the metric that `keep_best` and `best` rank by.
+        metric: Metric name that `keep_best` and `best` rank by.
         mode: Whether the best step has the smallest or the largest metric.
         keep_for: Age up to which steps are kept: a timedelta, or text with a unit such as `"36h"`, `"7d"`, `"2w"`.
         save_every: `should_save` returns True for multiples of this.
-        dedup: Write only tensors that changed since the newest complete step, after a restore from the root since the
-            loaded one, and refer to older steps for the others. Removing a step keeps the files that others refer to.
+        dedup: Write only tensors that changed since the newest complete step (after a restore from the root: since the
+            loaded step), and refer to older steps for the others. Removing a step keeps the files that others refer to.
         tiers: Tiers in front of the root, the nearest first, such as `[PeerMemory(every=10), Local("/nvme/run",
-            every=100)]`; they need `save_every`. Then saves return when the state is copied, each tier takes the steps
-            that its `every` names, the root takes all others and those of `save_every`, and `restore` loads the newest
-            step from the nearest copy. Other methods and the rules are about the root.
-        max_failed_restores: Number of starts that may fail after the restore of a step, before the next step; then
-            `restore` passes over it. 0 to count nothing in the root; None for 2 with tiers, 0 without.
+            every=100)]`; they need `save_every`. Then saves return when the state is copied. Each tier takes
+            the multiples of its `every`; the root takes all other steps and the multiples of `save_every`. `restore`
+            loads the newest step from the nearest copy. Other methods and the rules are about the root.
+        max_failed_restores: How many starts may fail after restoring a step, before the next step; then `restore`
+            passes over it. 0 to count nothing in the root; None for 2 with tiers, 0 without.
         process_group: Ranks that call the methods; None for all ranks.
-        on_event: Called with an event at the end of each save, load, restore, removal of old steps and fallback.
-        witness: Record the training steps behind each save, and compare them after a restore; see `witness`.
+        on_event: Called with an event after each save, load, restore, removal of old steps and fallback.
+        witness: Record the training steps after each save, and compare them after a restore; see `witness`.
 
     Raises:
         UsageError: An argument has an invalid value, or the root is not a folder's path or URL.
 
     Attributes:
-        root: Folder of the run, without a slash at the end; of a relative path, the absolute one.
+        root: Run folder as an absolute path or URL, without a slash at the end.
 
     Examples:
         >>> ck = shardckpt.Checkpointer("s3://bucket/run", keep_last=3, save_every=1000)  # doctest: +SKIP
@@ -115,13 +115,13 @@ class Checkpointer:
         return _make_again, (type(self), self.root, self._arguments)
 
     def path(self, step: int) -> str:
-        """Return the path or URL of a step; UsageError unless it is an integer from 0."""
+        """Return a step's path or URL; UsageError unless it is an integer from 0."""
         return self._finder.path(step_name(require_step_number(step)))
 
     def steps(self) -> tuple[int, ...]:
-        """Return the numbers of the complete steps, the oldest first; a running save does not count. Collective.
+        """Return the complete steps' numbers, the oldest first; a running save does not count. Collective.
 
-        Steps that are saved after a `restore` are newer than all earlier steps, whatever their numbers.
+        Steps saved after a `restore` are newer than all earlier steps, whatever their numbers.
 
         Raises:
             UnsupportedError: A newer version of shardckpt wrote the newest step.
@@ -137,15 +137,15 @@ class Checkpointer:
     def best(self, metric: str | None = None, *, mode: Literal["min", "max"] | None = None) -> int | None:
         """Return the number of the complete step with the best metric, or None. Collective.
 
-        Of equal steps the later is returned; a NaN is not ranked.
+        If steps are equal, the later wins; a NaN is not ranked.
 
         Args:
-            metric: Name of one of the `metrics` of `save`; None for the `metric` of the Checkpointer.
-            mode: Whether the best step has the smallest or the largest metric; None for the `mode` of the Checkpointer,
-                which goes with its `metric` alone.
+            metric: Name from `save`'s `metrics`; None for the Checkpointer's `metric`.
+            mode: Whether the best step has the smallest or the largest metric; None for the Checkpointer's `mode`,
+                which applies only to its own `metric`.
 
         Raises:
-            UsageError: No step has a number for the metric, or the mode of another metric is missing.
+            UsageError: No step has a number for the metric, or another metric is given without its mode.
             ShardckptError: As for `steps`.
         """
         return _find_best(self._finder, self._retention, metric, mode)
@@ -163,17 +163,17 @@ class Checkpointer:
         An existing step is replaced if it is incomplete, or if `restore` found it damaged or passes over it.
 
         Args:
-            step: Number of the step, equal on every rank.
+            step: Step number, equal on every rank.
             state: As for `shardckpt.save`.
-            metrics: Numbers by name that are stored with the step; those of rank 0 count.
+            metrics: Numbers by name to store with the step; rank 0's count.
             **options: As for `shardckpt.save`. With `overwrite`, a complete step is replaced; a `process_group` must be
-                that of the Checkpointer.
+                the Checkpointer's.
 
         Raises:
             TargetExistsError: The root has the complete step, and `overwrite` is False (tiers replace it in any case);
                 or a newer version wrote the step.
-            UsageError: Ranks save different steps; the step or a metric is not a number; or neither `metrics` nor any
-                step has the metric that `keep_best` ranks by: then the step is saved, and no step is removed.
+            UsageError: Ranks save different steps, or the step or a metric is not a number. Also if neither `metrics`
+                nor any step has the metric that `keep_best` ranks by; then the step is saved, and no step is removed.
             ShardckptError: As for `shardckpt.save`.
 
         Warns:
@@ -192,10 +192,10 @@ class Checkpointer:
     ) -> SaveHandle:
         """Save a step in the background, then remove steps that no rule keeps. Collective.
 
-        The arguments are those of `save` and `shardckpt.async_save`. The state may change after this returns.
+        The arguments are as for `save` and `shardckpt.async_save`. The state may change after this returns.
 
         Returns:
-            A handle whose `result()` waits for the save and for the removal of old steps.
+            A handle whose `result()` waits for the save and until old steps are removed.
 
         Raises:
             ShardckptError: As for `save` and `shardckpt.async_save`; for a missing metric, after the save is complete.
@@ -209,25 +209,25 @@ class Checkpointer:
     ) -> int | None:
         """Load the newest complete step; if it is damaged, the previous one. Collective.
 
-        This waits for the saves that the object has running; of those that fail it warns, and the next `save` raises.
+        This first waits for running saves. If one fails, it warns, and the next `save` raises.
 
         Args:
             state: As for `shardckpt.load`; filled in place.
-            step: Number of the only step to try; `"best"` for the one that `best()` returns; None for any step.
-            **options: As for `shardckpt.load`; a `process_group` must be that of the Checkpointer.
+            step: The only step to try; `"best"` for the one that `best()` returns; None for any step.
+            **options: As for `shardckpt.load`; a `process_group` must be the Checkpointer's.
 
         Returns:
             The number of the loaded step; None if the folder is missing or does not contain a checkpoint.
 
         Raises:
-            UnknownFormatError: The folder contains a checkpoint of another tool, or is itself a step.
+            UnknownFormatError: The folder contains another tool's checkpoint, or is itself a step.
             NoCompleteCheckpoint: No step can be loaded, or the requested step cannot.
             UnsupportedError: A newer version of shardckpt wrote the step, or a newer step that would be skipped.
-            UsageError: The checkpoint does not fit the state; or no step has the metric of the Checkpointer.
+            UsageError: The checkpoint does not fit the state; or no step has the Checkpointer's metric.
             ShardckptError: As for `shardckpt.load`.
 
         Warns:
-            UserWarning: Newer steps, or copies of this one in tiers, are not used; the message has the reasons.
+            UserWarning: Newer steps, or this step's copies in tiers, are not used; the message has the reasons.
         """
         asked = _AskedStep.check(step, options, self._group)
         failed = self._saver.await_saves(is_for_newest=step is None)
@@ -245,24 +245,24 @@ class Checkpointer:
         """Record that a step was restored; return its number. Collective."""
         save = restored.save if restored.finder is self._finder else ""
         self._saver.record_restore(restored.number, restored.branch, save)
-        self._attempts.begin(restored.order)
-        self._witness.begin_comparison(restored, state)
+        self._attempts.start(restored.order)
+        self._witness.start_comparison(restored, state)
         return restored.number
 
     def witness(self, step: int, *, loss: Any = None, grad_norm: Any = None, batch: Any = None) -> None:
-        """Record or compare a training step that has ended. Collective for the steps behind a save or a restore.
+        """Record or compare a training step that has ended. Collective for the steps after a save or a restore.
 
         Call it after every step, before `save`; without `Checkpointer(witness=...)` it does nothing.
 
         Args:
-            step: Number of the step.
-            loss: Loss of this rank, a number or a tensor.
-            grad_norm: Norm of the gradients.
-            batch: Batch of this rank: tensors, arrays and lists by sample along dimension 0, in dicts, lists and
+            step: Step number.
+            loss: This rank's loss, a number or a tensor.
+            grad_norm: Gradient norm.
+            batch: This rank's batch: tensors, arrays and lists by sample along dimension 0, in dicts, lists and
                 dataclasses.
 
         Raises:
-            ResumeDivergence: The resumed run differs from the one that was saved.
+            ResumeDivergence: The resumed run differs from the saved one.
             UsageError: The loss or the norm is not a number.
             RankError: Another rank failed or is lost.
         """
@@ -271,12 +271,12 @@ class Checkpointer:
     def durability(self, step: int) -> Durability:
         """Return what a step survives now: where its complete copies are. Collective.
 
-        A copy on this machine survives the training processes; one in a bucket or on a network file system survives
-        the loss of nodes too; copies in the memory of several machines that of one machine fewer than each file is on.
-        A copy that was claimed before and is lost, other than by retention, is a `WithdrawalEvent`.
+        A copy on this machine survives the training processes. A copy in a bucket or on a network file system also
+        survives lost nodes. If each file is in memory on n machines, n - 1 of them may be lost.
+        A copy that was claimed before and is lost, other than by retention, emits a `WithdrawalEvent`.
 
         Args:
-            step: Number of the step, equal on every rank.
+            step: Step number, equal on every rank.
 
         Raises:
             ShardckptError: As for `steps`.
@@ -287,8 +287,8 @@ class Checkpointer:
         """Wait for the saves in the background that this object started. Collective.
 
         Args:
-            step: Number of a step that has to survive a failure then; None for any result.
-            survives: Failure that the step has to survive.
+            step: A step that has to survive a failure then; None for any result.
+            survives: The failure that it has to survive.
 
         Raises:
             StorageError: The step does not survive the failure.
@@ -301,7 +301,7 @@ class Checkpointer:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether any rank received a signal, as of the last `should_save` or `save`."""
+        """Whether any rank had received a signal at the last `should_save` or `save`."""
         return self._schedule.stop_requested
 
     def should_save(self, step: int) -> bool:
@@ -311,7 +311,7 @@ class Checkpointer:
         it returns True again for its step, or for the save that a signal requested.
 
         Args:
-            step: Number of the step; a step that was just restored or saved is not saved again.
+            step: Step number; a step that was just restored or saved is not saved again.
 
         Raises:
             RankError: Another rank is lost.
@@ -319,7 +319,7 @@ class Checkpointer:
         return self._schedule.should_save(step, get_channels(self._group).main)
 
     def save_on_signal(self, *numbers: int) -> AbstractContextManager[None]:
-        """Make a signal request a last save, instead of ending the process.
+        """Make signals request a last save, instead of ending the process.
 
         The next `should_save` reports the signal to all ranks, whichever received it: it returns True, and
         `stop_requested` is True from then on. The caller ends the loop.
@@ -328,8 +328,8 @@ class Checkpointer:
             numbers: Signal numbers; SIGTERM by default.
 
         Raises:
-            UsageError: An argument is not the number of a signal; or the block begins outside of the main thread, which
-                alone receives signals.
+            UsageError: An argument is not a signal number; or the block starts outside the main thread, which alone
+                receives signals.
         """
         return self._schedule.watch(require_signals(numbers) or (signal.SIGTERM,))
 
@@ -339,7 +339,7 @@ def _make_again(kind: type[Checkpointer], root: str, arguments: dict[str, Any]) 
 
 
 class _AskedStep(NamedTuple):
-    """Arguments of a restore."""
+    """A restore's arguments."""
 
     number: int | None  # number of the only step to try; None for any, and for the best
     is_best: bool  # whether the best step is the only one to try
@@ -348,7 +348,7 @@ class _AskedStep(NamedTuple):
 
     @classmethod
     def check(cls, step: Any, options: Mapping[str, Any], group: dist.ProcessGroup | None) -> _AskedStep:
-        """Return the arguments of a restore, with their fault if they have one."""
+        """Return a restore's arguments, with their fault if they have one."""
         is_best = isinstance(step, str) and step == "best"
         try:
             given = check_options(load, options, group)

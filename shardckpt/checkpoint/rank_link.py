@@ -1,4 +1,4 @@
-"""Links between the ranks of a group: messages, and notes that reach ranks when messages do not."""
+"""Links between a group's ranks: messages, and notes that reach ranks when messages do not."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Transfer(Protocol):
 
 
 class RankLink(ABC):
-    """Link between the ranks of one group.
+    """Link between the ranks in one group.
 
     A broken connection and a late rank are RuntimeErrors. Functions that save and load take a link as `process_group`.
 
     Args:
-        rank: Index of this rank.
-        size: Number of ranks.
+        rank: This rank's index.
+        size: How many ranks there are.
         timeout: Maximum time that ranks wait for each other.
     """
 
@@ -44,30 +44,30 @@ class RankLink(ABC):
 
     @abstractmethod
     def send_message(self, data: bytes, dst: int) -> None:
-        """Send bytes of any number to a rank, and wait until it has them. Raises RuntimeError."""
+        """Send any number of bytes to a rank, and wait until it has them. Raises RuntimeError."""
 
     @abstractmethod
     def recv_message(self, src: int, deadline: float) -> bytes:
-        """Return the next message of a rank.
+        """Return the next message from a rank.
 
         Args:
-            src: Index of the rank.
-            deadline: Time until which to wait, in seconds of `time.monotonic`.
+            src: Rank index.
+            deadline: When to stop waiting, in seconds on the `time.monotonic` clock.
 
         Raises:
             RuntimeError: The connection broke, or the rank did not send in time.
         """
 
     def expect_message(self, src: int) -> None:  # noqa: B027  (on most links a send does not wait)
-        """Expect the next message of a rank, which can send it before `recv_message` is called. Raises RuntimeError.
+        """Accept the next message from a rank, which can send it before `recv_message` is called. Raises RuntimeError.
 
         Args:
-            src: Index of the rank.
+            src: Rank index.
         """
 
     @abstractmethod
     def start_send(self, tensor: torch.Tensor, dst: int) -> Transfer:
-        """Start to send the bytes of a tensor to a rank. Raises RuntimeError."""
+        """Start to send a tensor's bytes to a rank. Raises RuntimeError."""
 
     @abstractmethod
     def start_recv(self, tensor: torch.Tensor, src: int) -> Transfer:
@@ -87,7 +87,7 @@ class RankLink(ABC):
 
     @abstractmethod
     def renew(self) -> RankLink:
-        """Return a new link of the same ranks, with messages of its own. Collective.
+        """Return a new link between the same ranks, with separate messages. Collective.
 
         Raises:
             RankError: A rank did not call it in time.
@@ -95,19 +95,19 @@ class RankLink(ABC):
 
 
 class _ArrivingPacket(NamedTuple):
-    """Bytes of a message that are being received."""
+    """A message's bytes that are being received."""
 
     row: torch.Tensor  # the bytes
     work: dist.Work  # the transfer
 
     def recv(self, deadline: float) -> bytes:
-        """Return the bytes when they have come, before a time of `time.monotonic`. Raises RuntimeError."""
+        """Return the bytes when they have come, before a `time.monotonic` time. Raises RuntimeError."""
         self.work.wait(timedelta(seconds=max(0.05, deadline - time.monotonic())))
         return self.row.numpy().tobytes()
 
 
 class TorchLink(RankLink):
-    """Link of a torch process group for CPU tensors."""
+    """Link over a torch process group for CPU tensors."""
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta, ranks: dist.ProcessGroup | None) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout)
@@ -115,7 +115,7 @@ class TorchLink(RankLink):
         self._expected: dict[int, _ArrivingPacket] = {}
 
     def send_message(self, data: bytes, dst: int) -> None:
-        """Send a packet with the number of bytes and the first of them, then the rest if there is one."""
+        """Send a packet with the length and the first bytes, then the rest if there is one."""
         packet = (len(data).to_bytes(_SIZE_BYTES, "little") + data[:_FIRST_BYTES]).ljust(_PACKET_BYTES, b"\0")
         for part in (packet, data[_FIRST_BYTES:]) if len(data) > _FIRST_BYTES else (packet,):
             work = dist.isend(torch.frombuffer(bytearray(part), dtype=torch.uint8), group=self._group, group_dst=dst)
@@ -155,20 +155,20 @@ class TorchLink(RankLink):
         return work
 
     def leave_note(self, key: str, text: str) -> None:
-        """Set a key of the group's store, unless it does not answer."""
+        """Set a key in the group's store, unless it does not answer."""
         BoundedStore(get_group_store(self._group)).leave(key, text)
 
     def find_note(self, key: str, *, wait_s: float = 0.0) -> str:
-        """Return the text of a key of the group's store, unless it does not answer."""
+        """Return a key's text from the group's store, unless it does not answer."""
         return BoundedStore(get_group_store(self._group)).find(key, wait_s=wait_s)
 
     def renew(self) -> RankLink:
-        """Create another process group of the same ranks."""
+        """Create another process group with the same ranks."""
         return link_ranks(self._ranks)
 
 
 def link_ranks(group: dist.ProcessGroup | None, *, has_low_priority: bool = False) -> RankLink:
-    """Create a link with a new process group of the same ranks. Collective."""
+    """Create a link with a new process group for the same ranks. Collective."""
     given = dist.group.WORLD if group is None else group
     assert given is not None
     timeout = _get_timeout(given)
@@ -189,7 +189,7 @@ def link_ranks(group: dist.ProcessGroup | None, *, has_low_priority: bool = Fals
 
 
 def _get_timeout(group: dist.ProcessGroup) -> timedelta:
-    """Return the timeout of a group, which is private to torch; otherwise its default."""
+    """Return a group's timeout, which is private to torch, or else its default."""
     for device in ("cpu", "cuda"):
         try:
             timeout = group._get_backend(torch.device(device)).options._timeout

@@ -1,8 +1,8 @@
-"""Wait for other ranks through the store of their group, with time limits.
+"""Wait for other ranks through their group's store, with time limits.
 
-A store on a rank (a TCPStore; with `env://` on rank 0) does not answer while that rank is stopped, and most of its
-calls have no timeout: torch's `check`, `set` and `add` wait forever. Therefore each call runs on a thread of its own,
-which is abandoned if it does not end in time.
+A store on a rank (a TCPStore; with `env://` on rank 0) does not answer while that rank is stopped. Most of its calls
+have no timeout: torch's `check`, `set` and `add` wait forever. Therefore each call runs on its own thread, which is
+abandoned if it does not end in time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FIRST_POLL_S, _LAST_POLL_S = 0.002, 0.05
 
 
 class BoundedStore:
-    """The store of a process group for messages that must not block for long."""
+    """A process group's store, for messages that must not block for long."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -38,7 +38,7 @@ class BoundedStore:
             run_within(ASK_S, lambda: self._store.set(key, text))
 
     def find(self, key: str, *, wait_s: float = 0.0) -> str:
-        """Return the text of a key; empty if it is not set or the store does not answer."""
+        """Return a key's text; empty if it is not set or the store does not answer."""
         end = time.monotonic() + wait_s
 
         def ask() -> str:
@@ -59,7 +59,7 @@ _CALLS: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 def meet(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Wait until every rank arrives, to name a missing one."""
-    # Creating a group without some rank would not name it.
+    # Creating a group when a rank is missing would not name that rank.
     store, size = get_group_store(group), group.size()
     number = _CALLS.get(group, 0) + 1
     keys = [f"shardckpt/here/{number}/{each}" for each in range(size)]
@@ -101,7 +101,7 @@ LOST_RANK_FIX = "Its own log says why; the others have stopped. Saves and loads 
 def make_group(
     group: dist.ProcessGroup, make: Callable[[], dist.ProcessGroup | None], timeout: timedelta
 ) -> dist.ProcessGroup | None:
-    """Return a new process group of another group's ranks, after all have met."""
+    """Return a new process group with another group's ranks, after all have met."""
     store, rank, size = get_group_store(group), group.rank(), group.size()
     keys = [f"shardckpt/unconnected/{_CALLS[group]}/{each}" for each in range(size)]
     try:

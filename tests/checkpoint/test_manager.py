@@ -136,9 +136,9 @@ class TestSaveAndRestore:
     @pytest.mark.parametrize("step", [-1, 1.0, "1", True, None, 10**18])
     def test_nothing_else_is_a_step(self, step, tmp_path):
         ck = Checkpointer(tmp_path)
-        with pytest.raises(UsageError, match="number of a step must be an integer"):
+        with pytest.raises(UsageError, match="step number must be an integer"):
             ck.save(step, state())
-        with pytest.raises(UsageError, match="number of a step must be an integer"):
+        with pytest.raises(UsageError, match="step number must be an integer"):
             ck.path(step)
 
     @pytest.mark.parametrize("metrics", [[1], {"loss": "high"}, {"loss": None}], ids=repr)
@@ -150,7 +150,7 @@ class TestSaveAndRestore:
         (tmp_path / "run").write_text("mine")
         ck = Checkpointer(tmp_path / "run")
         for call in (lambda: ck.restore(state()), ck.steps, lambda: ck.save(1, state())):
-            with pytest.raises(UsageError, match="the folder of a run must not be a file"):
+            with pytest.raises(UsageError, match="a run's folder must not be a file"):
                 call()
 
     def test_a_run_is_never_replaced_by_a_step(self, tmp_path):
@@ -837,7 +837,7 @@ class TestArgumentsThatAreWrong:
             ck.async_save(2, state(2.0), process_group=every).result()
             told = [str(restored(ck, process_group=every))]
             for call in (ck.save, ck.async_save, lambda _, into, **given: ck.restore(into, **given)):
-                with pytest.raises(UsageError, match="`process_group` must be that of the Checkpointer"):
+                with pytest.raises(UsageError, match="`process_group` must be the Checkpointer's"):
                     call(3, state(), process_group=alone)
             return [*told, str(ck.steps())]
 
@@ -1204,7 +1204,7 @@ class TestBest:
         assert (ck.best(), ck.restore(state(), step="best")) == (None, None)
 
     def test_a_name_that_is_not_best_is_no_step(self, ck: Checkpointer) -> None:
-        with pytest.raises(UsageError, match="number of a step must be an integer"):
+        with pytest.raises(UsageError, match="step number must be an integer"):
             ck.restore(state(), step="bset")  # type: ignore[arg-type]
 
     def test_all_ranks_get_the_same(self, ck: Checkpointer) -> None:

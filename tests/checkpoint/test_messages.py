@@ -35,15 +35,15 @@ def test_what_differs_is_named_with_its_place_and_both_ways_out(tmp_path: Path) 
             {"deep": [{"step": 4}]},
         ),
         "`step` is int on rank 0 and str on rank 1": ({"step": 3}, {"step": "3"}),
-        "`seed` is in the state of rank 1 and not in that of rank 0": ({"a": 1}, {"a": 1, "seed": 2}),
+        "`seed` is in the state of rank 1, but not of rank 0": ({"a": 1}, {"a": 1, "seed": 2}),
         "`size` (Size) differs between rank 0 and rank 1": ({"size": torch.Size([1])}, {"size": torch.Size([2])}),
         "`w` (tensor) differs between rank 0 and rank 1. To keep": ({"w": torch.ones(2)}, {"w": torch.zeros(2)}),
         "`d` is dict on rank 0 and OrderedDict on rank 1": ({"d": {"a": 1}}, {"d": OrderedDict(a=1)}),
         "`t` is tuple on rank 0 and list on rank 1": ({"t": (1, 2)}, {"t": [1, 2]}),
         "`k` (dict) differs between rank 0 (1) and rank 1 ('1')": ({"k": {1: 5}}, {"k": {"1": 5}}),
         "`the state` (dict) differs between rank 0 ('a') and rank 1 ('a.b')": ({"a": {"b": 5}}, {"a.b": 5}),
-        "`m.1` is in the state of rank 1 and not in that of rank 0. If each rank has other parts of a model (stages of"
-        " a pipeline), save their state dicts with `shardckpt.integrations.dcp.save`": (
+        "`m.1` is in the state of rank 1, but not of rank 0. If each rank has another part of a model (a"
+        " pipeline stage), save the state dicts with `shardckpt.integrations.dcp.save`": (
             {"m": {"0": torch.ones(2)}},
             {"m": {"1": torch.ones(2)}},
         ),
@@ -81,7 +81,7 @@ def test_equal_values_in_another_order_are_saved_in_the_order_of_the_first_rank(
 
 def test_no_way_to_differ_has_an_empty_message() -> None:
     alike = {"v": ("0", "int", "1")}
-    assert str(build_mismatch_error([alike, alike])).startswith("what the ranks hold")
+    assert str(build_mismatch_error([alike, alike])).startswith("the states of the ranks have different structures")
 
 
 def test_many_differences_are_counted() -> None:
@@ -116,7 +116,9 @@ def test_a_trainers_folder_is_loaded_in_part_or_without_what_is_not_safe(tmp_pat
     ends = f"{holds}: to load only what you passed, ignore_extra=True."
     assert str(caught.value).endswith(ends)
     shardckpt.load({"model": model}, folder, ignore_extra=True)
-    with pytest.warns(UserWarning, match=r"only be read by what wrote them: rng_state_0\.pth\.loader") as told:
+    with pytest.warns(
+        UserWarning, match=r"only the library that wrote them can read them: rng_state_0\.pth\.loader"
+    ) as told:
         nest = shardckpt.load(folder)
     assert told[0].filename == __file__
     assert list(nest["rng_state_0.pth"]) == ["python", "numpy"] and nest["scheduler.pt"] == {"last_epoch": 1}

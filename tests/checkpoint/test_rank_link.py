@@ -70,7 +70,7 @@ def test_a_message_that_comes_twice_counts_once() -> None:
 
 def test_a_rank_that_is_ahead_counts_as_lost() -> None:
     coordinator = Coordinator(QueueLink(message(2, b"two")))
-    with pytest.raises(RankError, match="rank 1 is in round 2 of messages, not in 1"):
+    with pytest.raises(RankError, match="rank 1 sent a message for round 2, expected 1"):
         coordinator.coordinate("step", b"", lambda messages: messages)
     assert coordinator.has_lost_rank
 

@@ -403,7 +403,9 @@ class TestTensors:
 
         assert run(3, body) == [(0, 0), (1, 1), (2, 2)]
         state = {"n": 0, "loader": shardckpt.PerRank(Loader(9))}
-        with pytest.raises(shardckpt.MismatchError, match="loader, and there are more or fewer ranks") as caught:
+        with pytest.raises(
+            shardckpt.MismatchError, match="loader was saved per rank by another number of ranks"
+        ) as caught:
             shardckpt.load(state, tmp_path / "c")
         assert state["n"] == 0 and "filled in part" not in str(caught.value)
 
@@ -471,7 +473,7 @@ class TestTensors:
                 shardckpt.load({"rng": shardckpt.RNGState()}, tmp_path / "c")
             assert len(told) == (rank == 0), "one warning of all ranks"
             for each in told:
-                assert "saved by 2 ranks and there are 3" in str(each.message)
+                assert "saved by 2 ranks and are loaded on 3" in str(each.message)
                 assert each.filename == __file__, "the line that loads is the one to look at"
             return torch.rand(3).tolist()
 

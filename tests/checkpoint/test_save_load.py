@@ -761,7 +761,7 @@ class TestRefusals:
             ({"key_map": {"(a)": r"\2"}}, r"key_map.*'\(a\)'.*2"),
             ({"key_map": {"a": 1}}, "key_map.*two strings"),
             ({"key_map": [("a", "b")]}, "`key_map` must be a dict"),
-            ({"rules": [("a", "b")]}, "`rules` must be a file of rules"),
+            ({"rules": [("a", "b")]}, "`rules` must be a file with rules"),
             ({"include": 7}, "`include`"),
             ({"include": ["model.*", 7]}, "`include`"),
             ({"ignore_extra": "no"}, "`ignore_extra`"),
@@ -876,10 +876,8 @@ class TestReading:
         shardckpt.save({"a": Counted(1), "counter": Counter(), "z": 2}, tmp_path / "c")
         with pytest.raises(StateDictError) as caught:
             shardckpt.load({"a": Counted(0), "counter": Counter(), "z": 0}, tmp_path / "c")
-        told = (
-            "counter: `load_state_dict` failed; found ZeroDivisionError: refused. counter did not take what was loaded"
-        )
-        assert str(caught.value).startswith(f"{told}, a did, and z got nothing yet. What was loaded into may be filled")
+        told = "counter: `load_state_dict` failed; found ZeroDivisionError: refused. counter could not load its state"
+        assert str(caught.value).startswith(f"{told}, a did, and z was not reached. The state may be filled in part")
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
     def test_an_object_that_gives_no_state_is_named(self, tmp_path: Path) -> None:

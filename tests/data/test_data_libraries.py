@@ -122,7 +122,7 @@ class TestTorchdata:
         shardckpt.load({"data": shardckpt.PerRank(other)}, str(tmp_path / "step"))
         assert [batch.tolist() for (batch,) in other] == [batch.tolist() for (batch,) in batches]
         for refused in run(2, load_on_other_ranks, str(tmp_path / "step")):
-            assert "more or fewer ranks than saved it" in refused
+            assert "saved per rank, by another number of ranks" in refused
 
     def make(self, **options: Any) -> ElasticStreamLoader:
         def open_stream(stream: int, epoch: int) -> Any:

@@ -71,7 +71,7 @@ RUNS = {
             [],
             (
                 "are equal, bit for bit: True",
-                "rejected: model.0.base.weight: a frozen parameter is not what it is in the base",
+                "rejected: model.0.base.weight: a frozen parameter differs from the base",
                 "adapter: 8 tensors, 33 kB\nfull: 16 tensors, 1,085 kB",
                 "the moved base is found: True",
             ),

@@ -262,7 +262,7 @@ def bases_are_not_read(patch: pytest.MonkeyPatch) -> None:
 
 
 def failed_restores_are_not_counted(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RestoreAttempts, "begin", lambda *_: None)
+    patch.setattr(RestoreAttempts, "start", lambda *_: None)
 
 
 def overwritten_files_go_first(patch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`StorageReader`: with it, `torch.distributed.checkpoint` loads checkpoints of every readable format.
+"""`StorageReader`: with it, `torch.distributed.checkpoint` loads checkpoints in every readable format.
 
 Nothing from a file is unpickled: a value is decoded, and then given to the planner in the form that it expects.
 """
@@ -39,16 +39,16 @@ __all__ = ["StorageReader"]
 class StorageReader(storage.StorageReader):
     """Reader for `torch.distributed.checkpoint.load`.
 
-    It reads steps, folders of DCP, and the other formats that `shardckpt.load` reads, on any number of ranks.
+    It reads steps, DCP folders, and the other formats that `shardckpt.load` reads, on any number of ranks.
 
     Args:
-        path: Path or URL of the checkpoint; None if each load has a `checkpoint_id`.
-        verify: `"read"` to check the hashes of blocks that are read; `"full"` to check all blocks before anything is
+        path: Checkpoint path or URL; None if each load has a `checkpoint_id`.
+        verify: `"read"` to check the hashes of the blocks read; `"full"` to check all blocks before anything is
             changed; False for no checks.
 
     Attributes:
-        checkpoint_id: Path or URL of the checkpoint.
-        nbytes: Bytes of the tensors that the last load filled on this rank.
+        checkpoint_id: Checkpoint path or URL.
+        nbytes: Tensor bytes that the last load filled on this rank.
 
     Raises:
         UsageError: `verify` has an unknown value.
@@ -67,14 +67,14 @@ class StorageReader(storage.StorageReader):
         return isinstance(checkpoint_id, (str, os.PathLike))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another load, from another path if one is given."""
+        """Start another load, from another path if one is given."""
         self._source, self._failure, self._nodes = None, None, {}
         self.checkpoint_id = self.checkpoint_id if checkpoint_id is None else checkpoint_id
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
-        """Open the checkpoint, and return what it has.
+        """Open the checkpoint, and return its contents.
 
-        An error is raised by `set_up_storage_reader`: torch would replace an exception of this method.
+        `set_up_storage_reader` raises the error: torch would replace an exception raised here.
         """
         try:
             return self._open()
@@ -96,7 +96,7 @@ class StorageReader(storage.StorageReader):
         return Metadata({name: self._metadata(node) for name, node in self._nodes.items()}, planner_data=paths)
 
     def _metadata(self, node: Any) -> TensorStorageMetadata | BytesStorageMetadata:
-        """Return what torch's planners need to know of a value."""
+        """Return what torch's planners need to know about a value."""
         # A tensor counts as one chunk, so that each shard to load is one request; its pieces are found when it is read.
         if not (isinstance(node, TensorRef) and node.kind == "tensor"):
             return BytesStorageMetadata()
@@ -112,7 +112,7 @@ class StorageReader(storage.StorageReader):
             raise self._failure
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Add the identity of the checkpoint, which all ranks compare."""
+        """Add the checkpoint's identity, which all ranks compare."""
         assert self._source is not None
         return replace(plan, storage_data=self._source.identity)
 
@@ -127,12 +127,12 @@ class StorageReader(storage.StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the values and tensors of the plan.
+        """Read the planned values and tensors.
 
         Raises:
             UnsupportedError: A value can only be read by the library that wrote it, or a target is not a dense tensor
                 with memory.
-            PrecisionError: A tensor has a value that the dtype of its target cannot represent.
+            PrecisionError: A tensor has a value that its target's dtype cannot represent.
             CheckpointError: Elements are missing or damaged.
             StorageError: The storage failed.
         """
@@ -172,7 +172,7 @@ def _is_tensor(item: ReadItem) -> bool:
 
 
 def _flatten(node: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    """Yield the values of a tree as torch flattens a state: dicts, and lists with tensors or dicts in them."""
+    """Yield a tree's values as torch flattens a state: dicts, and lists with tensors or dicts in them."""
     if isinstance(node, Mapping):
         for key, item in node.items():
             yield from _flatten(item, (*path, str(key)))
@@ -184,7 +184,7 @@ def _flatten(node: Any, path: Path) -> Iterator[tuple[Path, Any]]:
 
 
 def _has_parts(items: list[Any]) -> bool:
-    """Return True if a list has a dict or a tensor, also inside of further lists."""
+    """Return True if a list has a dict or a tensor, also inside further lists."""
     return any(
         _has_parts(item) if type(item) is list else isinstance(item, Mapping) or _is_tensor_ref(item) for item in items
     )

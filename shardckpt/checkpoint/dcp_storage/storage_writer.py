@@ -1,6 +1,6 @@
 """`StorageWriter`: with it, `torch.distributed.checkpoint` saves a step.
 
-The planner of torch decides what each rank writes. Rank 0 begins the publication, every rank writes payload files, and
+torch's planner decides what each rank writes. Rank 0 starts the publication, every rank writes payload files, and
 rank 0 commits.
 """
 
@@ -52,16 +52,16 @@ __all__ = ["StorageWriter"]
 
 @dataclass(frozen=True)
 class _Placement:
-    """Place of the save, which rank 0 sends a rank as `storage_data` of its plan."""
+    """The save's location, which rank 0 sends a rank as its plan's `storage_data`."""
 
-    save: str  # id of the save
+    save: str  # save id
     place: str  # location to write to
-    writer: int  # index of the rank
+    writer: int  # rank index
 
 
 @dataclass(frozen=True)
 class _RankResult:
-    """Result of a rank, which it sends rank 0 as `storage_data` of its first result."""
+    """A rank's result, which it sends rank 0 as its first result's `storage_data`."""
 
     part: PartialManifest  # records of the files and arrays that the rank wrote
     values: Mapping[Path, RankSubtree]  # values that are not tensors, by path
@@ -70,20 +70,20 @@ class _RankResult:
 class StorageWriter(storage.StorageWriter):
     """Writer for `torch.distributed.checkpoint.save`, whose result is a step.
 
-    The step appears after all of it is stored durably. Values that are not tensors are stored as JSON; a value of
-    another type than those of `shardckpt.save` is refused, because nothing is pickled.
+    The step appears after all its files are stored durably. Values that are not tensors are stored as JSON. A value
+    that `shardckpt.save` would refuse is refused here too, because nothing is pickled.
 
     Args:
-        path: Folder of the step, or a URL that fsspec supports; None if each save has a `checkpoint_id`.
+        path: Step folder, or a URL that fsspec supports; None if each save has a `checkpoint_id`.
         overwrite: Replace one existing step after the new one is in place. Anything else is never replaced.
         custom_metadata: Free text by name, stored in the manifest.
 
     Attributes:
-        checkpoint_id: Path or URL of the step.
+        checkpoint_id: Step path or URL.
         nbytes: Bytes that this rank wrote in the last save.
 
     Raises:
-        UsageError: `custom_metadata` is not a mapping of text to text, or has a reserved name.
+        UsageError: `custom_metadata` does not map text to text, or has a reserved name.
     """
 
     def __init__(
@@ -107,18 +107,18 @@ class StorageWriter(storage.StorageWriter):
         return isinstance(checkpoint_id, (str, os.PathLike))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another save, to another path if one is given."""
+        """Start another save, to another path if one is given."""
         self.rollback()
         self.checkpoint_id = self.checkpoint_id if checkpoint_id is None else checkpoint_id
 
     def rollback(self) -> None:
-        """Remove the files of a save that was not committed; never raises."""
+        """Remove an uncommitted save's files; never raises."""
         publication, self._publication = getattr(self, "_publication", None), None
         if publication is not None:
             publication.rollback()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Check the arguments of the save.
+        """Check the save's arguments.
 
         Raises:
             UsageError: No path was given.
@@ -134,11 +134,11 @@ class StorageWriter(storage.StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Begin the publication, and add to each plan where to write. On rank 0.
+        """Start the publication, and add to each plan where to write. On rank 0.
 
         Raises:
             TargetExistsError: The target is not a step, or `overwrite` is False.
-            UnsupportedError: The planner sends ranks to cached plans, which do not say where to write.
+            UnsupportedError: The planner uses cached plans, which do not contain where to write.
             StorageError: The storage failed.
         """
         if not all(getattr(plan, "usable", True) for plan in plans):  # torch 2.6 has no cached plans
@@ -159,7 +159,7 @@ class StorageWriter(storage.StorageWriter):
         return [replace(plan, storage_data=_Placement(self._save, place, rank)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[storage.WriteResult]]:
-        """Write the files of this rank.
+        """Write this rank's files.
 
         Raises:
             UnsupportedError: A value cannot be saved; the message has its name.
@@ -191,14 +191,14 @@ class StorageWriter(storage.StorageWriter):
 
         Raises:
             FormatError: A value and a dict have the same name.
-            UsageError: Another save with this writer has begun since.
+            UsageError: Another save with this writer has started since.
             StorageError: The storage failed, or a file of another rank is missing.
         """
         if self._publication is None:
             raise UsageError(
-                "another save began with this writer before this one ended",
+                "another save started with this writer before this one ended",
                 where=self.checkpoint_id,
-                fix="Wait for `result()` of the save before, or make a writer for each save.",
+                fix="Wait for the previous save's `result()`, or create a writer for each save.",
             )
         try:
             self._commit(self._publication, metadata, [mine[0].storage_data if mine else None for mine in results])
@@ -243,21 +243,21 @@ class StorageWriter(storage.StorageWriter):
 
 @dataclass
 class _RankContent:
-    """Content of the files of a rank."""
+    """Content for a rank's files."""
 
     # Chunks with their tensor, or with the item for which the planner has it.
     tensors: dict[PayloadChunk, torch.Tensor | WriteItem] = field(default_factory=dict)
     values: dict[Path, RankSubtree] = field(default_factory=dict)  # values that are not tensors, by path
 
     def resolve(self, chunk: PayloadChunk, planner: SavePlanner) -> torch.Tensor:
-        """Return the elements of a chunk."""
+        """Return a chunk's elements."""
         found = self.tensors[chunk]
         tensor: Any = planner.resolve_data(found).detach() if isinstance(found, WriteItem) else found
         check_tensor(tensor, chunk.path)
         require_memory(tensor, chunk.path)
         if (dtype_name(tensor.dtype), tuple(tensor.shape)) != (chunk.dtype, chunk.box.size):
             raise UnsupportedError(
-                "the planner resolves another tensor than it planned",
+                "the planner resolved a different tensor than it planned",
                 where=dotted(chunk.path),
                 found=f"{dtype_name(tensor.dtype)} {list(tensor.shape)}",
                 expected=f"{chunk.dtype} {list(chunk.box.size)}",
@@ -277,7 +277,7 @@ def _resolve_items(plan: SavePlan, planner: SavePlanner) -> _RankContent:
             for at, tensor in tensors.items():
                 if isinstance(tensor, DTensor):
                     raise UnsupportedError(
-                        "a DTensor inside of a tuple or a plain value cannot be saved",
+                        "a DTensor inside a tuple or a plain value cannot be saved",
                         where=dotted(at),
                         fix="Put it into a dict or a list.",
                     )
@@ -293,7 +293,7 @@ def _resolve_items(plan: SavePlan, planner: SavePlanner) -> _RankContent:
 
 
 def _path(name: str, planner_data: Any) -> Path:
-    """Return the path of a value; `planner_data` of torch's planners has the paths by name."""
+    """Return a value's path; torch's planners have the paths by name in `planner_data`."""
     return tuple(planner_data[name]) if isinstance(planner_data, Mapping) and name in planner_data else (name,)
 
 
@@ -307,7 +307,7 @@ def _load_value(data: Any, path: Path) -> Any:
 
 
 def _nbytes(item: WriteItem) -> int:
-    """Return the bytes of an item; 0 for values, which are small."""
+    """Return an item's bytes; 0 for values, which are small."""
     if item.tensor_data is None:
         return 0
     return prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize

@@ -1,4 +1,4 @@
-"""The base of a save: an older checkpoint with the bytes of unchanged tensors."""
+"""A save's base: an older checkpoint with the bytes of unchanged tensors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class BaseRemovedError(IncompleteError):
 
 
 class BaseLocation(NamedTuple):
-    """Location of bytes in the base that a save does not write again."""
+    """Location in the base for bytes that a save does not write again."""
 
     file: FileRecord  # file in the base, as the new step refers to it
     offset: int  # offset of the first byte in the file
@@ -76,12 +76,12 @@ class BaseCheckpoint:
         return {}
 
     def get_digest(self, chunk: PayloadChunk) -> bytes | None:
-        """Return the digest of the base's bytes of a chunk; None without chunk or digest."""
+        """Return the digest of a chunk's bytes in the base; None if the base has no such chunk or digest."""
         row = self._row(chunk)
         return None if row is None else row.digest
 
     def has_stats(self, chunk: PayloadChunk) -> bool:
-        """Return True if the base has the statistics of a chunk for which `get_digest` returned a digest."""
+        """Return True if the base has statistics for a chunk that `get_digest` returned a digest for."""
         row = self._row(chunk)
         return row is not None and bool(row.stats)
 
@@ -95,14 +95,14 @@ class BaseCheckpoint:
         return row if row is not None and self._is_there(row.file) else None
 
     def _is_there(self, number: int) -> bool:
-        assert self._contents is not None, "rows are those of a step"
+        assert self._contents is not None, "only a step has rows"
         file = self._contents.files[number]
         if file.base and is_same_folder(self._folder(file.place), self.step):
             return False  # a file of an earlier save in the target folder
         return file.hashes is not None and self._source.manifest.files.get(file.place, -1) >= file.nbytes
 
     def known(self, chunk: PayloadChunk) -> BaseLocation:
-        """Return the location of a chunk's bytes in the base."""
+        """Return where the base has a chunk's bytes."""
         row = self._row(chunk)
         assert row is not None and self._contents is not None, "only what the base has is not written"
         return BaseLocation(self._file(self._contents.files[row.file].place), row.offset, row.digest, row.stats)
@@ -110,7 +110,7 @@ class BaseCheckpoint:
     # Arrays that are frozen
 
     def find_entry(self, path: Path, names: Sequence[str]) -> TensorEntry:
-        """Return the base's entry of a frozen parameter."""
+        """Return the base's entry for a frozen parameter."""
         entry = self._source.arrays.get(path)
         if entry is None:
             there = self._names(path[:-1], names)
@@ -130,7 +130,7 @@ class BaseCheckpoint:
         return self._known_names[root]
 
     def _spelt(self, names: Iterable[str]) -> Iterator[str]:
-        """Yield possible names of a parameter in the base."""
+        """Yield a parameter's possible names in the base."""
         # First with the rules applied, then unchanged, then without what PEFT adds.
         for name in names:
             yield _replaced(name, self._rules)
@@ -138,14 +138,14 @@ class BaseCheckpoint:
             yield to_base_name(name)
 
     def locate(self, frozen: Mapping[Path, Sequence[str]]) -> dict[Path, TensorEntry]:
-        """Return the base's entries of frozen parameters, with all elements."""
+        """Return the base's entries for frozen parameters, with all elements."""
         wanted = {path: self.find_entry(path, names) for path, names in frozen.items()}
         located = dict(zip(wanted, self._source.locate(list(wanted.values())), strict=True))
         for path, entry in located.items():
             odd = [piece for piece in entry.pieces if not isinstance(piece.layout, Span) or "/" in piece.file]
             if entry.delivered not in ("", entry.stored) or (odd and not self._source.is_native):
                 raise UnsupportedError(
-                    "a step cannot refer to the way in which the base stores this",
+                    "a step cannot refer to the storage format that the base uses here",
                     where=dotted(path),
                     found=f"{self.url}: {self._source.manifest.format}",
                     fix="Convert the base first: shardckpt.consolidate(base, ...) writes safetensors.",
@@ -153,7 +153,7 @@ class BaseCheckpoint:
         return located
 
     def rows(self, entry: TensorEntry, hashes: Mapping[str, bytes]) -> Iterator[tuple[Box, BaseLocation]]:
-        """Yield boxes and locations of the pieces of an array."""
+        """Yield the box and location of each piece of an array."""
         stats = _read_piece_stats(self._stored.get(entry.path))
         for box, name, layout in entry.pieces:
             assert isinstance(layout, Span), "as `locate` made sure"
@@ -162,7 +162,7 @@ class BaseCheckpoint:
             yield box, BaseLocation(file, layout.offset, stats=stats.get(box, b""))
 
     def digests(self, wanted: Sequence[tuple[TensorEntry, Box]]) -> Iterator[bytes]:
-        """Yield the xxh3-128 of boxes of arrays in the base; reads one batch at a time."""
+        """Yield the xxh3-128 of boxes in the base; reads one batch at a time."""
         pieces = PieceReader(self._reader.store)
         batch: list[tuple[int, ReadItem]] = []
         hashers = [xxhash.xxh3_128() for _ in wanted]
@@ -200,7 +200,7 @@ class BaseCheckpoint:
             return False
 
     def _file(self, place: str) -> FileRecord:
-        """Return a file of the base as the new step refers to it, with stored hashes."""
+        """Return a base file as the new step refers to it, with stored hashes."""
         if self._contents is None:
             base = self._refer(self._reader.store.url)
             return FileRecord(plain_name(place, self.url), self._source.manifest.files[place], None, base)
@@ -210,12 +210,12 @@ class BaseCheckpoint:
         return refer_to(self.step, folder)
 
     def _folder(self, place: str) -> str:
-        """Return the path or URL of the folder of a file."""
+        """Return the path or URL of a file's folder."""
         here, file = self._reader.store.url, self._files.get(place)
         return resolve_base(here, file.base) if file is not None and file.base else here
 
     def build_location_key(self, entries: Mapping[Path, TensorEntry]) -> str:
-        """Return a digest of the locations of arrays; their bytes change only with it."""
+        """Return a digest of arrays' locations; their bytes change only with it."""
         hasher = hashlib.blake2b(digest_size=16)
         sizes = self._source.manifest.files
         for path, entry in entries.items():
@@ -227,7 +227,7 @@ class BaseCheckpoint:
         return hasher.hexdigest()
 
     def get_file_version(self, name: str) -> str:
-        """Return a text that changes when a file of the base is replaced."""
+        """Return a text that changes when a base file is replaced."""
         # If the store does not have such a text, every call returns a different one, so that nothing counts as
         # unchanged.
         return file_version(self._folder(name), name.rpartition("/")[2]) or secrets.token_hex()
@@ -237,7 +237,7 @@ class BaseCheckpoint:
         return {} if self._contents is None else {file.place: file for file in self._contents.files}
 
     def find_unhashed_files(self, entries: Iterable[TensorEntry]) -> dict[str, int]:
-        """Return the sizes in bytes, by name, of files of arrays without stored hashes."""
+        """Return the size in bytes, by name, of each array file without stored hashes."""
         names = dict.fromkeys(piece.file for entry in entries for piece in entry.pieces)
         return {
             name: self._source.manifest.files[name]
@@ -246,7 +246,7 @@ class BaseCheckpoint:
         }
 
     def hash_blocks(self, files: Mapping[str, int], share: int, shares: int) -> list[str]:
-        """Return the hashes, in hexadecimal digits, of every `shares`-th group of blocks, counted through all files."""
+        """Return hexadecimal hashes for every `shares`-th group of blocks, counted through all files."""
         buffer = memoryview(bytearray(GROUP_BYTES))
         hashes = []
         for number, (name, start, size) in enumerate(_groups(files)):
@@ -258,7 +258,7 @@ class BaseCheckpoint:
         return hashes
 
     def bases(self, files: Iterable[FileRecord]) -> tuple[Base, ...]:
-        """Return the records of other folders that contain files of the step."""
+        """Return records for the other folders that contain the step's files."""
         own, further = Base(self._refer(self._reader.store.url)), []
         if isinstance(self._reader, NativeReader):
             commit = self._reader.commit
@@ -271,7 +271,7 @@ class BaseCheckpoint:
 
 
 class _StoredPiece(NamedTuple):
-    """A piece of an array of the base, with the index of its file."""
+    """An array piece in the base, with its file's index."""
 
     box: Box
     file: int
@@ -290,7 +290,7 @@ def _iter_rows(record: ArrayRecord) -> Iterator[_StoredPiece]:
 
 
 def _read_piece_stats(record: ArrayRecord | None) -> dict[Box, bytes]:
-    """Return the packed statistics of the pieces of an array; empty without them."""
+    """Return the packed statistics of an array's pieces; empty without them."""
     return {} if record is None else {row.box: row.stats for row in _iter_rows(record)}
 
 
@@ -314,7 +314,7 @@ def _groups(files: Mapping[str, int]) -> Iterator[tuple[str, int, int]]:
 
 
 def merge_block_hashes(files: Mapping[str, int], shares: Sequence[Sequence[str]]) -> dict[str, bytes]:
-    """Merge the block hashes of all ranks into those of each file."""
+    """Merge the block hashes from all ranks, by file."""
     merged: dict[str, list[str]] = {name: [] for name in files}
     rest = [iter(share) for share in shares]
     for number, (name, _, _) in enumerate(_groups(files)):
@@ -323,7 +323,7 @@ def merge_block_hashes(files: Mapping[str, int], shares: Sequence[Sequence[str]]
 
 
 class BaseReferences:
-    """References of a step to files in other folders."""
+    """A step's references to files in other folders."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[str, str], int] = {}
@@ -331,7 +331,7 @@ class BaseReferences:
         self._arrays: dict[Path, ArrayRecord] = {}
 
     def add(self, path: Path, dtype: str, shape: tuple[int, ...], box: Box, known: BaseLocation) -> None:
-        """Add a box of an array that the save does not write."""
+        """Add an array box that the save does not write."""
         number = self._numbers.setdefault((known.file.base, known.file.name), len(self._files))
         if number == len(self._files):
             self._files.append(known.file)
@@ -345,7 +345,7 @@ class BaseReferences:
 
 
 def _is_being_replaced(url: str) -> bool:
-    """Return True if another process has written all files of a step that will replace this one, on a disk."""
+    """Return True if another process has written, on a disk, all files for a step that will replace this one."""
     path = local_path(url)
     if path is None:
         return False
@@ -353,7 +353,7 @@ def _is_being_replaced(url: str) -> bool:
 
 
 def has_all_files(step: str, files: Iterable[FileRecord]) -> bool:
-    """Return True if the files of a step in other folders have their full size."""
+    """Return True if a step's files in other folders have their full size."""
     for url, wanted in group_files_by_base(files).items():
         sizes = {entry.name: entry.size for entry in open_store(resolve_base(step, url)).list()}
         if any(sizes.get(name, -1) < size for name, size in wanted.items()):

@@ -40,7 +40,7 @@ _Hashes = dict[tuple[str, str, str], bytes]
 
 
 def chunk_digest(chunk: PayloadChunk, arrays: Mapping[Path, TensorShards]) -> bytes:
-    """Return the xxh3-128 of a chunk in memory."""
+    """Return a chunk's xxh3-128 in memory."""
     hasher = xxhash.xxh3_128()
     for part in tensor_bytes(view_box(arrays[chunk.path], chunk.box)):
         hasher.update(part)
@@ -63,7 +63,7 @@ def chunk_digests(chunks: Sequence[PayloadChunk], arrays: Mapping[Path, TensorSh
 
 @dataclass(frozen=True)
 class BaseHints:
-    """Facts about the base that rank 0 sends to one rank."""
+    """Facts about the base that rank 0 sends one rank."""
 
     url: str = ""  # path or URL of the base; empty if the base does not have frozen parameters
     # Key that changes with the locations of frozen parameters in the base; empty without frozen parameters.
@@ -88,17 +88,17 @@ class BaseHints:
         return cls(url, key, {at: data[16 * n : 16 * n + 16] for n, at in enumerate(positions)}, files, unmeasured)
 
     def unchanged(self, chunks: Sequence[PayloadChunk], arrays: Mapping[Path, TensorShards]) -> tuple[int, ...]:
-        """Return the positions of chunks whose bytes are equal in the base."""
+        """Return the positions of chunks that are equal in the base."""
         digests = chunk_digests([chunks[at] for at in self.digests], arrays)
         return tuple(at for (at, digest), own in zip(self.digests.items(), digests, strict=True) if own == digest)
 
     def hash_blocks(self, rank: int, world: int) -> list[str]:
-        """Hash this rank's share of the blocks without a stored hash."""
+        """Hash this rank's share of the blocks that have no stored hash."""
         return BaseCheckpoint(self.url).hash_blocks(self.files, rank, world) if self.files else []
 
 
 class FrozenParamCache:
-    """Cache of digests of frozen parameters in the base, which a rank reads once."""
+    """Digests of frozen parameters in the base, which a rank reads once."""
 
     def __init__(self) -> None:
         self.hashes: _Hashes = {}  # block hashes of files without stored hashes
@@ -133,15 +133,15 @@ class FrozenParamCache:
         for chunk, own in zip(chunks, chunk_digests(chunks, arrays), strict=True):
             if own != self._digests[chunk.path, chunk.box]:
                 raise UsageError(
-                    "a frozen parameter is not what it is in the base",
+                    "a frozen parameter differs from the base",
                     where=dotted(chunk.path),
-                    found=f"other values than {hints.url} has in {chunk.box}",
+                    found=f"values that differ from {hints.url} in {chunk.box}",
                     fix="Load the base into the model, or save without trainable_only.",
                 )
 
 
 def _entries(base: BaseCheckpoint, specs: Iterable[TensorSpec], ties: Mapping[Path, Path]) -> dict[Path, TensorEntry]:
-    """Return the base's entries of frozen parameters."""
+    """Return the base's entries for frozen parameters."""
     wanted = list(specs)
     names = {spec.path: [str(spec.path[-1])] for spec in wanted}
     for other, first in ties.items():
@@ -152,7 +152,7 @@ def _entries(base: BaseCheckpoint, specs: Iterable[TensorSpec], ties: Mapping[Pa
         entry = entries[path]
         if (entry.shape, entry.stored) != (shape, dtype):
             raise UsageError(
-                "a frozen parameter is not of the type and shape that it has in the base",
+                "a frozen parameter has another type or shape than in the base",
                 where=dotted(path),
                 found=f"{dtype} {list(shape)}",
                 expected=f"{entry.stored} {list(entry.shape)} in {base.url}",
@@ -162,7 +162,7 @@ def _entries(base: BaseCheckpoint, specs: Iterable[TensorSpec], ties: Mapping[Pa
 
 
 class BaseDedup:
-    """Dedup of one save against its base, on rank 0."""
+    """One save's dedup against its base, on rank 0."""
 
     def __init__(self, base: BaseCheckpoint, plan: GlobalSavePlan, entries: Mapping[Path, TensorEntry]) -> None:
         self._base, self._plan, self._entries = base, plan, entries
@@ -195,7 +195,7 @@ class BaseDedup:
         known: _Hashes,
         stats: Sequence[Mapping[str, str]] = (),
     ) -> PartialManifest:
-        """Return the references of the step to other folders."""
+        """Return the step's references to other folders."""
         for name, merged in merge_block_hashes(self._asked, blocks).items():
             known[self._file_key(name)] = merged
         hashes = {name: known[self._file_key(name)] for name in self._unhashed}
@@ -227,14 +227,14 @@ class BaseDedup:
         return not needed or (self._base.is_committed() and has_all_files(self._base.step, needed))
 
     def bases(self, files: Iterable[FileRecord]) -> tuple[Base, ...]:
-        """Return the records of other folders that contain files of the step."""
+        """Return records for the other folders that contain the step's files."""
         return self._base.bases(files)
 
 
 def open_base_dedup(
     url: str | None, step: str, rules: Mapping[str, str], plan: GlobalSavePlan, *, trainable_only: bool
 ) -> BaseDedup | None:
-    """Return the dedup of a save against its base; None without a base."""
+    """Open a save's base and return the dedup; None without a base."""
     if trainable_only and not plan.frozen:
         raise UsageError(
             "trainable_only finds no frozen parameter",

@@ -1,1 +1,1 @@
-"""Load of a checkpoint: plan, read, cast, broadcast."""
+"""Load a checkpoint: plan, read, cast, broadcast."""

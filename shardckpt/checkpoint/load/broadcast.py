@@ -27,7 +27,7 @@ _FINE, _STOPPED = 0, 1
 
 
 class BroadcastReader:
-    """Reader of one rank that reads each segment of replicated data once per group."""
+    """Reads segments of replicated data, each on one rank per group."""
 
     # All ranks run the same rounds. In each round a rank sends the segments that it has read to the other ranks of its
     # groups, then receives their segments. Ranks cannot deadlock, because the sends of a round depend on earlier rounds
@@ -83,12 +83,12 @@ class BroadcastReader:
             self._with_own_reads.append(pending_read)
 
     def mark_own_read(self) -> None:
-        """Mark the reads of `own` as done."""
+        """Mark the reads in `own` as done."""
         for pending_read in self._with_own_reads:
             pending_read.mark_arrived()
 
     def run(self, failure: Exception | None = None) -> Exception | None:
-        """Read, send and receive segments; return the error of this rank. Collective among the broadcast groups."""
+        """Read, send and receive segments; return this rank's error. Collective among the broadcast groups."""
         # A rank that failed reports its own error, so the others return None.
         self._failure = failure
         self._is_over = failure is not None
@@ -99,7 +99,7 @@ class BroadcastReader:
 
     @property
     def is_over(self) -> bool:
-        """Whether this rank stopped, because of its own error or that of another rank."""
+        """Whether this rank stopped, because it or another rank failed."""
         return self._is_over
 
     def _go_round(self, pool: ThreadPool) -> None:
@@ -125,7 +125,7 @@ class BroadcastReader:
         self._settle(rounds)
 
     def _own_numbers(self) -> Iterator[int]:
-        """Yield the numbers of the segments that this rank reads, in order."""
+        """Yield the segment numbers that this rank reads, in order."""
         for at in range(max(group.rounds for group in self._groups)):
             for group in self._groups:
                 yield from (number for owner, number in group.turns(at) if owner == self._coordinator.rank)

@@ -1,4 +1,4 @@
-"""`open`: lazy access to the tensors of a checkpoint and to slices of them."""
+"""`open`: lazy access to a checkpoint's tensors and their slices."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ OpenedTensors: TypeAlias = Opened[CheckpointSource]
 
 
 class SavedTensor(StoredTensor[CheckpointSource, torch.Tensor]):
-    """Tensor of an open checkpoint; an index reads its elements, `[...]` all of them."""
+    """Tensor in an open checkpoint; an index reads its elements, `[...]` reads all."""
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the tensor, in elements."""
+        """The tensor's shape, in elements."""
         return torch.Size(self._entry.shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the tensor."""
+        """The tensor's torch dtype."""
         return torch_dtype(self._entry)
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
@@ -42,7 +42,7 @@ class SavedTensor(StoredTensor[CheckpointSource, torch.Tensor]):
             raise UnsupportedError(
                 f"numpy has no {self._entry.dtype}",
                 where=dotted(self._entry.path),
-                fix="Open the checkpoint with framework='numpy', which has it of ml_dtypes.",
+                fix="Open the checkpoint with framework='numpy', which uses the dtypes in ml_dtypes.",
             ) from error
         return np.asarray(self[...], dtype)
 
@@ -58,8 +58,8 @@ class SavedTensor(StoredTensor[CheckpointSource, torch.Tensor]):
 
 
 def open(path: Any, *, verify: Verify = "read", base: NamedBases | None = None) -> OpenedTensors:
-    """Open a checkpoint of any format: `open(path)["model.layers.0.weight"][0:128]`."""
+    """Open a checkpoint in any format: `open(path)["model.layers.0.weight"][0:128]`."""
     # `with open(path) as checkpoint:` closes its files at the end of the block.
     if verify == "full":
-        raise UsageError("what is opened is verified as it is read", found=verify, expected="False or 'read'")
+        raise UsageError("an open checkpoint is verified only as it is read", found=verify, expected="False or 'read'")
     return Opened(CheckpointSource(fix_folder(as_url(path)), verify, bases=base or ""), SavedTensor)

@@ -1,15 +1,15 @@
-"""Check of `verify="live"`: after a load, the memory of a state is compared with the checkpoint.
+"""The check for `verify="live"`: compare a state's memory with the checkpoint after a load.
 
-The state is flattened again, so that memory is found where training will find it: a tensor that was replaced,
-initialized or cast meanwhile, or that shares memory with another, differs.
+The state is flattened again, so that the check finds memory where training will find it. A tensor differs if it was
+replaced, initialized or cast meanwhile, or if it shares memory with another.
 
-Three ways prove that memory has the saved elements, and each part of it takes the first that applies:
+Three ways prove that memory has the saved elements. Each part takes the first that applies:
 
-1. Memory with the bytes of the files is hashed by the blocks of the files. The manifest has the hashes, so equal ones
-   prove file and memory at once: a load from local files leaves their check to this one.
-2. Memory in another form, such as that of a device, is hashed if the step has a digest of its box.
-3. All else is read again, with a check of the files, and compared. So are parts of blocks that differ: this names the
-   tensor, or finds that the file is damaged.
+1. Memory that equals file bytes is hashed by the file's blocks. The manifest has the hashes, so an equal hash proves
+   file and memory at once. A load from local files therefore leaves the file check to this one.
+2. Memory in another form, such as on a device, is hashed if the step has a digest for its box.
+3. All other memory is compared with the checkpoint, which is read again and verified. So are parts of blocks that
+   differ: this names the tensor, or finds that the file is damaged.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ALIGNMENT = 16
 
 
 class _LivePart(NamedTuple):
-    """Elements of an array on this rank, as they are in memory."""
+    """This rank's elements of an array, as they are in memory."""
 
     path: Path  # path of the array in the state
     entry: TensorEntry  # entry of the saved array, with located pieces
@@ -51,7 +51,7 @@ class _LivePart(NamedTuple):
 def check_live(
     state: Any, saved: CheckpointSource, items: Iterable[tuple[Path, ReadRequest]], rank: int, world: int
 ) -> None:
-    """Compare the memory of a state with the checkpoint that was loaded into it."""
+    """Compare a state's memory with the checkpoint that was loaded into it."""
     flat = flatten_state(state, rank, world)
     parts = [
         _LivePart(path, entry, shard, filled)
@@ -71,13 +71,13 @@ def check_live(
 
 
 def _pair(now: TensorShards, then: TensorShards) -> Iterable[tuple[LocalShard, LocalShard]]:
-    """Return each shard of an array with the one that the load filled; with itself if there are other shards."""
+    """Return each array shard with the one that the load filled; with itself if there are other shards."""
     is_equal = len(now.shards) == len(then.shards)
     return zip(now.shards, then.shards if is_equal else now.shards, strict=True)
 
 
 def _check_blocks(parts: Iterable[_LivePart], saved: CheckpointSource) -> tuple[list[_LivePart], list[_LivePart]]:
-    """Return the parts that are in a block that differs from its hash, and those that are not bytes of the files."""
+    """Return the parts in blocks that differ from their hash, and the parts that are not file bytes."""
     reads: list[Read] = []
     owners: list[_LivePart] = []
     others = []
@@ -94,7 +94,7 @@ def _check_blocks(parts: Iterable[_LivePart], saved: CheckpointSource) -> tuple[
 
 
 def _plan(part: _LivePart, known: Mapping[int, list[Read]]) -> list[Read] | None:
-    """Return the reads that fill a part: those of the load, if the part is the memory that it filled."""
+    """Return the reads that fill a part: the load's own reads, if it filled this memory."""
     reads = known.get(id(part.filled))
     if reads is None:
         return plan_straight(part.shard, part.entry)
@@ -104,7 +104,7 @@ def _plan(part: _LivePart, known: Mapping[int, list[Read]]) -> list[Read] | None
 
 
 def _read_digests(saved: CheckpointSource) -> dict[tuple[Path, Box], bytes]:
-    """Return the digests of the boxes that the checkpoint stores as pieces."""
+    """Return the digests of boxes that the checkpoint stores as pieces."""
     reader = saved.reader
     if not isinstance(reader, NativeReader):
         return {}
@@ -135,7 +135,7 @@ class _Rereader:
         self._used = 0
 
     def compare(self, parts: Sequence[_LivePart]) -> None:
-        """Compare the memory of parts with the checkpoint."""
+        """Compare the parts' memory with the checkpoint."""
         most = sum(part.shard.tensor.nbytes + _ALIGNMENT for part in parts)
         self._buffer = torch.empty(min(most, BATCH_BYTES + _ALIGNMENT), dtype=torch.uint8)
         self._saved.elements.meter = None
@@ -161,7 +161,7 @@ def _request(part: _LivePart, stored: torch.Tensor) -> ReadRequest:
 
 
 def _split(parts: Iterable[_LivePart]) -> Iterator[_LivePart]:
-    """Yield parts of at most the size of a batch."""
+    """Yield parts that each fit a batch."""
     for part in parts:
         box, tensor = part.shard
         for inner in contiguous_blocks(box, max(BATCH_BYTES // tensor.element_size(), 1)):
@@ -178,7 +178,7 @@ def _build_error(part: _LivePart, flat: FlattenedState, saved: CheckpointSource)
             -1,
             dotted(part.path),
             f"after the load, the memory of {dotted(part.path)} differs from the checkpoint{where}",
-            "Look for an object that changes it in its load_state_dict, or for another tensor in the same memory.",
+            "Look for an object that changes it in load_state_dict, or for another tensor in the same memory.",
             since="load",
         ),
         saved.url,

@@ -1,4 +1,4 @@
-"""`load`: load a checkpoint of any format into a state, or as a tree of tensors."""
+"""`load`: load a checkpoint in any format into a state, or as a tree of tensors."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class MismatchError(StateMismatchError, UsageError):
     Args:
         problems: All mismatches, one sentence each.
         shown: Shorter version of the problems for the message; empty to use `problems`.
-        besides: Names of parts that only the checkpoint has.
-        note: Further sentence of the message.
+        besides: Names that only the checkpoint has.
+        note: Another sentence for the message.
 
     Attributes:
         problems: All mismatches, one sentence each.
@@ -135,41 +135,39 @@ def load(
 ) -> Any:
     """Load a checkpoint: `load(state, path)` into a state, `load(path)` as a tree.
 
-    With a state the call is collective; each rank reads exactly the elements of its shards, whichever ranks wrote them.
+    With a state the call is collective; each rank reads exactly its shards' elements, whichever ranks wrote them.
     Every rank checks the manifest before anything is changed: names, shapes, dtypes, whether all elements exist, and
-    that all ranks opened the same checkpoint. A later error is raised on every rank too, and leaves the state partly
+    whether all ranks opened the same checkpoint. A later error is raised on every rank too, and leaves the state partly
     filled; `verify="full"` finds damaged bytes before that.
 
     Args:
         state: As for `save`: models, optimizers (also new ones), objects and tensors are filled in place,
-            plain values in its dicts are replaced. Without `path`, the path of the checkpoint.
-        path: Path or URL of the checkpoint, in any readable format.
-        strict: Raise an error for missing or unexpected names, including parameters of optimizers and globs without a
-            match; otherwise they are skipped.
-        include: Globs of dotted names, of parts (`"model"`) or of values in them: other names are neither loaded nor
+            plain values in its dicts are replaced. Without `path`, the checkpoint's path.
+        path: Checkpoint path or URL, in any readable format.
+        strict: Raise an error for missing or unexpected names, including optimizer parameters and unmatched globs;
+            otherwise they are skipped.
+        include: Globs of dotted names, for parts (`"model"`) or values in them; other names are neither loaded nor
             reported as missing.
         ignore_extra: Accept values that only the checkpoint has.
-        key_map: Replacements by regular expression, for every key of the checkpoint's names, after `rules`.
-        rules: TOML file of rules, or the name of a set in the package; rules change names and shapes of the model and
-            its optimizer.
+        key_map: Replacements by regular expression, for every key in the checkpoint's names, after `rules`.
+        rules: TOML file with rules, or a rule set's name in the package; rules change names and shapes in the model
+            and its optimizer.
         cast: Convert values whose dtype differs from the saved one; otherwise that is an error.
-        verify: `"read"` to check the hashes of blocks that are read; `"full"` to check all blocks before anything is
-            changed; `"live"` to check them as for `"read"`, and to compare the memory of the state with the checkpoint
-            after the load; False for no checks, except in folders that have changed since the checkpoint referred to
-            them.
-        base: Folder that the checkpoint refers to, if it was moved or is on another store, which is opened only if it
-            is given here: a path or URL of the one folder that is not next to the checkpoint, or a dict by the names in
-            the checkpoint. False to skip data in other folders, because the state has it already.
+        verify: `"read"` to check the hashes of the blocks read. `"full"` to check all blocks before anything is
+            changed. `"live"` to check as for `"read"`, and compare the state's memory with the checkpoint after the
+            load. False for no checks, except in folders that have changed since the checkpoint referred to them.
+        base: Folder that the checkpoint refers to, if it was moved or is on another store; such a store is opened only
+            if it is given here. A path or URL if one folder is not next to the checkpoint, or a dict by the
+            checkpoint's names. False to skip data in other folders, because the state has it already.
         broadcast_reads: Read replicated data on one rank and send it to the other ranks, so that data-parallel
             replicas together read every byte once. None to do so for checkpoints behind a URL. The operating system
             caches local files, so that reading them again is faster than sending; use True for network folders.
-        unequal_steps: Handling of an optimizer's steps that differ among the members of one flat parameter, for which
-            the optimizer has one step: `"error"`, or use the `"largest"`. Without flat parameters each parameter keeps
-            its step.
+        unequal_steps: Handling if an optimizer's steps differ among one flat parameter's members, for which it has
+            one step: `"error"`, or use the `"largest"`. Without flat parameters each parameter keeps its step.
         process_group: Ranks that load; None for all ranks.
-        on_event: Called with the `LoadEvent` of this load when it has ended.
-        on_progress: Called with a `Progress` after each batch of reads, by one thread at a time: bytes of the elements
-            that this rank has, as they are stored. An exception that it raises stops the load on every rank.
+        on_event: Called with this load's `LoadEvent` when it has ended.
+        on_progress: Called with a `Progress` after each batch of reads, by one thread at a time. It counts this rank's
+            elements in stored bytes. An exception that it raises stops the load on every rank.
 
     Returns:
         The given state; without a state the tree, with tensors on the CPU. Values that only another library can read
@@ -180,8 +178,8 @@ def load(
         MismatchError: The checkpoint does not fit; the message lists all mismatches.
         SourceNotFoundError: Nothing is stored at `path`.
         CheckpointError: The checkpoint is damaged, incomplete, or cannot be read.
-        ResumeDivergence: With `verify="live"`, the memory of a tensor differs after the load.
-        StateDictError: The `load_state_dict` of an object raised an exception; the message names the object.
+        ResumeDivergence: With `verify="live"`, a tensor's memory differs after the load.
+        StateDictError: An object's `load_state_dict` raised an exception; the message names the object.
         RankError: Another rank failed or is lost.
         StorageError: The storage failed.
     """
@@ -217,7 +215,7 @@ def load(
             recorder.values["nbytes"] = sum(entry.nbytes for entry in saved.arrays.values())
         if skipped:
             names = ", ".join(map(dotted, skipped[:_SHOWN_NAMES])) + (", ..." if len(skipped) > _SHOWN_NAMES else "")
-            warn_user(f"left out, since they can only be read by what wrote them: {names}")
+            warn_user(f"left out, since only the library that wrote them can read them: {names}")
         return tree
     order: _Order | Exception
     try:
@@ -244,7 +242,7 @@ def _named(base: NamedBases | bool | None) -> NamedBases:
 
 
 class _SourceArgs(NamedTuple):
-    """Arguments of `CheckpointSource`."""
+    """Arguments for `CheckpointSource`."""
 
     path: str
     verify: Verify
@@ -254,7 +252,7 @@ class _SourceArgs(NamedTuple):
 
 
 class _Order(NamedTuple):
-    """Arguments of a load: source, options, and whether reads are broadcast."""
+    """A load's arguments: source, options, and whether reads are broadcast."""
 
     source: _SourceArgs
     options: LoadOptions
@@ -273,16 +271,16 @@ class LoadSession:
 
     @cached_property
     def segments(self) -> FileSegments:
-        """Segments of the checkpoint's files."""
+        """The segments in the checkpoint's files."""
         return FileSegments(self.saved.manifest.files)
 
     def count_bytes(self) -> int:
-        """Return the bytes of elements that this rank reads or is sent."""
+        """Return the element bytes that this rank reads or is sent."""
         arrays = count_bytes((item.entry, item.array) for item in self.plan.arrays)
         return arrays + sum(self.saved.count_bytes(taker.tree) for taker in self.plan.values)
 
     def encode_request(self) -> bytes:
-        """Return this rank's message: identity of the checkpoint, machine, whether its end is collective, segments."""
+        """Return this rank's message: checkpoint identity, machine, whether its end is collective, segments."""
         head = self.saved.identity + get_machine_id() + bytes([self.plan.is_collective])
         if not self.pending_reads:
             return head
@@ -349,7 +347,7 @@ def _load_into(
 
 
 def _check_live(state: Any, path: Any, session: LoadSession, coordinator: Coordinator) -> None:
-    """Compare the memory of the state with the checkpoint; all ranks raise the error of one. Collective."""
+    """Compare the state's memory with the checkpoint; if one rank fails, all raise its error. Collective."""
     from shardckpt.checkpoint.load.live_check import check_live  # noqa: PLC0415  (few loads ask for it)
 
     message: bytes | Exception = b""
@@ -358,7 +356,7 @@ def _check_live(state: Any, path: Any, session: LoadSession, coordinator: Coordi
         check_live(state, session.saved, items, coordinator.rank, coordinator.size)
     except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
         message = error
-    coordinator.coordinate(f"verifying what was loaded from {path}", message, _silent)
+    coordinator.coordinate(f"verifying the load from {path}", message, _silent)
 
 
 def _open_session(state: Any, order: _Order, coordinator: Coordinator) -> LoadSession:
@@ -389,7 +387,7 @@ def _open_session(state: Any, order: _Order, coordinator: Coordinator) -> LoadSe
 
 @contextmanager
 def _noting_mixed_state() -> Iterator[None]:
-    """Add to an error that the state may be filled in part."""
+    """Add to an error that the state may be partly filled."""
     try:
         yield
     except Exception as error:
@@ -400,7 +398,7 @@ def _noting_mixed_state() -> Iterator[None]:
 def _read(
     session: LoadSession, coordinator: Coordinator, groups: Sequence[BroadcastGroup]
 ) -> Sequence[Taker] | Exception:
-    """Fill the arrays of the plan; return its values, or the error."""
+    """Fill the planned arrays; return the plan's values, or the error."""
     values, failure = [], None
     try:
         values = [taker._replace(tree=session.saved.read_tree(taker.tree)) for taker in session.plan.values]
@@ -414,7 +412,7 @@ def _read(
 
 
 def _finish(session: LoadSession, values: Sequence[Taker] | Exception) -> bytes | Exception:
-    """Put what was read into models, optimizers and objects; return an error, or an empty message."""
+    """Put the values into models, optimizers and objects; return an error, or an empty message."""
     if isinstance(values, Exception):
         return values
     try:
@@ -438,8 +436,8 @@ def _finish(session: LoadSession, values: Sequence[Taker] | Exception) -> bytes 
 def _name_taker(error: ShardckptError, takers: Sequence[Taker], at: int) -> None:
     """Add to an error which object failed, and which objects were loaded or not yet."""
     before, after = (_listed(taker.path for taker in some) for some in (takers[:at], takers[at + 1 :]))
-    text = f"{dotted(takers[at].path) or 'the state'} did not take what was loaded"
-    text += (f", {before} did" if before else "") + (f", and {after} got nothing yet" if after else "")
+    text = f"{dotted(takers[at].path) or 'the state'} could not load its state"
+    text += (f", {before} did" if before else "") + (f", and {after} was not reached" if after else "")
     _add_note(error, f"{text}.")
 
 
@@ -449,13 +447,13 @@ def _listed(paths: Iterable[Path]) -> str:
 
 
 def _shared(messages: list[bytes]) -> list[bytes]:
-    """Return for each rank the number of ranks on its machine, whether a load ends collectively, and its groups."""
+    """Return for each rank how many ranks its machine has, whether the load ends collectively, and its groups."""
     # The ranks of a group share segments.
     identities = [message[:_IDENTITY_BYTES] for message in messages]
     odd = next((rank for rank, identity in enumerate(identities) if identity != identities[0]), None)
     if odd is not None:
         raise RankError(
-            f"rank {odd} opened another checkpoint than rank 0: it was replaced in between",
+            f"rank {odd} opened a different checkpoint than rank 0: it was replaced in between",
             rank=odd,
             fix="Load again.",
         )
@@ -474,7 +472,7 @@ _HEAD_BYTES = _MACHINE_END + 1
 _COUNT_BYTES = 4
 
 # Note on an error after the first read of a load.
-MIXED = "What was loaded into may be filled in part: load again, or start anew, before it is used."
+MIXED = "The state may be filled in part: load again, or start over, before using it."
 
 
 _SHOWN_NAMES = 10
@@ -506,7 +504,7 @@ def _silent(messages: list[bytes]) -> list[bytes]:
 
 # Note of an error about names in a folder that `save_pretrained` may have written.
 _RENAMED = (
-    "The folder has a config.json: save_pretrained of transformers gives weights of some models, such as mixtures of "
+    "The folder has a config.json: save_pretrained of transformers gives weights in some models, such as mixtures of "
     "experts and ViT, other names than the model in memory has. If it wrote this folder, load it with from_pretrained, "
     "or with rules that rename them, such as rules='mixtral-stack-experts' for Mixtral."
 )
@@ -521,12 +519,12 @@ def _require_fit(plan: LoadPlan, saved: CheckpointSource) -> None:
 
 
 def _has_model_config(saved: CheckpointSource) -> bool:
-    """Return True if a model's config is stored beside Hugging Face's safetensors files."""
+    """Return True if a model's config is stored next to Hugging Face's safetensors files."""
     return saved.manifest.format == "safetensors" and any(listed.name == "config.json" for listed in saved.store.list())
 
 
 def find_param_shapes(models: Iterable[LocalModel]) -> ParamShapes | None:
-    """Return names, shapes, order and ties of parameters of models; None without one."""
+    """Return the models' parameter names, shapes, order and ties; None without a model."""
     # A reader needs them for flat parameters if the files do not list the members.
     shapes = [_model_shapes(model) for model in models]
     return replace(shapes[0], others=tuple(shapes[1:])) if shapes else None

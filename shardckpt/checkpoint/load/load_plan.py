@@ -1,4 +1,4 @@
-"""Plan of a load: data of a checkpoint and their targets in a state."""
+"""A load plan: checkpoint data and their targets in a state."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class LoadItem(NamedTuple):
 
 @dataclass
 class LoadPlan:
-    """Plan of a load, with all mismatches."""
+    """A load plan, with all mismatches."""
 
     arrays: list[LoadItem] = field(default_factory=list)  # arrays to read directly into the state's memory
     values: list[Taker] = field(default_factory=list)  # values to put into the state, in order
@@ -64,7 +64,7 @@ class LoadPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements of `arrays` on this rank."""
+        """This rank's element bytes in `arrays`."""
         return sum(shard.tensor.nbytes for item in self.arrays for shard in item.array.shards)
 
     def unexpected_shown(self) -> list[str]:
@@ -88,7 +88,7 @@ class LoadPlan:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Options of a load."""
+    """A load's options."""
 
     strict: bool = True  # whether missing or unexpected names are problems
     # Globs of dotted names to load; None for all names. A glob that matches a part includes everything below it.
@@ -100,12 +100,12 @@ class LoadOptions:
 
     @property
     def is_selective(self) -> bool:
-        """Whether a part of the state may stay unchanged."""
+        """Whether parts of the state may stay unchanged."""
         return self.include is not None and "*" not in self.include
 
     @property
     def takes_all(self) -> bool:
-        """Whether the state must have all values of the checkpoint."""
+        """Whether the state must have all the checkpoint's values."""
         return self.include is None and not self.ignore_extra
 
     def matching_globs(self, path: Path) -> Iterator[str]:
@@ -123,10 +123,9 @@ class LoadOptions:
 
 
 class LoadPlanBuilder:
-    """Builder of a load plan, which records mismatches."""
+    """Builds a load plan and records mismatches."""
 
     def __init__(self, source: CheckpointSource, options: LoadOptions) -> None:
-        # `source`: open checkpoint
         self.source, self.options = source, options
         self.plan = LoadPlan()  # plan so far
         self._matched: set[str] = set()
@@ -158,13 +157,13 @@ class LoadPlanBuilder:
             self.add_problem(path, f"missing: {dotted(path)}")
 
     def add_value(self, path: Path, put: Put) -> None:
-        """Add a value, or the state of an object."""
+        """Add a value, or an object's state."""
         value, is_there = self._take(path, path)
         if is_there and self.wants(path):
             self.plan.values.append(Taker(path, value, put))
 
     def _take(self, path: Path, source: Path) -> tuple[Any, bool]:
-        """Return a value of the checkpoint, and whether it has it; note a missing one."""
+        """Return a checkpoint value, and whether it exists; note a missing one."""
         value, is_there = self.source.find(source)
         if is_there:
             self.plan.taken.add(source)
@@ -203,13 +202,13 @@ class LoadPlanBuilder:
         item = LoadItem(path, entry, array)
         if not all(_are_alike(self._read_shard(item, shard), shard.tensor.cpu()) for shard in array.shards):
             self.plan.problems.append(
-                f"{dotted(path)} is quantized otherwise than the saved one, whose scales are not in the checkpoint"
-                " (build the model from the same base with the same settings, or leave it out by `include`)"
+                f"{dotted(path)} differs in quantization from the saved tensor, whose scales the checkpoint lacks"
+                " (build the model from the same base and settings, or leave it out with `include`)"
             )
         return True
 
     def add_shared_array(self, spellings: Mapping[Path, Path | None], array: TensorShards) -> None:
-        """Add a parameter with several names; add a problem if the checkpoint has different values of them."""
+        """Add a parameter with several names; add a problem if the checkpoint has different values for them."""
         wanted = [path for path in spellings if self.wants(path)] or list(spellings)
         found = [(path, source) for path in wanted if (source := spellings[path]) is not None]
         self.add_array(wanted[0], found[0][1] if found else wanted[0], array)
@@ -219,8 +218,8 @@ class LoadPlanBuilder:
         for path, entry in entries[1:]:
             if not self._is_saved_alike(entries[0][1], entry, array):
                 self.plan.problems.append(
-                    f"{dotted(entries[0][0])} and {dotted(path)} are one parameter in this model, and the saved values"
-                    " of the two differ (untie them before the load, or leave one out by `rules`, with"
+                    f"{dotted(entries[0][0])} and {dotted(path)} are one parameter in this model, but their saved"
+                    " values differ (untie them before the load, or leave one out by `rules`, with"
                     " drop = { name = '...' })"
                 )
 
@@ -255,21 +254,21 @@ class LoadPlanBuilder:
             self._check_group(group)
 
     def _check_group(self, group: list[tuple[LoadItem, LocalShard]]) -> None:
-        """Add a problem for targets in one range of memory if saved values of the same elements differ."""
+        """Add a problem for targets in one memory range if the same elements have different saved values."""
         first, other = group[0]
         rest = [(item, shard) for item, shard in group[1:] if not _is_same_target(group[0], (item, shard))]
         if all(_has_same_elements(other, shard) for _, shard in rest):
             for item, shard in rest:
                 if not _are_alike(self._read_shard(first, other), self._read_shard(item, shard)):
                     self.plan.problems.append(
-                        f"{dotted(item.path)} is the memory of {dotted(first.path)} in this state, and the saved values"
-                        " of the two differ (give one of them memory of its own: `tensor.clone()`)"
+                        f"{dotted(item.path)} is the memory of {dotted(first.path)} in this state, but their saved"
+                        " values differ (give one its own memory: `tensor.clone()`)"
                     )
             return
         self._check_overlaps([(item, shard) for item, shard in (group[0], *rest) if _can_fill(item, self.options.cast)])
 
     def _check_overlaps(self, group: Sequence[tuple[LoadItem, LocalShard]]) -> None:
-        """As above, for tensors that share some of their elements; views such as columns may share none."""
+        """As above, for tensors that share some elements; views such as columns may share none."""
         tensors = [shard.tensor for _, shard in group]
         memory = SharedBytes(tensors)
         if not any(memory.take(tensor) for tensor in tensors):
@@ -280,12 +279,12 @@ class LoadPlanBuilder:
                 continue
             names = [dotted(each.path) for each, part in group[:at] if share_bytes(part.tensor, shard.tensor)]
             self.plan.problems.append(
-                f"{dotted(item.path)} shares memory with {' and '.join(names[:2])} in this state, and saved values of"
-                " the same elements differ (give one of them memory of its own: `tensor.clone()`)"
+                f"{dotted(item.path)} shares memory with {' and '.join(names[:2])} in this state, but saved values of"
+                " the same elements differ (give one its own memory: `tensor.clone()`)"
             )
 
     def _read_shard(self, item: LoadItem, shard: LocalShard) -> torch.Tensor:
-        """Return the saved elements of a shard in new memory."""
+        """Return a shard's saved elements in new memory."""
         (located,) = self.source.locate([item.entry])  # before memory is allocated
         values = allocate(located, shard.tensor.shape)
         read = item.array._replace(dtype=values.dtype, shards=(LocalShard(shard.box, values),))
@@ -293,8 +292,8 @@ class LoadPlanBuilder:
         return values
 
     def _without_repeats(self, path: Path, entry: TensorEntry, array: TensorShards) -> TensorShards:
-        """Return the distinct elements of an expanded tensor as targets."""
-        # Saved values of elements that share memory must be equal.
+        """Return an expanded tensor's distinct elements as targets."""
+        # Elements that share memory must have equal saved values.
         shards = []
         for shard in array.shards:
             size, at = shard.tensor.shape, _once(shard.tensor)
@@ -303,8 +302,8 @@ class LoadPlanBuilder:
                 if not _are_alike(values, values[at].expand(size)):
                     self.add_problem(
                         path,
-                        f"{dotted(path)} is an expanded tensor, whose elements share memory, and the saved values"
-                        " differ where it repeats itself (make it contiguous: `tensor.expand(...).clone()`)",
+                        f"{dotted(path)} is an expanded tensor, whose elements share memory, but the saved"
+                        " elements differ (make it contiguous: `tensor.expand(...).clone()`)",
                     )
             place = shard.tensor.detach()[at]
             shards.append(LocalShard(Box(shard.box.offset, tuple(place.shape)), place))
@@ -312,7 +311,7 @@ class LoadPlanBuilder:
 
 
 def is_same_source(one: TensorEntry, other: TensorEntry) -> bool:
-    """Return True if two saved arrays are the same elements of the files, as of tensors that were saved as one."""
+    """Return True if two saved arrays are the same file elements, as when tensors were saved as one."""
     return one is other or one[1:] == other[1:]
 
 
@@ -327,7 +326,7 @@ def _has_same_elements(one: LocalShard, other: LocalShard) -> bool:
 
 
 def _is_same_target(one: tuple[LoadItem, LocalShard], other: tuple[LoadItem, LocalShard]) -> bool:
-    """Return True if two targets are the same memory, and are filled from the same elements of the files."""
+    """Return True if two targets are the same memory, filled from the same file elements."""
     return is_same_source(one[0].entry, other[0].entry) and _has_same_elements(one[1], other[1])
 
 
@@ -343,7 +342,7 @@ def require_depth(path: Path) -> None:
 
 
 def _fits(entry: TensorEntry, array: TensorShards) -> bool:
-    """Return True if a saved array has the shape and dtype of its target in contiguous memory, as nearly all have."""
+    """Return True if a saved array has its target's shape and dtype in contiguous memory, as nearly all have."""
     for _, tensor in array.shards:
         if not tensor.is_contiguous() or tensor.is_meta or not has_memory(tensor):
             return False
@@ -366,12 +365,12 @@ def _find_mismatches(path: Path, entry: TensorEntry, array: TensorShards, *, can
 
 
 def _repeats(tensor: torch.Tensor) -> bool:
-    """Return True if elements of a tensor share memory, as after `expand`."""
+    """Return True if a tensor's elements share memory, as after `expand`."""
     return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _once(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """Return the index of the distinct elements of an expanded tensor."""
+    """Return the index of an expanded tensor's distinct elements."""
     return tuple(slice(0, 1) if not stride else slice(None) for stride in tensor.stride())
 
 
@@ -380,7 +379,7 @@ def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def model_names(saved: CheckpointSource, path: Path, names: Collection[str]) -> Mapping[str, Path]:
-    """Return the paths of a model's tensors in the checkpoint, by name."""
+    """Return where the checkpoint has a model's tensors, by name."""
     # Tensors are below the model's path, or where another tool puts and spells them. A file of one adapter fits none
     # of several adapters of a PEFT model.
     found = _saved_names(saved, path, names)
@@ -402,7 +401,7 @@ def _saved_names(saved: CheckpointSource, path: Path, names: Collection[str]) ->
 
 
 def _adapter_names(found: Mapping[str, Path], names: Iterable[str]) -> Mapping[str, Path]:
-    """Return the paths of tensors of a PEFT model that its file calls otherwise."""
+    """Return where the checkpoint has a PEFT model's tensors that its file names differently."""
     called: dict[str, list[str]] = {}
     for name in names:
         if name not in found:

@@ -1,4 +1,4 @@
-"""Planning of a load: visit a state, and plan a source for each of its values."""
+"""Plan a load: visit a state, and plan a source for each value."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def plan_load(
 
 
 def _refuse(value: Any) -> None:
-    """Raise the error for a value outside of a container, which cannot be replaced."""
+    """Raise the error for a value outside a container, which cannot be replaced."""
     kind = type(value).__name__
     raise UsageError(
         "a plain value cannot be loaded in place",
@@ -77,12 +77,12 @@ def _refuse(value: Any) -> None:
         if type(value) in (dict, list, tuple) and not value
         else f"a value of type {kind}",
         expected="a state that holds models, optimizers, tensors or values by name",
-        fix="Leave the state away to get what was saved: load(path).",
+        fix="Omit the state to get the saved values: load(path).",
     )
 
 
 class _LoadPlanner:
-    """Visitor of a state that plans a source for each of its values."""
+    """Visits a state and plans a source for each value."""
 
     def __init__(self, builder: LoadPlanBuilder, rank: int, world: int, models: LocalModels) -> None:
         self._builder, self._rank, self._world, self._models = builder, rank, world, models
@@ -99,14 +99,14 @@ class _LoadPlanner:
                     yield path
 
     def _parts(self, path: Path) -> Iterable[Path]:
-        """Yield a path, or the paths of entries of a list with objects in the state, which is one saved value."""
+        """Yield a path, or the entry paths for a list with objects in the state, which is one saved value."""
         if path not in self._opened:
             return (path,)
         saved, _ = self._builder.source.find(path)
         return _iter_parts(saved, path, set(self._builder.source.arrays))
 
     def visit(self, value: Any, path: Path, put: Put) -> None:
-        """Plan the load of a value and everything in it."""
+        """Plan to load a value and everything in it."""
         require_depth(path)
         if is_sharded_tensor(value):
             self._builder.add_array(path, path, get_tensor_shards(view_as_dtensor(value, path)))
@@ -135,7 +135,7 @@ class _LoadPlanner:
             self._value_in_place(path, put, value)
 
     def _numpy_array(self, value: np.ndarray[Any, Any], path: Path, put: Put) -> None:
-        """Plan the load of an array: in place if the saved one fits, else as replacement."""
+        """Plan to load an array: in place if the saved one fits, else as replacement."""
         check_array(value, path)
         is_fillable = value.flags.writeable and value.size and value.dtype.isnative
         is_fillable = is_fillable and has_torch_dtype(value) and has_torch_strides(value)
@@ -158,7 +158,7 @@ class _LoadPlanner:
         return found if isinstance(found, np.ndarray) else None
 
     def _fits(self, value: np.ndarray[Any, Any], entry: TensorEntry) -> bool:
-        """Return True if an array is filled in place, from a tensor or from an array of its shape and dtype."""
+        """Return True if an array is filled in place, from a tensor or an array with its shape and dtype."""
         saved = self._builder.source.find(entry.path)[0]
         has_form = entry.shape == value.shape and (entry.dtype == value.dtype.name or self._builder.options.cast)
         return has_form or not (isinstance(saved, TensorRef) and saved.kind == "numpy")
@@ -195,7 +195,7 @@ class _LoadPlanner:
         self._builder.plan.values.append(Taker(path, saved, value.load_state_dict))
 
     def plan_objects(self) -> None:
-        """Plan the tensors of objects, after all that the state itself names: these are filled in any case."""
+        """Plan the objects' tensors, after all that the state itself names, which are filled in any case."""
         if not self._objects:
             return
         self._builder.plan.is_collective = True
@@ -214,9 +214,9 @@ class _LoadPlanner:
         for place in handover.unplaced if self._builder.options.strict else ():
             self._builder.add_problem(
                 place,
-                f"no tensor for {dotted(place)}: {type(value).__name__}.state_dict() has sharded tensors, none of this"
-                " name, so that its sharding is not known (let the object make it before the load: torch's"
-                " `get_optimizer_state_dict` makes the state of an optimizer)",
+                f"no tensor for {dotted(place)}: {type(value).__name__}.state_dict() has sharded tensors, but none with"
+                " this name, so its sharding is unknown (create the tensor before the load: torch's"
+                " `get_optimizer_state_dict` creates an optimizer's state)",
             )
         self._builder.plan.values[at] = taker._replace(tree=handover.tree)
 
@@ -273,15 +273,15 @@ class _LoadPlanner:
             return
         if not isinstance(saved, list):
             self._builder.add_problem(
-                path, f"kind mismatch for {dotted(path)}: the checkpoint has no state of each rank there"
+                path, f"kind mismatch for {dotted(path)}: the checkpoint has no per-rank state there"
             )
         elif len(saved) == self._world:
             self._builder.plan.values.append(Taker(path, saved[self._rank], value.load_state_dict))
         elif type(value).load_other_world is PerRank.load_other_world:
-            text = f"every rank has its own {dotted(path)}, and there are more or fewer ranks than saved it"
+            text = f"{dotted(path)} was saved per rank by another number of ranks"
             found_text = f"found {len(saved)}, expected {self._world}"
             self._builder.add_problem(
-                path, f"{text}: {found_text} (leave it out of the state; `load(path)` has all of them)"
+                path, f"{text}: {found_text} (leave it out of the state; `load(path)` returns it for all ranks)"
             )
         else:
             self._builder.plan.values.append(Taker(path, saved, self._other_world(value, path)))
@@ -290,7 +290,7 @@ class _LoadPlanner:
         def take(states: list[Any]) -> None:
             if not value.load_other_world(states, self._rank, self._world):
                 raise UsageError(
-                    "every rank has its own, and there are more or fewer ranks than saved it",
+                    "this was saved per rank, by another number of ranks",
                     where=dotted(path),
                     found=f"{len(states)} ranks",
                     expected=self._world,
@@ -320,12 +320,12 @@ def _holds_objects(value: Any, kinds: tuple[type, ...] = (*_OBJECTS, np.ndarray)
 
 
 def _is_row(saved: object, length: int) -> bool:
-    """Return True for a list or tuple of a pickle that has this length, and no tensors."""
+    """Return True for a list or tuple in a pickle that has this length, and no tensors."""
     return isinstance(saved, ForeignValue) and isinstance(saved.value, (list, tuple)) and len(saved.value) == length
 
 
 def _iter_parts(value: Any, path: Path, arrays: Set[Path]) -> Iterator[Path]:
-    """Yield the paths of the values in a tree, without arrays."""
+    """Yield the paths in a tree that lead to values, without arrays."""
     if isinstance(value, dict) and value:
         for key, part in value.items():
             yield from _iter_parts(part, (*path, path_key(key)), arrays)

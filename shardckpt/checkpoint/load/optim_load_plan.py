@@ -1,4 +1,4 @@
-"""Planning of the load of optimizers, which matches saved state to parameters."""
+"""Plan the load of optimizers: match saved state to parameters."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from shardckpt.state.local.tensor_shards import get_tensor_shards
 
 
 class OptimizerLoadPlanner:
-    """Planner of optimizer states, which are matched by the FQNs of their models."""
+    """Plans optimizer states, which are matched by their models' FQNs."""
 
     def __init__(self, builder: LoadPlanBuilder, models: LocalModels, shards: FlatShards) -> None:
         self._builder, self._models, self._shards = builder, models, shards
 
     def plan(self, optim: torch.optim.Optimizer, path: Path) -> None:
-        """Add the state of an optimizer."""
+        """Add an optimizer's state."""
         index = self._models.find_index_for(optim)
         root = self._find_root(path)
         if root is None:
@@ -84,14 +84,14 @@ class OptimizerLoadPlanner:
                 self._builder.add_problem((*path, "state", name), f"missing: {dotted((*path, 'state', name))}")
 
     def _find_root(self, path: Path) -> Path | None:
-        """Return the path of an optimizer's saved state: its own, or the only saved one."""
+        """Return where an optimizer's saved state is: at its path, or the only saved one."""
         if self._builder.source.find(path)[1]:
             return path
         roots = find_sections(self._builder.source.manifest).optimizers
         return roots[0] if len(roots) == 1 and not self._builder.source.is_native else None
 
     def _is_as_returned(self, root: Path) -> bool:
-        """Return True if a saved state is an optimizer's own `state_dict()`: it has ids, or keys of its own alone."""
+        """Return True if a saved state is an optimizer's own `state_dict()`: it has ids, or keys that only it has."""
         found = self._builder.source.find(root)[0]
         if isinstance(found, dict) and not any(str(key).startswith(("state", "param_groups")) for key in found):
             return True
@@ -121,7 +121,7 @@ class OptimizerLoadPlanner:
         self._builder.plan.values.append(Taker(path, self._builder.source.find(root)[0], take))
 
     def _require_no_dtensors(self, optim: torch.optim.Optimizer, path: Path, root: Path) -> None:
-        """Refuse an optimizer of DTensors without its model: it would take full tensors in place of its shards."""
+        """Refuse an optimizer with DTensors but no model: it would take full tensors instead of its shards."""
         place = (*root, "state")
         has_slots = any(at[: len(place)] == place and e.shape for at, e in self._builder.source.arrays.items())
         parameters = (parameter for group in optim.param_groups for parameter in group["params"])
@@ -150,7 +150,7 @@ class OptimizerLoadPlanner:
         return optimizers.key_by_name(raw, shapes, numbers, clean=lambda name: _first(name, index))
 
     def _select(self, state: optimizers.OptimizerState, path: Path) -> optimizers.OptimizerState:
-        """Return the part of an optimizer's state that the options include."""
+        """Return what the options include from an optimizer's state."""
         if not self._builder.options.is_selective:
             return state
 
@@ -183,7 +183,7 @@ class OptimizerLoadPlanner:
         )
 
     def _fill_optim_targets(self, targets: OptimTargets, state: optimizers.OptimizerState, path: Path) -> None:
-        """Plan the reads of the targets; compare numbers that several parameters share."""
+        """Plan the reads for the targets; compare numbers that several parameters share."""
         shared: dict[int, list[LoadItem]] = {}
         for name, slot, array in targets.arrays:
             wanted = LoadItem((*path, "state", name, slot), state.tensors[f"{name}/{slot}"], array)
@@ -195,7 +195,7 @@ class OptimizerLoadPlanner:
             self._builder.plan.arrays += rows if len(rows) == 1 else self._read_shared_number(rows, path)
 
     def _read_shared_number(self, rows: Sequence[LoadItem], path: Path) -> Sequence[LoadItem]:
-        """Return the sources of the one number that an optimizer has for a flat parameter."""
+        """Return the sources for the one number that an optimizer has for a flat parameter."""
         values = [self._read_number(tensor.entry) for tensor in rows]
         if all(value == values[0] for value in values):
             return rows[:1]
@@ -215,7 +215,7 @@ class OptimizerLoadPlanner:
 
 
 def _stored_names(groups: Any, index: ModelIndex) -> dict[int, str] | None:
-    """Return FQNs by parameter id, as an optimizer of named parameters stores them; None unless all are the model's."""
+    """Return FQNs by parameter id, as an optimizer with named parameters stores them; None unless the model has all."""
     if not isinstance(groups, (list, tuple)) or not all(isinstance(group, Mapping) for group in groups):
         return None
     names = {number: _first(strip_wrappers(name), index) for number, name in read_param_names(groups).items()}
@@ -224,7 +224,7 @@ def _stored_names(groups: Any, index: ModelIndex) -> dict[int, str] | None:
 
 
 def _names_by_number(live: Sequence[Sequence[str]], groups: Any) -> dict[int, str] | None:
-    """Return FQNs by parameter id, matched by position in groups of the same sizes, as in torch."""
+    """Return FQNs by parameter id, matched by position in groups with the same sizes, as in torch."""
     if not isinstance(groups, (list, tuple)) or len(groups) != len(live):
         return None
     numbers = [list(group.get("params", ())) for group in groups if isinstance(group, dict)]
@@ -260,7 +260,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _leaves(tree: Any, root: Path) -> dict[Path, Any]:
-    """Return the values of an optimizer's tree by path; each param group is one value."""
+    """Return the values in an optimizer's tree by path; each param group is one value."""
     leaves: dict[Path, Any] = {}
     if isinstance(tree, dict):
         for key, value in tree.items():

@@ -1,4 +1,4 @@
-"""Open checkpoint of any format as the source of a load: state tree and arrays."""
+"""An open checkpoint in any format, as a load's source: state tree and arrays."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ VERIFY = (False, "read", "full", "live")
 
 
 class CheckpointSource:
-    """Open checkpoint of any format."""
+    """Open checkpoint in any format."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class CheckpointSource:
 
     @property
     def reader(self) -> Reader:
-        """Reader of the checkpoint's format."""
+        """The reader for the checkpoint's format."""
         return self._reader
 
     @property
@@ -81,7 +81,7 @@ class CheckpointSource:
         return bool(entry.pieces) and all(piece.file in self.manifest.elsewhere for piece in entry.pieces)
 
     def check_blocks(self, share: int = 0, shares: int = 1, *, own_only: bool = False) -> None:
-        """Check the hashes of all blocks in a share of the files."""
+        """Check all block hashes in a share of the files."""
         hashed = self._files.list_hashed_files() if isinstance(self._files, NativeReader) else []
         left_out = self.manifest.elsewhere if own_only else {}
         for name in sorted(set(hashed) - left_out.keys())[share::shares]:
@@ -98,7 +98,7 @@ class CheckpointSource:
 
     @cached_property
     def arrays(self) -> Mapping[Path, TensorEntry]:
-        """Entries of the arrays by path."""
+        """Array entries by path."""
         if not self._key_map:
             return self.manifest.tensors
         arrays: dict[Path, TensorEntry] = {}
@@ -116,7 +116,7 @@ class CheckpointSource:
 
     @cached_property
     def paths(self) -> list[Path]:
-        """Paths of arrays and other values."""
+        """Paths to arrays and other values."""
         return [*self.arrays, *map(self._renamed_path, self.manifest.objects)]
 
     @cached_property
@@ -142,7 +142,7 @@ class CheckpointSource:
         return find(self.tree, path)
 
     def read_tree(self, tree: Any, skipped: list[Path] | None = None) -> Any:
-        """Return a part of the tree with its arrays as tensors on the CPU."""
+        """Return a subtree with its arrays as tensors on the CPU."""
         paths = list(dict.fromkeys(at.path for at in iter_refs(tree)))
         values = {path: found for path in paths if (found := find_value(self.arrays[path]))}
         if skipped is not None and len(values) < len(paths):
@@ -170,7 +170,7 @@ class CheckpointSource:
         return sum(prod(entry.shape) * getattr(torch, entry.stored).itemsize for entry in entries)
 
     def fill(self, wanted: Sequence[ReadRequest]) -> None:
-        """Read exactly the elements of this rank's shards into them."""
+        """Read exactly this rank's elements into its shards."""
         self.elements.read(self.locate_requests(wanted))
 
     def locate_requests(self, wanted: Sequence[ReadRequest]) -> list[ReadRequest]:
@@ -180,7 +180,7 @@ class CheckpointSource:
 
     @cached_property
     def elements(self) -> ElementReader:
-        """Reader of requests that `locate_requests` returned."""
+        """Reader for requests that `locate_requests` returned."""
         return ElementReader(self._store)
 
     @property
@@ -190,19 +190,19 @@ class CheckpointSource:
 
     @property
     def unchecked_store(self) -> Store | None:
-        """Store for bytes whose hashes `verify="live"` checks in the memory of the state, after the load."""
-        # None if all bytes are checked when they are read: other copies of a damaged block may be elsewhere.
+        """Store for bytes whose hashes `verify="live"` checks in the state's memory, after the load."""
+        # None if all bytes are checked when they are read: a damaged block may have other copies elsewhere.
         is_checked_later = self._is_live and self.is_native and self._store.capabilities.is_local
         return self._reader.unverified_store if is_checked_later else None
 
     @property
     def grain(self) -> int:
-        """Smallest number of bytes per read: a group of blocks if hashes are checked, otherwise 1."""
+        """Fewest bytes per read: a group of blocks if hashes are checked, otherwise 1."""
         return GROUP_BYTES if self._store is not self._reader.raw_store else 1
 
     @cached_property
     def identity(self) -> bytes:
-        """Identity of the checkpoint, 16 bytes: another one under its path has another."""
+        """The checkpoint's identity, 16 bytes: another one under its path has another."""
         if isinstance(self._reader, NativeReader):
             content: object = self._reader.commit.manifest_sha256
         else:
@@ -215,7 +215,7 @@ class CheckpointSource:
 
 
 def _with_shapes(reader: Reader, get_shapes: Callable[[], ParamShapes | None]) -> Reader:
-    """Return a reader that knows the members of its flat parameters: the same one if the files list them."""
+    """Return a reader that knows its flat parameters' members: the same one if the files list them."""
     known = get_shapes() if reader.needs_param_shapes else None
     if known is not None:
         reader = reader.with_param_shapes(known)
@@ -237,7 +237,7 @@ def require_way_to_verify(verify: Any) -> None:
 def compile_key_map(key_map: Any) -> list[tuple[re.Pattern[str], str]]:
     """Return compiled regular expressions with their replacements."""
     if key_map is not None and not isinstance(key_map, Mapping):
-        expected = "a dict of regular expressions to their replacements"
+        expected = "a dict from regular expressions to their replacements"
         raise UsageError("`key_map` must be a dict", found=key_map, expected=expected, fix="Pass a file as `rules`.")
     patterns = []
     for pattern, new in (key_map or {}).items():
@@ -254,13 +254,13 @@ def compile_key_map(key_map: Any) -> list[tuple[re.Pattern[str], str]]:
 
 
 def require_rules(rules: Any) -> None:
-    """Raise UsageError unless rules are a path, the name of a set, or None."""
+    """Raise UsageError unless rules are a path, a set's name, or None."""
     if rules is not None and not isinstance(rules, (str, os.PathLike)):
-        raise UsageError("`rules` must be a file of rules", found=rules, fix="Pass a dict of expressions as `key_map`.")
+        raise UsageError("`rules` must be a file with rules", found=rules, fix="Pass a dict as `key_map`.")
 
 
 def allocate(entry: TensorEntry, size: Sequence[int]) -> torch.Tensor:
-    """Return an uninitialized CPU tensor for elements of an array."""
+    """Return an uninitialized CPU tensor for array elements."""
     dtype = torch_dtype(entry)
     try:
         return empty_in_order(tuple(size), entry.order, dtype)
@@ -271,7 +271,7 @@ def allocate(entry: TensorEntry, size: Sequence[int]) -> torch.Tensor:
 
 
 def torch_dtype(entry: TensorEntry) -> torch.dtype:
-    """Return the torch dtype of an array."""
+    """Return an array's torch dtype."""
     dtype = getattr(torch, entry.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise UnsupportedError("torch has no such type", where=dotted(entry.path), found=entry.dtype)

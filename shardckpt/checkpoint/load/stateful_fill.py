@@ -1,10 +1,10 @@
-"""Load of `Stateful` objects by filling the tensors of their current state.
+"""Load `Stateful` objects by filling the tensors in their current state.
 
 A checkpoint has full tensors, but an object with a sharded model loads DTensors with its own sharding. Therefore the
 tensors that its `state_dict()` returns are filled, each rank with its shard, and passed back in the saved tree.
 
-A tensor in memory that other saved elements fill, such as that of a model which the object refers to until it has
-values of its own, is not filled: the object gets a new one, as from `torch.load`.
+A tensor is not filled if other saved elements fill its memory, such as a model's parameter that the object refers to
+until it has its own values. Then the object gets a new tensor, as from `torch.load`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MISSING = object()
 
 
 class Fill(NamedTuple):
-    """Tensor of an object's state to fill in place."""
+    """Tensor in an object's state to fill in place."""
 
     path: Path
     source: Path  # path in the checkpoint
@@ -38,7 +38,7 @@ class Fill(NamedTuple):
 
 
 class _Range(NamedTuple):
-    """Addresses of the memory of a target: of its first byte, and behind its last."""
+    """A target's memory: the address of its first byte, and the address after its last."""
 
     start: int
     end: int
@@ -54,7 +54,7 @@ class FilledMemory:
         self._disjoint = list(_merge(sorted(self._entries)))
 
     def add(self, tensor: torch.Tensor, entry: TensorEntry) -> bool:
-        """Add a target; return False if another saved array fills a part of its memory."""
+        """Add a target; return False if another saved array fills some of its memory."""
         shards = get_tensor_shards(tensor).shards
         added = [each for shard in shards if (each := _get_range(shard)) is not None]
         added = [each for each in added if not self._is_filled_by(each, entry)]
@@ -76,7 +76,7 @@ class FilledMemory:
 
 
 def _get_range(shard: LocalShard) -> _Range | None:
-    """Return the addresses of a shard's memory; None if it has none."""
+    """Return a shard's memory range; None if it has no memory."""
     tensor = shard.tensor
     if not shard.box.volume or not (start := tensor.data_ptr()):
         return None
@@ -130,7 +130,7 @@ class _Match:
         self.made = Handover()
 
     def visit(self, saved: Any, own: Any, path: Path) -> Any:
-        """Return the value to pass to the object for a part of the tree."""
+        """Return the value to pass to the object for a subtree."""
         if isinstance(saved, TensorRef):
             return self._array(saved, own, path)
         if isinstance(saved, dict):
@@ -175,7 +175,7 @@ def _expanded(own: Any, path: Path) -> Any:
 
 
 def _member(own: Any, key: Any) -> Any:
-    """Return a mapping's value of a key, which another format may store as text."""
+    """Return a mapping's value for a key, which another format may store as text."""
     if not isinstance(own, dict):
         return _MISSING
     if key in own:
@@ -196,7 +196,7 @@ def _can_be_filled(own: torch.Tensor, entry: TensorEntry) -> bool:
 
 
 def _dtensors(own: Any, path: Path) -> Iterator[Path]:
-    """Yield the paths of DTensors in an object's state."""
+    """Yield the paths to DTensors in an object's state."""
     if isinstance(own, DTensor) or is_sharded_tensor(own):
         yield path
     elif isinstance(own, dict):

@@ -1,4 +1,4 @@
-"""Read elements of a checkpoint's files into tensors, in a few concurrent batches."""
+"""Read elements from a checkpoint's files into tensors, in a few concurrent batches."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ BATCH_BYTES = 64 << 20  # bytes of one batch of reads; staging buffers may need 
 
 _WINDOW_BYTES = 1 << 29
 _WINDOW_PIECES = 100_000  # maximum bytes and pieces that are planned ahead
-MOST_READERS = 2  # number of concurrent batches: one is read while the other is hashed and copied to its target
+MAX_READERS = 2  # number of concurrent batches: one is read while the other is hashed and copied to its target
 ReadRequest = tuple[TensorEntry, TensorShards]  # entry of a saved array, and the shards to fill
 
 
 class ElementReader:
-    """Reader of the elements of arrays with located pieces."""
+    """Reads elements of arrays with located pieces."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._pieces = PieceReader(store)
         self._buffers: UploadBuffers | None = None
         self.meter: Meter | None = None  # counts the bytes that are read; None if nobody asks
-        self.readers = MOST_READERS  # number of threads that read local files into CPU memory
+        self.readers = MAX_READERS  # number of threads that read local files into CPU memory
         # Reads into the memory of shards, by the id of the shard, of bytes that the caller checks afterwards; the
         # shards have to stay.
         self.planned: dict[int, list[Read]] = {}
 
     def read(self, wanted: Sequence[ReadRequest], straight: Store | None = None) -> None:
-        """Read the elements of requests; they are in their targets when this returns."""
+        """Read the requested elements; they are in their targets when this returns."""
         self._buffers = _make_buffers(wanted)
         if any(isinstance(piece.layout, Encoded) for entry, _ in wanted for piece in entry.pieces):
             for batch in _batches(wanted):  # a decoder reads forward through all pieces
@@ -72,14 +72,14 @@ class ElementReader:
 
     def _planned(self, wanted: Sequence[ReadRequest], kept: dict[int, list[Read]] | None = None) -> Iterator[_Batch]:
         """Yield batches of reads, with a bounded number of pieces planned ahead."""
-        # An array may have a million pieces.
+        # The number is bounded, because an array may have a million pieces.
         for some in _windows(wanted):
             reads, rest = _divided(some, kept)
             yield from self._order_batches(reads)
             yield from _batches(rest)
 
     def _order_batches(self, reads: Sequence[Read]) -> Iterator[_Batch]:
-        """Yield batches of reads, those from other machines first: they come while files of this one are read."""
+        """Yield read batches, remote ones first: they arrive while local files are read."""
         copied, far = as_copied(self._store), set[str]()
         if copied is not None:
             far = {name for name in {read.name for read in reads} if not copied.is_near(name)}
@@ -91,15 +91,15 @@ class ElementReader:
             return PieceReader(self._store if straight is None or not batch.is_straight else straight)
 
         is_local = self._buffers is None and self._store.capabilities.is_local
-        readers = self.readers if is_local else MOST_READERS
-        begun = list(islice(batches, 2))
-        if readers == 1 or len(begun) < 2:
-            for batch in chain(begun, batches):
+        readers = self.readers if is_local else MAX_READERS
+        started = list(islice(batches, 2))
+        if readers == 1 or len(started) < 2:
+            for batch in chain(started, batches):
                 self._carry_out(batch, open_pieces(batch))
             return
         with ThreadPool(readers, thread_name_prefix="shardckpt-read") as pool:
             running: deque[Future[None]] = deque()
-            for batch in chain(begun, batches):
+            for batch in chain(started, batches):
                 running.append(pool.submit(self._carry_out, batch, open_pieces(batch)))
                 if len(running) > readers:
                     running.popleft().result()
@@ -113,15 +113,15 @@ class ElementReader:
 
 
 def count_neighbors(machines: Sequence[bytes]) -> list[int]:
-    """Return for each rank the number of ranks on its machine, from the machine of each rank."""
+    """Return for each rank how many ranks its machine has."""
     ranks = Counter(machines)
     return [ranks[machine] for machine in machines]
 
 
 def choose_readers(neighbors: int) -> int:
-    """Return the number of threads that read local files."""
-    # Ranks that keep all cores busy would only pass them, with what is in their caches, from one thread to another.
-    return max(min(count_cores() // neighbors, MOST_READERS), 1)
+    """Return how many threads read local files."""
+    # With all cores busy, more threads would only move each core, and its cache, from one thread to another.
+    return max(min(count_cores() // neighbors, MAX_READERS), 1)
 
 
 def count_bytes(wanted: Iterable[ReadRequest]) -> int:
@@ -132,7 +132,7 @@ def count_bytes(wanted: Iterable[ReadRequest]) -> int:
 
 @dataclass
 class PendingRead:
-    """Read of file bytes by this rank, or by another rank that sends them."""
+    """A file read by this rank, or by another rank that sends the bytes."""
 
     reads: list[Read]  # byte ranges with their targets; emptied when they are divided
     finish: Callable[[], object] | None  # copies arrived bytes from a buffer to their target; None without a buffer
@@ -148,7 +148,7 @@ class PendingRead:
 
 
 def as_pending_reads(wanted: Sequence[ReadRequest]) -> tuple[list[PendingRead], list[ReadRequest]]:
-    """Return requests as reads of file bytes, and all other requests."""
+    """Return requests as file reads, and all other requests."""
     # Targets on a device, or of another dtype, get a buffer, whose memory is not touched before bytes arrive.
     pending: list[PendingRead] = []
     rest: list[ReadRequest] = []
@@ -168,7 +168,7 @@ def as_pending_reads(wanted: Sequence[ReadRequest]) -> tuple[list[PendingRead], 
 
 
 def _divided(wanted: Sequence[ReadRequest], kept: dict[int, list[Read]] | None) -> tuple[list[Read], list[ReadRequest]]:
-    """Return reads directly into targets, and all other requests; add the former to `kept` by the ids of shards."""
+    """Return reads directly into targets, and all other requests; add the reads to `kept` by shard id."""
     reads: list[Read] = []
     rest: list[ReadRequest] = []
     for entry, array in wanted:
@@ -187,7 +187,7 @@ def _divided(wanted: Sequence[ReadRequest], kept: dict[int, list[Read]] | None) 
 
 
 def _shards(array: TensorShards, entry: TensorEntry) -> Iterator[LocalShard]:
-    """Yield the shards of an array; split those that need a buffer to fit a batch."""
+    """Yield an array's shards; split shards that need a buffer to fit a batch."""
     for shard in array.shards:
         if is_flat_on_cpu(shard.tensor) and shard.tensor.dtype == getattr(torch, entry.stored):
             if shard.box.volume:
@@ -225,7 +225,7 @@ class _Batch:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of the elements, as they are stored."""
+        """Element bytes, as they are stored."""
         uploaded = sum(upload.tensor.numel() * upload.stored.itemsize for upload in self.uploads)
         return (
             uploaded + sum(item.buffer.nbytes for item in self.wants) + sum(read.buffer.nbytes for read in self.reads)
@@ -241,7 +241,7 @@ class _Batch:
 
 
 def _place(request: ReadRequest) -> tuple[str, int]:
-    """Return the approximate location of elements, to sort reads by file and offset."""
+    """Return roughly where elements are, to sort reads by file and offset."""
     pieces = request[0].pieces
     return (pieces[0].file, getattr(pieces[0].layout, "offset", 0)) if pieces else ("", 0)
 
@@ -303,7 +303,7 @@ def _windows(wanted: Sequence[ReadRequest]) -> Iterator[Sequence[ReadRequest]]:
 
 
 def _batches_of_reads(reads: Sequence[Read]) -> Iterator[_Batch]:
-    """Divide reads into batches in the order of their offsets."""
+    """Divide reads into batches, in offset order."""
     # Batches end at block boundaries, so that no block is in two batches.
     batch = _Batch()
     last: tuple[str, int] = ("", 0)
@@ -323,7 +323,7 @@ def _batches_of_reads(reads: Sequence[Read]) -> Iterator[_Batch]:
 
 
 def _parts(array: TensorShards, entry: TensorEntry) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Yield boxes and targets of an array, in parts that fit a batch."""
+    """Yield an array's boxes and targets, in parts that fit a batch."""
     for box, tensor in array.shards:
         most = _most_elements(tensor, box, entry)
         if box.volume <= most:
@@ -335,7 +335,7 @@ def _parts(array: TensorShards, entry: TensorEntry) -> Iterator[tuple[Box, torch
 
 
 def _most_elements(tensor: torch.Tensor, box: Box, entry: TensorEntry) -> int:
-    """Return the maximum number of elements of an array in a batch."""
+    """Return the maximum elements of an array per batch."""
     most = max(BATCH_BYTES // max(nbytes(entry.stored, 8) // 8, 1), 1)
     if has_pinned_copies(tensor.device):
         most = min(most, Upload(entry, box, tensor).most_elements)
@@ -349,7 +349,7 @@ def _read_item(placed: PlacedUpload) -> ReadItem:
 
 def _buffer(tensor: torch.Tensor, entry: TensorEntry) -> tuple[memoryview, Callable[[], object] | None]:
     """Return memory to read into, and a function that copies it to the tensor."""
-    # If the stored bytes are those of the tensor, it is the tensor's own memory, and the function is None.
+    # If the bytes are stored as the tensor has them, this is the tensor's own memory, and the function is None.
     stored = getattr(torch, entry.stored)
     if is_flat_on_cpu(tensor) and tensor.dtype == stored:
         return flat_bytes(tensor), None

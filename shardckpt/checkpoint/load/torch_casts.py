@@ -1,4 +1,4 @@
-"""Casts of loaded values; a value that the dtype cannot represent is an error."""
+"""Cast loaded values; a value that the dtype cannot represent is an error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def put(values: torch.Tensor, into: torch.Tensor, entry: TensorEntry) -> None:
 
 
 def _copy(values: torch.Tensor, into: torch.Tensor) -> torch.Tensor | None:
-    """Copy elements; return a mask of those that changed too much, or None."""
+    """Copy elements; return a mask for elements that changed too much, or None."""
     if values.is_complex() and not into.is_complex():
         lost = values.imag != 0  # NaN too
         return lost if lost.any() else _copy(values.real, into)
@@ -44,7 +44,7 @@ def _copy(values: torch.Tensor, into: torch.Tensor) -> torch.Tensor | None:
 
 
 def _holds_all(wanted: torch.dtype, stored: torch.dtype) -> bool:
-    """Return True if a real dtype represents all values of another, up to rounding."""
+    """Return True if a real dtype represents another's values, up to rounding."""
     if stored in (wanted, torch.bool):
         return True
     if wanted.is_floating_point:
@@ -57,7 +57,7 @@ def _holds_all(wanted: torch.dtype, stored: torch.dtype) -> bool:
 
 
 def _lost(values: torch.Tensor, cast: torch.Tensor) -> torch.Tensor:
-    """Return a mask of the elements that changed by more than rounding."""
+    """Return a mask for elements that changed by more than rounding."""
     if cast.dtype.is_floating_point:
         wide = values.double()
         return wide.isfinite() & (~cast.float().isfinite() | (wide.abs() > _largest(cast.dtype)))

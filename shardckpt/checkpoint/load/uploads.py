@@ -1,4 +1,4 @@
-"""Uploads of elements to devices through two pinned buffers, in turn."""
+"""Upload elements to devices through two pinned buffers, in turn."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Upload(NamedTuple):
 
     @property
     def stored(self) -> torch.dtype:
-        """Dtype of the elements in the files."""
+        """Dtype in the files."""
         stored: torch.dtype = getattr(torch, self.entry.stored)
         return stored
 
@@ -46,17 +46,17 @@ class Upload(NamedTuple):
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of a buffer per element, including the copy after a cast."""
+        """Buffer bytes per element, including the copy after a cast."""
         return self.stored.itemsize + (self.tensor.dtype.itemsize if self.needs_cast else 0)
 
     @property
     def most_elements(self) -> int:
-        """Maximum number of elements in a buffer."""
+        """Maximum elements per buffer."""
         return (PINNED_BYTES - 2 * _ALIGNMENT_BYTES) // self.element_bytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a buffer that the upload needs."""
+        """Buffer bytes that the upload needs."""
         return prod(self.tensor.shape) * self.element_bytes + 2 * _ALIGNMENT_BYTES
 
 
@@ -108,7 +108,7 @@ class UploadBuffers:
 
 
 def place_uploads(uploads: Sequence[Upload], buffer: torch.Tensor) -> list[PlacedUpload]:
-    """Assign parts of a buffer, which must be large enough, to uploads."""
+    """Assign places in a buffer, which must be large enough, to uploads."""
     placed, at = [], 0
     for upload in uploads:
         shape = tuple(upload.tensor.shape)
@@ -147,7 +147,7 @@ def _wait(event: Event | None) -> None:
 
 
 def _take(buffer: torch.Tensor, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, int]:
-    """Return a tensor in a buffer, and the offset in bytes of the next one."""
+    """Return a tensor in a buffer, and the next one's offset in bytes."""
     stop = at + prod(shape) * dtype.itemsize
     return buffer[at:stop].view(dtype).view(shape), -(-stop // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 

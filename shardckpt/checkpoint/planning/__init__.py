@@ -1,1 +1,1 @@
-"""Planning of a save: reports of ranks, save plans, manifest."""
+"""Plan a save: rank reports, save plans, manifest."""

@@ -1,4 +1,4 @@
-"""Reuse of the last plan and manifest for a state with other tensors and values."""
+"""Reuse the last plan and manifest for a state with other tensors and values."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from shardckpt.state.local.tensor_shards import LocalShard, TensorShards, get_te
 
 @dataclass(frozen=True)
 class ValuePlace:
-    """Location of a plain value in the tagged JSON of a state."""
+    """A plain value's location in a state's tagged JSON."""
 
     container: Any  # list or object that contains the value
     key: Any  # position or key of the value in the container
 
 
 class CachedArray(NamedTuple):
-    """Location of an array in the traced tensors."""
+    """An array's location in the traced tensors."""
 
     shape: Shape
     dtype: torch.dtype  # dtype of the elements
@@ -52,20 +52,20 @@ class CachedSave:
     manifest: CachedManifest | None  # plan of all ranks and manifest, on rank 0; None on other ranks
 
     def fits(self, trace: StateTrace) -> bool:
-        """Return True if a state has the names, layouts and shared memory of this save."""
+        """Return True if a state has this save's names, layouts and shared memory."""
         return self.description == trace.description
 
 
 @dataclass(frozen=True)
 class CachedManifest:
-    """Manifest of a save, and its plan."""
+    """A save's manifest and plan."""
 
     cache: PlanCache  # plan of all ranks
     contents: ManifestContents  # manifest without files; each save replaces the values in it
     places: tuple[ValuePlace, ...]  # locations of the values, in the order of the trace
 
     def build_contents(self, save: str, trace: StateTrace, custom_metadata: Mapping[str, str]) -> ManifestContents:
-        """Return the manifest of a state, without its files and pieces."""
+        """Return a state's manifest, without files and pieces."""
         values = [_encode(value, path) for path, value in trace.values]
         for place, value in zip(self.places, values, strict=True):
             place.container[place.key] = value
@@ -73,7 +73,7 @@ class CachedManifest:
 
 
 def digest_traced_values(trace: StateTrace) -> str:
-    """Return a digest of the values of a trace, independent of the order of dicts and sets."""
+    """Return a digest of a trace's values, independent of dict and set order."""
     # Ranks whose traces fit one save have equal values if and only if they have equal digests.
     rows = [[list(path), _encode(value, path)] for path, value in trace.values]
     return digest_tree(sorted(rows, key=lambda row: encode_canonical(row[0])))
@@ -102,12 +102,12 @@ class TracedState:
 
     @property
     def devices(self) -> set[torch.device]:
-        """Devices of the tensors."""
+        """The tensors' devices."""
         return {tensor.device for tensor in self._tensors}
 
     @cached_property
     def arrays(self) -> dict[Path, TensorShards]:
-        """Arrays by path, in the order of the state."""
+        """Arrays by path, in state order."""
         arrays = {}
         for path, (shape, dtype, position, box) in self._cached_save.arrays.items():
             if position is None or box is None:
@@ -125,7 +125,7 @@ def cache_save(
     contents: ManifestContents | None,
 ) -> CachedSave | None:
     """Return a cached save; None if a trace is not sufficient to save the state again."""
-    # A state with a trace does not have values of some ranks only, and all its parameters are written.
+    # In a state with a trace every rank has all values, and all parameters are written.
     arrays = _find_arrays(trace, flattened.arrays)
     if arrays is None:
         return None
@@ -139,7 +139,7 @@ def cache_save(
 
 
 def _find_arrays(trace: StateTrace, arrays: Mapping[Path, TensorShards]) -> dict[Path, CachedArray] | None:
-    """Return the location of each array; None if one is not exactly a traced tensor of the same layout."""
+    """Return where each array is; None if one is not exactly a traced tensor with the same layout."""
     known = {find_memory(tensor): at for at, tensor in enumerate(trace.local_tensors)}
     sharded = {(tuple(tensor.shape), tensor.dtype) for tensor in trace.tensors if type(tensor) is DTensor}
     found = {}
@@ -159,7 +159,7 @@ def _is_same_layout(traced: TensorShards, shape: Shape, dtype: torch.dtype, box:
 
 
 def _find_places(trace: StateTrace, tree: object) -> tuple[ValuePlace, ...] | None:
-    """Return the locations of the values in tagged JSON; None if one is not found."""
+    """Return where the values are in tagged JSON; None if one is not found."""
     places = []
     for path, value in trace.values:
         place = _find_place(tree, path)

@@ -1,7 +1,7 @@
-"""Cache of the last committed save plan, for later saves of the same arrays.
+"""Cache the last committed save plan, for later saves with the same arrays.
 
 Such saves do not send local plans and are not planned again. A rank replaces its cache only when it knows that all
-ranks have committed the save. A rank can miss that, so each cache contains the id of its save: caches of different
+ranks have committed the save. A rank can miss that, so each cache contains its save's id: caches from different
 saves are never used together.
 """
 
@@ -16,7 +16,7 @@ from shardckpt.checkpoint.planning.save_plan import GlobalSavePlan, LocalSavePla
 
 @dataclass(frozen=True)
 class RankPlanCache:
-    """Last committed plan of one rank."""
+    """One rank's last committed plan."""
 
     save: str  # id of the save with this plan
     local_plan: LocalSavePlan  # arrays of this rank in that save
@@ -25,7 +25,7 @@ class RankPlanCache:
 
 @dataclass(frozen=True)
 class PlanCache:
-    """Last committed plan of all ranks, on rank 0."""
+    """The last committed plan for all ranks, on rank 0."""
 
     save: str  # id of the save with this plan
     local_plans: tuple[LocalSavePlan, ...]  # arrays of each rank in that save, in rank order
@@ -33,7 +33,7 @@ class PlanCache:
 
 
 def is_cached(reports: Sequence[RankReport], cache: PlanCache | None) -> bool:
-    """Return True if every rank has the arrays of the cached plan and its part cached."""
+    """Return True if every rank has the cached plan's arrays, and its own part cached."""
     return cache is not None and all(not report.local_plan and report.cached == cache.save for report in reports)
 
 

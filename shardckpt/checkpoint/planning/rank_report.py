@@ -1,4 +1,4 @@
-"""Reports of ranks before a save, and the manifest that rank 0 builds from them."""
+"""Rank reports before a save, and the manifest that rank 0 builds from them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ SHOWN = 5  # maximum number of names in an error; others are only counted
 
 @dataclass(frozen=True)
 class RankSubtree:
-    """Part of a state tree in a rank's report."""
+    """Subtree of a state in a rank's report."""
 
     json: object  # tagged JSON, with arrays as their position in `arrays`
     arrays: Sequence[Path]
 
     @classmethod
     def encode(cls, tree: Any, path: Path) -> RankSubtree:
-        """Encode a part of a state tree."""
+        """Encode a state's subtree."""
         arrays: list[Path] = []
 
         def number(array: TensorRef) -> int:
@@ -40,7 +40,7 @@ class RankSubtree:
         return cls(encoded(tree, number, path), arrays)
 
     def decode(self) -> Any:
-        """Return the part as the sending rank flattened it."""
+        """Return the subtree as the sending rank flattened it."""
 
         def decode_ref(value: ArrayRef | NamedValue) -> object:
             return TensorRef(self.arrays[value.number], value.kind) if isinstance(value, ArrayRef) else value
@@ -50,7 +50,7 @@ class RankSubtree:
 
 @dataclass(frozen=True)
 class RankReport:
-    """First message of a rank in a save."""
+    """A rank's first message in a save."""
 
     cached: str  # id of the save whose cached plan still fits this rank; empty if the local plan is sent
     local_plan: bytes  # encoded local plan; empty if the cached plan fits
@@ -86,7 +86,7 @@ class RankReport:
 
 
 def build_report(flattened: FlattenedState) -> RankReport:
-    """Return the report of a rank, without its plan and the digest of its values."""
+    """Return a rank's report, without its plan and value digest."""
     optional_values = {path: RankSubtree.encode(value, path) for path, value in flattened.optional_values.items()}
     per_rank_values = {path: RankSubtree.encode(value, path) for path, value in flattened.per_rank_values.items()}
     orders = {path: order for path, array in flattened.arrays.items() if (order := array.order)}
@@ -113,12 +113,12 @@ def _parts(rows: Sequence[Any]) -> dict[Path, RankSubtree]:
 
 
 def digest_values(flattened: FlattenedState) -> str:
-    """Return a digest of the plain values that every rank has."""
+    """Return a digest of the plain values on every rank."""
     return digest_tree(encoded(flattened.tree, lambda _: 0))
 
 
 def digest_tree(content: object) -> str:
-    """Return a digest of tagged JSON, independent of the order of dicts and sets."""
+    """Return a digest of tagged JSON, independent of dict and set order."""
     return hashlib.blake2b(encode_canonical(_sort_keys(content)), digest_size=16).hexdigest()
 
 
@@ -151,7 +151,7 @@ def build_contents(
     reports: Sequence[RankReport],
     custom_metadata: Mapping[str, str],
 ) -> ManifestContents:
-    """Return the manifest of a save, without its files and pieces."""
+    """Return a save's manifest, without files and pieces."""
     tree = flattened.tree
     states = {root: _at(tree, root) for root in flattened.slots}
     for root, names in flattened.slots.items():
@@ -193,7 +193,7 @@ def _at(tree: Any, path: Path) -> Any:
 
 
 def _merge_optional_values(reports: Iterable[RankReport]) -> dict[Path, Any]:
-    """Merge values that some ranks do not have; all ranks with a value must agree."""
+    """Merge values that only some ranks have; all ranks with a value must agree."""
     merged: dict[Path, Any] = {}
     seen: dict[Path, tuple[int, bytes]] = {}
     for rank, report in enumerate(reports):
@@ -202,7 +202,7 @@ def _merge_optional_values(reports: Iterable[RankReport]) -> dict[Path, Any]:
             first, known = seen.setdefault(path, (rank, data))
             if known != data:
                 raise UsageError(
-                    f"`{dotted(path)}` differs between rank {first} and rank {rank}, which keep it of one parameter",
+                    f"`{dotted(path)}` differs between rank {first} and rank {rank}, which have it for one parameter",
                     fix="Step the optimizers of all ranks alike, or load the same checkpoint on all.",
                 )
             if path not in merged:

@@ -1,4 +1,4 @@
-"""Local save plans of ranks, and the global plan of rank 0, encoded as bytes."""
+"""Local save plans, and rank 0's global plan, encoded as bytes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class _PackedSequence(Sequence[_Item]):
 
 
 class _PackedTensors(_PackedSequence[LocalTensor]):
-    """Arrays of a rank."""
+    """A rank's arrays."""
 
     def _unpack(self) -> tuple[LocalTensor, ...]:
         return tuple(LocalTensor(*row) for row in self.rows.unpack())
@@ -78,10 +78,10 @@ def _unpack_chunks(rows: PackedRows) -> list[PayloadChunk]:
 
 @dataclass(frozen=True)
 class LocalSavePlan:
-    """Arrays of one rank: exactly the input of the global plan."""
+    """One rank's arrays: exactly the global plan's input."""
 
     arrays: Sequence[LocalTensor]  # arrays of the rank, in the order of the state tree
-    buffers: frozenset[Path]  # paths of arrays that may differ between ranks; those of rank 0 are saved
+    buffers: frozenset[Path]  # paths of arrays that may differ between ranks; rank 0's are saved
     ties: Mapping[Path, Path]  # further paths of shared arrays, each with the first path
     frozen: frozenset[Path] = frozenset()  # paths of arrays that are not written, because the base has them
 
@@ -114,7 +114,7 @@ class LocalSavePlan:
 
 
 def create_local_plan(flattened: FlattenedState, *, trainable_only: bool = False) -> LocalSavePlan:
-    """Return the local plan of a flattened state."""
+    """Return a flattened state's local plan."""
     arrays = tuple(
         [
             LocalTensor(path, shape, dtype_name(dtype), tuple([shard.box for shard in shards]))
@@ -130,7 +130,7 @@ ReplicaGroup = tuple[int, ...]  # indices of the ranks with the same elements, i
 
 @dataclass(frozen=True)
 class RankSavePlan:
-    """Save plan of one rank."""
+    """One rank's save plan."""
 
     chunks: Sequence[PayloadChunk]  # chunks that this rank writes
     # Boxes of this rank in each replica group, by number of the group: position of the array in the local plan,
@@ -142,7 +142,7 @@ class RankSavePlan:
     )
 
     def arrange_files(self, model: Path | None, unchanged: Collection[int] = ()) -> tuple[FileLayout, ...]:
-        """Return the files of the chunks that are written; those of all chunks are cached."""
+        """Return the files for the chunks to write; if all are written, the result is cached."""
         if unchanged:
             kept = set(unchanged)
             chunks = tuple(chunk for at, chunk in enumerate(self.chunks) if at not in kept)
@@ -171,7 +171,7 @@ class RankSavePlan:
 
 @dataclass(frozen=True)
 class GlobalSavePlan:
-    """Save plan of all ranks."""
+    """The save plan for all ranks."""
 
     rank_plans: tuple[RankSavePlan, ...]  # plans of the ranks, in rank order
     order: tuple[Path, ...]  # paths of all distinct arrays, in the order of the state tree
@@ -182,13 +182,13 @@ class GlobalSavePlan:
 
     @cached_property
     def numbers(self) -> Mapping[Path, int]:
-        """Position in `order` of each array and tie."""
+        """Each array's and tie's position in `order`."""
         numbers = {path: at for at, path in enumerate(self.order)}
         return {**numbers, **{path: numbers[first] for path, first in self.ties.items()}}
 
     @cached_property
     def records(self) -> tuple[ArrayRecord, ...]:
-        """Records of the arrays, in order, without dtypes, shapes and rows."""
+        """The arrays' records, in order, without dtypes, shapes and rows."""
         return tuple(ArrayRecord(path, "", (), array("q")) for path in self.order)
 
 
@@ -201,7 +201,7 @@ def create_global_plan(local_plans: Sequence[LocalSavePlan]) -> GlobalSavePlan:
 
 
 def _plan_packed(local_plans: Sequence[LocalSavePlan], packed: Sequence[PackedRows]) -> GlobalSavePlan:
-    """Return the plan of ranks with the same arrays."""
+    """Return the plan for ranks with the same arrays."""
     # Most arrays need no decision; only the others are unpacked.
     paths = [path for path, _, _ in packed[0].names.arrays]
     special = frozenset[Path]().union(*(plan.buffers | plan.frozen for plan in local_plans))
@@ -228,7 +228,7 @@ def _plan_packed(local_plans: Sequence[LocalSavePlan], packed: Sequence[PackedRo
 
 
 def _add_chunks(rows: PackedRows, chunks: Collection[PayloadChunk], known: Mapping[Path, int]) -> PackedRows:
-    """Return the rows of a rank with chunks of arrays that the rows do not have."""
+    """Return a rank's rows, plus chunks of arrays that are not in them."""
     if not chunks:
         return rows
     boxes: dict[int, list[Box]] = {}
@@ -238,7 +238,7 @@ def _add_chunks(rows: PackedRows, chunks: Collection[PayloadChunk], known: Mappi
 
 
 def _plan_unpacked(local_plans: Sequence[LocalSavePlan], loads: Sequence[int]) -> GlobalSavePlan:
-    """Return the plan of unpacked arrays."""
+    """Return the plan for unpacked arrays."""
     plan = plan_save(_counted(local_plans), loads)
     order = tuple(spec.path for spec in plan.arrays)
     known = set(order)
@@ -259,7 +259,7 @@ def _plan_unpacked(local_plans: Sequence[LocalSavePlan], loads: Sequence[int]) -
 
 
 def _frozen(local_plans: Sequence[LocalSavePlan]) -> frozenset[Path]:
-    """Return the paths of parameters that are not written."""
+    """Return the paths to parameters that are not written."""
     frozen: frozenset[Path] = frozenset().union(*(local_plan.frozen for local_plan in local_plans))
     for rank, local_plan in enumerate(local_plans) if frozen else ():
         odd = next((array.path for array in local_plan.arrays if array.path in frozen - local_plan.frozen), None)
@@ -286,7 +286,7 @@ def _build_rank_plan(
 
 
 def create_single_rank_plan(local_plan: LocalSavePlan) -> GlobalSavePlan:
-    """Return the plan of a single rank, which writes all its arrays."""
+    """Return the plan for a single rank, which writes all its arrays."""
     chunks = []
     for path, shape, dtype, boxes, _ in local_plan.arrays:
         if len(boxes) != 1 or boxes[0].size != shape:
@@ -300,7 +300,7 @@ def create_single_rank_plan(local_plan: LocalSavePlan) -> GlobalSavePlan:
 
 
 def _counted(local_plans: Sequence[LocalSavePlan]) -> list[list[LocalTensor]]:
-    """Return the arrays of each rank to save; of a buffer, only that of rank 0."""
+    """Return each rank's arrays to save; buffers are saved only from rank 0."""
     seen: set[Path] = set()
     counted = []
     for local_plan in local_plans:
@@ -332,7 +332,7 @@ def _find_replica_groups(
 
 
 def _held_twice(local_plans: Sequence[LocalSavePlan]) -> set[Path]:
-    """Return the arrays of which ranks have more elements than exist, so some twice."""
+    """Return the arrays whose ranks hold more elements than exist, so some twice."""
     held: dict[Path, int] = {}
     shapes: dict[Path, Shape] = {}
     for local_plan in local_plans:

@@ -15,14 +15,14 @@ from shardckpt.manifest import Path, dotted
 
 
 def value_digests(flattened: FlattenedState) -> bytes:
-    """Return digests of each plain value and container, to find those that differ."""
+    """Return each plain value's and container's digest, to find differences."""
     values: dict[str, ValueSummary] = {}
     containers: dict[str, ValueSummary] = {}
     _collect(flattened.tree, (), values, containers)
     return json.dumps([values, containers]).encode()
 
 
-ValueSummary = tuple[str, str, str]  # digest, type, and beginning of the text of a value
+ValueSummary = tuple[str, str, str]  # digest, type, and start of a value's text
 
 # Number of characters of a value's text to send; a later difference is reported without its position.
 _TEXT_CHARACTERS = 1 << 16
@@ -57,7 +57,7 @@ def build_mismatch_error(
     values: Sequence[Mapping[str, Sequence[str]]], containers: Sequence[Mapping[str, Sequence[str]]] = ()
 ) -> UsageError:
     """Return the error for values that differ between ranks but must be equal."""
-    wrong = _differences(values) or _differences(containers) or ["what the ranks hold is put together in other ways"]
+    wrong = _differences(values) or _differences(containers) or ["the states of the ranks have different structures"]
     more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
     tensors = [{name for name, summary in each.items() if summary[1] == "tensor"} for each in values]
     return UsageError("; ".join(wrong[:SHOWN]) + more, fix=_KEEP if all(map(tensors[0].__eq__, tensors)) else _USE_DCP)
@@ -65,8 +65,8 @@ def build_mismatch_error(
 
 _KEEP = "To keep rank 0's, broadcast it; to keep each rank's own, use shardckpt.PerRank."
 _USE_DCP = (
-    "If each rank has other parts of a model (stages of a pipeline), save their state dicts with"
-    " `shardckpt.integrations.dcp.save`; if not, give every rank all of it, or keep each rank's own with"
+    "If each rank has another part of a model (a pipeline stage), save the state dicts with"
+    " `shardckpt.integrations.dcp.save`; otherwise give every rank the same values, or keep each rank's own with"
     " shardckpt.PerRank."
 )
 
@@ -77,7 +77,7 @@ def _differences(summaries: Sequence[Mapping[str, Sequence[str]]]) -> list[str]:
 
 
 def _difference(name: str, summaries: Sequence[Sequence[str] | None]) -> str:
-    """Return the difference of a value between rank 0 and others; empty if equal."""
+    """Return how a value differs between rank 0 and others; empty if equal."""
     odd = next(
         (rank for rank, summary in enumerate(summaries) if (summary or [""])[0] != (summaries[0] or [""])[0]), None
     )
@@ -87,7 +87,7 @@ def _difference(name: str, summaries: Sequence[Sequence[str] | None]) -> str:
     name = name or "the state"
     if one is None or other is None:
         has, lacks = (odd, 0) if one is None else (0, odd)
-        return f"`{name}` is in the state of rank {has} and not in that of rank {lacks}"
+        return f"`{name}` is in the state of rank {has}, but not of rank {lacks}"
     if one[1] != other[1]:
         return f"`{name}` is {one[1]} on rank 0 and {other[1]} on rank {odd}"
     start = f"`{name}` ({one[1]}) differs between rank 0"

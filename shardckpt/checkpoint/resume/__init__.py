@@ -1,1 +1,1 @@
-"""Proof of a resume: record training steps behind a save, compare them after a restore."""
+"""Prove a resume: record training steps after a save, compare them after a restore."""

@@ -1,7 +1,7 @@
 """Digests of tensors, batches and random states.
 
-Tensors on a device are reduced there, by sums of integers, which are equal in any order: only sums are copied to the
-host. Other tensors are hashed where they are.
+Tensors on a device are reduced there, by integer sums, which are equal in any order: only sums are copied to the host.
+Other tensors are hashed where they are.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _DIGEST_MASK = (1 << _DIGEST_BITS) - 1
 
 
 def digest_bytes(data: bytes) -> int:
-    """Return a digest of 32 bits."""
+    """Return a 32-bit digest."""
     return xxhash.xxh3_64_intdigest(data) & _DIGEST_MASK
 
 
 def digest_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return a digest of 32 bits of each tensor's elements, bit for bit."""
+    """Return a 32-bit digest for each tensor's elements, bit for bit."""
     digests = [0] * len(tensors)
     sums: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
     for at, tensor in enumerate(tensors):
@@ -56,7 +56,7 @@ def _fold(value: int) -> int:
 
 @torch.no_grad()
 def _sum_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Return a sum of integers for each row, `(row,)`: a digest of its bytes and their places."""
+    """Return an integer sum for each row, `(row,)`: a digest of its bytes and their places."""
     flat = rows.detach().resolve_conj().resolve_neg().contiguous()
     data = view_as_bytes(flat).view(rows.shape[0], -1)
     width = next(size for size in (8, 4, 2, 1) if data.shape[1] % size == 0)
@@ -83,11 +83,11 @@ class SampleDigests(NamedTuple):
 
 
 def digest_batch(batch: Any) -> SampleDigests:
-    """Return digests of a batch and of each of its samples."""
+    """Return digests of a batch and each of its samples."""
     # A sample is a row: the elements of all tensors, arrays and lists at one index of dimension 0. Values of another
-    # length than the first, and single values, belong to the batch alone. Items of a list that are alike, such as the
-    # batches of an accumulated gradient, are batches of their own. Of other objects, and of a container inside itself,
-    # only the class counts.
+    # length than the first, and single values, belong to the batch alone. Similar items in a list, such as the batches
+    # for an accumulated gradient, are separate batches. For other objects, and a container inside itself, only the
+    # class counts.
     samples: list[int] = []
     parts = []
     for part in _split(_open_containers(batch, ())):
@@ -98,7 +98,7 @@ def digest_batch(batch: Any) -> SampleDigests:
 
 
 def _open_containers(value: Any, outer: tuple[int, ...]) -> Any:
-    """Return a batch as a tree of dicts and lists: with the fields of dataclasses, and without cycles."""
+    """Return a batch as a tree of dicts and lists, with dataclass fields and without cycles."""
     if id(value) in outer:
         return type(value).__qualname__
     inner = (*outer, id(value))
@@ -115,14 +115,14 @@ _SCALARS = frozenset({bool, int, float, complex, str, bytes, type(None)})
 
 
 def _split(batch: Any) -> Sequence[Any]:
-    """Return the batches in a list of batches; other ranks may have another number of them."""
+    """Return the batches in a list; other ranks may have another number of batches."""
     if not isinstance(batch, (list, tuple)) or _is_plain(batch):
         return (batch,)
     return batch if len({repr(_shape(item)) for item in batch}) == 1 else (batch,)
 
 
 def _shape(value: Any) -> object:
-    """Return the structure of a value, which batches of one loader have in common."""
+    """Return a value's structure, which batches from one loader have in common."""
     if isinstance(value, Mapping):
         return {str(key): _shape(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -143,7 +143,7 @@ def _digest_samples(columns: Sequence[_Column]) -> list[int]:
 
 
 class _Column(NamedTuple):
-    """Digests of one value of a batch, by sample; or one digest that belongs to no sample."""
+    """One batch value's digests, by sample; or one digest that belongs to no sample."""
 
     name: str
     rows: list[int]
@@ -151,7 +151,7 @@ class _Column(NamedTuple):
 
 
 def _columns(value: Any, name: str) -> Iterator[_Column]:
-    """Yield the digests of the rows of each tensor, array and list in a batch, by its place."""
+    """Yield the row digests for each tensor, array and list in a batch, by its place."""
     if isinstance(value, torch.Tensor):
         yield from _tensor_columns(value, name)
     elif isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
@@ -187,7 +187,7 @@ def _digest_plain(value: Any) -> int:
 
 
 def _read_array(value: np.ndarray[Any, Any]) -> torch.Tensor:
-    """Return an array as a tensor; one of a dtype that torch lacks is converted."""
+    """Return an array as a tensor; a dtype that torch lacks is converted."""
     if value.dtype.itemsize > (16 if value.dtype.kind == "c" else 8):
         value = value.astype(np.complex128 if value.dtype.kind == "c" else np.float64)
     return torch.from_numpy(np.array(value, value.dtype.newbyteorder("="), order="C"))
@@ -213,7 +213,7 @@ def _digest_rows(tensor: torch.Tensor) -> list[int]:
 
 
 def digest_random_states(others: Mapping[str, torch.Generator] | None = None) -> dict[str, int]:
-    """Return digests of the random generators of this process: Python, numpy, torch, the device in use, and others."""
+    """Return digests of this process's random generators: Python, numpy, torch, the device in use, and others."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     found = {
         "python": digest_bytes(repr(random.getstate()).encode("ascii")),

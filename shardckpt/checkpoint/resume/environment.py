@@ -1,4 +1,4 @@
-"""Versions, devices and flags that change the result of a training step."""
+"""Versions, devices and flags that change a training step's result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "NCCL_ALGO", "N
 def describe_environment(
     world: int, objects: TrainedObjects, state: StateOnRank, *, deterministic: bool | None
 ) -> Environment:
-    """Return the environment of a step on this rank."""
+    """Return a step's environment on this rank."""
     if deterministic is None:
         deterministic = not _has_accelerator() or torch.are_deterministic_algorithms_enabled()
     return Environment(

@@ -1,4 +1,4 @@
-"""Digests of a restored state when it is first used."""
+"""Digest a restored state when it is first used."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from shardckpt.plan.resume.step_records import StateDigests
 
 
 class FirstUse:
-    """Digests of a restored state when its optimizer takes the first step."""
+    """A restored state's digests when its optimizer takes the first step."""
 
-    # Parameters are then those of the forward pass, and settings those of the step.
+    # At that time parameters are as in the forward pass, and settings as in the step.
 
     def __init__(self, objects: TrainedObjects, digest: Callable[[], StateOnRank]) -> None:
         self._digest = digest
@@ -35,7 +35,7 @@ class FirstUse:
             self._fault = error
 
     def end(self) -> StateDigests | None:
-        """Stop to wait for the step; return the digests at it, or raise the error."""
+        """Stop waiting for the step; return its digests, or raise the error."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -45,6 +45,6 @@ class FirstUse:
 
 
 def _unwrap(optim: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
-    """Return the optimizer that has hooks: a wrapper such as that of accelerate may lack them; None without one."""
+    """Return the optimizer that has hooks, which wrappers such as accelerate's may lack; None without one."""
     inner = optim if hasattr(optim, "_optimizer_step_pre_hooks") else getattr(optim, "optimizer", None)
     return inner if hasattr(inner, "_optimizer_step_pre_hooks") else None

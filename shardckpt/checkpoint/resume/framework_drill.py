@@ -1,4 +1,4 @@
-"""The drill inside of a training framework: prove a resume before the first step, and go on as without it."""
+"""The drill inside a training framework: prove a resume before the first step, then continue as without it."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def run_drill(train_step: Callable[[], Any], state: Any, path: str, *, steps: in
 
 
 def drill_folder(run: str) -> str:
-    """Return the folder of the drills of a run: a hidden one, so that a run with nothing else in it is a new run."""
+    """Return the folder for a run's drills; it is hidden, so that a run with nothing else in it counts as new."""
     return f"{run}/.drill"
 
 
 def require_proven(report: ResumeReport) -> None:
-    """Raise the divergence of a drill; warn if the state lacks values, though no result depends on them."""
+    """Raise a drill's divergence; warn if the state lacks values, though no result depends on them."""
     missing = ", ".join(report.missing)
     if report.divergence is not None:
         found = report.divergence

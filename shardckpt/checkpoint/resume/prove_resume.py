@@ -36,11 +36,11 @@ class ResumeReport:
     """Result of `prove_resume`, equal on all ranks.
 
     Attributes:
-        path: Path or URL of the checkpoint.
-        steps: Number of steps that were trained twice.
-        divergence: The first difference of the second time; None if all bits are equal.
-        missing: Values that training changed and the load did not restore, with their types, as far as the function of
-            the step shows them.
+        path: Checkpoint path or URL.
+        steps: How many steps were trained twice.
+        divergence: The first difference the second time; None if all bits are equal.
+        missing: Values that training changed and the load did not restore, with their types, as far as the step's
+            function shows them.
         is_repeatable: Whether a third time was equal to the second; None if it was not needed. If not, a step is not
             deterministic.
     """
@@ -58,7 +58,7 @@ class ResumeReport:
 
     def __str__(self) -> str:
         if self.divergence is None:
-            return f"the resume is proven: {self.steps} steps behind {self.path} are equal, bit for bit"
+            return f"the resume is proven: {self.steps} steps after {self.path} are equal, bit for bit"
         missing = f" Not restored: {', '.join(self.missing)}." if self.missing else ""
         noise = (
             " Two runs from the same state differ: a step is not deterministic." if self.is_repeatable is False else ""
@@ -77,15 +77,15 @@ def prove_resume(
 ) -> ResumeReport:
     """Save a state, train, restore it in place, train again, and compare all bits. Collective.
 
-    Afterwards the state is as after the steps: if the resume is proven, training may go on from there. The checkpoint
-    stays.
+    Afterwards the state is as after the steps: if the resume is proven, training may continue from there. The
+    checkpoint stays.
 
     Args:
-        train_step: Function of a training step, which gets its own batch. It returns None, the loss, or a dict with
+        train_step: Function that trains one step, and gets its own batch. It returns None, the loss, or a dict with
             some of `loss`, `grad_norm` and `batch`, which are compared too.
         state: As for `shardckpt.save` and `load`: all that a resume needs.
-        path: Path or URL of the checkpoint that is saved.
-        steps: Number of steps to train each time.
+        path: Path or URL to save the checkpoint to.
+        steps: How many steps to train each time.
         overwrite: Replace an existing checkpoint.
         process_group: Ranks that train; None for all ranks.
 
@@ -94,7 +94,7 @@ def prove_resume(
 
     Raises:
         UsageError: An argument has an invalid value; `train_step` returns something else, or it returns nothing and
-            changes nothing of the state, so that nothing is compared.
+            changes nothing in the state, so that nothing is compared.
         ShardckptError: As for `shardckpt.save` and `shardckpt.load`.
 
     Examples:
@@ -120,7 +120,7 @@ def prove_resume(
 
 
 def require_train_step(train_step: object, steps: object) -> None:
-    """Require the arguments of a drill that need no state."""
+    """Check the drill arguments that need no state."""
     if type(steps) is not int or steps < 1:
         raise UsageError("`steps` must be a positive integer", found=repr(steps))
     if not callable(train_step):

@@ -1,6 +1,6 @@
-"""Messages of ranks about one training step, and their merge on rank 0.
+"""Messages from ranks about one training step, and their merge on rank 0.
 
-Names of tensors are a compressed text, which ranks with equal names have in common: it is read once.
+Tensor names are a compressed text, which is the same for ranks with equal names: it is read once.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from shardckpt.plan.resume.step_records import (
     float_bits,
 )
 
-MOST_SAMPLES = 1024  # maximum samples of a batch of all ranks whose digests are kept one by one
-MOST_TENSORS = 6000  # maximum digests of tensors in a record; more are joined by module
+MAX_SAMPLES = 1024  # maximum samples of a batch of all ranks whose digests are kept one by one
+MAX_TENSORS = 6000  # maximum digests of tensors in a record; more are joined by module
 
 _LOW = np.uint64(0xFFFFFFFF)
 _RANK_FACTOR, _FACTOR = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
@@ -40,7 +40,7 @@ _RANK_FACTOR, _FACTOR = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E
 
 @dataclass(frozen=True)
 class RankStep:
-    """Digests and results of one training step, of one rank."""
+    """One rank's digests and results for a training step."""
 
     step: int
     environment: Environment
@@ -51,7 +51,7 @@ class RankStep:
     last_batch: SampleDigests | None = None  # digests of the batch of the step before; None if unknown
     random_before: Mapping[str, int] | None = None  # digests of random generators before the step, by name
     random_after: Mapping[str, int] | None = None  # the same after the step
-    # Digests of the state before the step; None unless it is the first behind a save or a restore.
+    # Digests of the state before the step; None unless it is the first after a save or a restore.
     before: StateDigests | None = None
     after: StateDigests | None = None
     used: StateDigests | None = None  # digests of the state at the first step of the optimizer of a resumed run
@@ -59,7 +59,7 @@ class RankStep:
 
 @dataclass(frozen=True)
 class MergedStep:
-    """Digests and results of one training step, with its environment."""
+    """All ranks' digests and results for a training step, with the environment."""
 
     record: StepRecord
     environment: Environment  # environment of all ranks
@@ -68,7 +68,7 @@ class MergedStep:
 
 
 def read_float(name: str, value: Any) -> int:
-    """Return the bits of a number, which may be a tensor; `NO_FLOAT` for None."""
+    """Return a number's bits, which may be a tensor; `NO_FLOAT` for None."""
     if value is None:
         return NO_FLOAT
     if isinstance(value, DTensor):
@@ -82,7 +82,7 @@ def read_float(name: str, value: Any) -> int:
 
 
 def encode_rank_step(part: RankStep) -> bytes:
-    """Return what a rank saw as the message to rank 0."""
+    """Return a rank's step as the message to rank 0."""
     content = {
         "step": part.step,
         "environment": [getattr(part.environment, name) for name in Environment.__slots__],
@@ -108,7 +108,7 @@ def _pack_state(state: StateDigests | None) -> object:
 
 
 def merge_rank_steps(messages: Sequence[bytes]) -> MergedStep:
-    """Return what all ranks saw."""
+    """Return the step as all ranks saw it."""
     parts = [json.loads(message) for message in messages]
     floats = list(zip(*(part["floats"] for part in parts), strict=True))
     batches = [_merge_batches([part["batches"][at] for part in parts]) for at in range(3)]
@@ -130,7 +130,7 @@ def merge_rank_steps(messages: Sequence[bytes]) -> MergedStep:
 
 
 def _merge_environments(parts: Sequence[Mapping[str, Any]]) -> Environment:
-    """Return the environment of all ranks; texts that differ between ranks name the rank."""
+    """Return the environment on all ranks; texts that differ between ranks name the rank."""
     all_ranks = [Environment(*part["environment"]) for part in parts]
     first = all_ranks[0]
     return replace(
@@ -159,7 +159,7 @@ def _merge_batches(all_ranks: Sequence[Sequence[Any] | None]) -> BatchDigests | 
         return None
     counts = tuple(len(each.samples) for each in given)
     multisets = tuple(sum(each.samples) & 0xFFFFFFFF for each in given)
-    samples = tuple(each.samples for each in given) if sum(counts) <= MOST_SAMPLES else ()
+    samples = tuple(each.samples for each in given) if sum(counts) <= MAX_SAMPLES else ()
     return BatchDigests(tuple(each.ordered for each in given), multisets, counts, samples)
 
 
@@ -212,9 +212,9 @@ def _combine(digests: np.ndarray[Any, Any], ranks: Sequence[int]) -> list[int]:
 
 
 def _join_by_module(tensors: dict[str, TensorDigest]) -> dict[str, TensorDigest]:
-    """Join the digests of tensors of a module until there are at most `MOST_TENSORS`."""
+    """Join tensor digests within modules until there are at most `MAX_TENSORS`."""
     depth = max((name.count(".") for name in tensors), default=0)
-    while len(tensors) > MOST_TENSORS and depth > 0:
+    while len(tensors) > MAX_TENSORS and depth > 0:
         joined: dict[str, TensorDigest] = {}
         for name, each in tensors.items():
             short = ".".join(name.split(".")[:depth])

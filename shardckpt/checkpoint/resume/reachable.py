@@ -1,4 +1,4 @@
-"""Values that a function uses: those that training changes and a load does not restore are missing in the state."""
+"""Values that a function uses: if training changes them and a load does not restore them, the state lacks them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from shardckpt.checkpoint.resume.digests import digest_random_states, digest_tensors
 from shardckpt.checkpoint.stateful.stateful import is_stateful
 
-_MOST_VALUES = 10_000  # maximum values that are looked at: a function may reach all of a program
+_MAX_VALUES = 10_000  # maximum values that are looked at: a function may reach all of a program
 
-_MOST_DEPTH = 4
+_MAX_DEPTH = 4
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _SEQUENCES = (list, tuple, set, frozenset, deque)
@@ -29,11 +29,11 @@ _CONTAINERS = (Mapping, *_SEQUENCES)
 _CODE = (types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType)
 
 # Maximum values around an object whose attributes are looked at: nodes of a long chain are in each other.
-_MOST_NESTED = 8
+_MAX_NESTED = 8
 
 
 def digest_reachable(function: Any) -> dict[str, int]:
-    """Return digests of the values that a function uses, by name and type, and of random generators."""
+    """Return digests of random generators and the values that a function uses, by name and type."""
     # Values are looked at in its closure, in the globals that it names, in functions of the same module that it calls,
     # and in attributes of objects, modules and objects in containers too. Iterators have the digest 0, since their
     # position is unknown.
@@ -48,7 +48,7 @@ def _find_values(function: Any) -> Iterator[tuple[str, Any]]:
     """Yield the values that a function uses, each object once."""
     seen: set[int] = set()
     waiting: list[tuple[str, Any, int]] = list(_open_callable(function, "", 0))
-    while waiting and len(seen) < _MOST_VALUES:
+    while waiting and len(seen) < _MAX_VALUES:
         name, value, depth = waiting.pop(0)
         if isinstance(value, _CODE) and not isinstance(value, types.FunctionType):
             continue
@@ -57,9 +57,9 @@ def _find_values(function: Any) -> Iterator[tuple[str, Any]]:
                 continue
             seen.add(id(value))
         if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
-            if depth < _MOST_DEPTH and _get_module_name(value) == _get_module_name(function):
+            if depth < _MAX_DEPTH and _get_module_name(value) == _get_module_name(function):
                 waiting.extend(_open_callable(value, name, depth + 1))
-        elif _is_digested(value) or depth >= _MOST_DEPTH:
+        elif _is_digested(value) or depth >= _MAX_DEPTH:
             yield name, value
             if isinstance(value, nn.Module):
                 waiting.extend(_module_attributes(value, name, depth))
@@ -105,7 +105,7 @@ def _is_digested(value: Any) -> bool:
 
 
 def _module_attributes(module: nn.Module, name: str, depth: int) -> Iterator[tuple[str, Any, int]]:
-    """Yield the attributes of a user's modules that are neither parameters nor buffers, such as an EMA."""
+    """Yield attributes in a user's modules that are neither parameters nor buffers, such as an EMA."""
     for path, each in module.named_modules():
         classes = {cls.__module__.partition(".")[0] for cls in type(each).__mro__}
         if not classes <= _LIBRARIES:
@@ -123,7 +123,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _get_state(value: Any) -> Any:
-    """Return the state of an object; None if it does not have one now, as loaders that were not iterated."""
+    """Return an object's state; None if it has none now, such as a loader that was not iterated."""
     try:
         return value.state_dict()
     except Exception:  # noqa: BLE001  (code of others, which the drill only looks at)
@@ -131,7 +131,7 @@ def _get_state(value: Any) -> Any:
 
 
 def _has_elements(tensor: torch.Tensor) -> bool:
-    """Return whether the elements of a tensor can be looked at: not those of meta, sparse and freed ones."""
+    """Return True if a tensor's elements can be read: not if it is meta, sparse or freed."""
     is_dense = tensor.layout == torch.strided and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested)
     return is_dense and (not tensor.numel() or tensor.untyped_storage().nbytes() > 0)
 
@@ -187,7 +187,7 @@ class _Hasher:
             self._text(len(value))
             for item in value:
                 self._add(item)
-        elif not isinstance(value, _CODE) and not hasattr(value, "__next__") and len(self._open) <= _MOST_NESTED:
+        elif not isinstance(value, _CODE) and not hasattr(value, "__next__") and len(self._open) <= _MAX_NESTED:
             self._looked_into += 1
-            if self._looked_into <= _MOST_VALUES:
+            if self._looked_into <= _MAX_VALUES:
                 self._add(_attributes(value))

@@ -1,4 +1,4 @@
-"""Verdict on the resume that is being compared: its file beside the step, and its event. On rank 0."""
+"""Verdict on the current resume: its file next to the step, and its event. On rank 0."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class _Compared:
 
 
 class ResumeLog:
-    """Log of the resumes of a run, on rank 0."""
+    """A run's log of resumes, on rank 0."""
 
-    # A resume is in its file from the restore on, as unproven: so one that dies before it was compared is known too.
+    # The file has a resume as unproven from the restore on, so that one that dies before the comparison is known too.
 
     def __init__(self, finder: StepFinder, on_event: OnEvent | None) -> None:
         self._finder, self._on_event = finder, on_event
         self._compared: _Compared | None = None
 
-    def begin(self, restored: RestoredStep, record: WitnessRecord, ranks: int) -> None:
-        """Begin a resume."""
+    def start(self, restored: RestoredStep, record: WitnessRecord, ranks: int) -> None:
+        """Start the log of a resume."""
         resume = begin_resume(record, resume_id=new_save_id(), began_at=time.time(), ranks=ranks)
         self._compared = _Compared(restored, record.environment, resume)
         self._write(restored, resume)

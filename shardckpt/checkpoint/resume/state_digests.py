@@ -1,4 +1,4 @@
-"""Digests of a state: its models, optimizers, schedules and scalers on this rank."""
+"""Digest a state: its models, optimizers, schedules and scalers on this rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _RATES = ("lr", "initial_lr")  # settings of param groups that a schedule change
 
 @dataclass(frozen=True)
 class StateOnRank:
-    """Digests of a state on this rank."""
+    """A state's digests on this rank."""
 
     digests: StateDigests  # digests of this rank's shards, and plain values
     layout: int  # digest of the boxes of parameters that this rank holds; an optimizer may be missing
@@ -37,17 +37,17 @@ class StateOnRank:
 
 
 class StateReader:
-    """Reader of the digests of a state on this rank."""
+    """Reads a state's digests on this rank."""
 
-    # To flatten a state costs far more than to read its plain values. So the flattened state is kept, and used again
-    # for digests without tensors, while models and optimizers have the same tensors.
+    # Flattening a state costs far more than reading its plain values. So the flattened state is kept, and reused for
+    # digests without tensors, while models and optimizers have the same tensors.
 
     def __init__(self, objects: TrainedObjects, rank: int, world: int) -> None:
         self._objects, self._rank, self._world = objects, rank, world
         self._kept: _Flattened | None = None
 
     def digest(self, *, is_deep: bool) -> StateOnRank:
-        """Return digests of the objects."""
+        """Return the objects' digests."""
         objects, values = self._objects, list(_list_values(self._objects))
         if is_deep or self._kept is None or not self._kept.has_same(values):
             self._kept = _Flattened(flatten_state(objects.state, self._rank, self._world), objects, values)
@@ -58,7 +58,7 @@ class StateReader:
 
 
 class _Flattened:
-    """A flattened state, with what does not change while its models and optimizers have the same tensors."""
+    """A flattened state, with the parts that last while its models and optimizers have the same tensors."""
 
     def __init__(self, flat: FlattenedState, objects: TrainedObjects, values: Sequence[object]) -> None:
         self.flat, self._objects, self._values = flat, objects, values
@@ -80,7 +80,7 @@ class _Flattened:
         return _part(self.flat, self._objects, path)
 
     def digest(self, tree: Any, *, is_deep: bool) -> StateOnRank:
-        """Return digests of the state as it is now."""
+        """Return the state's digests as it is now."""
         flat, objects = self.flat, self._objects
         settings = dict(_settings(flat, tree, objects))
         arrays = self._arrays
@@ -92,7 +92,7 @@ class _Flattened:
 
 
 def _list_values(objects: TrainedObjects) -> Iterator[object]:
-    """Yield parameters of models and slots of optimizers; of values that may change in place, an object of its own."""
+    """Yield model parameters and optimizer slots; for a value that may change in place, a separate object."""
     for model in objects.models.values():
         for _, parameter in model.named_parameters(remove_duplicate=False):
             yield parameter
@@ -108,7 +108,7 @@ _FIXED = (torch.Tensor, bool, int, float, str, type(None))
 
 
 def _replace_tensors(value: Any) -> Any:
-    """Return the objects of a state without models, and with the settings of optimizers in their place."""
+    """Return a state's objects without models, and with optimizers' settings in their place."""
     if isinstance(value, nn.Module):
         return None
     if isinstance(value, torch.optim.Optimizer):
@@ -141,7 +141,7 @@ def _digest_arrays(
 
 
 def _digest_unsaved(flat: FlattenedState, objects: TrainedObjects) -> dict[str, TensorDigest]:
-    """Return digests of the buffers that the `state_dict` of a model leaves out."""
+    """Return digests for buffers that a model's `state_dict` leaves out."""
     left_out: dict[str, torch.Tensor] = {}
     for path, model in objects.models.items():
         for prefix, module in modules(model):
@@ -158,14 +158,14 @@ def _digest_unsaved(flat: FlattenedState, objects: TrainedObjects) -> dict[str, 
 
 
 def _find_ties(flat: FlattenedState, objects: TrainedObjects) -> Iterator[tuple[str, str]]:
-    """Yield the names of parameters that share the memory of another, with the name of that."""
+    """Yield the names of parameters that share another's memory, each with the other's name."""
     for path, first in flat.ties.items():
         if _part(flat, objects, path) == _part(flat, objects, first) == "parameter":
             yield dotted(path), dotted(first)
 
 
 def _settings(flat: FlattenedState, tree: Any, objects: TrainedObjects) -> Iterator[tuple[str, Setting]]:
-    """Yield the plain values of optimizers, schedules and scalers: those of the tree, and those in slots."""
+    """Yield the plain values in optimizers, schedules and scalers, from the tree and from slots."""
     for path, array in flat.arrays.items():
         if _is_step_count(array, path):
             for shard in array.shards:
@@ -191,7 +191,7 @@ def _leaves(tree: Any, path: Path) -> Iterator[tuple[Path, Any]]:
 
 
 def _join_equal_steps(steps: dict[str, Setting]) -> dict[str, Setting]:
-    """Return one value for the step counts of an optimizer that are equal: a thousand parameters have one each."""
+    """Return one value for an optimizer's equal step counts: a thousand parameters have one each."""
     by_optimizer: dict[str, dict[str, Setting]] = {}
     for name, setting in steps.items():
         by_optimizer.setdefault(name.partition(".state.")[0], {})[name] = setting

@@ -39,11 +39,11 @@ class TrainedObjects:
 
     @property
     def style(self) -> str:
-        """Sharding of the models, for messages."""
+        """The models' sharding, for messages."""
         return ", ".join(map(_describe_style, self.models.values())) or "no model"
 
     def find_part(self, path: Path) -> Part | None:
-        """Return the part of the state that a path belongs to; None outside of the objects."""
+        """Return which part of the state a path belongs to; None outside the objects."""
         return next((self.parts[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self.parts), None)
 
 
@@ -54,9 +54,9 @@ def _describe_style(model: nn.Module) -> str:
 
 
 def find_trained_objects(state: Any) -> TrainedObjects:
-    """Find the models, optimizers, schedules, scalers and tensors with gradients of a state."""
-    # Objects with a `state_dict` of their own, such as loaders, are not called: it may be slow, or change them. If one
-    # has an optimizer or a model that is trained as an attribute, that counts. So does the optimizer of a schedule.
+    """Find a state's models, optimizers, schedules, scalers and tensors with gradients."""
+    # Objects with their own `state_dict`, such as loaders, are not called: it may be slow, or change them. An optimizer
+    # or a trained model in an attribute counts, and so does a schedule's optimizer.
     finder = _ObjectFinder()
     kept = finder.visit(as_root(state), ())
     if kept is None or isinstance(kept, dict):
@@ -65,7 +65,7 @@ def find_trained_objects(state: Any) -> TrainedObjects:
 
 
 class _ObjectFinder:
-    """Finder of the objects in one state that training changes."""
+    """Finds the objects in one state that training changes."""
 
     def __init__(self) -> None:
         self._parts: dict[Path, Part] = {}
@@ -73,7 +73,7 @@ class _ObjectFinder:
         self._others: dict[Path, Any] = {}
 
     def visit(self, value: Any, path: Path) -> Any:
-        """Return the part of a value that training changes; None if nothing is left."""
+        """Return what training changes in a value; None if nothing is left."""
         if self._add(value, path):
             return value
         if isinstance(value, Mapping):
@@ -97,7 +97,7 @@ class _ObjectFinder:
         return True
 
     def find_attributes(self) -> dict[str, Any]:
-        """Add the optimizers, and the models that they train, that are attributes of objects in the state."""
+        """Add optimizers, and the models that they train, from attributes of objects in the state."""
         attributes = list(_list_attributes(self._others))
         kept = self._add_attributes((name, each) for name, each in attributes if isinstance(each, _OPTIMIZER))
         trained = {id(parameter) for optim in self._list_found(_OPTIMIZER) for parameter in _list_params(optim)}
@@ -140,7 +140,7 @@ _OPTIMIZER = torch.optim.Optimizer
 
 
 def _list_attributes(objects: Mapping[Path, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of objects, and the items of those that are lists, by name."""
+    """Yield the objects' attributes, and the items of lists, by name."""
     for path, each in objects.items():
         for name, value in list(getattr(each, "__dict__", {}).items()):
             if isinstance(value, (list, tuple)):

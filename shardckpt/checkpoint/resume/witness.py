@@ -1,4 +1,4 @@
-"""`Witness`: options of the record of training steps that a resume has to reproduce."""
+"""`Witness`: options to record training steps that a resume has to reproduce."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from shardckpt.errors import UsageError, require_bools
 
 @dataclass(frozen=True)
 class Witness:
-    """Options of `Checkpointer(..., witness=...)`: record steps behind each save, compare them after a restore.
+    """Options for `Checkpointer(..., witness=...)`: record steps after each save, compare them after a restore.
 
     Args:
-        steps: Number of steps behind each save that are recorded.
-        deep: Digest parameters and optimizer slots as they are saved, after the restore, and after every `deep`-th of
-            the steps; 0 to digest none.
+        steps: How many steps to record after each save.
+        deep: Digest parameters and optimizer slots as they are saved, after the restore, and after every `deep`-th
+            step; 0 to digest none.
         on_divergence: Raise a `ResumeDivergence`, or warn.
         deterministic: Whether a step gives the same bits each time it runs; None for True on the CPU, and on devices if
             `torch.use_deterministic_algorithms` is on. For a run that is not deterministic, a loss that differs is a
@@ -36,8 +36,8 @@ class Witness:
     def __post_init__(self) -> None:
         for name, least in (("steps", 1), ("deep", 0)):
             value = getattr(self, name)
-            if type(value) is not int or not least <= value <= _MOST_STEPS:
-                raise UsageError(f"`{name}` must be an integer from {least} to {_MOST_STEPS}", found=repr(value))
+            if type(value) is not int or not least <= value <= _MAX_STEPS:
+                raise UsageError(f"`{name}` must be an integer from {least} to {_MAX_STEPS}", found=repr(value))
         if self.on_divergence not in ("raise", "warn"):
             raise UsageError("`on_divergence` must be 'raise' or 'warn'", found=repr(self.on_divergence))
         if self.deterministic is not None:
@@ -47,9 +47,9 @@ class Witness:
         """Return True if the state after a step is digested.
 
         Args:
-            distance: Number of the step less that of the saved step.
+            distance: Step number minus the saved step's number.
         """
         return self.deep > 0 and distance % self.deep == 0
 
 
-_MOST_STEPS = 64
+_MAX_STEPS = 64

@@ -1,4 +1,4 @@
-"""Witness of one run: which steps are recorded or compared, and what the ranks agree on."""
+"""A run's witness: which steps are recorded or compared, and what the ranks agree on."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _LOG = logging.getLogger("shardckpt")
 
 @dataclass(frozen=True)
 class _Start:
-    """State of this rank at a save or a restore: what the next step begins with."""
+    """This rank's state at a save or a restore: where the next step starts."""
 
     number: int  # number of the step
     objects: TrainedObjects  # objects of the state that training changes
@@ -64,7 +64,7 @@ class _Start:
 
 
 class NoWitness:
-    """Session of a run without a witness, which does nothing."""
+    """Session for a run without a witness, which does nothing."""
 
     def add_step(self, step: int, loss: Any, grad_norm: Any, batch: Any) -> None:
         """Do nothing."""
@@ -72,7 +72,7 @@ class NoWitness:
     def begin_record(self, number: int, state: Any, places: Sequence[SavedPlace]) -> None:
         """Do nothing."""
 
-    def begin_comparison(self, restored: RestoredStep, state: Any) -> None:
+    def start_comparison(self, restored: RestoredStep, state: Any) -> None:
         """Do nothing."""
 
     def write_finished(self) -> None:
@@ -80,7 +80,7 @@ class NoWitness:
 
 
 class WitnessSession(NoWitness):
-    """Recorder and comparer of the steps of one run, on one rank."""
+    """Records and compares one run's steps, on one rank."""
 
     def __init__(self, options: Witness, finder: StepFinder, on_event: OnEvent | None) -> None:
         self._options, self._finder = options, finder
@@ -112,7 +112,7 @@ class WitnessSession(NoWitness):
             self._start = None  # releases the state
 
     def begin_record(self, number: int, state: Any, places: Sequence[SavedPlace]) -> None:
-        """Record the steps behind a save."""
+        """Record the steps after a save."""
         last_step, batch = self._last
         last = digest_batch(batch) if last_step == number and batch is not None else None
         self._begin(number, state, last)
@@ -122,13 +122,13 @@ class WitnessSession(NoWitness):
         if own:
             self._records.open(number, self._options.steps, own)
 
-    def begin_comparison(self, restored: RestoredStep, state: Any) -> None:
-        """Compare the steps behind a restored step with its record, if it has one. Collective."""
+    def start_comparison(self, restored: RestoredStep, state: Any) -> None:
+        """Compare the steps after a restored step with its record, if it has one. Collective."""
         self._is_new, self._first_batch = False, None
         self._due.clear()
         self._records.forget()
         ranks, found = self._coordinator.size, self._find_record(restored)
-        steps = self._finder.ask_rank0("reading the witness", lambda: self._records.begin(restored, found, ranks))
+        steps = self._finder.ask_rank0("reading the witness", lambda: self._records.start(restored, found, ranks))
         if steps:
             self._begin(restored.number, state, None)
             self._due.update({step: {restored.number} for step in steps})
@@ -136,7 +136,7 @@ class WitnessSession(NoWitness):
                 self._first_use = FirstUse(self._start.objects, partial(self._start.reader.digest, is_deep=True))
 
     def _find_record(self, restored: RestoredStep) -> WitnessRecord | None:
-        """Return the record of a restored step on rank 0: its own, or that of another node. Collective."""
+        """Return a restored step's record on rank 0, from its own or another node. Collective."""
         rank, is_capture = self._coordinator.rank, restored.finder.root != self._finder.root
         record = self._records.read(restored) if rank == 0 or is_capture else None
         if not is_capture:
@@ -161,7 +161,7 @@ class WitnessSession(NoWitness):
         return found
 
     def write_finished(self) -> None:
-        """Write the records that waited for the end of their saves."""
+        """Write the records that waited until their saves ended."""
         if self._records.is_waiting:
             self._records.write_finished()
 
@@ -185,12 +185,12 @@ class WitnessSession(NoWitness):
         return {} if self._start is None else self._start.objects.generators
 
     def _end_first_use(self) -> StateDigests | None:
-        """Stop to wait for the first step of a restored optimizer; return the digests at it."""
+        """Stop waiting for a restored optimizer's first step; return its digests."""
         ended, self._first_use = self._first_use, None
         return None if ended is None else ended.end()
 
     def _exchange(self, number: int, loss: Any, grad_norm: Any, batch: Any) -> None:
-        """Send what this rank saw to rank 0, and act on its verdict."""
+        """Send this rank's step to rank 0, and act on its verdict."""
         message: bytes | Exception
         try:
             if self._fault is not None:
@@ -233,7 +233,7 @@ class WitnessSession(NoWitness):
 
     def _observe(self, number: int, loss: Any, grad_norm: Any, batch: Any, *, is_deep: bool) -> RankStep:
         start = self._start
-        assert start is not None, "a step is due behind a save or a restore"
+        assert start is not None, "a step is due after a save or a restore"
         ranks, is_first = self._coordinator, number == start.number + 1
         after = start.reader.digest(is_deep=is_deep)
         random, self._random = self._random, digest_random_states(start.objects.generators)
@@ -254,7 +254,7 @@ class WitnessSession(NoWitness):
 
 
 def open_session(options: Witness | None, finder: StepFinder, on_event: OnEvent | None) -> NoWitness:
-    """Return the session of a run."""
+    """Return a run's session."""
     if options is None:
         return NoWitness()
     if not isinstance(options, Witness):
@@ -289,10 +289,10 @@ _UNKNOWN = "0" * 15  # id of a save that each place has its own of
 
 
 class _Records:
-    """Records of a run: those that are written, and on rank 0 the one that is compared."""
+    """A run's records to write, and on rank 0 the one to compare."""
 
-    # Rank 0 writes the records of all places that it sees. Where each node has its own place, a rank of a few other
-    # nodes writes there the records that rank 0 sends.
+    # Rank 0 writes the records in all places that it sees. Where each node has its own place, one rank each on a few
+    # other nodes writes there the records that rank 0 sends.
 
     def __init__(self, finder: StepFinder, log: ResumeLog) -> None:
         self._finder, self._log = finder, log
@@ -304,7 +304,7 @@ class _Records:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a record waits for the end of its save."""
+        """Whether a record waits until its save ends."""
         return any(each.behind for each in self._open.values())
 
     @property
@@ -313,17 +313,17 @@ class _Records:
         return bool(self._open)
 
     def open(self, number: int, steps: int, places: Sequence[SavedPlace]) -> None:
-        """Begin the record of a save."""
+        """Start a save's record."""
         self.write_finished()
         self._open = {at: each for at, each in self._open.items() if each.behind or at + each.steps > number}
         self._open[number] = _OpenRecord(steps, places)
 
     def forget(self) -> None:
-        """Write no more into the records that are open: the run goes on from another step."""
+        """Write no more into open records: the run continues from another step."""
         self._open.clear()
 
     def read(self, restored: RestoredStep) -> WitnessRecord | None:
-        """Return the record of a restored step in the place that it was in, as this rank sees it."""
+        """Return a restored step's record in the place that it was in, as this rank sees it."""
         try:
             record = read_record(restored.finder.open_store(), restored.name)
         except (CheckpointError, StorageError) as error:
@@ -331,18 +331,18 @@ class _Records:
             return None
         return record if record is not None and record.save == restored.save else None
 
-    def begin(self, restored: RestoredStep, record: WitnessRecord | None, ranks: int) -> list[int]:
-        """Begin the comparison of a resume with a record; return the numbers of its steps."""
+    def start(self, restored: RestoredStep, record: WitnessRecord | None, ranks: int) -> list[int]:
+        """Start to compare a resume with a record; return its step numbers."""
         self._compared, self._restored = None, restored
         if record is None:
             _LOG.info("step %d has no witness record: the resume is not compared", restored.number)
             return []
         self._compared, self._first_batch, self._noise = record, record.first_batch, record.noise
-        self._log.begin(restored, record, ranks)
+        self._log.start(restored, record, ranks)
         return [step.step for step in record.steps]
 
     def add(self, merged: MergedStep) -> _Finding | None:
-        """Compare a step with its record, add it to those that are open, and return the divergence."""
+        """Compare a step with its record, add it to the open records, and return the divergence."""
         found = self._compare(merged)
         self._append(merged)
         self.write_finished()
@@ -368,7 +368,7 @@ class _Records:
         return None
 
     def _learn_noise(self, record: WitnessRecord, merged: MergedStep, loss: tuple[int, ...]) -> None:
-        """Keep the difference between two runs of one step, and store it with the record."""
+        """Keep the difference between two runs of a step, and store it with the record."""
         seen = relative_difference(loss, merged.record.loss) if loss and merged.record.loss else 0.0
         if self._noise is None or seen > self._noise:
             self._noise = seen
@@ -390,7 +390,7 @@ class _Records:
             each.record, each.behind = replace(record, steps=(*record.steps, kept)), [*each.places]
 
     def encode_newest(self, step: int) -> list[tuple[int, str]]:
-        """Return the records that have a step, which is their newest, by the number of their saved step."""
+        """Return the records whose newest step is this one, by the number of their saved step."""
         newest = {at: each.record for at, each in self._open.items() if each.record and each.record.find(step)}
         return [(at, encode_record(replace(record, save=_UNKNOWN)).decode("ascii")) for at, record in newest.items()]
 
@@ -411,7 +411,7 @@ class _Records:
                 self._write_to(place.finder, number, each.record)
 
     def _write_to(self, finder: StepFinder, number: int, record: WitnessRecord | None) -> None:
-        """Write a record beside its step in one place, unless the step is not there."""
+        """Write a record next to its step in one place, unless the step is not there."""
         assert record is not None, "it has a step that a place lacks"
         try:
             save = find_save(finder.open_store(), step_name(number))

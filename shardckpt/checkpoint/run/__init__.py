@@ -1,1 +1,1 @@
-"""Steps of a run: find, choose and delete them; schedule of saves."""
+"""A run's steps: find, choose, save and delete them."""

@@ -1,4 +1,4 @@
-"""Find the base of an incremental save: a step whose bytes were read or written since the run was restored."""
+"""Find the base for an incremental save: a step that was read or written since the run was restored."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from shardckpt.format.native.run_directory import manifest_fault, read_run
 
 
 class BaseFinder:
-    """Finder of the bases of a run's saves."""
+    """Finds the bases for a run's saves."""
 
-    # After a restore, no step is a base that was stored before it and not loaded: nothing has verified such a step, and
-    # a flipped bit there would be in every save that refers to it.
+    # After a restore, an older step that was not loaded cannot be a base: nothing has verified it, and a flipped bit
+    # there would be in every save that refers to it.
 
     def __init__(self, finder: StepFinder) -> None:
         self._finder = finder
@@ -21,7 +21,7 @@ class BaseFinder:
         self._restored, self._loaded = position, loaded
 
     def find_base(self, number: int) -> str | None:
-        """Return the newest step that can be the base of a save, while no other save runs. On rank 0."""
+        """Return the newest step that can be a save's base, while no other save runs. On rank 0."""
         finder = self._finder
         store = finder.open_store()
         for step in reversed(read_run(store).complete):

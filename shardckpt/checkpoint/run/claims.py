@@ -1,4 +1,4 @@
-"""Claims of durability that this process made, and those that turned out false."""
+"""Durability claims that this process made, and which of them turned out false."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardckpt.checkpoint.run.step_finder import StepFinder
 from shardckpt.events import OnEvent, WithdrawalEvent, emit
 from shardckpt.format.durability.step_copies import Durability, StepCopy, find_survived_by
 
-_MOST_CLAIMS = 4096  # maximum number of steps whose claims are remembered
+_MAX_CLAIMS = 4096  # maximum number of steps whose claims are remembered
 
 
 class DurabilityClaims:
@@ -20,7 +20,7 @@ class DurabilityClaims:
         self._claimed: dict[int, Sequence[StepCopy]] = {}
 
     def claim(self, step: int) -> Durability:
-        """Claim the complete copies of a step, and withdraw earlier claims that are false now. Collective."""
+        """Claim a step's complete copies, and withdraw earlier claims that are false now. Collective."""
         # A copy may be lost, or be on fewer machines than before.
         copies = self._finder.find_copies(step)
         is_first = get_channels(self._finder.group).main.rank == 0
@@ -32,10 +32,10 @@ class DurabilityClaims:
                 survives = find_survived_by(copies)
                 emit(WithdrawalEvent(copy.path, step=step, tier=copy.tier, survives=survives), self._on_event)
         self._claimed[step] = copies
-        if len(self._claimed) > _MOST_CLAIMS:
+        if len(self._claimed) > _MAX_CLAIMS:
             del self._claimed[next(iter(self._claimed))]
         return Durability(step, tuple(copies))
 
     def forget(self, step: int) -> None:
-        """Forget the claims of a step that was saved again, whose earlier copies are replaced."""
+        """Forget the claims for a step that was saved again, whose earlier copies are replaced."""
         self._claimed.pop(step, None)

@@ -1,4 +1,4 @@
-"""`KnownRoot`: the root of a run as this start knows it, and which captures belong to its steps."""
+"""`KnownRoot`: a run's root as this start knows it, and which captures belong to its steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOG = logging.getLogger("shardckpt")
 
 
 class KnownRoot:
-    """The root of a run as this start knows it. On rank 0."""
+    """A run's root as this start knows it. On rank 0."""
 
     # Captures follow steps of the root. Another process may have saved other steps there since, or removed them.
 
@@ -30,17 +30,17 @@ class KnownRoot:
         self._is_in_doubt = False
 
     def find_position(self) -> RootPosition:
-        """Return the steps of the root that this start knows; read them if it has not looked."""
+        """Return the root's steps that this start knows; read them if it has not looked."""
         if self.position is None:
             self.position = RootPosition(RootSteps.from_run(self._finder.read()).newest)
         return self.position
 
     def follow(self, root: RootSteps) -> None:
-        """Record that this start goes on, if the root has lost all its steps meanwhile."""
+        """Record that this start continues, if the root has lost all its steps meanwhile."""
         committed = self.find_position().committed
         if not root.is_empty or (committed == NO_STEP and self.last_start.lost == NOTHING_LOST):
             return
-        text = f"all steps in {self._finder.root} are gone while the run goes on"
+        text = f"all steps in {self._finder.root} are gone while the run continues"
         try:
             if self.last_start.record_lost(committed):
                 text += ": what this start has captured is restored all the same, unless its record there goes too"
@@ -56,20 +56,20 @@ class KnownRoot:
             _LOG.warning("%s, and it cannot be recorded that captures are still needed: %s", text, error)
 
     def begin_restore(self, root: RootSteps) -> None:
-        """Follow the root and take its steps for known, since a restore begins."""
+        """Follow the root and count its steps as known, since a restore starts."""
         if self.position is not None:
             self.follow(root)
-        # A save that is under way in the root may complete behind the next captures.
+        # A save that is under way in the root may complete after the next captures.
         self.position = (self.position or RootPosition())._replace(committed=root.newest)
         self.last_start.read()
 
     def choose_saves(self, positions: Mapping[str, str]) -> list[str]:
-        """Return those of several captures of one step that may count, before a restore begins."""
+        """Return which captures of one step may count, before a restore starts."""
         self.last_start.read()
         return self.last_start.select_saves({save: RootPosition.read_attempt(text) for save, text in positions.items()})
 
     def look(self) -> None:
-        """Look if the root still has the record of the run and its newest step: one list. In the background."""
+        """Look if the root still has the run's record and its newest step: one list. In the background."""
         # If the root has lost them, the next save reads it, and records there that this start continues.
         position = self.position or RootPosition()
         needed = {RECORD, *([step_name(position.committed[1])] if position.committed != NO_STEP else [])}
@@ -78,7 +78,7 @@ class KnownRoot:
                 self._is_in_doubt = True
 
     def record_captures(self, branch: int) -> None:
-        """Record in the root that this start captures, and read it first if `look` missed something there."""
+        """Record in the root that this start captures; first read it if `look` missed something there."""
         if self._is_in_doubt:
             self._is_in_doubt, self.last_start.is_in_doubt = False, True
             with suppress(ShardckptError):
@@ -88,7 +88,7 @@ class KnownRoot:
     def compare(
         self, order: tuple[int, int], after: str, root: RootSteps, passed: Collection[StepKey] = ()
     ) -> tuple[bool, bool]:
-        """Return whether a capture belongs to the root's steps, so may be loaded, and whether one is of its attempt."""
+        """Return whether a capture fits the root's steps, so may be loaded, and whether one is from its attempt."""
         position = RootPosition.decode(after)
         if position is None:
             return True, False
@@ -103,7 +103,7 @@ class KnownRoot:
         return root.is_empty and self.last_start.has_lost(position.committed, RootPosition.read_attempt(after)), False
 
     def _is_same_attempt(self, step: StepFolder, text: str) -> bool | None:
-        """Return True if a step of the root and a capture come from one attempt to save."""
+        """Return True if a root step and a capture come from one attempt to save."""
         # None if the step of the root is damaged: it may come from any attempt that the run began to save in the root.
         try:
             return read_about(self._finder.open_store(), step).get(AFTER) == text

@@ -1,4 +1,4 @@
-"""The start of a run that captured last: noted in the root, so that later starts see if they reach its captures."""
+"""The start that captured last: noted in the root, so that later starts see if they reach its captures."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from shardckpt.format.durability.run_record import (
 )
 from shardckpt.storage.store import Store
 
-_MOST_DIGITS = 9  # maximum number of digits of the number of an attempt
+_MAX_DIGITS = 9  # maximum number of digits of the number of an attempt
 
 
 class LastStart:
-    """The start of a run that captured last. On rank 0."""
+    """The start that captured last. On rank 0."""
 
-    # Nodes that a start does not use may have captures of an earlier one, which it cannot see: of other steps, or none
-    # of their marks. What it saves is newer, so it belongs to the next branch.
-    # Captures in memory are found by the path of the root, which another run may have in another container. So the root
-    # has the ids of the starts that captured for it.
+    # Nodes that a start does not use may have captures of an earlier one. The start cannot see them or their steps. Its
+    # own saves are newer, so they belong to the next branch.
+    # Captures in memory are found by the root's path, which another run may use in another container. So the root has
+    # the ids of the starts that captured for it.
 
     def __init__(self, open_root: Callable[[], Store], local: str = "") -> None:
         self._open_root, self._local = open_root, local
@@ -36,7 +36,7 @@ class LastStart:
         self._last = RunRecord().start
         self._known: tuple[str, ...] = ()
         self._is_listed = False
-        # Steps that the root had lost while a start went on, as of the last look at the record.
+        # Steps that the root had lost while a start continued, as of the last look at the record.
         self.lost = NOTHING_LOST
         self.is_in_doubt = False  # whether the record may be gone
 
@@ -46,7 +46,7 @@ class LastStart:
         return self._recorded is not None
 
     def make_attempt(self) -> str:
-        """Return text that no other attempt to save has, with the id of this start and the number of the attempt."""
+        """Return a unique text for an attempt to save, with this start's id and the attempt's number."""
         self._attempts += 1
         return f"{self._id}-{self._attempts}-{secrets.token_hex(8)}"
 
@@ -66,8 +66,8 @@ class LastStart:
 
     def record_save(self) -> None:
         """Record that this start saves in the root, before its first save there, if the record names no start."""
-        # The root is new, or was emptied: captures of other starts, which this one may be unable to read, follow other
-        # steps than those that it saves.
+        # The root is new, or was emptied. Other starts' captures, which this one may be unable to read, follow steps
+        # that it does not save.
         if self._is_listed:
             return
         store = self._open_root()
@@ -77,7 +77,7 @@ class LastStart:
         self._is_listed = True
 
     def record_lost(self, committed: tuple[int, int]) -> bool:
-        """Record that the root lost its steps while this start went on; return True if that is new."""
+        """Record that the root lost its steps while this start continued; return True if that is new."""
         self.lost, self._is_listed = NOTHING_LOST, False
         store = self._open_root()
         found = read_run_record(store)
@@ -91,11 +91,11 @@ class LastStart:
         return True
 
     def has_lost(self, committed: tuple[int, int], attempt: str) -> bool:
-        """Return True if the root lost steps while the start of a capture went on."""
+        """Return True if the root lost steps while a capture's start continued."""
         return read_start(attempt) == self.lost.start and committed <= (self.lost.branch, self.lost.number)
 
     def read(self) -> None:
-        """Read the record of the starts before. Raises ShardckptError if the root cannot be read."""
+        """Read the record of earlier starts. Raises ShardckptError if the root cannot be read."""
         record = read_run_record(self._open_root())
         self._last, self.lost = record.start, record.lost
         self._is_listed = bool(record.starts)
@@ -103,23 +103,23 @@ class LastStart:
             self._known = self._list_starts(record)[:-1]
 
     def _list_starts(self, record: RunRecord) -> tuple[str, ...]:
-        """Return the ids of the starts that captured for this root, with those of a record; this one is the last."""
+        """Return the ids of starts that captured for this root, including a record's; this one is the last."""
         others = dict.fromkeys([*record.starts, *self._known])
         return (*(each for each in others if each != self._id), self._id)
 
     def has_captured(self, attempt: str) -> bool:
-        """Return True unless a capture is of a start that never captured for this root."""
+        """Return False if a capture's start never captured for this root."""
         return not self._known or read_start(attempt) in ("", self._id, *self._known)
 
     def add_found(self, attempts: Iterable[str]) -> None:
-        """Record that the captures of some attempts are of this root: a record that was lost does not name them."""
+        """Record that some attempts' captures belong to this root: a record that was lost does not name them."""
         found = dict.fromkeys(map(read_start, attempts))
         self._known = tuple(dict.fromkeys([*self._known, *(each for each in found if each)]))
 
     def find_replaced(self, captured: Mapping[str, tuple[tuple[int, int], str]]) -> set[str]:
-        """Return the captures of earlier starts that are not older than the first one of the last start."""
-        # A start that can read neither captures nor the record, because the root was emptied, begins anew: its captures
-        # have lower numbers than those of earlier starts on other nodes, and the same branch or a lower one.
+        """Return earlier starts' captures that are not older than the last start's first capture."""
+        # A start that can read neither captures nor the record, because the root was emptied, starts over: its captures
+        # have lower numbers than earlier starts' captures on other nodes, and the same branch or a lower one.
         known = {save: at for save, (at, attempt) in captured.items() if attempt}
         own = {save for save in known if read_start(captured[save][1]) == self._last.id}
         if not own:
@@ -128,7 +128,7 @@ class LastStart:
         return {save for save, at in known.items() if at >= first} - own
 
     def select_saves(self, attempts: Mapping[str, str]) -> list[str]:
-        """Return the saves of one step that may count: of the last start, or else of this run, or unknown."""
+        """Return which saves of one step may count: from the last start, or else from this run, or unknown."""
         # If the root was emptied, an earlier start may have captured the step on machines that the last one did not
         # use, in a higher branch.
         starts = {save: read_start(attempt) for save, attempt in attempts.items()}
@@ -137,18 +137,18 @@ class LastStart:
         return [save for save in attempts if self.has_captured(attempts[save])] or [*attempts]
 
     def find_least_branch(self, attempts: Iterable[str]) -> int:
-        """Return the least branch of the steps that this start may save, by the record that was read last."""
+        """Return the lowest branch that this start may save steps in, by the last record read."""
         last = self._last
         is_seen = last.id in ("", self._id) or last.id in map(read_start, attempts)
         return 0 if is_seen else last.branch + 1
 
 
 def read_start(attempt: str) -> str:
-    """Return the id of the start that made an attempt; empty if it is unknown."""
+    """Return the id of an attempt's start; empty if it is unknown."""
     return attempt.partition("-")[0]
 
 
 def read_number(attempt: str) -> int:
-    """Return the number of an attempt among those of its start; 0 if it is unknown."""
+    """Return an attempt's number within its start; 0 if it is unknown."""
     number, has_number, _ = attempt.partition("-")[2].partition("-")
-    return int(number) if has_number and number.isdecimal() and len(number) <= _MOST_DIGITS else 0
+    return int(number) if has_number and number.isdecimal() and len(number) <= _MAX_DIGITS else 0

@@ -1,4 +1,4 @@
-"""Restores after which the run failed before its next step: counted in the root, so that all later starts see them."""
+"""Restores after which the run failed before its next step; the root has the counts, for all later starts."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from shardckpt.format.durability.run_record import RECORD, Attempt, read_run_rec
 
 _LOG = logging.getLogger("shardckpt")
 
-MOST_FAILED = 2  # default number of failures after which a step is passed over, for a run with tiers
-_MOST_ATTEMPTS = 64  # maximum number of steps whose failures are remembered
+MAX_FAILED = 2  # default number of failures after which a step is passed over, for a run with tiers
+_MAX_ATTEMPTS = 64  # maximum number of steps whose failures are remembered
 
 
 def open_attempts(finder: StepFinder, schedule: SaveSchedule, most: object, *, has_tiers: bool) -> RestoreAttempts:
-    """Return the counts of a run; its finder passes over failed steps, and its schedule ends attempts."""
-    number = (MOST_FAILED if has_tiers else 0) if most is None else most
+    """Return a run's counts; its finder passes over failed steps, and its schedule ends attempts."""
+    number = (MAX_FAILED if has_tiers else 0) if most is None else most
     if type(number) is not int or number < 0:
         raise UsageError("`max_failed_restores` must be an integer from 0", found=repr(most))
     attempts = RestoreAttempts(finder, number)
@@ -28,24 +28,24 @@ def open_attempts(finder: StepFinder, schedule: SaveSchedule, most: object, *, h
 
 
 class RestoreAttempts:
-    """Counts of the restores of each step after which no further step was completed. On rank 0."""
+    """Counts, for each step, its restores after which no further step was completed. On rank 0."""
 
-    # Each restore adds one to the count of its step, and the first completed step after it removes the count. What
-    # cannot be read or written counts as nothing: training goes on.
+    # Each restore adds one to its step's count, and the first completed step after it removes the count. Counts that
+    # cannot be read or written are ignored: training continues.
 
     def __init__(self, finder: StepFinder, most: int) -> None:
         self._finder, self._most = finder, most
         self._open: Attempt | None = None
 
     def find_failed(self) -> dict[tuple[int, int], str]:
-        """Return the reasons why steps are passed over, by their orders."""
+        """Return why steps are passed over, by their orders."""
         if not self._most:
             return {}
         failed = [attempt for attempt in self._read() if attempt.failures >= self._most]
         return {(attempt.branch, attempt.number): _describe(attempt) for attempt in failed}
 
-    def begin(self, order: tuple[int, int]) -> None:
-        """Count a restore of a step as failed, until a further step is completed."""
+    def start(self, order: tuple[int, int]) -> None:
+        """Count a step's restore as failed, until a further step is completed."""
         if not self._most or get_channels(self._finder.group).main.rank:
             return
         before = [attempt.failures for attempt in self._read() if attempt[:2] == order]
@@ -53,7 +53,7 @@ class RestoreAttempts:
         self._write(self._open)
 
     def end(self, completed: int) -> None:
-        """Remove the count of the restored step, after which a step was completed."""
+        """Remove the restored step's count, after a further step was completed."""
         if self._open is not None and completed > self._open.number:
             ended, self._open = self._open, None
             self._write(ended._replace(failures=0))
@@ -66,13 +66,13 @@ class RestoreAttempts:
             return ()
 
     def _write(self, changed: Attempt) -> None:
-        """Write the count of one step; a count of 0 is none."""
+        """Write one step's count; 0 removes it."""
         try:
             store = self._finder.open_store()
             record = read_run_record(store)
             others = [attempt for attempt in record.attempts if attempt[:2] != changed[:2]]
             kept = [*others, *([changed] if changed.failures else [])]
-            write_run_record(store, replace(record, attempts=tuple(kept[-_MOST_ATTEMPTS:])))
+            write_run_record(store, replace(record, attempts=tuple(kept[-_MAX_ATTEMPTS:])))
         except ShardckptError as error:
             _LOG.warning("a restore of %s is not recorded: %s", self._finder.root, error)
 

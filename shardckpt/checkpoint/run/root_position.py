@@ -1,4 +1,4 @@
-"""`RootPosition`: steps of the root that a capture follows, by which a restore knows if both are of one run."""
+"""`RootPosition`: root steps that a capture follows, which show a restore if both are from one run."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class RootSteps(NamedTuple):
 
     @classmethod
     def from_run(cls, run: RunDirectory) -> RootSteps:
-        """Return the state of the root from its steps."""
+        """Return the root's state from its steps."""
         steps = {(step.branch, step.number): step for step in run.complete}
         is_empty = all(step.is_base or step.has_only_begun for step in run.steps)
         return cls(steps, max(steps, default=NO_STEP), is_empty)
 
 
 class RootPosition(NamedTuple):
-    """Steps of the root that a run knows: its captures follow them."""
+    """Root steps that a run knows: its captures follow them."""
 
     committed: tuple[int, int] = NO_STEP  # order of the newest complete step
     started: tuple[int, int] = NO_STEP  # order of the step whose save was started last; it may be complete meanwhile
@@ -35,11 +35,11 @@ class RootPosition(NamedTuple):
     before: tuple[int, int] = NO_STEP
 
     def start(self, order: tuple[int, int]) -> RootPosition:
-        """Return the position after the save of a step was started."""
+        """Return the position after a step's save was started."""
         return self._replace(started=order, before=self.started)
 
     def encode(self, attempt: str) -> str:
-        """Return the position as text, for the custom metadata of a capture and of the same step in the root."""
+        """Return the position as text, for the custom metadata of a capture and the same root step."""
         return json.dumps([self.committed, self.started, attempt, self.before])
 
     @classmethod
@@ -61,7 +61,7 @@ class RootPosition(NamedTuple):
             return ""
 
     def leads_to(self, newest: tuple[int, int], *, is_empty: bool) -> bool:
-        """Return True if the root is that of this run, or has lost steps since."""
+        """Return True if the root belongs to this run, or has lost steps since."""
         # Otherwise the root was emptied, or another process saved steps without knowing of the captures: then the
         # captures belong to a course of the training that was given up.
         if newest == NO_STEP:

@@ -1,4 +1,4 @@
-"""Schedule of saves: at multiples of a step number, and after a signal."""
+"""Schedule saves: at multiples of a step number, and after a signal."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _handlers_before: list[dict[int, Any]] = []  # of each `watch`, the outermost fi
 
 @dataclass
 class BackgroundSave:
-    """Result of the last save in the background."""
+    """The last background save's result."""
 
     has_failed: bool = False  # whether the save ended without a committed step
 
 
 class SaveSchedule:
-    """Schedule of the steps to save."""
+    """Schedules the steps to save."""
 
     def __init__(self, save_every: int | None, tier_every: Sequence[int] = ()) -> None:
         if save_every is not None and (type(save_every) is not int or save_every < 1):
@@ -82,7 +82,7 @@ class SaveSchedule:
         return number != self._last_step and (is_turn or self._is_due)
 
     def is_for_root(self, number: int) -> bool:
-        """Return True if a step belongs into the root: it is its turn, a signal came, or no tier takes it."""
+        """Return True if a step belongs in the root: it is its turn, a signal came, or no tier takes it."""
         return self._is_due or self._is_turn_of_root(number) or all(number % every for every in self._tier_every)
 
     def _is_turn_of_root(self, number: int) -> bool:
@@ -108,7 +108,7 @@ class SaveSchedule:
 
 
 def require_signals(numbers: Sequence[object]) -> tuple[int, ...]:
-    """Return numbers of signals."""
+    """Return signals as their numbers."""
     known = signal.valid_signals()
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, int) or number not in known:
@@ -131,7 +131,7 @@ def _restore_handlers(before: dict[int, Any]) -> None:
 
 
 def _restore_handlers_in_child() -> None:
-    """Make a fork end as it would outside of the blocks: `multiprocessing` ends its daemons and pools by SIGTERM."""
+    """Make a fork end as it would outside the blocks: `multiprocessing` ends its daemons and pools by SIGTERM."""
     while _handlers_before:
         numbers = [*_handlers_before[-1]]
         _restore_handlers(_handlers_before.pop())
@@ -144,5 +144,5 @@ os.register_at_fork(after_in_child=_restore_handlers_in_child)
 
 
 def _merge_flags(messages: list[bytes]) -> list[bytes]:
-    """Return the combined flags of all ranks: a signal came, a background save failed."""
+    """Return all ranks' combined flags: a signal came, a background save failed."""
     return [bytes([reduce(operator.or_, (flags for (flags,) in messages))])] * len(messages)

@@ -1,4 +1,4 @@
-"""Find the steps of a run: rank 0 reads the folder and sends all ranks the answer."""
+"""Find a run's steps: rank 0 reads the folder and sends all ranks the answer."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _MAX_STEP = 10**18
 
 
 class StepFault(NamedTuple):
-    """A step, or a copy of one, that is not used."""
+    """A step or copy that is not used."""
 
     number: int
     text: str  # where it is and why it is not used
@@ -75,16 +75,16 @@ class FoundStep(NamedTuple):
 
     @property
     def key(self) -> StepKey:
-        """Path or URL of its folder, and the id of its save."""
+        """Its folder's path or URL, and its save's id."""
         return self.path, self.save or ""
 
 
 class PlaceReads:
-    """Reads of this rank from the places that a restore has opened together; one place alone counts nothing."""
+    """This rank's reads from the places that a restore has opened together; one place alone counts nothing."""
 
     @property
     def tier_bytes(self) -> Mapping[str, int]:
-        """Bytes that this rank has read since `reset`, by tier; empty if all are of the place of the step."""
+        """Bytes that this rank has read since `reset`, by tier; empty if all are from the step's own place."""
         return {}
 
     def share_faults(self, coordinator: Coordinator) -> Sequence[StepFault]:  # noqa: ARG002  (of one place)
@@ -96,7 +96,7 @@ class PlaceReads:
 
 
 class StepFinder:
-    """Finder of the steps of a run."""
+    """Finds a run's steps."""
 
     def __init__(self, root: str | os.PathLike[str], group: dist.ProcessGroup | None) -> None:
         self.root = fix_folder(parse_root(root))  # path or URL of the run's folder, without a slash at the end
@@ -105,23 +105,23 @@ class StepFinder:
         self.damaged: set[str] = set()  # ids of saves whose steps a load found damaged
         # Ids of saves whose steps retention removes or has removed, with the numbers of the steps.
         self.removed: dict[str, int] = {}
-        # Returns the reasons why steps are passed over, by their orders. On rank 0.
+        # Returns why steps are passed over, by their orders. On rank 0.
         self.find_failed: Callable[[], Mapping[tuple[int, int], str]] = dict
         self.has_other_places = False  # whether a step may also be somewhere else than in the root
 
     def path(self, name: str) -> str:
-        """Return the path or URL of a step folder."""
+        """Return a step folder's path or URL."""
         return f"{self.root.rstrip('/')}/{name}"
 
     def open_store(self) -> Store:
-        """Return the store of the run. Raises UsageError if the root is a file."""
+        """Return the run's store. Raises UsageError if the root is a file."""
         path = local_path(self.root)
         if path is not None and os.path.isfile(path):
-            raise UsageError("the folder of a run must not be a file", where=self.root, fix="Choose another.")
+            raise UsageError("a run's folder must not be a file", where=self.root, fix="Choose another.")
         return open_store(self.root)
 
     def read(self) -> RunDirectory:
-        """Return the run's directory; refuse a folder of another checkpoint. On rank 0."""
+        """Return the run's directory; refuse a folder with another checkpoint. On rank 0."""
         run = read_run(self.open_store())
         if not run.steps:
             require_start_of_run(self.root)
@@ -145,13 +145,13 @@ class StepFinder:
         return json.loads(get_channels(self.group).main.coordinate(f"{what} of {self.root}", fault or b"", decide))
 
     def list_complete(self) -> list[int]:
-        """Return the numbers of the complete steps, the oldest first. Collective."""
+        """Return the complete steps' numbers, the oldest first. Collective."""
         numbers, unreadable = self.ask_rank0("listing steps", self._list_on_rank0)
         self.require_readable(unreadable)
         return list(numbers)
 
     def _list_on_rank0(self) -> tuple[list[int], str]:
-        """Return the complete steps, and the fault of a newer step of another version."""
+        """Return the complete steps, and the fault of a newer step from another version."""
         run = self.read()
         return [step.number for step in run.complete], find_unreadable(run)
 
@@ -166,12 +166,12 @@ class StepFinder:
             )
 
     def find_step(self, wanted: int | None, passed: Collection[StepKey], fault: Exception | None) -> FoundStep:
-        """Return the newest step that can be loaded. Collective."""
+        """Return the newest loadable step. Collective."""
         answer = self.ask_rank0("looking for a step", lambda: self._find_tried(wanted, passed), fault)
         return FoundStep.from_json(answer)
 
     def _find_tried(self, wanted: int | None, passed: Collection[StepKey]) -> FoundStep:
-        """Return the newest step that can be loaded; pass over failed ones if there is another. On rank 0."""
+        """Return the newest loadable step; pass over failed ones if there is another. On rank 0."""
         failed = self.find_failed() if wanted is None else {}
         found = self.find_on_rank0(wanted, passed, failed)
         if not failed or found.unreadable:
@@ -211,43 +211,43 @@ class StepFinder:
         return [*found.key] in self.ask_rank0("looking again for a step", self.list_keys)
 
     def list_keys(self) -> list[StepKey]:
-        """Return the keys of the complete steps. On rank 0."""
+        """Return the complete steps' keys. On rank 0."""
         return [(self.path(step.name), step.save) for step in self.read().complete]
 
     def open_places(self) -> AbstractContextManager[PlaceReads]:
-        """Return the context of a restore, in which steps that are on other nodes can be read. Collective."""
+        """Return a context for a restore, in which steps on other nodes can be read. Collective."""
         return nullcontext(PlaceReads())
 
     def find_copies(self, number: int) -> Sequence[StepCopy]:
-        """Return the complete copies of a step, the nearest first. Collective."""
+        """Return a step's complete copies, the nearest first. Collective."""
         copies = self.ask_rank0("asking for copies", lambda: encode_copies(self.list_copies(number)))
         return decode_durability(number, copies).copies
 
     def list_copies(self, number: int) -> list[StepCopy]:
-        """Return the complete copies of a step, the nearest first. On rank 0."""
+        """Return a step's complete copies, the nearest first. On rank 0."""
         return self.select_copies(self.read(), number)
 
     def select_copies(self, run: RunDirectory, number: int) -> list[StepCopy]:
-        """Return the complete copies of a step among those of this folder. On rank 0."""
+        """Return a step's complete copies in this folder. On rank 0."""
         store, survives = self.open_store(), find_survived(self.root, read_mounts())
         steps = [step for step in run.complete if step.number == number and self.is_good(step)]
         return [describe_copy(store, step, self.tier, survives) for step in steps]
 
     def find_finder(self, path: str) -> StepFinder:  # noqa: ARG002  (tiers have their own)
-        """Return the finder of the place that a step is in."""
+        """Return the finder for the place that a step is in."""
         return self
 
     def locate_damage(self, path: str, text: str) -> str:  # noqa: ARG002  (the path names the place)
-        """Return the fault of a step with the place where it is."""
+        """Return a step's fault with the place where it is."""
         return text
 
     def newest_branch(self) -> int:
-        """Return the branch of the newest complete step. On rank 0."""
+        """Return the newest complete step's branch. On rank 0."""
         complete = read_run(self.open_store()).complete
         return complete[-1].branch if complete else 0
 
     def is_replaceable(self, number: int) -> bool:
-        """Return True if a save may replace the stored step of a number. On rank 0."""
+        """Return True if a save may replace the stored step with this number. On rank 0."""
         step = self.read_step(number)
         if step.is_newer:
             raise TargetExistsError(
@@ -259,7 +259,7 @@ class StepFinder:
         return bool(step.held) and step.is_ours and not self._is_needed(step)
 
     def require_replaceable(self, number: int) -> None:
-        """Require that a save may still replace the stored step of a number. On rank 0."""
+        """Require that a save may still replace the stored step with this number. On rank 0."""
         if self._is_needed(read_step(self.open_store(), number)):
             raise target_exists_error(self.path(step_name(number)))
 
@@ -269,7 +269,7 @@ class StepFinder:
 
 
 def parse_root(root: object) -> str:
-    """Return the folder of a run as text, without a slash at the end."""
+    """Return a run's folder as text, without a slash at the end."""
     place = as_place(root)
     folder = place.rstrip("/") or "/"
     if folder.endswith(":") and place.startswith(f"{folder}//"):
@@ -278,23 +278,23 @@ def parse_root(root: object) -> str:
 
 
 def find_next_branch(restored: tuple[int, int], newest: tuple[int, int]) -> int:
-    """Return the branch of the steps that are saved after a restore, from the orders of two steps."""
+    """Return the branch for steps saved after a restore, from two steps' orders."""
     return restored[0] if restored == newest else newest[0] + 1
 
 
 def find_unreadable(run: RunDirectory) -> str:
-    """Return the fault of a step of another version that is newer than all complete ones; empty without one."""
+    """Return the fault of a step from another version that is newer than all complete ones; empty without one."""
     newest = run.complete[-1].number if run.complete else -1
     unreadable = [step.fault for step in run.steps if step.is_newer and step.number > newest]
     return unreadable[-1] if unreadable else ""
 
 
 def require_step_number(step: Any) -> int:
-    """Return the number of a step as an int, from any type of integer."""
+    """Return a step number as an int, from any integer type."""
     try:
         number = operator.index(step)
     except Exception:  # noqa: BLE001  (a value of any type, with an __index__ of its own)
         number = -1
     if isinstance(step, bool) or not 0 <= number < _MAX_STEP:
-        raise UsageError("the number of a step must be an integer from 0", found=repr(step))
+        raise UsageError("a step number must be an integer from 0", found=repr(step))
     return number

@@ -1,4 +1,4 @@
-"""Restore a step of a run: the newest one that can be loaded."""
+"""Restore a run's newest step that can be loaded."""
 
 from __future__ import annotations
 
@@ -120,23 +120,23 @@ def _load_newest(
 def _build_no_checkpoint_error(
     root: str, wanted: int | None, damages: Sequence[StepFault], faults: Sequence[StepFault]
 ) -> Exception:
-    """Return the error for a run without a step that can be loaded."""
+    """Return the error for a run without a loadable step."""
     what = "no step here is complete" if wanted is None else f"step {wanted} is not complete, or not here"
     listed = [fault.text for fault in (*damages, *faults)]
     more = f"; and {len(listed) - SHOWN} more" if len(listed) > SHOWN else ""
-    fix = "To begin anew, choose another folder." if listed else "Choose one that `ls` lists."
+    fix = "To start over, choose another folder." if listed else "Choose one that `ls` lists."
     shown = "; ".join(fault.rstrip(".") for fault in listed[:SHOWN])
     return NoCompleteCheckpoint(what, where=root, found=shown + more, fix=f"{fix} {MIXED}" if damages else fix)
 
 
 def warn_of_faults(restored: RestoredStep | None, faults: Sequence[StepFault], group: dist.ProcessGroup | None) -> None:
-    """Warn on rank 0 of newer steps and of copies of the restored one that are not used, if there are any."""
+    """Warn on rank 0 about unused newer steps and unused copies of the restored step."""
     if faults and get_channels(group).main.rank == 0:
         warn_user(_describe_restore(restored, faults))
 
 
 def _describe_restore(restored: RestoredStep | None, faults: Sequence[StepFault]) -> str:
-    """Return what was restored, and which newer steps and copies are not used, each with the reason."""
+    """Return what was restored, and which newer steps and copies are unused, each with the reason."""
 
     def describe(fault: StepFault) -> str:
         number = fault.number
@@ -154,14 +154,14 @@ def _describe_restore(restored: RestoredStep | None, faults: Sequence[StepFault]
 
 
 def _select_copies(copies: Sequence[StepFault], faults: Sequence[StepFault]) -> list[StepFault]:
-    """Return the faults of copies that are not those for which their steps were not used."""
+    """Return the faults of copies, except faults that made their steps unused."""
     return [each for each in copies if not any(each.copy in fault.text for fault in faults)]
 
 
 def _load_step(finder: StepFinder, path: str, state: Any, options: Mapping[str, Any], *, is_last: bool) -> str:
     """Load a step; if a rank finds it damaged, return the fault on all ranks."""
     try:
-        with tolerated_errors():  # the restore goes on, or fails with an event of its own
+        with tolerated_errors():  # the restore continues, or fails with its own event
             load(state, path, process_group=finder.group, **options)
     except Exception as error:
         coordinator = get_channels(finder.group).main

@@ -1,4 +1,4 @@
-"""Delete the steps of a run that no rule keeps, after a save."""
+"""Delete a run's steps that no rule keeps, after a save."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardckpt.storage.store import Store
 
 
 class StepRetention:
-    """Retention of a run, on rank 0."""
+    """Applies a run's retention rules, on rank 0."""
 
     def __init__(
         self,
@@ -71,11 +71,11 @@ class StepRetention:
         if deleted.other_content:
             stay = deleted.other_content
             shown = ", ".join(map(escape, stay[:SHOWN])) + (", ..." if len(stay) > SHOWN else "")
-            warn_user(f"removed steps hold content that no save wrote, which was left there: {shown}")
+            warn_user(f"removed steps had files that no save wrote, which were left there: {shown}")
         return deleted.steps
 
     def _read_metrics(self, store: Store, step: StepFolder) -> Mapping[str, float]:
-        """Return the metrics of a step, cached by save, since they never change."""
+        """Return a step's metrics, cached by save, since they never change."""
         if step.save not in self._metrics:
             self._metrics[step.save] = read_metrics(store, step)
         return self._metrics[step.save]

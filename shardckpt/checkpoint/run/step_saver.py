@@ -1,4 +1,4 @@
-"""Save the steps of a run: agree on the step, write it, then apply retention."""
+"""Save a run's steps: agree on the step, write it, then apply retention."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class SavedPlace(NamedTuple):
 
     finder: StepFinder
     is_over: Callable[[], bool]  # returns True when the save has ended there, on this rank
-    # Whether this rank, which is not rank 0, writes the record of the step there too: each node has its own place, and
-    # that of rank 0 may be lost.
+    # Whether this rank, which is not rank 0, writes the step's record there too: each node has its own place, and rank
+    # 0's may be lost.
     has_own_record: bool = False
 
 
@@ -39,7 +39,7 @@ OnSaved = Callable[[int, Any, Sequence[SavedPlace]], None]
 
 
 class StepSaver:
-    """Saver of the steps of a run; every method is collective."""
+    """Saves a run's steps; every method is collective."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class StepSaver:
         self, step: int, state: Any, metrics: Mapping[str, SupportsFloat] | None, options: Mapping[str, Any]
     ) -> None:
         """Save a step, then remove the steps that no rule keeps; as `Checkpointer.save`."""
-        number, branch, unranked, given = self._begin_save(save, step, metrics, options)
+        number, branch, unranked, given = self._start_save(save, step, metrics, options)
         save(state, self._path(number), **given)
         self.record_save(number, branch, None)
         self.on_saved(number, state, [SavedPlace(self._finder, lambda: True)])
@@ -87,7 +87,7 @@ class StepSaver:
         self, step: int, state: Any, metrics: Mapping[str, SupportsFloat] | None, options: Mapping[str, Any]
     ) -> SaveHandle:
         """Save a step in the background; as `Checkpointer.async_save`."""
-        number, branch, unranked, given = self._begin_save(async_save, step, metrics, options)
+        number, branch, unranked, given = self._start_save(async_save, step, metrics, options)
         user_on_event, is_first = given.pop("on_event"), get_channels(self._group).main.rank == 0
         background = BackgroundSave()
 
@@ -107,7 +107,7 @@ class StepSaver:
         return handle
 
     def settle(self) -> None:
-        """Wait for the last save in the background. Raises its error."""
+        """Wait for the last background save. Raises its error."""
         try:
             if self._running is not None:
                 self._running.handle.result()  # after Ctrl-C it is still running
@@ -117,14 +117,14 @@ class StepSaver:
         self._running = None
 
     def await_saves(self, *, is_for_newest: bool, captured: int = -1) -> list[StepFault]:
-        """Wait for the last save in the background, unless a newer step was captured; return its fault if it failed."""
+        """Wait for the last background save, unless a newer step was captured; return its fault if it failed."""
         if self._running is None or (is_for_newest and captured >= self._running.number):
             return []
         fault = self._running.await_fault()
         return [StepFault(self._running.number, fault)] if fault else []
 
     def find_branch(self, number: int) -> int:
-        """Return the branch of a step that is about to be saved. On rank 0."""
+        """Return the branch for a step that is about to be saved. On rank 0."""
         is_behind = self.restored is not None and number < self.restored
         return self._finder.newest_branch() if self.branch is None else self.branch + is_behind
 
@@ -132,18 +132,18 @@ class StepSaver:
         return self._finder.path(step_name(number))
 
     def record_save(self, number: int, branch: int, background: BackgroundSave | None) -> None:
-        """Record that a step was saved, or its save in the background was started."""
+        """Record that a step was saved, or that its background save was started."""
         self.restored, self.branch = None, branch
         self._schedule.record_save(number, background)
 
-    def _begin_save(
+    def _start_save(
         self,
         verb: Callable[..., Any],
         step: int,
         metrics: Mapping[str, SupportsFloat] | None,
         options: Mapping[str, Any],
     ) -> _StepSave:
-        """Check the arguments, and prepare the folder of the step. Collective."""
+        """Check the arguments, and prepare the step's folder. Collective."""
         notes, names = RunNotes(), list[str]()
         message: bytes | Exception
         try:
@@ -172,7 +172,7 @@ class StepSaver:
         return _StepSave(number, branch, unranked, {**options, "on_event": on_event})
 
     def _prepare_on_rank0(self, messages: list[bytes], names: list[str], overwrite: bool) -> list[bytes]:
-        """Check that the folder of the step can be written; return the answers."""
+        """Check that the step's folder can be written; return the answers."""
         numbers, signals = zip(*map(json.loads, messages), strict=True)
         number = require_one_step(numbers, self._finder.root)
         is_replaceable = self._finder.is_replaceable(number)
@@ -182,7 +182,7 @@ class StepSaver:
 
 
 class _StepSave(NamedTuple):
-    """Arguments of a save on which the ranks have agreed."""
+    """A save's arguments, on which the ranks have agreed."""
 
     number: int
     branch: int  # branch of the run that the step belongs to
@@ -199,7 +199,7 @@ def require_one_step(numbers: Sequence[int], root: str) -> int:
 
 
 def build_notes(metrics: Any, custom_metadata: Any) -> RunNotes:
-    """Return the custom metadata of a step, with its metrics."""
+    """Return a step's custom metadata, with its metrics."""
     numbers = _read_metrics(metrics)
     return RunNotes(
         {**read_notes(custom_metadata), **{f"{METRIC}{name}": repr(value) for name, value in numbers.items()}}
@@ -217,7 +217,7 @@ def _read_metrics(metrics: Any) -> dict[str, float]:
     numbers = {}
     for name, value in metrics.items():
         if not isinstance(name, str):
-            raise UsageError("the name of a metric must be text", found=repr(name))
+            raise UsageError("a metric's name must be text", found=repr(name))
         try:
             numbers[name] = float(value)
         except Exception as error:  # any type may define __float__
@@ -228,7 +228,7 @@ def _read_metrics(metrics: Any) -> dict[str, float]:
 def check_options(
     verb: Callable[..., Any], options: Mapping[str, Any], group: dist.ProcessGroup | None
 ) -> dict[str, Any]:
-    """Return the options of a function, without the process group."""
+    """Return a function's options, without the process group."""
     known = _list_options(verb)
     unknown = [name for name in options if name not in known]
     if unknown:
@@ -237,7 +237,7 @@ def check_options(
     given = options.get("process_group")
     if given is not None and resolve_process_group(given) is not resolve_process_group(group):
         raise UsageError(
-            "`process_group` must be that of the Checkpointer",
+            "`process_group` must be the Checkpointer's",
             found=repr(given),
             fix="Pass it to Checkpointer(..., process_group=...).",
         )
@@ -246,11 +246,11 @@ def check_options(
 
 @cache
 def _list_options(verb: Callable[..., Any]) -> frozenset[str]:
-    """Return the names of the options of a function."""
+    """Return the names of a function's options."""
     known = inspect.signature(verb).parameters.keys() - {"state", "path", "options"}
     return frozenset(known if verb is load else known | SaveParams.__annotations__.keys())
 
 
 def join_on_event(of_run: OnEvent | None, of_call: OnEvent | None) -> OnEvent | None:
-    """Return a function that calls that of the Checkpointer and that of one call."""
+    """Return a function that calls the Checkpointer's function and one call's function."""
     return of_run if of_call is None else lambda event: deliver(event, of_run, of_call)

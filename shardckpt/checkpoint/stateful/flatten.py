@@ -1,4 +1,4 @@
-"""Flatten a user's state into a tree of plain values and the arrays of this rank."""
+"""Flatten a user's state into a tree of plain values and this rank's arrays."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class FlattenedState:
     tree: Any = None  # containers and plain values, equal on every rank, with arrays as `TensorRef`
     arrays: dict[Path, TensorShards] = field(default_factory=dict)  # distinct arrays by path, in the order of the tree
     ties: dict[Path, Path] = field(default_factory=dict)  # further paths of shared arrays, each with the first path
-    # Values that some ranks do not have: optimizer slots of parameters of which a rank has no part.
+    # Values that some ranks do not have: optimizer slots for parameters that a rank has no part of.
     optional_values: dict[Path, Any] = field(default_factory=dict)
     # Per-rank values, by the path of the list with the values of all ranks.
     per_rank_values: dict[Path, Any] = field(default_factory=dict)
-    # Paths of arrays that may differ between ranks; those of rank 0 are saved.
+    # Paths of arrays that may differ between ranks; rank 0's are saved.
     buffers: set[Path] = field(default_factory=set)
     model: Path | None = None  # path of the first model; None without a model
     frozen: set[Path] = field(default_factory=set)  # paths of parameters that do not require gradients
@@ -73,7 +73,7 @@ class FlattenedState:
 
     @property
     def devices(self) -> set[torch.device]:
-        """Devices of the tensors."""
+        """The tensors' devices."""
         return {shard.tensor.device for array in self.arrays.values() for shard in array.shards}
 
 
@@ -83,7 +83,7 @@ class LocalModels:
     def __init__(self, state: Any) -> None:
         self._models: dict[int, tuple[nn.Module, LocalModel]] = {}
         self._paths: dict[int, Path] = {}
-        self._parameters: dict[str, nn.Parameter] = {}  # beside the models
+        self._parameters: dict[str, nn.Parameter] = {}  # outside the models
         with torch.inference_mode(False):  # in inference mode a view of a DTensor raises
             self._add_models(state, ())
 
@@ -103,14 +103,14 @@ class LocalModels:
                     self._add_models(item, (*path, path_key(key)))
 
     def __iter__(self) -> Iterator[LocalModel]:
-        """Yield this rank's shards of each model, in the order of the state."""
+        """Yield this rank's shards of each model, in state order."""
         return (model for _, model in self._models.values())
 
     def get(self, model: nn.Module, path: Path) -> LocalModel:
         """Return this rank's shards of a model."""
         if id(model) not in self._models:
             raise UnsupportedError(
-                "a module in the result of an object's `state_dict` cannot be saved",
+                "a module that an object's `state_dict` returns cannot be saved",
                 where=dotted(path),
                 found=f"an object of the class {type(model).__name__}",
                 fix="Return its `state_dict()` there, or add the module itself to the state.",
@@ -118,7 +118,7 @@ class LocalModels:
         return self._models[id(model)][1]
 
     def find_index_for(self, optim: torch.optim.Optimizer) -> ModelIndex | None:
-        """Return the index of the model with all parameters of an optimizer; None without one."""
+        """Return the index of the model with all an optimizer's parameters; None without one."""
         # If several models have the parameters together, or the state has some itself, the index is of all of these,
         # and its names start with paths in the state.
         from shardckpt.state.local.optim_shards import find_index  # noqa: PLC0415  (tensors alone need no engine)
@@ -166,7 +166,7 @@ def view_as_dtensor(value: torch.Tensor, path: Path) -> DTensor:
 
 
 def require_model_for(optim: torch.optim.Optimizer, path: Path, shards: FlatShards) -> None:
-    """Refuse an optimizer of flat parameters if its model is not in the state."""
+    """Refuse an optimizer for flat parameters if its model is not in the state."""
     # Only the model knows the names of its slots.
     parameters = (parameter for group in optim.param_groups for parameter in group["params"])
     if any(map(shards.has_parameter, parameters)):

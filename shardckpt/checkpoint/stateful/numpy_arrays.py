@@ -1,4 +1,4 @@
-"""NumPy arrays in a user's state: checks, and conversions from and to tensors of the same elements."""
+"""NumPy arrays in a user's state: check them, and convert them to and from tensors with the same elements."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _INTEGERS = {1: (np.uint8, torch.uint8), 2: (np.int16, torch.int16)}
 
 
 def check_array(value: np.ndarray[Any, Any], path: Path) -> None:
-    """Refuse arrays of classes with additional data, such as `MaskedArray`."""
+    """Refuse array classes with additional data, such as `MaskedArray`."""
     if type(value) not in (np.ndarray, np.memmap):
         raise UnsupportedError(
             f"an array of the class {type(value).__name__} can be neither saved nor filled",
             where=dotted(path),
             expected="a numpy.ndarray",
-            fix="Save what it consists of: `numpy.asarray(it)`, and the mask of a MaskedArray beside it.",
+            fix="Save its parts: `numpy.asarray(it)`, and a MaskedArray's mask next to it.",
         )
 
 
@@ -34,12 +34,12 @@ def has_torch_dtype(value: np.ndarray[Any, Any]) -> bool:
 
 
 def has_torch_strides(value: np.ndarray[Any, Any]) -> bool:
-    """Return True if a tensor can have the memory of an array: not of a reversed one, or of a field of records."""
+    """Return True if a tensor can use an array's memory: not if it is reversed, or a field in records."""
     return all(stride >= 0 and stride % value.dtype.itemsize == 0 for stride in value.strides)
 
 
 def tensor_from_numpy(value: np.ndarray[Any, Any], path: Path) -> torch.Tensor:
-    """Return a numpy array as a tensor of the same elements."""
+    """Return a numpy array as a tensor with the same elements."""
     check_array(value, path)
     if not has_torch_dtype(value):
         raise UnsupportedError(f"a numpy array of type {value.dtype} cannot be saved", where=dotted(path))
@@ -49,7 +49,7 @@ def tensor_from_numpy(value: np.ndarray[Any, Any], path: Path) -> torch.Tensor:
 
 
 def share_memory(value: np.ndarray[Any, Any]) -> torch.Tensor:
-    """Return a tensor of an array's memory; the array is of native byte order, and torch has its elements."""
+    """Return a tensor over an array's memory; the array has native byte order and a dtype that torch has."""
     if not _is_of_ml_dtypes(value.dtype):
         return torch.from_numpy(value)
     integer, _ = _INTEGERS[value.dtype.itemsize]
@@ -57,7 +57,7 @@ def share_memory(value: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 def array_from_tensor(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Return an array of a tensor's memory, of a dtype of `ml_dtypes` if NumPy itself lacks it."""
+    """Return an array over a tensor's memory, with a dtype from `ml_dtypes` if NumPy itself lacks it."""
     name = str(tensor.dtype).removeprefix("torch.")
     dtype = numpy_dtype(name)
     if not _is_of_ml_dtypes(dtype):

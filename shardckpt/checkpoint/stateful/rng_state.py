@@ -1,4 +1,4 @@
-"""Random number generators of Python, numpy and torch as per-rank state."""
+"""Random number generators in Python, numpy and torch as per-rank state."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _HOST = ("python", "numpy", "torch")
 
 
 class RNGState(PerRank):
-    """Random number generators of this process, to put into a state; saved per rank.
+    """This process's random number generators, to put into a state; saved per rank.
 
     With the same number of ranks, each rank continues its saved random stream exactly. With another number, each rank
-    starts a new stream that is derived from the saved states, the number of ranks and its rank, so that ranks do not
-    share streams; a warning on rank 0 reports this.
+    starts a new stream, derived from the saved states, the number of ranks and its rank. So ranks do not share
+    streams. A warning on rank 0 reports this.
     """
 
     def __init__(self) -> None:
         super().__init__(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the generators' states: `python`, `numpy`, `torch`, and that of the accelerator in use (`cuda`)."""
+        """Return the generators' states: `python`, `numpy`, `torch`, and the accelerator in use (`cuda`)."""
         kind, keys, at, has_gauss, gauss = np.random.get_state(legacy=True)
         state: dict[str, Any] = {
             "python": random.getstate(),
@@ -38,7 +38,7 @@ class RNGState(PerRank):
         return state | {name: module.get_rng_state() for name, module in find_generators(in_use=True).items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the states of the generators.
+        """Restore the generators' states.
 
         Args:
             state: Result of `state_dict`.
@@ -51,8 +51,8 @@ class RNGState(PerRank):
         for name, module in there.items():
             if name in state:
                 module.set_rng_state(state[name].cpu())
-        lost = [f"that of {name} is not here" for name in state if name not in {*_HOST, *there}]
-        lost += [f"that of {name} was not saved" for name in used if name not in state]
+        lost = [f"{name} is not available here" for name in state if name not in {*_HOST, *there}]
+        lost += [f"{name} was not saved" for name in used if name not in state]
         if lost:
             warn_user(f"not every random number generator continues where it was saved: {', '.join(lost)}")
 
@@ -67,7 +67,7 @@ class RNGState(PerRank):
         torch.manual_seed(seed % (1 << 63))
         if rank == 0:
             warn_user(
-                f"random number generators were saved by {len(states)} ranks and there are {world}: every rank begins "
-                "a stream of its own"
+                f"random number generators were saved by {len(states)} ranks and are loaded on {world}: each rank "
+                "starts its own stream"
             )
         return True

@@ -1,7 +1,7 @@
-"""The state of one rank as a stream of bytes with hashes, without pickle.
+"""One rank's state as a byte stream with hashes, without pickle.
 
-A stream is `MAGIC`, the size of the header in eight bytes, the header (JSON), the hash of all of this, then the
-elements of all tensors in blocks of 4 MiB, each followed by its hash. Hashes are xxh3-64, big-endian.
+A stream starts with `MAGIC`, the header's size in eight bytes, the header (JSON), and a hash of these. Then follow all
+tensors' elements in blocks of 4 MiB, each with its hash after it. Hashes are xxh3-64, big-endian.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Read = Callable[[memoryview], object]  # fills a buffer with the next bytes of a
 
 
 class _Row(NamedTuple):
-    """A tensor of a stream."""
+    """A tensor in a stream."""
 
     path: Path  # path in the state
     dtype: str  # dtype in torch's spelling
@@ -50,7 +50,7 @@ class _Row(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements."""
+        """Element bytes."""
         return prod(self.shape) * _torch_dtype(self).itemsize
 
 
@@ -62,7 +62,7 @@ class StateStream:
     tensors: Sequence[torch.Tensor]  # tensors of this rank, in the order of their elements in the stream
 
     def __iter__(self) -> Iterator[memoryview]:
-        """Yield the bytes of the stream; each part is valid until the next one is requested."""
+        """Yield the stream's bytes; each part is valid until the next one is requested."""
         yield memoryview(self.head)
         hasher, filled = xxhash.xxh3_64(), 0
         for part in iter_bytes(self.tensors, sum(tensor.nbytes for tensor in self.tensors)):
@@ -79,7 +79,7 @@ class StateStream:
 
 
 def build_stream(state: Any) -> StateStream:
-    """Return the stream of a state, without copying it."""
+    """Return a state's stream, without copying it."""
     # Kernels that are queued on the current stream of a device finish first.
     found: dict[Path, torch.Tensor] = {}
     tree = take_tensors(state, (), found)
@@ -97,10 +97,10 @@ def build_stream(state: Any) -> StateStream:
     header = encode_canonical({"tensors": rows, "state": encoded(tree, lambda ref: numbers[ref.path])})
     if len(header) > MAX_HEADER_BYTES:
         raise UnsupportedError(
-            "the values of the state that are not tensors are too large to be sent",
+            "the state's values that are not tensors are too large to send",
             found=f"{len(header)} bytes",
             expected=f"at most {MAX_HEADER_BYTES}",
-            fix="Make tensors of long lists of numbers.",
+            fix="Convert long lists of numbers to tensors.",
         )
     head = MAGIC + len(header).to_bytes(8, "little") + header
     return StateStream(head + xxhash.xxh3_64(head).digest(), list(tensors.values()))
@@ -111,7 +111,7 @@ def _go_on() -> None:
 
 
 def read_stream(read: Read, target: Any = None, where: str = "", check: Callable[[], None] = _go_on) -> Any:
-    """Return the state of a stream."""
+    """Return the state that a stream contains."""
     # Elements are used only after the hash of their block was checked. If the stream fails later, tensors of the target
     # are filled in part.
     rows, json = _read_header(read, where, check)
@@ -143,12 +143,12 @@ def read_stream(read: Read, target: Any = None, where: str = "", check: Callable
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's elements; a DTensor itself loses them by `detach` if this rank is not in its mesh."""
+    """Return this rank's elements; a DTensor's own `detach` loses them if this rank is not in its mesh."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _describe_sharding(tensor: torch.Tensor | None) -> str:
-    """Return the sharding of a DTensor as text; it is empty for other tensors."""
+    """Return a DTensor's sharding as text; empty for other tensors."""
     if not isinstance(tensor, DTensor):
         return ""
     mesh = tensor.device_mesh
@@ -158,14 +158,14 @@ def _describe_sharding(tensor: torch.Tensor | None) -> str:
 def _read_header(read: Read, where: str, check: Callable[[], None]) -> tuple[list[_Row], object]:
     prefix = _read_bytes(read, 16)
     if prefix[:8] != MAGIC:
-        raise FormatError("this is not a stream of a state", where=where, found=bytes(prefix[:8]))
+        raise FormatError("this is not a state stream", where=where, found=bytes(prefix[:8]))
     length = int.from_bytes(prefix[8:], "little")
-    require_small("the header of the stream", length, MAX_HEADER_BYTES, where)
+    require_small("the stream header", length, MAX_HEADER_BYTES, where)
     body = _read_bytes(read, length)
     _check(xxhash.xxh3_64(prefix + body).digest(), _read_bytes(read, _DIGEST_BYTES), where)
     header = parse_json(body, where=where)
     if not isinstance(header, dict) or not isinstance(header.get("tensors"), list) or "state" not in header:
-        raise FormatError("the header of the stream lacks a field", where=where)
+        raise FormatError("the stream header lacks a field", where=where)
     rows = []
     for row in header["tensors"]:
         check()
@@ -187,7 +187,7 @@ def _read_row(row: object, where: str) -> _Row:
             read = _Row(tuple(path), dtype, tuple(shape), sharding)
             if read.nbytes < _MAX_BYTES:
                 return read
-    raise FormatError("the header of the stream has an invalid tensor", where=where, found=str(row)[:80])
+    raise FormatError("the stream header has an invalid tensor", where=where, found=str(row)[:80])
 
 
 def _torch_dtype(row: _Row) -> torch.dtype:
@@ -198,11 +198,11 @@ def _torch_dtype(row: _Row) -> torch.dtype:
 
 
 def _require_fit(row: _Row, target: torch.Tensor | None, where: str) -> None:
-    """Require that a tensor of the stream fits the target, and that a DTensor has one."""
+    """Require that a streamed tensor fits the target, and that a DTensor has a target."""
     expected = f"{row.dtype} {list(row.shape)} {row.sharding}".strip()
     if target is None and row.sharding:
         raise UsageError(
-            "a DTensor can only be received into one",
+            "a DTensor can only be received into a DTensor",
             where=f"{where}: {dotted(row.path)}",
             found=row.sharding,
             fix="Pass a function that returns the state to fill.",
@@ -226,7 +226,7 @@ def _require_fit(row: _Row, target: torch.Tensor | None, where: str) -> None:
 
 
 def _fill(row: _Row, target: torch.Tensor | None, blocks: _VerifiedBlocks) -> torch.Tensor:
-    """Return the target, or a new tensor, filled with the next elements of the stream."""
+    """Return the target, or a new tensor, filled with the stream's next elements."""
     filled = _allocate(row) if target is None else target
     local = _local(filled)
     staged = local if is_flat(local) else _allocate(row)
@@ -241,7 +241,7 @@ def _fill(row: _Row, target: torch.Tensor | None, blocks: _VerifiedBlocks) -> to
 
 
 def _allocate(row: _Row) -> torch.Tensor:
-    """Return a new tensor on the CPU, of which no memory is touched yet."""
+    """Return a new CPU tensor whose memory is not touched yet."""
     try:
         return torch.empty(row.shape, dtype=_torch_dtype(row))
     except (RuntimeError, MemoryError) as error:
@@ -250,7 +250,7 @@ def _allocate(row: _Row) -> torch.Tensor:
 
 
 class _VerifiedBlocks:
-    """Elements of a stream, block by block; a block is used only after its hash was checked."""
+    """A stream's elements, block by block; a block is used only after its hash was checked."""
 
     def __init__(self, read: Read, nbytes: int, where: str) -> None:
         self._read, self._left, self._where = read, nbytes, where

@@ -1,7 +1,7 @@
-"""Trace of a state: its tensors and values, and a description of its structure.
+"""Trace a state: its tensors and values, and a description of its structure.
 
-States with the same description have the same plan, names and layout, whatever their tensors and values are. A trace
-takes a fraction of the time of flattening, because it describes tensors in columns, not one by one.
+States with the same description have the same plan, names and layout, whatever their tensors and values are. Tracing
+is much faster than flattening, because it describes tensors in columns, not one by one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from shardckpt.state.keys.kinds import get_metadata
 
 @dataclass(frozen=True)
 class StateTrace:
-    """Trace of a state."""
+    """A state's trace."""
 
     description: tuple[object, ...]  # description of the structure, equal for states with the same plan
     tensors: list[torch.Tensor]  # tensors, in the order in which they were found
@@ -48,7 +48,7 @@ class StateTrace:
 
 
 def trace_state(state: Any, opened: dict[int, Any]) -> StateTrace | None:
-    """Return the trace of a state; None if its plan depends on more than a trace."""
+    """Return a state's trace; None if its plan depends on more than a trace."""
     tracer = _Tracer(opened)
     try:
         tracer.visit(state, ())
@@ -61,7 +61,7 @@ def trace_state(state: Any, opened: dict[int, Any]) -> StateTrace | None:
 
 
 class _UntraceableError(Exception):
-    """The plan of a state depends on more than a trace."""
+    """A state's plan depends on more than a trace."""
 
 
 _DICTS = (dict, OrderedDict)
@@ -77,7 +77,7 @@ _BUFFERS: frozenset[type] = _TENSORS | {type(None)}
 
 
 class _Tracer:
-    """Visitor of a state in the order of the flattened state."""
+    """Visits a state in the flattened state's order."""
 
     def __init__(self, opened: dict[int, Any]) -> None:
         self.tensors: list[torch.Tensor] = []  # tensors, in the order of the visit
@@ -93,9 +93,9 @@ class _Tracer:
         self._registered: set[int] = set()
 
     def finish(self) -> list[object]:
-        """Visit the states of objects; return the structure, with the positions of the optimizers' parameters."""
-        # The `state_dict` of an object may be collective, and so may be the flattening of a wrapper that has no trace.
-        # On every rank the wrapper is found before the first object is opened.
+        """Visit objects' states; return the structure, with the positions of optimizer parameters."""
+        # An object's `state_dict` may be collective, and so may flattening a wrapper that has no trace. Every rank
+        # finds the wrapper before it opens the first object.
         self._is_opened = True
         for value, path in self._closed:
             self._visit_object(value, path)
@@ -188,7 +188,7 @@ class _Tracer:
                 self._visit_module(child, is_resharded=is_resharded)
 
     def _add_buckets(self, module: nn.Module) -> None:
-        """Describe where parameters are in the buckets, from which the flattened state takes them."""
+        """Describe where parameters are in the buckets that the flattened state takes them from."""
         located = locate_in_buckets(module)
         if located is None:
             raise _UntraceableError
@@ -227,7 +227,7 @@ def _require(condition: bool) -> None:
 
 
 def _find_local_tensors(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[object]]:
-    """Return the tensors with the local tensors of DTensors, and the shape, mesh and placements of these."""
+    """Return the tensors, with DTensors' local tensors, and the DTensors' shape, mesh and placements."""
     if not any(type(tensor) is DTensor for tensor in tensors):
         return tensors, []
     local_tensors, shardings = [], list[object]()
@@ -253,7 +253,7 @@ os.register_at_fork(after_in_child=_MESHES.clear)  # a child may be another rank
 
 
 def _describe_mesh(mesh: DeviceMesh) -> object:
-    """Return the ranks of a mesh, and the coordinate of this rank; a mesh itself would keep its groups alive."""
+    """Return a mesh's ranks, and this rank's coordinate; a mesh itself would keep its groups alive."""
     found = _MESHES.get(mesh)
     if found is None:
         found = _MESHES[mesh] = mesh.device_type, mesh.mesh.tolist(), mesh.get_coordinate()
@@ -261,7 +261,7 @@ def _describe_mesh(mesh: DeviceMesh) -> object:
 
 
 def _describe(tensors: list[torch.Tensor], local_tensors: list[torch.Tensor]) -> tuple[object, ...]:
-    """Return the description of tensors on this rank: everything except their elements."""
+    """Describe this rank's tensors: everything except their elements."""
     try:
         shapes = [tensor.shape for tensor in local_tensors]
     except RuntimeError as error:  # nested tensors do not have a shape
@@ -285,6 +285,6 @@ def _describe_sharing(tensors: list[torch.Tensor], local_tensors: list[torch.Ten
 
 
 def _find_firsts(keys: Iterable[Hashable]) -> list[int]:
-    """Return for each key the position of the first equal key."""
+    """Return for each key where the first equal key is."""
     firsts: dict[Hashable, int] = {}
     return [firsts.setdefault(key, at) for at, key in enumerate(keys)]

@@ -1,4 +1,4 @@
-"""Kinds of objects in a user's state: how to recognize, check and convert them."""
+"""Recognize, check and convert objects in a user's state."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ class Stateful(Protocol):
     """Object that returns and loads its state, such as a scheduler or data loader."""
 
     def state_dict(self) -> Any:
-        """Return the state: plain values, tensors, or containers of these."""
+        """Return the state: plain values, tensors, or containers with these."""
 
     def load_state_dict(self, state: Any, /) -> Any:
         """Load a state."""
 
 
 class PerRank:
-    """Mark of a value or object that each rank saves and loads for itself.
+    """Marks a value or object that each rank saves and loads for itself.
 
-    A load fills `held` in place if possible: tensors and arrays of the saved shape and dtype, entries of dicts and
-    lists. All other values are replaced, so that `held` equals the saved value.
+    A load fills `held` in place if possible: tensors and arrays with the saved shape and dtype, and entries in dicts
+    and lists. All other values are replaced, so that `held` equals the saved value.
 
     Args:
-        held: Object with `state_dict` and `load_state_dict`, tensor, array, plain value, or dicts and lists of these.
+        held: Object with `state_dict` and `load_state_dict`, tensor, array, plain value, or dicts and lists with these.
 
     Attributes:
         held: The given value; after a load, this rank's saved value.
@@ -62,7 +62,7 @@ class PerRank:
 
         Args:
             states: Saved states, in rank order.
-            rank: Index of this rank.
+            rank: This rank's index.
             world: Current number of ranks.
 
         Returns:
@@ -77,7 +77,7 @@ def _takes_state(held: object) -> bool:
 
 
 def _fill_in_place(held: Any, saved: Any) -> Any:
-    """Return a saved value, in the memory and containers of `held` if it fits."""
+    """Return a saved value, in `held`'s memory and containers if it fits."""
     if _takes_state(held):
         held.load_state_dict(saved)
     elif isinstance(held, torch.Tensor) and isinstance(saved, torch.Tensor):
@@ -114,12 +114,12 @@ def require_state(state: object) -> None:
 
 
 def is_optimizer(value: object) -> bool:
-    """Return True if an object is an optimizer with state of a model's parameters."""
+    """Return True if an object is an optimizer with state for a model's parameters."""
     return isinstance(value, torch.optim.Optimizer) and not _keeps_state_elsewhere(value)
 
 
 def _keeps_state_elsewhere(optim: torch.optim.Optimizer) -> bool:
-    """Return True if an optimizer returns the state of other optimizers. Its own `state` is empty."""
+    """Return True if an optimizer returns other optimizers' state. Its own `state` is empty."""
     if type(optim).state_dict is torch.optim.Optimizer.state_dict or optim.state:
         return False
     state: Any = optim.state_dict()
@@ -132,7 +132,7 @@ def is_stateful(value: object) -> bool:
 
 
 def get_state_dict(value: Any, path: Path) -> Any:
-    """Return the result of an object's `state_dict`."""
+    """Call an object's `state_dict`; name the object if it fails."""
     try:
         return value.state_dict()
     except ShardckptError:
@@ -142,13 +142,13 @@ def get_state_dict(value: Any, path: Path) -> Any:
 
 
 def build_call_error(method: str, path: Path, error: Exception) -> StateDictError:
-    """Return the error for an exception in a method of an object in the state."""
+    """Return the error for an exception in a method that belongs to an object in the state."""
     return StateDictError(f"`{method}` failed", where=dotted(path), found=describe_with_class(error))
 
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype as torch spells it."""
+    """Return a dtype's name as torch spells it."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -178,7 +178,7 @@ def check_tensor(value: torch.Tensor, path: Path) -> None:
 
 
 def _is_dense(value: torch.Tensor) -> bool:
-    """Return True if a plain CPU tensor is dense and of a known dtype."""
+    """Return True if a plain CPU tensor is dense and has a known dtype."""
     return value.layout is torch.strided and not value.is_nested and _is_known(value.dtype)
 
 
@@ -188,9 +188,9 @@ def _is_known(dtype: torch.dtype) -> bool:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Return True if a strided tensor's storage has the bytes of all its elements."""
-    # `tensor.untyped_storage().resize_(0)` frees a storage below its tensor, as FSDP does. A tensor that its class
-    # makes of others has a storage that nobody writes.
+    """Return True if a strided tensor's storage has the bytes for all elements."""
+    # `tensor.untyped_storage().resize_(0)` frees a storage under its tensor, as FSDP does. A tensor that its class
+    # composes from others has a storage that nobody writes.
     if type(tensor) not in PLAIN_TENSORS and not has_own_elements(tensor):
         return False
     elements = tensor.numel()
@@ -201,7 +201,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def require_memory(tensor: torch.Tensor, path: Path) -> None:
-    """Refuse a tensor whose storage does not have the bytes of all its elements."""
+    """Refuse a tensor whose storage lacks bytes for some elements."""
     if not has_memory(tensor):
         check_tensor(tensor, path)
         raise UnsupportedError(
@@ -213,7 +213,7 @@ def require_memory(tensor: torch.Tensor, path: Path) -> None:
 
 
 def to_named_value(value: object) -> NamedValue | None:
-    """Return a value of a torch or numpy type as kind and text; None for other values."""
+    """Return a torch or numpy value as kind and text; None for other values."""
     if isinstance(value, NamedValue):
         return value
     if isinstance(value, torch.dtype):

@@ -1,6 +1,6 @@
-"""Bytes of tensors in row-major order, as views if possible or as staged copies.
+"""Tensor bytes in row-major order, as views if possible or as staged copies.
 
-Copies of tensors on devices are in pinned memory.
+Copies from devices are in pinned memory.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ SMALL_BYTES = 64 << 10
 
 
 class TensorSource(Protocol):
-    """Tensors of a state on this rank."""
+    """A state's tensors on this rank."""
 
     @property
     def devices(self) -> set[torch.device]:
-        """Devices of the tensors."""
+        """The tensors' devices."""
 
     def views(self, chunks: Sequence[PayloadChunk], /) -> Iterable[torch.Tensor]:
-        """Return the elements of chunks."""
+        """Return the chunks' elements."""
 
 
 def view_box(array: TensorShards, box: Box) -> torch.Tensor:
-    """Return the elements of a box of an array, as a view of this rank's shard."""
+    """Return an array box's elements, as a view of this rank's shard."""
     for shard in array.shards:
         if shard.box == box:
             return shard.tensor
@@ -57,7 +57,7 @@ def tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 def iter_bytes(tensors: Iterable[torch.Tensor], most: int = STAGED_BYTES) -> Iterator[memoryview]:
-    """Yield the bytes of tensors in row-major order."""
+    """Yield the tensors' bytes in row-major order."""
     # Each part is valid until the next one is requested. Tensors on a device are copied through two pinned buffers of
     # 16 MiB each: one is filled while the other is read.
     pieces = PinnedPieces(max(min(STAGED_BYTES, most), 1))
@@ -118,7 +118,7 @@ def join_small(tensors: Iterable[torch.Tensor]) -> Iterator[bytes | torch.Tensor
 
 
 def _stack(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield joint copies of small tensors of one shape and dtype."""
+    """Yield joint copies of small tensors with one shape and dtype."""
     count = max(_JOINED_BYTES // tensors[0].nbytes, 1)
     for start in range(0, len(tensors), count):
         with torch.no_grad():
@@ -147,13 +147,13 @@ def is_flat_on_cpu(tensor: torch.Tensor) -> bool:
 
 
 def view_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a flat tensor as a uint8 tensor."""
-    # `view(-1)` would keep another stride than 1 of a tensor with one element.
+    """Return a flat tensor's memory as a uint8 tensor."""
+    # If a tensor has one element, `view(-1)` would keep a stride other than 1.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def flat_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a flat tensor; a write changes the tensor."""
+    """Return a flat tensor's memory; a write changes the tensor."""
     if tensor.dtype in _PLAIN and tensor.numel():
         return memoryview((tensor.detach() if tensor.requires_grad else tensor).numpy()).cast("B")  # type: ignore[arg-type]
     return memoryview(view_as_bytes(tensor).numpy())  # type: ignore[arg-type]
@@ -178,7 +178,7 @@ class _Piece(NamedTuple):
 
 
 class PinnedPieces:
-    """Packer of bytes from devices into pieces; one is copied, on the current stream, while another is read."""
+    """Packs device bytes into pieces; one is copied, on the current stream, while another is read."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
@@ -193,7 +193,7 @@ class PinnedPieces:
         start = 0
         while start < data.numel():
             if self._buffer is None or self._used == self._nbytes:
-                yield from self._begin_piece()
+                yield from self._start_piece()
             assert self._buffer is not None
             stop = min(data.numel(), start + self._nbytes - self._used)
             at, self._used = self._used, self._used + stop - start
@@ -207,7 +207,7 @@ class PinnedPieces:
         while self._copied:
             yield from self._read_oldest()
 
-    def _begin_piece(self) -> Iterator[memoryview]:
+    def _start_piece(self) -> Iterator[memoryview]:
         self._end_piece()
         if not self._idle and self._made == _PINNED_BUFFERS:
             yield from self._read_oldest()

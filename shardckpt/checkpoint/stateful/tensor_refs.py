@@ -1,4 +1,4 @@
-"""Take tensors out of plain values: what stays can be encoded as JSON."""
+"""Take tensors out of plain values: the rest can be encoded as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardckpt.manifest import Path
 
 
 def take_tensors(value: Any, path: Path, tensors: dict[Path, torch.Tensor]) -> Any:
-    """Return a value with its tensors and arrays as `TensorRef`, also inside of dicts, lists and tuples."""
+    """Return a value with its tensors and arrays as `TensorRef`, also inside dicts, lists and tuples."""
     is_array = isinstance(value, np.ndarray)
     if is_array or isinstance(value, torch.Tensor):
         tensors[path] = tensor_from_numpy(value, path) if is_array else value

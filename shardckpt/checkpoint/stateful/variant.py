@@ -20,11 +20,11 @@ EXTRAS = ("n_averaged",)  # keys of an average, next to the variant's weights
 
 
 class Variant:
-    """Variant of a model's weights, such as an average, with a name of its own.
+    """Variant of a model's weights, such as an average, with its own name.
 
     In `save({"model": model, "ema": Variant(ema, of=model)}, path)` its name is `ema`, the key in the state. The
-    weights are saved with their sharding, under the FQNs of the model's parameters; `shardckpt consolidate --weights
-    ema` writes them instead of the model's own weights.
+    weights are saved with their sharding, under the model's FQNs. `shardckpt consolidate --weights ema` writes them
+    instead of the model's own weights.
 
     Args:
         weights: `torch.optim.swa_utils.AveragedModel` or another module with the same parameters; or a dict of tensors
@@ -41,7 +41,7 @@ class Variant:
 
     def __init__(self, weights: nn.Module | MutableMapping[str, torch.Tensor], of: nn.Module) -> None:
         if not isinstance(of, nn.Module):
-            raise UsageError("`of` must be the model of the variant", found=type(of).__name__, expected="of=model")
+            raise UsageError("`of` must be the variant's model", found=type(of).__name__, expected="of=model")
         if not isinstance(weights, nn.Module) and not (
             isinstance(weights, Mapping) and all(isinstance(tensor, torch.Tensor) for tensor in weights.values())
         ):
@@ -59,7 +59,7 @@ class Variant:
 
     @property
     def extras(self) -> dict[str, Any]:
-        """Values next to the weights: the number of updates of an average."""
+        """Values next to the weights: an average's number of updates."""
         return {"n_averaged": self.weights.n_averaged} if isinstance(self.weights, AveragedModel) else {}
 
     def arrays(self, model: LocalModel) -> dict[str, TensorShards]:

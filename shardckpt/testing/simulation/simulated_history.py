@@ -12,7 +12,7 @@ from functools import partial
 
 from shardckpt.checkpoint.peers import peer_exchange
 from shardckpt.checkpoint.peers.node_files import Node
-from shardckpt.checkpoint.run.restore_attempts import MOST_FAILED
+from shardckpt.checkpoint.run.restore_attempts import MAX_FAILED
 from shardckpt.checkpoint.tiers.local_folder import Local
 from shardckpt.checkpoint.tiers.peer_memory import PeerMemory
 from shardckpt.format.durability.step_copies import LOCAL, MEMORY
@@ -164,7 +164,7 @@ class _HistoryRun:
         auditor.is_quiet = lambda: not (self.faults.fired or scenario.has_zombies)
         auditor.claims.has_rivals = scenario.has_zombies and scenario.has_tiers
         auditor.is_replaced_by_rivals = scenario.has_zombies and scenario.store == "plain"
-        auditor.restores.most_failed = MOST_FAILED if scenario.most_failed is None else scenario.most_failed
+        auditor.restores.most_failed = MAX_FAILED if scenario.most_failed is None else scenario.most_failed
 
     def run(self) -> None:
         """Run the history to its end. Raises the error that ended it."""

@@ -374,7 +374,7 @@ class TestFailures:
 
         def body(rank: int, world: int):
             state = empty()
-            with pytest.raises(shardckpt.RankError, match="rank 1 opened another checkpoint than rank 0"):
+            with pytest.raises(shardckpt.RankError, match="rank 1 opened a different checkpoint than rank 0"):
                 shardckpt.load(state, tmp_path / "d" if rank else step)
             return state["step"], all((t == -1.0).all() for t in state["model"].values())
 

@@ -14,7 +14,7 @@ from shardckpt.core import FullyShardedDataParallel, fully_shard
 from shardckpt.errors import UsageError
 from shardckpt.state import StateMismatchError, load_model_state_dict, load_optim_state_dict, optim_state_dict
 
-PROBLEM = r"m\.a\.weight and m\.b\.weight are one parameter in this model, and the saved values of the two differ"
+PROBLEM = r"m\.a\.weight and m\.b\.weight are one parameter in this model, but their saved values differ"
 
 
 class Pair(nn.Module):

@@ -64,5 +64,5 @@ def test_a_generator_that_cannot_be_restored_is_named(use: Callable) -> None:
     use("xpu")
     state = shardckpt.RNGState().state_dict()
     use("cuda")
-    with pytest.warns(UserWarning, match="xpu is not here, that of cuda was not saved"):
+    with pytest.warns(UserWarning, match="xpu is not available here, cuda was not saved"):
         shardckpt.RNGState().load_state_dict(state)

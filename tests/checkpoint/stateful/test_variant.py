@@ -152,5 +152,5 @@ def test_what_fits_no_parameter_is_refused_by_name(tmp_path: Path) -> None:
         shardckpt.save({"model": model, "ema": Variant({"0.weight": torch.ones(4)}, of=model)}, tmp_path / "c")
     with pytest.raises(UsageError, match="`weights` must be a module or a dict of tensors"):
         Variant([torch.ones(3)], of=model)
-    with pytest.raises(UsageError, match="`of` must be the model of the variant"):
+    with pytest.raises(UsageError, match="`of` must be the variant's model"):
         Variant({}, of="model")

@@ -84,7 +84,7 @@ def test_a_rank_asks_for_files_of_other_nodes_before_it_reads_those_of_its_own(t
 
     def body(rank: int, world: int) -> list[bool]:
         enter("baa"[rank])
-        tensor_loader.BATCH_BYTES, tensor_loader.MOST_READERS = 1 << 16, 1  # of this forked rank
+        tensor_loader.BATCH_BYTES, tensor_loader.MAX_READERS = 1 << 16, 1  # of this forked rank
         order, read = [], PeerStore.read
 
         def record(store, reads):

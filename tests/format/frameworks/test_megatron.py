@@ -53,7 +53,8 @@ def test_folders_of_megatron_core_are_read_bit_for_bit(tmp_path: Path, world: in
     assert sorted(report.left_out) == sorted([*extra, "optimizer", "optimizer.step/shard_0_1", "common.pt"])
 
     with pytest.warns(
-        UserWarning, match=r"only be read by what wrote them: .*common\.pt\.args, common\.pt\.scheduler\.mode"
+        UserWarning,
+        match=r"only the library that wrote them can read them: .*common\.pt\.args, common\.pt\.scheduler\.mode",
     ):
         loaded = shardckpt.load(folder)
     assert loaded["common.pt"]["iteration"] == 10

@@ -393,7 +393,7 @@ def test_values_of_any_class_leave_the_tensors_beside_them_readable(tmp_path: Pa
             loaded = shardckpt.load(str(file))
         assert loaded["epoch"] == 3
         assert not loaded.get("odd"), name
-        assert "only be read by what wrote them: odd" in str(caught[-1].message)
+        assert "only the library that wrote them can read them: odd" in str(caught[-1].message)
 
 
 class Name(str):
@@ -410,7 +410,7 @@ def test_a_weight_whose_name_only_a_library_knows_gets_no_other_name(tmp_path: P
 
 def test_a_key_deep_in_a_value_is_an_error_where_it_is_read(tmp_path: Path) -> None:
     file = written(tmp_path, saved({"odd": [{Stage.TRAIN: 1}], "types": [{torch.float32: 1}], "w": torch.ones(2)}))
-    with pytest.warns(UserWarning, match="only be read by what wrote them: odd"):
+    with pytest.warns(UserWarning, match="only the library that wrote them can read them: odd"):
         loaded = shardckpt.load(str(file))
     assert loaded.keys() == {"types", "w"} and loaded["types"] == [{torch.float32: 1}]
 
@@ -433,7 +433,7 @@ def test_a_value_with_tensors_in_it_is_an_error_where_it_is_read(tmp_path: Path,
 @pytest.mark.parametrize("value", [torch.nn.Linear(2, 2), Attributes(w=torch.ones(2))])
 def test_a_load_of_all_and_a_verification_warn_of_a_value_with_tensors(tmp_path: Path, value: object) -> None:
     file = written(tmp_path, saved({"hyper_parameters": {"net": value, "lr": 0.1}, "w": torch.ones(2)}))
-    with pytest.warns(UserWarning, match=r"only be read by what wrote them: hyper_parameters\.net$"):
+    with pytest.warns(UserWarning, match=r"only the library that wrote them can read them: hyper_parameters\.net$"):
         loaded = shardckpt.load(str(file))
     assert loaded["hyper_parameters"] == {"lr": 0.1} and torch.equal(loaded["w"], torch.ones(2))
     found = shardckpt.verify(file)
