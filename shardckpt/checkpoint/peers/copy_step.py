@@ -24,44 +24,22 @@ from shardckpt.format.native.verified_store import VerifiedStore
 from shardckpt.storage.store import ExtendedWriter, Read, Store, SubfolderStore, Writer
 from shardckpt.storage.thread_pool import ThreadPool
 
-_STEP_BYTES = 16 << 20
-"""Bytes that a rank receives and compares with their hashes at a time."""
-
-_MOST_PENDING = 2
-"""Ranges of a file that are copied at a time: one is received while the other is written."""
+_STEP_BYTES = 16 << 20  # bytes that a rank receives and compares with their hashes at a time
+_MOST_PENDING = 2  # ranges of a file that are copied at a time: one is received while the other is written
 
 
 class CopiedStep(NamedTuple):
-    """Result of copying a step.
+    """Result of copying a step."""
 
-    Attributes:
-        nbytes: Bytes that this rank copied to its node.
-        seconds: Duration.
-        machines: Number of machines of all nodes.
-        faults: Reasons why copies of ranks failed, the same on all ranks; empty if all copies exist.
-    """
-
-    nbytes: int
+    nbytes: int  # bytes that this rank copied to its node
     seconds: float
-    machines: int
-    faults: tuple[str, ...]
+    machines: int  # machines of all nodes
+    faults: tuple[str, ...]  # why copies failed, equal on all ranks; empty if all copies exist
 
 
 def copy_step(coordinator: Coordinator, own: Store, node: Node, folder: str, copies: int) -> CopiedStep:
-    """Copy the files of a step that are on too few machines. Collective.
-
-    All nodes have the marks of the step. When this returns, every copy has been acknowledged, or failed.
-
-    Args:
-        coordinator: Coordinator of the ranks, which nothing else uses meanwhile.
-        own: Store of this node, whose root is the run.
-        node: Node of this rank.
-        folder: Name of the step's folder.
-        copies: Number of copies of each file on other machines.
-
-    Raises:
-        RankError: A rank is lost.
-    """
+    """Copy a step's files that are on too few machines; wait until each copy is acknowledged or fails. Collective."""
+    # All nodes have the step's marks already.
     start = time.monotonic()
     report = report_files(own, node, [folder])
     order = share_copy_orders(coordinator, report, folder, copies)
@@ -90,17 +68,7 @@ def _know_files(order: CopyOrder, own: Store, report: NodeReport, folder: str) -
 
 
 def share_copy_orders(coordinator: Coordinator, report: NodeReport, folder: str, copies: int) -> CopyOrder:
-    """Return what this rank copies; rank 0 sends each rank its own part of the plan alone. Collective.
-
-    Args:
-        coordinator: Coordinator of the ranks.
-        report: Files of this node.
-        folder: Name of the step's folder.
-        copies: Number of copies of each file on other machines.
-
-    Raises:
-        RankError: A rank is lost.
-    """
+    """Return what this rank copies; rank 0 sends each rank its own part of the plan alone. Collective."""
 
     def decide(messages: list[bytes]) -> list[bytes]:
         catalog = NodeCatalog.from_reports([NodeReport.decode(message) for message in messages])
@@ -110,39 +78,19 @@ def share_copy_orders(coordinator: Coordinator, report: NodeReport, folder: str,
 
 
 class CopiedPart(NamedTuple):
-    """Files of a step that were copied to a farther tier.
-
-    Attributes:
-        nbytes: Their bytes.
-        save: Id of the save.
-        older: Names of the files of older saves in the folder.
-    """
+    """Files of a step that were copied to a farther tier."""
 
     nbytes: int
-    save: str = ""
-    older: tuple[str, ...] = ()
+    save: str = ""  # id
+    older: tuple[str, ...] = ()  # names of the files of older saves in the folder
 
 
 def copy_part(
     own: Store, target: Store, folder: str, replacing: Callable[[], AbstractContextManager[object]] = nullcontext
 ) -> CopiedPart:
-    """Copy the files of a step that a node has to a farther tier of the node.
-
-    Every block is compared with its hash. `COMMIT` is the last file. The files of older saves stay: the new one is
-    complete when all nodes have its marks. If the copy fails, what it has written is removed: the disk may be full.
-
-    Args:
-        own: Store of the node's files in the nearer tier, whose root is the run.
-        target: Store of its files in the farther one.
-        folder: Name of the step's folder.
-        replacing: Returns the context in which the copy gets its marks.
-
-    Raises:
-        CheckpointError: A file is damaged.
-        StorageError: Reading or writing failed.
-    """
+    """Copy the files of a step that a node has to a farther tier of the node."""
     source, inside = SubfolderStore(own, folder), SubfolderStore(target, folder)
-    marks = read_marks(source)  # those of the files that are copied: the step may be saved again meanwhile
+    marks = read_marks(source)  # before the files: the step may be saved again meanwhile
     commit, sizes = decode_marks(marks, source.url), {entry.name: entry.size for entry in source.list()}
     held = [name for name, nbytes in commit.files.items() if sizes.get(name) == nbytes]
     before = {entry.name for entry in inside.list()}
@@ -151,11 +99,12 @@ def copy_part(
         with replacing():
             write_marks(inside, marks)
     except ShardckptError:
-        with suppress(ShardckptError):  # the error of the copy says more
+        with suppress(ShardckptError):  # the error of the copy says more; the disk may be full
             if find_save(target, folder) != commit.save:
                 target.delete_files(folder, {*held, commit.manifest} - before)
         raise
-    older = tuple(name for name in list_other_files(inside) if name in before)  # a later capture may be under way
+    # Older saves stay until all nodes have the new marks. Files that are new here may be of a later capture.
+    older = tuple(name for name in list_other_files(inside) if name in before)
     return CopiedPart(sum(commit.files[name] for name in held), commit.save, older)
 
 
@@ -163,18 +112,10 @@ def _copy_files(
     source: Store,
     target: Store,
     names: Sequence[str],
-    threads: ThreadPool | None = None,
+    threads: ThreadPool | None = None,  # one thread reads the next range while another is written
     commit: Commit | None = None,
 ) -> None:
-    """Copy files, of which each appears in the target when all its blocks match the hashes in the manifest.
-
-    Args:
-        source: Store whose root is the step, with its marks.
-        target: Store whose root is the copy.
-        names: Names of the files.
-        threads: Thread that reads the next range while one is written; None to read on this thread.
-        commit: `COMMIT` of the step; None to read it.
-    """
+    """Copy files, of which each appears in the target when all its blocks match the hashes in the manifest."""
     if not names:
         return
     sizes = {entry.name: entry.size for entry in source.list()}
@@ -192,15 +133,10 @@ def _copy_files(
 
 
 class _PendingRange(NamedTuple):
-    """A range of a file that is being read.
+    """A range of a file that is being read."""
 
-    Attributes:
-        reading: Its read; None if it has been read.
-        unwritten: Buffer to write after the read; None if the bytes stay where they are read.
-    """
-
-    reading: Future[None] | None
-    unwritten: memoryview | None
+    reading: Future[None] | None  # None if it has been read
+    unwritten: memoryview | None  # buffer to write after the read; None if the bytes stay where they are read
 
 
 def _copy_file(
@@ -208,19 +144,9 @@ def _copy_file(
     name: str,
     nbytes: int,
     writer: Writer,
-    buffers: Sequence[memoryview],
+    buffers: Sequence[memoryview],  # for a writer that has no memory for ranges
     threads: ThreadPool | None,
 ) -> None:
-    """Copy a file.
-
-    Args:
-        source: Store of the file.
-        name: Name of the file.
-        nbytes: Its size in bytes.
-        writer: Writer of the copy.
-        buffers: Buffers for ranges, unless the writer has memory for them.
-        threads: Thread that reads the next range while one is written; None to read on this thread.
-    """
     pending: deque[_PendingRange] = deque()
     is_extended = True
     for number, offset in enumerate(range(0, nbytes, _STEP_BYTES)):

@@ -9,43 +9,28 @@ from typing import Any, NamedTuple
 from shardckpt.checkpoint.peers.known_files import FoundFiles
 from shardckpt.errors import FormatError
 
-PIECE_BYTES = 8 << 20
-"""Maximum bytes of one piece."""
+PIECE_BYTES = 8 << 20  # maximum bytes of one piece
 
+# Bytes that a rank sends in one round, at most, unless it sends a single piece; it receives no more.
 ROUND_BYTES = 64 << 20
-"""Bytes that a rank sends in one round, at most, unless it sends a single piece; it receives no more."""
 
 
 class FilePiece(NamedTuple):
-    """A range of a file that a rank gives to another one.
-
-    Attributes:
-        peer: The other rank.
-        name: Name of the file in the store of the node.
-        offset: Offset of the first byte.
-        nbytes: Number of bytes, at most `PIECE_BYTES`.
-    """
+    """A range of a file that a rank gives to another one."""
 
     peer: int
-    name: str
-    offset: int
-    nbytes: int
+    name: str  # name of the file in the store of the node
+    offset: int  # in bytes
+    nbytes: int  # at most `PIECE_BYTES`
 
 
 class RoundRequest(NamedTuple):
-    """Message of a rank in one round.
+    """Message of a rank in one round."""
 
-    Attributes:
-        pieces: Pieces that it needs, with the rank that has each.
-        deleted: Names of files that every node deletes.
-        is_done: Whether this rank needs no more pieces.
-        sought: Names of files whose copies it asks for.
-    """
-
-    pieces: tuple[FilePiece, ...]
-    deleted: tuple[str, ...] = ()
-    is_done: bool = False
-    sought: tuple[str, ...] = ()
+    pieces: tuple[FilePiece, ...]  # pieces that it needs, with the rank that has each
+    deleted: tuple[str, ...] = ()  # names of files that every node deletes
+    is_done: bool = False  # this rank needs no more pieces
+    sought: tuple[str, ...] = ()  # names of files whose copies it asks for
 
     def encode(self) -> bytes:
         """Return the message as bytes."""
@@ -53,15 +38,7 @@ class RoundRequest(NamedTuple):
 
     @classmethod
     def decode(cls, data: bytes, size: int) -> RoundRequest:
-        """Parse the bytes of `encode`, in time linear in them.
-
-        Args:
-            data: Bytes of a message.
-            size: Number of ranks.
-
-        Raises:
-            FormatError: The bytes are not such a message.
-        """
+        """Parse the bytes of `encode`, in time linear in them."""
         try:
             pieces, deleted, is_done, sought = json.loads(data)
             wanted = tuple(_read_piece(piece, size) for piece in pieces)
@@ -80,23 +57,14 @@ def _read_piece(piece: Any, size: int) -> FilePiece:
 
 
 class RoundAnswer(NamedTuple):
-    """Answer to a rank in one round.
+    """Answer to a rank in one round."""
 
-    Attributes:
-        accepted: Indices of its pieces that come in this round.
-        sends: Pieces that it sends.
-        deleted: Names of files to delete.
-        is_busy: Whether any rank needs pieces, or asks for files.
-        is_over: Whether no rank needs more pieces: this was the last round.
-        found: Copies of the files that it asked for.
-    """
-
-    accepted: tuple[int, ...]
+    accepted: tuple[int, ...]  # indices of its pieces that come in this round
     sends: tuple[FilePiece, ...]
-    deleted: tuple[str, ...]
-    is_busy: bool
-    is_over: bool
-    found: FoundFiles = FoundFiles()
+    deleted: tuple[str, ...]  # names of files to delete
+    is_busy: bool  # a rank needs pieces, or asks for files
+    is_over: bool  # no rank needs more pieces: this was the last round
+    found: FoundFiles = FoundFiles()  # copies of the files that it asked for
 
     def encode(self) -> bytes:
         """Return the answer as bytes."""
@@ -111,14 +79,9 @@ class RoundAnswer(NamedTuple):
 
 
 def plan_round(requests: Sequence[RoundRequest]) -> list[RoundAnswer]:
-    """Return the answers to the messages of all ranks.
-
-    A rank sends at most `ROUND_BYTES` and receives at most as many, or a single piece; other pieces are asked for
-    again. If a piece is wanted, at least one comes. Two ranks see the pieces between them in the same order.
-
-    Args:
-        requests: Messages, in rank order.
-    """
+    """Return the answers to the messages of all ranks."""
+    # A rank sends and receives at most `ROUND_BYTES`, or one piece; it asks for the others again. So at least one
+    # wanted piece comes in each round. Two ranks see the pieces between them in the same order.
     sent, received = [0] * len(requests), [0] * len(requests)
     sends: list[list[FilePiece]] = [[] for _ in requests]
     accepted: list[list[int]] = [[] for _ in requests]

@@ -15,15 +15,10 @@ from shardckpt.storage.store import Read
 
 
 class NodeFile(NamedTuple):
-    """A copy of a file on one node.
-
-    Attributes:
-        node: Index of the node.
-        name: Name of the file among those of the node.
-    """
+    """A copy of a file on one node."""
 
     node: int
-    name: str
+    name: str  # name of the file among those of the node
 
     @property
     def tier(self) -> str:
@@ -32,29 +27,18 @@ class NodeFile(NamedTuple):
 
 
 class PeerFile(NamedTuple):
-    """A file and its copies.
-
-    Attributes:
-        nbytes: Size in bytes.
-        places: Its copies, those in the nearest tier first.
-    """
+    """A file and its copies."""
 
     nbytes: int
-    places: tuple[NodeFile, ...]
+    places: tuple[NodeFile, ...]  # its copies, those in the nearest tier first
 
 
 class SharedStep(NamedTuple):
-    """A step of which nodes have files.
+    """A step of which nodes have files."""
 
-    Attributes:
-        sources: Folders of the catalog that have its files, those in the nearest tier first.
-        save: Id of its save.
-        is_complete: Whether the nodes together have all its files.
-    """
-
-    sources: tuple[str, ...]
-    save: str
-    is_complete: bool
+    sources: tuple[str, ...]  # folders of the catalog that have its files, those in the nearest tier first
+    save: str  # id
+    is_complete: bool  # the nodes together have all files
 
     @classmethod
     def from_json(cls, fields: Any) -> SharedStep:
@@ -64,29 +48,19 @@ class SharedStep(NamedTuple):
 
 
 class NodeRanks(NamedTuple):
-    """A node that has copies.
+    """A node that has copies."""
 
-    Attributes:
-        host: Name of its machine.
-        urls: Path or URL of each tier there, by the tier's name.
-        ranks: Its ranks.
-    """
-
-    host: str
-    urls: Mapping[str, str]
+    host: str  # name of the machine
+    urls: Mapping[str, str]  # path or URL of each tier there, by the tier's name
     ranks: tuple[int, ...]
 
 
 class FoundFiles(NamedTuple):
-    """Answer of rank 0 to a rank that asks for files.
+    """Answer of rank 0 to a rank that asks for files."""
 
-    Attributes:
-        files: Name in the catalog, size in bytes and indices of the nodes, of each file.
-        nodes: These nodes by index.
-    """
-
+    # Name in the catalog, size in bytes and indices of the nodes, of each file.
     files: tuple[tuple[str, int, tuple[int, ...]], ...] = ()
-    nodes: tuple[tuple[int, NodeRanks], ...] = ()
+    nodes: tuple[tuple[int, NodeRanks], ...] = ()  # these nodes by index
 
     @classmethod
     def from_json(cls, fields: Any) -> FoundFiles:
@@ -98,17 +72,12 @@ class FoundFiles(NamedTuple):
         )
 
 
+# Asks rank 0 for files by their names in the catalog; a name that ends with a slash is that of a folder.
 AskForFiles = Callable[[Sequence[str]], FoundFiles]
-"""Asks rank 0 for files by their names in the catalog; a name that ends with a slash is that of a folder."""
 
 
 def find_files(catalog: NodeCatalog | None, names: Iterable[str]) -> FoundFiles:
-    """Return the copies of files.
-
-    Args:
-        catalog: Files of all nodes; None without one, on ranks that nobody asks.
-        names: Names of files, or of folders with a slash at the end.
-    """
+    """Return the copies of files."""
     if catalog is None:
         return FoundFiles()
     found: dict[str, tuple[str, int, tuple[int, ...]]] = {}
@@ -132,24 +101,7 @@ def _is_at(name: str, removed: str) -> bool:
 
 
 class KnownFiles:
-    """The files of the own node, and those of others that rank 0 was asked for.
-
-    The `COMMIT` on the own node has the names of all files of a complete step. Calls are thread-safe.
-
-    Args:
-        own: Index of the rank's node.
-        report: Files of this node.
-        reader: Reader of these files.
-        steps: The steps by the names of their folders.
-        is_alone: Whether all ranks are on one node.
-        first_rank: Lowest rank of the rank's node, for messages.
-
-    Attributes:
-        own: As given.
-        is_alone: As given.
-        sources: For each step the folders of the catalog that have its files, those in the nearest tier first.
-        nodes: Nodes that have known copies, by index.
-    """
+    """Files of the own node, and files of others that rank 0 was asked for. Thread-safe."""
 
     def __init__(
         self,
@@ -168,8 +120,9 @@ class KnownFiles:
         self._sizes: dict[str, Mapping[str, int]] = {}
         self._removed: list[str] = []
         self._folders = {source: folder for folder, step in steps.items() for source in step.sources}
+        # Folders of the catalog with the files of each step, the nearest tier first.
         self.sources = {folder: step.sources for folder, step in steps.items()}
-        self.nodes = {own: _describe_node(report.node, (first_rank,))}
+        self.nodes = {own: _describe_node(report.node, (first_rank,))}  # nodes that have known copies, by index
         self._files = _collect_own_files(own, report, steps)
 
     def find(self, name: str) -> PeerFile | None:
@@ -182,16 +135,7 @@ class KnownFiles:
         return () if file is None else file.places
 
     def learn(self, names: Iterable[str], ask: AskForFiles, *, all_copies: bool = False) -> None:
-        """Ask rank 0 for the copies of files that were not asked for.
-
-        Args:
-            names: Names of the files.
-            ask: Asks rank 0.
-            all_copies: Ask also for files that the own node has.
-
-        Raises:
-            RankError: A rank is lost.
-        """
+        """Ask rank 0 for the copies of files that were not asked for."""
         unknown = {
             name: self._list_names(name)
             for name in names
@@ -208,15 +152,7 @@ class KnownFiles:
         return [f"{source}/{base}" for source in self.sources.get(folder, ())]
 
     def list_sizes(self, folder: str, ask: AskForFiles) -> Mapping[str, int]:
-        """Return the sizes of the files of a step, from its `COMMIT` or from rank 0.
-
-        Args:
-            folder: Name of the step's folder; empty for one file of each step.
-            ask: Asks rank 0.
-
-        Raises:
-            RankError: A rank is lost.
-        """
+        """Return the sizes of the files of a step, from its `COMMIT` or from rank 0."""
         if not folder:
             return {f"{each}/{COMMIT}": 0 for each, step in self._steps.items() if not self._has_lost(step)}
         sizes = self._sizes.get(folder) if folder in self._steps else {}
@@ -279,11 +215,7 @@ class KnownFiles:
         return names
 
     def forget(self, name: str) -> None:
-        """Remove copies, those that rank 0 names later too.
-
-        Args:
-            name: Name of a file among those of the nodes, or of a folder with a slash at the end.
-        """
+        """Remove copies, those that rank 0 names later too."""
         with self._lock:
             self._removed.append(name)
             self._sizes = {}
@@ -295,13 +227,7 @@ class KnownFiles:
 
 
 def _collect_own_files(own: int, report: NodeReport, steps: Mapping[str, SharedStep]) -> dict[str, PeerFile]:
-    """Return the files of the own node, as `collect_files`.
-
-    Args:
-        own: Index of the node.
-        report: Its files.
-        steps: The steps by the names of their folders.
-    """
+    """Return the files of the own node, as `collect_files`."""
     found: dict[str, PeerFile] = {}
     for folder, step in steps.items():
         for source in step.sources:
@@ -315,12 +241,7 @@ def _collect_own_files(own: int, report: NodeReport, steps: Mapping[str, SharedS
 
 
 def collect_files(catalog: NodeCatalog, sources: Mapping[str, Sequence[str]]) -> dict[str, PeerFile]:
-    """Return the files of folders, each with its copies in several folders of a catalog.
-
-    Args:
-        catalog: Files of all nodes.
-        sources: For each folder those of the catalog that have copies of its files, which are of one save.
-    """
+    """Return the files of folders, each with its copies in several folders of a catalog."""
     found: dict[str, PeerFile] = {}
     for folder, folders in sources.items():
         for source in folders:

@@ -15,39 +15,23 @@ from shardckpt.storage.store import Store, SubfolderStore, check_name
 
 
 class Node(NamedTuple):
-    """A node: processes that reach the same files without a network.
+    """A node: processes that reach the same files without a network."""
 
-    Attributes:
-        name: Id of the node.
-        machine: Id of the machine, which nodes share that fail together.
-        rack: Label of the machines that may fail together; empty without one.
-        host: Name of the machine, for messages; empty if unknown.
-        urls: Path or URL of each tier there by the tier's name, for messages.
-    """
-
-    name: str
-    machine: str
-    rack: str = ""
-    host: str = ""
-    urls: Mapping[str, str] = {}
+    name: str  # id
+    machine: str  # id of the machine, which nodes share that fail together
+    rack: str = ""  # label of the machines that may fail together; empty without one
+    host: str = ""  # name of the machine, for messages; empty if unknown
+    urls: Mapping[str, str] = {}  # path or URL of each tier there by the tier's name, for messages
 
 
 class NodeStep(NamedTuple):
-    """Files of one committed step that a node has.
+    """Files of one committed step that a node has."""
 
-    Attributes:
-        save: Id of the save.
-        total: Number of files of the step on all nodes.
-        files: Name to size in bytes of the files on this node.
-        branch: Branch of the run that the step belongs to.
-        others: Name to size in bytes of files of other saves in the folder: the step is being replaced.
-    """
-
-    save: str
-    total: int
-    files: Mapping[str, int]
+    save: str  # id
+    total: int  # number of files on all nodes
+    files: Mapping[str, int]  # size in bytes by name, of the files on this node
     branch: int = 0
-    others: Mapping[str, int] = {}
+    others: Mapping[str, int] = {}  # as `files`, of other saves in the folder: the step is being replaced
 
     @property
     def order(self) -> tuple[int, str]:
@@ -64,16 +48,11 @@ class NodeStep(NamedTuple):
 
 @dataclass(frozen=True)
 class NodeReport:
-    """Report of a rank: the committed steps on its node.
-
-    Attributes:
-        node: Node of the rank.
-        steps: Steps by the name of their folder.
-        faults: Why what is in a folder does not count, or not all of it, by the name of the folder.
-    """
+    """Report of a rank: the committed steps on its node."""
 
     node: Node
-    steps: Mapping[str, NodeStep] = field(default_factory=dict)
+    steps: Mapping[str, NodeStep] = field(default_factory=dict)  # steps by the name of their folder
+    # Why a folder's content does not count, or not all of it, by the folder's name.
     faults: Mapping[str, str] = field(default_factory=dict)
 
     def encode(self) -> bytes:
@@ -82,12 +61,7 @@ class NodeReport:
 
     @classmethod
     def decode(cls, data: bytes) -> NodeReport:
-        """Parse the bytes of `encode`, in time linear in them.
-
-        Raises:
-            FormatError: The bytes are not a report.
-            UnsafeError: A name leaves its folder.
-        """
+        """Parse the bytes of `encode`, in time linear in them."""
         try:
             node, steps, *rest = json.loads(data)
             name, machine, rack, host = map(str, node[:4])
@@ -109,19 +83,7 @@ def _decode_step(step: Any) -> NodeStep:
 
 
 def report_files(store: Store, node: Node, folders: Iterable[str] | None = None) -> NodeReport:
-    """Return the committed steps in the store of a node.
-
-    Files count only if their node has the step's `COMMIT` and they have their committed sizes. Beside another `COMMIT`
-    they count if some node has theirs: a step that is replaced has two saves until each node has the newer marks.
-
-    Args:
-        store: Store of this node, whose root is the run.
-        node: This node.
-        folders: Names of the folders to report; None for all steps.
-
-    Raises:
-        StorageError: The store failed.
-    """
+    """Return the committed steps in a node's store; files with another size than the committed one do not count."""
     if folders is None:
         folders = [entry.name for entry in store.list() if entry.is_folder and is_step_name(entry.name)]
     steps, faults = {}, {}
@@ -143,63 +105,39 @@ def report_files(store: Store, node: Node, folders: Iterable[str] | None = None)
 
 
 def _find_held(commit: Commit, sizes: Mapping[str, int]) -> NodeStep:
-    """Return the files of a committed step that a node has.
-
-    Args:
-        commit: `COMMIT` of the step.
-        sizes: Size in bytes of each file in its folder.
-    """
+    """Return the files of a committed step that a node has."""
     expected = {**commit.files, commit.manifest: commit.manifest_bytes, COMMIT: sizes[COMMIT]}
     held = {name: size for name, size in expected.items() if sizes.get(name) == size}
+    # Files of another save count if some node has its `COMMIT`: until each node has the new marks there are two saves.
     others = {name: size for name, size in sizes.items() if name not in expected and WRITTEN.fullmatch(name)}
     return NodeStep(commit.save, len(expected), held, commit.branch, others)
 
 
 class FileCopies(NamedTuple):
-    """A file and the nodes that have it.
-
-    Attributes:
-        nbytes: Size in bytes.
-        nodes: Indices of the nodes, in ascending order.
-    """
+    """A file and the nodes that have it."""
 
     nbytes: int
-    nodes: tuple[int, ...]
+    nodes: tuple[int, ...]  # indices of the nodes, in ascending order
 
 
 @dataclass(frozen=True)
 class NodeCatalog:
-    """Files of a run by node.
-
-    Attributes:
-        nodes: The nodes.
-        ranks: Ranks of each node.
-        saves: Id of the save of each step, by the name of its folder.
-        totals: Number of files of each step.
-        files: Copies of each file, by the name of the step's folder and by its own.
-    """
+    """Files of a run by node."""
 
     nodes: tuple[Node, ...]
-    ranks: tuple[tuple[int, ...], ...]
-    saves: Mapping[str, str]
-    totals: Mapping[str, int]
+    ranks: tuple[tuple[int, ...], ...]  # ranks of each node
+    saves: Mapping[str, str]  # id of the save of each step, by the name of its folder
+    totals: Mapping[str, int]  # number of files of each step
+    # Copies of each file, by the names of its step's folder and of the file.
     files: Mapping[str, Mapping[str, FileCopies]]
 
     @classmethod
     def from_reports(
         cls, reports: Sequence[NodeReport], wanted: Mapping[str, Collection[str]] = MappingProxyType({})
     ) -> NodeCatalog:
-        """Return the catalog of the reports of all ranks, in rank order.
-
-        Of ranks on one node the report of the lowest counts. If nodes have different saves of one step, one counts of
-        which they have all files, since an overwrite may have been interrupted; then the newest of the newest branch.
-
-        Args:
-            reports: The reports.
-            wanted: Ids of the saves of which one counts, by the name of the folder, if not all of them may.
-        """
+        """Return the catalog of the reports of all ranks, in rank order."""
         ranks = _group_ranks(reports)
-        first = [reports[members[0]] for members in ranks.values()]
+        first = [reports[members[0]] for members in ranks.values()]  # the lowest rank reports for its node
         steps = _group_steps(first)
         chosen = {folder: _choose_save(held, wanted.get(folder)) for folder, held in steps.items()}
         return cls(
@@ -229,19 +167,12 @@ class NodeCatalog:
         return next(index for index, members in enumerate(self.ranks) if rank in members)
 
     def select(self, folder: str, own: int, held: Iterable[str], others: Iterable[str]) -> NodeCatalog:
-        """Return the part of the catalog that concerns some files of one step.
-
-        Args:
-            folder: Name of the step's folder.
-            own: Index of a node, which comes first in the result.
-            held: Names of files that this node has; of their copies only that one is listed.
-            others: Names of files with all their copies.
-        """
+        """Return the part of the catalog that concerns some files of one step."""
         files = self.files.get(folder, {})
         wanted = {name: files[name] for name in others}
         nodes = [own, *sorted({node for found in wanted.values() for node in found.nodes} - {own})]
         index = {node: at for at, node in enumerate(nodes)}
-        chosen = {name: FileCopies(files[name].nbytes, (0,)) for name in held}
+        chosen = {name: FileCopies(files[name].nbytes, (0,)) for name in held}  # the own copy alone
         chosen |= {
             name: FileCopies(each.nbytes, tuple(index[at] for at in each.nodes)) for name, each in wanted.items()
         }
@@ -259,24 +190,14 @@ class NodeCatalog:
         return folder in self.files and len(self.files[folder]) == self.totals[folder]
 
     def count_machines(self, folder: str) -> int:
-        """Return on how many machines each file of a step is, at least; 0 if one is on none.
-
-        A step survives the loss of one machine fewer.
-
-        Args:
-            folder: Name of the step's folder.
-        """
+        """Return on how many machines each file of a step is, at least; 0 if one is on none."""
         if not self.is_complete(folder):
             return 0
         copies = self.files[folder].values()
         return min(len({self.nodes[index].machine for index in each.nodes}) for each in copies)
 
     def find_most_copied(self, folder: str) -> str:
-        """Return the folder of the newest step that is on the most machines; of equal ones a given one.
-
-        Args:
-            folder: Name of the folder of a step.
-        """
+        """Return the folder of the newest step that is on the most machines; of equal ones a given one."""
 
         def rank_step(each: str) -> tuple[int, bool, str]:
             return self.count_machines(each), each == folder, self.saves[each]
@@ -285,11 +206,7 @@ class NodeCatalog:
 
 
 def find_doubled(reports: Sequence[NodeReport]) -> dict[str, list[str]]:
-    """Return the folders of steps of which nodes have several complete saves, with the ids of these.
-
-    Args:
-        reports: Reports of all ranks.
-    """
+    """Return the folders of steps of which nodes have several complete saves, with the ids of these."""
     first = [reports[members[0]] for members in _group_ranks(reports).values()]
     found = {}
     for folder, held in _group_steps(first).items():
@@ -299,11 +216,7 @@ def find_doubled(reports: Sequence[NodeReport]) -> dict[str, list[str]]:
 
 
 def find_sharing_hosts(reports: Sequence[NodeReport]) -> list[str]:
-    """Return the names of the machines that share one store; empty if none do.
-
-    Args:
-        reports: Reports of all ranks.
-    """
+    """Return the names of the machines that share one store; empty if none do."""
     hosts: dict[str, dict[str, str]] = {}
     for report in reports:
         hosts.setdefault(report.node.name, {})[report.node.machine] = report.node.host
@@ -341,16 +254,12 @@ def _is_complete(parts: Sequence[tuple[int, NodeStep]]) -> bool:
 def _choose_save(
     held: Sequence[tuple[int, NodeStep]], wanted: Collection[str] | None
 ) -> Sequence[tuple[int, NodeStep]]:
-    """Return the parts of the save that counts, of those of one step; each with the index of its node.
-
-    Args:
-        held: Parts of all saves.
-        wanted: Ids of the saves of which one counts if it is there; None for all.
-    """
+    """Return the parts of the save that counts, of those of one step; each with the index of its node."""
     saves = _group_saves(held)
     if len(saves) == 1:
         return held
     chosen = [parts for save, parts in saves.items() if wanted is None or save in wanted]
+    # A complete save comes first, since an overwrite may have been interrupted; then the newest of the newest branch.
     return max(chosen or saves.values(), key=lambda parts: (_is_complete(parts), max(step.order for _, step in parts)))
 
 

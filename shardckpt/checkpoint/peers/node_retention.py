@@ -13,17 +13,7 @@ from shardckpt.storage.store import Store
 
 
 class NodeRetention:
-    """Rules of a tier on one node.
-
-    Args:
-        rules: Rules that select the steps to keep.
-        open_own: Returns the store of this node's steps. Raises ShardckptError.
-        damaged: Ids of saves whose steps a load found damaged.
-        removed: Ids of saves whose steps are removed, with the numbers of the steps; this adds those that it removes.
-
-    Attributes:
-        promoted: Steps that this node has copied to the tier.
-    """
+    """Rules of a tier on one node."""
 
     def __init__(
         self, rules: Retention, open_own: Callable[[], Store], damaged: Collection[str], removed: dict[str, int]
@@ -32,16 +22,7 @@ class NodeRetention:
         self._clock, self.promoted = StepClock(), PromotedSteps()
 
     def apply(self, needed: Collection[int], copied: Collection[str], *, is_idle: bool) -> None:
-        """Remove the steps of this node that no rule keeps, and the files of replaced saves.
-
-        Args:
-            needed: Numbers of the steps that stay regardless of the rules.
-            copied: Names of further folders that stay.
-            is_idle: As for `remove_old_steps`.
-
-        Raises:
-            ShardckptError: The store failed.
-        """
+        """Remove the steps of this node that no rule keeps, and the files of replaced saves."""
         uncounted = {step_name(step.number) for step in self.promoted.uncounted}
         own = self._open_own()
         for number, older in self.promoted.take_removable(needed):

@@ -19,31 +19,22 @@ from shardckpt.plan.layout.box_codec import pack_message, unpack_message
 from shardckpt.plan.retention import Retention, SavedStep, steps_to_delete, with_trusted_times
 from shardckpt.storage.store import Store, SubfolderStore, read_bytes
 
+# Maximum number of nodes to which one node gives the marks: rank 0 sends no more of them in a larger job.
 _MOST_TARGETS = 4
-"""Maximum number of nodes to which one node gives the marks: rank 0 sends no more of them in a larger job."""
 
+# Level of zlib, the fastest: manifests repeat names and offsets, and are 2.5 to 4.5 times as large without it.
 _LEVEL = 1
-"""Level of zlib, the fastest: manifests repeat names and offsets, and are 2.5 to 4.5 times as large without it."""
 
 
 class MarksRoute(NamedTuple):
-    """Ranks between which the marks of a step pass through one rank.
-
-    Attributes:
-        source: Rank that gives them to this one.
-        targets: Ranks to which this one gives them.
-    """
+    """Ranks between which the marks of a step pass through one rank."""
 
     source: int
     targets: tuple[int, ...]
 
 
 def plan_routes(is_wanted: Sequence[bool]) -> list[MarksRoute]:
-    """Return the route of each rank: a tree from rank 0 to all that want the marks.
-
-    Args:
-        is_wanted: Whether each rank wants them; rank 0 has them.
-    """
+    """Return the route of each rank: a tree from rank 0 to all that want the marks."""
     routes = [MarksRoute(0, ())] * len(is_wanted)
     order = [0, *(rank for rank, wants in enumerate(is_wanted) if wants and rank)]
     for at, rank in enumerate(order):
@@ -54,21 +45,8 @@ def plan_routes(is_wanted: Sequence[bool]) -> list[MarksRoute]:
 
 
 def give_marks(coordinator: Coordinator, own: Store, folder: str, *, is_first: bool) -> None:
-    """Write the manifest and the `COMMIT` of a step into the stores of all nodes. Collective.
-
-    Rank 0 has committed the step in the store of its own node. Nodes pass the marks on to others. When every node has
-    them, each removes the files of older saves in the folder: until then those of either save may be needed.
-
-    Args:
-        coordinator: Coordinator of the ranks.
-        own: Store of this node, whose root is the run.
-        folder: Name of the step's folder.
-        is_first: Whether this rank writes for its node.
-
-    Raises:
-        RankError: Another rank could not write them, or is lost.
-        StorageError: This rank could not write them.
-    """
+    """Write the manifest and the `COMMIT` of a step into the stores of all nodes. Collective."""
+    # Rank 0 has committed the step on its own node. Nodes pass the marks on to others.
     inside = SubfolderStore(own, folder)
     is_wanted = is_first and coordinator.rank > 0
     packed = torch.empty(0, dtype=torch.uint8)
@@ -93,20 +71,13 @@ def give_marks(coordinator: Coordinator, own: Store, folder: str, *, is_first: b
     for work, target in sending:
         coordinator.wait(work, target)
     coordinator.coordinate(f"committing {inside.url} on all nodes", result, lambda messages: messages)
-    if is_first:
-        with suppress(ShardckptError):  # they do no harm
+    if is_first:  # until every node had the new marks, the files of older saves were needed too
+        with suppress(ShardckptError):  # files that stay do no harm
             remove_other_files(inside)
 
 
 def read_marks(store: Store) -> bytes:
-    """Return the manifest and the `COMMIT` of a step, for `write_marks`.
-
-    Args:
-        store: Store whose root is the step.
-
-    Raises:
-        ShardckptError: They cannot be read.
-    """
+    """Return the manifest and the `COMMIT` of a step, for `write_marks`."""
     nbytes = store.size(COMMIT)
     data = read_bytes(store, COMMIT, 0, nbytes)
     commit = decode_commit(data, where=store.url)
@@ -114,15 +85,7 @@ def read_marks(store: Store) -> bytes:
 
 
 def write_marks(store: Store, marks: bytes) -> None:
-    """Write the manifest, then `COMMIT`.
-
-    Args:
-        store: Store whose root is the step.
-        marks: Result of `read_marks`.
-
-    Raises:
-        StorageError: The store failed.
-    """
+    """Write the manifest, then `COMMIT`."""
     (nbytes,), data = unpack_message(marks)
     for name, content in ((decode_marks(marks, store.url).manifest, data[nbytes:]), (COMMIT, data[:nbytes])):
         with store.create(name) as writer:
@@ -130,43 +93,19 @@ def write_marks(store: Store, marks: bytes) -> None:
 
 
 def decode_marks(marks: bytes, where: str) -> Commit:
-    """Return the content of the `COMMIT` in the result of `read_marks`.
-
-    Args:
-        marks: Result of `read_marks`.
-        where: Path or URL of the step, for messages.
-
-    Raises:
-        CheckpointError: It is damaged, or of a newer format.
-    """
+    """Return the content of the `COMMIT` in the result of `read_marks`."""
     (nbytes,), data = unpack_message(marks)
     return decode_commit(bytes(data[:nbytes]), where=where)
 
 
 def remove_other_files(store: Store) -> None:
-    """Remove the files of a step that its `COMMIT` does not name: those of an older save.
-
-    Args:
-        store: Store whose root is the step.
-
-    Raises:
-        ShardckptError: The store failed, or has no valid `COMMIT`.
-    """
+    """Remove the files of a step that its `COMMIT` does not name: those of an older save."""
     for name in list_other_files(store):
         store.delete(name)
 
 
 def remove_older_files(own: Store, folder: str, older: Collection[str]) -> None:
-    """Remove files of a step, unless its `COMMIT` is of yet another save that has them.
-
-    Args:
-        own: Store of the node, whose root is the run.
-        folder: Name of the step's folder; if that was removed, nothing is left to do.
-        older: Names of the files.
-
-    Raises:
-        StorageError: The store failed.
-    """
+    """Remove files of a step, unless its `COMMIT` is of yet another save that has them."""
     inside = SubfolderStore(own, folder)
     with suppress(CheckpointError, MissingFileError):
         for name in list_other_files(inside):
@@ -175,14 +114,7 @@ def remove_older_files(own: Store, folder: str, older: Collection[str]) -> None:
 
 
 def list_other_files(store: Store) -> list[str]:
-    """Return the names of the files of a step that its `COMMIT` does not name.
-
-    Args:
-        store: Store whose root is the step.
-
-    Raises:
-        ShardckptError: The store failed, or has no valid `COMMIT`.
-    """
+    """Return the names of the files of a step that its `COMMIT` does not name."""
     entries = store.list()
     commit = read_commit(store, {entry.name: entry.size for entry in entries})
     return [entry.name for entry in entries if entry.name not in {*commit.files, commit.manifest, COMMIT}]
@@ -203,27 +135,13 @@ def remove_old_steps(
     own: Store,
     rules: Retention,
     protected: Collection[str],
-    damaged: Collection[str],
+    damaged: Collection[str],  # ids of saves that a load found damaged, or that lack a part
     *,
     is_idle: bool,
-    on_removal: Callable[[Sequence[str]], object],
+    on_removal: Callable[[Sequence[str]], object],  # called before, with the names of the folders
     clock: StepClock,
 ) -> None:
-    """Remove the steps of a node that no rule keeps.
-
-    Args:
-        own: Store of the node, whose root is the run.
-        rules: Rules that select the steps to keep.
-        protected: Names of further folders to keep.
-        damaged: Ids of saves whose steps do not count, since a load found them damaged, or nodes lack a part of them.
-        is_idle: Whether nothing is written into folders that are not protected: then those without a valid `COMMIT`
-            are removed too.
-        on_removal: Called with the names of the steps' folders before they are removed.
-        clock: Clock of this process.
-
-    Raises:
-        StorageError: The store failed.
-    """
+    """Remove the steps of a node that no rule keeps."""
     commits = read_commits(own)
     kept = {*protected, *choose_kept(commits, rules, damaged, clock)}
     names = [entry.name for entry in own.list() if is_step_name(entry.name)]
@@ -239,14 +157,7 @@ def remove_old_steps(
 def choose_kept(
     commits: Mapping[str, Commit], rules: Retention, damaged: Collection[str], clock: StepClock
 ) -> list[str]:
-    """Return the folders of the steps that rules keep.
-
-    Args:
-        commits: `COMMIT` of each step, by the name of its folder.
-        rules: Rules that select the steps to keep.
-        damaged: Ids of saves that do not count.
-        clock: Clock of this process.
-    """
+    """Return the folders of the steps that rules keep."""
     good = {name: commit for name, commit in commits.items() if commit.save not in damaged}
     numbers = {name: number for name, (_, number) in find_orders(good).items()}
     steps = [
@@ -263,9 +174,5 @@ def choose_kept(
 
 
 def find_orders(commits: Mapping[str, Commit]) -> dict[str, tuple[int, int]]:
-    """Return the order of each step, by the name of its folder: its branch and its number.
-
-    Args:
-        commits: `COMMIT` of each step.
-    """
+    """Return the order of each step, by the name of its folder: its branch and its number."""
     return {name: (commit.branch, int(name.partition("-")[2])) for name, commit in commits.items()}

@@ -32,66 +32,39 @@ from shardckpt.storage.store import Store
 
 _LOG = logging.getLogger("shardckpt")
 
-_DOUBLED = b"doubled\n"
-"""Begin of the answer that nodes have several saves of one step."""
+_DOUBLED = b"doubled\n"  # begin of the answer that nodes have several saves of one step
 
 
 class NodeTier(NamedTuple):
-    """A tier of which each node has files of its own.
-
-    Attributes:
-        name: Name of the tier.
-        url: Path or URL of its steps on this node.
-        open_own: Returns the store of the files of this node; None if it cannot be read.
-    """
+    """A tier of which each node has files of its own."""
 
     name: str
-    url: str
-    open_own: Callable[[], Store | None]
+    url: str  # path or URL of its steps on this node
+    open_own: Callable[[], Store | None]  # returns the store of the files of this node; None if it cannot be read
 
 
 class NodeFault(NamedTuple):
-    """A step of which a node has files that do not count.
-
-    Attributes:
-        tier: Name of the tier.
-        folder: Name of the step's folder.
-        rank: Lowest rank of the node.
-        fault: Name of the machine, path or URL, and the fault.
-    """
+    """A step of which a node has files that do not count."""
 
     tier: str
-    folder: str
-    rank: int
-    fault: str
+    folder: str  # name of the step's folder
+    rank: int  # lowest rank of the node
+    fault: str  # name of the machine, path or URL, and the fault
 
 
 class SharedFaults(NamedTuple):
-    """Faults that the ranks have found in copies of files.
+    """Faults that the ranks have found in copies of files."""
 
-    Attributes:
-        files: Files of this rank's node that a rank could not read, or found damaged.
-        copies: Folder of the step, place and fault of each copy. On rank 0.
-    """
-
-    files: frozenset[str] = frozenset()
-    copies: Sequence[tuple[str, str, str]] = ()
+    files: frozenset[str] = frozenset()  # files of this rank's node that a rank could not read, or found damaged
+    copies: Sequence[tuple[str, str, str]] = ()  # folder of the step, place and fault of each copy. On rank 0
 
 
 class OpenedTiers(NamedTuple):
-    """Steps that nodes have together, as one store for each tier.
+    """Steps that nodes have together, as one store for each tier."""
 
-    A step of which several tiers have files of one save is in the nearest of them, and is read from all.
-
-    Attributes:
-        node: Index of this rank's node.
-        stores: Store of each tier, by its name; empty if files are read where they are.
-        node_faults: Steps of which nodes have files that do not count. On rank 0.
-    """
-
-    node: int
-    stores: Mapping[str, PeerStore]
-    node_faults: Sequence[NodeFault] = ()
+    node: int  # index of this rank's node
+    stores: Mapping[str, PeerStore]  # by tier; empty if files are read where they are
+    node_faults: Sequence[NodeFault] = ()  # on rank 0
 
     @property
     def tier_bytes(self) -> dict[str, int]:
@@ -114,32 +87,16 @@ class OpenedTiers(NamedTuple):
         return SharedFaults(files, [(name.split("/")[1], *fault) for (_, name), fault in merged.items()])
 
 
+# Returns which complete saves of one step may count, from the text of `AFTER` by save id.
 ChooseSaves = Callable[[Mapping[str, str]], Sequence[str]]
-"""Returns those of several complete saves of one step that may count, from the text of `AFTER` of each by its id."""
 
 
 @contextmanager
 def open_peers(
     tiers: Sequence[NodeTier], node: Node, group: dist.ProcessGroup | None, choose: ChooseSaves = list
 ) -> Iterator[OpenedTiers]:
-    """Open the path or URL of each tier as the store of the files that all nodes have there together. Collective.
-
-    The stores are found under the paths of rank 0. Until the end of the context, which all ranks have to reach, each
-    rank reads files for the others.
-
-    Args:
-        tiers: The tiers, the nearest first.
-        node: Node of this rank.
-        group: Process group of the ranks; None for all ranks.
-        choose: Chooses among the saves of a step of which nodes have several. On rank 0.
-
-    Yields:
-        The stores; none if all ranks are on one node, and none of its steps is in several tiers: then files are read
-        where they are.
-
-    Raises:
-        RankError: A rank is lost.
-    """
+    """Open the path or URL of each tier as the store of the files that all nodes have there together. Collective."""
+    # Each rank reads files for the others until the end of the context, which all ranks must reach.
     channels = get_channels(group)
     own = TierFiles({tier.name: store for tier in tiers if (store := tier.open_own()) is not None})
     reports = {name: report_or_nothing(store, node) for name, store in own.stores.items()}
@@ -154,7 +111,7 @@ def open_peers(
     )
     shared = share_files(channels.main, own, report, tiers, DoubledSteps(partial(_read_after, own), choose))
     if shared.is_alone and all(len(sources) < 2 for each in shared.known.values() for sources in each.sources.values()):
-        yield OpenedTiers(shared.node, {}, shared.faults)
+        yield OpenedTiers(shared.node, {}, shared.faults)  # files are read where they are
         return
     rank = channels.main.rank
     stores = {name: PeerStore(own, known, rank, shared.urls[name]) for name, known in shared.known.items()}
@@ -169,7 +126,7 @@ def open_peers(
 
     with ExitStack() as stack:
         for store in stores.values():
-            stack.enter_context(mount_store(store.url, store))
+            stack.enter_context(mount_store(store.url, store))  # under the paths of rank 0
         exchange: PieceExchange = LoneExchange(delete, shared.find)
         if not shared.is_alone:
             coordinator = channels.background_coordinator(group, "peers")
@@ -180,14 +137,7 @@ def open_peers(
 
 
 def plan_folders(catalog: NodeCatalog, tiers: Sequence[str]) -> dict[str, dict[str, tuple[str, ...]]]:
-    """Return for each tier the steps to read from it, each with the folders of the catalog that have their files.
-
-    A step of which several tiers have files of one save is in the nearest of them alone.
-
-    Args:
-        catalog: Files of all nodes, in folders such as `memory/step-00000010`.
-        tiers: Names of the tiers, the nearest first.
-    """
+    """Return for each tier the steps to read from it, each with the folders of the catalog that have their files."""
     sources: dict[tuple[str, str], list[str]] = {}
     for tier in tiers:
         for folder, save in catalog.saves.items():
@@ -196,40 +146,27 @@ def plan_folders(catalog: NodeCatalog, tiers: Sequence[str]) -> dict[str, dict[s
                 sources.setdefault((step, save), []).append(folder)
     planned: dict[str, dict[str, tuple[str, ...]]] = {tier: {} for tier in tiers}
     for (step, _), folders in sources.items():
+        # The nearest tier reads from all that have the save.
         planned[folders[0].partition("/")[0]][step] = tuple(folders)
     return planned
 
 
 class SharedFiles(NamedTuple):
-    """Knowledge of a rank of the files of all nodes.
+    """Knowledge of a rank of the files of all nodes."""
 
-    Attributes:
-        node: Index of the rank's node.
-        is_alone: Whether all ranks are on one node.
-        urls: Path or URL of each tier on rank 0, by its name.
-        known: Files of each tier.
-        find: Returns the copies of files, on rank 0; on each rank if all are on one node.
-        faults: Steps of which nodes have files that do not count, on rank 0.
-    """
-
-    node: int
-    is_alone: bool
-    urls: Mapping[str, str]
-    known: Mapping[str, KnownFiles]
-    find: AskForFiles
-    faults: Sequence[NodeFault]
+    node: int  # index of the rank's node
+    is_alone: bool  # all ranks are on one node
+    urls: Mapping[str, str]  # path or URL of each tier on rank 0
+    known: Mapping[str, KnownFiles]  # by tier
+    find: AskForFiles  # on rank 0, or on each rank if all are on one node
+    faults: Sequence[NodeFault]  # on rank 0
 
 
 class DoubledSteps(NamedTuple):
-    """Comparison of the saves of a step of which nodes have several.
+    """Comparison of the saves of a step of which nodes have several."""
 
-    Attributes:
-        read: Returns the text of `AFTER` of the save that this node has, by the name of its folder.
-        choose: Chooses among the saves. On rank 0.
-    """
-
-    read: Callable[[str], str] = str
-    choose: ChooseSaves = list
+    read: Callable[[str], str] = str  # returns the text of `AFTER` of this node's save, by the folder's name
+    choose: ChooseSaves = list  # on rank 0
 
 
 def _read_after(own: TierFiles, folder: str) -> str:
@@ -248,18 +185,8 @@ def share_files(
     tiers: Sequence[NodeTier],
     doubled: DoubledSteps = DoubledSteps(),  # noqa: B008  (immutable)
 ) -> SharedFiles:
-    """Share which steps the nodes have; rank 0 gets the files of all nodes. Collective.
-
-    Other ranks ask rank 0 for those that they need, so that the answer to a rank does not grow with the number of
-    nodes. A second message follows if nodes have several saves of one step.
-
-    Args:
-        coordinator: Coordinator of the ranks.
-        own: Reader of the files of this node.
-        report: Files of this node, in folders such as `memory/step-00000010`.
-        tiers: The tiers, the nearest first.
-        doubled: Comparison of several saves of one step.
-    """
+    """Share which steps the nodes have; rank 0 gets the files of all nodes. Collective."""
+    # Other ranks ask rank 0 for files that they need: so the answer does not grow with the number of nodes.
     merged: NodeCatalog | None = None
     faults: list[NodeFault] = []
     reports: list[NodeReport] = []
@@ -287,7 +214,7 @@ def share_files(
         return _encode_answers(merged, tiers)
 
     answer = coordinator.coordinate("finding files on all nodes", report.encode(), decide)
-    if answer.startswith(_DOUBLED):
+    if answer.startswith(_DOUBLED):  # nodes have several saves of one step
         folders = [folder for folder in json.loads(answer.removeprefix(_DOUBLED)) if folder in report.steps]
         held = {folder: (report.steps[folder].save, doubled.read(folder)) for folder in folders}
         answer = coordinator.coordinate("comparing saves of steps on all nodes", json.dumps(held).encode(), compare)
@@ -330,12 +257,7 @@ def list_node_faults(reports: Sequence[NodeReport]) -> list[NodeFault]:
 
 
 def find_shared_steps(catalog: NodeCatalog, tiers: Sequence[str]) -> dict[str, dict[str, SharedStep]]:
-    """Return the steps of each tier, as every rank knows them.
-
-    Args:
-        catalog: Files of all nodes.
-        tiers: Names of the tiers, the nearest first.
-    """
+    """Return the steps of each tier, as every rank knows them."""
 
     def describe(folder: str, sources: Sequence[str]) -> SharedStep:
         found = len(collect_files(catalog, {folder: sources}))
@@ -347,13 +269,7 @@ def find_shared_steps(catalog: NodeCatalog, tiers: Sequence[str]) -> dict[str, d
 
 
 def share_most_copied(coordinator: Coordinator, report: NodeReport, folder: str) -> str:
-    """Return on every rank the folder of the step that is on the most machines. Collective.
-
-    Args:
-        coordinator: Coordinator of the ranks.
-        report: Files of this node.
-        folder: As for `NodeCatalog.find_most_copied`.
-    """
+    """Return on every rank the folder of the step that is on the most machines. Collective."""
 
     def decide(messages: list[bytes]) -> list[bytes]:
         catalog = NodeCatalog.from_reports([NodeReport.decode(message) for message in messages])
@@ -363,12 +279,7 @@ def share_most_copied(coordinator: Coordinator, report: NodeReport, folder: str)
 
 
 def report_or_nothing(own: Store, node: Node) -> NodeReport:
-    """Return the report of a node, without steps if its store cannot be read.
-
-    Args:
-        own: Store of the node, whose root is the run.
-        node: The node.
-    """
+    """Return the report of a node, without steps if its store cannot be read."""
     try:
         return report_files(own, node)
     except ShardckptError as error:

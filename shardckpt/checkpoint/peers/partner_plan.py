@@ -12,15 +12,9 @@ from shardckpt.plan.layout.box_codec import pack_message, unpack_message
 
 
 def choose_partners(nodes: Sequence[Node], copies: int) -> list[tuple[int, ...]]:
-    """Return for each node the indices of the nodes that keep copies of its files.
-
-    A partner is on another machine than the node and its other partners; on another rack if that is possible. Every
-    node keeps copies for about as many others. There are fewer partners if there are fewer machines.
-
-    Args:
-        nodes: The nodes.
-        copies: Number of partners of each node.
-    """
+    """Return for each node the indices of the nodes that keep copies of its files."""
+    # Partners are on different machines, and on different racks if possible. Every node keeps copies for about as many
+    # others. With too few machines there are fewer partners.
     racks: dict[str, _Rack] = {}
     for index, node in enumerate(nodes):
         racks.setdefault(node.rack, _Rack(node.rack)).add(index)
@@ -40,11 +34,7 @@ def choose_partners(nodes: Sequence[Node], copies: int) -> list[tuple[int, ...]]
 
 
 class _Rack:
-    """Nodes of one rack, by the number of copies that they keep.
-
-    Args:
-        name: Label of the rack.
-    """
+    """Nodes of one rack, by the number of copies that they keep."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -60,12 +50,7 @@ class _Rack:
         return next(load for load, indices in enumerate(self._by_load) if indices)
 
     def take(self, index: int, is_free: Callable[[int], bool]) -> int | None:
-        """Return the node that keeps one copy more: the least loaded, the next one after an index; None if none may.
-
-        Args:
-            index: Index of the node whose files are copied.
-            is_free: Returns True for a node that may keep them.
-        """
+        """Return the node that keeps one copy more: the least loaded, the next one after an index; None if none may."""
         for load, indices in enumerate(self._by_load):
             first = bisect_right(indices, index)
             for step in range(len(indices)):
@@ -85,14 +70,7 @@ class _Rack:
 def _take_partner(
     least_loaded: list[tuple[int, int, _Rack]], index: int, taken: Collection[str], is_free: Callable[[int], bool]
 ) -> int | None:
-    """Return a node of the least loaded rack that is not taken, otherwise of any rack; None if no node is free.
-
-    Args:
-        least_loaded: Heap of the racks, each with its load and its number.
-        index: Index of the node whose files are copied.
-        taken: Labels of racks that have the node or copies of its files.
-        is_free: Returns True for a node that may keep the copy.
-    """
+    """Return a node of the least loaded rack that is not taken, otherwise of any rack; None if no node is free."""
     passed: list[tuple[int, int, _Rack]] = []
     chosen = None
     while least_loaded and chosen is None:
@@ -111,15 +89,8 @@ def _take_partner(
 
 
 def plan_copies(catalog: NodeCatalog, folder: str, copies: int) -> dict[int, list[str]]:
-    """Return the files of a step that ranks copy to their nodes, by rank.
-
-    Afterwards each file is on `copies` machines more than one, if there are as many.
-
-    Args:
-        catalog: Files of all nodes.
-        folder: Name of the step's folder.
-        copies: Number of copies of each file on other machines.
-    """
+    """Return the files of a step that ranks copy to their nodes, by rank."""
+    # After the copies each file is on `copies` + 1 machines, if there are as many.
     partners = choose_partners(catalog.nodes, copies)
     orders: dict[int, list[str]] = {}
     for number, (name, held) in enumerate(sorted(catalog.files.get(folder, {}).items())):
@@ -134,19 +105,12 @@ def plan_copies(catalog: NodeCatalog, folder: str, copies: int) -> dict[int, lis
 
 
 class CopyOrder(NamedTuple):
-    """Files that one rank copies to its node.
-
-    Attributes:
-        names: Names of the files.
-        machines: Number of machines of all nodes.
-        lost: Number of files of the step that no node has.
-        catalog: The files that the node has, and those to copy with the nodes that have them.
-    """
+    """Files that one rank copies to its node."""
 
     names: tuple[str, ...]
     machines: int
-    lost: int
-    catalog: NodeCatalog
+    lost: int  # number of files that no node has
+    catalog: NodeCatalog  # files of the own node, and files to copy with the nodes that have them
 
     def encode(self) -> bytes:
         """Return the order as bytes."""
@@ -160,13 +124,7 @@ class CopyOrder(NamedTuple):
 
 
 def plan_copy_orders(catalog: NodeCatalog, folder: str, copies: int) -> list[CopyOrder]:
-    """Return the order of each rank, whose size does not depend on the number of nodes.
-
-    Args:
-        catalog: Files of all nodes.
-        folder: Name of the step's folder.
-        copies: Number of copies of each file on other machines.
-    """
+    """Return the order of each rank, whose size does not depend on the number of nodes."""
     orders = plan_copies(catalog, folder, copies)
     machines = len({node.machine for node in catalog.nodes})
     files = catalog.files.get(folder, {})

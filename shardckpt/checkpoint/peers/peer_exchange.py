@@ -30,32 +30,22 @@ from shardckpt.storage.store import MappedStore, Read
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_MOST_SENDING = 2
-"""Pieces that a rank sends at a time, each from memory that is used again."""
+_MOST_SENDING = 2  # pieces that a rank sends at a time, each from memory that is used again
 
+# Seconds to wait for a request before the next round. After a round in which pieces or an answer came to this rank,
+# which often needs the next ones; after one with pieces for others; and after one without.
 NEXT_S, BUSY_S, IDLE_S = 0.01, 0.001, 0.02
-"""Seconds to wait for a request before the next round.
-
-After a round in which pieces or an answer came to this rank, which often needs the next ones; after one with pieces for
-others; and after one without.
-"""
 
 _FINE, _FAILED = 1, 0
 
 
 @dataclass(eq=False)
 class _PendingPiece:
-    """A piece that a thread waits for.
+    """A piece that a thread waits for."""
 
-    Attributes:
-        piece: The piece, with the rank that has it.
-        buffer: Buffer to fill.
-        is_filled: Whether its bytes came; None while it is waited for.
-    """
-
-    piece: FilePiece
+    piece: FilePiece  # `peer` is the rank that has it
     buffer: memoryview
-    is_filled: bool | None = None
+    is_filled: bool | None = None  # None until the answer comes
 
     def end(self, *, is_filled: bool) -> None:
         """Record whether the bytes came, and keep no memory of the caller."""
@@ -64,15 +54,10 @@ class _PendingPiece:
 
 @dataclass(eq=False)
 class _Question:
-    """Files that a thread asks rank 0 for.
+    """Files that a thread asks rank 0 for."""
 
-    Attributes:
-        names: Names of files, or of folders with a slash at the end.
-        answer: Their copies; None while it is waited for.
-    """
-
-    names: tuple[str, ...]
-    answer: FoundFiles | None = None
+    names: tuple[str, ...]  # names of files, or of folders with a slash at the end
+    answer: FoundFiles | None = None  # None until it comes
 
 
 class PieceExchange(Protocol):
@@ -89,12 +74,7 @@ class PieceExchange(Protocol):
 
 
 class LoneExchange:
-    """The exchange of a single node.
-
-    Args:
-        on_delete: Called with the name of a file or folder to delete.
-        on_ask: Returns the copies of files.
-    """
+    """The exchange of a single node."""
 
     def __init__(self, on_delete: Callable[[str], None], on_ask: AskForFiles) -> None:
         self._on_delete, self._on_ask = on_delete, on_ask
@@ -113,21 +93,10 @@ class LoneExchange:
 
 
 class PeerExchange:
-    """Exchange of pieces of files, from the start of a restore to its end on all ranks.
+    """Exchange of pieces of files, from the start of a restore to its end on all ranks."""
 
-    All ranks run the same rounds: rank 0 plans which pieces are sent, each rank starts to send its own, then receives.
-    So ranks cannot deadlock, and memory is bounded by the bytes of a round. Ranks that need nothing take part until all
-    are done.
-
-    Args:
-        coordinator: Coordinator for this exchange alone.
-        own: Files of this node, from which pieces are read for others.
-        on_delete: Called with the name of a file or folder that every node deletes, on the thread of the exchange.
-        on_ask: Returns the copies of files, on rank 0; other ranks do not call it.
-
-    Attributes:
-        received_bytes: Bytes that came from other ranks.
-    """
+    # All ranks run the same rounds until all are done, even if they need nothing. In a round rank 0 plans which pieces
+    # are sent, and each rank starts its receives before its sends. So ranks cannot deadlock, and a round bounds memory.
 
     def __init__(
         self,
@@ -146,7 +115,7 @@ class PeerExchange:
         self._wait_s = IDLE_S
         self._failure: Exception | None = None
         self._thread = BackgroundThread(self._run, "shardckpt-peers", is_daemon=True)
-        self.received_bytes = 0
+        self.received_bytes = 0  # bytes that came from other ranks
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -167,15 +136,7 @@ class PeerExchange:
                 self._coordinator.leave()
 
     def pull(self, wanted: Sequence[tuple[FilePiece, memoryview]]) -> list[bool]:
-        """Fill buffers with pieces that other ranks have; return for each whether its bytes came.
-
-        Args:
-            wanted: Pieces, each with the rank that has it, and their buffers.
-
-        Raises:
-            RankError: A rank is lost.
-            StorageError: The exchange is over.
-        """
+        """Fill buffers with pieces that other ranks have; return for each whether its bytes came."""
         waiting = [_PendingPiece(piece, buffer) for piece, buffer in wanted]
         with self._changed:
             self._waiting.extend(waiting)
@@ -183,12 +144,7 @@ class PeerExchange:
         return [bool(each.is_filled) for each in waiting]
 
     def find(self, names: Sequence[str]) -> FoundFiles:
-        """Ask rank 0 for the copies of files, and of all files in folders, whose names end with a slash.
-
-        Raises:
-            RankError: A rank is lost.
-            StorageError: The exchange is over.
-        """
+        """Ask rank 0 for the copies of files, and of all files in folders, whose names end with a slash."""
         if self._coordinator.rank == 0:
             return self._on_ask(names)
         question = _Question(tuple(names))
@@ -263,15 +219,13 @@ class PeerExchange:
         return wanted, questions, RoundRequest(tuple(each.piece for each in wanted), tuple(deleted), is_done, sought)
 
     def _transfer(self, sends: Sequence[FilePiece], wanted: Sequence[_PendingPiece]) -> None:
-        """Send pieces and receive others at the same time.
-
-        The receives start first on every rank, so that no send waits for another one. After the pieces for a rank comes
-        a word for each, whether its bytes are those of the file.
-        """
+        """Send pieces and receive others at the same time."""
+        # The receives start first on every rank, so that no send waits for another.
         arriving = [
             (self._coordinator.start_recv(torch.frombuffer(each.buffer, dtype=torch.uint8), each.piece.peer), each)
             for each in wanted
         ]
+        # After its pieces each rank receives one byte per piece: whether the sender could read it.
         counts = Counter(each.piece.peer for each in wanted)
         words = {peer: torch.empty(count, dtype=torch.uint8) for peer, count in counts.items()}
         states = {peer: self._coordinator.start_recv(word, peer) for peer, word in words.items()}
@@ -289,42 +243,23 @@ class PeerExchange:
 
 
 class _StartedSend(NamedTuple):
-    """Bytes that are being sent.
-
-    Attributes:
-        work: The transfer.
-        peer: The receiving rank.
-        tensor: The bytes, which must stay until then.
-    """
+    """Bytes that are being sent."""
 
     work: Transfer
     peer: int
-    tensor: torch.Tensor
+    tensor: torch.Tensor  # must stay until the transfer ends
 
 
 class _PieceSender:
-    """Sends pieces of files of a node: from where they are, or through little memory, which is used again.
-
-    New memory would cost more than a copy.
-
-    Args:
-        coordinator: Coordinator of the exchange.
-        own: Files of the node.
-    """
+    """Sends pieces of files of a node: from where they are, or through little memory, which is used again."""
 
     def __init__(self, coordinator: Coordinator, own: FileReader) -> None:
         self._coordinator, self._own = coordinator, own
+        # Used again: new memory costs more than a copy.
         self._rows = [torch.empty(PIECE_BYTES, dtype=torch.uint8) for _ in range(_MOST_SENDING)]
 
     def send(self, pieces: Sequence[FilePiece]) -> list[_StartedSend]:
-        """Send pieces, then for each rank the words of its pieces; return what is still being sent, to `wait` for.
-
-        Args:
-            pieces: Pieces, with the ranks that receive them.
-
-        Raises:
-            RankError: A rank is lost.
-        """
+        """Send pieces, then for each rank the words of its pieces; return what is still being sent, to `wait` for."""
         sending: list[_StartedSend] = []
         in_rows: deque[_StartedSend] = deque()
         words: dict[int, list[int]] = {}

@@ -17,60 +17,31 @@ from shardckpt.storage.store import Capabilities, Listed, Read, Writer, check_na
 
 
 class RejectedRange(NamedTuple):
-    """A range of a file that one copy cannot give.
+    """A range of a file that one copy cannot give."""
 
-    Attributes:
-        start: First byte.
-        stop: End.
-        place: The copy.
-        reason: Why it cannot, as the rest of a sentence about the bytes.
-    """
-
-    start: int
+    start: int  # in bytes
     stop: int
     place: NodeFile
-    reason: str
+    reason: str  # as the rest of a sentence about the bytes
 
 
 class CopyFault(NamedTuple):
-    """A copy of a file that was not read, or not all of it.
-
-    Attributes:
-        place: The copy.
-        where: Tier, rank, machine and path of the copy.
-        text: Why not, and which copy was read in its place.
-    """
+    """A copy of a file that was not read, or not all of it."""
 
     place: NodeFile
-    where: str
-    text: str
+    where: str  # tier, rank, machine and path of the copy
+    text: str  # why not, and which copy was read in its place
 
 
 class PeerStore:
-    """Files of all nodes, during a restore. Reads are thread-safe.
+    """Files of all nodes, during a restore. Reads are thread-safe."""
 
-    A range is read from the own node if that has the file, and otherwise from another node. A range that a copy cannot
-    give is read from the next one.
-
-    Args:
-        own: Files of this node, by the names of the catalog.
-        known: Files of all nodes, as far as this rank knows them.
-        rank: This rank.
-        url: Path or URL of this store; None for that of `own`.
-
-    Attributes:
-        exchange: PieceExchange with the other ranks; set before the first read.
-        own_bytes: Bytes that were read from the own node.
-        pulled_bytes: Bytes that came from other nodes.
-        tier_bytes: Bytes that were read, by tier.
-        rejected: Ranges that copies could not give, by the name of the file.
-    """
-
-    exchange: PieceExchange
+    exchange: PieceExchange  # set before the first read
 
     def __init__(self, own: FileReader, known: KnownFiles, rank: int, url: str | None = None) -> None:
         self._own, self._known, self._rank = own, known, rank
         self._url = own.url if url is None else url
+        # By the name of the file.
         self.rejected: dict[str, builtins.list[RejectedRange]] = {}
         self.own_bytes = self.pulled_bytes = 0
         self.tier_bytes: Counter[str] = Counter()
@@ -107,13 +78,7 @@ class PeerStore:
         return file.nbytes
 
     def read(self, reads: Sequence[Read]) -> None:
-        """Fill every buffer.
-
-        Raises:
-            TruncatedError: A file ends before a range does.
-            MissingFileError: No node has the file, or none of them can give the range.
-            RankError: A rank is lost.
-        """
+        """Fill every buffer."""
         self._known.learn([read.name for read in reads], self.exchange.find)
         for read in reads:
             if read.offset + len(read.buffer) > self.size(read.name):
@@ -255,11 +220,7 @@ class PeerStore:
             self.exchange.delete(f"{copy}/")
 
     def forget(self, name: str) -> None:
-        """Remove copies from this view.
-
-        Args:
-            name: Name of a file among those of the nodes, or of a folder with a slash at the end.
-        """
+        """Remove copies from this view."""
         self._known.forget(name)
 
     def changed_at(self, folder: str) -> float | None:  # noqa: ARG002

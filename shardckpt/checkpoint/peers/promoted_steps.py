@@ -7,40 +7,26 @@ from typing import NamedTuple
 
 
 class PromotedStep(NamedTuple):
-    """A step that was copied.
-
-    Attributes:
-        number: Number of the step.
-        save: Id of its save.
-    """
+    """A step that was copied."""
 
     number: int
-    save: str
+    save: str  # id of its save
 
 
 class PromotedSteps:
-    """Steps that this node has copied to a tier.
+    """Steps that this node has copied to a tier."""
 
-    A step that other nodes may lack does not count for the rules of the tier: the step before it is complete, and it is
-    not. Only the newest of such steps stays. For the same reason the files of an older save of the step stay.
-
-    Attributes:
-        uncounted: Steps that not all nodes are known to have, the oldest first.
-    """
+    # A step that other nodes may lack is incomplete, so it does not count for the tier's rules, and files of its older
+    # save stay. Only the newest such step stays.
 
     def __init__(self) -> None:
-        self.uncounted: list[PromotedStep] = []
+        self.uncounted: list[PromotedStep] = []  # steps that other nodes may lack, the oldest first
         self._older: dict[PromotedStep, Collection[str]] = {}
         self._removable: list[tuple[int, Collection[str]]] = []
         self._has_common = False
 
     def add(self, step: PromotedStep, older: Collection[str]) -> None:
-        """Record that this node has copied a step.
-
-        Args:
-            step: The step.
-            older: Names of the files of older saves in its folder.
-        """
+        """Record that this node has copied a step."""
         if older:
             self._older[step] = older
         self.uncounted.append(step)
@@ -64,21 +50,13 @@ class PromotedSteps:
         self._has_common = True
 
     def take_removable(self, kept: Collection[int]) -> list[tuple[int, Collection[str]]]:
-        """Return the numbers of steps, each with the names of files that no node needs any more, and forget them.
-
-        Args:
-            kept: Numbers of steps whose files stay for now: a capture may write into their folders.
-        """
+        """Return the numbers of steps, each with the names of files that no node needs any more, and forget them."""
         taken = [each for each in self._removable if each[0] not in kept]
         self._removable = [each for each in self._removable if each[0] in kept]
         return taken
 
     def list_protected(self, held: Collection[int]) -> set[int]:
-        """Return the numbers of steps that stay whatever the rules; before the first count all that others had before.
-
-        Args:
-            held: Numbers of the steps that this node has.
-        """
+        """Return the numbers of steps that stay whatever the rules; before the first count all that others had."""
         newest = {step.number for step in self.uncounted[-1:]}
         uncounted = {step.number for step in self.uncounted}
         return newest if self._has_common else newest | {*held}.difference(uncounted)
@@ -87,11 +65,7 @@ class PromotedSteps:
 def find_common_steps(
     copied: Sequence[Mapping[str, Sequence[tuple[int, str]]]],
 ) -> dict[str, list[tuple[int, str]]]:
-    """Return the steps that all nodes have copied, by the name of the tier; tiers without one are left out.
-
-    Args:
-        copied: Steps of each node by tier, the oldest first, as the fields of `PromotedStep` after JSON.
-    """
+    """Return by tier the steps that all nodes have copied, the oldest first, as fields of `PromotedStep` after JSON."""
     found = {}
     for tier, steps in copied[0].items():
         common = [step for step in steps if all(step in each.get(tier, ()) for each in copied)]

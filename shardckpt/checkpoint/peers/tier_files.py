@@ -22,27 +22,15 @@ class FileReader(Protocol):
 
 
 class TierFiles:
-    """Files of a node by names such as `memory/step-00000010/COMMIT`. Reads are thread-safe.
-
-    Args:
-        stores: Store of each tier, by its name.
-
-    Attributes:
-        stores: Store of each tier, by its name.
-    """
+    """Files of a node by names such as `memory/step-00000010/COMMIT`. Reads are thread-safe."""
 
     url = "tiers"
 
     def __init__(self, stores: Mapping[str, Store]) -> None:
-        self.stores = stores
+        self.stores = stores  # by tier
 
     def read(self, reads: Sequence[Read]) -> None:
-        """Fill every buffer.
-
-        Raises:
-            MissingFileError: The file does not exist, or the node does not have the tier.
-            ShardckptError: A store failed.
-        """
+        """Fill every buffer."""
         for tier, group in groupby(reads, lambda read: read.name.partition("/")[0]):
             store, _ = self._find(tier)
             store.read([read._replace(name=read.name.partition("/")[2]) for read in group])

@@ -57,44 +57,25 @@ class StepSaveParams(AsyncSaveParams, total=False):
 
 
 def require_known_options(function: str, options: object, *, background: bool, has_metrics: bool = False) -> None:
-    """Require options of `async_save`, or of `save`, long before they are used.
-
-    Args:
-        function: Name of the function that was called, for the message.
-        options: The options by name.
-        background: Whether they are for `async_save`.
-        has_metrics: Whether they are those of a `Checkpointer`.
-
-    Raises:
-        TypeError: A name is unknown.
-        UsageError: The options are not a dict.
-    """
+    """Require options of `async_save`, or of `save`, long before they are used."""
     if not isinstance(options, Mapping):
         raise UsageError(f"{function} must be a dict", found=repr(options), fix="Leave it out for the defaults.")
     known = AsyncSaveParams if background else SaveParams
     require_keywords(function, options, {*known.__annotations__, *(("metrics",) if has_metrics else ())})
 
 
+# Staging buffers of this process, for all saves in the background but captures.
 BUFFERS = BufferPool(make_buffer, is_unpinned)
-"""Staging buffers of this process, for all saves in the background but captures."""
 
 
 class SaveLane(NamedTuple):
-    """Saves in the background of which one runs at a time; those of another lane may run beside it.
+    """Saves in the background of which one runs at a time; those of another lane may run beside it."""
 
-    Attributes:
-        name: Name of the lane, equal on all ranks.
-        pending: The running save.
-        buffers: Staging buffers.
-        savers: Savers, with their cached plans.
-        is_for_captures: Whether saves are captures, whose ranks send each other bytes of the state, at a low priority,
-            and let each other copy before they write.
-    """
-
-    name: str
+    name: str  # equal on all ranks
     pending: PendingSave
     buffers: BufferPool[StagingBuffer]
     savers: SaverCache
+    # The ranks of a capture send each other the state at a low priority, and let each other copy before they write.
     is_for_captures: bool = False
 
 
@@ -160,16 +141,7 @@ def start_async_save(
     max_staging_bytes: int | str | None = None,
     on_busy: OnBusy = "wait",
 ) -> SaveHandle:
-    """Save a state in the background, as `async_save`, beside the saves of other lanes. Collective.
-
-    Args:
-        lane: Saves of this kind.
-        state: As for `async_save`.
-        path: As for `async_save`.
-        options: Parameters of a save.
-        max_staging_bytes: As for `async_save`.
-        on_busy: As for `async_save`.
-    """
+    """Save a state in the background, as `async_save`, beside the saves of other lanes. Collective."""
     checked, fault = check_options("async_save", path, options)
     most = None
     try:
@@ -225,30 +197,18 @@ def _require_way_when_busy(on_busy: Any) -> None:
 
 
 def _refusal(lane: SaveLane, on_busy: OnBusy) -> Exception | None:
-    """Return why this rank cannot save now; wait for a running save if requested.
-
-    A capture does not fail for another one that did: the tier of that one finds it, and it may be of another run.
-    """
+    """Return why this rank cannot save now; wait for a running save if requested."""
     pending = lane.pending
     busy = pending.busy_with
     if busy and on_busy == "raise":
         return UsageError("another save is under way", where=busy, fix="Ask for its result, or pass on_busy='wait'.")
     pending.wait()
+    # An earlier capture's tier reports its failure, and the capture may be of another run.
     return None if lane.is_for_captures else pending.unretrieved_error()
 
 
 class _Copy:
-    """Copy of a state, which the call makes and the saver's thread writes.
-
-    A signal may end the call at any point. Then the thread rolls the save back and sends the other ranks the reason; if
-    the thread has not started, the call does so. Whichever of the two claims the rest of the save is responsible.
-
-    Args:
-        task: Progress and result of the save.
-        session: Save session with the other ranks.
-        staging: Staging area for the copy.
-        yields: Whether the thread lets other ranks of the machine copy their state first.
-    """
+    """Copy of a state, which the call makes and the saver's thread writes."""
 
     def __init__(self, task: AsyncSaveTask, session: SaveSession, staging: StagingArea, *, yields: bool) -> None:
         self._task, self._session, self._staging, self._yields = task, session, staging, yields
@@ -268,10 +228,7 @@ class _Copy:
             raise
 
     def stage(self, planned: PlannedSave, flattened: PlannedState) -> None:
-        """Start the thread and copy the state; an error of the copy fails the save.
-
-        If the process has no more threads, the call writes the state itself.
-        """
+        """Start the thread and copy the state; an error of the copy fails the save."""
         try:
             has_thread = self._start(planned)
             with self._task.phase("staging"):
@@ -287,7 +244,7 @@ class _Copy:
         except BaseException:
             self.abandon()
             raise
-        if not has_thread:
+        if not has_thread:  # the process starts no more threads, so the call writes the state itself
             self._task.run(lambda: self._write(planned, partial(iter_contents, state=flattened)))
 
     def abandon(self) -> None:
@@ -300,6 +257,8 @@ class _Copy:
             self._fail(InterruptedError("the copy of the state was interrupted"))
 
     def _claim(self) -> bool:
+        # A signal may end the call at any point. Whoever claims the rest of the save rolls it back and sends the other
+        # ranks the reason: the thread, or the call if the thread has not started.
         self._is_claimed = self._is_claimed or self._task.claim()
         return self._is_claimed
 
@@ -339,11 +298,9 @@ class _Copy:
                 self._session.commit(planned, written)
 
     def _wait_for_copies(self) -> None:
-        """Wait for the copy of this rank, and as long again for those of other ranks, which may have begun later.
-
-        A training loop does not wait meanwhile, and the slowest of the ranks delays all of them.
-        """
+        """Wait for the copy of this rank, and as long again for those of other ranks, which may have begun later."""
         start = time.monotonic()
         self._staging.wait()
+        # The training loop does not wait meanwhile, and the slowest rank delays all.
         if self._yields and self._staging.is_filled:
             time.sleep(time.monotonic() - start)

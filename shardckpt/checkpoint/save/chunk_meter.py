@@ -13,20 +13,14 @@ from shardckpt.format.value_stats import ValueStats, merge_stats
 from shardckpt.manifest import Path
 from shardckpt.state.local.tensor_shards import TensorShards
 
-_PART_BYTES = 16 << 20
-"""Bytes that one task measures."""
+_PART_BYTES = 16 << 20  # bytes that one task measures
 
 
 class ChunkMeter:
-    """Measures the chunks of a file while it is written.
-
-    Args:
-        chunks: Chunks in file order.
-        start: Offset of the first chunk in bytes.
-    """
+    """Measures the chunks of a file while it is written."""
 
     def __init__(self, chunks: Sequence[PayloadChunk], start: int) -> None:
-        self._chunks = chunks
+        self._chunks = chunks  # in file order; the first one starts at byte `start`
         self._parts: list[list[ValueStats]] = [[] for _ in chunks]
         self._skipped = start
         self._number = 0
@@ -34,13 +28,7 @@ class ChunkMeter:
         self._rest = b""
 
     def split(self, data: memoryview, _most: int = 1) -> list[HashTask]:
-        """Return tasks that measure the file's next bytes; they may run concurrently.
-
-        All of them have to end before the next call.
-
-        Args:
-            data: The bytes.
-        """
+        """Return concurrent tasks that measure the file's next bytes; all must end before the next call."""
         tasks: list[list[HashTask]] = []
         filled = _PART_BYTES
         for number, values in self._split_elements(data):
@@ -104,12 +92,7 @@ def _run_all(tasks: Sequence[HashTask]) -> None:
 
 
 def measure_chunk(chunk: PayloadChunk, arrays: Mapping[Path, TensorShards]) -> ValueStats:
-    """Return the statistics of a chunk in memory.
-
-    Args:
-        chunk: Chunk with all elements on this rank.
-        arrays: Arrays of this rank by path.
-    """
+    """Return the statistics of a chunk whose elements are all on this rank."""
     meter = ChunkMeter((chunk,), 0)
     for part in tensor_bytes(view_box(arrays[chunk.path], chunk.box)):
         _run_all(meter.split(part))

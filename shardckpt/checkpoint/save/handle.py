@@ -45,18 +45,7 @@ class SaveTimings:
 
 
 class AsyncSaveTask:
-    """Thread, phases and error of a save in the background.
-
-    The thread, and those that it starts, run after others of the machine that need their cores: the training.
-
-    Args:
-        path: Target of the save.
-        on_event: Called with the event of the save, on its thread; None without a callback.
-        is_tolerated: As for `emit`.
-
-    Attributes:
-        recorder: Measurement of the save.
-    """
+    """Thread, phases and error of a save in the background."""
 
     def __init__(self, path: str, on_event: OnEvent | None, *, is_tolerated: bool = False) -> None:
         self.path, self._is_tolerated = path, is_tolerated
@@ -70,11 +59,7 @@ class AsyncSaveTask:
         self._claimed = threading.Lock()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Measure the duration of a phase.
-
-        Args:
-            name: Field of `SaveTimings`.
-        """
+        """Measure the duration of a phase."""
         return self.recorder.phase(name)
 
     @property
@@ -88,32 +73,21 @@ class AsyncSaveTask:
             emit(self.recorder.build(error), self._on_event, is_tolerated=self._is_tolerated)
 
     def claim(self) -> bool:
-        """Claim the rest of the save; return True if it was not claimed before.
-
-        The save's thread and an interrupted call compete for it.
-        """
+        """Claim the rest of the save, as its thread and an interrupted call may; return True for the first claim."""
         return self._claimed.acquire(blocking=False)
 
     def start(self, work: Callable[[], None]) -> bool:
-        """Run the rest of the save on a thread, unless it is claimed; return False if the process has no more threads.
-
-        Args:
-            work: As for `run`.
-        """
+        """Run the rest of the save on a thread, unless it is claimed; return False if no thread can start."""
 
         def run() -> None:
-            lower_priority()
+            lower_priority()  # the training needs the cores; threads started here inherit the priority
             self.run(work)
 
         self._thread = BackgroundThread(run, "shardckpt-save")
         return self._thread.start()
 
     def run(self, work: Callable[[], None]) -> None:
-        """Run the rest of the save, unless it is claimed.
-
-        Args:
-            work: Rest of the save; its exception is the error of the save.
-        """
+        """Run the rest of the save, unless it is claimed."""
         if not self.claim():
             return
         try:
@@ -123,11 +97,7 @@ class AsyncSaveTask:
         self.emit(self._failure)
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait for the end of the save; return True if it has ended.
-
-        Args:
-            timeout: Maximum time in seconds; None for no limit.
-        """
+        """Wait at most `timeout` seconds for the end of the save; return True if it has ended."""
         return self._thread is None or self._thread.join(timeout)
 
     @property
@@ -196,12 +166,7 @@ class SaveHandle:
 
 
 class StepTask(NamedTuple):
-    """A save in the background of a run's step.
-
-    Attributes:
-        number: Number of the step.
-        handle: Handle of the save.
-    """
+    """A save in the background of a run's step."""
 
     number: int
     handle: SaveHandle
@@ -211,22 +176,15 @@ class StepTask(NamedTuple):
         return self.handle._task.join(limit_s)
 
     def await_fault(self) -> str:
-        """Wait for the end of the save; return why it failed, empty if it did not, or if its error was retrieved.
-
-        The error stays for `result()` and the next save.
-        """
+        """Wait for the end of the save; return why it failed, empty if it did not, or if its error was retrieved."""
         task = self.handle._task
         task.join()
-        failure = task.last_failure if task.has_unretrieved_error else None
+        failure = task.last_failure if task.has_unretrieved_error else None  # stays for `result()` and the next save
         return "" if failure is None else f"its save in the background to {task.path} failed: {describe(failure)}"
 
 
 class PendingSave:
-    """The only running save in the background of a process.
-
-    Attributes:
-        entry: Lock that a thread holds while it starts a save of either kind.
-    """
+    """The only running save in the background of a process."""
 
     def __init__(self) -> None:
         self._is_known_to_exit = False
@@ -234,17 +192,12 @@ class PendingSave:
 
     def forget(self) -> None:
         """Reset to no save: a forked process does not have its parent's threads."""
-        self.entry = threading.RLock()
+        self.entry = threading.RLock()  # held by a thread while it starts a save of either kind
         self._task: AsyncSaveTask | None = None
         self._abandon: Callable[[], object] = lambda: None
 
     def begin(self, task: AsyncSaveTask, abandon: Callable[[], object]) -> None:
-        """Register a save that is about to start.
-
-        Args:
-            task: Save to register.
-            abandon: Abandons the save if a signal ended its call before the end of the copy; otherwise does nothing.
-        """
+        """Register a save that is about to start; `abandon` ends its copy if a signal ended the call."""
         self._task, self._abandon = task, abandon
         if not self._is_known_to_exit:
             self._is_known_to_exit = True

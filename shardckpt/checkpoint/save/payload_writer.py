@@ -18,21 +18,18 @@ from shardckpt.storage.publication import Publication
 from shardckpt.storage.store import Writer
 from shardckpt.storage.thread_pool import ThreadPool
 
+# Most bytes per write; threads hash them at the same time. Beside Python code of other threads, each call that releases
+# the interpreter's lock waits 5 ms to get it back, however short the call is (docs/decisions/0033).
 SLICE_BYTES = 256 << 20
-"""Most bytes per write; threads hash them at the same time.
 
-Beside Python code of other threads, each call that releases the interpreter's lock waits 5 ms to get it back, however
-short the call is (docs/decisions/0033).
-"""
-
+# Threads that hash a slice; they wait for the lock at the same time, so their number does not depend on the cores.
 _HASH_THREADS = 4
-"""Threads that hash a slice; they wait for the lock at the same time, so their number does not depend on the cores."""
 
 _GATHERED_BYTES = 1 << 20
 
 
+# Returns the contents of a file after its header; each part is valid until the next one is requested.
 Source = Callable[[PayloadFile], Iterable[memoryview]]
-"""Returns the contents of a file after its header; each part is valid until the next one is requested."""
 
 
 class _Digester(Protocol):
@@ -52,21 +49,7 @@ def write_payloads(
     stats: bool = False,
     has_idle_core: bool = False,
 ) -> list[WrittenPayload]:
-    """Write a rank's files.
-
-    Args:
-        publication: Publication to write to.
-        payloads: Layouts of the files.
-        source: Returns the contents of a file.
-        checksums: Hash every written block.
-        digests: Hash every chunk too.
-        stats: Compute statistics of the values of every chunk.
-        has_idle_core: Whether a core has nothing else to do than to hash beside the writes.
-
-    Raises:
-        FormatError: The safetensors library refuses a file that was written.
-        StorageError: The storage failed.
-    """
+    """Write a rank's files."""
     written = []
     with closing(_Hashing(prefers_threads=stats or has_idle_core)) as hashing:
         for payload in payloads:
@@ -87,32 +70,18 @@ def write_payloads(
 
 
 def iter_contents(payload: PayloadFile, state: TensorSource) -> Iterator[memoryview]:
-    """Yield the bytes of a file after its header, from memory.
-
-    Each part is valid until the next one is requested.
-
-    Args:
-        payload: Layout of the file.
-        state: Tensors of this rank.
-    """
+    """Yield the bytes of a file after its header, from memory; each part is valid until the next request."""
     return iter_bytes(state.views(payload.chunks), payload.nbytes)
 
 
 class _Hashing:
-    """Hashing on the writing thread, or on threads next to it, which are started at their first use.
+    """Hashing on the writing thread, or on threads next to it, which are started at their first use."""
 
-    One thread writes each 4 MiB while the processor's cache has what it hashed, and no other thread competes with the
-    training for its core. But beside Python code it would wait for the interpreter's lock after each of them.
-
-    Args:
-        prefers_threads: Whether threads help in any case: a core is idle, or more is computed than hashes.
-
-    Attributes:
-        needs_threads: Whether threads hash the next bytes.
-    """
+    # One thread writes each 4 MiB while they are in the processor's cache, and takes no other core from the training.
+    # But next to Python code it would wait for the interpreter's lock after each 4 MiB.
 
     def __init__(self, *, prefers_threads: bool) -> None:
-        self._prefers_threads = self.needs_threads = prefers_threads
+        self._prefers_threads = self.needs_threads = prefers_threads  # for the next bytes
         self._pool: ThreadPool | None = None
 
     def start(self, tasks: Iterable[HashTask]) -> list[Future[float]]:
@@ -126,12 +95,7 @@ class _Hashing:
         return sum(_measure(task) for task in tasks)
 
     def choose(self, hashed_s: float, nbytes: int) -> None:
-        """Choose the threads of the next bytes: others if hashes wait for the interpreter's lock.
-
-        Args:
-            hashed_s: Seconds for which the last bytes were hashed, on all threads.
-            nbytes: Number of these bytes.
-        """
+        """Choose the threads of the next bytes: others if hashes wait for the interpreter's lock."""
         is_late = hashed_s >= max(nbytes / GROUP_BYTES, 1) * sys.getswitchinterval() / 2
         self.needs_threads = self._prefers_threads or is_late
 

@@ -17,21 +17,14 @@ from shardckpt.devices import CurrentStreams, Event, has_pinned_copies, has_pinn
 from shardckpt.manifest import Path, dotted
 from shardckpt.state.local.tensor_shards import LocalShard
 
-PINNED_BYTES = 64 << 20
-"""Maximum of pinned memory for copies of replicated data."""
+PINNED_BYTES = 64 << 20  # maximum of pinned memory for copies of replicated data
 
 
 class Replica(NamedTuple):
-    """A box of an array that several ranks have.
-
-    Attributes:
-        path: Path of the array.
-        box: Box of the array; None for the entire array.
-        digest: Digest of the bytes.
-    """
+    """A box of an array that several ranks have."""
 
     path: Path
-    box: Box | None
+    box: Box | None  # None for the entire array
     digest: bytes
 
     @property
@@ -41,13 +34,7 @@ class Replica(NamedTuple):
 
 
 class ReplicatedBox(NamedTuple):
-    """A box of an array that several ranks have, before it is hashed.
-
-    Attributes:
-        path: Path of the array.
-        shape: Shape of the array.
-        shard: The box and its data.
-    """
+    """A box of an array that several ranks have, before it is hashed."""
 
     path: Path
     shape: Sequence[int]
@@ -62,17 +49,11 @@ class ReplicatedBox(NamedTuple):
 
 
 class ReplicaDigests:
-    """Digests of a rank's boxes in each replica group.
-
-    Boxes on a device are copied to pinned memory, and hashed by `finish`. Boxes that exceed its 64 MiB, and boxes in
-    CPU memory, are hashed immediately.
-
-    Args:
-        boxes: Boxes in each replica group, by number of the group.
-    """
+    """Digests of a rank's boxes in each replica group."""
 
     def __init__(self, boxes: Mapping[int, Sequence[ReplicatedBox]]) -> None:
         self._copies = _PinnedCopies([box.shard.tensor for group in boxes.values() for box in group])
+        # Boxes in CPU memory, or that exceed the 64 MiB of pinned memory, are hashed at once; the others by `finish`.
         self._boxes = {
             number: [box if self._copies.has(box.shard.tensor) else _hash(box) for box in group]
             for number, group in boxes.items()
@@ -125,7 +106,6 @@ class _PinnedCopies:
         return id(tensor) in self._places
 
     def wait(self) -> None:
-        """Wait for the copies."""
         for event in self._events:
             event.synchronize()
 

@@ -20,8 +20,7 @@ from shardckpt.format.native.commit import BRANCH
 from shardckpt.format.native.run_directory import AFTER, METRIC
 from shardckpt.storage.resolve_url import as_url
 
-GetBase = Callable[[], str | None]
-"""Function that returns the path or URL of a save's base; None to save without a base."""
+GetBase = Callable[[], str | None]  # returns the path or URL of a save's base; None to save without one
 
 
 class SaveParams(TypedDict, total=False):
@@ -89,16 +88,7 @@ def save(
 
 
 def check_options(verb: str, path: object, options: SaveParams) -> tuple[SaveOptions, Exception | None]:
-    """Return the checked options, and the error in them, to send to the other ranks.
-
-    Args:
-        verb: Name of the function that was called, for the message.
-        path: Argument `path` of the user.
-        options: Keyword arguments of the user.
-
-    Raises:
-        TypeError: A name is unknown.
-    """
+    """Return the checked options, and the error in them, to send to the other ranks."""
     require_keywords(verb, options, SaveParams.__annotations__)
     try:
         return _build_options(path, options), None
@@ -152,22 +142,12 @@ def _read_hooks(custom_metadata: Any) -> tuple[Callable[[], object] | None, bool
     return notes.require_replaceable, notes.is_shared, notes.after_commit, notes.on_begin
 
 
-OnCommit = Callable[[Coordinator], object]
-"""Called on every rank after the commit of a save, with the coordinator of its thread."""
-
-OnBegin = Callable[[str], object]
-"""Called on rank 0 with the id of a save, before anything is written."""
+OnCommit = Callable[[Coordinator], object]  # called on every rank after a save's commit
+OnBegin = Callable[[str], object]  # called on rank 0 with the id of a save, before anything is written
 
 
 class RunNotes(dict[str, str]):
-    """Custom metadata of a `Checkpointer`, which may have reserved names.
-
-    Attributes:
-        require_replaceable: As in `SaveOptions`.
-        is_shared: As in `SaveOptions`.
-        after_commit: As in `SaveOptions`.
-        on_begin: As in `SaveOptions`.
-    """
+    """Custom metadata of a `Checkpointer`, which may have reserved names; the fields are as in `SaveOptions`."""
 
     require_replaceable: Callable[[], object] | None = None
     is_shared: bool = True
@@ -176,14 +156,7 @@ class RunNotes(dict[str, str]):
 
 
 def read_notes(custom_metadata: Mapping[str, str] | None) -> dict[str, str]:
-    """Return a checked copy of the argument `custom_metadata`.
-
-    Args:
-        custom_metadata: Argument of the user.
-
-    Raises:
-        UsageError: The metadata is not a mapping of text to text, or has a name that is reserved for `Checkpointer`.
-    """
+    """Return a checked copy of the argument `custom_metadata`."""
     notes = _require_texts("custom_metadata", custom_metadata)
     reserved = [name for name in notes if name in {BRANCH, AFTER} or name.startswith(METRIC)]
     if reserved and not isinstance(custom_metadata, RunNotes):
@@ -216,14 +189,8 @@ class SaverCache:
         self._alone = Saver(ALONE)
 
     def get(self, group: dist.ProcessGroup | None, refusal: Exception | None = None) -> Saver:
-        """Return the saver of a process group. Collective at the first call.
-
-        The first call creates the channels of the ranks.
-
-        Args:
-            group: Process group of the ranks; None for all ranks.
-            refusal: Error to raise if a rank is lost, because other ranks cannot receive it.
-        """
+        """Return the saver of a process group. Collective at the first call, which creates the channels."""
+        # `refusal` is raised if a rank is lost: the others cannot receive it.
         channels, key = get_channels(group, refusal), resolve_process_group(group)
         if key is None:
             return self._alone
@@ -233,8 +200,7 @@ class SaverCache:
         return known
 
 
-SAVERS = SaverCache()
-"""Savers of all saves but captures."""
+SAVERS = SaverCache()  # savers of all saves but captures
 
 
 def saver_for(group: dist.ProcessGroup | None, refusal: Exception | None = None) -> Saver:

@@ -74,67 +74,44 @@ from shardckpt.torchrun import has_second_core
 
 T = TypeVar("T")
 
-_MOST_CACHED_SAVES = 4
-"""Saves that are cached: a run saves one state again and again, or a few in turn."""
-
-PlannedState = FlattenedState | TracedState
-"""A state whose save is planned."""
+_MOST_CACHED_SAVES = 4  # saves that are cached: a run saves one state again and again, or a few in turn
+PlannedState = FlattenedState | TracedState  # a state whose save is planned
 
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """Options of a save.
+    """Options of a save."""
 
-    Attributes:
-        path: Target path or URL.
-        overwrite: Whether to replace an existing checkpoint of shardckpt.
-        checksums: Whether to hash blocks and compare replicated data.
-        custom_metadata: Free text by name, for the manifest.
-        base: Function that returns the base; None or empty text to save without a base. Called on rank 0 when the save
-            begins.
-        store_digests: Whether to hash chunks, so that a later save can refer to this checkpoint.
-        trainable_only: Whether to refer to the base for all frozen parameters.
-        base_key_map: Replacements by regular expression, which change names of the model to names in the base.
-        on_event: Called with the event of the save; None without a callback.
-        stats: Whether to store statistics of the values.
-        require_replaceable: Called on rank 0 before the commit; raises an error if `overwrite` holds no longer, because
-            another process has completed the checkpoint meanwhile. None if it holds in any case.
-        is_shared: Whether all ranks write to one place; otherwise each writes to a place of its own node.
-        after_commit: Called on every rank after rank 0 has committed, with the coordinator of the commit. Collective.
-        on_begin: Called on rank 0 with the id of the save, before anything is written.
-    """
-
-    path: str
-    overwrite: bool
-    checksums: bool
-    custom_metadata: Mapping[str, str]
+    path: str  # or URL
+    overwrite: bool  # whether to replace an existing checkpoint of shardckpt
+    checksums: bool  # whether to hash blocks and compare replicated data
+    custom_metadata: Mapping[str, str]  # free text by name, for the manifest
+    # Function that returns the base; None or empty text to save without a base. Called on rank 0 when the save begins.
     base: Callable[[], str | None] = lambda: None
-    store_digests: bool = False
-    trainable_only: bool = False
+    store_digests: bool = False  # whether to hash chunks, so that a later save can refer to this checkpoint
+    trainable_only: bool = False  # whether to refer to the base for all frozen parameters
+    # Replacements by regular expression, which change names of the model to names in the base.
     base_key_map: Mapping[str, str] = field(default_factory=dict)
-    on_event: OnEvent | None = None
-    stats: bool = False
+    on_event: OnEvent | None = None  # called with the event of the save; None without a callback
+    stats: bool = False  # whether to store statistics of the values
+    # Called on rank 0 before the commit; raises an error if `overwrite` holds no longer, because another process has
+    # completed the checkpoint meanwhile. None if it holds in any case.
     require_replaceable: Callable[[], object] | None = None
-    is_shared: bool = True
+    is_shared: bool = True  # whether all ranks write to one place; otherwise each writes to a place of its own node
+    # Called on every rank after rank 0 has committed, with the coordinator of the commit. Collective.
     after_commit: Callable[[Coordinator], object] | None = None
+    # Called on rank 0 with the id of the save, before anything is written.
     on_begin: Callable[[str], object] | None = None
 
 
 @dataclass(frozen=True)
 class PlanResponse:
-    """Rank 0's answer to one rank's report.
+    """Rank 0's answer to one rank's report."""
 
-    Attributes:
-        save: Id of the save.
-        place: Location to write to.
-        rank_plan: Plan of the chunks to write; None for the cached plan.
-        hints: Facts about the base; None without a base.
-    """
-
-    save: str
-    place: str
-    rank_plan: RankSavePlan | None
-    hints: BaseHints | None = None
+    save: str  # id
+    place: str  # location to write to
+    rank_plan: RankSavePlan | None  # plan of the chunks to write; None for the cached plan
+    hints: BaseHints | None = None  # facts about the base; None without a base
 
     def encode(self) -> bytes:
         """Return the response as bytes."""
@@ -155,37 +132,19 @@ class PlanResponse:
 
 
 class Saver:
-    """Saver of one group of ranks, which caches the last committed plan.
-
-    Args:
-        channels: Channels for messages of the ranks.
-
-    Attributes:
-        channels: Channels for messages of the ranks.
-        rank_plan_cache: Last committed plan of this rank; None without one.
-        plan_cache: Last committed plan of all ranks, on rank 0; None on other ranks.
-        cached_saves: Last committed saves without their tensors, latest first.
-        frozen_params: Cache of digests of frozen parameters in the bases of committed saves.
-    """
+    """Saver of one group of ranks, which caches the last committed plan."""
 
     def __init__(self, channels: Channels) -> None:
         self.channels = channels
-        self.rank_plan_cache: RankPlanCache | None = None
-        self.plan_cache: PlanCache | None = None
-        self.cached_saves: tuple[CachedSave, ...] = ()
+        self.rank_plan_cache: RankPlanCache | None = None  # last committed plan of this rank
+        self.plan_cache: PlanCache | None = None  # of all ranks, on rank 0
+        self.cached_saves: tuple[CachedSave, ...] = ()  # without tensors, latest first
         self.frozen_params = FrozenParamCache()
 
     def save(
         self, state: Any, options: SaveOptions, refusal: Exception | None = None, recorder: Recorder | None = None
     ) -> None:
-        """Save a state. Collective.
-
-        Args:
-            state: As for the function `save`.
-            options: Options of the save.
-            refusal: Error of this rank, which all ranks raise; None without an error.
-            recorder: Measurement of the save; None if nobody needs it.
-        """
+        """Save a state. Collective."""
         recorder = recorder or Recorder(SaveEvent, options.path)
         rank = recorder.values["rank"] = self.channels.main.rank
         try:
@@ -220,13 +179,7 @@ class Saver:
         return replace(report, local_plan=local_plan.encode())
 
     def remember(self, planned: PlannedSave, plan_cache: PlanCache | None, cached_save: CachedSave | None) -> None:
-        """Cache a save that all ranks have committed.
-
-        Args:
-            planned: Plan of the save.
-            plan_cache: Plan of all ranks, on rank 0; None on other ranks.
-            cached_save: Cached save without its tensors; None if it cannot be cached.
-        """
+        """Cache a save that all ranks have committed."""
         if planned.frozen_params is not None:
             self.frozen_params = planned.frozen_params
         rank_plan = planned.response.rank_plan
@@ -257,37 +210,23 @@ def capture_error(work: Callable[[], T]) -> T | Exception:
 
 @dataclass(frozen=True)
 class PlannedSave:
-    """Plan of a save on which the ranks have agreed, without the state.
-
-    Attributes:
-        response: Rank 0's answer to this rank.
-        rank_plan: Chunks that this rank writes.
-        local_plan: Arrays of this rank.
-        model: Path of the model, if the checkpoint is a Hugging Face folder too; otherwise None.
-        frozen_params: Cache of digests of frozen parameters in the base; None without a base.
-    """
+    """Plan of a save on which the ranks have agreed, without the state."""
 
     response: PlanResponse
-    rank_plan: RankSavePlan
+    rank_plan: RankSavePlan  # chunks that this rank writes
     local_plan: LocalSavePlan
-    model: Path | None
-    frozen_params: FrozenParamCache | None
+    model: Path | None  # path of the model, if the checkpoint is a Hugging Face folder too; otherwise None
+    frozen_params: FrozenParamCache | None  # None without a base
 
 
 @dataclass(frozen=True)
 class StagedSave:
-    """Files that a rank will write, and digests of its replicated data.
+    """Files that a rank will write, and digests of its replicated data."""
 
-    Attributes:
-        files: Layouts of the files, without headers.
-        replicas: Digests of boxes in each replica group.
-        unchanged: Positions in the plan of chunks that are equal in the base.
-        stats: Statistics of those of them whose statistics the base lacks, by position; empty if nobody needs them.
-    """
-
-    files: tuple[FileLayout, ...]
+    files: tuple[FileLayout, ...]  # layouts of the files, without headers
     replicas: ReplicaDigests
-    unchanged: tuple[int, ...]
+    unchanged: tuple[int, ...]  # positions in the plan of chunks that are equal in the base
+    # Statistics of unchanged chunks that the base has none of, by position; empty if nobody needs them.
     stats: Mapping[int, ValueStats] = field(default_factory=dict)
 
     def replica_group_digests(self) -> dict[str, str]:
@@ -302,19 +241,12 @@ class StagedSave:
 
 @dataclass(frozen=True)
 class WrittenSave:
-    """Files that a rank has written.
-
-    Attributes:
-        staged: Source of the files.
-        payloads: Written payload files.
-        files: Records of all other files.
-        block_hashes: Hashes of this rank's share of the base's blocks without stored hashes.
-    """
+    """Files that a rank has written."""
 
     staged: StagedSave
     payloads: Sequence[WrittenPayload]
     files: tuple[FileRecord, ...]
-    block_hashes: Sequence[str]
+    block_hashes: Sequence[str]  # hashes of this rank's share of the base's blocks without stored hashes
 
     @property
     def nbytes(self) -> int:
@@ -329,48 +261,30 @@ class WrittenSave:
 
 @dataclass(frozen=True)
 class _OpenedState:
-    """State before it is flattened.
+    """State before it is flattened."""
 
-    Attributes:
-        root: State as `as_root` returns it.
-        objects: Results of the `state_dict` of objects, by the id of the object.
-        trace: Trace of the state; None if its plan depends on more.
-        cached_save: Cached save that the state fits, or None.
-    """
-
-    root: Any
-    objects: Mapping[int, Any]
-    trace: StateTrace | None
-    cached_save: CachedSave | None
+    root: Any  # as `as_root` returns it
+    objects: Mapping[int, Any]  # results of the `state_dict` of objects, by the id of the object
+    trace: StateTrace | None  # None if the plan depends on more than the trace
+    cached_save: CachedSave | None  # fits the state
 
 
 @dataclass(frozen=True)
 class _BegunSave:
-    """State of a running save on rank 0.
+    """State of a running save on rank 0."""
 
-    Attributes:
-        cache: Plan of all ranks, to cache after they have committed the save.
-        contents: Manifest without pieces.
-        base: Dedup against the base; None without a base.
-    """
-
-    cache: PlanCache
-    contents: ManifestContents
+    cache: PlanCache  # plan of all ranks, to cache after they have committed the save
+    contents: ManifestContents  # without pieces
     base: BaseDedup | None
 
 
 class SaveSession:
-    """One save on one rank: call `plan`, `stage`, `write` and `commit` in this order.
+    """One save on one rank: call `plan`, `stage`, `write` and `commit` in this order."""
 
-    Each call uses the result of the previous one. `write` and `commit` may run on another thread.
-
-    Args:
-        saver: Saver of the group.
-        options: Options of the save.
-        last: Coordinator for the commit; nothing else uses it until the save ends.
-    """
+    # `write` and `commit` may run on another thread.
 
     def __init__(self, saver: Saver, options: SaveOptions, last: Coordinator) -> None:
+        # Nothing but the commit uses `last` until the save ends.
         self._saver, self._coordinator, self._options, self._last = saver, saver.channels.main, options, last
         self._publication: Publication | None = None
         self._begun: _BegunSave | None = None
@@ -397,15 +311,7 @@ class SaveSession:
         self.rollback()
 
     def plan(self, state: Any, refusal: Exception | None = None) -> tuple[PlannedSave, PlannedState]:
-        """Flatten the state, plan with the other ranks, begin the publication. Collective.
-
-        Args:
-            state: As for the function `save`.
-            refusal: Error of this rank, which all ranks raise; None without an error.
-
-        Returns:
-            The plan, and the flattened state, which is valid until the state changes.
-        """
+        """Flatten the state, plan with the other ranks, begin the publication. Collective."""
         is_alone = self._coordinator.size == 1
         planner = SavePlanner(self._saver, self._options)
         try:
@@ -425,12 +331,7 @@ class SaveSession:
         return PlannedSave(response, rank_plan, local_plan, model, frozen_params), flattened
 
     def stage(self, planned: PlannedSave, flattened: PlannedState) -> StagedSave:
-        """Plan the files that this rank writes, and compare the state with the base.
-
-        Args:
-            planned: Result of `plan`.
-            flattened: Current flattened state.
-        """
+        """Plan the files that this rank writes, and compare the state with the base."""
         if self._publication is None:
             self._publication = JoinedPublication(planned.response.place)
         rank_plan = planned.rank_plan
@@ -450,14 +351,7 @@ class SaveSession:
     def write(
         self, planned: PlannedSave, staged: StagedSave, source: Source, *, is_background: bool = False
     ) -> WrittenSave:
-        """Write the files of this rank.
-
-        Args:
-            planned: Result of `plan`.
-            staged: Result of `stage`.
-            source: Returns the contents of a file.
-            is_background: Whether the training goes on meanwhile, and needs its cores.
-        """
+        """Write the files of this rank."""
         assert self._publication is not None
         options = self._options
         carry = self._begun.contents.carried() if self._begun is not None else None
@@ -483,14 +377,7 @@ class SaveSession:
         return WrittenSave(staged, payloads, files, hashes)
 
     def commit(self, planned: PlannedSave, written: WrittenSave | Exception) -> None:
-        """Publish and commit the files of all ranks. Collective.
-
-        An error on one rank is raised on all ranks.
-
-        Args:
-            planned: Result of `plan`.
-            written: Result of `write`, or its error.
-        """
+        """Publish and commit the files of all ranks. Collective."""
         if isinstance(written, Exception) and self._coordinator.size == 1:
             raise written
         what = f"saving to {self._options.path}"
@@ -530,14 +417,7 @@ class SaveSession:
         outcomes: Sequence[tuple[Any, Any, Any, Any]],
         others: Sequence[PartialManifest],
     ) -> bytes:
-        """Compare replicas, commit, publish. On rank 0.
-
-        Args:
-            planned: Result of `plan`.
-            written: Files of rank 0.
-            outcomes: Outcomes of all ranks, in rank order.
-            others: Manifest parts of the other ranks.
-        """
+        """Compare replicas, commit, publish. On rank 0."""
         assert self._begun is not None and self._publication is not None
         plan, base = self._begun.cache.plan, self._begun.base
         digests, unchanged, hashes, stats = zip(*outcomes, strict=True)
@@ -575,23 +455,13 @@ class SaveSession:
 
 
 class SavePlanner:
-    """Plan of one save on one rank, made with the other ranks.
-
-    Args:
-        saver: Saver of the group.
-        options: Options of the save.
-
-    Attributes:
-        publication: Publication that has begun, on rank 0; None on other ranks.
-        begun: State of the save on rank 0; None on other ranks.
-        cached_save: Cached save that the state fits, or that its commit caches; None without one.
-    """
+    """Plan of one save on one rank, made with the other ranks."""
 
     def __init__(self, saver: Saver, options: SaveOptions) -> None:
         self._saver, self._coordinator, self._options = saver, saver.channels.main, options
-        self.publication: Publication | None = None
-        self.begun: _BegunSave | None = None
-        self.cached_save: CachedSave | None = None
+        self.publication: Publication | None = None  # on rank 0
+        self.begun: _BegunSave | None = None  # on rank 0
+        self.cached_save: CachedSave | None = None  # fits the state, or is cached by the commit
 
     def plan(self, state: Any, refusal: Exception | None) -> tuple[PlannedState, LocalSavePlan, PlanResponse]:
         """Flatten the state, plan with the other ranks, begin the publication. Collective."""
@@ -618,11 +488,7 @@ class SavePlanner:
         return flattened, local_plan, response
 
     def _open(self, state: Any, refusal: Exception | None) -> _OpenedState:
-        """Trace the state, and find a cached save that it fits.
-
-        Raises:
-            Exception: The error of this rank.
-        """
+        """Trace the state, and find a cached save that it fits."""
         if refusal is not None:
             raise refusal
         require_state(state)
@@ -653,13 +519,11 @@ class SavePlanner:
         return self._begin(manifest.cache, lambda save: manifest.build_contents(save, trace, about))
 
     def _exchange_plan(self, state: Any, refusal: Exception | None) -> tuple[PlannedState, LocalSavePlan, PlanResponse]:
-        """Send the report of the state, and receive this rank's plan. Collective.
-
-        If the states of all ranks fit one cached save, none of them is flattened. Otherwise all are.
-        """
+        """Send the report of the state, and receive this rank's plan. Collective."""
         what = f"preparing to save to {self._options.path}"
         opened = capture_error(lambda: self._open(state, refusal))
         if not isinstance(opened, Exception) and opened.trace is not None and opened.cached_save is not None:
+            # If all states fit one cached save, no rank flattens its own. Otherwise all do.
             answer = self._ask_traced(what, opened.trace, opened.cached_save)
             if answer != _FLATTENED_NEEDED:
                 self.cached_save = opened.cached_save
@@ -731,12 +595,7 @@ class SavePlanner:
         return [response.encode() for response in begin_with(planned)]
 
     def _begin(self, planned: PlanCache, build: Callable[[str], ManifestContents]) -> list[PlanResponse]:
-        """Begin the publication, and return the answer to each rank. On rank 0.
-
-        Args:
-            planned: The plan.
-            build: Returns the manifest without files, for the id of the save.
-        """
+        """Begin the publication, and return the answer to each rank. On rank 0."""
         save_id, plan, options = new_save_id(), planned.plan, self._options
         if options.on_begin is not None:
             options.on_begin(save_id)

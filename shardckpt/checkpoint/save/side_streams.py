@@ -10,8 +10,7 @@ import torch
 
 from shardckpt.devices import Event, Stream, get_current_stream, has_streams, make_stream, use_stream
 
-_side_streams: dict[torch.device, Stream] = {}
-"""Side stream of each device, kept between saves."""
+_side_streams: dict[torch.device, Stream] = {}  # side stream of each device, kept between saves
 
 os.register_at_fork(after_in_child=_side_streams.clear)
 
@@ -23,22 +22,15 @@ def wait_for_side_streams() -> None:
 
 
 class SideStreams:
-    """Side streams of one copy of a state.
-
-    Args:
-        devices: Devices of the state's tensors; devices without streams are ignored.
-    """
+    """Side streams of one copy of a state."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._streams = {device: _side_stream(device) for device in devices if has_streams(device)}
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Queue the context's copies on the side streams, without a wait of the host.
-
-        They run after the work that is queued on the current streams before, and before the work that is queued there
-        later, also if the context ends with an exception.
-        """
+        """Queue the context's copies on the side streams; the host does not wait."""
+        # Copies run after the work queued on the current streams so far.
         current = {device: get_current_stream(device) for device in self._streams}
         for device, stream in self._streams.items():
             stream.wait_stream(current[device])
@@ -48,6 +40,7 @@ class SideStreams:
                     stack.enter_context(use_stream(stream, device))
                 yield
         finally:
+            # Work queued later runs after the copies, also if the context raises.
             for device, stream in self._streams.items():
                 current[device].wait_event(stream.record_event())
 

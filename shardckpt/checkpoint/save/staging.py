@@ -26,22 +26,17 @@ from shardckpt.errors import UsageError
 from shardckpt.format.native.payload import FileLayout, PayloadFile
 from shardckpt.torchrun import local_world_size
 
+# Bytes per buffer within a budget, unless that is small; copying threads synchronize once per buffer.
 BUFFER_BYTES = 64 << 20
-"""Bytes per buffer within a budget, unless that is small; copying threads synchronize once per buffer."""
 
+# Bytes per buffer without a budget, when memory that is not used is not taken. Beside Python code the writing thread
+# waits for the interpreter's lock a few times per buffer (docs/decisions/0033).
 UNBOUNDED_BUFFER_BYTES = 256 << 20
-"""Bytes per buffer without a budget, when memory that is not used is not taken.
-
-Beside Python code the writing thread waits for the interpreter's lock a few times per buffer (docs/decisions/0033).
-"""
 
 LEAST_BUDGET_BYTES = 1 << 20
 
-_LEAST_BUFFERS = 4
-"""Number of buffers in a small budget: some are filled while others are written."""
-
-_PART_BYTES = 1 << 20
-"""Bytes per copy of a non-contiguous tensor, in addition to the budget."""
+_LEAST_BUFFERS = 4  # number of buffers in a small budget: some are filled while others are written
+_PART_BYTES = 1 << 20  # bytes per copy of a non-contiguous tensor, in addition to the budget
 
 _LOG = logging.getLogger("shardckpt")
 _MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -50,13 +45,10 @@ T = TypeVar("T")
 
 
 def default_budget() -> int | None:
-    """Return the default budget of a rank's buffers in bytes; None for no limit.
-
-    Buffers are pinned if this process uses a GPU; the budget is then half of the machine's memory, divided by its
-    ranks.
-    """
+    """Return the default budget for a rank's buffers in bytes; None for no limit."""
     if not is_gpu_used():
         return None
+    # With a GPU the buffers are pinned: they share half the machine's memory with its other ranks.
     ranks = local_world_size() or torch.accelerator.device_count() or 1
     return max(memory_size() // 2 // ranks, LEAST_BUDGET_BYTES)
 
@@ -71,14 +63,7 @@ def memory_size() -> int:
 
 
 def buffer_size(budget: int | None) -> int:
-    """Return the size of each buffer in bytes: a power of two, as for pinned memory.
-
-    Args:
-        budget: Maximum bytes of all buffers; None for no limit.
-
-    Raises:
-        UsageError: The budget is too small for a buffer.
-    """
+    """Return the size of each buffer in bytes: a power of two, as for pinned memory."""
     if budget is None:
         return UNBOUNDED_BUFFER_BYTES
     if budget < LEAST_BUDGET_BYTES:
@@ -89,21 +74,13 @@ def buffer_size(budget: int | None) -> int:
 
 
 class BufferPool(Generic[T]):
-    """Pool of buffers of one size within a budget, kept between saves.
+    """Pool of buffers of one size within a budget, kept between saves."""
 
-    Buffers are created when they are needed. One thread takes buffers, another thread gives them back.
-
-    Args:
-        make: Returns a new buffer of a size in bytes.
-        is_outdated: Returns True for a buffer to drop when the next save begins.
-
-    Attributes:
-        made: Number of buffers that were ever created.
-    """
+    # One thread takes buffers, another one gives them back.
 
     def __init__(self, make: Callable[[int], T], is_outdated: Callable[[T], bool] = lambda _: False) -> None:
         self._make, self._is_outdated = make, is_outdated
-        self.made = 0
+        self.made = 0  # buffers ever created
         self.forget()
 
     def forget(self) -> None:
@@ -121,14 +98,7 @@ class BufferPool(Generic[T]):
         return len(self._all) * self._size
 
     def open(self, budget: int | None) -> None:
-        """Begin a save: mark all buffers as idle, and drop those that exceed the budget.
-
-        Args:
-            budget: Maximum bytes of all buffers; None for no limit.
-
-        Raises:
-            UsageError: The budget is too small.
-        """
+        """Begin a save: mark all buffers as idle, and drop those that exceed the budget."""
         size = buffer_size(budget)
         with self._changed:
             self._all = [] if size != self._size else [buffer for buffer in self._all if not self._is_outdated(buffer)]
@@ -140,21 +110,14 @@ class BufferPool(Generic[T]):
             self._is_closed = False
 
     def count_missing(self, file_bytes: Iterable[int]) -> int:
-        """Return the bytes of new buffers that files of given sizes in bytes need.
-
-        Files do not share buffers.
-        """
+        """Return the bytes of new buffers that files of given sizes in bytes need. Files do not share buffers."""
         with self._changed:
             needed = sum(-(-nbytes // self._size) for nbytes in file_bytes)
             most = needed if self._most is None else min(needed, self._most)
             return max(most - len(self._all), 0) * self._size
 
     def take(self, *, wait: bool) -> T | None:
-        """Return an idle or a new buffer; None if the budget is used up.
-
-        Args:
-            wait: Wait until a buffer is given back; None then means that the pool was closed.
-        """
+        """Return an idle or a new buffer; None if the budget is used up, or the pool was closed during a wait."""
         with self._changed:
             if self._is_closed:
                 return None
@@ -186,17 +149,11 @@ class BufferPool(Generic[T]):
 
 
 class StagingBuffer(NamedTuple):
-    """Staging buffer in CPU memory.
+    """Staging buffer in CPU memory."""
 
-    Attributes:
-        tensor: 1-D uint8 tensor of the buffer.
-        view: The same bytes as a memoryview.
-        is_pinned: Whether the memory is pinned, so that copies from a GPU are asynchronous.
-    """
-
-    tensor: torch.Tensor
-    view: memoryview
-    is_pinned: bool
+    tensor: torch.Tensor  # 1-D, uint8
+    view: memoryview  # the same bytes
+    is_pinned: bool  # copies from a GPU are asynchronous
 
 
 def make_buffer(nbytes: int) -> StagingBuffer:
@@ -224,27 +181,16 @@ class _NobodyWritesError(Exception):
 
 
 class StagingArea:
-    """Staging area of an asynchronous save: buffers with a rank's files, in order.
+    """Staging area of an asynchronous save: buffers with a rank's files, in order."""
 
-    Files are copied until the budget is used up before the first byte is written, so that copies and writes do not
-    compete for memory bandwidth; after that, each written buffer is filled again.
-
-    Copies from a device are queued without a wait: the thread waits for each buffer before it writes it, and the device
-    waits for all copies before it runs work that is queued later on the current stream.
-
-    Args:
-        pool: Pool of buffers; nothing else uses it until the save ends.
-        budget: Maximum bytes of the buffers; None for no limit.
-
-    Attributes:
-        rounds: Number of times that copied buffers were queued for the writing thread: one more than the waits of the
-            training loop.
-        is_filled: Whether everything has been copied.
-    """
+    # The first byte is written once the budget is used up: copies and writes would compete for memory bandwidth. After
+    # that, each written buffer is filled again.
+    # Copies from a device are queued: the thread waits for each buffer before it writes it. The device waits for all
+    # copies before it runs work that is queued later on the current stream.
 
     def __init__(self, pool: BufferPool[StagingBuffer], budget: int | None) -> None:
         wait_for_side_streams()
-        pool.open(budget)
+        pool.open(budget)  # nothing else uses the pool until the save ends
         self._pool = pool
         self._queue: SimpleQueue[_Filled | Exception] = SimpleQueue()
         self._is_copied = Flag()
@@ -252,20 +198,13 @@ class StagingArea:
         self._block: StagingBuffer | None = None
         self._used = 0
         self._streams = SideStreams(())
-        self.rounds = 0
+        self.rounds = 0  # times that buffers were queued for the writing thread: one more than the training loop waited
         self.is_filled = False
 
     # Methods for the training loop
 
     def fill(self, files: Sequence[FileLayout], state: TensorSource) -> None:
-        """Copy the contents of files; the state may change after this returns.
-
-        Work that is queued on the current stream after that may change arrays on a device.
-
-        Args:
-            files: Layouts of the files.
-            state: Tensors of this rank.
-        """
+        """Copy the contents of files; after this the state may change, also by work queued on the current stream."""
         self._log_pinning([file.nbytes for file in files])
         self._streams = SideStreams(state.devices)
         try:
@@ -353,23 +292,12 @@ class StagingArea:
     # Methods for the saver's thread
 
     def wait(self) -> None:
-        """Wait until the first buffers are copied, or `fail` is called.
-
-        Until then, Python code of the saver's thread would take the interpreter's lock from the training loop.
-        """
+        """Wait until the first buffers are copied, or `fail` is called."""
+        # Until then, Python code of the saver's thread would take the interpreter's lock from the training loop.
         self._is_copied.wait()
 
     def blocks(self, payload: PayloadFile) -> Iterator[memoryview]:
-        """Yield the contents of the next file after its header.
-
-        Each part is valid until the next one is requested.
-
-        Args:
-            payload: Layout of the file; files are requested in the order in which they were copied.
-
-        Raises:
-            Exception: The error that was passed to `fail`.
-        """
+        """Yield the next file's contents after its header; each part is valid until the next request."""
         if not payload.has_data:
             return
         while True:

@@ -28,26 +28,18 @@ from shardckpt.plan.retention import Retention
 from shardckpt.storage.holder.holder_connection import STALL_S, HolderBusyError
 from shardckpt.storage.store import Store
 
-_MOST_SKIPPED = 64
-"""Maximum number of captures that are left out after a failure, before the next attempt."""
+_MOST_SKIPPED = 64  # maximum number of captures that are left out after a failure, before the next attempt
 
 
 class TierPlace(NamedTuple):
-    """A tier, as restores and claims see it.
+    """A tier, as restores and claims see it."""
 
-    Attributes:
-        name: Name of the tier: `memory`, `local`.
-        finder: Finder of its steps.
-        is_found_again: Returns True if a new process would find its steps, on the node of the calling rank.
-        find_node: Returns the node of this rank: copies on equal ones are one copy.
-        open_own: Returns the store of this node's steps, during a restore too, which sees those of all nodes. Raises
-            ShardckptError.
-    """
-
-    name: str
+    name: str  # `memory`, `local`
     finder: PartFinder
+    # Returns True if a new process on this node would find the steps.
     is_found_again: Callable[[], bool]
-    find_node: Callable[[], Node]
+    find_node: Callable[[], Node]  # copies on equal nodes are one copy
+    # Returns the store of this node's steps, also during a restore, which sees all nodes. Raises ShardckptError.
     open_own: Callable[[], Store]
 
 
@@ -323,11 +315,9 @@ class CaptureTier(ABC):
 
 
 def _list_kept(tier: CaptureTier) -> set[int]:
-    """Return the numbers of the steps that stay whatever the rules, and of the one that is being captured.
-
-    Files of that one may be in the folder of an earlier save of it.
-    """
+    """Return the steps that retention must not delete, including the one being captured."""
     begun, pending = tier._begun, tier.pending
+    # The folder of a step that is captured again has files of its earlier save.
     running = [] if pending is None or pending.handle.done() else [pending.number]
     return {*tier.list_needed(), *running, *([] if begun is None else [begun])}
 
@@ -348,12 +338,9 @@ class _CaptureAttempts:
         return False
 
     def note_failure(self, error: Exception) -> bool:
-        """Count a failure; return True for the first one in a row.
-
-        A holder that is slow to answer does not count: the next capture is tried.
-        """
+        """Count a failure; return True for the first one in a row."""
         is_first = self._failures == 0
-        if isinstance(error, HolderBusyError):
+        if isinstance(error, HolderBusyError):  # the holder is slow: the next capture is tried
             is_first, self._was_busy, self._left_out = is_first and not self._was_busy, True, _MOST_SKIPPED
         else:
             self._failures += 1

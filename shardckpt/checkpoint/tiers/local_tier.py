@@ -31,13 +31,7 @@ _LOG = logging.getLogger("shardckpt")
 
 
 class LocalFinder(PartFinder):
-    """Finder of the steps in a tier's folder, which refuses the folder of another run.
-
-    Args:
-        config: Settings of the tier.
-        root: Path or URL of the run.
-        group: Process group of the ranks; None for all ranks.
-    """
+    """Finder of the steps in a tier's folder, which refuses the folder of another run."""
 
     def __init__(self, config: Local, root: str, group: dist.ProcessGroup | None) -> None:
         super().__init__(config.folder, group)
@@ -55,12 +49,7 @@ class LocalFinder(PartFinder):
             self._is_opened = False
 
     def open_store(self) -> Store:
-        """Return the store of the tier's folder.
-
-        Raises:
-            UsageError: It is a file, or has steps of another run.
-            StorageError: It cannot be read.
-        """
+        """Return the store of the tier's folder."""
         store = super().open_store()
         if not self._is_opened:
             require_own_folder(store, self._root_of_run)
@@ -74,17 +63,7 @@ class LocalFinder(PartFinder):
 
 
 class LocalTier(CaptureTier):
-    """Captures of a run in a folder of this node.
-
-    Args:
-        config: Settings.
-        root: Path or URL of the run.
-        group: Process group of the ranks; None for all ranks.
-        on_event: Called with the events of captures; None without a callback.
-
-    Raises:
-        UsageError: The folder overlaps the root.
-    """
+    """Captures of a run in a folder of this node."""
 
     def __init__(self, config: Local, root: str, group: dist.ProcessGroup | None, on_event: OnEvent | None) -> None:
         config.require_apart(root)
@@ -95,12 +74,7 @@ class LocalTier(CaptureTier):
         super().__init__(place, shown, LOCAL_CAPTURES, config.every, config.rules, group, on_event)
 
     def open_node(self) -> None:
-        """Claim the folder for this run.
-
-        Raises:
-            StorageError: The folder cannot be written.
-            UsageError: It has steps of another run.
-        """
+        """Claim the folder for this run."""
         claim_folder(LocalStore(self._folder), self._root)
         if not os.access(self._folder, os.W_OK | os.X_OK):  # of a file system that is read-only, for root too
             raise StorageError(

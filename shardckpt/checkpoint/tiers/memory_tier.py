@@ -28,10 +28,7 @@ from shardckpt.storage.resolve_url import open_remote
 
 
 class MemoryTier(CaptureTier):
-    """Captures of a run in the memory of this node's holder.
-
-    The arguments are those of `LocalTier`.
-    """
+    """Captures of a run in the memory of this node's holder."""
 
     def __init__(
         self, config: PeerMemory, root: str, group: dist.ProcessGroup | None, on_event: OnEvent | None
@@ -63,12 +60,7 @@ class MemoryTier(CaptureTier):
             warn_user(f"captures in memory get fewer copies than asked for: {found}")
 
     def open_node(self) -> None:
-        """Start the holder of this node unless it is there; one that does not answer is replaced, with a warning.
-
-        Raises:
-            StorageError: It cannot be started.
-            NoMemoryError: The machine has too little memory.
-        """
+        """Start the holder of this node unless it is there; one that does not answer is replaced, with a warning."""
         replaced = start_holder(self._run, self._max_bytes, last=COMMIT, idle_s=self._config.idle_s)
         if replaced:
             warn_user(
@@ -80,19 +72,14 @@ class MemoryTier(CaptureTier):
         return self._config.limit(memory_size())
 
     def replicate(self, coordinator: Coordinator, number: int) -> None:
-        """Copy a capture to other nodes. Collective.
-
-        A copy that fails is one warning and an event: then the newest capture that is on more machines is kept too.
-
-        Raises:
-            RankError: A rank is lost.
-        """
+        """Copy a capture to other nodes. Collective."""
         if self._config.copies:
             own, node, folder = self.place.open_own(), find_node(self._config.rack), step_name(number)
             copied = copy_step(coordinator, own, node, folder, self._config.copies)
             self._note_copies(coordinator.rank, number, copied)
             self._copied = folder
-            if copied.faults:  # what another start of the run has captured may survive more failures
+            # The newest capture on more machines is kept too: another start may have captured it.
+            if copied.faults:
                 self._copied = share_most_copied(coordinator, report_or_nothing(own, node), folder)
 
     def list_copied(self) -> Collection[str]:

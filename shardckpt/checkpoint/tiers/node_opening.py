@@ -11,34 +11,18 @@ from shardckpt.checkpoint.coordinator import get_channels
 from shardckpt.errors import ShardckptError, StorageError
 from shardckpt.storage.holder.holder_connection import HolderBusyError
 
-_BUSY = "busy: "
-"""Begin of the message of a rank whose node may take the next step, though not this one."""
+_BUSY = "busy: "  # starts the message of a rank whose node may take the next step, though not this one
 
 
 class NodeShare(NamedTuple):
-    """Part of a rank in a capture.
-
-    Attributes:
-        nodes: Number of nodes of all ranks.
-        is_first: Whether this rank acts for its node.
-    """
+    """Part of a rank in a capture."""
 
     nodes: int
-    is_first: bool
+    is_first: bool  # this rank acts for its node
 
 
 class NodeOpening:
-    """Opening of a tier on the nodes of all ranks.
-
-    Args:
-        root: Path or URL of the tier, for messages.
-        open_node: Makes the tier ready on the node of this rank, unless it is. Raises ShardckptError.
-        refuse: Called on rank 0 with the number of a step and the reason why the tier does not take it.
-        group: Process group of the ranks; None for all ranks.
-
-    Attributes:
-        is_ready: Whether all nodes could take the last step of this tier, as every rank knows.
-    """
+    """Opening of a tier on the nodes of all ranks."""
 
     def __init__(
         self,
@@ -48,7 +32,7 @@ class NodeOpening:
         group: dist.ProcessGroup | None,
     ) -> None:
         self._root, self._open_node, self._refuse, self._group = root, open_node, refuse, group
-        self.is_ready = False
+        self.is_ready = False  # for the last step of this tier, on all nodes; equal on every rank
 
     def find_fault(self) -> str:
         """Make the tier ready on the node of this rank; return why it is not, or empty text."""
@@ -61,13 +45,7 @@ class NodeOpening:
         return ""
 
     def open_nodes(self, number: int, share: NodeShare, *, is_open: bool) -> bool:
-        """Make the tier ready on all nodes; return whether it can take a step. Collective.
-
-        Args:
-            number: Number of the step.
-            share: Part of this rank.
-            is_open: Whether all nodes have made it ready for this step.
-        """
+        """Make the tier ready on all nodes; return whether it can take a step. Collective."""
         self.is_ready = is_open or self._agree(number, share)
         return self.is_ready
 
@@ -82,12 +60,7 @@ class NodeOpening:
         return bool(coordinator.coordinate(f"opening {self._root} on all nodes", fault.encode(), decide))
 
     def refuse_on(self, number: int, faults: Iterable[tuple[int, str]]) -> bool:
-        """Refuse a step if a node cannot take it; return True if so. On rank 0.
-
-        Args:
-            number: Number of the step.
-            faults: Ranks, each with the reason why its node cannot; empty text if it can.
-        """
+        """Refuse a step if a rank has a fault; return True if so. On rank 0."""
         rank, fault = next(((rank, fault) for rank, fault in faults if fault), (0, ""))
         if fault:
             kind = HolderBusyError if fault.startswith(_BUSY) else StorageError

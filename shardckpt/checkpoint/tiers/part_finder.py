@@ -13,32 +13,18 @@ from shardckpt.format.native.run_directory import RunDirectory
 
 
 class TierFault(NamedTuple):
-    """A step in a tier that cannot be loaded from there, or not from one of the nodes.
-
-    Attributes:
-        number: Number of the step.
-        text: Tier, node, path and what is wrong.
-        is_of_node: Whether this is the fault of one node: others may have what it lacks.
-        has_only_begun: Whether its save did not get far: it was never complete.
-    """
+    """A step in a tier that cannot be loaded from there, or not from one of the nodes."""
 
     number: int
-    text: str
-    is_of_node: bool = False
-    has_only_begun: bool = False
+    text: str  # tier, node, path and what is wrong
+    is_of_node: bool = False  # other nodes may have what this one lacks
+    has_only_begun: bool = False  # the step was never complete
 
 
 def select_faults(
     faults: Mapping[str, Sequence[TierFault]], found: FoundStep, tier: str, wanted: int | None
 ) -> list[StepFault]:
-    """Return the faults of steps in tiers that were passed over for another one, or for none.
-
-    Args:
-        faults: Faults of each tier, by its name, the nearest first.
-        found: The step that is loaded.
-        tier: Name of the place that it is in.
-        wanted: Number of the only step to load; None for any.
-    """
+    """Return the faults of steps in tiers that were passed over for another one, or for none."""
     places = [*faults]
     at = places.index(tier) if tier in faults else len(places)
 
@@ -59,25 +45,14 @@ def select_faults(
 
 
 class PartFinder(StepFinder):
-    """Finder of the steps of a tier, of which each node may have only a part.
+    """Finder of the steps of a tier, of which each node may have only a part."""
 
-    Nodes that later ranks do not use may have the rest of a step. Steps that are saved without it are newer: they
-    belong to the next branch.
-
-    Attributes:
-        logged: Fault of the tier that was logged last; empty without one.
-    """
-
-    logged: str = ""
+    logged: str = ""  # last logged fault of the tier
     _least_branch = 0
 
     @contextmanager
     def at(self, root: str) -> Iterator[None]:
-        """Find steps under another path or URL within the context, where the parts of all nodes are.
-
-        Args:
-            root: Path or URL of the steps, which are of this run.
-        """
+        """Find steps under another path or URL within the context, where the parts of all nodes are."""
         own, self.root = self.root, root
         try:
             yield
@@ -90,16 +65,12 @@ class PartFinder(StepFinder):
         """Return the newest step that can be loaded, and the newest of which the nodes have a part. On rank 0."""
         found = super().find_on_rank0(wanted, passed, avoided)
         newest = max([found.newest, *find_orders(read_commits(self.open_store())).values()])
+        # Nodes that this job does not use may have the rest of a step. Steps saved without it start the next branch.
         self._least_branch = max(newest[0], 0) + (newest > found.newest)
         return found._replace(newest=newest)
 
     def list_faults(self, run: RunDirectory, node_faults: Sequence[NodeFault]) -> list[TierFault]:
-        """Return the faults of the steps in this tier. On rank 0.
-
-        Args:
-            run: Steps that all nodes have here together.
-            node_faults: Faults that nodes have found in their parts of steps, in all tiers.
-        """
+        """Return the faults of the steps in this tier. On rank 0."""
         steps = {step.name: step for step in run.steps if not (step.is_base or step.is_foreign)}
         of_nodes = [each for each in node_faults if each.tier == self.tier]
         begun = {name for name, step in steps.items() if step.has_only_begun}

@@ -63,11 +63,7 @@ class PeerMemory:
 
 
 def find_node(rack: str = "") -> Node:
-    """Return the node of this process.
-
-    Args:
-        rack: Label of the machines that may fail together.
-    """
+    """Return the node of this process."""
     return Node(find_node_id(), _find_machine_id(), rack)
 
 

@@ -19,11 +19,8 @@ from shardckpt.events import FallbackEvent, OnEvent, PromotionEvent, emit, recor
 from shardckpt.format.native.copy_files import copy_stored_step
 from shardckpt.format.native.run_directory import step_name
 
-_MOST_WAITING = 2
-"""Maximum number of promotions that wait for the running one."""
-
-_MOST_REMEMBERED = 4096
-"""Maximum number of steps whose last captures are remembered."""
+_MOST_WAITING = 2  # maximum number of promotions that wait for the running one
+_MOST_REMEMBERED = 4096  # maximum number of steps whose last captures are remembered
 
 _SAVED_AGAIN = "it was saved again meanwhile"
 
@@ -32,36 +29,17 @@ _PROMOTERS: WeakSet[Promoter] = WeakSet()
 
 
 class Promotion(NamedTuple):
-    """A step to copy to a farther tier.
-
-    Attributes:
-        number: Number of the step.
-        source: Tier that has its capture.
-        target: Tier that takes the copy.
-        rank: This rank.
-        capture: Number of the capture, from `Promoter.note_capture`.
-    """
+    """A step to copy to a farther tier."""
 
     number: int
     source: CaptureTier
     target: CaptureTier
     rank: int = 0
-    capture: int = 0
+    capture: int = 0  # from `Promoter.note_capture`
 
 
 class Promoter:
-    """Copies of committed captures to farther tiers, one at a time, on a thread of its own. On one rank of each node.
-
-    If the ranks are on several nodes, each node copies the files that it has.
-
-    Nobody waits for a slow tier: if too many promotions wait, the oldest is given up, with an event. A capture that
-    is being promoted, or will be, stays in its tier whatever the rules there; then the rules count again. A copy never
-    replaces a later capture of its step.
-
-    Args:
-        on_event: Called with a `PromotionEvent` for each copy, and a `FallbackEvent` for each that was given up; None
-            without a callback.
-    """
+    """Copies committed captures to farther tiers, one at a time, on its own thread. On one rank of each node."""
 
     def __init__(self, on_event: OnEvent | None) -> None:
         self._on_event = on_event
@@ -81,7 +59,7 @@ class Promoter:
             given_up += [(each, _SAVED_AGAIN) for each in self._waiting if each[:3] == promotion[:3]]
             self._waiting = deque(each for each in self._waiting if each[:3] != promotion[:3])
             self._waiting.append(promotion)
-            if len(self._waiting) > _MOST_WAITING:
+            if len(self._waiting) > _MOST_WAITING:  # nobody waits for a slow tier
                 given_up.append((self._waiting.popleft(), "newer steps wait"))
             has_thread = True
             if self._thread is None:  # its priority is that of the thread of the capture
@@ -94,21 +72,15 @@ class Promoter:
             emit(FallbackEvent(path, step=each.number, rank=each.rank, warnings=(text,)), self._on_event)
 
     def note_capture(self, number: int, source: CaptureTier) -> int:
-        """Record that a capture of a step begins, and return its number among all captures.
-
-        It overwrites earlier ones in its tier, also while they are promoted.
-        """
+        """Record that a capture starts, which overwrites earlier ones even during promotion; return its number."""
         with self._lock:
             self._captures += 1
             _remember(self._begun, (number, source), self._captures)
             return self._captures
 
     def note_commit(self, number: int, source: CaptureTier, capture: int) -> None:
-        """Record that a capture is about to be committed: no copy of an earlier one replaces it. In the background.
-
-        If such a copy replaces the step at this moment, this waits for that.
-        """
-        with self._replacing, self._lock:
+        """Record that a capture is about to be committed: no copy of an earlier one replaces it. In the background."""
+        with self._replacing, self._lock:  # a copy may be replacing the step at this moment
             _remember(self._committed, (number, source), capture)
 
     def list_promoted(self, tier: CaptureTier) -> frozenset[int]:
@@ -192,12 +164,7 @@ def _remember(captures: dict[tuple[int, CaptureTier], int], key: tuple[int, Capt
 
 
 def _copy(promotion: Promotion, replacing: Callable[[], AbstractContextManager[object]]) -> CopiedPart:
-    """Copy a step, or the part of this node. Raises ShardckptError.
-
-    Args:
-        promotion: The step and its tiers.
-        replacing: As for `copy_stored_step`.
-    """
+    """Copy a step, or the part of this node. Raises ShardckptError."""
     number, source, target = promotion[:3]
     if source.is_spread:
         return copy_part(source.place.open_own(), target.place.open_own(), step_name(number), replacing)

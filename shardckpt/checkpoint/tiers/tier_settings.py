@@ -11,21 +11,11 @@ from shardckpt.errors import UsageError
 
 TierSettings: TypeAlias = PeerMemory | Local
 
-_KINDS = (PeerMemory, Local)
-"""Kinds of tiers, the nearest first."""
+_KINDS = (PeerMemory, Local)  # kinds of tiers, the nearest first
 
 
 def require_tiers(tiers: object, save_every: int | None) -> tuple[TierSettings, ...]:
-    """Return the tiers of a run, the nearest first.
-
-    Args:
-        tiers: Argument of the user.
-        save_every: Schedule of the root.
-
-    Raises:
-        UsageError: They are not a list of at most one tier of each kind, the nearest first, or the root has no
-            schedule.
-    """
+    """Return the tiers of a run, the nearest first."""
     kinds = [type(tier) for tier in tiers] if isinstance(tiers, Sequence) else [str]
     if kinds != [kind for kind in _KINDS if kind in kinds]:
         raise UsageError(

@@ -22,12 +22,7 @@ _LOG = logging.getLogger("shardckpt")
 
 
 def choose_newest(found: Sequence[FoundStep], earlier: Collection[str] = ()) -> FoundStep:
-    """Return the newest of some steps; of equal ones the nearest of the last attempt.
-
-    Args:
-        found: Newest step of each place that can be loaded, the nearest first, that of the root last.
-        earlier: Result of `find_earlier_attempts`.
-    """
+    """Return the newest of some steps; of equal ones the nearest of the last attempt."""
     root, newest = found[-1], max(each.newest for each in found)
     loadable = [each for each in found if each.save is not None]
     if not loadable:
@@ -38,21 +33,13 @@ def choose_newest(found: Sequence[FoundStep], earlier: Collection[str] = ()) -> 
 
 
 class Capture(NamedTuple):
-    """A capture in a tier, as rank 0 reads it at a restore.
+    """A capture in a tier, as rank 0 reads it at a restore."""
 
-    Attributes:
-        save: Id of its save.
-        order: Branch and number of its step.
-        after: Text of its `RootPosition`; empty if unknown.
-        is_of_run: Whether it belongs to the steps of the root.
-        is_in_root: Whether the root has a step of this order that is known to come from the same attempt.
-    """
-
-    save: str
-    order: tuple[int, int]
-    after: str
-    is_of_run: bool = True
-    is_in_root: bool = False
+    save: str  # id
+    order: tuple[int, int]  # branch and number of the step
+    after: str  # text of its `RootPosition`; empty if unknown
+    is_of_run: bool = True  # belongs to the steps of the root
+    is_in_root: bool = False  # the root has a step of this order from the same attempt
 
     @property
     def attempt(self) -> str:
@@ -67,13 +54,8 @@ class Capture(NamedTuple):
 
 
 def find_earlier_attempts(captures: Sequence[Capture]) -> set[str]:
-    """Return the saves of captures of a step that the same start has saved again.
-
-    A tier that could not take the step the second time keeps the first capture.
-
-    Args:
-        captures: Captures in all tiers.
-    """
+    """Return the saves of captures of a step that the same start has saved again."""
+    # A tier that could not take the step the second time keeps the first capture.
     numbers: dict[tuple[tuple[int, int], str], dict[str, int]] = {}
     for capture in captures:
         number = read_number(capture.attempt)
@@ -83,19 +65,12 @@ def find_earlier_attempts(captures: Sequence[Capture]) -> set[str]:
 
 
 class TierReads(PlaceReads):
-    """Reads of this rank from the tiers of all nodes.
-
-    Args:
-        opened: The tiers.
-
-    Attributes:
-        damaged: Files of this rank's node that a rank found damaged, as of `share_faults`.
-    """
+    """Reads of this rank from the tiers of all nodes."""
 
     def __init__(self, opened: OpenedTiers) -> None:
         self._opened = opened
         self._before: Mapping[str, int] = {}
-        self.damaged: frozenset[str] = frozenset()
+        self.damaged: frozenset[str] = frozenset()  # damaged files of this node, after `share_faults`
 
     @property
     def tier_bytes(self) -> Mapping[str, int]:
@@ -117,16 +92,8 @@ class TierReads(PlaceReads):
 
 
 def find_attempt(found: FoundStep, captures: Sequence[Capture], in_root: StepFolder | None) -> tuple[str, set[str]]:
-    """Return the attempt that a found step comes from: the text of its captures' position, and the ids of its saves.
-
-    Captures that belong to the run may come from other attempts than the step of their order in the root, if that one
-    is damaged.
-
-    Args:
-        found: The step.
-        captures: Captures in all tiers.
-        in_root: Step of the same order in the root; None without one.
-    """
+    """Return the attempt that a found step comes from: the text of its captures' position, and the ids of its saves."""
+    # If the step in the root is damaged, captures may come from other attempts.
     of_step = [each for each in captures if each.order == found.order and each.is_of_run and each.attempt]
     is_in_root = in_root is not None and in_root.save == found.save
     attempts = {each.attempt for each in of_step if each.save == found.save or (is_in_root and each.is_in_root)}
@@ -138,13 +105,7 @@ def find_attempt(found: FoundStep, captures: Sequence[Capture], in_root: StepFol
 
 
 def find_unknown(captures: Sequence[Capture], last_start: LastStart, root: str) -> set[str]:
-    """Return the saves of captures in memory that no start of this run has made, and log that.
-
-    Args:
-        captures: Captures in memory.
-        last_start: The start of the run that captured last, read before.
-        root: Path or URL of the root.
-    """
+    """Return the saves of captures in memory that no start of this run has made, and log that."""
     unknown = {each.save for each in captures if not (each.is_in_root or last_start.has_captured(each.attempt))}
     if unknown:
         _LOG.warning(
@@ -159,11 +120,7 @@ _T = TypeVar("_T")
 
 
 def read_tier(place: TierPlace, read: Callable[[], _T], otherwise: _T) -> _T:
-    """Return what a function reads from a tier; another value if the tier cannot be read, which is logged once.
-
-    Raises:
-        RankError: A rank is lost, whose files another start may read: an older step would be the wrong answer.
-    """
+    """Return what a function reads from a tier; another value if the tier cannot be read, which is logged once."""
     try:
         return read()
     except RankError:
@@ -181,13 +138,7 @@ def open_own(place: TierPlace) -> Store | None:
 
 
 def report_step(place: TierPlace, folder: str, damaged: Collection[str]) -> NodeReport:
-    """Return what this rank's node has of a step, if a new process would find it.
-
-    Args:
-        place: The tier.
-        folder: Name of the step's folder.
-        damaged: Files of this node that were found damaged, such as `memory/step-00000010/x`.
-    """
+    """Return what this rank's node has of a step, if a new process would find it."""
     node = place.find_node()
 
     def report() -> NodeReport:
@@ -211,33 +162,20 @@ def list_node_copies(place: TierPlace, catalog: NodeCatalog, number: int) -> lis
 
 
 def read_captures(place: TierPlace) -> list[tuple[StepFolder, str]]:
-    """Return the complete captures in a tier, each with the text of its `RootPosition`; empty if unknown.
-
-    Raises:
-        ShardckptError: The tier cannot be read.
-    """
+    """Return the complete captures in a tier, each with the text of its `RootPosition`; empty if unknown."""
     store = place.finder.open_store()
     return [(step, read_capture_about(store, step).get(AFTER, "")) for step in place.finder.read().complete]
 
 
 def read_own_capture(place: TierPlace, number: int) -> tuple[tuple[int, int], str]:
-    """Return the order of a capture in the store of this node, and the text of its `RootPosition`; empty if unknown.
-
-    Raises:
-        ShardckptError: The tier cannot be read.
-    """
+    """Return the order of a capture in the store of this node, and the text of its `RootPosition`; empty if unknown."""
     store = place.open_own()
     step = read_step(store, number)
     return (step.branch, number), read_capture_about(store, step).get(AFTER, "")
 
 
 def describe_missing_captures(places: Sequence[TierPlace], root: str) -> str:
-    """Return the message that no capture of the last start is in some tiers.
-
-    Args:
-        places: The tiers.
-        root: Path or URL of the root.
-    """
+    """Return the message that no capture of the last start is in some tiers."""
     shown = " or ".join(place.name for place in places)
     return (
         f"no capture of the last start of {root} is in {shown}: it completed none (its own log has the reason), or its "
@@ -247,16 +185,7 @@ def describe_missing_captures(places: Sequence[TierPlace], root: str) -> str:
 
 
 def drop_capture(place: TierPlace, step: StepFolder, root: str) -> None:
-    """Delete a capture that does not belong to the steps of the root; log it if that fails: it is left out anyway.
-
-    Args:
-        place: The tier.
-        step: The capture.
-        root: Path or URL of the root.
-
-    Raises:
-        RankError: A rank is lost.
-    """
+    """Delete a capture that does not belong to the steps of the root; log it if that fails: it is left out anyway."""
     shown = f"step {step.number} in {place.finder.root}"
     _LOG.warning("%s does not belong to the steps in %s: dropped", shown, root)
     try:

@@ -65,23 +65,11 @@ from shardckpt.format.native.run_directory import (
 
 _LOG = logging.getLogger("shardckpt")
 
-_MOST_HOSTS = 10
-"""Maximum number of machines that a warning names."""
+_MOST_HOSTS = 10  # maximum number of machines that a warning names
 
 
 class TieredFinder(StepFinder):
-    """Finder of the steps of a run with tiers.
-
-    Args:
-        root: Path or URL of the run's folder.
-        group: Process group of the ranks; None for all ranks.
-        places: The tiers, the nearest first.
-        on_event: Called with the event of a root that was emptied; None without a callback.
-
-    Attributes:
-        known: The root as this start knows it. On rank 0.
-        own: Attempts to save steps that this process made or restored. On rank 0.
-    """
+    """Finder of the steps of a run with tiers."""
 
     def __init__(
         self,
@@ -96,8 +84,8 @@ class TieredFinder(StepFinder):
             place.finder.tier = place.name
         self.has_other_places = True
         local = next((place.finder.root for place in self._places if place.name == LOCAL), "")
-        self.known = KnownRoot(self, local, on_event)
-        self.own = OwnAttempts()
+        self.known = KnownRoot(self, local, on_event)  # on rank 0
+        self.own = OwnAttempts()  # attempts that this process made or restored; on rank 0
         self._least_branch = 0
         self._found: FoundStep | None = None
         self._damaged_files: frozenset[str] = frozenset()
@@ -161,13 +149,7 @@ class TieredFinder(StepFinder):
     def _find_replaced(
         self, captures: Sequence[Capture], wanted: int | None, passed: Collection[StepKey]
     ) -> Collection[str]:
-        """Return the saves of captures for which those of the last start count. On rank 0.
-
-        Args:
-            captures: Captures of all tiers.
-            wanted: Number of the step that is looked for; None for any.
-            passed: Copies that were tried already.
-        """
+        """Return the saves of captures for which those of the last start count. On rank 0."""
         tried = {save for _, save in passed}
         untried = [each for each in captures if each.is_of_run and each.save not in tried]
         matching = [each for each in untried if wanted in (None, each.order[1])]
@@ -226,11 +208,7 @@ class TieredFinder(StepFinder):
             self._damaged_files |= reads.damaged
 
     def find_copies(self, number: int) -> Sequence[StepCopy]:
-        """Return the complete copies of a step, the nearest first. Collective.
-
-        If this process has saved or restored the step, only the copies of that attempt count: a copy of an earlier
-        save, or of another job, has another state. A capture that a new process would not find, or would drop, is none.
-        """
+        """Return the complete copies of a step, the nearest first. Collective."""
         folder = step_name(number)
         reports = [report_step(place, folder, self._damaged_files).encode().decode() for place in self._places]
         removed = [[save for save, of in list(place.finder.removed.items()) if of == number] for place in self._places]
@@ -241,6 +219,7 @@ class TieredFinder(StepFinder):
                 for place, saves in zip(self._places, removed_there, strict=True):
                     place.finder.removed.update(dict.fromkeys(saves, number))
             parts = [[NodeReport.decode(text.encode()) for text in texts] for texts, _ in decoded]
+            # Copies of an earlier save, or of another job, have another state: only this process's attempt counts.
             own = self.own.find(number)
             wanted = {} if own is None else {folder: own.saves}
             self._warn_of_shared_folder(parts)
@@ -252,11 +231,7 @@ class TieredFinder(StepFinder):
         return decode_durability(number, json.loads(answer)).copies
 
     def _warn_of_shared_folder(self, parts: Sequence[Sequence[NodeReport]]) -> None:
-        """Warn once if machines have the folder of `Local` together. On rank 0.
-
-        Args:
-            parts: Reports of each rank about each tier.
-        """
+        """Warn once if machines have the folder of `Local` together. On rank 0."""
         for place, reports in zip(self._places, zip(*parts, strict=True), strict=True):
             hosts = [] if self._has_warned or place.name != LOCAL else find_sharing_hosts(reports)
             if hosts:
@@ -285,10 +260,7 @@ class TieredFinder(StepFinder):
         return [copy for copy in copies if own is None or copy.save in own.saves]
 
     def _find_last_saves(self, number: int, held: Sequence[StepCopy]) -> set[str]:
-        """Return the saves of copies of a step except those whose start has saved it again. On rank 0.
-
-        A restore would take the last one.
-        """
+        """Return the last save of each start that has copies of a step: a restore takes it. On rank 0."""
         captures = [Capture(copy.save, *self._read_capture(number, copy.tier)) for copy in held]
         return {copy.save for copy in held} - find_earlier_attempts(captures)
 

@@ -47,37 +47,24 @@ from shardckpt.format.native.commit import BRANCH
 from shardckpt.format.native.run_directory import AFTER
 from shardckpt.plan.retention import Retention
 
-_FOR_COPY = ("max_staging_bytes", "on_busy")
-"""Options of a save that apply to a capture too."""
+_FOR_COPY = ("max_staging_bytes", "on_busy")  # options of a save that apply to a capture too
 
 
-RECORD_COPIES = 4
-"""Maximum number of nodes with a copy of the witness record of a step, that of rank 0 too."""
+RECORD_COPIES = 4  # maximum number of nodes with a copy of the witness record of a step, that of rank 0 too
 
 
 class _Places(NamedTuple):
-    """Places of a step on which the ranks have agreed.
-
-    Attributes:
-        number: Number of the step.
-        branch: Branch of the run that the step belongs to.
-        after: Position in the root, and the id of this attempt to save, as text.
-        tiers: Indexes of the tiers that take it: the first captures it, its files are copied to the others.
-        opened: Indexes of those of them that all nodes have made ready.
-        in_root: Whether it is saved in the root.
-        share: `NodeShare` of the rank.
-        has_own_record: Whether the rank keeps a copy of the witness record on its node.
-        common: Steps that all nodes have copied, by the name of the tier, if one is new.
-    """
+    """Places of a step on which the ranks have agreed."""
 
     number: int
     branch: int
-    after: str
-    tiers: list[int]
-    opened: list[int]
+    after: str  # position in the root, and the id of this attempt to save, as text
+    tiers: list[int]  # indexes of the tiers that take the step: the first captures it, the others get copies
+    opened: list[int]  # indexes of the tiers that all nodes have made ready
     in_root: bool
-    share: tuple[int, bool] = (1, False)
-    has_own_record: bool = False
+    share: tuple[int, bool] = (1, False)  # `NodeShare`
+    has_own_record: bool = False  # the rank keeps a copy of the witness record on its node
+    # Steps that all nodes have copied, by tier, if one is new.
     common: Mapping[str, Sequence[tuple[int, str]]] = MappingProxyType({})
 
     def complete(self, notes: RunNotes, on_begin: Callable[[int, str], object]) -> None:
@@ -88,11 +75,7 @@ class _Places(NamedTuple):
 
 
 class _CommitNote:
-    """Called before a capture is committed, by its thread; the tier is chosen later than the options of the save.
-
-    Attributes:
-        act: Function to call.
-    """
+    """Called before a capture is committed, by its thread; the tier is chosen later than the options of the save."""
 
     def __init__(self) -> None:
         self.act: Callable[[], object] = lambda: None
@@ -102,18 +85,11 @@ class _CommitNote:
 
 
 class RunParts(NamedTuple):
-    """Parts of a `Checkpointer`.
-
-    Attributes:
-        finder: Finder of the steps.
-        saver: Saver of the steps.
-        retention: Retention of the root.
-        witness: Witness of the steps in the root.
-    """
+    """Parts of a `Checkpointer`."""
 
     finder: StepFinder
     saver: StepSaver | TieredSaver
-    retention: StepRetention
+    retention: StepRetention  # of the root
     witness: NoWitness
 
 
@@ -128,21 +104,7 @@ def build_run(
     dedup: bool,
     on_event: OnEvent | None,
 ) -> RunParts:
-    """Return the parts of a run, with or without tiers.
-
-    Args:
-        root: Path or URL of the run's folder.
-        group: Process group of the ranks; None for all ranks.
-        rules: Rules that select the steps of the root to keep.
-        schedule: Schedule of the saves.
-        settings: Settings of the tiers, the nearest first.
-        witness: Options of the witness; None without one.
-        dedup: Whether unchanged tensors refer to the newest complete step of the root.
-        on_event: Called with events; None without a callback.
-
-    Raises:
-        UsageError: The root is not a folder's path or URL, a tier's folder overlaps it, or the witness has no options.
-    """
+    """Return the parts of a run, with or without tiers."""
     finder = StepFinder(root, group)
     tiers = [build_tier(each, finder.root, group, on_event) for each in settings]
     tiered = TieredFinder(root, group, [tier.place for tier in tiers], on_event) if tiers else None
@@ -160,33 +122,14 @@ def build_run(
 def build_tier(
     settings: TierSettings, root: str, group: dist.ProcessGroup | None, on_event: OnEvent | None
 ) -> CaptureTier:
-    """Return the tier of some settings.
-
-    Args:
-        settings: Settings of the tier.
-        root: Path or URL of the run.
-        group: Process group of the ranks; None for all ranks.
-        on_event: Called with the events of captures; None without a callback.
-
-    Raises:
-        UsageError: The tier's folder overlaps the root.
-    """
+    """Return the tier of some settings."""
     if isinstance(settings, Local):
         return LocalTier(settings, root, group, on_event)
     return MemoryTier(settings, root, group, on_event)
 
 
 class TieredSaver:
-    """Saver of the steps of a run with tiers; every method is collective.
-
-    Args:
-        saver: Saver of the root.
-        schedule: Schedule of the root and the tiers.
-        tiers: The tiers, the nearest first.
-        finder: Finder of the steps in all places.
-        promoter: Copies captures to the farther tiers.
-        on_saved: Called with the number and state of a saved step, and the places to which it is saved.
-    """
+    """Saver of the steps of a run with tiers; every method is collective."""
 
     def __init__(
         self,
@@ -220,11 +163,7 @@ class TieredSaver:
     def async_save(
         self, step: int, state: Any, metrics: Mapping[str, SupportsFloat] | None, options: Mapping[str, Any]
     ) -> SaveHandle:
-        """Capture a step, save it in the root, or both, in the background.
-
-        Returns:
-            A handle of the save in the root; of a capture, one that is done.
-        """
+        """Capture a step, save it in the root, or both, in the background; a capture's handle is done at once."""
         self._require_own_process()
         self._settle_tiers(step)
         with gc_paused():
@@ -306,10 +245,7 @@ class TieredSaver:
             self._captured_in = self._list_captured(places, source, targets)
 
     def _open_again(self, number: int) -> dict[str, str]:
-        """Make the tiers of a step ready that were ready on all nodes at the last one; return why one is not, by name.
-
-        So the ranks do not have to agree on that, unless something changes.
-        """
+        """Make ready the tiers that were ready at the last step, so that ranks agree only on changes; return faults."""
         tiers = [tier for tier in self._tiers if self._is_first and tier.opening.is_ready and tier.takes(number)]
         return {tier.place.name: tier.opening.find_fault() for tier in tiers}
 
@@ -357,11 +293,7 @@ class TieredSaver:
         return self._saver.async_save(places.number, state, metrics, options)
 
     def settle(self) -> None:
-        """Wait for the saves in the background.
-
-        Raises:
-            Exception: The save in the root failed; of captures only an error of the state.
-        """
+        """Wait for the saves in the background."""
         try:
             for tier in self._tiers:
                 tier.settle()
@@ -370,11 +302,7 @@ class TieredSaver:
             self._saver.settle()
 
     def await_saves(self, *, is_for_newest: bool) -> list[StepFault]:
-        """Wait for the captures, and for the save in the root unless the last step was captured; return their faults.
-
-        Args:
-            is_for_newest: As for `StepSaver.await_saves`.
-        """
+        """Wait for the captures, and for the root's save unless the last step was captured; return their faults."""
         running = [tier.pending for tier in self._tiers if tier.pending is not None]
         ended = [(each.number, each.await_fault()) for each in running]
         captured = max((number for number, fault in ended if number == self._last and not fault), default=-1)
@@ -382,15 +310,12 @@ class TieredSaver:
         return [*(StepFault(number, fault) for number, fault in ended if fault), *in_root]
 
     def _settle_tiers(self, step: Any) -> None:
-        """Wait a short time for the last captures in the tiers that take a step, which has to be equal on every rank.
-
-        Only after that the ranks find out together which tiers can take it: a holder may hang on one of them.
-        """
+        """Wait a short time for the last captures in the tiers that take a step, which every rank has to share."""
         with suppress(UsageError):  # all ranks raise it below
             number = require_step_number(step)
             for tier in self._tiers:
                 if tier.takes(number):
-                    tier.settle_before_next(can_be_left=True)
+                    tier.settle_before_next(can_be_left=True)  # before the ranks agree: a holder may hang on one
 
     def _choose(self, messages: list[bytes]) -> list[bytes]:
         """Choose the places of a step. On rank 0."""
@@ -444,11 +369,7 @@ class TieredSaver:
 
 
 def choose_record_keepers(first: Sequence[int]) -> set[int]:
-    """Return the ranks that keep copies of a witness record, on a few nodes that are far apart.
-
-    Args:
-        first: Lowest rank of each node.
-    """
+    """Return the ranks that keep copies of a witness record, on a few nodes that are far apart."""
     ranks = sorted(first)
     at = {len(ranks) * each // RECORD_COPIES for each in range(RECORD_COPIES)}
     return {ranks[each] for each in at} - {0}
@@ -460,12 +381,7 @@ def _choose_copy_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _find_other_folder(first: Sequence[int], folders: Sequence[str | None]) -> str:
-    """Return as text a rank that has another folder than the lowest rank of its node; empty without one.
-
-    Args:
-        first: Lowest rank of the node of each rank.
-        folders: Folder of each rank.
-    """
+    """Return as text a rank that has another folder than the lowest rank of its node; empty without one."""
     for rank, (other, folder) in enumerate(zip(first, folders, strict=True)):
         if folder != folders[other]:
             return f"rank {rank} has {folder}, and rank {other} of the same node {folders[other]}"
