@@ -1,1 +1,1 @@
-"""Files of a run on several nodes: which node has which, and how ranks give them to each other."""
+"""A run's files on several nodes: which node has which, and how ranks send them to each other."""

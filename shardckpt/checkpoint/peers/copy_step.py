@@ -1,4 +1,4 @@
-"""Copy the files of a step to other nodes or tiers; every block is compared with its hash before a copy exists."""
+"""Copy a step's files to other nodes or tiers; every block is compared with its hash before a copy exists."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shardckpt.storage.store import ExtendedWriter, Read, Store, SubfolderStore,
 from shardckpt.storage.thread_pool import ThreadPool
 
 _STEP_BYTES = 16 << 20  # bytes that a rank receives and compares with their hashes at a time
-_MOST_PENDING = 2  # ranges of a file that are copied at a time: one is received while the other is written
+_MAX_PENDING = 2  # ranges copied at a time: one is received while the other is written
 
 
 class CopiedStep(NamedTuple):
@@ -59,7 +59,7 @@ def copy_step(coordinator: Coordinator, own: Store, node: Node, folder: str, cop
 
 
 def _know_files(order: CopyOrder, own: Store, report: NodeReport, folder: str) -> KnownFiles:
-    """Return the files of a step that the own node has, and those of the order: rank 0 is asked for no others."""
+    """Return a step's files on this node and in the order: rank 0 is asked for no others."""
     steps = {name: SharedStep((name,), save, is_complete=True) for name, save in order.catalog.saves.items()}
     known = KnownFiles(0, report, own, steps)
     names = [f"{folder}/{name}" for name in order.catalog.files.get(folder, ())]
@@ -68,7 +68,7 @@ def _know_files(order: CopyOrder, own: Store, report: NodeReport, folder: str) -
 
 
 def share_copy_orders(coordinator: Coordinator, report: NodeReport, folder: str, copies: int) -> CopyOrder:
-    """Return what this rank copies; rank 0 sends each rank its own part of the plan alone. Collective."""
+    """Return what this rank copies; rank 0 sends each rank only its part of the plan. Collective."""
 
     def decide(messages: list[bytes]) -> list[bytes]:
         catalog = NodeCatalog.from_reports([NodeReport.decode(message) for message in messages])
@@ -78,17 +78,17 @@ def share_copy_orders(coordinator: Coordinator, report: NodeReport, folder: str,
 
 
 class CopiedPart(NamedTuple):
-    """Files of a step that were copied to a farther tier."""
+    """A step's files that were copied to a farther tier."""
 
     nbytes: int
     save: str = ""  # id
-    older: tuple[str, ...] = ()  # names of the files of older saves in the folder
+    older: tuple[str, ...] = ()  # names of older saves' files in the folder
 
 
 def copy_part(
     own: Store, target: Store, folder: str, replacing: Callable[[], AbstractContextManager[object]] = nullcontext
 ) -> CopiedPart:
-    """Copy the files of a step that a node has to a farther tier of the node."""
+    """Copy the node's files of a step to a farther tier on the node."""
     source, inside = SubfolderStore(own, folder), SubfolderStore(target, folder)
     marks = read_marks(source)  # before the files: the step may be saved again meanwhile
     commit, sizes = decode_marks(marks, source.url), {entry.name: entry.size for entry in source.list()}
@@ -115,7 +115,7 @@ def _copy_files(
     threads: ThreadPool | None = None,  # one thread reads the next range while another is written
     commit: Commit | None = None,
 ) -> None:
-    """Copy files, of which each appears in the target when all its blocks match the hashes in the manifest."""
+    """Copy files; each appears in the target once all its blocks match the hashes in the manifest."""
     if not names:
         return
     sizes = {entry.name: entry.size for entry in source.list()}
@@ -126,14 +126,14 @@ def _copy_files(
     if unknown:
         raise StorageError("a file without hashes is not copied", where=f"{target.url}/{unknown[0]}")
     nbytes = min(_STEP_BYTES, max(hashed[name].nbytes for name in names))
-    buffers = [memoryview(bytearray(nbytes)) for _ in range(_MOST_PENDING)]
+    buffers = [memoryview(bytearray(nbytes)) for _ in range(_MAX_PENDING)]
     for name in names:
         with target.create(name) as writer:
             _copy_file(verified, name, hashed[name].nbytes, writer, buffers, threads)
 
 
 class _PendingRange(NamedTuple):
-    """A range of a file that is being read."""
+    """A file range that is being read."""
 
     reading: Future[None] | None  # None if it has been read
     unwritten: memoryview | None  # buffer to write after the read; None if the bytes stay where they are read
@@ -174,7 +174,7 @@ def _write_next(pending: deque[_PendingRange], writer: Writer) -> None:
 
 
 def _share_faults(coordinator: Coordinator, folder: str, fault: str) -> tuple[str, ...]:
-    """Return the faults of all ranks. Collective."""
+    """Return all ranks' faults. Collective."""
 
     def decide(messages: list[bytes]) -> list[bytes]:
         return [b"\n".join(message for message in messages if message)] * len(messages)

@@ -1,4 +1,4 @@
-"""Rounds in which ranks give each other pieces of files: messages and their plan, without I/O."""
+"""Rounds in which ranks send each other pieces of files: messages and their plan, without I/O."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from shardckpt.errors import FormatError
 
 PIECE_BYTES = 8 << 20  # maximum bytes of one piece
 
-# Bytes that a rank sends in one round, at most, unless it sends a single piece; it receives no more.
+# Maximum bytes that a rank sends or receives in one round, unless it is a single piece.
 ROUND_BYTES = 64 << 20
 
 
 class FilePiece(NamedTuple):
-    """A range of a file that a rank gives to another one."""
+    """A file range that a rank sends to another one."""
 
     peer: int
     name: str  # name of the file in the store of the node
@@ -25,7 +25,7 @@ class FilePiece(NamedTuple):
 
 
 class RoundRequest(NamedTuple):
-    """Message of a rank in one round."""
+    """A rank's message in one round."""
 
     pieces: tuple[FilePiece, ...]  # pieces that it needs, with the rank that has each
     deleted: tuple[str, ...] = ()  # names of files that every node deletes
@@ -38,13 +38,13 @@ class RoundRequest(NamedTuple):
 
     @classmethod
     def decode(cls, data: bytes, size: int) -> RoundRequest:
-        """Parse the bytes of `encode`, in time linear in them."""
+        """Parse what `encode` returned, in linear time."""
         try:
             pieces, deleted, is_done, sought = json.loads(data)
             wanted = tuple(_read_piece(piece, size) for piece in pieces)
             found = cls(wanted, tuple(map(str, deleted)), bool(is_done), tuple(map(str, sought)))
         except (ValueError, TypeError, RecursionError) as error:
-            raise FormatError("a request for files of another node is damaged", found=f"{len(data)} bytes") from error
+            raise FormatError("a request for another node's files is damaged", found=f"{len(data)} bytes") from error
         return found
 
 
@@ -72,14 +72,14 @@ class RoundAnswer(NamedTuple):
 
     @classmethod
     def decode(cls, data: bytes) -> RoundAnswer:
-        """Return the answer from the bytes of `encode`."""
+        """Parse what `encode` returned."""
         accepted, sends, deleted, is_busy, is_over, found = json.loads(data)
         pieces = tuple(FilePiece(*piece) for piece in sends)
         return cls(tuple(accepted), pieces, tuple(deleted), is_busy, is_over, FoundFiles.from_json(found))
 
 
 def plan_round(requests: Sequence[RoundRequest]) -> list[RoundAnswer]:
-    """Return the answers to the messages of all ranks."""
+    """Return the answers to all ranks' messages."""
     # A rank sends and receives at most `ROUND_BYTES`, or one piece; it asks for the others again. So at least one
     # wanted piece comes in each round. Two ranks see the pieces between them in the same order.
     sent, received = [0] * len(requests), [0] * len(requests)

@@ -1,4 +1,4 @@
-"""`KnownFiles`: files of all nodes, as far as a rank knows them; rank 0 has a catalog of all, and ranks ask it."""
+"""`KnownFiles`: what a rank knows about all nodes' files; rank 0 has the full catalog, and ranks ask it."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ class NodeFile(NamedTuple):
     """A copy of a file on one node."""
 
     node: int
-    name: str  # name of the file among those of the node
+    name: str  # on the node
 
     @property
     def tier(self) -> str:
-        """First part of the name: the tier that has the copy, if nodes have several."""
+        """First part of the name: the tier with the copy, if nodes have several."""
         return self.name.partition("/")[0]
 
 
 class PeerFile(NamedTuple):
-    """A file and its copies."""
+    """A file and where its copies are."""
 
     nbytes: int
-    places: tuple[NodeFile, ...]  # its copies, those in the nearest tier first
+    places: tuple[NodeFile, ...]  # the nearest tier first
 
 
 class SharedStep(NamedTuple):
-    """A step of which nodes have files."""
+    """A step with files on some nodes."""
 
-    sources: tuple[str, ...]  # folders of the catalog that have its files, those in the nearest tier first
+    sources: tuple[str, ...]  # folders in the catalog with its files, the nearest tier first
     save: str  # id
     is_complete: bool  # the nodes together have all files
 
@@ -56,9 +56,9 @@ class NodeRanks(NamedTuple):
 
 
 class FoundFiles(NamedTuple):
-    """Answer of rank 0 to a rank that asks for files."""
+    """Rank 0's answer to a rank that asks for files."""
 
-    # Name in the catalog, size in bytes and indices of the nodes, of each file.
+    # Name in the catalog, size in bytes and node indices for each file.
     files: tuple[tuple[str, int, tuple[int, ...]], ...] = ()
     nodes: tuple[tuple[int, NodeRanks], ...] = ()  # these nodes by index
 
@@ -72,12 +72,12 @@ class FoundFiles(NamedTuple):
         )
 
 
-# Asks rank 0 for files by their names in the catalog; a name that ends with a slash is that of a folder.
+# Asks rank 0 for files by their names in the catalog; a folder's name ends with a slash.
 AskForFiles = Callable[[Sequence[str]], FoundFiles]
 
 
 def find_files(catalog: NodeCatalog | None, names: Iterable[str]) -> FoundFiles:
-    """Return the copies of files."""
+    """Return where the copies of files are, for names of files or folders."""
     if catalog is None:
         return FoundFiles()
     found: dict[str, tuple[str, int, tuple[int, ...]]] = {}
@@ -96,12 +96,12 @@ def _describe_node(node: Node, ranks: tuple[int, ...]) -> NodeRanks:
 
 
 def _is_at(name: str, removed: str) -> bool:
-    """Return True if a file is a removed one, or in a removed folder, whose name ends with a slash."""
+    """Return True if a file was removed, or is in a removed folder, whose name ends with a slash."""
     return name.startswith(removed) if removed.endswith("/") else name == removed
 
 
 class KnownFiles:
-    """Files of the own node, and files of others that rank 0 was asked for. Thread-safe."""
+    """Files on the own node, and files on others that rank 0 was asked for. Thread-safe."""
 
     def __init__(
         self,
@@ -130,12 +130,12 @@ class KnownFiles:
         return self._files.get(name)
 
     def list_places(self, name: str) -> Sequence[NodeFile]:
-        """Return the known copies of a file."""
+        """Return where a file's known copies are."""
         file = self.find(name)
         return () if file is None else file.places
 
     def learn(self, names: Iterable[str], ask: AskForFiles, *, all_copies: bool = False) -> None:
-        """Ask rank 0 for the copies of files that were not asked for."""
+        """Ask rank 0 for files, unless it was asked before."""
         unknown = {
             name: self._list_names(name)
             for name in names
@@ -147,12 +147,12 @@ class KnownFiles:
         self._asked.update(unknown)
 
     def _list_names(self, name: str) -> list[str]:
-        """Return the names in the catalog that a file may have."""
+        """Return the names that a file may have in the catalog."""
         folder, _, base = name.rpartition("/")
         return [f"{source}/{base}" for source in self.sources.get(folder, ())]
 
     def list_sizes(self, folder: str, ask: AskForFiles) -> Mapping[str, int]:
-        """Return the sizes of the files of a step, from its `COMMIT` or from rank 0."""
+        """Return the sizes of a step's files, from its `COMMIT` or from rank 0."""
         if not folder:
             return {f"{each}/{COMMIT}": 0 for each, step in self._steps.items() if not self._has_lost(step)}
         sizes = self._sizes.get(folder) if folder in self._steps else {}
@@ -161,14 +161,14 @@ class KnownFiles:
         return {f"{folder}/{base}": nbytes for base, nbytes in sizes.items()}
 
     def _has_lost(self, step: SharedStep) -> bool:
-        """Return True if all folders of a step were removed."""
+        """Return True if all the step's folders were removed."""
         return all(self._is_removed(f"{source}/") for source in step.sources)
 
     def _is_removed(self, name: str) -> bool:
         return any(_is_at(name, removed) for removed in self._removed)
 
     def _read_sizes(self, folder: str) -> Mapping[str, int]:
-        """Return the sizes in the `COMMIT` on the own node; none if it is not there, or files may be lost."""
+        """Return the sizes in the `COMMIT` on the own node; empty without one, or if files may be lost."""
         step, mark = self._steps[folder], self._files.get(f"{folder}/{COMMIT}")
         is_changed = any(name.startswith(f"{source}/") for name in self._removed for source in step.sources)
         if mark is None or is_changed or not step.is_complete:
@@ -189,7 +189,7 @@ class KnownFiles:
         return {name.rpartition("/")[2]: nbytes for name, nbytes in names.items()}
 
     def _add(self, found: FoundFiles) -> Mapping[str, int]:
-        """Add copies; return the sizes of their files by name."""
+        """Add copies; return the file sizes by name."""
         added: dict[str, PeerFile] = {}
         with self._lock:
             for name, nbytes, nodes in sorted(found.files, key=self._find_order):
@@ -203,7 +203,7 @@ class KnownFiles:
         return {name: file.nbytes for name, file in added.items()}
 
     def _find_order(self, file: tuple[str, int, tuple[int, ...]]) -> int:
-        """Return the position of a file's folder among those of its step: the nearest tier is the first."""
+        """Return the position of a file's folder in its step's folders: the nearest tier is first."""
         source = file[0].rpartition("/")[0]
         return self.sources[self._folders[source]].index(source)
 
@@ -215,7 +215,7 @@ class KnownFiles:
         return names
 
     def forget(self, name: str) -> None:
-        """Remove copies, those that rank 0 names later too."""
+        """Remove copies, including copies that rank 0 names later."""
         with self._lock:
             self._removed.append(name)
             self._sizes = {}
@@ -227,7 +227,7 @@ class KnownFiles:
 
 
 def _collect_own_files(own: int, report: NodeReport, steps: Mapping[str, SharedStep]) -> dict[str, PeerFile]:
-    """Return the files of the own node, as `collect_files`."""
+    """Return the own node's files, as `collect_files`."""
     found: dict[str, PeerFile] = {}
     for folder, step in steps.items():
         for source in step.sources:
@@ -241,7 +241,7 @@ def _collect_own_files(own: int, report: NodeReport, steps: Mapping[str, SharedS
 
 
 def collect_files(catalog: NodeCatalog, sources: Mapping[str, Sequence[str]]) -> dict[str, PeerFile]:
-    """Return the files of folders, each with its copies in several folders of a catalog."""
+    """Return the files in folders, each with its copies in several folders of a catalog."""
     found: dict[str, PeerFile] = {}
     for folder, folders in sources.items():
         for source in folders:

@@ -1,4 +1,4 @@
-"""Catalog of the files of a run that several nodes have, from the reports of their ranks."""
+"""A catalog of a run's files on several nodes, from the ranks' reports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Node(NamedTuple):
 
 
 class NodeStep(NamedTuple):
-    """Files of one committed step that a node has."""
+    """A node's files of one committed step."""
 
     save: str  # id
     total: int  # number of files on all nodes
@@ -35,11 +35,11 @@ class NodeStep(NamedTuple):
 
     @property
     def order(self) -> tuple[int, str]:
-        """Position among the saves of one step: clocks of nodes differ, so the branch counts before the save's time."""
+        """Position among a step's saves: node clocks differ, so the branch counts before the save's time."""
         return self.branch, self.save
 
     def select(self, save: str) -> NodeStep | None:
-        """Return the files of a save that may be another than the committed one of this node; None without any."""
+        """Return a save's files, even if this node has committed another save; None without any."""
         if save == self.save:
             return self
         files = {name: nbytes for name, nbytes in self.others.items() if is_of_save(name, save)}
@@ -48,7 +48,7 @@ class NodeStep(NamedTuple):
 
 @dataclass(frozen=True)
 class NodeReport:
-    """Report of a rank: the committed steps on its node."""
+    """A rank's report: the committed steps on its node."""
 
     node: Node
     steps: Mapping[str, NodeStep] = field(default_factory=dict)  # steps by the name of their folder
@@ -61,7 +61,7 @@ class NodeReport:
 
     @classmethod
     def decode(cls, data: bytes) -> NodeReport:
-        """Parse the bytes of `encode`, in time linear in them."""
+        """Parse what `encode` returned, in linear time."""
         try:
             node, steps, *rest = json.loads(data)
             name, machine, rack, host = map(str, node[:4])
@@ -69,7 +69,7 @@ class NodeReport:
             faults = {str(folder): str(fault) for each in rest for folder, fault in each.items()}
             found = {str(folder): _decode_step(step) for folder, step in steps.items()}
         except (ValueError, TypeError, AttributeError, IndexError, RecursionError) as error:
-            raise FormatError("a report of the files of a node is damaged", found=f"{len(data)} bytes") from error
+            raise FormatError("a node's report of its files is damaged", found=f"{len(data)} bytes") from error
         for folder, step in found.items():
             for each in (folder, *step.files, *step.others):
                 check_name(each, name)
@@ -105,7 +105,7 @@ def report_files(store: Store, node: Node, folders: Iterable[str] | None = None)
 
 
 def _find_held(commit: Commit, sizes: Mapping[str, int]) -> NodeStep:
-    """Return the files of a committed step that a node has."""
+    """Return a node's files of a committed step."""
     expected = {**commit.files, commit.manifest: commit.manifest_bytes, COMMIT: sizes[COMMIT]}
     held = {name: size for name, size in expected.items() if sizes.get(name) == size}
     # Files of another save count if some node has its `COMMIT`: until each node has the new marks there are two saves.
@@ -122,7 +122,7 @@ class FileCopies(NamedTuple):
 
 @dataclass(frozen=True)
 class NodeCatalog:
-    """Files of a run by node."""
+    """A run's files by node."""
 
     nodes: tuple[Node, ...]
     ranks: tuple[tuple[int, ...], ...]  # ranks of each node
@@ -135,7 +135,7 @@ class NodeCatalog:
     def from_reports(
         cls, reports: Sequence[NodeReport], wanted: Mapping[str, Collection[str]] = MappingProxyType({})
     ) -> NodeCatalog:
-        """Return the catalog of the reports of all ranks, in rank order."""
+        """Build the catalog from all ranks' reports, in rank order."""
         ranks = _group_ranks(reports)
         first = [reports[members[0]] for members in ranks.values()]  # the lowest rank reports for its node
         steps = _group_steps(first)
@@ -154,7 +154,7 @@ class NodeCatalog:
 
     @classmethod
     def decode(cls, data: bytes) -> NodeCatalog:
-        """Return the catalog from the bytes of `encode`."""
+        """Parse what `encode` returned."""
         nodes, ranks, saves, totals, files = json.loads(data)
         copies = {
             folder: {name: FileCopies(nbytes, tuple(held)) for name, (nbytes, held) in named.items()}
@@ -167,7 +167,7 @@ class NodeCatalog:
         return next(index for index, members in enumerate(self.ranks) if rank in members)
 
     def select(self, folder: str, own: int, held: Iterable[str], others: Iterable[str]) -> NodeCatalog:
-        """Return the part of the catalog that concerns some files of one step."""
+        """Return the part of the catalog about some files of one step."""
         files = self.files.get(folder, {})
         wanted = {name: files[name] for name in others}
         nodes = [own, *sorted({node for found in wanted.values() for node in found.nodes} - {own})]
@@ -186,18 +186,18 @@ class NodeCatalog:
         )
 
     def is_complete(self, folder: str) -> bool:
-        """Return True if the nodes together have every file of a step."""
+        """Return True if the nodes together have all the step's files."""
         return folder in self.files and len(self.files[folder]) == self.totals[folder]
 
     def count_machines(self, folder: str) -> int:
-        """Return on how many machines each file of a step is, at least; 0 if one is on none."""
+        """Return on how many machines each file is, at least; 0 if a file is on none."""
         if not self.is_complete(folder):
             return 0
         copies = self.files[folder].values()
         return min(len({self.nodes[index].machine for index in each.nodes}) for each in copies)
 
     def find_most_copied(self, folder: str) -> str:
-        """Return the folder of the newest step that is on the most machines; of equal ones a given one."""
+        """Return the folder of the newest step on the most machines; prefer a given one if several are equal."""
 
         def rank_step(each: str) -> tuple[int, bool, str]:
             return self.count_machines(each), each == folder, self.saves[each]
@@ -206,7 +206,7 @@ class NodeCatalog:
 
 
 def find_doubled(reports: Sequence[NodeReport]) -> dict[str, list[str]]:
-    """Return the folders of steps of which nodes have several complete saves, with the ids of these."""
+    """Return the folders of steps with several complete saves, and the save ids."""
     first = [reports[members[0]] for members in _group_ranks(reports).values()]
     found = {}
     for folder, held in _group_steps(first).items():
@@ -216,7 +216,7 @@ def find_doubled(reports: Sequence[NodeReport]) -> dict[str, list[str]]:
 
 
 def find_sharing_hosts(reports: Sequence[NodeReport]) -> list[str]:
-    """Return the names of the machines that share one store; empty if none do."""
+    """Return the names of machines that share one store; empty if none do."""
     hosts: dict[str, dict[str, str]] = {}
     for report in reports:
         hosts.setdefault(report.node.name, {})[report.node.machine] = report.node.host
@@ -224,7 +224,7 @@ def find_sharing_hosts(reports: Sequence[NodeReport]) -> list[str]:
 
 
 def _group_ranks(reports: Sequence[NodeReport]) -> dict[str, list[int]]:
-    """Return the ranks of each node by its name."""
+    """Group ranks by node name."""
     ranks: dict[str, list[int]] = {}
     for rank, report in enumerate(reports):
         ranks.setdefault(report.node.name, []).append(rank)
@@ -232,7 +232,7 @@ def _group_ranks(reports: Sequence[NodeReport]) -> dict[str, list[int]]:
 
 
 def _group_steps(reports: Sequence[NodeReport]) -> dict[str, list[tuple[int, NodeStep]]]:
-    """Return the parts of each step by the name of its folder, each with the index of its node."""
+    """Group parts by the step's folder, each with its node index."""
     steps: dict[str, list[tuple[int, NodeStep]]] = {}
     for index, report in enumerate(reports):
         for folder, step in report.steps.items():
@@ -241,20 +241,20 @@ def _group_steps(reports: Sequence[NodeReport]) -> dict[str, list[tuple[int, Nod
 
 
 def _group_saves(held: Sequence[tuple[int, NodeStep]]) -> dict[str, list[tuple[int, NodeStep]]]:
-    """Return the parts of each save of one step by its id, each with the index of its node."""
+    """Group a step's parts by save id, each with its node index."""
     saves = dict.fromkeys(step.save for _, step in held)
     return {save: [(index, part) for index, step in held if (part := step.select(save)) is not None] for save in saves}
 
 
 def _is_complete(parts: Sequence[tuple[int, NodeStep]]) -> bool:
-    """Return True if nodes together have all files of a save."""
+    """Return True if nodes together have all the save's files."""
     return len({name for _, step in parts for name in step.files}) == max(step.total for _, step in parts)
 
 
 def _choose_save(
     held: Sequence[tuple[int, NodeStep]], wanted: Collection[str] | None
 ) -> Sequence[tuple[int, NodeStep]]:
-    """Return the parts of the save that counts, of those of one step; each with the index of its node."""
+    """Pick which save of a step to use; return its parts as (node index, part)."""
     saves = _group_saves(held)
     if len(saves) == 1:
         return held
@@ -264,7 +264,7 @@ def _choose_save(
 
 
 def _merge_files(held: Sequence[tuple[int, NodeStep]]) -> dict[str, FileCopies]:
-    """Return the copies of each file of one save; of different sizes that of the first node counts."""
+    """Group a save's files by name. If nodes disagree on a size, trust the first node."""
     found: dict[str, FileCopies] = {}
     for index, step in held:
         for name, nbytes in step.files.items():

@@ -1,4 +1,4 @@
-"""Removal of the steps of one node that no rule keeps, if each node has a part of every step."""
+"""Remove steps on one node that no rule keeps, if each node has a part of every step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardckpt.storage.store import Store
 
 
 class NodeRetention:
-    """Rules of a tier on one node."""
+    """Applies a tier's rules on one node."""
 
     def __init__(
         self, rules: Retention, open_own: Callable[[], Store], damaged: Collection[str], removed: dict[str, int]
@@ -22,7 +22,7 @@ class NodeRetention:
         self._clock, self.promoted = StepClock(), PromotedSteps()
 
     def apply(self, needed: Collection[int], copied: Collection[str], *, is_idle: bool) -> None:
-        """Remove the steps of this node that no rule keeps, and the files of replaced saves."""
+        """Remove this node's steps that no rule keeps, and files of replaced saves."""
         uncounted = {step_name(step.number) for step in self.promoted.uncounted}
         own = self._open_own()
         for number, older in self.promoted.take_removable(needed):

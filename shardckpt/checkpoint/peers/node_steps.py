@@ -1,4 +1,4 @@
-"""Steps in the stores of several nodes: give every node the marks of a step, and remove old steps of a node."""
+"""Steps on several nodes: send every node a step's marks, and remove a node's old steps."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from shardckpt.plan.layout.box_codec import pack_message, unpack_message
 from shardckpt.plan.retention import Retention, SavedStep, steps_to_delete, with_trusted_times
 from shardckpt.storage.store import Store, SubfolderStore, read_bytes
 
-# Maximum number of nodes to which one node gives the marks: rank 0 sends no more of them in a larger job.
-_MOST_TARGETS = 4
+# Maximum number of nodes to which one node sends the marks: rank 0 does not send more in a larger job.
+_MAX_TARGETS = 4
 
-# Level of zlib, the fastest: manifests repeat names and offsets, and are 2.5 to 4.5 times as large without it.
+# The fastest zlib level: manifests repeat names and offsets, and are 2.5 to 4.5 times as large without it.
 _LEVEL = 1
 
 
 class MarksRoute(NamedTuple):
-    """Ranks between which the marks of a step pass through one rank."""
+    """Ranks that send a step's marks to one rank, and receive them from it."""
 
     source: int
     targets: tuple[int, ...]
 
 
 def plan_routes(is_wanted: Sequence[bool]) -> list[MarksRoute]:
-    """Return the route of each rank: a tree from rank 0 to all that want the marks."""
+    """Return each rank's route: a tree from rank 0 to all ranks that want the marks."""
     routes = [MarksRoute(0, ())] * len(is_wanted)
     order = [0, *(rank for rank, wants in enumerate(is_wanted) if wants and rank)]
     for at, rank in enumerate(order):
-        first = _MOST_TARGETS * at + 1
-        source = order[max(at - 1, 0) // _MOST_TARGETS]
-        routes[rank] = MarksRoute(source, tuple(order[first : first + _MOST_TARGETS]))
+        first = _MAX_TARGETS * at + 1
+        source = order[max(at - 1, 0) // _MAX_TARGETS]
+        routes[rank] = MarksRoute(source, tuple(order[first : first + _MAX_TARGETS]))
     return routes
 
 
 def give_marks(coordinator: Coordinator, own: Store, folder: str, *, is_first: bool) -> None:
-    """Write the manifest and the `COMMIT` of a step into the stores of all nodes. Collective."""
+    """Write a step's manifest and `COMMIT` into all nodes' stores. Collective."""
     # Rank 0 has committed the step on its own node. Nodes pass the marks on to others.
     inside = SubfolderStore(own, folder)
     is_wanted = is_first and coordinator.rank > 0
@@ -77,7 +77,7 @@ def give_marks(coordinator: Coordinator, own: Store, folder: str, *, is_first: b
 
 
 def read_marks(store: Store) -> bytes:
-    """Return the manifest and the `COMMIT` of a step, for `write_marks`."""
+    """Return a step's manifest and `COMMIT`, for `write_marks`."""
     nbytes = store.size(COMMIT)
     data = read_bytes(store, COMMIT, 0, nbytes)
     commit = decode_commit(data, where=store.url)
@@ -93,19 +93,19 @@ def write_marks(store: Store, marks: bytes) -> None:
 
 
 def decode_marks(marks: bytes, where: str) -> Commit:
-    """Return the content of the `COMMIT` in the result of `read_marks`."""
+    """Return the `COMMIT` in what `read_marks` returned."""
     (nbytes,), data = unpack_message(marks)
     return decode_commit(bytes(data[:nbytes]), where=where)
 
 
 def remove_other_files(store: Store) -> None:
-    """Remove the files of a step that its `COMMIT` does not name: those of an older save."""
+    """Remove an older save's files: files that the step's `COMMIT` does not name."""
     for name in list_other_files(store):
         store.delete(name)
 
 
 def remove_older_files(own: Store, folder: str, older: Collection[str]) -> None:
-    """Remove files of a step, unless its `COMMIT` is of yet another save that has them."""
+    """Remove an older save's files, unless the step's `COMMIT` is of yet another save with them."""
     inside = SubfolderStore(own, folder)
     with suppress(CheckpointError, MissingFileError):
         for name in list_other_files(inside):
@@ -114,14 +114,14 @@ def remove_older_files(own: Store, folder: str, older: Collection[str]) -> None:
 
 
 def list_other_files(store: Store) -> list[str]:
-    """Return the names of the files of a step that its `COMMIT` does not name."""
+    """Return the names of files that a step's `COMMIT` does not name."""
     entries = store.list()
     commit = read_commit(store, {entry.name: entry.size for entry in entries})
     return [entry.name for entry in entries if entry.name not in {*commit.files, commit.manifest, COMMIT}]
 
 
 def read_commits(own: Store) -> dict[str, Commit]:
-    """Return the valid `COMMIT` of each step in a store, by the name of its folder. Raises StorageError."""
+    """Return each step's valid `COMMIT` in a store, by folder name. Raises StorageError."""
     found = {}
     for entry in own.list():
         if entry.is_folder and is_step_name(entry.name):
@@ -141,7 +141,7 @@ def remove_old_steps(
     on_removal: Callable[[Sequence[str]], object],  # called before, with the names of the folders
     clock: StepClock,
 ) -> None:
-    """Remove the steps of a node that no rule keeps."""
+    """Remove a node's steps that no rule keeps."""
     commits = read_commits(own)
     kept = {*protected, *choose_kept(commits, rules, damaged, clock)}
     names = [entry.name for entry in own.list() if is_step_name(entry.name)]
@@ -157,7 +157,7 @@ def remove_old_steps(
 def choose_kept(
     commits: Mapping[str, Commit], rules: Retention, damaged: Collection[str], clock: StepClock
 ) -> list[str]:
-    """Return the folders of the steps that rules keep."""
+    """Return the folders of steps that rules keep."""
     good = {name: commit for name, commit in commits.items() if commit.save not in damaged}
     numbers = {name: number for name, (_, number) in find_orders(good).items()}
     steps = [
@@ -174,5 +174,5 @@ def choose_kept(
 
 
 def find_orders(commits: Mapping[str, Commit]) -> dict[str, tuple[int, int]]:
-    """Return the order of each step, by the name of its folder: its branch and its number."""
+    """Return each step's order by folder name: its branch and number."""
     return {name: (commit.branch, int(name.partition("-")[2])) for name, commit in commits.items()}

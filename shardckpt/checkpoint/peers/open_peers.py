@@ -1,4 +1,4 @@
-"""Open the files that nodes have together in all tiers as stores, for the time of a restore."""
+"""Open all nodes' files in all tiers as stores, during a restore."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ from shardckpt.storage.store import Store
 
 _LOG = logging.getLogger("shardckpt")
 
-_DOUBLED = b"doubled\n"  # begin of the answer that nodes have several saves of one step
+_DOUBLED = b"doubled\n"  # starts the answer that nodes have several saves of one step
 
 
 class NodeTier(NamedTuple):
-    """A tier of which each node has files of its own."""
+    """A tier in which each node has its own files."""
 
     name: str
-    url: str  # path or URL of its steps on this node
-    open_own: Callable[[], Store | None]  # returns the store of the files of this node; None if it cannot be read
+    url: str  # path or URL of the steps on this node
+    open_own: Callable[[], Store | None]  # returns this node's store; None if it cannot be read
 
 
 class NodeFault(NamedTuple):
-    """A step of which a node has files that do not count."""
+    """A step with files on a node that do not count."""
 
     tier: str
-    folder: str  # name of the step's folder
+    folder: str
     rank: int  # lowest rank of the node
     fault: str  # name of the machine, path or URL, and the fault
 
@@ -60,7 +60,7 @@ class SharedFaults(NamedTuple):
 
 
 class OpenedTiers(NamedTuple):
-    """Steps that nodes have together, as one store for each tier."""
+    """Steps that nodes have together, as one store per tier."""
 
     node: int  # index of this rank's node
     stores: Mapping[str, PeerStore]  # by tier; empty if files are read where they are
@@ -68,11 +68,11 @@ class OpenedTiers(NamedTuple):
 
     @property
     def tier_bytes(self) -> dict[str, int]:
-        """Bytes that this rank has read, by the tier that had them."""
+        """Bytes that this rank has read, by tier."""
         return dict(sum((store.tier_bytes for store in self.stores.values()), Counter[str]()))
 
     def share_faults(self, coordinator: Coordinator) -> SharedFaults:
-        """Share the faults of copies that the ranks have found; rank 0 gets each once. Collective."""
+        """Share the faults that ranks have found in copies; rank 0 gets each once. Collective."""
         faults = [[*each] for store in self.stores.values() for each in store.list_faults()]
         merged: dict[tuple[int, str], tuple[str, str]] = {}
 
@@ -95,7 +95,7 @@ ChooseSaves = Callable[[Mapping[str, str]], Sequence[str]]
 def open_peers(
     tiers: Sequence[NodeTier], node: Node, group: dist.ProcessGroup | None, choose: ChooseSaves = list
 ) -> Iterator[OpenedTiers]:
-    """Open the path or URL of each tier as the store of the files that all nodes have there together. Collective."""
+    """Open each tier's path or URL as one store with all nodes' files. Collective."""
     # Each rank reads files for the others until the end of the context, which all ranks must reach.
     channels = get_channels(group)
     own = TierFiles({tier.name: store for tier in tiers if (store := tier.open_own()) is not None})
@@ -137,7 +137,7 @@ def open_peers(
 
 
 def plan_folders(catalog: NodeCatalog, tiers: Sequence[str]) -> dict[str, dict[str, tuple[str, ...]]]:
-    """Return for each tier the steps to read from it, each with the folders of the catalog that have their files."""
+    """Return for each tier the steps to read from it, each with the folders in the catalog that have its files."""
     sources: dict[tuple[str, str], list[str]] = {}
     for tier in tiers:
         for folder, save in catalog.saves.items():
@@ -152,7 +152,7 @@ def plan_folders(catalog: NodeCatalog, tiers: Sequence[str]) -> dict[str, dict[s
 
 
 class SharedFiles(NamedTuple):
-    """Knowledge of a rank of the files of all nodes."""
+    """One rank's knowledge about every node's files."""
 
     node: int  # index of the rank's node
     is_alone: bool  # all ranks are on one node
@@ -163,14 +163,14 @@ class SharedFiles(NamedTuple):
 
 
 class DoubledSteps(NamedTuple):
-    """Comparison of the saves of a step of which nodes have several."""
+    """Chooses between different saves of the same step."""
 
     read: Callable[[str], str] = str  # returns the text of `AFTER` of this node's save, by the folder's name
     choose: ChooseSaves = list  # on rank 0
 
 
 def _read_after(own: TierFiles, folder: str) -> str:
-    """Return the text of `AFTER` of the save that this node has in a folder; empty if it cannot be read."""
+    """Return the text of `AFTER` in this node's save in a folder; empty if it cannot be read."""
     tier, _, name = folder.partition("/")
     try:
         return read_about(own.stores[tier], StepFolder(int(name.rpartition("-")[2]), name)).get(AFTER, "")
@@ -185,7 +185,7 @@ def share_files(
     tiers: Sequence[NodeTier],
     doubled: DoubledSteps = DoubledSteps(),  # noqa: B008  (immutable)
 ) -> SharedFiles:
-    """Share which steps the nodes have; rank 0 gets the files of all nodes. Collective."""
+    """Share which steps the nodes have; rank 0 gets all nodes' files. Collective."""
     # Other ranks ask rank 0 for files that they need: so the answer does not grow with the number of nodes.
     merged: NodeCatalog | None = None
     faults: list[NodeFault] = []
@@ -245,7 +245,7 @@ def _encode_answers(catalog: NodeCatalog, tiers: Sequence[NodeTier]) -> list[byt
 
 
 def list_node_faults(reports: Sequence[NodeReport]) -> list[NodeFault]:
-    """Return the faults in the reports of all ranks, each node's once."""
+    """Return the faults in all ranks' reports, once per node."""
     faults, known = [], set[str]()
     for rank, report in enumerate(reports):
         if report.node.name not in known:
@@ -257,7 +257,7 @@ def list_node_faults(reports: Sequence[NodeReport]) -> list[NodeFault]:
 
 
 def find_shared_steps(catalog: NodeCatalog, tiers: Sequence[str]) -> dict[str, dict[str, SharedStep]]:
-    """Return the steps of each tier, as every rank knows them."""
+    """Return each tier's steps, as every rank knows them."""
 
     def describe(folder: str, sources: Sequence[str]) -> SharedStep:
         found = len(collect_files(catalog, {folder: sources}))
@@ -269,7 +269,7 @@ def find_shared_steps(catalog: NodeCatalog, tiers: Sequence[str]) -> dict[str, d
 
 
 def share_most_copied(coordinator: Coordinator, report: NodeReport, folder: str) -> str:
-    """Return on every rank the folder of the step that is on the most machines. Collective."""
+    """Return on every rank the folder of the step on the most machines. Collective."""
 
     def decide(messages: list[bytes]) -> list[bytes]:
         catalog = NodeCatalog.from_reports([NodeReport.decode(message) for message in messages])
@@ -279,7 +279,7 @@ def share_most_copied(coordinator: Coordinator, report: NodeReport, folder: str)
 
 
 def report_or_nothing(own: Store, node: Node) -> NodeReport:
-    """Return the report of a node, without steps if its store cannot be read."""
+    """Return a node's report, without steps if its store cannot be read."""
     try:
         return report_files(own, node)
     except ShardckptError as error:

@@ -1,4 +1,4 @@
-"""Plan of the copies of a step on other nodes: partners by failure domain, and the files that each rank copies."""
+"""Plan a step's copies on other nodes: partners by failure domain, and the files that each rank copies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardckpt.plan.layout.box_codec import pack_message, unpack_message
 
 
 def choose_partners(nodes: Sequence[Node], copies: int) -> list[tuple[int, ...]]:
-    """Return for each node the indices of the nodes that keep copies of its files."""
+    """Return for each node which nodes keep copies of its files, as indices."""
     # Partners are on different machines, and on different racks if possible. Every node keeps copies for about as many
     # others. With too few machines there are fewer partners.
     racks: dict[str, _Rack] = {}
@@ -34,23 +34,23 @@ def choose_partners(nodes: Sequence[Node], copies: int) -> list[tuple[int, ...]]
 
 
 class _Rack:
-    """Nodes of one rack, by the number of copies that they keep."""
+    """Nodes in one rack, by how many copies they keep."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._by_load: list[list[int]] = [[]]
 
     def add(self, index: int) -> None:
-        """Add a node that keeps no copies; its index is greater than those of all others."""
+        """Add a node that keeps no copies; its index must be greater than all others."""
         self._by_load[0].append(index)
 
     @property
     def load(self) -> int:
-        """Least number of copies that a node keeps."""
+        """Copies that the least loaded node keeps."""
         return next(load for load, indices in enumerate(self._by_load) if indices)
 
     def take(self, index: int, is_free: Callable[[int], bool]) -> int | None:
-        """Return the node that keeps one copy more: the least loaded, the next one after an index; None if none may."""
+        """Return the node for one more copy: the least loaded, the next one after an index; None if no node is free."""
         for load, indices in enumerate(self._by_load):
             first = bisect_right(indices, index)
             for step in range(len(indices)):
@@ -70,7 +70,7 @@ class _Rack:
 def _take_partner(
     least_loaded: list[tuple[int, int, _Rack]], index: int, taken: Collection[str], is_free: Callable[[int], bool]
 ) -> int | None:
-    """Return a node of the least loaded rack that is not taken, otherwise of any rack; None if no node is free."""
+    """Return a node in the least loaded rack that is not taken, otherwise in any rack; None if no node is free."""
     passed: list[tuple[int, int, _Rack]] = []
     chosen = None
     while least_loaded and chosen is None:
@@ -89,7 +89,7 @@ def _take_partner(
 
 
 def plan_copies(catalog: NodeCatalog, folder: str, copies: int) -> dict[int, list[str]]:
-    """Return the files of a step that ranks copy to their nodes, by rank."""
+    """Return a step's files that ranks copy to their nodes, by rank."""
     # After the copies each file is on `copies` + 1 machines, if there are as many.
     partners = choose_partners(catalog.nodes, copies)
     orders: dict[int, list[str]] = {}
@@ -118,13 +118,13 @@ class CopyOrder(NamedTuple):
 
     @classmethod
     def decode(cls, data: bytes) -> CopyOrder:
-        """Return the order from the bytes of `encode`."""
+        """Parse what `encode` returned."""
         (names, machines, lost), catalog = unpack_message(data)
         return cls(tuple(names), machines, lost, NodeCatalog.decode(catalog))
 
 
 def plan_copy_orders(catalog: NodeCatalog, folder: str, copies: int) -> list[CopyOrder]:
-    """Return the order of each rank, whose size does not depend on the number of nodes."""
+    """Return each rank's order, whose size does not grow with the nodes."""
     orders = plan_copies(catalog, folder, copies)
     machines = len({node.machine for node in catalog.nodes})
     files = catalog.files.get(folder, {})

@@ -1,4 +1,4 @@
-"""Exchange of files between nodes: a thread of each rank reads pieces for others and receives those that it needs."""
+"""Exchange files between nodes: each rank has a thread that reads pieces for others and receives its own."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from shardckpt.storage.store import MappedStore, Read
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_MOST_SENDING = 2  # pieces that a rank sends at a time, each from memory that is used again
+_MAX_SENDING = 2  # pieces that a rank sends at a time, each from reused memory
 
-# Seconds to wait for a request before the next round. After a round in which pieces or an answer came to this rank,
-# which often needs the next ones; after one with pieces for others; and after one without.
+# Seconds to wait for a request before the next round: after a round in which pieces or an answer came to this rank,
+# which often needs the next ones; after a round with pieces for others; after a round without any.
 NEXT_S, BUSY_S, IDLE_S = 0.01, 0.001, 0.02
 
 _FINE, _FAILED = 1, 0
@@ -48,7 +48,7 @@ class _PendingPiece:
     is_filled: bool | None = None  # None until the answer comes
 
     def end(self, *, is_filled: bool) -> None:
-        """Record whether the bytes came, and keep no memory of the caller."""
+        """Record whether the bytes came, and release the caller's memory."""
         self.buffer, self.is_filled = memoryview(b""), is_filled
 
 
@@ -61,20 +61,20 @@ class _Question:
 
 
 class PieceExchange(Protocol):
-    """The exchange of files that a `PeerStore` needs."""
+    """The file exchange that a `PeerStore` needs."""
 
     def pull(self, wanted: Sequence[tuple[FilePiece, memoryview]]) -> list[bool]:
         """Fill buffers with pieces that other ranks have; return for each whether its bytes came."""
 
     def find(self, names: Sequence[str]) -> FoundFiles:
-        """Return the copies of files, and of all files in folders, whose names end with a slash."""
+        """Return where files have copies, also all files in folders, whose names end with a slash."""
 
     def delete(self, name: str) -> None:
         """Delete a file, or a folder whose name ends with a slash, on all nodes."""
 
 
 class LoneExchange:
-    """The exchange of a single node."""
+    """The exchange for a single node."""
 
     def __init__(self, on_delete: Callable[[str], None], on_ask: AskForFiles) -> None:
         self._on_delete, self._on_ask = on_delete, on_ask
@@ -84,7 +84,7 @@ class LoneExchange:
         return [False] * len(wanted)
 
     def find(self, names: Sequence[str]) -> FoundFiles:
-        """Return the copies of files, and of all files in folders, whose names end with a slash."""
+        """Return where files have copies, also all files in folders, whose names end with a slash."""
         return self._on_ask(names)
 
     def delete(self, name: str) -> None:
@@ -93,7 +93,7 @@ class LoneExchange:
 
 
 class PeerExchange:
-    """Exchange of pieces of files, from the start of a restore to its end on all ranks."""
+    """Exchanges pieces of files from a restore's start to its end on all ranks."""
 
     # All ranks run the same rounds until all are done, even if they need nothing. In a round rank 0 plans which pieces
     # are sent, and each rank starts its receives before its sends. So ranks cannot deadlock, and a round bounds memory.
@@ -144,7 +144,7 @@ class PeerExchange:
         return [bool(each.is_filled) for each in waiting]
 
     def find(self, names: Sequence[str]) -> FoundFiles:
-        """Ask rank 0 for the copies of files, and of all files in folders, whose names end with a slash."""
+        """Ask rank 0 where files have copies, also all files in folders, whose names end with a slash."""
         if self._coordinator.rank == 0:
             return self._on_ask(names)
         question = _Question(tuple(names))
@@ -154,11 +154,11 @@ class PeerExchange:
         return question.answer or FoundFiles()
 
     def _wait_until(self, is_over: Callable[[], bool]) -> None:
-        """Wait for the thread of the exchange, with its lock. Raises as `find`."""
+        """Wait for the exchange's thread, with its lock held. Raises as `find`."""
         self._changed.notify_all()
         while self._failure is None and not is_over():
             if not self._thread.is_running:
-                raise StorageError("files of other nodes can be read during a restore only", where=self._own.url)
+                raise StorageError("files on other nodes can be read during a restore only", where=self._own.url)
             self._changed.wait(1.0)
         if self._failure is not None:
             raise self._failure
@@ -203,7 +203,7 @@ class PeerExchange:
         return answer.is_over
 
     def _collect(self) -> tuple[list[_PendingPiece], list[_Question], RoundRequest]:
-        """Wait shortly for requests of this rank, and return them."""
+        """Wait a short time for this rank's requests, and return them."""
         with self._changed:
             if not self._waiting and not self._questions and not self._is_done:
                 self._changed.wait(self._wait_s)
@@ -251,15 +251,15 @@ class _StartedSend(NamedTuple):
 
 
 class _PieceSender:
-    """Sends pieces of files of a node: from where they are, or through little memory, which is used again."""
+    """Sends pieces of a node's files: from where they are, or through a little reused memory."""
 
     def __init__(self, coordinator: Coordinator, own: FileReader) -> None:
         self._coordinator, self._own = coordinator, own
         # Used again: new memory costs more than a copy.
-        self._rows = [torch.empty(PIECE_BYTES, dtype=torch.uint8) for _ in range(_MOST_SENDING)]
+        self._rows = [torch.empty(PIECE_BYTES, dtype=torch.uint8) for _ in range(_MAX_SENDING)]
 
     def send(self, pieces: Sequence[FilePiece]) -> list[_StartedSend]:
-        """Send pieces, then for each rank the words of its pieces; return what is still being sent, to `wait` for."""
+        """Send pieces, then to each rank one byte per piece; return what is still being sent, to `wait` for."""
         sending: list[_StartedSend] = []
         in_rows: deque[_StartedSend] = deque()
         words: dict[int, list[int]] = {}
@@ -284,14 +284,14 @@ class _PieceSender:
         return _StartedSend(self._coordinator.send(tensor, peer), peer, tensor)
 
     def _take_row(self, in_rows: deque[_StartedSend]) -> torch.Tensor:
-        """Return the memory that is free next; wait for what is being sent from it."""
+        """Return the memory that is free next; wait until it has been sent."""
         if len(in_rows) == len(self._rows):
             self.wait(in_rows.popleft())
         self._rows.append(self._rows.pop(0))
         return self._rows[-1]
 
     def _find(self, piece: FilePiece) -> torch.Tensor | None:
-        """Return a piece where it is in the memory of this machine; None if it has to be read."""
+        """Return a piece where it is in this machine's memory; None if it has to be read."""
         try:
             own = self._own
             view = own.view(*piece[1:]) if isinstance(own, MappedStore) else None
@@ -302,7 +302,7 @@ class _PieceSender:
         return None if view is None else torch.frombuffer(view, dtype=torch.uint8)
 
     def _read(self, piece: FilePiece, row: torch.Tensor) -> bool:
-        """Read a piece from the store of this node; return False if it cannot be read."""
+        """Read a piece from this node's store; return False if it cannot be read."""
         try:
             self._own.read([Read(piece.name, piece.offset, memoryview(row.numpy()))])  # type: ignore[arg-type]
         except ShardckptError as error:

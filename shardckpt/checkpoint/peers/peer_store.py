@@ -1,4 +1,4 @@
-"""A store of the files that several nodes have together: those of the own node are read, others pulled from peers."""
+"""A store with several nodes' files: it reads files on the own node, and pulls others from peers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardckpt.storage.store import Capabilities, Listed, Read, Writer, check_na
 
 
 class RejectedRange(NamedTuple):
-    """A range of a file that one copy cannot give."""
+    """A file range that one copy cannot give."""
 
     start: int  # in bytes
     stop: int
@@ -26,15 +26,15 @@ class RejectedRange(NamedTuple):
 
 
 class CopyFault(NamedTuple):
-    """A copy of a file that was not read, or not all of it."""
+    """A copy that was not read, or only in part."""
 
     place: NodeFile
-    where: str  # tier, rank, machine and path of the copy
-    text: str  # why not, and which copy was read in its place
+    where: str  # tier, rank, machine and path
+    text: str  # why, and which copy was read instead
 
 
 class PeerStore:
-    """Files of all nodes, during a restore. Reads are thread-safe."""
+    """All nodes' files, during a restore. Reads are thread-safe."""
 
     exchange: PieceExchange  # set before the first read
 
@@ -48,7 +48,7 @@ class PeerStore:
 
     @property
     def url(self) -> str:
-        """Path or URL of the run's files."""
+        """Path or URL, for messages."""
         return self._url
 
     @property
@@ -58,7 +58,7 @@ class PeerStore:
         return Capabilities(renames=False, is_local=is_alone, is_shared=is_alone)
 
     def list(self, folder: str = "") -> list[Listed]:
-        """Return the content of `folder` on all nodes, sorted by name. Raises UnsafeError."""
+        """List `folder` on all nodes, sorted by name. Raises UnsafeError."""
         if folder:
             check_name(folder, self.url)
         prefix = f"{folder}/" if folder else ""
@@ -78,7 +78,7 @@ class PeerStore:
         return file.nbytes
 
     def read(self, reads: Sequence[Read]) -> None:
-        """Fill every buffer."""
+        """Fill every buffer, from the own node if it has the file."""
         self._known.learn([read.name for read in reads], self.exchange.find)
         for read in reads:
             if read.offset + len(read.buffer) > self.size(read.name):
@@ -109,7 +109,7 @@ class PeerStore:
                 self.pulled_bytes += len(each.buffer)
                 self.tier_bytes[place.tier] += len(each.buffer)
             else:
-                self._reject(each, place, "are not given by this machine")
+                self._reject(each, place, "could not be sent by that machine")
                 left.append(each)
         return left
 
@@ -123,16 +123,16 @@ class PeerStore:
             place = self._find_place(read.name, start, stop)
             if place is None:
                 where = self.locate(read.name, start, stop - start)
-                raise MissingFileError("no node gives this range of a file", where=where)
+                raise MissingFileError("no node can read this range of the file", where=where)
             yield Read(read.name, start, read.buffer[start - read.offset : stop - read.offset]), place
 
     def _find_place(self, name: str, start: int, stop: int) -> NodeFile | None:
-        """Return the nearest copy of a range that may give it; None without one."""
+        """Return the nearest copy that may give a range; None without one."""
         bad = {each.place for each in self.rejected.get(name, ()) if each.start < stop and start < each.stop}
         return next((place for place in self._list_places(name) if place not in bad), None)
 
     def _list_places(self, name: str) -> Iterator[NodeFile]:
-        """Yield the copies of a file: on the own node first; those of others in an order that differs between ranks."""
+        """Yield a file's copies: on the own node first, then on others in an order that differs between ranks."""
         yield from (place for place in self._known.list_places(name) if place.node == self._known.own)
         self._known.learn([name], self.exchange.find, all_copies=True)
         places = [place for place in self._known.list_places(name) if place.node != self._known.own]
@@ -177,18 +177,18 @@ class PeerStore:
         self.rejected.setdefault(read.name, []).append(rejected)
 
     def locate(self, name: str, offset: int, nbytes: int) -> str:
-        """Return where the copy is that was rejected last for a range; the path here without one."""
+        """Return where the copy is that was last rejected for a range; without one, the path here."""
         found = [each for each in self.rejected.get(name, ()) if each.start < offset + nbytes and offset < each.stop]
         return self._show(found[-1].place) if found else f"{self.url}/{name}"
 
     def _show(self, place: NodeFile) -> str:
-        """Return the tier, rank, machine and path of a copy."""
+        """Return a copy's tier, rank, machine and path."""
         node, (tier, _, inside) = self._known.nodes[place.node], place.name.partition("/")
         rank = min(node.ranks, default=self._rank)
         return f"{tier} tier on the node of rank {rank}, {node.host}: {node.urls.get(tier, self.url)}/{inside}"
 
     def list_faults(self) -> builtins.list[CopyFault]:
-        """Return the copies that were rejected, each with its first range and what was read in its place."""
+        """Return the rejected copies, each with its first range and what was read instead."""
         found: dict[NodeFile, CopyFault] = {}
         for name, rejected in [*self.rejected.items()]:
             for start, stop, place, reason in rejected:
@@ -201,15 +201,15 @@ class PeerStore:
 
     def create(self, name: str) -> Writer:
         """Raise an error: this store is only read."""
-        raise StorageError("files of several nodes can be read only", where=f"{self.url}/{name}")
+        raise StorageError("files on several nodes are read-only", where=f"{self.url}/{name}")
 
     def delete(self, name: str) -> None:
-        """Remove a file on all nodes, which delete its copies in the next round of the exchange."""
+        """Remove a file on all nodes, which delete their copies in the exchange's next round."""
         for copy in self._known.drop(name):
             self.exchange.delete(copy)
 
     def delete_files(self, folder: str, names: Collection[str]) -> None:
-        """Remove some files of a folder on all nodes, as `delete`."""
+        """Remove some files in a folder on all nodes, as `delete`."""
         for name in sorted(names):
             self.delete(f"{folder}/{name}")
 

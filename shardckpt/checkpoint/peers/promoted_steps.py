@@ -1,4 +1,4 @@
-"""Steps that a node has copied to a farther tier, and which of them all nodes have."""
+"""Steps that a node has copied to a farther tier, and which steps all nodes have."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PromotedSteps:
         self.uncounted.append(step)
 
     def count(self, common: Iterable[PromotedStep]) -> None:
-        """Record that all nodes have steps: from now on they count for the rules, as those before them do."""
+        """Record steps that all nodes have: these and earlier steps count for the rules from now on."""
         found = [step for step in common if step in self.uncounted]
         for step in found:
             self._removable += [(step.number, self._older[step])] if step in self._older else []
@@ -50,13 +50,13 @@ class PromotedSteps:
         self._has_common = True
 
     def take_removable(self, kept: Collection[int]) -> list[tuple[int, Collection[str]]]:
-        """Return the numbers of steps, each with the names of files that no node needs any more, and forget them."""
+        """Return and forget step numbers, each with the names of files that no node needs any more."""
         taken = [each for each in self._removable if each[0] not in kept]
         self._removable = [each for each in self._removable if each[0] in kept]
         return taken
 
     def list_protected(self, held: Collection[int]) -> set[int]:
-        """Return the numbers of steps that stay whatever the rules; before the first count all that others had."""
+        """Return the steps that rules must not remove: before the first count, all that others had."""
         newest = {step.number for step in self.uncounted[-1:]}
         uncounted = {step.number for step in self.uncounted}
         return newest if self._has_common else newest | {*held}.difference(uncounted)
@@ -65,7 +65,7 @@ class PromotedSteps:
 def find_common_steps(
     copied: Sequence[Mapping[str, Sequence[tuple[int, str]]]],
 ) -> dict[str, list[tuple[int, str]]]:
-    """Return by tier the steps that all nodes have copied, the oldest first, as fields of `PromotedStep` after JSON."""
+    """Return by tier the steps that all nodes have copied, the oldest first, as `PromotedStep` fields after JSON."""
     found = {}
     for tier, steps in copied[0].items():
         common = [step for step in steps if all(step in each.get(tier, ()) for each in copied)]

@@ -1,4 +1,4 @@
-"""`TierFiles`: the files that a node has in its tiers, each below the name of its tier."""
+"""`TierFiles`: a node's files in its tiers, each below its tier's name."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from shardckpt.storage.store import MappedStore, Read, Store
 
 
 class FileReader(Protocol):
-    """The files of a node, as far as they are read for a rank."""
+    """Reads a node's files for a rank."""
 
     @property
     def url(self) -> str:
-        """Path or URL of the files, for messages."""
+        """Path or URL, for messages."""
 
     def read(self, reads: Sequence[Read]) -> None:
         """Fill every buffer. Raises ShardckptError."""
 
 
 class TierFiles:
-    """Files of a node by names such as `memory/step-00000010/COMMIT`. Reads are thread-safe."""
+    """A node's files by names such as `memory/step-00000010/COMMIT`. Reads are thread-safe."""
 
     url = "tiers"
 
@@ -49,7 +49,7 @@ class TierFiles:
             store.delete(inside)
 
     def _find(self, name: str) -> tuple[Store, str]:
-        """Return the store of a name, and the name there."""
+        """Return the store for a name, and the name there."""
         tier, _, inside = name.partition("/")
         store = self.stores.get(tier)
         if store is None:

@@ -57,19 +57,19 @@ class StepSaveParams(AsyncSaveParams, total=False):
 
 
 def require_known_options(function: str, options: object, *, background: bool, has_metrics: bool = False) -> None:
-    """Require options of `async_save`, or of `save`, long before they are used."""
+    """Check options for `async_save` or `save` long before they are used."""
     if not isinstance(options, Mapping):
         raise UsageError(f"{function} must be a dict", found=repr(options), fix="Leave it out for the defaults.")
     known = AsyncSaveParams if background else SaveParams
     require_keywords(function, options, {*known.__annotations__, *(("metrics",) if has_metrics else ())})
 
 
-# Staging buffers of this process, for all saves in the background but captures.
+# Staging buffers for all background saves of this process, except captures.
 BUFFERS = BufferPool(make_buffer, is_unpinned)
 
 
 class SaveLane(NamedTuple):
-    """Saves in the background of which one runs at a time; those of another lane may run beside it."""
+    """Background saves that run one at a time; saves in other lanes may run at the same time."""
 
     name: str  # equal on all ranks
     pending: PendingSave
@@ -97,26 +97,25 @@ def async_save(
     on_busy: OnBusy = "wait",
     **options: Unpack[SaveParams],
 ) -> SaveHandle:
-    """Save the state of a training run in the background. Collective.
+    """Save a training state in the background. Collective.
 
-    Every rank of the group calls it. The state may change as soon as it returns: CPU tensors have been copied, and
-    device tensors are copied before the device runs any work that is queued later on the current stream. A process runs
-    one save at a time, and waits for it before it exits.
+    Every rank in the group calls it. The state may change as soon as it returns. CPU tensors have been copied; device
+    tensors are copied before the device runs work that is queued later on the current stream. A process runs one save
+    at a time, and waits for it before it exits.
 
-    Errors that are known before the copy (an existing target, a value that cannot be saved) are raised here, on every
-    rank. `result()` raises later errors on every rank, with the failed rank; if it is not called, the next `save` or
-    `async_save` of the process raises the error once, and does not save.
+    Errors known before the copy (an existing target, a value that cannot be saved) are raised here, on every rank.
+    `result()` raises later errors on every rank, and names the failed rank. If `result()` is not called, the process's
+    next `save` or `async_save` raises the error once, and does not save.
 
     Args:
         state: As for `save`.
         path: As for `save`.
         max_staging_bytes: Maximum memory for the copy on this rank, in bytes or as text such as `"8GB"`; at least
-            1 MiB, pinned if the process uses a GPU. None for as much as this rank writes; with a GPU at most half of
-            the machine's memory, divided by its ranks. A larger state is copied in rounds, each after the previous one
-            has been written: the call returns when the last round has been copied. The memory is kept for the next
-            save.
-        on_busy: Whether to wait for a running save or to raise an error; an error of one rank is raised on all ranks.
-        **options: Other parameters of `save`. With a `base`, tensors are hashed before this returns, and only changed
+            1 MiB, pinned if the process uses a GPU. By default as much as this rank writes; with a GPU at most half the
+            machine's memory, divided by its ranks. A larger state is copied in rounds, each after the previous one has
+            been written, and the call returns after the last copy. The memory is kept for the next save.
+        on_busy: Whether to wait for a running save or to raise an error, on all ranks.
+        **options: Other parameters for `save`. With a `base`, tensors are hashed before this returns, and only changed
             tensors are copied.
 
     Returns:
@@ -141,7 +140,7 @@ def start_async_save(
     max_staging_bytes: int | str | None = None,
     on_busy: OnBusy = "wait",
 ) -> SaveHandle:
-    """Save a state in the background, as `async_save`, beside the saves of other lanes. Collective."""
+    """Save a state in the background, as `async_save`, while saves in other lanes may run. Collective."""
     checked, fault = check_options("async_save", path, options)
     most = None
     try:
@@ -178,14 +177,14 @@ def _copy_and_start(
             last = saver.channels.background_coordinator(group, lane.name, has_low_priority=lane.is_for_captures)
             yields = lane.is_for_captures and saver.channels.main.size > 1
             copy = _Copy(task, SaveSession(saver, checked, last), StagingArea(lane.buffers, most), yields=yields)
-            lane.pending.begin(task, copy.abandon)
+            lane.pending.start(task, copy.abandon)
             planned, flattened = copy.plan(state, refusal)
         copy.stage(planned, flattened)
         del flattened  # before the next garbage collection
 
 
 def _parse_max_staging_bytes(max_staging_bytes: int | str | None) -> int | None:
-    """Return the budget of the copy in bytes, None for no limit. Raises UsageError."""
+    """Return the copy's budget in bytes, None for no limit. Raises UsageError."""
     most = default_budget() if max_staging_bytes is None else parse_size(max_staging_bytes)
     buffer_size(most)
     return most
@@ -208,7 +207,7 @@ def _refusal(lane: SaveLane, on_busy: OnBusy) -> Exception | None:
 
 
 class _Copy:
-    """Copy of a state, which the call makes and the saver's thread writes."""
+    """The copied state, which the call makes and the saver's thread writes."""
 
     def __init__(self, task: AsyncSaveTask, session: SaveSession, staging: StagingArea, *, yields: bool) -> None:
         self._task, self._session, self._staging, self._yields = task, session, staging, yields
@@ -228,7 +227,7 @@ class _Copy:
             raise
 
     def stage(self, planned: PlannedSave, flattened: PlannedState) -> None:
-        """Start the thread and copy the state; an error of the copy fails the save."""
+        """Start the thread and copy the state; if the copy fails, the save fails."""
         try:
             has_thread = self._start(planned)
             with self._task.phase("staging"):
@@ -263,7 +262,7 @@ class _Copy:
         return self._is_claimed
 
     def _start(self, planned: PlannedSave) -> bool:
-        """Start the thread; return False if the process ends and has no more threads."""
+        """Start the thread; return False if the process ends and starts no more threads."""
         try:
             return self._task.start(lambda: self._write(planned))
         except RuntimeError as error:  # a thread cannot be started; other ranks have to know
@@ -278,7 +277,7 @@ class _Copy:
         self._staging.fail(error)
 
     def _write(self, planned: PlannedSave, source: Source | None = None) -> None:
-        """Write and publish the copy, on the saver's thread; or the state, where `source` has it."""
+        """Write and publish the copy, or the state from `source`."""
 
         def transfer() -> WrittenSave:
             with self._task.phase("write"):
@@ -298,7 +297,7 @@ class _Copy:
                 self._session.commit(planned, written)
 
     def _wait_for_copies(self) -> None:
-        """Wait for the copy of this rank, and as long again for those of other ranks, which may have begun later."""
+        """Wait for this rank's copy, and as long again for other ranks, which may have started later."""
         start = time.monotonic()
         self._staging.wait()
         # The training loop does not wait meanwhile, and the slowest rank delays all.

@@ -1,4 +1,4 @@
-"""Statistics of the values of chunks, computed from the bytes that are written."""
+"""Compute statistics for the values in chunks from the bytes that are written."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class ChunkMeter:
         return [partial(_run_all, group) for group in tasks]
 
     def stats(self) -> tuple[ValueStats, ...]:
-        """Return the statistics of all chunks, after the complete file was measured."""
+        """Return the statistics by chunk; call it after the last bytes."""
         return tuple(map(merge_stats, self._parts))
 
     def _task(self, number: int, data: bytes | memoryview) -> HashTask:
-        """Return the task that measures a part of a chunk."""
+        """Return the task that measures part of a chunk."""
         parts, dtype = self._parts[number], self._chunks[number].dtype
         at = len(parts)
         parts.append(ValueStats())
@@ -71,7 +71,7 @@ class ChunkMeter:
             yield self._number, part
 
     def _split_elements(self, data: memoryview) -> Iterator[tuple[int, bytes | memoryview]]:
-        """Yield complete elements by chunk; the bytes of the last one may be incomplete."""
+        """Yield complete elements by chunk, and keep an incomplete one for the next call."""
         for number, part in self._split_chunks(data):
             width = max(bits(self._chunks[number].dtype) // 8, 1)
             if self._rest:
@@ -92,7 +92,7 @@ def _run_all(tasks: Sequence[HashTask]) -> None:
 
 
 def measure_chunk(chunk: PayloadChunk, arrays: Mapping[Path, TensorShards]) -> ValueStats:
-    """Return the statistics of a chunk whose elements are all on this rank."""
+    """Return statistics for a chunk whose elements are all on this rank."""
     meter = ChunkMeter((chunk,), 0)
     for part in tensor_bytes(view_box(arrays[chunk.path], chunk.box)):
         _run_all(meter.split(part))

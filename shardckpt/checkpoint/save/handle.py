@@ -1,4 +1,4 @@
-"""Handles and state of saves in the background, one at a time per process."""
+"""Handles and state for background saves, one at a time per process."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _LOG = logging.getLogger("shardckpt")
 
 @dataclass(frozen=True)
 class SaveTimings:
-    """Durations of the phases of a save in the background on this rank, in seconds.
+    """Seconds that each phase of a background save took on this rank.
 
-    The duration is 0 for a phase that has not ended.
+    A phase that has not ended counts as 0.
 
     Attributes:
         waiting: Time until the previous save ended.
         capture: Time to flatten the state and plan with the other ranks.
         staging: Time to copy the state, including waits for buffers if the state is larger than the budget.
-        write: Time from the start of staging to the end of writing.
+        write: Time from the start of staging until everything is written.
         publish: Time to agree with the other ranks and publish the result.
     """
 
@@ -45,7 +45,7 @@ class SaveTimings:
 
 
 class AsyncSaveTask:
-    """Thread, phases and error of a save in the background."""
+    """A background save: its thread, phases and error."""
 
     def __init__(self, path: str, on_event: OnEvent | None, *, is_tolerated: bool = False) -> None:
         self.path, self._is_tolerated = path, is_tolerated
@@ -68,16 +68,16 @@ class AsyncSaveTask:
         return SaveTimings(**self.recorder.phases)
 
     def emit(self, error: BaseException | None) -> None:
-        """Emit the event of the save, which ends now; only once."""
+        """Emit the save's event, only once, since the save ends now."""
         if self._emitting.acquire(blocking=False):
             emit(self.recorder.build(error), self._on_event, is_tolerated=self._is_tolerated)
 
     def claim(self) -> bool:
-        """Claim the rest of the save, as its thread and an interrupted call may; return True for the first claim."""
+        """Claim the rest of the save for its thread or an interrupted call; return True for the first claim."""
         return self._claimed.acquire(blocking=False)
 
     def start(self, work: Callable[[], None]) -> bool:
-        """Run the rest of the save on a thread, unless it is claimed; return False if no thread can start."""
+        """Run the unclaimed rest of the save on a thread; return False if no thread can start."""
 
         def run() -> None:
             lower_priority()  # the training needs the cores; threads started here inherit the priority
@@ -97,7 +97,7 @@ class AsyncSaveTask:
         self.emit(self._failure)
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait at most `timeout` seconds for the end of the save; return True if it has ended."""
+        """Wait at most `timeout` seconds until the save ends; return True if it has ended."""
         return self._thread is None or self._thread.join(timeout)
 
     @property
@@ -112,26 +112,26 @@ class AsyncSaveTask:
 
     @property
     def last_failure(self) -> BaseException | None:
-        """Error of the save, which may still have to be retrieved."""
+        """The save's error, whether it was retrieved or not."""
         return self._failure
 
     def failure(self) -> BaseException | None:
-        """Return the error of the save, and mark it as retrieved."""
+        """Return the save's error, and mark it as retrieved."""
         if os.getpid() != self._process:
             raise UsageError("the save runs in another process", where=self.path, fix="Ask there.")
         self._is_retrieved = True
         return self._failure
 
     def unretrieved_error(self) -> BaseException | None:
-        """Return the error of the save, unless it was retrieved."""
+        """Return the save's error, unless it was retrieved."""
         return None if self._is_retrieved else self.failure()
 
 
 class SaveHandle:
-    """Handle of a save in the background.
+    """Handle for a background save.
 
     Attributes:
-        path: Target of the save.
+        path: Target path or URL.
     """
 
     def __init__(self, task: AsyncSaveTask) -> None:
@@ -146,7 +146,7 @@ class SaveHandle:
         """Wait until all ranks have committed and published the checkpoint.
 
         Args:
-            timeout: Maximum time in seconds; None for no limit.
+            timeout: Maximum time in seconds; by default no limit.
 
         Raises:
             TimeoutError: The save has not ended in time; it continues.
@@ -166,17 +166,17 @@ class SaveHandle:
 
 
 class StepTask(NamedTuple):
-    """A save in the background of a run's step."""
+    """A step that is saved in the background."""
 
     number: int
     handle: SaveHandle
 
     def is_over_within(self, limit_s: float) -> bool:
-        """Wait for the end of the save; return False if it has not come in time."""
+        """Wait until the save ends; return False if it does not end in time."""
         return self.handle._task.join(limit_s)
 
     def await_fault(self) -> str:
-        """Wait for the end of the save; return why it failed, empty if it did not, or if its error was retrieved."""
+        """Wait until the save ends; return why it failed, empty if it succeeded or its error was retrieved."""
         task = self.handle._task
         task.join()
         failure = task.last_failure if task.has_unretrieved_error else None  # stays for `result()` and the next save
@@ -184,7 +184,7 @@ class StepTask(NamedTuple):
 
 
 class PendingSave:
-    """The only running save in the background of a process."""
+    """The only background save that runs in this process."""
 
     def __init__(self) -> None:
         self._is_known_to_exit = False
@@ -196,7 +196,7 @@ class PendingSave:
         self._task: AsyncSaveTask | None = None
         self._abandon: Callable[[], object] = lambda: None
 
-    def begin(self, task: AsyncSaveTask, abandon: Callable[[], object]) -> None:
+    def start(self, task: AsyncSaveTask, abandon: Callable[[], object]) -> None:
         """Register a save that is about to start; `abandon` ends its copy if a signal ended the call."""
         self._task, self._abandon = task, abandon
         if not self._is_known_to_exit:
@@ -215,7 +215,7 @@ class PendingSave:
             self._task.join()
 
     def unretrieved_error(self) -> Exception | None:
-        """Return, once, the error of the last save, unless it was retrieved."""
+        """Return the last save's error once, unless it was retrieved."""
         failure = self._task.unretrieved_error() if self._task is not None else None
         return None if failure is None or self._task is None else _again(failure, self._task.path)
 
@@ -234,7 +234,7 @@ class PendingSave:
 
 
 def _again(failure: BaseException, path: str) -> Exception:
-    """Return an error of the same kind about an earlier save, caused by the failure."""
+    """Return an error with the same class about an earlier save, caused by the failure."""
     text = f"the save before this one, in the background to {path}, failed: {describe(failure)}"
     if isinstance(failure, RankError):
         again: Exception = RankError(text, rank=failure.rank)

@@ -1,4 +1,4 @@
-"""Write payload files from memory and hash them: 4 MiB at a time, or by threads beside the writes."""
+"""Write payload files from memory and hash them: 4 MiB at a time, or on threads during the writes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from shardckpt.storage.publication import Publication
 from shardckpt.storage.store import Writer
 from shardckpt.storage.thread_pool import ThreadPool
 
-# Most bytes per write; threads hash them at the same time. Beside Python code of other threads, each call that releases
-# the interpreter's lock waits 5 ms to get it back, however short the call is (docs/decisions/0033).
+# Maximum bytes per write; threads hash them at the same time. While other threads run Python code, each call that
+# releases the interpreter's lock waits 5 ms to get it back (docs/decisions/0033).
 SLICE_BYTES = 256 << 20
 
 # Threads that hash a slice; they wait for the lock at the same time, so their number does not depend on the cores.
@@ -28,12 +28,12 @@ _HASH_THREADS = 4
 _GATHERED_BYTES = 1 << 20
 
 
-# Returns the contents of a file after its header; each part is valid until the next one is requested.
+# Returns a file's contents after its header; each part is valid until the next request.
 Source = Callable[[PayloadFile], Iterable[memoryview]]
 
 
 class _Digester(Protocol):
-    """Computes something from the bytes of a file while it is written."""
+    """Computes something from a file's bytes while they are written."""
 
     def split(self, data: memoryview, most: int, /) -> list[HashTask]:
         """Return tasks for the file's next bytes, about `most`."""
@@ -70,12 +70,12 @@ def write_payloads(
 
 
 def iter_contents(payload: PayloadFile, state: TensorSource) -> Iterator[memoryview]:
-    """Yield the bytes of a file after its header, from memory; each part is valid until the next request."""
+    """Yield a file's bytes after its header, from memory; each part is valid until the next request."""
     return iter_bytes(state.views(payload.chunks), payload.nbytes)
 
 
 class _Hashing:
-    """Hashing on the writing thread, or on threads next to it, which are started at their first use."""
+    """Hashes on the writing thread, or on other threads, which start at their first use."""
 
     # One thread writes each 4 MiB while they are in the processor's cache, and takes no other core from the training.
     # But next to Python code it would wait for the interpreter's lock after each 4 MiB.
@@ -95,7 +95,7 @@ class _Hashing:
         return sum(_measure(task) for task in tasks)
 
     def choose(self, hashed_s: float, nbytes: int) -> None:
-        """Choose the threads of the next bytes: others if hashes wait for the interpreter's lock."""
+        """Hash the next bytes on other threads if hashes wait for the interpreter's lock."""
         is_late = hashed_s >= max(nbytes / GROUP_BYTES, 1) * sys.getswitchinterval() / 2
         self.needs_threads = self._prefers_threads or is_late
 
@@ -113,7 +113,7 @@ def _measure(task: HashTask) -> float:
 
 
 class _Stream:
-    """Writer of one file: joins small parts, and hashes what it writes."""
+    """Writes one file: joins small parts, and hashes what it writes."""
 
     def __init__(self, writer: Writer, digesters: Sequence[_Digester], hashing: _Hashing) -> None:
         self._writer, self._digesters, self._hashing = writer, digesters, hashing
@@ -147,13 +147,13 @@ class _Stream:
             data = data[len(part) :]
 
     def _put_next(self, data: memoryview) -> float:
-        """Hash bytes, then write them; return the seconds of the hashes."""
+        """Hash bytes, then write them; return the seconds for hashing."""
         hashed_s = self._hashing.run(task for digester in self._digesters for task in digester.split(data, 1))
         self._writer.write(data)
         return hashed_s
 
     def _put_parallel(self, data: memoryview) -> float:
-        """Write bytes while threads hash them; return the seconds of the hashes."""
+        """Write bytes while threads hash them; return the seconds for hashing."""
         started = self._hashing.start(
             task for digester in self._digesters for task in digester.split(data, _HASH_THREADS)
         )

@@ -1,4 +1,4 @@
-"""Digests of replicated data, which ranks compare.
+"""Hash replicated data, so that ranks can compare it.
 
 A save does not wait for copies from devices before its end.
 """
@@ -21,7 +21,7 @@ PINNED_BYTES = 64 << 20  # maximum of pinned memory for copies of replicated dat
 
 
 class Replica(NamedTuple):
-    """A box of an array that several ranks have."""
+    """A box that several ranks have."""
 
     path: Path
     box: Box | None  # None for the entire array
@@ -34,14 +34,14 @@ class Replica(NamedTuple):
 
 
 class ReplicatedBox(NamedTuple):
-    """A box of an array that several ranks have, before it is hashed."""
+    """A box that several ranks have, before it is hashed."""
 
     path: Path
     shape: Sequence[int]
     shard: LocalShard
 
     def with_digest(self, parts: Iterable[memoryview]) -> Replica:
-        """Return the box with the digest of its bytes."""
+        """Return the box with its digest."""
         digest = xxhash.xxh3_128()
         for part in parts:
             digest.update(part)
@@ -49,7 +49,7 @@ class ReplicatedBox(NamedTuple):
 
 
 class ReplicaDigests:
-    """Digests of a rank's boxes in each replica group."""
+    """Digests for a rank's boxes, by replica group."""
 
     def __init__(self, boxes: Mapping[int, Sequence[ReplicatedBox]]) -> None:
         self._copies = _PinnedCopies([box.shard.tensor for group in boxes.values() for box in group])
@@ -69,7 +69,7 @@ class ReplicaDigests:
         self._copies = _PinnedCopies(())
 
     def by_group(self) -> dict[int, list[Replica]]:
-        """Return the digests after `finish`, by number of the group."""
+        """Return the digests by group number, after `finish`."""
         return {number: [box for box in group if isinstance(box, Replica)] for number, group in self._boxes.items()}
 
 
@@ -78,7 +78,7 @@ def _hash(box: ReplicatedBox) -> Replica | ReplicatedBox:
 
 
 class _PinnedCopies:
-    """Copies of the tensors on devices that fit, on the current streams."""
+    """Copies device tensors that fit, on the current streams."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._places: dict[int, tuple[int, int]] = {}
@@ -110,6 +110,6 @@ class _PinnedCopies:
             event.synchronize()
 
     def get(self, tensor: torch.Tensor) -> memoryview:
-        """Return the bytes of a tensor after `wait`."""
+        """Return a tensor's bytes, after `wait`."""
         start, stop = self._places[id(tensor)]
         return memoryview(self._buffer[start:stop].numpy())  # type: ignore[arg-type]

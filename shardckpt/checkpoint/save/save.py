@@ -1,4 +1,4 @@
-"""`save`: save the state of a training run, on any number of ranks."""
+"""`save`: save a training state on any number of ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GetBase = Callable[[], str | None]  # returns the path or URL of a save's base; 
 
 
 class SaveParams(TypedDict, total=False):
-    """Keyword parameters of every function that saves; `save` describes them."""
+    """Keyword parameters for every function that saves; `save` describes them."""
 
     overwrite: bool
     checksums: bool
@@ -43,33 +43,33 @@ def save(
     path: str | os.PathLike[str],
     **options: Unpack[SaveParams],
 ) -> None:
-    """Save the state of a training run. Collective.
+    """Save a training state. Collective.
 
-    Every rank of the group calls it with its own state. The checkpoint appears under `path` only after all of it is
-    stored durably; until then the previous content stays. The call first waits for a save in the background; if that
-    save failed and its error was not retrieved, the call raises the error and does not save.
+    Every rank in the group calls it with its own state. The checkpoint appears under `path` once everything is stored
+    durably; until then the previous content stays. The call first waits for a background save. If that save failed and
+    its error was not retrieved, the call raises the error and does not save.
 
     Args:
         state: Models, optimizers, objects with `state_dict` and `load_state_dict`, tensors and plain values, in dicts
-            and lists of any depth. Tensors other than DTensors, and plain values, must be equal on every rank.
-        path: Folder of the new checkpoint, or a URL that fsspec supports.
-        overwrite: Replace an existing checkpoint; False by default, as the options below.
-        checksums: Store a hash of every block of 128 KiB, and require that replicated data is equal; True by default.
-        process_group: Ranks that save; None for all ranks.
+            and lists at any depth. Tensors other than DTensors, and plain values, must be equal on every rank.
+        path: Folder for the new checkpoint, or a URL that fsspec supports.
+        overwrite: Replace an existing checkpoint; False by default, like the options below.
+        checksums: Store a hash for every 128 KiB block, and require that replicated data is equal; True by default.
+        process_group: Ranks that save; by default all ranks.
         custom_metadata: Free text by name, stored in the manifest. Reserved for `Checkpointer`: `run.branch`,
-            `run.after` and names that begin with `metric.`.
+            `run.after` and names that start with `metric.`.
         base: Checkpoint to refer to for unchanged tensors, which are not written again. It must have been saved with
             `store_digests` or with a base, and must stay in its place. Or a function that returns it, called on rank 0
-            when the save begins.
-        store_digests: Store a hash of each tensor's bytes, so that a later save can use this checkpoint as its base;
+            when the save starts.
+        store_digests: Store a hash for each tensor, so that a later save can use this checkpoint as its base;
             implied by `base`.
         trainable_only: Refer to the base for every parameter that does not require gradients, after a check that the
             base has equal bytes. The base may have any readable format that stores tensors as in memory.
-        base_key_map: Replacements by regular expression, which change names of the model to names in the base. Patterns
-            of wrappers and adapters (PEFT) are known.
-        on_event: Called with the `SaveEvent` of this save when it has ended.
-        stats: Store statistics of the values of each tensor, which `shardckpt stats`, `inspect`, `history` and `bisect`
-            read: counts of NaN, infinities and zeros, extremes, mean and L2 norm.
+        base_key_map: Regular expressions with replacements, which change the model's names to names in the base.
+            Patterns for wrappers and adapters (PEFT) are known.
+        on_event: Called with this save's `SaveEvent` when it has ended.
+        stats: Store statistics for each tensor's values, which `shardckpt stats`, `inspect`, `history` and `bisect`
+            read: how many are NaN, infinite or zero, extremes, mean and L2 norm.
 
     Raises:
         TargetExistsError: The target exists and `overwrite` is False.
@@ -110,7 +110,7 @@ def _build_options(path: object, options: SaveParams) -> SaveOptions:
         stats=stats,
     )
     if trainable_only and base is None:
-        raise UsageError("trainable_only needs a base", fix="Pass base=PATH of what holds the frozen parameters.")
+        raise UsageError("trainable_only needs a base", fix="Pass base=PATH with the frozen parameters.")
     has_digests = store_digests or base is not None
     if has_digests and not checksums:
         raise UsageError("a save with a base or store_digests needs checksums", found="checksums=False")
@@ -147,7 +147,7 @@ OnBegin = Callable[[str], object]  # called on rank 0 with the id of a save, bef
 
 
 class RunNotes(dict[str, str]):
-    """Custom metadata of a `Checkpointer`, which may have reserved names; the fields are as in `SaveOptions`."""
+    """A `Checkpointer`'s custom metadata, which may have reserved names; the fields are as in `SaveOptions`."""
 
     require_replaceable: Callable[[], object] | None = None
     is_shared: bool = True
@@ -156,7 +156,7 @@ class RunNotes(dict[str, str]):
 
 
 def read_notes(custom_metadata: Mapping[str, str] | None) -> dict[str, str]:
-    """Return a checked copy of the argument `custom_metadata`."""
+    """Return a checked copy of `custom_metadata`."""
     notes = _require_texts("custom_metadata", custom_metadata)
     reserved = [name for name in notes if name in {BRANCH, AFTER} or name.startswith(METRIC)]
     if reserved and not isinstance(custom_metadata, RunNotes):
@@ -169,7 +169,7 @@ def read_notes(custom_metadata: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def _require_texts(argument: str, given: Any) -> dict[str, str]:
-    """Return a copy of a mapping of text to text, empty for None. Raises UsageError."""
+    """Copy a mapping from text to text, empty for None. Raises UsageError."""
     if given is None:
         return {}
     if not isinstance(given, Mapping):
@@ -182,14 +182,14 @@ def _require_texts(argument: str, given: Any) -> dict[str, str]:
 
 
 class SaverCache:
-    """Savers by process group; those of one cache save one after another."""
+    """Savers by process group, which save one after another."""
 
     def __init__(self) -> None:
         self._savers: WeakKeyDictionary[ProcessGroup, Saver] = WeakKeyDictionary()
         self._alone = Saver(ALONE)
 
     def get(self, group: dist.ProcessGroup | None, refusal: Exception | None = None) -> Saver:
-        """Return the saver of a process group. Collective at the first call, which creates the channels."""
+        """Return a process group's saver. Collective at the first call, which creates the channels."""
         # `refusal` is raised if a rank is lost: the others cannot receive it.
         channels, key = get_channels(group, refusal), resolve_process_group(group)
         if key is None:
@@ -200,9 +200,9 @@ class SaverCache:
         return known
 
 
-SAVERS = SaverCache()  # savers of all saves but captures
+SAVERS = SaverCache()  # for all saves except captures
 
 
 def saver_for(group: dist.ProcessGroup | None, refusal: Exception | None = None) -> Saver:
-    """Return the saver of a process group; as `SaverCache.get`."""
+    """Return a process group's saver, as `SaverCache.get`."""
     return SAVERS.get(group, refusal)

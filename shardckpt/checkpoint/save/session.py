@@ -1,4 +1,4 @@
-"""A save session, from plan to commit, with two messages of each rank.
+"""A save session, from plan to commit: each rank sends two messages.
 
 An error on one rank is raised on all ranks.
 """
@@ -74,30 +74,30 @@ from shardckpt.torchrun import has_second_core
 
 T = TypeVar("T")
 
-_MOST_CACHED_SAVES = 4  # saves that are cached: a run saves one state again and again, or a few in turn
+_MAX_CACHED_SAVES = 4  # a run saves one state again and again, or a few in turn
 PlannedState = FlattenedState | TracedState  # a state whose save is planned
 
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """Options of a save."""
+    """Options for one save."""
 
     path: str  # or URL
     overwrite: bool  # whether to replace an existing checkpoint of shardckpt
     checksums: bool  # whether to hash blocks and compare replicated data
     custom_metadata: Mapping[str, str]  # free text by name, for the manifest
-    # Function that returns the base; None or empty text to save without a base. Called on rank 0 when the save begins.
+    # Returns the base; None or empty text to save without one. Called on rank 0 when the save starts.
     base: Callable[[], str | None] = lambda: None
     store_digests: bool = False  # whether to hash chunks, so that a later save can refer to this checkpoint
     trainable_only: bool = False  # whether to refer to the base for all frozen parameters
-    # Replacements by regular expression, which change names of the model to names in the base.
+    # Regular expressions with replacements, which change the model's names to names in the base.
     base_key_map: Mapping[str, str] = field(default_factory=dict)
     on_event: OnEvent | None = None  # called with the event of the save; None without a callback
     stats: bool = False  # whether to store statistics of the values
-    # Called on rank 0 before the commit; raises an error if `overwrite` holds no longer, because another process has
-    # completed the checkpoint meanwhile. None if it holds in any case.
+    # Called on rank 0 before the commit; raises if another process has completed the checkpoint meanwhile, so that
+    # `overwrite` no longer holds. None if it always holds.
     require_replaceable: Callable[[], object] | None = None
-    is_shared: bool = True  # whether all ranks write to one place; otherwise each writes to a place of its own node
+    is_shared: bool = True  # all ranks write to one place; otherwise each writes on its own node
     # Called on every rank after rank 0 has committed, with the coordinator of the commit. Collective.
     after_commit: Callable[[Coordinator], object] | None = None
     # Called on rank 0 with the id of the save, before anything is written.
@@ -132,7 +132,7 @@ class PlanResponse:
 
 
 class Saver:
-    """Saver of one group of ranks, which caches the last committed plan."""
+    """Saves for one group of ranks, and caches the last committed plan."""
 
     def __init__(self, channels: Channels) -> None:
         self.channels = channels
@@ -188,7 +188,7 @@ class Saver:
             self.plan_cache = plan_cache
         if cached_save is not None:
             others = [cached for cached in self.cached_saves if cached is not cached_save]
-            self.cached_saves = (cached_save, *others[: _MOST_CACHED_SAVES - 1])
+            self.cached_saves = (cached_save, *others[: _MAX_CACHED_SAVES - 1])
 
     def forget(self) -> None:
         """Drop the cached plan."""
@@ -201,7 +201,7 @@ def _digest(parts: Iterable[bytes]) -> str:
 
 
 def capture_error(work: Callable[[], T]) -> T | Exception:
-    """Return the result of a function, or its error, to send to all ranks."""
+    """Return a function's result, or its error, to send to all ranks."""
     try:
         return work()
     except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
@@ -210,7 +210,7 @@ def capture_error(work: Callable[[], T]) -> T | Exception:
 
 @dataclass(frozen=True)
 class PlannedSave:
-    """Plan of a save on which the ranks have agreed, without the state."""
+    """Plan on which the ranks have agreed, without the state."""
 
     response: PlanResponse
     rank_plan: RankSavePlan  # chunks that this rank writes
@@ -221,16 +221,16 @@ class PlannedSave:
 
 @dataclass(frozen=True)
 class StagedSave:
-    """Files that a rank will write, and digests of its replicated data."""
+    """Files that a rank will write, and digests for its replicated data."""
 
     files: tuple[FileLayout, ...]  # layouts of the files, without headers
     replicas: ReplicaDigests
     unchanged: tuple[int, ...]  # positions in the plan of chunks that are equal in the base
-    # Statistics of unchanged chunks that the base has none of, by position; empty if nobody needs them.
+    # Statistics for unchanged chunks, by position, that the base lacks; empty if nobody needs them.
     stats: Mapping[int, ValueStats] = field(default_factory=dict)
 
     def replica_group_digests(self) -> dict[str, str]:
-        """Return one digest per replica group, by number of the group."""
+        """Return one digest per replica group, by group number."""
         groups = self.replicas.by_group()
         return {str(number): _digest(replica.digest for replica in boxes) for number, boxes in groups.items()}
 
@@ -250,11 +250,11 @@ class WrittenSave:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the payload files."""
+        """Bytes in the payload files."""
         return sum(each.payload.nbytes for each in self.payloads)
 
     def outcome(self) -> tuple[dict[str, str], tuple[int, ...], Sequence[str], dict[str, str]]:
-        """Return digests of replica groups, unchanged chunks, block hashes and statistics, for rank 0."""
+        """Return replica group digests, unchanged chunks, block hashes and statistics, for rank 0."""
         stats = {str(at): measured.pack().hex() for at, measured in self.staged.stats.items()}
         return self.staged.replica_group_digests(), self.staged.unchanged, self.block_hashes, stats
 
@@ -264,14 +264,14 @@ class _OpenedState:
     """State before it is flattened."""
 
     root: Any  # as `as_root` returns it
-    objects: Mapping[int, Any]  # results of the `state_dict` of objects, by the id of the object
+    objects: Mapping[int, Any]  # what `state_dict` returned, by object id
     trace: StateTrace | None  # None if the plan depends on more than the trace
     cached_save: CachedSave | None  # fits the state
 
 
 @dataclass(frozen=True)
-class _BegunSave:
-    """State of a running save on rank 0."""
+class _StartedSave:
+    """Rank 0's knowledge about a running save."""
 
     cache: PlanCache  # plan of all ranks, to cache after they have committed the save
     contents: ManifestContents  # without pieces
@@ -287,12 +287,12 @@ class SaveSession:
         # Nothing but the commit uses `last` until the save ends.
         self._saver, self._coordinator, self._options, self._last = saver, saver.channels.main, options, last
         self._publication: Publication | None = None
-        self._begun: _BegunSave | None = None
+        self._started: _StartedSave | None = None
         self._cached_save: CachedSave | None = None
 
     @contextmanager
     def rollback_on_error(self) -> Iterator[None]:
-        """Remove the files of this rank if the context raises an exception."""
+        """Remove this rank's files if the context raises an exception."""
         try:
             yield
         except BaseException:
@@ -300,24 +300,25 @@ class SaveSession:
             raise
 
     def rollback(self) -> None:
-        """Remove the files of this rank."""
+        """Remove this rank's files."""
         publication, self._publication = self._publication, None
         if publication is not None:
             publication.rollback()
 
     def leave(self) -> None:
-        """Remove the files of this rank, and mark ranks as lost: they continue without it."""
+        """Remove this rank's files; the other ranks continue without it."""
         self._coordinator.leave()
         self.rollback()
 
     def plan(self, state: Any, refusal: Exception | None = None) -> tuple[PlannedSave, PlannedState]:
-        """Flatten the state, plan with the other ranks, begin the publication. Collective."""
+        """Flatten the state, plan with the other ranks, start the publication. Collective."""
         is_alone = self._coordinator.size == 1
         planner = SavePlanner(self._saver, self._options)
         try:
             flattened, local_plan, response = planner.plan(state, refusal)
         finally:
-            self._publication, self._begun, self._cached_save = planner.publication, planner.begun, planner.cached_save
+            self._publication, self._started = planner.publication, planner.started
+            self._cached_save = planner.cached_save
         rank_plan, cache = response.rank_plan, self._saver.rank_plan_cache
         if isinstance(flattened, TracedState):
             rank_plan = flattened.rank_plan
@@ -351,10 +352,10 @@ class SaveSession:
     def write(
         self, planned: PlannedSave, staged: StagedSave, source: Source, *, is_background: bool = False
     ) -> WrittenSave:
-        """Write the files of this rank."""
+        """Write this rank's files."""
         assert self._publication is not None
         options = self._options
-        carry = self._begun.contents.carried() if self._begun is not None else None
+        carry = self._started.contents.carried() if self._started is not None else None
         planned_files = build_payloads(planned.response.save, self._coordinator.rank, staged.files, carry)
         payloads = write_payloads(
             self._publication,
@@ -377,28 +378,28 @@ class SaveSession:
         return WrittenSave(staged, payloads, files, hashes)
 
     def commit(self, planned: PlannedSave, written: WrittenSave | Exception) -> None:
-        """Publish and commit the files of all ranks. Collective."""
+        """Publish and commit all ranks' files. Collective."""
         if isinstance(written, Exception) and self._coordinator.size == 1:
             raise written
         what = f"saving to {self._options.path}"
         answer = self._exchange_outcome(what, planned, written)
-        assert not isinstance(written, Exception), "an error of this rank is raised by then"
+        assert not isinstance(written, Exception), "this rank's error is raised by then"
         if answer == _EXPLAIN:
             digests = json.dumps(written.staged.replica_digests()).encode()
             self._last.coordinate(what, digests, _raise_replicas)
         if answer == _BASE_REMOVED:
             url = planned.response.hints.url if planned.response.hints is not None else ""
             raise _base_removed_error(self._options.path, url)
-        cache = self._begun.cache if self._begun is not None else None
+        cache = self._started.cache if self._started is not None else None
         self._saver.remember(planned, cache, self._cached_save)
         if self._options.after_commit is not None:
             self._options.after_commit(self._last)
 
     def _exchange_outcome(self, what: str, planned: PlannedSave, written: WrittenSave | Exception) -> bytes:
-        """Return rank 0's answer after it published the files of all ranks. Collective."""
+        """Return rank 0's answer after it published all ranks' files. Collective."""
 
         def decide(messages: list[bytes]) -> list[bytes]:
-            assert not isinstance(written, Exception), "an error of this rank is raised before"
+            assert not isinstance(written, Exception), "this rank's error is raised before"
             outcomes, blobs = zip(*map(unpack_message, messages), strict=True)
             parts = [decode_partial(blob, where=f"rank {rank}") for rank, blob in enumerate(blobs) if rank]
             return [self._publish(planned, written, outcomes, parts)] * len(messages)
@@ -418,8 +419,8 @@ class SaveSession:
         others: Sequence[PartialManifest],
     ) -> bytes:
         """Compare replicas, commit, publish. On rank 0."""
-        assert self._begun is not None and self._publication is not None
-        plan, base = self._begun.cache.plan, self._begun.base
+        assert self._started is not None and self._publication is not None
+        plan, base = self._started.cache.plan, self._started.base
         digests, unchanged, hashes, stats = zip(*outcomes, strict=True)
         if _has_unequal_replicas(plan, digests):
             return _EXPLAIN
@@ -430,7 +431,7 @@ class SaveSession:
             referred.append(base.part(unchanged, hashes, planned.frozen_params.hashes, stats))
         files, arrays = merge_partials([*parts, *referred], plan.order)
         bases = base.bases(files) if base is not None else ()
-        contents = replace(self._begun.contents, files=(*files, *written.files), arrays=arrays, bases=bases)
+        contents = replace(self._started.contents, files=(*files, *written.files), arrays=arrays, bases=bases)
         manifest = encode_manifest(contents)
         _write_file(self._publication, manifest_name(contents.save), manifest)
         own = {**_sizes(written.files), manifest_name(contents.save): len(manifest)}
@@ -455,16 +456,16 @@ class SaveSession:
 
 
 class SavePlanner:
-    """Plan of one save on one rank, made with the other ranks."""
+    """Plans one save together with the other ranks."""
 
     def __init__(self, saver: Saver, options: SaveOptions) -> None:
         self._saver, self._coordinator, self._options = saver, saver.channels.main, options
         self.publication: Publication | None = None  # on rank 0
-        self.begun: _BegunSave | None = None  # on rank 0
+        self.started: _StartedSave | None = None  # on rank 0
         self.cached_save: CachedSave | None = None  # fits the state, or is cached by the commit
 
     def plan(self, state: Any, refusal: Exception | None) -> tuple[PlannedState, LocalSavePlan, PlanResponse]:
-        """Flatten the state, plan with the other ranks, begin the publication. Collective."""
+        """Flatten the state, plan with the other ranks, start the publication. Collective."""
         plan = self._plan_alone if self._coordinator.size == 1 else self._exchange_plan
         return plan(state, refusal)
 
@@ -474,7 +475,7 @@ class SavePlanner:
         if trace is None or cached_save is None:
             return self._flatten_alone(opened)
         self.cached_save = cached_save
-        return TracedState(cached_save, trace), cached_save.rank.local_plan, self._begin_again(trace, cached_save)[0]
+        return TracedState(cached_save, trace), cached_save.rank.local_plan, self._start_again(trace, cached_save)[0]
 
     def _flatten_alone(self, opened: _OpenedState) -> tuple[PlannedState, LocalSavePlan, PlanResponse]:
         """Flatten and plan; cache the save for states that have the same trace."""
@@ -483,7 +484,7 @@ class SavePlanner:
         if planned is None or not planned.local_plans[0].equals(local_plan):
             planned = PlanCache("", (local_plan,), create_single_rank_plan(local_plan))
         plan, reports, about = planned.plan, [build_report(flattened)], self._options.custom_metadata
-        (response,) = self._begin(planned, lambda save: build_contents(save, flattened, plan, reports, about))
+        (response,) = self._start(planned, lambda save: build_contents(save, flattened, plan, reports, about))
         self._cache(opened.trace, flattened, local_plan, response)
         return flattened, local_plan, response
 
@@ -508,18 +509,18 @@ class SavePlanner:
         cache = self._saver.rank_plan_cache
         rank_plan = response.rank_plan or (cache.rank_plan if cache is not None else None)
         if trace is not None and rank_plan is not None:
-            planned, contents = (None, None) if self.begun is None else (self.begun.cache, self.begun.contents)
+            planned, contents = (None, None) if self.started is None else (self.started.cache, self.started.contents)
             rank = RankPlanCache(response.save, local_plan, rank_plan)
             self.cached_save = cache_save(rank, trace, flattened, planned, contents)
 
-    def _begin_again(self, trace: StateTrace, cached_save: CachedSave) -> list[PlanResponse]:
-        """Begin the publication of a state that fits a cached save. On rank 0."""
+    def _start_again(self, trace: StateTrace, cached_save: CachedSave) -> list[PlanResponse]:
+        """Publish a state that fits a cached save. On rank 0."""
         manifest, about = cached_save.manifest, self._options.custom_metadata
         assert manifest is not None, "rank 0 caches the manifest too"
-        return self._begin(manifest.cache, lambda save: manifest.build_contents(save, trace, about))
+        return self._start(manifest.cache, lambda save: manifest.build_contents(save, trace, about))
 
     def _exchange_plan(self, state: Any, refusal: Exception | None) -> tuple[PlannedState, LocalSavePlan, PlanResponse]:
-        """Send the report of the state, and receive this rank's plan. Collective."""
+        """Send a report about the state, and receive this rank's plan. Collective."""
         what = f"preparing to save to {self._options.path}"
         opened = capture_error(lambda: self._open(state, refusal))
         if not isinstance(opened, Exception) and opened.trace is not None and opened.cached_save is not None:
@@ -538,11 +539,11 @@ class SavePlanner:
             return self._coordinator.coordinate(what, report, decide)
 
         def decide(messages: list[bytes]) -> list[bytes]:
-            assert not isinstance(local, Exception), "an error of this rank is raised before"
+            assert not isinstance(local, Exception), "this rank's error is raised before"
             return self._decide(messages, local[0])
 
         answer = ask()
-        assert not isinstance(local, Exception), "an error of this rank is raised by then"
+        assert not isinstance(local, Exception), "this rank's error is raised by then"
         if answer == _FLATTENED_NEEDED:
             answer = ask()
         if answer == _LOCAL_PLANS_NEEDED:
@@ -567,13 +568,13 @@ class SavePlanner:
             require_one_path(reports)
             if len({(report.is_traced, report.cached, report.values) for report in reports}) > 1:
                 return [_FLATTENED_NEEDED] * len(messages)
-            responses = self._begin_again(trace, cached_save)
+            responses = self._start_again(trace, cached_save)
             return [replace(response, rank_plan=None).encode() for response in responses]
 
         return self._coordinator.coordinate(what, capture_error(report), decide)
 
     def _decide(self, messages: list[bytes], flattened: FlattenedState) -> list[bytes]:
-        """Plan, and begin the publication. On rank 0."""
+        """Plan, and start the publication. On rank 0."""
         reports = [RankReport.decode(message) for message in messages]
         require_one_path(reports)
         if any(report.is_traced for report in reports):
@@ -582,26 +583,26 @@ class SavePlanner:
             return [_EXPLAIN] * len(messages)
         known = self._saver.plan_cache
 
-        def begin_with(planned: PlanCache) -> list[PlanResponse]:
+        def start_with(planned: PlanCache) -> list[PlanResponse]:
             about = self._options.custom_metadata
-            return self._begin(planned, lambda save: build_contents(save, flattened, planned.plan, reports, about))
+            return self._start(planned, lambda save: build_contents(save, flattened, planned.plan, reports, about))
 
         if known is not None and is_cached(reports, known):
-            return [replace(response, rank_plan=None).encode() for response in begin_with(known)]
+            return [replace(response, rank_plan=None).encode() for response in start_with(known)]
         local_plans = collect_local_plans(reports, known)
         if local_plans is None:
             return [_LOCAL_PLANS_NEEDED] * len(messages)
         planned = PlanCache("", local_plans, create_global_plan(local_plans))
-        return [response.encode() for response in begin_with(planned)]
+        return [response.encode() for response in start_with(planned)]
 
-    def _begin(self, planned: PlanCache, build: Callable[[str], ManifestContents]) -> list[PlanResponse]:
-        """Begin the publication, and return the answer to each rank. On rank 0."""
+    def _start(self, planned: PlanCache, build: Callable[[str], ManifestContents]) -> list[PlanResponse]:
+        """Start the publication, and return the answer to each rank. On rank 0."""
         save_id, plan, options = new_save_id(), planned.plan, self._options
         if options.on_begin is not None:
             options.on_begin(save_id)
         base = _open_base(options, plan)
         cache = planned if planned.save else replace(planned, save=save_id)
-        self.begun = _BegunSave(cache, build(save_id), base)
+        self.started = _StartedSave(cache, build(save_id), base)
         self.publication = begin(
             options.path,
             STEP,
@@ -621,7 +622,7 @@ class SavePlanner:
 
 
 def _choose_kept(options: SaveOptions) -> FindKept:
-    """Return the function that finds the files that stay behind the commit, or a failed one."""
+    """Return the function that finds files to keep after the commit, or after a failed one."""
     # While other nodes have the old marks alone, the old files of this one are needed.
     is_replaced_by_node = options.overwrite and not options.is_shared
     return partial(_list_files if is_replaced_by_node else read_referred_files, options.path)
@@ -637,7 +638,7 @@ def _write_file(publication: Publication, name: str, data: bytes) -> None:
 
 
 def _find_replicas(rank_plan: RankSavePlan, flattened: PlannedState) -> dict[int, list[ReplicatedBox]]:
-    """Return this rank's boxes in each replica group, by number of the group."""
+    """Return this rank's boxes in each replica group, by group number."""
     items = list(flattened.arrays.items()) if rank_plan.replica_groups else []
     replicas: dict[int, list[ReplicatedBox]] = {}
     for number, positions in rank_plan.replica_groups.items():
@@ -680,7 +681,7 @@ _FLATTENED_NEEDED = b"flattened"
 
 
 def _has_unequal_replicas(plan: GlobalSavePlan, digests: Sequence[Mapping[str, str]]) -> bool:
-    """Return True if the ranks of a replica group have different data."""
+    """Return True if ranks in a replica group have different data."""
     return any(
         len({digests[rank].get(str(number)) for rank in ranks}) > 1 for number, ranks in enumerate(plan.replica_groups)
     )
@@ -692,7 +693,7 @@ def _raise_values(messages: list[bytes]) -> list[bytes]:
 
 
 def _raise_replicas(messages: list[bytes]) -> list[bytes]:
-    """Raise the error with the names of arrays that differ between their replicas."""
+    """Raise the error that names the arrays with unequal replicas."""
     digests = [json.loads(own) for own in messages]
     first = {name: digest for own in reversed(digests) for name, digest in own.items()}
     raise build_mismatch_error(

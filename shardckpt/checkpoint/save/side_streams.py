@@ -22,7 +22,7 @@ def wait_for_side_streams() -> None:
 
 
 class SideStreams:
-    """Side streams of one copy of a state."""
+    """Side streams for copying one state."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._streams = {device: _side_stream(device) for device in devices if has_streams(device)}

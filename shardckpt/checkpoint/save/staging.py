@@ -29,8 +29,8 @@ from shardckpt.torchrun import local_world_size
 # Bytes per buffer within a budget, unless that is small; copying threads synchronize once per buffer.
 BUFFER_BYTES = 64 << 20
 
-# Bytes per buffer without a budget, when memory that is not used is not taken. Beside Python code the writing thread
-# waits for the interpreter's lock a few times per buffer (docs/decisions/0033).
+# Bytes per buffer without a budget: unused memory is not taken then. While other threads run Python code, the writing
+# thread waits for the interpreter's lock a few times per buffer (docs/decisions/0033).
 UNBOUNDED_BUFFER_BYTES = 256 << 20
 
 LEAST_BUDGET_BYTES = 1 << 20
@@ -54,7 +54,7 @@ def default_budget() -> int | None:
 
 
 def memory_size() -> int:
-    """Return the memory of this machine, or the limit of this container, in bytes."""
+    """Return this machine's memory, or this container's limit, in bytes."""
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for name in _MEMORY_LIMITS:
         with suppress(OSError, ValueError), open(name, encoding="ascii") as file:
@@ -63,7 +63,7 @@ def memory_size() -> int:
 
 
 def buffer_size(budget: int | None) -> int:
-    """Return the size of each buffer in bytes: a power of two, as for pinned memory."""
+    """Return each buffer's size in bytes: a power of two, as for pinned memory."""
     if budget is None:
         return UNBOUNDED_BUFFER_BYTES
     if budget < LEAST_BUDGET_BYTES:
@@ -74,7 +74,7 @@ def buffer_size(budget: int | None) -> int:
 
 
 class BufferPool(Generic[T]):
-    """Pool of buffers of one size within a budget, kept between saves."""
+    """Equally large buffers within a budget, kept between saves."""
 
     # One thread takes buffers, another one gives them back.
 
@@ -94,11 +94,11 @@ class BufferPool(Generic[T]):
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of all buffers."""
+        """Bytes in all buffers."""
         return len(self._all) * self._size
 
     def open(self, budget: int | None) -> None:
-        """Begin a save: mark all buffers as idle, and drop those that exceed the budget."""
+        """Start a save: mark all buffers as idle, and drop buffers that exceed the budget in bytes."""
         size = buffer_size(budget)
         with self._changed:
             self._all = [] if size != self._size else [buffer for buffer in self._all if not self._is_outdated(buffer)]
@@ -110,7 +110,7 @@ class BufferPool(Generic[T]):
             self._is_closed = False
 
     def count_missing(self, file_bytes: Iterable[int]) -> int:
-        """Return the bytes of new buffers that files of given sizes in bytes need. Files do not share buffers."""
+        """Return the bytes of new buffers that files with these sizes need. Files do not share buffers."""
         with self._changed:
             needed = sum(-(-nbytes // self._size) for nbytes in file_bytes)
             most = needed if self._most is None else min(needed, self._most)
@@ -157,7 +157,7 @@ class StagingBuffer(NamedTuple):
 
 
 def make_buffer(nbytes: int) -> StagingBuffer:
-    """Return a buffer of `nbytes` bytes, pinned if this process uses a GPU."""
+    """Return a buffer with `nbytes` bytes, pinned if this process uses a GPU."""
     is_pinned = is_gpu_used()
     with torch.inference_mode(False):  # a buffer outlives the caller's inference mode
         tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
@@ -181,7 +181,7 @@ class _NobodyWritesError(Exception):
 
 
 class StagingArea:
-    """Staging area of an asynchronous save: buffers with a rank's files, in order."""
+    """Staging area for an asynchronous save: buffers with a rank's files, in order."""
 
     # The first byte is written once the budget is used up: copies and writes would compete for memory bandwidth. After
     # that, each written buffer is filled again.
@@ -255,7 +255,7 @@ class StagingArea:
             block.view[at : at + stop - start] = data[start:stop]
 
     def _spans(self, nbytes: int) -> Iterator[tuple[int, int, StagingBuffer, int]]:
-        """Yield ranges of bytes (start, stop), each with its buffer and offset in it."""
+        """Yield byte ranges (start, stop), each with its buffer and offset in it."""
         start = 0
         while start < nbytes:
             block = self._block

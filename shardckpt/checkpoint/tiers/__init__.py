@@ -1,1 +1,1 @@
-"""Tiers in front of the root of a run: captures in memory, and what each step survives."""
+"""Tiers in front of a run's root: captures in memory, and what each step survives."""

@@ -1,4 +1,4 @@
-"""`CaptureTier`: base class of the tiers into which a run captures steps, beside its root."""
+"""`CaptureTier`: base class for the tiers into which a run captures steps, in addition to its root."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from shardckpt.plan.retention import Retention
 from shardckpt.storage.holder.holder_connection import STALL_S, HolderBusyError
 from shardckpt.storage.store import Store
 
-_MOST_SKIPPED = 64  # maximum number of captures that are left out after a failure, before the next attempt
+_MAX_SKIPPED = 64  # captures left out after a failure, before the next attempt
 
 
 class TierPlace(NamedTuple):
@@ -44,28 +44,28 @@ class TierPlace(NamedTuple):
 
 
 class CaptureTier(ABC):
-    """Captures of a run in one tier.
+    """A run's captures in one tier.
 
-    A failure of the tier never fails the training: it is one warning, and steps are not captured until an attempt
-    succeeds; after each failure in a row twice as many captures are left out.
+    A tier failure never fails the training. It is one warning, and no step is captured until an attempt succeeds. Each
+    failure in a row doubles the captures that are left out.
 
     Args:
         place: The tier as restores and claims see it.
-        shown: Place of the captures in messages.
-        lane: Saves in the background, of this kind of tier alone.
-        every: Steps whose number is a multiple of this are captured.
+        shown: Where the captures are, for messages.
+        lane: Background saves, for this kind of tier alone.
+        every: Captures steps whose number is a multiple of this.
         rules: Rules that select the captures to keep.
-        group: Process group of the ranks; None for all ranks.
-        on_event: Called with the events of captures; None without a callback.
+        group: Ranks that save; None for all ranks.
+        on_event: Called with capture events; None without a callback.
 
     Attributes:
         place: The tier as restores and claims see it.
-        every: Steps whose number is a multiple of this are captured.
-        opening: Opening of the tier on all nodes.
-        promoted: Steps that this node has copied to the tier, if each node has a part of them.
-        is_spread: Whether the ranks were on several nodes at the last capture: each node has a part of it.
+        every: Captures steps whose number is a multiple of this.
+        opening: Makes the tier ready on all nodes.
+        promoted: Steps that this node has copied to the tier, if each node has a part.
+        is_spread: Whether the last capture was on several nodes, each with a part.
         pending: The last capture; None once it was settled.
-        list_needed: Returns the numbers of steps that stay whatever the rules. On the ranks that act for nodes.
+        list_needed: Returns the steps that retention must not delete. On ranks that act for nodes.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class CaptureTier(ABC):
         self.place, self.every = place, every
         self._shown, self._lane, self._group, self._on_event = shown, lane, group, on_event
         self.list_needed: Callable[[], Collection[int]] = tuple
-        self._begun: int | None = None
+        self._started: int | None = None
         self._retention = StepRetention(rules, place.finder, on_event, lambda: _list_kept(self))
         self._parts = NodeRetention(rules, place.open_own, place.finder.damaged, place.finder.removed)
         self.promoted = self._parts.promoted
@@ -93,7 +93,7 @@ class CaptureTier(ABC):
 
     @abstractmethod
     def open_node(self) -> None:
-        """Make the tier ready for a capture on the node of this rank, unless it is.
+        """Make the tier ready for a capture on this rank's node, unless it is.
 
         Raises:
             ShardckptError: Nothing can be captured.
@@ -103,7 +103,7 @@ class CaptureTier(ABC):
         """Make the tier ready on rank 0's node, unless it is. On rank 0.
 
         Args:
-            nodes: Ids of the nodes of all ranks.
+            nodes: Ids of all ranks' nodes.
 
         Raises:
             ShardckptError: Nothing can be captured.
@@ -116,12 +116,12 @@ class CaptureTier(ABC):
         return self.opening.open_nodes(number, share, is_open=is_open)
 
     def finish(self, coordinator: Coordinator, number: int, share: NodeShare) -> None:
-        """Complete a capture that rank 0 has committed, on several nodes; remove older ones. Collective.
+        """Complete a capture on all nodes after rank 0 committed it; remove older ones. Collective.
 
         Args:
-            coordinator: Coordinator of the thread of the capture.
-            number: Number of the step.
-            share: Part of this rank.
+            coordinator: Coordinator for the capture's thread.
+            number: Step number.
+            share: This rank's part.
 
         Raises:
             StorageError: The capture is not complete; RankError on other ranks.
@@ -136,7 +136,7 @@ class CaptureTier(ABC):
         """Copy a capture to other nodes, if the tier does. Collective."""
 
     def list_copied(self) -> Collection[str]:
-        """Return the folders of captures that stay since newer ones have fewer copies."""
+        """Return the folders of captures that stay because newer ones have fewer copies."""
         return ()
 
     def takes(self, number: int) -> bool:
@@ -147,9 +147,9 @@ class CaptureTier(ABC):
         """Make the tier ready; return whether a step can be captured. On rank 0.
 
         Args:
-            number: Number of the step.
-            nodes: Ids of the nodes of all ranks.
-            other: Ranks of one node that have different places, as text; empty without such ranks.
+            number: Step number.
+            nodes: Ids of all ranks' nodes.
+            other: Text that names ranks on one node with different places; empty without such ranks.
         """
         if self._attempts.is_left_out():
             return False
@@ -179,15 +179,15 @@ class CaptureTier(ABC):
         """Capture a step in the background. Collective.
 
         Args:
-            number: Number of the step.
+            number: Step number.
             state: As for `shardckpt.save`.
             notes: Custom metadata.
-            options: Options of `shardckpt.async_save` for the copy.
-            share: Part of this rank.
-            on_committed: Called with the number on each rank that acts for its node, once the capture is complete.
+            options: Options for `shardckpt.async_save` that apply to the copy.
+            share: This rank's part.
+            on_committed: Called with the step number once the capture is complete, on each rank that acts for its node.
 
         Raises:
-            Exception: The state cannot be saved; an error of the tier is a warning.
+            Exception: The state cannot be saved. If the tier fails, this is a warning.
         """
         has_retention = get_channels(self._group).main.rank == 0 and share.nodes == 1
 
@@ -213,27 +213,27 @@ class CaptureTier(ABC):
             "process_group": self._group,
             "on_event": on_event,
         }
-        self._begun = number
+        self._started = number
         try:
             handle = start_async_save(self._lane, state, self.target(number), given, **_limit_staging(options))
         except Exception as error:
-            self._begun = None
+            self._started = None
             if has_lost_rank(self._group) or not _is_fault_of_tier(get_channels(self._group).main, error):
                 raise
             self._withdraw(number, error)
         else:
-            self.pending, self._begun = StepTask(number, handle), None
+            self.pending, self._started = StepTask(number, handle), None
 
     def is_over(self, number: int) -> bool:
-        """Return True if the capture of a step has ended on this rank."""
+        """Return True if this rank has ended a step's capture."""
         return self.pending is None or self.pending.number != number or self.pending.handle.done()
 
     def settle_before_next(self, *, can_be_left: bool = False) -> None:
-        """Wait for the last capture, since the next one begins; an event records a wait.
+        """Wait for the last capture before the next one starts; an event records a wait.
 
         Args:
-            can_be_left: Whether this step may be left out. Then no save waits longer than `STALL_S` seconds for one
-                capture, which may be in a holder that hangs.
+            can_be_left: Whether this step may be left out. Then no save waits more than `STALL_S` seconds for a
+                capture, as its holder may hang.
 
         Raises:
             Exception: As for `settle`.
@@ -252,7 +252,7 @@ class CaptureTier(ABC):
         """Wait for the last capture. Collective.
 
         Raises:
-            Exception: The state could not be saved; an error of the tier is a warning.
+            Exception: The state could not be saved. If the tier failed, this is a warning.
         """
         if self.pending is None:
             return
@@ -269,7 +269,7 @@ class CaptureTier(ABC):
             self.note_success()
 
     def path(self, number: int) -> str:
-        """Return the path or URL of a step in this tier."""
+        """Return a step's path or URL in this tier."""
         return self.place.finder.path(step_name(number))
 
     def target(self, number: int) -> str:
@@ -277,11 +277,11 @@ class CaptureTier(ABC):
         return self.path(number)
 
     def apply_rules(self, saved: int | None = None, *, is_idle: bool = False) -> None:
-        """Delete the steps that no rule keeps. On the ranks that act for nodes.
+        """Delete the steps that no rule keeps. On ranks that act for nodes.
 
         Args:
-            saved: Number of a step that is new here; None if a step is not needed any more.
-            is_idle: As for `NodeRetention.apply`, if each node has a part of the steps.
+            saved: Number of a new step here; None if an old step is not needed any more.
+            is_idle: As for `NodeRetention.apply`, if each node has a part.
         """
         if not self.is_spread:
             self._retention.apply(saved)
@@ -305,25 +305,25 @@ class CaptureTier(ABC):
         emit(FallbackEvent(self.path(number), step=number, rank=rank, warnings=(describe(error),)), self._on_event)
 
     def note_success(self) -> None:
-        """Reset the count of failures."""
+        """Reset the failure count."""
         self._attempts = _CaptureAttempts()
 
     def note_failure(self, error: Exception) -> None:
         """Count a failure; warn about the first one in a row. On rank 0."""
         if self._attempts.note_failure(error):
-            warn_user(f"steps are not captured in {self._shown}, training goes on: {describe(error)}")
+            warn_user(f"steps are not captured in {self._shown}, training continues: {describe(error)}")
 
 
 def _list_kept(tier: CaptureTier) -> set[int]:
     """Return the steps that retention must not delete, including the one being captured."""
-    begun, pending = tier._begun, tier.pending
+    started, pending = tier._started, tier.pending
     # The folder of a step that is captured again has files of its earlier save.
     running = [] if pending is None or pending.handle.done() else [pending.number]
-    return {*tier.list_needed(), *running, *([] if begun is None else [begun])}
+    return {*tier.list_needed(), *running, *([] if started is None else [started])}
 
 
 class _CaptureAttempts:
-    """Failures since the last success, which decide how many captures are left out before the next attempt."""
+    """Counts failures since the last success, to leave out captures before the next attempt."""
 
     def __init__(self) -> None:
         self._failures = self._left_out = 0
@@ -331,7 +331,7 @@ class _CaptureAttempts:
 
     def is_left_out(self) -> bool:
         """Return True if a capture is left out, and count it."""
-        if self._left_out < min((1 << self._failures) - 1, _MOST_SKIPPED):
+        if self._left_out < min((1 << self._failures) - 1, _MAX_SKIPPED):
             self._left_out += 1
             return True
         self._left_out = 0
@@ -341,14 +341,14 @@ class _CaptureAttempts:
         """Count a failure; return True for the first one in a row."""
         is_first = self._failures == 0
         if isinstance(error, HolderBusyError):  # the holder is slow: the next capture is tried
-            is_first, self._was_busy, self._left_out = is_first and not self._was_busy, True, _MOST_SKIPPED
+            is_first, self._was_busy, self._left_out = is_first and not self._was_busy, True, _MAX_SKIPPED
         else:
             self._failures += 1
         return is_first
 
 
 def _limit_staging(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return options with a limit of pinned memory, of which a save in the root may use all of its own budget."""
+    """Limit a capture's pinned memory, since a save in the root has its own budget."""
     budget = default_budget()
     if budget is None:
         return options
@@ -356,7 +356,7 @@ def _limit_staging(options: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _is_fault_of_tier(coordinator: Coordinator, error: Exception) -> bool:
-    """Return True if a capture failed on all ranks since the tier of one of them failed. Collective."""
+    """Return True if a capture failed on all ranks because one rank's tier failed. Collective."""
     kind = b"tier" if isinstance(error, StorageError) else b"" if isinstance(error, RankError) else b"state"
 
     def decide(messages: list[bytes]) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""`Local`: settings of the tier in a folder of this node."""
+"""`Local`: settings for the tier in a local folder."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from shardckpt.storage.resolve_url import as_url, local_path
 
 @dataclass(frozen=True)
 class Local:
-    """Tier in a folder on a disk of this node, which survives the training processes.
+    """Tier in a folder on this node's disk, which survives the training processes.
 
-    Steps there are those of a run, `step-00000100` and so on, which every function and command reads.
+    Every function and command reads the steps there, as in a run's root: `step-00000100` and so on.
 
     Args:
-        path: Folder for the steps of this run alone. It must not be the root, in it, or around it.
-        every: Capture the steps whose number is a multiple of this.
-        keep_last: Number of newest steps to keep; without rules all steps are kept.
+        path: Folder for this run's steps alone. It must not be the root, in it, or around it.
+        every: Capture steps whose number is a multiple of this.
+        keep_last: How many newest steps to keep; without rules all steps are kept.
         keep_every: Keep steps whose number is a multiple of this.
-        keep_for: Age up to which steps are kept: a timedelta, or text with a unit such as `"36h"`, `"7d"`, `"2w"`.
+        keep_for: Keep steps up to this age: a timedelta, or text with a unit such as `"36h"`, `"7d"`, `"2w"`.
 
     Raises:
-        UsageError: An argument has an invalid value, or the path is a URL of a store.
+        UsageError: An argument has an invalid value, or the path is a URL.
     """
 
     path: str | os.PathLike[str]
@@ -49,7 +49,7 @@ class Local:
 
     @property
     def folder(self) -> str:
-        """Absolute path of the folder."""
+        """Absolute path."""
         path = local_path(as_url(self.path))
         if path is None:
             raise UsageError(
@@ -61,7 +61,7 @@ class Local:
         """Require that the folder is neither the root, nor in it, nor around it. Raises UsageError.
 
         Args:
-            root: Path or URL of the run.
+            root: The run's path or URL.
         """
         if overlaps(self.folder, root):
             raise UsageError(

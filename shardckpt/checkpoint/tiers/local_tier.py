@@ -1,4 +1,4 @@
-"""The tier of a run in a folder of this node: claim it, capture steps into it, keep those that the rules name."""
+"""A run's tier in a local folder: claim it, capture steps into it, keep the steps that the rules select."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LOG = logging.getLogger("shardckpt")
 
 
 class LocalFinder(PartFinder):
-    """Finder of the steps in a tier's folder, which refuses the folder of another run."""
+    """Finds steps in a tier's folder, and refuses another run's folder."""
 
     def __init__(self, config: Local, root: str, group: dist.ProcessGroup | None) -> None:
         super().__init__(config.folder, group)
@@ -40,7 +40,7 @@ class LocalFinder(PartFinder):
 
     @contextmanager
     def at(self, root: str) -> Iterator[None]:
-        """Find steps as the base class; the folder of each node is checked when it is opened."""
+        """Find steps as the base class; each node's folder is checked when it is opened."""
         self._is_opened = True
         try:
             with super().at(root):
@@ -49,21 +49,21 @@ class LocalFinder(PartFinder):
             self._is_opened = False
 
     def open_store(self) -> Store:
-        """Return the store of the tier's folder."""
+        """Return the store for the tier's folder, after a check that it is this run's."""
         store = super().open_store()
         if not self._is_opened:
             require_own_folder(store, self._root_of_run)
         return store
 
     def open_own(self) -> Store:
-        """Return the store of this node's folder. Raises as `open_store`."""
+        """Return the store for this node's folder. Raises as `open_store`."""
         store = LocalStore(self._folder)
         require_own_folder(store, self._root_of_run)
         return store
 
 
 class LocalTier(CaptureTier):
-    """Captures of a run in a folder of this node."""
+    """A run's captures in a local folder."""
 
     def __init__(self, config: Local, root: str, group: dist.ProcessGroup | None, on_event: OnEvent | None) -> None:
         config.require_apart(root)
@@ -76,7 +76,7 @@ class LocalTier(CaptureTier):
     def open_node(self) -> None:
         """Claim the folder for this run."""
         claim_folder(LocalStore(self._folder), self._root)
-        if not os.access(self._folder, os.W_OK | os.X_OK):  # of a file system that is read-only, for root too
+        if not os.access(self._folder, os.W_OK | os.X_OK):  # a file system may be read-only, for root too
             raise StorageError(
                 "the folder of Local cannot be written",
                 where=self._folder,
@@ -84,24 +84,24 @@ class LocalTier(CaptureTier):
             )
 
     def open(self, nodes: set[str]) -> None:
-        """Claim the folder of rank 0's node, and record it in the root. On rank 0; as `CaptureTier.open`."""
+        """Claim the folder on rank 0's node, and record it in the root. On rank 0; as `CaptureTier.open`."""
         super().open(nodes)
         if not self._is_recorded:
             self._is_recorded = True
             self._record_folder()
 
     def target(self, number: int) -> str:
-        """Return the path into which all ranks capture a step; on several nodes a URL that each has for its folder."""
+        """Return the path where all ranks capture a step; on several nodes a URL that each maps to its folder."""
         url = name_folder(find_run_id(self._root), self._folder)
         return f"{url}/{step_name(number)}" if self.is_spread else self.path(number)
 
     def _find_place(self) -> Node:
-        """Return the node of this rank; nodes that share the folder are one."""
+        """Return this rank's node; nodes that share the folder are one."""
         node = find_node()
         return node._replace(name=read_folder_id(LocalStore(self._folder)) or node.name)
 
     def _record_folder(self) -> None:
-        """Write the folder to the record of the run, where `ls` finds it; without it training goes on."""
+        """Write the folder to the run's record, where `ls` finds it; if this fails, training continues."""
         try:
             store = open_store(self._root)
             record = read_run_record(store)

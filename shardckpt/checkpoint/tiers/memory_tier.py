@@ -1,4 +1,4 @@
-"""The memory tier of a run: start its holder, capture steps into it, keep the newest ones."""
+"""A run's memory tier: start its holder, capture steps into it, keep the newest ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from shardckpt.storage.resolve_url import open_remote
 
 
 class MemoryTier(CaptureTier):
-    """Captures of a run in the memory of this node's holder."""
+    """A run's captures in the memory of this node's holder."""
 
     def __init__(
         self, config: PeerMemory, root: str, group: dist.ProcessGroup | None, on_event: OnEvent | None
@@ -48,7 +48,7 @@ class MemoryTier(CaptureTier):
         super().__init__(place, "memory", CAPTURES, config.every, rules, group, on_event)
 
     def open(self, nodes: set[str]) -> None:
-        """Start the holder of rank 0's node unless it is there. On rank 0; as `CaptureTier.open`."""
+        """Start the holder on rank 0's node unless it runs. On rank 0; as `CaptureTier.open`."""
         super().open(nodes)
         self._warn_of_copies(len(nodes))
 
@@ -60,7 +60,7 @@ class MemoryTier(CaptureTier):
             warn_user(f"captures in memory get fewer copies than asked for: {found}")
 
     def open_node(self) -> None:
-        """Start the holder of this node unless it is there; one that does not answer is replaced, with a warning."""
+        """Start this node's holder unless it runs; replace one that does not answer, with a warning."""
         replaced = start_holder(self._run, self._max_bytes, last=COMMIT, idle_s=self._config.idle_s)
         if replaced:
             warn_user(
@@ -83,11 +83,11 @@ class MemoryTier(CaptureTier):
                 self._copied = share_most_copied(coordinator, report_or_nothing(own, node), folder)
 
     def list_copied(self) -> Collection[str]:
-        """Return the folder of the newest capture that has all its copies, or the most."""
+        """Return the folder of the newest capture with all its copies, or with the most."""
         return (self._copied,) if self._copied else ()
 
     def _note_copies(self, rank: int, number: int, copied: CopiedStep) -> None:
-        """Record whether all copies of a capture exist; emit it, and warn of the first failure in a row."""
+        """Record and emit whether a capture has all its copies; warn about the first failure in a row."""
         if rank == 0:
             self._warn_of_copies(copied.machines)
         path = self.place.finder.path(step_name(number))

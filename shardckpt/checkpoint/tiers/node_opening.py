@@ -1,4 +1,4 @@
-"""`NodeOpening`: make a tier ready on all nodes before a step, with a message of its own only if something changes."""
+"""`NodeOpening`: make a tier ready on all nodes before a step, with an extra message only if something changes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _BUSY = "busy: "  # starts the message of a rank whose node may take the next st
 
 
 class NodeShare(NamedTuple):
-    """Part of a rank in a capture."""
+    """A rank's part in a capture."""
 
     nodes: int
     is_first: bool  # this rank acts for its node
 
 
 class NodeOpening:
-    """Opening of a tier on the nodes of all ranks."""
+    """Makes a tier ready on all ranks' nodes."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class NodeOpening:
         self.is_ready = False  # for the last step of this tier, on all nodes; equal on every rank
 
     def find_fault(self) -> str:
-        """Make the tier ready on the node of this rank; return why it is not, or empty text."""
+        """Make the tier ready on this rank's node; return why it is not, or empty text."""
         try:
             self._open_node()
         except HolderBusyError as error:

@@ -1,4 +1,4 @@
-"""`PartFinder`: finder of the steps of a tier, of which each node may have only a part."""
+"""`PartFinder`: find a tier's steps, although each node may have only a part."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardckpt.format.native.run_directory import RunDirectory
 
 
 class TierFault(NamedTuple):
-    """A step in a tier that cannot be loaded from there, or not from one of the nodes."""
+    """A step in a tier that cannot be loaded from there, or not from one node."""
 
     number: int
     text: str  # tier, node, path and what is wrong
@@ -24,7 +24,7 @@ class TierFault(NamedTuple):
 def select_faults(
     faults: Mapping[str, Sequence[TierFault]], found: FoundStep, tier: str, wanted: int | None
 ) -> list[StepFault]:
-    """Return the faults of steps in tiers that were passed over for another one, or for none."""
+    """Return the faults of steps in tiers that the load passed over, also if it found no step."""
     places = [*faults]
     at = places.index(tier) if tier in faults else len(places)
 
@@ -45,14 +45,14 @@ def select_faults(
 
 
 class PartFinder(StepFinder):
-    """Finder of the steps of a tier, of which each node may have only a part."""
+    """Finds a tier's steps, although each node may have only a part."""
 
     logged: str = ""  # last logged fault of the tier
     _least_branch = 0
 
     @contextmanager
     def at(self, root: str) -> Iterator[None]:
-        """Find steps under another path or URL within the context, where the parts of all nodes are."""
+        """Within the context, find steps under another path or URL, where all nodes' parts are."""
         own, self.root = self.root, root
         try:
             yield
@@ -62,7 +62,7 @@ class PartFinder(StepFinder):
     def find_on_rank0(
         self, wanted: int | None, passed: Collection[StepKey], avoided: Collection[tuple[int, int]] = ()
     ) -> FoundStep:
-        """Return the newest step that can be loaded, and the newest of which the nodes have a part. On rank 0."""
+        """Return the newest step that can be loaded, and the newest with a part on any node. On rank 0."""
         found = super().find_on_rank0(wanted, passed, avoided)
         newest = max([found.newest, *find_orders(read_commits(self.open_store())).values()])
         # Nodes that this job does not use may have the rest of a step. Steps saved without it start the next branch.
@@ -70,16 +70,16 @@ class PartFinder(StepFinder):
         return found._replace(newest=newest)
 
     def list_faults(self, run: RunDirectory, node_faults: Sequence[NodeFault]) -> list[TierFault]:
-        """Return the faults of the steps in this tier. On rank 0."""
+        """Return faults in this tier's steps. On rank 0."""
         steps = {step.name: step for step in run.steps if not (step.is_base or step.is_foreign)}
         of_nodes = [each for each in node_faults if each.tier == self.tier]
-        begun = {name for name, step in steps.items() if step.has_only_begun}
+        started = {name for name, step in steps.items() if step.has_only_begun}
         faults = [
             TierFault(
                 int(each.folder.partition("-")[2]),
                 f"{self.tier} tier on the node of rank {each.rank}, {each.fault}",
                 True,
-                each.folder in begun,
+                each.folder in started,
             )
             for each in of_nodes
         ]
@@ -88,6 +88,6 @@ class PartFinder(StepFinder):
         return [*faults, *(TierFault(each.number, f"{self.tier} tier: {each.fault}") for each in others)]
 
     def newest_branch(self) -> int:
-        """Return the branch of the newest step on this node; the next one if its rest was not found. On rank 0."""
+        """Return the newest step's branch on this node; the next one if its rest was not found. On rank 0."""
         held = read_commits(self.open_store()).values()
         return max([self._least_branch, *(commit.branch for commit in held)])

@@ -1,4 +1,4 @@
-"""`PeerMemory`: settings of the memory tier, and the run and node that its holder belongs to."""
+"""`PeerMemory`: settings for the memory tier, and the run and node that its holder belongs to."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 @dataclass(frozen=True)
 class PeerMemory:
-    """Tier of captures in shared memory, which survive the training processes.
+    """Tier in shared memory, whose captures survive the training processes.
 
-    A holder process of each node keeps them. It is started by the first save, survives the training processes, and
-    ends after `idle_s` seconds without one, or by `shardckpt tiers stop`.
+    A holder process on each node keeps them. The first save starts it; it survives the training processes, and ends
+    after `idle_s` seconds without one, or by `shardckpt tiers stop`.
 
     Args:
-        copies: Number of other machines that keep a copy of each capture. They are written in the background, and need
-            `max_bytes` for as many captures more.
-        every: Capture the steps whose number is a multiple of this.
-        max_bytes: Maximum memory of the holder of each node, in bytes or as text such as `"64GB"`. The old capture
-            stays until the new one is complete, so there has to be memory for both. None for half of the machine's
-            memory.
-        keep_last: Number of newest captures to keep.
+        copies: How many other machines keep a copy of each capture. Copies are written in the background, and need
+            `max_bytes` for as many more captures.
+        every: Capture steps whose number is a multiple of this.
+        max_bytes: Maximum memory for each node's holder, in bytes or as text such as `"64GB"`. The old capture stays
+            until the new one is complete, so there must be memory for both. By default half the machine's memory.
+        keep_last: How many newest captures to keep.
         idle_s: Seconds without a training process after which the holder ends.
-        rack: Label of the machines that may fail together with this one, such as that of its rack: copies go to
-            machines with another label if possible.
+        rack: Label for machines that may fail together with this one, such as its rack. Copies go to machines with
+            another label if possible.
 
     Raises:
         UsageError: An argument has an invalid value.
@@ -58,17 +57,17 @@ class PeerMemory:
             raise UsageError("`rack` of PeerMemory must be text", found=repr(self.rack))
 
     def limit(self, memory_bytes: int) -> int:
-        """Return the maximum bytes of a holder, on a machine with so many bytes of memory."""
+        """Return a holder's maximum bytes, on a machine with this much memory in bytes."""
         return memory_bytes // 2 if self.max_bytes is None else parse_size(self.max_bytes)
 
 
 def find_node(rack: str = "") -> Node:
-    """Return the node of this process."""
+    """Return this process's node; `rack` labels machines that may fail together."""
     return Node(find_node_id(), _find_machine_id(), rack)
 
 
 def _find_machine_id() -> str:
-    """Return the id of this machine: containers of one machine have the same."""
+    """Return this machine's id, which its containers share."""
     boot = ""
     with suppress(OSError), open(_BOOT_ID, encoding="ascii") as file:
         boot = file.read().strip()
@@ -76,9 +75,9 @@ def _find_machine_id() -> str:
 
 
 def find_node_id() -> str:
-    """Return the id of this node: equal for the processes that find the same holders."""
+    """Return this node's id, equal for processes that find the same holders."""
     place = ""
-    with suppress(OSError, UsageError):  # containers of one machine have folders of their own
+    with suppress(OSError, UsageError):  # containers on one machine have different folders
         status = os.stat(os.path.dirname(socket_folder()))
         place = f"{status.st_dev} {status.st_ino}"
     return f"{_find_machine_id()} {place}"

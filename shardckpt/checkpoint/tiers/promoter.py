@@ -19,8 +19,8 @@ from shardckpt.events import FallbackEvent, OnEvent, PromotionEvent, emit, recor
 from shardckpt.format.native.copy_files import copy_stored_step
 from shardckpt.format.native.run_directory import step_name
 
-_MOST_WAITING = 2  # maximum number of promotions that wait for the running one
-_MOST_REMEMBERED = 4096  # maximum number of steps whose last captures are remembered
+_MAX_WAITING = 2  # promotions that wait for the running one
+_MAX_REMEMBERED = 4096  # steps whose last captures are remembered
 
 _SAVED_AGAIN = "it was saved again meanwhile"
 
@@ -45,7 +45,7 @@ class Promoter:
         self._on_event = on_event
         self._lock, self._replacing = threading.Lock(), threading.Lock()
         self._captures = 0
-        self._begun: dict[tuple[int, CaptureTier], int] = {}
+        self._started: dict[tuple[int, CaptureTier], int] = {}
         self._committed: dict[tuple[int, CaptureTier], int] = {}
         self._waiting: deque[Promotion] = deque()
         self._running: Promotion | None = None
@@ -59,10 +59,10 @@ class Promoter:
             given_up += [(each, _SAVED_AGAIN) for each in self._waiting if each[:3] == promotion[:3]]
             self._waiting = deque(each for each in self._waiting if each[:3] != promotion[:3])
             self._waiting.append(promotion)
-            if len(self._waiting) > _MOST_WAITING:  # nobody waits for a slow tier
+            if len(self._waiting) > _MAX_WAITING:  # nobody waits for a slow tier
                 given_up.append((self._waiting.popleft(), "newer steps wait"))
             has_thread = True
-            if self._thread is None:  # its priority is that of the thread of the capture
+            if self._thread is None:  # it inherits the priority of the capture's thread
                 self._thread = BackgroundThread(self._run, "shardckpt-promote")
                 has_thread = self._thread.start()
         if not has_thread:
@@ -75,16 +75,16 @@ class Promoter:
         """Record that a capture starts, which overwrites earlier ones even during promotion; return its number."""
         with self._lock:
             self._captures += 1
-            _remember(self._begun, (number, source), self._captures)
+            _remember(self._started, (number, source), self._captures)
             return self._captures
 
     def note_commit(self, number: int, source: CaptureTier, capture: int) -> None:
-        """Record that a capture is about to be committed: no copy of an earlier one replaces it. In the background."""
+        """Record that a capture is about to be committed, so that no earlier copy replaces it. In the background."""
         with self._replacing, self._lock:  # a copy may be replacing the step at this moment
             _remember(self._committed, (number, source), capture)
 
     def list_promoted(self, tier: CaptureTier) -> frozenset[int]:
-        """Return the steps of a tier that are being promoted from there or to there, or will be."""
+        """Return the steps that are being promoted from or to a tier, or will be."""
         with self._lock:
             promotions = [*self._waiting, *([] if self._running is None else [self._running])]
         return frozenset(each.number for each in promotions if tier in (each.source, each.target))
@@ -124,7 +124,7 @@ class Promoter:
                     recorder.values["nbytes"] = copied.nbytes
                 except (CheckpointError, MissingFileError, TargetExistsError):
                     with self._lock:
-                        is_overwritten = self._begun.get((number, source), 0) > capture
+                        is_overwritten = self._started.get((number, source), 0) > capture
                     if not (is_overwritten or self._has_later(promotion)):
                         raise
                     reason = f"not copied from {source.path(number)}: {_SAVED_AGAIN}"
@@ -149,7 +149,7 @@ class Promoter:
         """Require that the farther tier has no later capture of a step. Raises TargetExistsError."""
         if self._has_later(promotion):
             where = promotion.target.path(promotion.number)
-            raise TargetExistsError("a later save of the step is there, which no copy replaces", where=where)
+            raise TargetExistsError("a copy must not replace a later save of its step", where=where)
 
     def _has_later(self, promotion: Promotion) -> bool:
         with self._lock:
@@ -157,14 +157,14 @@ class Promoter:
 
 
 def _remember(captures: dict[tuple[int, CaptureTier], int], key: tuple[int, CaptureTier], capture: int) -> None:
-    """Set the last capture of a step in a tier, and forget that of the step for which none was set for longest."""
+    """Set a step's last capture in a tier, and forget the oldest entry of too many."""
     captures[key] = max(captures.pop(key, 0), capture)
-    if len(captures) > _MOST_REMEMBERED:
+    if len(captures) > _MAX_REMEMBERED:
         del captures[next(iter(captures))]
 
 
 def _copy(promotion: Promotion, replacing: Callable[[], AbstractContextManager[object]]) -> CopiedPart:
-    """Copy a step, or the part of this node. Raises ShardckptError."""
+    """Copy a step, or this node's part. Raises ShardckptError."""
     number, source, target = promotion[:3]
     if source.is_spread:
         return copy_part(source.place.open_own(), target.place.open_own(), step_name(number), replacing)
@@ -172,9 +172,10 @@ def _copy(promotion: Promotion, replacing: Callable[[], AbstractContextManager[o
 
 
 def _end_promotions() -> None:
-    """Wait for the promotions of all runs of this process. At process exit."""
+    """Wait for all promotions in this process. At process exit."""
     for promoter in [*_PROMOTERS]:
         promoter.wait()
 
 
-run_before_exit(_end_promotions)  # before any capture, so that the last captures have ended, which add promotions
+# Registered before any capture, so that the last captures end first: they add promotions.
+run_before_exit(_end_promotions)

@@ -1,4 +1,4 @@
-"""Settings of the tiers of a run, checked."""
+"""Check the tier settings of a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KINDS = (PeerMemory, Local)  # kinds of tiers, the nearest first
 
 
 def require_tiers(tiers: object, save_every: int | None) -> tuple[TierSettings, ...]:
-    """Return the tiers of a run, the nearest first."""
+    """Return a run's tiers, the nearest first."""
     kinds = [type(tier) for tier in tiers] if isinstance(tiers, Sequence) else [str]
     if kinds != [kind for kind in _KINDS if kind in kinds]:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Captures and copies of the steps of a run in its tiers, and reads from them."""
+"""A run's captures and copies in its tiers, and reads from them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOG = logging.getLogger("shardckpt")
 
 
 def choose_newest(found: Sequence[FoundStep], earlier: Collection[str] = ()) -> FoundStep:
-    """Return the newest of some steps; of equal ones the nearest of the last attempt."""
+    """Return the newest step. Break ties by last attempt, then by nearest tier."""
     root, newest = found[-1], max(each.newest for each in found)
     loadable = [each for each in found if each.save is not None]
     if not loadable:
@@ -43,18 +43,18 @@ class Capture(NamedTuple):
 
     @property
     def attempt(self) -> str:
-        """Attempt to save that it comes from; empty if unknown."""
+        """Save attempt that made it; empty if unknown."""
         return RootPosition.read_attempt(self.after)
 
     @property
     def is_overwrite(self) -> bool:
-        """Whether the root had a step of its order when it was captured."""
+        """Whether the root had a step with this order when it was captured."""
         position = RootPosition.decode(self.after)
         return position is not None and position.committed == self.order
 
 
 def find_earlier_attempts(captures: Sequence[Capture]) -> set[str]:
-    """Return the saves of captures of a step that the same start has saved again."""
+    """Return the saves of captures whose step the same start has saved again."""
     # A tier that could not take the step the second time keeps the first capture.
     numbers: dict[tuple[tuple[int, int], str], dict[str, int]] = {}
     for capture in captures:
@@ -65,7 +65,7 @@ def find_earlier_attempts(captures: Sequence[Capture]) -> set[str]:
 
 
 class TierReads(PlaceReads):
-    """Reads of this rank from the tiers of all nodes."""
+    """This rank's reads from all nodes' tiers."""
 
     def __init__(self, opened: OpenedTiers) -> None:
         self._opened = opened
@@ -79,7 +79,7 @@ class TierReads(PlaceReads):
         return {tier: nbytes for tier, nbytes in read.items() if nbytes}
 
     def share_faults(self, coordinator: Coordinator) -> list[StepFault]:
-        """Return the faults of copies that were not read, on rank 0. Collective."""
+        """Return the faults of unread copies, on rank 0. Collective."""
         shared = self._opened.share_faults(coordinator)
         self.damaged = shared.files
         return [
@@ -87,12 +87,12 @@ class TierReads(PlaceReads):
         ]
 
     def reset(self) -> None:
-        """Count from here on."""
+        """Count bytes from here on."""
         self._before = self._opened.tier_bytes
 
 
 def find_attempt(found: FoundStep, captures: Sequence[Capture], in_root: StepFolder | None) -> tuple[str, set[str]]:
-    """Return the attempt that a found step comes from: the text of its captures' position, and the ids of its saves."""
+    """Return the attempt that made a step: the text of its captures' position, and its save ids."""
     # If the step in the root is damaged, captures may come from other attempts.
     of_step = [each for each in captures if each.order == found.order and each.is_of_run and each.attempt]
     is_in_root = in_root is not None and in_root.save == found.save
@@ -105,12 +105,12 @@ def find_attempt(found: FoundStep, captures: Sequence[Capture], in_root: StepFol
 
 
 def find_unknown(captures: Sequence[Capture], last_start: LastStart, root: str) -> set[str]:
-    """Return the saves of captures in memory that no start of this run has made, and log that."""
+    """Return the saves of captures in memory that no start of this run has made, and log them."""
     unknown = {each.save for each in captures if not (each.is_in_root or last_start.has_captured(each.attempt))}
     if unknown:
         _LOG.warning(
-            "captures in memory of another run are not used: the root of that run has the path %s elsewhere, as in "
-            "another container (set SHARDCKPT_NODE to another name for each of these runs), or this root was emptied",
+            "captures in memory of another run are not used: its root has the path %s elsewhere, as in another "
+            "container (set a different SHARDCKPT_NODE for each run), or this root was emptied",
             root,
         )
     return unknown
@@ -120,7 +120,7 @@ _T = TypeVar("_T")
 
 
 def read_tier(place: TierPlace, read: Callable[[], _T], otherwise: _T) -> _T:
-    """Return what a function reads from a tier; another value if the tier cannot be read, which is logged once."""
+    """Return what a function reads from a tier; if the tier cannot be read, log it once and return `otherwise`."""
     try:
         return read()
     except RankError:
@@ -133,12 +133,12 @@ def read_tier(place: TierPlace, read: Callable[[], _T], otherwise: _T) -> _T:
 
 
 def open_own(place: TierPlace) -> Store | None:
-    """Return the store of this node's steps in a tier; None if it cannot be opened."""
+    """Return the store with this node's steps in a tier; None if it cannot be opened."""
     return read_tier(place, place.open_own, None)
 
 
 def report_step(place: TierPlace, folder: str, damaged: Collection[str]) -> NodeReport:
-    """Return what this rank's node has of a step, if a new process would find it."""
+    """Report this node's files of a step, if a new process would find them."""
     node = place.find_node()
 
     def report() -> NodeReport:
@@ -153,7 +153,7 @@ def report_step(place: TierPlace, folder: str, damaged: Collection[str]) -> Node
 
 
 def list_node_copies(place: TierPlace, catalog: NodeCatalog, number: int) -> list[StepCopy]:
-    """Return the copy of a step that the nodes have together: it survives one machine fewer than each file is on."""
+    """Return the copy that the nodes have together: it survives one machine fewer than each file is on."""
     folder = step_name(number)
     machines, step = catalog.count_machines(folder), StepFolder(number, folder, save=catalog.saves.get(folder, ""))
     if not machines or not place.finder.is_good(step):
@@ -162,30 +162,29 @@ def list_node_copies(place: TierPlace, catalog: NodeCatalog, number: int) -> lis
 
 
 def read_captures(place: TierPlace) -> list[tuple[StepFolder, str]]:
-    """Return the complete captures in a tier, each with the text of its `RootPosition`; empty if unknown."""
+    """Return a tier's complete captures, each with its `RootPosition` as text; empty if unknown."""
     store = place.finder.open_store()
     return [(step, read_capture_about(store, step).get(AFTER, "")) for step in place.finder.read().complete]
 
 
 def read_own_capture(place: TierPlace, number: int) -> tuple[tuple[int, int], str]:
-    """Return the order of a capture in the store of this node, and the text of its `RootPosition`; empty if unknown."""
+    """Return a capture's order on this node, and its `RootPosition` as text; empty if unknown."""
     store = place.open_own()
     step = read_step(store, number)
     return (step.branch, number), read_capture_about(store, step).get(AFTER, "")
 
 
 def describe_missing_captures(places: Sequence[TierPlace], root: str) -> str:
-    """Return the message that no capture of the last start is in some tiers."""
+    """Return the message that some tiers lack the last start's captures."""
     shown = " or ".join(place.name for place in places)
     return (
-        f"no capture of the last start of {root} is in {shown}: it completed none (its own log has the reason), or its "
-        "machines are not those of this start, or their holders have ended or do not answer; steps that are saved from "
-        "now on count as newer"
+        f"no capture of the last start of {root} is in {shown}: it completed none (see its log), this start has other "
+        "machines, or the holders have ended or do not answer; steps saved from now on count as newer"
     )
 
 
 def drop_capture(place: TierPlace, step: StepFolder, root: str) -> None:
-    """Delete a capture that does not belong to the steps of the root; log it if that fails: it is left out anyway."""
+    """Delete a capture that does not belong to the root's steps; a failure is only logged: nothing loads it."""
     shown = f"step {step.number} in {place.finder.root}"
     _LOG.warning("%s does not belong to the steps in %s: dropped", shown, root)
     try:
@@ -197,7 +196,7 @@ def drop_capture(place: TierPlace, step: StepFolder, root: str) -> None:
 
 
 def read_capture_about(store: Store, step: StepFolder) -> Mapping[str, str]:
-    """Return the custom metadata of a capture; empty if it is damaged, which a load finds."""
+    """Return a capture's custom metadata; empty if it is damaged, which a load finds."""
     try:
         return read_about(store, step)
     except (CheckpointError, MissingFileError):

@@ -1,4 +1,4 @@
-"""Find the steps of a run with tiers: the newest one that can be loaded, in a tier or in the root."""
+"""Find the newest step that can be loaded, in a tier or in the root."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ from shardckpt.format.native.run_directory import (
 
 _LOG = logging.getLogger("shardckpt")
 
-_MOST_HOSTS = 10  # maximum number of machines that a warning names
+_MAX_HOSTS = 10  # machines that a warning names
 
 
 class TieredFinder(StepFinder):
-    """Finder of the steps of a run with tiers."""
+    """Finds steps in a run with tiers."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class TieredFinder(StepFinder):
         return found._replace(branch=max(found.branch, self._least_branch), tier_faults=passed_over)
 
     def _check_found(self) -> None:
-        """Claim no copies of a step that was found, if another job has replaced it: that may be what was loaded."""
+        """Claim no copies of the found step if another job has replaced it, and perhaps that was loaded."""
         found, save = self._found, None
         if found is None or found.save is None:  # on other ranks, or without a step
             return
@@ -140,7 +140,7 @@ class TieredFinder(StepFinder):
             self.own.forget_saves()
 
     def _log_missing_captures(self) -> None:
-        """Log once that no capture of the last start is here. On rank 0."""
+        """Log once that the last start's captures are missing. On rank 0."""
         text = describe_missing_captures(self._places, self.root)
         if text != self._logged:
             self._logged = text
@@ -149,7 +149,7 @@ class TieredFinder(StepFinder):
     def _find_replaced(
         self, captures: Sequence[Capture], wanted: int | None, passed: Collection[StepKey]
     ) -> Collection[str]:
-        """Return the saves of captures for which those of the last start count. On rank 0."""
+        """Return the saves of captures that the last start's captures replace. On rank 0."""
         tried = {save for _, save in passed}
         untried = [each for each in captures if each.is_of_run and each.save not in tried]
         matching = [each for each in untried if wanted in (None, each.order[1])]
@@ -158,7 +158,7 @@ class TieredFinder(StepFinder):
     def _drop_captures_of_another_run(
         self, place: TierPlace, root: RootSteps, passed: Collection[StepKey]
     ) -> list[Capture]:
-        """Delete the captures of a tier that do not belong to the steps of the root; return all that it had."""
+        """Delete captures in a tier that do not belong to the root's steps; return all that it had."""
         captures = list[Capture]()
         for step, text in read_tier(place, partial(read_captures, place), list[tuple[StepFolder, str]]()):
             order = (step.branch, step.number)
@@ -169,29 +169,29 @@ class TieredFinder(StepFinder):
         return captures
 
     def find_finder(self, path: str) -> StepFinder:
-        """Return the finder of the place that a step is in."""
+        """Return the finder for the place that a step is in."""
         run = path.rpartition("/")[0]
         return next((place.finder for place in self._places if place.finder.root == run), self)
 
     def locate_damage(self, path: str, text: str) -> str:
-        """Return the fault of a step with the place where it is; those of several nodes have it."""
+        """Return a step's fault with its place, unless it has the places already, as with several nodes."""
         place = self.find_finder(path)
         is_of_root, here = place is self, f"{place.tier} tier on the node of rank 0, {platform.node()}"
         return text if is_of_root or self._has_peers else f"{here}: {text}"
 
     def list_keys(self) -> list[StepKey]:
-        """Return the keys of the complete steps in the tiers and in the root. On rank 0."""
+        """Return the keys for complete steps in the tiers and in the root. On rank 0."""
         held = [read_tier(place, place.finder.list_keys, list[StepKey]()) for place in self._places]
         return [*chain.from_iterable(held), *super().list_keys()]
 
     def newest_branch(self) -> int:
-        """Return the branch of the newest complete step, in a tier or in the root. On rank 0."""
+        """Return the newest complete step's branch, in a tier or in the root. On rank 0."""
         held = [read_tier(place, place.finder.newest_branch, 0) for place in self._places]
         return max(*held, super().newest_branch(), self._least_branch)
 
     @contextmanager
     def open_places(self) -> Iterator[PlaceReads]:
-        """Read the steps that nodes and tiers have together, within the context. Collective."""
+        """Within the context, read the steps that nodes and tiers have together. Collective."""
         tiers = [NodeTier(place.name, place.finder.root, partial(open_own, place)) for place in self._places]
         with ExitStack() as stack:
             opened = stack.enter_context(open_peers(tiers, find_node(), self.group, self.known.choose_saves))
@@ -208,7 +208,7 @@ class TieredFinder(StepFinder):
             self._damaged_files |= reads.damaged
 
     def find_copies(self, number: int) -> Sequence[StepCopy]:
-        """Return the complete copies of a step, the nearest first. Collective."""
+        """Return a step's complete copies, the nearest first. Collective."""
         folder = step_name(number)
         reports = [report_step(place, folder, self._damaged_files).encode().decode() for place in self._places]
         removed = [[save for save, of in list(place.finder.removed.items()) if of == number] for place in self._places]
@@ -231,19 +231,19 @@ class TieredFinder(StepFinder):
         return decode_durability(number, json.loads(answer)).copies
 
     def _warn_of_shared_folder(self, parts: Sequence[Sequence[NodeReport]]) -> None:
-        """Warn once if machines have the folder of `Local` together. On rank 0."""
+        """Warn once if machines share the folder of `Local`. On rank 0."""
         for place, reports in zip(self._places, zip(*parts, strict=True), strict=True):
             hosts = [] if self._has_warned or place.name != LOCAL else find_sharing_hosts(reports)
             if hosts:
                 self._has_warned = True
                 warn_user(
-                    f"machines share the folder of Local, {place.finder.root}: it is one place, whose steps do not "
-                    "survive the loss of a machine. Choose a folder on a disk of each machine, or save into the root. "
-                    f"Machines: {', '.join(hosts[:_MOST_HOSTS])}"
+                    f"machines share the folder of Local, {place.finder.root}: its steps are one copy, and do not "
+                    "survive a lost machine. Choose a folder on each machine's own disk, or save into the root. "
+                    f"Machines: {', '.join(hosts[:_MAX_HOSTS])}"
                 )
 
     def _list_all_copies(self, number: int, catalogs: Sequence[NodeCatalog]) -> list[StepCopy]:
-        """Return the complete copies of a step, from what the nodes have of it in each tier. On rank 0."""
+        """Return a step's complete copies, from the nodes' reports about each tier. On rank 0."""
         held: list[StepCopy] = []
         for place, catalog in zip(self._places, catalogs, strict=True):
             held += read_tier(place, partial(list_node_copies, place, catalog, number), [])
@@ -260,17 +260,17 @@ class TieredFinder(StepFinder):
         return [copy for copy in copies if own is None or copy.save in own.saves]
 
     def _find_last_saves(self, number: int, held: Sequence[StepCopy]) -> set[str]:
-        """Return the last save of each start that has copies of a step: a restore takes it. On rank 0."""
+        """Return each start's last save with copies of a step: a restore takes it. On rank 0."""
         captures = [Capture(copy.save, *self._read_capture(number, copy.tier)) for copy in held]
         return {copy.save for copy in held} - find_earlier_attempts(captures)
 
     def _read_capture(self, number: int, tier: str) -> tuple[tuple[int, int], str]:
-        """Return the order of a capture in a tier, and the text of its position; `NO_STEP` if it cannot be read."""
+        """Return a capture's order in a tier, and its position as text; `NO_STEP` if it cannot be read."""
         place = next(place for place in self._places if place.name == tier)
         return read_tier(place, partial(read_own_capture, place, number), (NO_STEP, ""))
 
     def _is_found_again(self, number: int, copy: StepCopy, root: RootSteps) -> bool:
-        """Return True if a new start would not drop a copy of a step in a tier. On rank 0."""
+        """Return True if a new start would keep a step's copy in a tier. On rank 0."""
         own = self.own.find(number)
         if own is None:
             order, after = self._read_capture(number, copy.tier)

@@ -1,4 +1,4 @@
-"""Save the steps of a run with tiers in front of its root."""
+"""Save steps to a run's tiers and its root."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ from shardckpt.format.native.commit import BRANCH
 from shardckpt.format.native.run_directory import AFTER
 from shardckpt.plan.retention import Retention
 
-_FOR_COPY = ("max_staging_bytes", "on_busy")  # options of a save that apply to a capture too
+_FOR_COPY = ("max_staging_bytes", "on_busy")  # save options that apply to a capture too
 
 
-RECORD_COPIES = 4  # maximum number of nodes with a copy of the witness record of a step, that of rank 0 too
+RECORD_COPIES = 4  # maximum number of nodes with a copy of a step's witness record, including rank 0's node
 
 
 class _Places(NamedTuple):
-    """Places of a step on which the ranks have agreed."""
+    """Places for a step on which the ranks have agreed."""
 
     number: int
     branch: int
@@ -68,14 +68,14 @@ class _Places(NamedTuple):
     common: Mapping[str, Sequence[tuple[int, str]]] = MappingProxyType({})
 
     def complete(self, notes: RunNotes, on_begin: Callable[[int, str], object]) -> None:
-        """Add the branch and the position of the step to its custom metadata."""
+        """Add the step's branch and position to its custom metadata."""
         notes.update({BRANCH: str(self.branch)} if self.branch else {})
         notes[AFTER] = self.after
         notes.on_begin = partial(on_begin, self.number)
 
 
 class _CommitNote:
-    """Called before a capture is committed, by its thread; the tier is chosen later than the options of the save."""
+    """Called on the capture's thread before its commit; set later than the options, when the tier is known."""
 
     def __init__(self) -> None:
         self.act: Callable[[], object] = lambda: None
@@ -85,7 +85,7 @@ class _CommitNote:
 
 
 class RunParts(NamedTuple):
-    """Parts of a `Checkpointer`."""
+    """The parts that make up a `Checkpointer`."""
 
     finder: StepFinder
     saver: StepSaver | TieredSaver
@@ -104,7 +104,7 @@ def build_run(
     dedup: bool,
     on_event: OnEvent | None,
 ) -> RunParts:
-    """Return the parts of a run, with or without tiers."""
+    """Build a run's parts, with or without tiers."""
     finder = StepFinder(root, group)
     tiers = [build_tier(each, finder.root, group, on_event) for each in settings]
     tiered = TieredFinder(root, group, [tier.place for tier in tiers], on_event) if tiers else None
@@ -122,14 +122,14 @@ def build_run(
 def build_tier(
     settings: TierSettings, root: str, group: dist.ProcessGroup | None, on_event: OnEvent | None
 ) -> CaptureTier:
-    """Return the tier of some settings."""
+    """Build the tier for some settings."""
     if isinstance(settings, Local):
         return LocalTier(settings, root, group, on_event)
     return MemoryTier(settings, root, group, on_event)
 
 
 class TieredSaver:
-    """Saver of the steps of a run with tiers; every method is collective."""
+    """Saves steps in a run with tiers; every method is collective."""
 
     def __init__(
         self,
@@ -188,22 +188,22 @@ class TieredSaver:
         return SaveHandle(AsyncSaveTask(self._tiers[0].place.finder.root, None))
 
     def _require_own_process(self) -> None:
-        """Refuse a fork of the process that made the Checkpointer: both would be one start of the run."""
+        """Refuse a forked process: it would count as the same start of the run as its parent."""
         if os.getpid() != self._process:
             raise UsageError(
-                "a process that was forked cannot save with the tiers of its parent",
+                "a forked process cannot save with its parent's tiers",
                 where=self._finder.root,
                 fix="Make a Checkpointer in the process that saves.",
             )
 
     def _describe(self, number: int) -> bytes:
-        """Return the message of this rank: the step, the node, and what is ready there."""
+        """Return this rank's message: the step, the node, and what is ready there."""
         folders = {tier.place.name: tier.place.finder.root for tier in self._tiers}
         copied = {tier.place.name: tier.promoted.uncounted for tier in self._tiers if tier.promoted.uncounted}
         return json.dumps([number, find_node_id(), folders, self._open_again(number), copied]).encode()
 
     def _agree(self, message: bytes | Exception) -> _Places:
-        """Return the places of the step. Collective."""
+        """Agree where to save the step. Collective."""
         coordinator = get_channels(self._finder.group).main
         what = f"preparing to save a step of {self._finder.root}"
         return _Places(*json.loads(coordinator.coordinate(what, message, self._choose)))
@@ -216,7 +216,7 @@ class TieredSaver:
         given: Mapping[str, Any],
         before_commit: _CommitNote,
     ) -> None:
-        """Capture a step in the first of its tiers that are ready. Collective."""
+        """Capture a step in its first tier that is ready. Collective."""
         share = NodeShare(*places.share)
         self._captured_in = []
         for tier in self._tiers:
@@ -225,7 +225,7 @@ class TieredSaver:
         coordinator = get_channels(self._finder.group).main
         with coordinator.in_step():  # the other ranks wait for the next message of this one
             opened = self._open_tiers(places, share)
-            for tier in opened:  # their holders answer, so a capture that was left goes on
+            for tier in opened:  # their holders answer, so a capture that was left continues
                 tier.settle_before_next()
         if opened:
             source, *targets = opened
@@ -293,7 +293,7 @@ class TieredSaver:
         return self._saver.async_save(places.number, state, metrics, options)
 
     def settle(self) -> None:
-        """Wait for the saves in the background."""
+        """Wait for the background saves, including promotions."""
         try:
             for tier in self._tiers:
                 tier.settle()
@@ -310,7 +310,7 @@ class TieredSaver:
         return [*(StepFault(number, fault) for number, fault in ended if fault), *in_root]
 
     def _settle_tiers(self, step: Any) -> None:
-        """Wait a short time for the last captures in the tiers that take a step, which every rank has to share."""
+        """Wait a short time for the last captures in the tiers that take a step, which must be equal on all ranks."""
         with suppress(UsageError):  # all ranks raise it below
             number = require_step_number(step)
             for tier in self._tiers:
@@ -318,7 +318,7 @@ class TieredSaver:
                     tier.settle_before_next(can_be_left=True)  # before the ranks agree: a holder may hang on one
 
     def _choose(self, messages: list[bytes]) -> list[bytes]:
-        """Choose the places of a step. On rank 0."""
+        """Choose where to save a step. On rank 0."""
         numbers, nodes, folders, faults, copied = zip(*map(json.loads, messages), strict=True)
         number = require_one_step(numbers, self._finder.root)
         first = {node: rank for rank, node in reversed([*enumerate(nodes)])}
@@ -355,7 +355,7 @@ class TieredSaver:
         ]
 
     def _record_start(self, number: int, branch: int, ready: Sequence[int], *, in_root: bool) -> bool:
-        """Record in the root that this start captures or saves; without that no step is captured. On rank 0."""
+        """Record in the root that this start captures or saves; otherwise no step is captured. On rank 0."""
         try:
             if ready:
                 self._finder.known.record_captures(branch)
@@ -369,19 +369,19 @@ class TieredSaver:
 
 
 def choose_record_keepers(first: Sequence[int]) -> set[int]:
-    """Return the ranks that keep copies of a witness record, on a few nodes that are far apart."""
+    """Choose the ranks that keep copies of a witness record, on a few distant nodes."""
     ranks = sorted(first)
     at = {len(ranks) * each // RECORD_COPIES for each in range(RECORD_COPIES)}
     return {ranks[each] for each in at} - {0}
 
 
 def _choose_copy_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those options of a save that apply to a capture too."""
+    """Return the save options that apply to a capture too."""
     return {name: given[name] for name in _FOR_COPY if name in given}
 
 
 def _find_other_folder(first: Sequence[int], folders: Sequence[str | None]) -> str:
-    """Return as text a rank that has another folder than the lowest rank of its node; empty without one."""
+    """Return text that names a rank with another folder than its node's lowest rank; empty without one."""
     for rank, (other, folder) in enumerate(zip(first, folders, strict=True)):
         if folder != folders[other]:
             return f"rank {rank} has {folder}, and rank {other} of the same node {folders[other]}"

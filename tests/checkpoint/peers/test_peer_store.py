@@ -125,7 +125,7 @@ def test_a_file_that_a_node_has_lost_is_read_from_the_next_one_and_an_error_if_n
         store, exchange = join(rank, tmp_path, "abc", held)
         with exchange:
             found = read_bytes(store, f"{FOLDER}/f0", 0, 3000)
-            with pytest.raises(MissingFileError, match="no node gives this range") as caught:
+            with pytest.raises(MissingFileError, match="no node can read this range") as caught:
                 read_bytes(store, f"{FOLDER}/f1", 0, 1)
         with pytest.raises(StorageError, match="during a restore only"):
             exchange.pull([(exchange_round.FilePiece(0, "x", 0, 1), memoryview(bytearray(1)))])

@@ -925,7 +925,7 @@ def test_a_forked_process_saves_without_tiers_and_is_refused_with_those_of_its_p
         return refused
 
     ((refused, same),) = run(1, save_in_child)
-    assert refused == same and "a process that was forked cannot save with the tiers of its parent" in refused
+    assert refused == same and "a forked process cannot save with its parent's tiers" in refused
     assert plain.latest() == 2
     assert [holder.steps for holder in shardckpt.tiers().holders] == [(1,)]
     save(ck, 2)
