@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardckpt
-from shardckpt.format.registry import open_checkpoint
+from shardckpt.readers.registry import open_checkpoint
 
 RANKS, TENSORS = 64, 1200
 COMMAND = str(Path(sys.executable).with_name("shardckpt"))

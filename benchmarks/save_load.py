@@ -78,8 +78,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import shardckpt
 from shardckpt.boxes import Box, flat_to_boxes, intersect
 from shardckpt.checkpoint.planning.save_plan import LocalSavePlan, create_global_plan
-from shardckpt.format.registry import open_checkpoint
 from shardckpt.plan.layout.write_plan import LocalTensor
+from shardckpt.readers.registry import open_checkpoint
 
 Act = Callable[[], Any]
 State = dict[str, DTensor]

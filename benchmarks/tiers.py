@@ -38,9 +38,9 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import shardckpt
 from shardckpt.events import ReplicateEvent
-from shardckpt.format.native.payload import GROUP_BYTES
+from shardckpt.native.payload import GROUP_BYTES
 from shardckpt.plan.layout.output_files import parse_size
-from shardckpt.storage.holder.holder_sockets import NODE
+from shardckpt.tiers.holder.holder_sockets import NODE
 
 TITLE = "Captures in memory"
 WORLD, SURVIVORS, COPIES = 4, 3, 1
@@ -234,7 +234,7 @@ def count_held_bytes() -> list[int]:
     held = []
     for rank in range(WORLD):
         enter(rank)
-        held += [holder.nbytes for holder in shardckpt.tiers().holders]
+        held += [holder.nbytes for holder in shardckpt.list_tiers().holders]
         shardckpt.stop_tiers()
     return held
 

@@ -30,14 +30,14 @@ from planning import measure
 from ranks import run_ranks
 
 import shardckpt
-from shardckpt.checkpoint.resume.digests import digest_batch, digest_random_states
-from shardckpt.checkpoint.resume.environment import describe_environment
-from shardckpt.checkpoint.resume.rank_message import RankStep, encode_rank_step, merge_rank_steps
-from shardckpt.checkpoint.resume.state_digests import StateReader
-from shardckpt.checkpoint.resume.trained_objects import find_trained_objects
 from shardckpt.core import fully_shard
-from shardckpt.format.witness.record_json import encode_record
-from shardckpt.plan.resume.step_records import TensorDigest, WitnessRecord
+from shardckpt.witness.digests import digest_batch, digest_random_states
+from shardckpt.witness.environment import describe_environment
+from shardckpt.witness.files.record_json import encode_record
+from shardckpt.witness.rank_message import RankStep, encode_rank_step, merge_rank_steps
+from shardckpt.witness.records.step_records import TensorDigest, WitnessRecord
+from shardckpt.witness.state_digests import StateReader
+from shardckpt.witness.trained_objects import find_trained_objects
 
 STEPS, RANKS, BATCH = 4, 1000, (2, 256)
 """Steps behind a save, ranks of the record, and sequences with tokens of a rank's batch."""

@@ -350,7 +350,7 @@ def as_node(node: str) -> Iterator[None]:
 def find_holders(node: str) -> list[int]:
     """Return the process ids of the holders of a machine."""
     with as_node(node):
-        return [holder.pid for holder in shardckpt.tiers().holders]
+        return [holder.pid for holder in shardckpt.list_tiers().holders]
 
 
 @dataclass(frozen=True)

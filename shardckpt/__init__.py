@@ -13,17 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardckpt.checkpoint.load.load import MismatchError, load
-    from shardckpt.checkpoint.manager import Checkpointer
-    from shardckpt.checkpoint.resume.prove_resume import ResumeReport, prove_resume
-    from shardckpt.checkpoint.resume.witness import Witness
     from shardckpt.checkpoint.save.async_save import async_save
     from shardckpt.checkpoint.save.handle import SaveHandle, SaveTimings
     from shardckpt.checkpoint.save.save import save
     from shardckpt.checkpoint.stateful.rng_state import RNGState
     from shardckpt.checkpoint.stateful.stateful import PerRank
     from shardckpt.checkpoint.stateful.variant import Variant
-    from shardckpt.checkpoint.tiers.local_folder import Local
-    from shardckpt.checkpoint.tiers.peer_memory import PeerMemory
+    from shardckpt.checkpointer import Checkpointer
+    from shardckpt.divergence import Divergence, ResumeDivergence
     from shardckpt.errors import (
         AmbiguousError,
         CheckpointError,
@@ -64,8 +61,7 @@ if TYPE_CHECKING:
         ResumeEvent,
         WithdrawalEvent,
     )
-    from shardckpt.format.durability.step_copies import Durability, StepCopy
-    from shardckpt.format.recognized import FormatInfo, FormatList, formats
+    from shardckpt.native.step_copies import Durability, StepCopy
     from shardckpt.offline.consolidate import consolidate, convert
     from shardckpt.offline.copy import Copied, copy
     from shardckpt.offline.diff import diff
@@ -84,7 +80,6 @@ if TYPE_CHECKING:
     )
     from shardckpt.offline.results.contents import FileInfo, Inspection, TensorInfo, Verification
     from shardckpt.offline.results.problems import FileRange, Problem
-    from shardckpt.offline.results.proofs import Proof, StepProof
     from shardckpt.offline.results.tensor_stats import (
         Bisection,
         History,
@@ -99,31 +94,36 @@ if TYPE_CHECKING:
     from shardckpt.offline.select.options import Options
     from shardckpt.offline.stats import stats
     from shardckpt.offline.targets.target_registry import list_targets
-    from shardckpt.offline.tiers.tier_list import HolderInfo, HungHolderInfo, TierList, stop_tiers, tiers
     from shardckpt.offline.verify import verify
     from shardckpt.offline.write.report import Report, WrittenFile
     from shardckpt.open_checkpoint import open
-    from shardckpt.plan.resume.resumes import Resume
-    from shardckpt.plan.resume.verdict import Divergence, ResumeDivergence
+    from shardckpt.readers.registry import FormatInfo, FormatList, formats
     from shardckpt.state.keys.kinds import StateKind
     from shardckpt.state.model.load_model_state_dict import load_model_state_dict
     from shardckpt.state.model.model_state_dict import iter_full_state_dict, model_state_dict
     from shardckpt.state.optim.load_optim_state_dict import load_optim_state_dict
     from shardckpt.state.optim.optim_state_dict import optim_state_dict
+    from shardckpt.tiers.local_folder import Local
+    from shardckpt.tiers.peer_memory import PeerMemory
+    from shardckpt.tiers.tier_list import HolderInfo, HungHolderInfo, TierList, list_tiers, stop_tiers
+    from shardckpt.witness.prove_resume import ResumeReport, prove_resume
+    from shardckpt.witness.records.proofs import Proof, StepProof
+    from shardckpt.witness.records.resumes import Resume
+    from shardckpt.witness.witness import Witness
 
 _HOMES = {
-    "shardckpt.checkpoint.manager": ("Checkpointer",),
-    "shardckpt.checkpoint.resume.prove_resume": ("ResumeReport", "prove_resume"),
-    "shardckpt.checkpoint.resume.witness": ("Witness",),
-    "shardckpt.plan.resume.resumes": ("Resume",),
-    "shardckpt.plan.resume.verdict": ("Divergence", "ResumeDivergence"),
-    "shardckpt.format.durability.step_copies": ("Durability", "StepCopy"),
+    "shardckpt.checkpointer": ("Checkpointer",),
+    "shardckpt.witness.prove_resume": ("ResumeReport", "prove_resume"),
+    "shardckpt.witness.witness": ("Witness",),
+    "shardckpt.witness.records.resumes": ("Resume",),
+    "shardckpt.divergence": ("Divergence", "ResumeDivergence"),
+    "shardckpt.native.step_copies": ("Durability", "StepCopy"),
     "shardckpt.checkpoint.save.async_save": ("async_save",),
     "shardckpt.checkpoint.save.handle": ("SaveHandle", "SaveTimings"),
     "shardckpt.checkpoint.stateful.stateful": ("PerRank",),
     "shardckpt.checkpoint.load.load": ("MismatchError", "load"),
-    "shardckpt.checkpoint.tiers.local_folder": ("Local",),
-    "shardckpt.checkpoint.tiers.peer_memory": ("PeerMemory",),
+    "shardckpt.tiers.local_folder": ("Local",),
+    "shardckpt.tiers.peer_memory": ("PeerMemory",),
     "shardckpt.open_checkpoint": ("open",),
     "shardckpt.checkpoint.stateful.rng_state": ("RNGState",),
     "shardckpt.checkpoint.save.save": ("save",),
@@ -140,7 +140,7 @@ _HOMES = {
         "WithdrawalEvent",
     ),
     "shardckpt.offline.copy": ("Copied", "copy"),
-    "shardckpt.format.recognized": ("FormatInfo", "FormatList", "formats"),
+    "shardckpt.readers.registry": ("FormatInfo", "FormatList", "formats"),
     "shardckpt.offline.diff": ("diff",),
     "shardckpt.offline.consolidate": ("consolidate", "convert"),
     "shardckpt.offline.inspect": ("inspect",),
@@ -158,7 +158,7 @@ _HOMES = {
         "ValueDifference",
     ),
     "shardckpt.offline.results.contents": ("FileInfo", "Inspection", "TensorInfo", "Verification"),
-    "shardckpt.offline.results.proofs": ("Proof", "StepProof"),
+    "shardckpt.witness.records.proofs": ("Proof", "StepProof"),
     "shardckpt.offline.results.tensor_stats": (
         "Bisection",
         "History",
@@ -176,7 +176,7 @@ _HOMES = {
     "shardckpt.offline.stats": ("stats",),
     "shardckpt.offline.verify": ("verify",),
     "shardckpt.events.progress": ("Progress",),
-    "shardckpt.offline.tiers.tier_list": ("HolderInfo", "HungHolderInfo", "TierList", "stop_tiers", "tiers"),
+    "shardckpt.tiers.tier_list": ("HolderInfo", "HungHolderInfo", "TierList", "list_tiers", "stop_tiers"),
     "shardckpt.state.keys.kinds": ("StateKind",),
     "shardckpt.state.model.load_model_state_dict": ("load_model_state_dict",),
     "shardckpt.state.model.model_state_dict": ("iter_full_state_dict", "model_state_dict"),
@@ -291,6 +291,7 @@ __all__ = [
     "inspect",
     "iter_full_state_dict",
     "list_targets",
+    "list_tiers",
     "load",
     "load_model_state_dict",
     "load_optim_state_dict",
@@ -308,7 +309,6 @@ __all__ = [
     "save",
     "stats",
     "stop_tiers",
-    "tiers",
     "verify",
 ]
 

@@ -9,8 +9,8 @@ from shardckpt.errors import UsageError, require_torch
 
 if TYPE_CHECKING:
     from shardckpt.checkpoint.load.lazy import OpenedTensors
-    from shardckpt.format.reader import NamedBases
     from shardckpt.offline.open_arrays import OpenedArrays
+    from shardckpt.reader import NamedBases
 
 __all__ = ["open"]
 

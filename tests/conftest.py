@@ -25,7 +25,7 @@ from interpreters import RunScript, start_interpreters
 from seeding import seed_without_traces
 
 from shardckpt.storage import retry
-from shardckpt.storage.holder.holders import stop_holders
+from shardckpt.tiers.holder.holders import stop_holders
 
 settings.register_profile(
     "seeded",

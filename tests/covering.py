@@ -22,7 +22,7 @@ import pytest
 OTHERS = (
     "checkpoint/test_kill_incremental.py",
     "checkpoint/test_kill_matrix.py",
-    "format/test_hostile.py",
+    "readers/test_hostile.py",
     "fuzz/test_fuzz.py",
     "integrations/test_transformers.py",
     "storage/test_kill_matrix.py",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardckpt import devices
-from shardckpt.checkpoint.save.side_streams import SideStreams
+from shardckpt.checkpoint.save.staging import SideStreams
 
 
 @pytest.mark.parametrize(

@@ -112,8 +112,6 @@ MODULES = [
     ("shardckpt.integrations.torchft", "torchft", "'shardckpt[torchft]'"),
     ("shardckpt.integrations.torchtitan", "torchtitan", "'shardckpt[torchtitan]'"),
     ("shardckpt.testing", "pytest", "pytest"),
-    ("shardckpt.testing.simulation", "torch", "'shardckpt[torch]' greenlet"),
-    ("shardckpt.testing.simulation", "greenlet", "'shardckpt[torch]' greenlet"),
 ]
 
 

@@ -223,12 +223,12 @@ def tiers(action: _Action = "", run: _Run = "", as_json: options.AllAsJson = Fal
         raise shardckpt.UsageError("`tiers` has one action", found=action, expected="stop")
     stopped = shardckpt.stop_tiers(run or None) if action == "stop" else ()
     if as_json:
-        output.print_json(replace(shardckpt.tiers(), stopped=stopped))
+        output.print_json(replace(shardckpt.list_tiers(), stopped=stopped))
         return
     if action == "stop":
         print("".join(f"stopped {each}\n" for each in stopped), end="")
         return
-    found = shardckpt.tiers()
+    found = shardckpt.list_tiers()
     rows = [
         (
             holder.run,

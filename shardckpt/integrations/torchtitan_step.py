@@ -9,7 +9,7 @@ from torch import nn
 from torchtitan.components.checkpointer import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER, TRAIN_STATE
 
 from shardckpt import PerRank, UsageError
-from shardckpt.checkpoint.resume.framework_drill import drill_folder, require_proven, run_drill
+from shardckpt.witness.framework_drill import drill_folder, require_proven, run_drill
 
 __all__ = ["prove_first_step"]
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from shardckpt.errors import UsageError, require_keywords, require_torch
 from shardckpt.events.progress import OnProgress
-from shardckpt.format.registry import open_reader, open_source
 from shardckpt.offline.select.config_files import (
     ADAPTER_CONFIG,
     CONFIG,
@@ -31,6 +30,7 @@ from shardckpt.offline.write.conversion import ConversionPlan, PlannedFiles, Sto
 from shardckpt.offline.write.report import Report
 from shardckpt.plan.fp8_blocks import DTYPE as FP8
 from shardckpt.plan.naming.peft_names import BASE_PARTS, WAY_TO_BASE
+from shardckpt.readers.registry import open_reader, open_source
 from shardckpt.storage.publish import require_apart
 from shardckpt.storage.resolve_url import as_url, kind
 

@@ -21,18 +21,15 @@ from shardckpt.errors import (
     require_bools,
 )
 from shardckpt.events.progress import Meter, OnProgress
-from shardckpt.format.native.base_refs import may_open, resolve_base, sibling
-from shardckpt.format.native.commit import COMMIT, STEP
-from shardckpt.format.native.copy_files import read_blocks, write_commit
-from shardckpt.format.native.records import FileRecord
-from shardckpt.format.native.run_directory import RunDirectory, is_saved_name, read_referred_files, read_run
-from shardckpt.format.native.stored_folders import StoredFolder, read_stored_run, read_stored_step
-from shardckpt.format.native.verified_store import VerifiedStore
-from shardckpt.format.registry import checkpoint_in
-from shardckpt.format.run_start import require_start_of_run
-from shardckpt.format.witness.record_file import copy_record
-from shardckpt.format.witness.resume_file import copy_resumes
+from shardckpt.native.base_refs import may_open, resolve_base, sibling
+from shardckpt.native.commit import COMMIT, STEP
+from shardckpt.native.records import FileRecord
+from shardckpt.native.run_directory import RunDirectory, is_saved_name, read_referred_files, read_run
+from shardckpt.native.stored_folders import StoredFolder, read_blocks, read_stored_run, read_stored_step, write_commit
+from shardckpt.native.verified_store import VerifiedStore
 from shardckpt.offline.prune import StepInfo, describe_steps
+from shardckpt.readers.registry import checkpoint_in
+from shardckpt.readers.run_start import require_start_of_run
 from shardckpt.storage.local_publication import require_space
 from shardckpt.storage.publication import Publication, target_exists_error
 from shardckpt.storage.publish import find_missing_files, publish, require_apart
@@ -40,6 +37,8 @@ from shardckpt.storage.replaceable import find_replaceable_files, is_ignored
 from shardckpt.storage.resolve_url import as_url, kind, local_path, not_found_error, open_store, split
 from shardckpt.storage.store import Store, read_bytes
 from shardckpt.storage.thread_pool import ThreadPool
+from shardckpt.witness.files.record_file import copy_record
+from shardckpt.witness.files.resume_file import copy_resumes
 
 _FILES_AT_ONCE = 4  # each is copied through one buffer
 

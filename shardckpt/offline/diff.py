@@ -9,18 +9,14 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from shardckpt.errors import UsageError, escape
 from shardckpt.events.progress import Meter, OnProgress
-from shardckpt.format.native.base_store import select_bases
-from shardckpt.format.native.reader import NativeReader
-from shardckpt.format.reader import NamedBases, Reader
-from shardckpt.format.registry import open_checkpoint, open_reader, open_source
-from shardckpt.format.remap import read_rules
-from shardckpt.manifest import ObjectEntry, Path, Span, TensorEntry
-from shardckpt.offline.compare.canonical import Canonical, read_canonical
-from shardckpt.offline.compare.group_alignment import NO_GROUPS, align
+from shardckpt.manifest import ObjectEntry, Path, Span, TensorEntry, split_numbers
+from shardckpt.native.base_store import select_bases
+from shardckpt.native.reader import NativeReader
+from shardckpt.offline.compare.canonical import NO_GROUPS, Canonical, align, read_canonical
 from shardckpt.offline.compare.leaves import (
     Leaves,
     Tolerance,
@@ -31,9 +27,14 @@ from shardckpt.offline.compare.leaves import (
     have_same_types,
 )
 from shardckpt.offline.compare.tensor_distance import compare_tensors
-from shardckpt.offline.report_html.difference_list import describe_comparison
 from shardckpt.offline.report_html.page import render_page, require_report_target, write_page
-from shardckpt.offline.results.comparison import Comparison, NotCompared, TensorDifference, ValueDifference
+from shardckpt.offline.results.comparison import (
+    Comparison,
+    LayerDifference,
+    NotCompared,
+    TensorDifference,
+    ValueDifference,
+)
 from shardckpt.offline.results.contents import describe_entry
 from shardckpt.offline.select.config_files import find_config_files
 from shardckpt.offline.select.options import Part, parse_globs, parse_part
@@ -41,6 +42,9 @@ from shardckpt.offline.select.param_shapes import load_param_shapes
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.naming import fqn as names
 from shardckpt.plan.rules.rules import Rule
+from shardckpt.reader import NamedBases, Reader
+from shardckpt.readers.registry import open_checkpoint, open_reader, open_source
+from shardckpt.readers.remap import read_rules
 from shardckpt.storage.resolve_url import as_url
 from shardckpt.storage.store import read_bytes
 
@@ -340,3 +344,48 @@ def _compare_types(name: str, left: TensorEntry | None, right: TensorEntry | Non
     if right is None:
         return TensorDifference(name, "only_in_a", describe_entry(name, left), None)
     return TensorDifference(name, "shape", describe_entry(name, left), describe_entry(name, right))
+
+
+def describe_comparison(found: Comparison) -> dict[str, Any]:
+    """Return the data for a comparison's page: JSON values only."""
+    differences = sorted(found.differences, key=lambda each: split_numbers(each.name))  # layers.2 before layers.10
+    return {
+        "schema_version": 1,
+        "kind": "diff",
+        "a": escape(found.a),
+        "b": escape(found.b),
+        "same": found.same,
+        "compared": found.compared,
+        "equal": found.equal,
+        "compared_values": found.compared_values,
+        "equal_values": found.equal_values,
+        "tensors": [_describe_tensor(each) for each in differences],
+        "layers": [_describe_layer(each) for each in found.layers],
+        "values": [
+            [escape(each.name), _say(each.kind), escape(each.a), escape(each.b)] for each in found.value_differences
+        ],
+        "not_compared": [[escape(name), escape(why)] for name, why in found.not_compared],
+        "left_out": [*map(escape, found.left_out)],
+        "warnings": [*map(escape, found.warnings)],
+    }
+
+
+def _describe_tensor(found: TensorDifference) -> list[Any]:
+    numbers = map(_to_json, (found.l2, found.relative_l2, found.max_abs, found.max_rel))
+    both = (f"{tensor or ''}" for tensor in (found.a, found.b))
+    return [escape(found.name), _say(found.kind), *both, *numbers, *found.nans]
+
+
+def _say(kind: str) -> str:
+    """Return a kind in words."""
+    return kind.replace("_", " ")
+
+
+def _describe_layer(found: LayerDifference) -> list[Any]:
+    numbers = map(_to_json, (found.l2, found.relative_l2, found.max_abs))
+    return [escape(found.name), found.tensor_count, *numbers]
+
+
+def _to_json(number: float | None) -> float | str | None:
+    """Return a number as JSON has it: `inf` and `nan` as text."""
+    return number if number is None or math.isfinite(number) else str(number)

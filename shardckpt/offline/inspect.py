@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
+from shardckpt.encodings.budget import gc_paused
 from shardckpt.errors import UsageError, escape
-from shardckpt.format.budget import gc_paused
-from shardckpt.format.reader import NamedBases, Reader
-from shardckpt.format.registry import open_checkpoint
 from shardckpt.manifest import UNREAD, Manifest, dotted
 from shardckpt.offline.report_html.checkpoint_map import describe_checkpoint
 from shardckpt.offline.report_html.page import render_page, require_report_target, write_page
@@ -19,6 +17,8 @@ from shardckpt.offline.select.param_shapes import load_param_shapes
 from shardckpt.offline.write.stored_stats import describe_values
 from shardckpt.plan.layout.coverage import faults
 from shardckpt.plan.naming.sections import find_sections, model_paths, split_flat_names
+from shardckpt.reader import NamedBases, Reader
+from shardckpt.readers.registry import open_checkpoint
 from shardckpt.storage.resolve_url import as_url
 
 _SHOWN = 60

@@ -15,13 +15,9 @@ from typing_extensions import Unpack
 
 from shardckpt.boxes import Box, Shape, flat_index
 from shardckpt.dtypes import FLOATS, nbytes
+from shardckpt.encodings.element_values import numpy_dtype
 from shardckpt.errors import NameCollisionError, UnsupportedError, UsageError
 from shardckpt.events.progress import OnProgress
-from shardckpt.format.chunk_reader import PieceReader, ReadItem, same_bits
-from shardckpt.format.encodings.element_values import numpy_dtype
-from shardckpt.format.huggingface.index_files import read_json
-from shardckpt.format.reader import Reader
-from shardckpt.format.registry import open_checkpoint
 from shardckpt.manifest import TensorEntry
 from shardckpt.offline.consolidate import export, parse_options
 from shardckpt.offline.select.config_files import ADAPTER_CONFIG, TIE
@@ -35,6 +31,10 @@ from shardckpt.plan.layout.output_files import Change, OutputTensor
 from shardckpt.plan.naming.fqn import is_embedding, is_head, name_model, read_tie
 from shardckpt.plan.naming.sections import Sections
 from shardckpt.plan.quantized_weights import QUANTIZATION_CONFIG, find_quantized
+from shardckpt.reader import Reader
+from shardckpt.readers.chunk_reader import PieceReader, ReadItem, same_bits
+from shardckpt.readers.huggingface.index_files import read_json
+from shardckpt.readers.registry import open_checkpoint
 from shardckpt.storage.resolve_url import as_url
 
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")

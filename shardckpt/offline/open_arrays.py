@@ -11,18 +11,18 @@ from numpy.typing import DTypeLike, NDArray
 
 from shardckpt.boxes import Box, contiguous_blocks, full_box
 from shardckpt.dtypes import array_nbytes, bits, nbytes
+from shardckpt.encodings.element_values import numpy_dtype
+from shardckpt.encodings.tagged_json import NamedValue
 from shardckpt.errors import NoMemoryError, UnsupportedError, UsageError
-from shardckpt.format.chunk_reader import PieceReader, ReadItem
-from shardckpt.format.encodings.element_values import numpy_dtype
-from shardckpt.format.encodings.tagged_json import NamedValue
-from shardckpt.format.opened.mapping import Opened, StoredTensor
-from shardckpt.format.opened.state_tree import TensorRef, build_tree, fill_tree, find, iter_refs
-from shardckpt.format.reader import NamedBases, missing_shapes_error
-from shardckpt.format.registry import open_checkpoint
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.offline.write.numpy_casts import cast_into
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.naming.sections import split_flat_names
+from shardckpt.reader import NamedBases, missing_shapes_error
+from shardckpt.readers.chunk_reader import PieceReader, ReadItem
+from shardckpt.readers.opened.mapping import Opened, StoredTensor
+from shardckpt.readers.opened.state_tree import TensorRef, build_tree, fill_tree, find, iter_refs
+from shardckpt.readers.registry import open_checkpoint
 from shardckpt.storage.resolve_url import as_url, fix_folder
 
 # Per read; a cast or reordered array takes this much memory in addition.

@@ -15,11 +15,9 @@ from typing_extensions import Unpack
 
 from shardckpt.errors import UnknownFormatError, UsageError, require_bools
 from shardckpt.events import PruneEvent, Recorder, emit
-from shardckpt.format.apply_retention import apply_retention
-from shardckpt.format.durability.durability_list import list_durability
-from shardckpt.format.durability.step_copies import Durability
-from shardckpt.format.native.commit import COMMIT
-from shardckpt.format.native.run_directory import (
+from shardckpt.native.apply_retention import apply_retention
+from shardckpt.native.commit import COMMIT
+from shardckpt.native.run_directory import (
     Orphan,
     RunDirectory,
     StepFolder,
@@ -30,15 +28,17 @@ from shardckpt.format.native.run_directory import (
     read_run_to_remove,
     with_sound_newest,
 )
-from shardckpt.format.run_start import describe_fault, require_start_of_run
-from shardckpt.format.witness.step_witness import CaptureWitness, read_capture_witnesses, read_step_witness
-from shardckpt.offline.results.proofs import StepProof
+from shardckpt.native.step_copies import Durability
 from shardckpt.offline.verify import verify as verification
-from shardckpt.plan.resume.resumes import StepVerdict
 from shardckpt.plan.retention import ORPHAN_TTL_S, Retention, RetentionParams, SavedStep, find_best, parse_age
+from shardckpt.readers.run_start import describe_fault, require_start_of_run
 from shardckpt.storage.resolve_url import as_url, kind, not_found_error, open_store
 from shardckpt.storage.store import Store, SubfolderStore
 from shardckpt.storage.thread_pool import ThreadPool
+from shardckpt.tiers.durability.durability_list import list_durability
+from shardckpt.witness.files.step_witness import CaptureWitness, read_capture_witnesses, read_step_witness
+from shardckpt.witness.records.proofs import StepProof
+from shardckpt.witness.records.resumes import StepVerdict
 
 _SHOWN = 8
 _AT_ONCE = 8

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardckpt.errors import AmbiguousError, CheckpointError, ChecksumError, UnsupportedError, UsageError, escape
-from shardckpt.format.native.base_store import find_bases
-from shardckpt.format.native.commit import (
+from shardckpt.manifest import Span
+from shardckpt.native.base_store import find_bases
+from shardckpt.native.commit import (
     COMMIT,
     MAX_MANIFEST_BYTES,
     encode_commit,
@@ -18,21 +19,20 @@ from shardckpt.format.native.commit import (
     read_commit,
     read_contents,
 )
-from shardckpt.format.native.manifest_json import ManifestContents, decode_manifest, encode_manifest
-from shardckpt.format.native.payload import GROUP_BYTES, HF_INDEX, BlockHasher
-from shardckpt.format.native.reader import build_manifest
-from shardckpt.format.native.records import (
+from shardckpt.native.manifest_json import ManifestContents, decode_manifest, encode_manifest
+from shardckpt.native.payload import GROUP_BYTES, HF_INDEX, BlockHasher
+from shardckpt.native.reader import build_manifest
+from shardckpt.native.records import (
     ArrayRecord,
     FileRecord,
     group_files_by_base,
     make_record,
 )
-from shardckpt.format.native.recovery import DescribedFile, read_described, rebuild_manifest
-from shardckpt.format.reader import NamedBases, Source
-from shardckpt.format.registry import open_source
-from shardckpt.manifest import Span
+from shardckpt.native.recovery import DescribedFile, read_described, rebuild_manifest
 from shardckpt.offline.results.problems import Problem
 from shardckpt.plan.layout.coverage import require_complete
+from shardckpt.reader import NamedBases, Source
+from shardckpt.readers.registry import open_source
 from shardckpt.storage.resolve_url import as_url
 from shardckpt.storage.store import Read, Store, read_bytes
 

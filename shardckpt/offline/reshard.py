@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from shardckpt.errors import UsageError, require_bools
 from shardckpt.events.progress import OnProgress
-from shardckpt.format.reader import NamedBases
-from shardckpt.format.registry import open_checkpoint
 from shardckpt.manifest import dotted
 from shardckpt.offline.select.options import DEFAULT_MEMORY_BYTES, parse_globs, parse_memory
 from shardckpt.offline.select.param_shapes import load_param_shapes
@@ -17,6 +15,8 @@ from shardckpt.offline.targets.target_registry import find_rank_target
 from shardckpt.offline.write.conversion import ConversionPlan, Stopwatch, run_conversion
 from shardckpt.offline.write.report import Report
 from shardckpt.plan.layout.output_files import parse_size
+from shardckpt.reader import NamedBases
+from shardckpt.readers.registry import open_checkpoint
 from shardckpt.storage.publish import require_apart
 from shardckpt.storage.resolve_url import as_url
 

@@ -7,20 +7,20 @@ import os
 from collections.abc import Iterable, Sequence
 
 from shardckpt.dtypes import bits
+from shardckpt.encodings.budget import gc_paused
+from shardckpt.encodings.element_values import measure_values
+from shardckpt.encodings.value_stats import merge_stats
 from shardckpt.errors import require_bools
-from shardckpt.format.budget import gc_paused
-from shardckpt.format.encodings.element_values import measure_values
-from shardckpt.format.reader import NamedBases, Reader
-from shardckpt.format.registry import open_checkpoint
-from shardckpt.format.value_stats import merge_stats
 from shardckpt.manifest import TensorEntry, split_numbers
 from shardckpt.offline.compare.canonical import read_canonical
-from shardckpt.offline.compare.stored_values import BLOCK_BYTES, read_values
+from shardckpt.offline.compare.tensor_distance import BLOCK_BYTES, read_values
 from shardckpt.offline.results.tensor_stats import LayerStats, Statistics, TensorStats, find_layer
 from shardckpt.offline.select.options import parse_globs, parse_part
 from shardckpt.offline.write.stored_stats import describe_values, find_stored_stats
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.naming.fqn import select_names
+from shardckpt.reader import NamedBases, Reader
+from shardckpt.readers.registry import open_checkpoint
 from shardckpt.storage.resolve_url import as_url
 
 

@@ -8,22 +8,31 @@ import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import Protocol, cast
 
 from shardckpt.errors import MissingFileError, SourceNotFoundError, StorageError, UsageError
 from shardckpt.events.warn_user import warn_user
-from shardckpt.storage.holder import SCHEME
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.node_folder import NodeFolder, SharedFolder, find_folder
 from shardckpt.storage.orphans import find_moved_aside
 from shardckpt.storage.store import ObjectStore, Store, SubfolderStore, convert_os_errors, storage_error
 
-if TYPE_CHECKING:
-    from shardckpt.storage.holder.holder_store import HolderStore
-
 _BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs")
 
 _PROTOCOL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*(://|::)")
+
+
+# Schemes of stores above this package, with the class of each, which is imported with its first URL.
+_STORES = {"shardckpt-memory": "shardckpt.tiers.holder.holder_store:HolderStore"}
+
+
+class _HeldStore(ObjectStore, Protocol):
+    """A store that knows what its URL names."""
+
+    def find_kind(self) -> str:
+        """Return `file`, `folder` or `missing`."""
+        ...
 
 
 def as_url(path: object) -> str:
@@ -164,15 +173,13 @@ def open_remote(url: str) -> ObjectStore:
 
 
 def _is_held(url: str) -> bool:
-    """Return True if a URL names a holder's memory."""
-    return url.startswith(f"{SCHEME}://")
+    """Return True if a store of `_STORES` opens a URL."""
+    return url.partition("://")[0] in _STORES
 
 
-def _open_held(url: str) -> HolderStore:
-    """Return the store for a URL that names a holder's memory."""
-    from shardckpt.storage.holder.holder_store import HolderStore  # noqa: PLC0415  (sockets; most commands need none)
-
-    return HolderStore(url)
+def _open_held(url: str) -> _HeldStore:
+    module, _, name = _STORES[url.partition("://")[0]].partition(":")
+    return cast("_HeldStore", getattr(import_module(module), name)(url))
 
 
 def split(url: str) -> tuple[str, str]:

@@ -11,13 +11,13 @@ import pytest
 from numpy.typing import NDArray
 
 import shardckpt
+from shardckpt.encodings.element_values import numpy_dtype
 from shardckpt.errors import CheckpointError, ShardckptError
-from shardckpt.format.chunk_reader import read_blocks
-from shardckpt.format.encodings.element_values import numpy_dtype
-from shardckpt.format.reader import Evidence, Format, Reader
-from shardckpt.format.registry import detect, open_source
 from shardckpt.manifest import UNREAD, Lazy, dotted
 from shardckpt.plan.layout.coverage import locate
+from shardckpt.reader import Evidence, Format, Reader
+from shardckpt.readers.chunk_reader import read_blocks
+from shardckpt.readers.registry import detect, open_source
 
 GARBAGE = (b"", b"\0" * 64, b"{", b"PK\x03\x04", b"\x80\x04\x95", b"\xff" * 200)
 

@@ -15,10 +15,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardckpt.divergence import Divergence
 from shardckpt.errors import UsageError
 from shardckpt.offline.run_history.prove import prove
-from shardckpt.plan.resume.resumes import Resume
-from shardckpt.plan.resume.verdict import Divergence
+from shardckpt.witness.records.resumes import Resume
 
 ROOT = "{root}"
 """Text in the arguments of a script that stands for the folder of its run."""

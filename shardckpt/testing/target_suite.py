@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 
 import shardckpt
 from shardckpt.dtypes import SAFETENSORS_NAMES
+from shardckpt.encodings.element_values import numpy_dtype
+from shardckpt.encodings.safetensors import HeaderTensor, encode_header, file_order
 from shardckpt.errors import TargetExistsError, UsageError
-from shardckpt.format.chunk_reader import read_blocks
-from shardckpt.format.encodings.element_values import numpy_dtype
-from shardckpt.format.encodings.safetensors import HeaderTensor, encode_header, file_order
-from shardckpt.format.registry import open_checkpoint
 from shardckpt.offline.compare.canonical import read_canonical
 from shardckpt.offline.targets.base import Target
 from shardckpt.offline.targets.target_registry import choose_target
 from shardckpt.plan.layout.coverage import locate
+from shardckpt.readers.chunk_reader import read_blocks
+from shardckpt.readers.registry import open_checkpoint
 
 SHAPES: Mapping[str, tuple[int, ...]] = {
     "scalar": (),

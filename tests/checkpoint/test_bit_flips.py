@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardckpt
 from shardckpt.errors import ShardckptError
-from shardckpt.format.native.payload import BLOCK_BYTES
+from shardckpt.native.payload import BLOCK_BYTES
 from shardckpt.offline.verify import verify
 
 PADDING_STRIDE = 100

@@ -29,9 +29,9 @@ from shardckpt.errors import (
     UnsupportedError,
     UsageError,
 )
-from shardckpt.format.native import commit as native_commit
-from shardckpt.format.native.commit import COMMIT
-from shardckpt.format.native.run_directory import delete_steps, read_run, step_name
+from shardckpt.native import commit as native_commit
+from shardckpt.native.commit import COMMIT
+from shardckpt.native.run_directory import delete_steps, read_run, step_name
 from shardckpt.plan import retention
 from shardckpt.storage import retry
 from shardckpt.storage.fsspec_store import FsspecStore

@@ -17,7 +17,7 @@ from forks import is_killed
 import shardckpt
 from shardckpt import Checkpointer
 from shardckpt.errors import ShardckptError, StorageError
-from shardckpt.format.native import run_directory
+from shardckpt.native import run_directory
 from shardckpt.plan import retention
 from shardckpt.storage import retry
 

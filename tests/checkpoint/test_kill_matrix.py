@@ -18,7 +18,7 @@ from torch import nn
 
 import shardckpt
 from shardckpt.errors import IncompleteError, ShardckptError, SourceNotFoundError, StorageError
-from shardckpt.format.native.commit import COMMIT
+from shardckpt.native.commit import COMMIT
 from shardckpt.offline.verify import verify
 from shardckpt.storage import local, local_publication, retry
 from shardckpt.storage.local_publication import LocalPublication

@@ -15,7 +15,7 @@ from torch_writers import ALONE
 
 import shardckpt
 from shardckpt.errors import IncompleteError, TargetExistsError
-from shardckpt.format.native.commit import COMMIT
+from shardckpt.native.commit import COMMIT
 from shardckpt.storage.resolve_url import open_store
 from shardckpt.storage.store import Store, read_bytes
 

@@ -30,7 +30,7 @@ from shardckpt.checkpoint.load import source
 from shardckpt.checkpoint.rank_link import RankLink
 from shardckpt.checkpoint.save.staging import StagingArea
 from shardckpt.errors import CheckpointError, MissingFileError, NoCompleteCheckpoint, UnsupportedError
-from shardckpt.format.native import run_directory
+from shardckpt.native import run_directory
 
 Content = tuple[int, int, int]
 """Numbers from which the values of the three parts of a state follow; saves that share one write a part once."""

@@ -25,7 +25,7 @@ from shardckpt.errors import (
     UnsupportedError,
     UsageError,
 )
-from shardckpt.format.native.payload import BLOCK_BYTES
+from shardckpt.native.payload import BLOCK_BYTES
 from shardckpt.storage.local import LocalStore
 
 

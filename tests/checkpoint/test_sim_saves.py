@@ -18,7 +18,7 @@ from shardckpt.checkpoint.save import replica_digests
 from shardckpt.checkpoint.save.replica_digests import ReplicaDigests, ReplicatedBox
 from shardckpt.checkpoint.save.staging import BufferPool, StagingArea, make_buffer
 from shardckpt.checkpoint.stateful.flatten import FlattenedState
-from shardckpt.format.native.payload import PayloadChunk, arrange_files
+from shardckpt.native.payload import PayloadChunk, arrange_files
 from shardckpt.state.local.tensor_shards import LocalShard, get_tensor_shards
 
 

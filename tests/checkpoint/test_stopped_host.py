@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import shardckpt
-import shardckpt.checkpoint.manager
+import shardckpt.checkpointer
 
 FORK = multiprocessing.get_context("fork")
 TIMEOUT = 4.0  # a busy machine needs a second and more for what comes before the stop

@@ -21,7 +21,7 @@ import shardckpt
 from shardckpt.checkpoint.dcp_storage import storage_writer
 from shardckpt.checkpoint.save import session
 from shardckpt.errors import ShardckptError, StorageError, TargetExistsError
-from shardckpt.format.native.commit import COMMIT
+from shardckpt.native.commit import COMMIT
 from shardckpt.offline.verify import verify
 from shardckpt.storage import remote_publication
 from shardckpt.storage.local_publication import LocalPublication

@@ -11,7 +11,7 @@ from command import Outcome, run_here
 from safetensors.torch import save_file
 
 import shardckpt
-from shardckpt.format.native.commit import COMMIT
+from shardckpt.native.commit import COMMIT
 
 
 @pytest.fixture

@@ -20,9 +20,9 @@ from native_writer import write_step
 from safetensors.torch import save_file
 
 import shardckpt
-from shardckpt.format.native.run_directory import step_name
-from shardckpt.format.witness.resume_file import add_resumes
+from shardckpt.native.run_directory import step_name
 from shardckpt.storage.local import LocalStore
+from shardckpt.witness.files.resume_file import add_resumes
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "output.schema.json"
 

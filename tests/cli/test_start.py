@@ -24,7 +24,7 @@ HEAVY = (
     "multiprocessing",
     "shardckpt.events.operations",
     "shardckpt.events.run_events",
-    "shardckpt.plan.resume",
+    "shardckpt.witness.records",
     "shardckpt.offline.results.comparison",
 )
 NOT_FOR_MODELS = (
@@ -32,7 +32,7 @@ NOT_FOR_MODELS = (
     "fractions",
     "zstandard",
     *(("typing_extensions",) if sys.version_info >= (3, 11) else ()),
-    "shardckpt.format.encodings.tagged_json",
+    "shardckpt.encodings.tagged_json",
     "shardckpt.offline.select.group_settings",
     "shardckpt.plan.optim.optimizer_state",
     "shardckpt.plan.optim.output_keys",
@@ -40,8 +40,8 @@ NOT_FOR_MODELS = (
 """Modules that a conversion of a model that is neither compressed nor cast does not need."""
 CHECKPOINTS = {"dcp": "dcp_fsdp2_llama_w2", "safetensors": "hf_pretrained_llama"}
 READERS = {
-    "dcp": {"shardckpt.format.dcp.reader"},
-    "safetensors": {"shardckpt.format.huggingface.reader", "shardckpt.format.torchsave.reader"},
+    "dcp": {"shardckpt.readers.dcp.reader"},
+    "safetensors": {"shardckpt.readers.huggingface.reader", "shardckpt.readers.torchsave.reader"},
 }
 """The modules of formats that a verb needs for a checkpoint of one."""
 
@@ -84,9 +84,9 @@ def test_a_verb_imports_its_own_format_and_nothing_heavy(verb: str, form: str, f
     words = [verb, str(fixtures / CHECKPOINTS[form] / "ckpt")]
     found = imported_by(*words, *([str(tmp_path / "out")] if verb.startswith("con") else []))
     assert found & set(HEAVY) == set()
-    readers = {name for name in found if name.startswith("shardckpt.format.") and name.endswith(".reader")}
-    assert readers - {"shardckpt.format.reader"} == READERS[form]
-    assert ("shardckpt.format.torchsave.tensor_views" in found) == (form == "safetensors"), "DCP has its own"
+    readers = {name for name in found if name.startswith("shardckpt.readers.") and name.endswith(".reader")}
+    assert readers - {"shardckpt.reader"} == READERS[form]
+    assert ("shardckpt.readers.torchsave.tensor_views" in found) == (form == "safetensors"), "DCP has its own"
     targets = {name for name in found if name.startswith("shardckpt.offline.targets.")}
     assert len(targets) == (3 if verb.startswith("con") else 0), "the registry, the base and the one target"
 

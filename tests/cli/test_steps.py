@@ -17,14 +17,13 @@ from native_writer import write_step
 from shardckpt_cli import exits
 
 from shardckpt import Checkpointer, Divergence, Resume, Witness, ls
-from shardckpt.format import apply_retention
-from shardckpt.format.native import run_directory
-from shardckpt.format.native.payload import new_save_id
-from shardckpt.format.native.run_directory import step_name
-from shardckpt.format.witness.resume_file import add_capture_resume, add_resumes
-from shardckpt.plan.resume.resumes import CaptureResume
+from shardckpt.native import apply_retention, run_directory
+from shardckpt.native.payload import new_save_id
+from shardckpt.native.run_directory import step_name
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.orphans import make_partial, release
+from shardckpt.witness.files.resume_file import add_capture_resume, add_resumes
+from shardckpt.witness.records.resumes import CaptureResume
 
 
 @pytest.fixture

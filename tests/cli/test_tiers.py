@@ -11,8 +11,8 @@ from command import run_here
 
 import shardckpt
 from shardckpt import Checkpointer, Local, PeerMemory
-from shardckpt.storage.holder import ask_holders
 from shardckpt.storage.resolve_url import open_store
+from shardckpt.tiers.holder import holders
 
 
 @pytest.fixture(autouse=True)
@@ -43,14 +43,14 @@ def test_holders_are_listed_with_their_steps_and_limits_and_ended(tmp_path):
     assert run_here("ls", f"shardckpt-memory://{run}").out == "3\n"
     assert run_here("tiers", "stop", run).out == f"stopped {run}\n"
     assert run_here("tiers", "stop").out.count("stopped") == 1
-    assert shardckpt.tiers().holders == ()
+    assert shardckpt.list_tiers().holders == ()
 
 
 def test_ended_holders_are_listed_as_json_with_those_that_are_left(tmp_path):
     assert json.loads(run_here("tiers", "stop", "--json").out)["stopped"] == []
     capture(tmp_path / "a", 1)
     capture(tmp_path / "b", 2)
-    first, second = shardckpt.tiers().holders
+    first, second = shardckpt.list_tiers().holders
     found = json.loads(run_here("tiers", "stop", first.run, "--json").out)
     assert (found["stopped"], [each["run"] for each in found["holders"]]) == ([first.run], [second.run])
     listed = json.loads(run_here("tiers", "--json").out)
@@ -61,7 +61,7 @@ def test_ended_holders_are_listed_as_json_with_those_that_are_left(tmp_path):
 
 def test_a_capture_is_rescued_by_copy_and_verified_like_any_step(tmp_path):
     capture(tmp_path / "a", 7)
-    url = shardckpt.tiers().holders[0].url
+    url = shardckpt.list_tiers().holders[0].url
     assert run_here("verify", f"{url}/step-00000007").code == 0
     assert run_here("copy", url, tmp_path / "rescued").code == 0
     assert torch.equal(shardckpt.load(str(tmp_path / "rescued/step-00000007"))["w"], torch.ones(10))
@@ -70,7 +70,7 @@ def test_a_capture_is_rescued_by_copy_and_verified_like_any_step(tmp_path):
 def test_a_part_of_a_capture_is_shown_as_one(tmp_path):
     (tmp_path / "a").mkdir()
     capture(tmp_path / "a", 7)
-    store = open_store(shardckpt.tiers().holders[0].url)
+    store = open_store(shardckpt.list_tiers().holders[0].url)
     (payload,) = [entry.name for entry in store.list("step-00000007") if entry.name.endswith(".safetensors")]
     store.delete(payload)
     assert "  7 (part)  " in run_here("tiers").out
@@ -87,7 +87,7 @@ def test_all_copies_of_a_step_are_listed_with_what_they_survive(tmp_path):
     found = run_here("ls", root, "--durability")
     header, *rows = [line.split() for line in found.out.splitlines()]
     assert header == ["step", "tier", "survives", "verified", "path"]
-    url = shardckpt.tiers().holders[0].url
+    url = shardckpt.list_tiers().holders[0].url
     paths = [f"{root}/step-00000002", f"{url}/step-00000003", f"{local}/step-00000003"]
     kept = [(["2", "root"], paths[0]), (["3", "memory"], paths[1]), (["3", "local"], paths[2])]
     assert [(row[:2], row[-1]) for row in rows] == kept
@@ -128,10 +128,10 @@ def test_a_run_that_has_only_captures_is_listed_and_the_folder_of_another_run_is
 
 
 def test_a_holder_that_hangs_is_shown_with_its_process_and_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr(ask_holders, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(holders, "TIMEOUT_S", 0.5)
     capture(tmp_path / "a", 1)
     capture(tmp_path / "b", 2)
-    hung = next(each for each in shardckpt.tiers().holders if each.steps == (1,))
+    hung = next(each for each in shardckpt.list_tiers().holders if each.steps == (1,))
     os.kill(hung.pid, signal.SIGSTOP)
     found = run_here("tiers")
     assert found.code == 0 and found.out.splitlines()[-1].split("  ")[:2] == [hung.run, "does not answer"]
@@ -140,7 +140,7 @@ def test_a_holder_that_hangs_is_shown_with_its_process_and_ended(tmp_path, monke
     assert listed["hung"] == [{"run": hung.run, "url": hung.url, "pid": hung.pid}]
     assert [each["steps"] for each in listed["holders"]] == [[2]]
     assert run_here("tiers", "stop", hung.run).out == f"stopped {hung.run}\n"
-    assert shardckpt.tiers().hung == () and len(shardckpt.tiers().holders) == 1
+    assert shardckpt.list_tiers().hung == () and len(shardckpt.list_tiers().holders) == 1
 
 
 def test_an_unknown_action_or_run_is_an_error_of_the_call():

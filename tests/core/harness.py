@@ -36,7 +36,7 @@ from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch_limits import find_reason
 
-import shardckpt.checkpoint.manager
+import shardckpt.checkpointer
 import shardckpt.state.interop.torch_dcp_api  # noqa: F401
 from shardckpt import core
 

@@ -57,7 +57,7 @@ def serve() -> dict[str, Any] | None:
 if __name__ == "__main__":
     import torch  # noqa: F401
 
-    import shardckpt.checkpoint.manager
+    import shardckpt.checkpointer
     import shardckpt.open_checkpoint  # noqa: F401
 
     gc.freeze()  # the last collection of a fork would copy each page that it looks at

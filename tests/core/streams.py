@@ -38,7 +38,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from shardckpt import devices
-from shardckpt.checkpoint.save import side_streams
+from shardckpt.checkpoint.save import staging
 from shardckpt.core.comm import streams as engine_streams
 
 Clock = dict[int, int]
@@ -571,7 +571,7 @@ def _installed(checker: Checker) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         _put(stack, devices, "_streams", FakeStreams(checker))
         _put(stack, engine_streams, "_device_streams", {})
-        _put(stack, side_streams, "_side_streams", {})
+        _put(stack, staging, "_side_streams", {})
         _put(stack, torch.UntypedStorage, "resize_", _noted_resize(checker))
         _put(stack, torch.Tensor, "tolist", _noted_tolist(checker))
         for name in _COLLECTIVES:

@@ -36,7 +36,7 @@ if not TORCH:
     from shardckpt.core.comm.streams import DeviceStreams, RateLimiter
     from shardckpt.core.params.gradient_reduction import GradientReducer
     from shardckpt.core.params.unsharded_params import UnshardedParams
-    from shardckpt.format.native.payload import PayloadChunk, PayloadFile, arrange_files
+    from shardckpt.native.payload import PayloadChunk, PayloadFile, arrange_files
     from shardckpt.state.local.tensor_shards import get_tensor_shards
 
 CPU = torch.device("cpu")

@@ -22,28 +22,28 @@ from memory_store import MemoryStore
 from safetensors.torch import save
 from samples import SAMPLES
 
+from shardckpt.encodings.codecs import DecodedStream
+from shardckpt.encodings.pickle_reader import load
+from shardckpt.encodings.safetensors import parse_header, parse_json, read_headers
+from shardckpt.encodings.tagged_json import ArrayRef, NamedValue, decode, encode
+from shardckpt.encodings.zip_archive import ArchivePlace, WantedEntry, open_archives, read_entries, walk_front
 from shardckpt.errors import ShardckptError
-from shardckpt.format.chunk_reader import read_blocks
-from shardckpt.format.encodings.codecs import DecodedStream
-from shardckpt.format.encodings.pickle_reader import load
-from shardckpt.format.encodings.safetensors import parse_header, parse_json, read_headers
-from shardckpt.format.encodings.tagged_json import ArrayRef, NamedValue, decode, encode
-from shardckpt.format.encodings.zip_archive import ArchivePlace, WantedEntry, open_archives, read_entries, walk_front
-from shardckpt.format.huggingface.index_files import choose
-from shardckpt.format.native import base_store
-from shardckpt.format.native.commit import COMMIT, MANIFEST_SUFFIX, decode_commit, encode_commit
-from shardckpt.format.native.manifest_json import decode_manifest
-from shardckpt.format.native.payload import encode_canonical
-from shardckpt.format.native.reader import build_manifest
-from shardckpt.format.native.records import FileRecord
-from shardckpt.format.native.recovery import read_described, rebuild_manifest
-from shardckpt.format.reader import Reader, Source
-from shardckpt.format.registry import detect
 from shardckpt.manifest import Encoded, Span
 from shardckpt.manifest import Path as Key
+from shardckpt.native import base_store
+from shardckpt.native.commit import COMMIT, MANIFEST_SUFFIX, decode_commit, encode_commit
+from shardckpt.native.manifest_json import decode_manifest
+from shardckpt.native.payload import encode_canonical
+from shardckpt.native.reader import build_manifest
+from shardckpt.native.records import FileRecord
+from shardckpt.native.recovery import read_described, rebuild_manifest
 from shardckpt.offline.select.options import Options
 from shardckpt.offline.select.selection import select
 from shardckpt.plan.layout.output_files import parse_size
+from shardckpt.reader import Reader, Source
+from shardckpt.readers.chunk_reader import read_blocks
+from shardckpt.readers.huggingface.index_files import choose
+from shardckpt.readers.registry import detect
 from shardckpt.storage.store import Store
 
 _SMALL_BYTES = 1 << 20

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardckpt.errors import ShardckptError
-from shardckpt.format.registry import load_formats
+from shardckpt.readers.registry import load_formats
 
 from .mutations import Edit, apply, damages
 from .targets import TARGETS

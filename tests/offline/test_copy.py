@@ -28,8 +28,8 @@ from shardckpt.errors import (
     UnsupportedError,
     UsageError,
 )
-from shardckpt.format.native.run_directory import RunDirectory, step_name
-from shardckpt.format.native.stored_folders import StoredFolder
+from shardckpt.native.run_directory import RunDirectory, step_name
+from shardckpt.native.stored_folders import StoredFolder
 from shardckpt.storage.store import Store
 
 copying = import_module("shardckpt.offline.copy")

@@ -15,7 +15,7 @@ import torch
 from safetensors.numpy import save_file
 from share_writers import as_rank, sharded
 
-from shardckpt.format.encodings.safetensors import HeaderTensor, encode_header
+from shardckpt.encodings.safetensors import HeaderTensor, encode_header
 from shardckpt.offline.select.options import MIN_MEMORY_BYTES
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peaks are read from /proc")

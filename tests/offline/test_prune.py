@@ -22,9 +22,9 @@ from native_writer import write_step
 
 import shardckpt
 from shardckpt.errors import SourceNotFoundError, StorageError, UsageError
-from shardckpt.format.native import run_directory as format_steps
-from shardckpt.format.native.payload import new_save_id
-from shardckpt.format.native.run_directory import step_name
+from shardckpt.native import run_directory as format_steps
+from shardckpt.native.payload import new_save_id
+from shardckpt.native.run_directory import step_name
 from shardckpt.offline import prune as convert_steps
 from shardckpt.storage import orphans, retry
 from shardckpt.storage.local import LocalStore

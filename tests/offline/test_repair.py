@@ -21,9 +21,9 @@ from shardckpt.errors import (
     UnsupportedError,
     UsageError,
 )
-from shardckpt.format.native.commit import COMMIT, encode_commit, manifest_name
-from shardckpt.format.native.reader import NativeReader
-from shardckpt.format.registry import open_checkpoint
+from shardckpt.native.commit import COMMIT, encode_commit, manifest_name
+from shardckpt.native.reader import NativeReader
+from shardckpt.readers.registry import open_checkpoint
 
 MANIFEST = manifest_name(SAVE)
 BOXES = {("model", "w"): [(0, Box((0, 0), (3, 4))), (1, Box((3, 0), (3, 4)))]}

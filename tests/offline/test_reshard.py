@@ -16,10 +16,10 @@ from native_writer import write_step
 from samples import SAMPLES
 
 import shardckpt
+from shardckpt.encodings.tagged_json import ArrayRef, NamedValue
 from shardckpt.errors import IncompleteError, TargetExistsError, UsageError
-from shardckpt.format.encodings.tagged_json import ArrayRef, NamedValue
-from shardckpt.format.native.reader import NativeReader
-from shardckpt.format.registry import open_checkpoint
+from shardckpt.native.reader import NativeReader
+from shardckpt.readers.registry import open_checkpoint
 
 ALL = [(name, variant) for name, variants in SAMPLES.items() for variant in variants]
 

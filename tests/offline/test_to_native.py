@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from samples import MODEL, OPTIM, SAMPLES
 
 import shardckpt
+from shardckpt.encodings.tagged_json import ArrayRef
 from shardckpt.errors import PrecisionError, UsageError
-from shardckpt.format.encodings.tagged_json import ArrayRef
-from shardckpt.format.native.reader import NativeReader
-from shardckpt.format.registry import open_checkpoint
+from shardckpt.native.reader import NativeReader
+from shardckpt.readers.registry import open_checkpoint
 
 
 @pytest.mark.parametrize("verb", [shardckpt.consolidate, shardckpt.convert], ids=["consolidate", "convert"])

@@ -13,7 +13,7 @@ from samples import MODEL, OPTIM, SAMPLES
 
 import shardckpt
 from shardckpt.errors import UsageError
-from shardckpt.format.registry import open_checkpoint
+from shardckpt.readers.registry import open_checkpoint
 
 
 def safe(file: Path, **options: Any) -> Any:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardckpt
 from shardckpt.boxes import Box
 from shardckpt.errors import IncompleteError, SourceNotFoundError, UnknownFormatError
-from shardckpt.format.native.payload import BLOCK_BYTES, GROUP_BYTES
+from shardckpt.native.payload import BLOCK_BYTES, GROUP_BYTES
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.store import Read
 

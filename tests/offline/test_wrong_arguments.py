@@ -10,7 +10,7 @@ import torch
 
 import shardckpt
 from shardckpt.errors import UsageError
-from shardckpt.format.native.run_directory import step_name
+from shardckpt.native.run_directory import step_name
 
 PATHS: dict[str, tuple[tuple[object, ...], dict[str, Any]]] = {
     **dict.fromkeys(("inspect", "verify", "stats", "history", "ls", "repair", "prune"), ((3,), {})),

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardckpt.dtypes import TORCH_NAMES
-from shardckpt.format.encodings.element_values import numpy_dtype
+from shardckpt.encodings.element_values import numpy_dtype
 
 Tensors = dict[str, NDArray[Any]]
 CONFIG = {**gguf_models.CONFIG, "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}

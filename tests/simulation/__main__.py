@@ -16,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, NamedTuple
 
-from shardckpt.testing.simulation import run_history, run_large_job
+from tests.simulation import run_history, run_large_job
 
 _PART = 25
 """Histories that a process runs before it takes others."""

@@ -6,11 +6,11 @@ from typing import Any, cast
 
 import pytest
 
-from shardckpt.format.durability.step_copies import ROOT, Durability, StepCopy
-from shardckpt.testing.simulation.auditor import Auditor, CommittedStep, ReplacedFiles
-from shardckpt.testing.simulation.scheduler import HistoryError
-from shardckpt.testing.simulation.stores.disk import ChangeCount
-from shardckpt.testing.simulation.tier_claims import Claims
+from shardckpt.native.step_copies import ROOT, Durability, StepCopy
+from tests.simulation.auditor import Auditor, CommittedStep, ReplacedFiles
+from tests.simulation.scheduler import HistoryError
+from tests.simulation.stores.disk import ChangeCount
+from tests.simulation.tier_claims import Claims
 
 OLD, NEW = 1001, 2001
 IN_ROOT = Durability(1, (StepCopy(ROOT, "root/step-00000001", ("process",), None),))

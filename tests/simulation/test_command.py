@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from shardckpt.testing.simulation import Scenario, SimulatedHistory
-from shardckpt.testing.simulation.scheduler import HistoryError, HistoryEvent
+from tests.simulation import Scenario, SimulatedHistory
 from tests.simulation import __main__ as command
+from tests.simulation.scheduler import HistoryError, HistoryEvent
 
 ROOT = Path(__file__).resolve().parents[2]
 SUMS = re.compile(r"(\d+) histories, (\d+) events, (\d+) faults, (\d+) failed, \d+ s, \d+ s of processors")
@@ -58,7 +58,7 @@ def test_a_campaign_that_is_terminated_prints_what_it_has_done(jobs: str) -> Non
     code = (
         "import os, signal, sys, time\n"
         "from tests.simulation import __main__ as command\n"
-        "from shardckpt.testing.simulation import Scenario, SimulatedHistory\n"
+        "from tests.simulation import Scenario, SimulatedHistory\n"
         "def run(seed):\n"
         "    if seed == 51:\n"
         "        time.sleep(0.5)\n"  # parts before this one are reported

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from shardckpt.testing.simulation.stores.disk import Disk, File
+from tests.simulation.stores.disk import Disk, File
 
 
 def survivors(*, sync_file: bool, sync_folder: bool) -> set[bytes | None]:

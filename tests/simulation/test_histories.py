@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from shardckpt.checkpoint.save.staging import BufferPool
-from shardckpt.storage.request_watch import RequestWatch
-from shardckpt.testing.simulation import Scenario, run_history
-from shardckpt.testing.simulation.faults import EVERYTHING, FaultKind, PlannedFault
-from shardckpt.testing.simulation.scheduler import Scheduler
-from shardckpt.testing.simulation.seams import Machine
+from shardckpt.storage.retry import RequestWatch
+from tests.simulation import Scenario, run_history
+from tests.simulation.faults import EVERYTHING, FaultKind, PlannedFault
+from tests.simulation.scheduler import Scheduler
+from tests.simulation.seams import Machine
 
 ROOT = Path(__file__).resolve().parents[2]
 FEW = 2_000  # each mutant in `test_mutants` is found within so many

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from shardckpt.testing.simulation import PhaseCost, run_large_job
+from tests.simulation import PhaseCost, run_large_job
 
 
 def require_linear_growth(small: Sequence[PhaseCost], large: Sequence[PhaseCost]) -> None:

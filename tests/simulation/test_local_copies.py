@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from shardckpt.testing.simulation import Scenario, SimulatedHistory, run_history
-from shardckpt.testing.simulation.faults import EVERYTHING, FaultKind, PlannedFault
+from tests.simulation import Scenario, SimulatedHistory, run_history
+from tests.simulation.faults import EVERYTHING, FaultKind, PlannedFault
 
 IN_BOTH = Scenario("bucket", worlds=(2, 2), saves=1, memory_bytes=1 << 30, local_every=1, root_every=4)
 

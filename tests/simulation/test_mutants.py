@@ -11,30 +11,29 @@ import pytest
 
 from shardckpt.checkpoint.coordinator import Coordinator
 from shardckpt.checkpoint.load import source
-from shardckpt.checkpoint.peers import copy_step
-from shardckpt.checkpoint.peers.node_files import NodeCatalog, NodeReport
 from shardckpt.checkpoint.run import step_restore
-from shardckpt.checkpoint.run.base_finder import BaseFinder
-from shardckpt.checkpoint.run.last_start import LastStart
-from shardckpt.checkpoint.run.own_attempts import OwnAttempts
-from shardckpt.checkpoint.run.restore_attempts import RestoreAttempts
+from shardckpt.checkpoint.run.step_saver import BaseFinder
 from shardckpt.checkpoint.save import session
-from shardckpt.checkpoint.tiers import tiered_finder
-from shardckpt.checkpoint.tiers.capture_tier import TierPlace
-from shardckpt.checkpoint.tiers.promoter import Promoter
 from shardckpt.errors import StorageError
-from shardckpt.format import apply_retention
-from shardckpt.format.durability.run_record import LostSteps
-from shardckpt.format.durability.step_copies import PROCESS, StepCopy
-from shardckpt.format.native import run_directory
-from shardckpt.format.native.run_directory import step_name
+from shardckpt.native import apply_retention, run_directory
+from shardckpt.native.run_directory import step_name
+from shardckpt.native.step_copies import PROCESS, StepCopy
 from shardckpt.storage import local
-from shardckpt.storage.holder.holder_ledger import HolderLedger
 from shardckpt.storage.local_publication import LocalPublication
 from shardckpt.storage.publish import JoinedPublication
 from shardckpt.storage.remote_publication import BufferedWriter, RemoteFolder
-from shardckpt.testing.simulation import run_history
-from shardckpt.testing.simulation.scheduler import HistoryError
+from shardckpt.tiers import tiered_finder
+from shardckpt.tiers.capture_tier import TierPlace
+from shardckpt.tiers.durability.run_record import LostSteps
+from shardckpt.tiers.holder.holder_ledger import HolderLedger
+from shardckpt.tiers.lineage.last_start import LastStart
+from shardckpt.tiers.lineage.restore_attempts import RestoreAttempts
+from shardckpt.tiers.peers import copy_step
+from shardckpt.tiers.peers.node_files import NodeCatalog, NodeReport
+from shardckpt.tiers.promoter import Promoter
+from shardckpt.tiers.tiered_finder import OwnAttempts
+from tests.simulation import run_history
+from tests.simulation.scheduler import HistoryError
 from tests.simulation.test_histories import FEW
 
 HISTORIES = 150

@@ -12,14 +12,14 @@ from functools import partial
 import pytest
 import torch
 
-from shardckpt.format.native import verified_store
-from shardckpt.testing.simulation import HistoryError, run_history, turns
-from shardckpt.testing.simulation.scheduler import Scheduler, WaitingTasks
-from shardckpt.testing.simulation.seams import Machine, simulated
-from shardckpt.testing.simulation.stores.disk import Disk
-from shardckpt.testing.simulation.stores.node_disks import NodeDisks
-from shardckpt.testing.simulation.stores.operating_system import OperatingSystem
-from shardckpt.testing.simulation.stores.simulated_holders import SimulatedHolders
+from shardckpt.native import verified_store
+from tests.simulation import HistoryError, run_history, turns
+from tests.simulation.scheduler import Scheduler, WaitingTasks
+from tests.simulation.seams import Machine, simulated
+from tests.simulation.stores.disk import Disk
+from tests.simulation.stores.node_disks import NodeDisks
+from tests.simulation.stores.operating_system import OperatingSystem
+from tests.simulation.stores.simulated_holders import SimulatedHolders
 
 
 def order_of_turns(seed: int) -> list[str]:

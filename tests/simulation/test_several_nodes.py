@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from shardckpt.testing.simulation import Scenario, run_history
-from shardckpt.testing.simulation.faults import EVERYTHING, FaultKind, PlannedFault
+from tests.simulation import Scenario, run_history
+from tests.simulation.faults import EVERYTHING, FaultKind, PlannedFault
 
 ON_TWO = Scenario(
     "bucket", worlds=(2, 2, 2), saves=1, nodes=(0, 1), places=((0, 1), (0, 1), (0, 1)), copies=1, root_every=4

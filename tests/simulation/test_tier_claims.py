@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from shardckpt.checkpoint.peers.node_files import Node
-from shardckpt.format.durability.step_copies import MEMORY, StepCopy
-from shardckpt.testing.simulation import run_history
-from shardckpt.testing.simulation.scheduler import HistoryError
-from shardckpt.testing.simulation.tier_claims import Claims
+from shardckpt.native.step_copies import MEMORY, StepCopy
+from shardckpt.tiers.peers.node_files import Node
+from tests.simulation import run_history
+from tests.simulation.scheduler import HistoryError
+from tests.simulation.tier_claims import Claims
 
 NODES = {name: Node(name, name, "rack0") for name in ("node0", "node1")}
 COPY = StepCopy(MEMORY, "memory:run/step-00000001", ("process",), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardckpt.testing.simulation import Scenario, SimulatedHistory, run_history
+from tests.simulation import Scenario, SimulatedHistory, run_history
 
 
 def subjects(history: SimulatedHistory, verb: str, of: str) -> list[str]:

@@ -9,7 +9,7 @@ import fsspec
 import pytest
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
-from shardckpt.format.native.commit import COMMIT
+from shardckpt.native.commit import COMMIT
 from shardckpt.storage.remote_publication import RemoteFolder
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardckpt.errors import TargetExistsError, UnsafeError, UsageError
-from shardckpt.format.native.commit import COMMIT, STEP
+from shardckpt.native.commit import COMMIT, STEP
 from shardckpt.storage import local
 from shardckpt.storage.node_folder import find_folder, name_folder
 from shardckpt.storage.publish import JoinedPublication, begin

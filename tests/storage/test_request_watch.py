@@ -12,11 +12,11 @@ import time
 
 import pytest
 
-from shardckpt.storage import request_watch
-from shardckpt.storage.request_watch import RequestWatch
+from shardckpt.storage import retry
+from shardckpt.storage.retry import RequestWatch
 
 COMMAND = """
-import shardckpt.storage.request_watch as watch
+import shardckpt.storage.retry as watch
 watch.FIRST_NOTICE_S = 0.2
 from shardckpt_cli.start import main
 main()
@@ -25,7 +25,7 @@ main()
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> RequestWatch:
-    monkeypatch.setattr(request_watch, "FIRST_NOTICE_S", 0.2)
+    monkeypatch.setattr(retry, "FIRST_NOTICE_S", 0.2)
     caplog.set_level(logging.WARNING, "shardckpt")
     return RequestWatch()
 
@@ -46,7 +46,7 @@ def test_the_request_that_waits_longest_is_named_once_a_minute(watch, caplog):
 
 
 def test_while_others_are_answered_nothing_is_said(watch, caplog, monkeypatch):
-    monkeypatch.setattr(request_watch, "FIRST_NOTICE_S", 2.0)
+    monkeypatch.setattr(retry, "FIRST_NOTICE_S", 2.0)
     with watch.waiting("s3://b/slow"):
         for _ in range(50):
             with watch.waiting("s3://b/quick"):

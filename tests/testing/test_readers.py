@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from samples import SAMPLES
 
-from shardckpt.format.reader import Format
-from shardckpt.format.registry import load_formats
+from shardckpt.reader import Format
+from shardckpt.readers.registry import load_formats
 from shardckpt.testing import ReaderSuite
 
 

@@ -28,8 +28,8 @@ from shardckpt.checkpoint.load.source import CheckpointSource, Verify, require_w
 from shardckpt.checkpoint.load.tensor_loader import ReadRequest
 from shardckpt.checkpoint.stateful.stateful import check_tensor, require_memory
 from shardckpt.errors import FormatError
-from shardckpt.format.opened.state_tree import TensorRef
 from shardckpt.manifest import Path, dotted
+from shardckpt.readers.opened.state_tree import TensorRef
 from shardckpt.state.local.tensor_shards import LocalShard, TensorShards
 from shardckpt.storage.resolve_url import as_url
 

@@ -25,12 +25,13 @@ from shardckpt.checkpoint.planning.rank_report import ABOUT, RankSubtree
 from shardckpt.checkpoint.save.payload_writer import write_payloads
 from shardckpt.checkpoint.save.save import read_notes
 from shardckpt.checkpoint.stateful.flatten import encoded
+from shardckpt.checkpoint.stateful.state_stream import take_tensors
 from shardckpt.checkpoint.stateful.stateful import check_tensor, dtype_name, require_memory
 from shardckpt.checkpoint.stateful.tensor_bytes import iter_bytes
-from shardckpt.checkpoint.stateful.tensor_refs import take_tensors
 from shardckpt.errors import UnsupportedError, UsageError
-from shardckpt.format.native.commit import COMMIT, STEP, encode_commit, manifest_name
-from shardckpt.format.native.manifest_json import (
+from shardckpt.manifest import Path, dotted, unflatten
+from shardckpt.native.commit import COMMIT, STEP, encode_commit, manifest_name
+from shardckpt.native.manifest_json import (
     KEEPS_ORDER,
     ManifestContents,
     PartialManifest,
@@ -38,10 +39,9 @@ from shardckpt.format.native.manifest_json import (
     encode_manifest,
     merge_partials,
 )
-from shardckpt.format.native.payload import PayloadChunk, PayloadFile, arrange_files, build_payloads, new_save_id
-from shardckpt.format.native.run_directory import read_referred_files
-from shardckpt.format.opened.state_tree import TensorRef, iter_refs
-from shardckpt.manifest import Path, dotted, unflatten
+from shardckpt.native.payload import PayloadChunk, PayloadFile, arrange_files, build_payloads, new_save_id
+from shardckpt.native.run_directory import read_referred_files
+from shardckpt.readers.opened.state_tree import TensorRef, iter_refs
 from shardckpt.storage.publication import Publication, keep_no_file
 from shardckpt.storage.publish import JoinedPublication, begin, require_files
 from shardckpt.storage.resolve_url import as_url

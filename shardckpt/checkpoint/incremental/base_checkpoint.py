@@ -17,17 +17,17 @@ from shardckpt.boxes import Box, contiguous_blocks
 from shardckpt.checkpoint.load.load_plan import model_names
 from shardckpt.checkpoint.load.source import CheckpointSource
 from shardckpt.dtypes import nbytes
+from shardckpt.encodings.value_stats import STATS_BYTES
 from shardckpt.errors import CheckpointError, IncompleteError, MissingFileError, UnsupportedError, UsageError
-from shardckpt.format.chunk_reader import PieceReader, ReadItem
-from shardckpt.format.native.base_refs import Base, is_same_folder, refer_to, resolve_base
-from shardckpt.format.native.commit import COMMIT, read_commit
-from shardckpt.format.native.manifest_json import PartialManifest
-from shardckpt.format.native.payload import GROUP_BYTES, GroupHasher, PayloadChunk
-from shardckpt.format.native.reader import NativeReader
-from shardckpt.format.native.records import DIGEST_BYTES, ArrayRecord, FileRecord, group_files_by_base, plain_name
-from shardckpt.format.value_stats import STATS_BYTES
 from shardckpt.manifest import Path, Span, TensorEntry, dotted
+from shardckpt.native.base_refs import Base, is_same_folder, refer_to, resolve_base
+from shardckpt.native.commit import COMMIT, read_commit
+from shardckpt.native.manifest_json import PartialManifest
+from shardckpt.native.payload import GROUP_BYTES, GroupHasher, PayloadChunk
+from shardckpt.native.reader import NativeReader
+from shardckpt.native.records import DIGEST_BYTES, ArrayRecord, FileRecord, group_files_by_base, plain_name
 from shardckpt.plan.naming.peft_names import to_base_name
+from shardckpt.readers.chunk_reader import PieceReader, ReadItem
 from shardckpt.storage.orphans import PARTIAL, list_owned
 from shardckpt.storage.resolve_url import file_version, local_path, open_store
 from shardckpt.storage.store import Read

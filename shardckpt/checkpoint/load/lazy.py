@@ -11,9 +11,9 @@ from numpy.typing import DTypeLike, NDArray
 from shardckpt.boxes import Box
 from shardckpt.checkpoint.load.source import CheckpointSource, Verify, allocate, torch_dtype
 from shardckpt.errors import UnsupportedError, UsageError
-from shardckpt.format.opened.mapping import Opened, StoredTensor
-from shardckpt.format.reader import NamedBases
 from shardckpt.manifest import dotted
+from shardckpt.reader import NamedBases
+from shardckpt.readers.opened.mapping import Opened, StoredTensor
 from shardckpt.state.local.tensor_shards import LocalShard, TensorShards
 from shardckpt.storage.resolve_url import as_url, fix_folder
 

@@ -26,11 +26,11 @@ from shardckpt.checkpoint.load.tensor_loader import ReadRequest, plan_straight
 from shardckpt.checkpoint.stateful.flatten import FlattenedState, flatten_state
 from shardckpt.checkpoint.stateful.stateful import dtype_name
 from shardckpt.checkpoint.stateful.tensor_bytes import flat_bytes, is_flat_on_cpu, tensor_bytes
-from shardckpt.format.native.reader import NativeReader
-from shardckpt.format.native.records import DIGEST_BYTES
-from shardckpt.format.native.verified_store import VerifiedStore
+from shardckpt.divergence import Divergence, ResumeDivergence
 from shardckpt.manifest import Path, TensorEntry, dotted
-from shardckpt.plan.resume.verdict import Divergence, ResumeDivergence
+from shardckpt.native.reader import NativeReader
+from shardckpt.native.records import DIGEST_BYTES
+from shardckpt.native.verified_store import VerifiedStore
 from shardckpt.state.local.tensor_shards import LocalShard, TensorShards
 from shardckpt.storage.store import Read
 

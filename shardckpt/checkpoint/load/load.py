@@ -35,12 +35,11 @@ from shardckpt.checkpoint.load.tensor_loader import (
 )
 from shardckpt.checkpoint.stateful.flatten import LocalModels
 from shardckpt.checkpoint.stateful.stateful import build_call_error
+from shardckpt.encodings.budget import gc_paused
 from shardckpt.errors import RankError, ShardckptError, UsageError, escape, require_bools
 from shardckpt.events import LoadEvent, OnEvent, Recorder, record_operation, require_on_event
 from shardckpt.events.progress import Meter, OnProgress
 from shardckpt.events.warn_user import warn_user
-from shardckpt.format.budget import gc_paused
-from shardckpt.format.reader import NamedBases, ParamShapes
 from shardckpt.manifest import Path, dotted
 from shardckpt.plan.layout.read_sharing import (
     BroadcastGroup,
@@ -49,6 +48,7 @@ from shardckpt.plan.layout.read_sharing import (
     decode_groups,
     encode_groups,
 )
+from shardckpt.reader import NamedBases, ParamShapes
 from shardckpt.state import StateMismatchError
 from shardckpt.state.keys.slots import UnequalSteps, require_way_with_steps
 from shardckpt.storage.resolve_url import as_url

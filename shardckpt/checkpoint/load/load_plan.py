@@ -13,16 +13,15 @@ import torch
 from shardckpt.boxes import Box
 from shardckpt.checkpoint.load.source import CheckpointSource, allocate
 from shardckpt.checkpoint.stateful.stateful import dtype_name, has_memory
+from shardckpt.encodings.pickle_stubs import PerRankValue
+from shardckpt.encodings.tagged_json import MAX_DEPTH
 from shardckpt.errors import UsageError
-from shardckpt.format.encodings.pickle_stubs import PerRankValue
-from shardckpt.format.encodings.tagged_json import MAX_DEPTH
-from shardckpt.format.opened.state_tree import ForeignValue
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.plan.naming.fqn import make_cleaner
 from shardckpt.plan.naming.peft_names import to_file_name
 from shardckpt.plan.naming.sections import find_sections, model_paths
+from shardckpt.readers.opened.state_tree import ForeignValue
 from shardckpt.state.keys.slots import UnequalSteps
-from shardckpt.state.local.shared_bytes import SharedBytes, share_bytes
 from shardckpt.state.local.tensor_shards import LocalShard, TensorShards, end_address, has_own_elements
 
 Put = Callable[[Any], None]
@@ -407,3 +406,40 @@ def _adapter_names(found: Mapping[str, Path], names: Iterable[str]) -> Mapping[s
         if name not in found:
             called.setdefault(to_file_name(name), []).append(name)
     return {each[0]: found[name] for name, each in called.items() if name in found and len(each) == 1}
+
+
+class SharedBytes:
+    """A CPU copy of memory, from the first to the last byte of some tensors."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._start = min(tensor.data_ptr() for tensor in tensors)
+        size = max(end_address(tensor) for tensor in tensors) - self._start
+        self._is_taken = torch.zeros(size, dtype=torch.bool)
+        self._values = torch.empty(size, dtype=torch.uint8)
+
+    def take(self, tensor: torch.Tensor) -> bool:
+        """Take a tensor's bytes. Return True if some were taken before."""
+        place = self._view(self._is_taken, tensor)
+        was_taken = bool(place.any())
+        place.fill_(True)
+        return was_taken
+
+    def put(self, tensor: torch.Tensor, values: torch.Tensor) -> bool:
+        """Take a tensor's bytes for values. Return False if some were taken for other bytes."""
+        taken, place = self._view(self._is_taken, tensor), self._view(self._values, tensor)
+        new = values.to(tensor.dtype).contiguous().reshape(-1).view(torch.uint8).reshape(place.shape)
+        fits = not bool((taken & (place != new)).any())
+        taken.fill_(True)
+        place.copy_(new)
+        return fits
+
+    def _view(self, memory: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        size = tensor.element_size()
+        steps = [step * size for step in tensor.stride()]
+        return memory.as_strided((*tensor.shape, size), (*steps, 1), tensor.data_ptr() - self._start)
+
+
+def share_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return True if two tensors have bytes in common."""
+    memory = SharedBytes([one, other])
+    return not memory.take(one) and memory.take(other)

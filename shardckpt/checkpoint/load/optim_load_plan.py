@@ -13,12 +13,12 @@ from shardckpt.checkpoint.load.load_plan import LoadItem, LoadPlanBuilder, Put, 
 from shardckpt.checkpoint.load.source import torch_dtype
 from shardckpt.checkpoint.stateful.flatten import LocalModels, require_model_for
 from shardckpt.errors import ShardckptError, UsageError
-from shardckpt.format.opened.state_tree import iter_refs
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.plan.naming.fqn import strip_wrappers
 from shardckpt.plan.naming.sections import find_sections
 from shardckpt.plan.optim import optimizer_state as optimizers
 from shardckpt.plan.optim.param_groups import read_param_names
+from shardckpt.readers.opened.state_tree import iter_refs
 from shardckpt.state.adapters import torch_fsdp1
 from shardckpt.state.adapters.flat_shard_check import FlatShards
 from shardckpt.state.adapters.model_index import ModelIndex

@@ -17,15 +17,15 @@ from shardckpt.checkpoint.load.tensor_loader import BATCH_BYTES, ElementReader, 
 from shardckpt.checkpoint.stateful.numpy_arrays import array_from_tensor
 from shardckpt.checkpoint.stateful.stateful import from_named_value
 from shardckpt.errors import NameCollisionError, NoMemoryError, UnsupportedError, UsageError
-from shardckpt.format.native.payload import GROUP_BYTES
-from shardckpt.format.native.reader import NativeReader
-from shardckpt.format.opened.state_tree import TensorRef, build_tree, fill_tree, find, iter_refs
-from shardckpt.format.reader import NamedBases, ParamShapes, Reader, missing_shapes_error
-from shardckpt.format.registry import open_checkpoint
-from shardckpt.format.torchsave.unreadable import find_value
 from shardckpt.manifest import Path, TensorEntry, dotted
+from shardckpt.native.payload import GROUP_BYTES
+from shardckpt.native.reader import NativeReader
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.naming.sections import split_flat_names
+from shardckpt.reader import NamedBases, ParamShapes, Reader, missing_shapes_error
+from shardckpt.readers.opened.state_tree import TensorRef, build_tree, fill_tree, find, iter_refs
+from shardckpt.readers.registry import open_checkpoint
+from shardckpt.readers.torchsave.unreadable import find_value
 from shardckpt.state.local.tensor_shards import LocalShard, TensorShards, empty_in_order
 from shardckpt.storage.store import Read, Store
 
@@ -53,7 +53,7 @@ class CheckpointSource:
         self._reader: Reader = _with_shapes(open_checkpoint(url, bases), get_shapes)
         self._files = self._reader
         if rules is not None:
-            from shardckpt.format.remap import remap_reader  # noqa: PLC0415  (0.02 s; most loads have no rules)
+            from shardckpt.readers.remap import remap_reader  # noqa: PLC0415  (0.02 s; most loads have no rules)
 
             self._reader = remap_reader(self._reader, os.fspath(rules))
         self.url = url

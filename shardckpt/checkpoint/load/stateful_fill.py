@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 from shardckpt.checkpoint.load.load_plan import LoadItem, is_same_source, require_depth
 from shardckpt.checkpoint.stateful.flatten import view_as_dtensor
 from shardckpt.checkpoint.stateful.stateful import dtype_name, has_memory, is_optimizer, is_stateful
-from shardckpt.format.encodings.tagged_json import path_key
-from shardckpt.format.opened.state_tree import TensorRef
+from shardckpt.encodings.tagged_json import path_key
 from shardckpt.manifest import Path, TensorEntry
+from shardckpt.readers.opened.state_tree import TensorRef
 from shardckpt.state.keys.kinds import is_sharded_tensor
 from shardckpt.state.local.tensor_shards import LocalShard, get_tensor_shards
 

@@ -24,8 +24,8 @@ from shardckpt.checkpoint.stateful.tensor_bytes import flat_bytes, is_flat_on_cp
 from shardckpt.devices import has_pinned_copies
 from shardckpt.dtypes import nbytes
 from shardckpt.events.progress import Meter
-from shardckpt.format.chunk_reader import PieceReader, ReadItem, straight_reads
 from shardckpt.manifest import Encoded, TensorEntry
+from shardckpt.readers.chunk_reader import PieceReader, ReadItem, straight_reads
 from shardckpt.state.local.tensor_shards import LocalShard, TensorShards
 from shardckpt.storage.store import Read, Store, as_copied
 from shardckpt.storage.thread_pool import ThreadPool

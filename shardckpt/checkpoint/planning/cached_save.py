@@ -11,16 +11,16 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardckpt.boxes import Box, Shape
-from shardckpt.checkpoint.planning.plan_cache import PlanCache, RankPlanCache
-from shardckpt.checkpoint.planning.rank_report import ABOUT, digest_tree
+from shardckpt.checkpoint.planning.rank_report import ABOUT, RankReport, digest_tree
+from shardckpt.checkpoint.planning.save_plan import GlobalSavePlan, LocalSavePlan, RankSavePlan
 from shardckpt.checkpoint.stateful.flatten import FlattenedState
 from shardckpt.checkpoint.stateful.state_trace import StateTrace
 from shardckpt.checkpoint.stateful.stateful import to_named_value
 from shardckpt.checkpoint.stateful.tensor_bytes import find_memory, view_box
-from shardckpt.format.encodings.tagged_json import encode
-from shardckpt.format.native.manifest_json import ManifestContents
-from shardckpt.format.native.payload import PayloadChunk, encode_canonical
+from shardckpt.encodings.tagged_json import encode
 from shardckpt.manifest import Path
+from shardckpt.native.manifest_json import ManifestContents
+from shardckpt.native.payload import PayloadChunk, encode_canonical
 from shardckpt.state.local.tensor_shards import LocalShard, TensorShards, get_tensor_shards
 
 
@@ -190,3 +190,39 @@ def _find_place(tree: Any, path: Path) -> ValuePlace | None:
 
 def _encode(value: object, path: Path) -> object:
     return encode(value, path, lambda value, _: to_named_value(value))
+
+
+@dataclass(frozen=True)
+class RankPlanCache:
+    """One rank's last committed plan."""
+
+    save: str  # id of the save with this plan
+    local_plan: LocalSavePlan  # arrays of this rank in that save
+    rank_plan: RankSavePlan  # chunks that this rank wrote
+
+
+@dataclass(frozen=True)
+class PlanCache:
+    """The last committed plan for all ranks, on rank 0."""
+
+    save: str  # id of the save with this plan
+    local_plans: tuple[LocalSavePlan, ...]  # arrays of each rank in that save, in rank order
+    plan: GlobalSavePlan  # chunks that each rank wrote
+
+
+def is_cached(reports: Sequence[RankReport], cache: PlanCache | None) -> bool:
+    """Return True if every rank has the cached plan's arrays, and its own part cached."""
+    return cache is not None and all(not report.local_plan and report.cached == cache.save for report in reports)
+
+
+def collect_local_plans(reports: Sequence[RankReport], cache: PlanCache | None) -> tuple[LocalSavePlan, ...] | None:
+    """Return all ranks' local plans, received or cached; None if one is neither."""
+    local_plans = []
+    for rank, report in enumerate(reports):
+        if report.local_plan:
+            local_plans.append(LocalSavePlan.decode(report.local_plan))
+        elif cache is not None and report.cached == cache.save:
+            local_plans.append(cache.local_plans[rank])
+        else:
+            return None
+    return tuple(local_plans)

@@ -9,14 +9,14 @@ from typing import Any
 
 from shardckpt.checkpoint.planning.save_plan import GlobalSavePlan
 from shardckpt.checkpoint.stateful.flatten import FlattenedState, encoded
+from shardckpt.encodings import tagged_json
+from shardckpt.encodings.tagged_json import ArrayRef, NamedValue
 from shardckpt.errors import UsageError
-from shardckpt.format.encodings import tagged_json
-from shardckpt.format.encodings.tagged_json import ArrayRef, NamedValue
-from shardckpt.format.native.manifest_json import MEMORY_ORDERS, OPTIMIZERS, ManifestContents
-from shardckpt.format.native.payload import encode_canonical
-from shardckpt.format.opened.state_tree import TensorRef
 from shardckpt.manifest import Path, dotted
+from shardckpt.native.manifest_json import MEMORY_ORDERS, OPTIMIZERS, ManifestContents
+from shardckpt.native.payload import encode_canonical
 from shardckpt.plan.layout.box_codec import pack_message, unpack_message
+from shardckpt.readers.opened.state_tree import TensorRef
 
 SHOWN = 5  # maximum number of names in an error; others are only counted
 

@@ -14,9 +14,9 @@ from shardckpt.boxes import Box, Shape
 from shardckpt.checkpoint.stateful.flatten import FlattenedState
 from shardckpt.checkpoint.stateful.stateful import dtype_name
 from shardckpt.errors import UsageError
-from shardckpt.format.native.payload import FileLayout, PayloadChunk, arrange_files
-from shardckpt.format.native.records import ArrayRecord
 from shardckpt.manifest import Path, dotted
+from shardckpt.native.payload import FileLayout, PayloadChunk, arrange_files
+from shardckpt.native.records import ArrayRecord
 from shardckpt.plan.layout.box_codec import BoxRow, PackedRows, encode_rows, pack_message, unpack_message
 from shardckpt.plan.layout.packed_plan import find_tilings
 from shardckpt.plan.layout.write_plan import LocalTensor, TensorSpec, plan_save

@@ -8,10 +8,10 @@ from typing import Any
 
 from shardckpt.checkpoint.planning.rank_report import SHOWN, digest_tree
 from shardckpt.checkpoint.stateful.flatten import FlattenedState, encoded
+from shardckpt.encodings import tagged_json
 from shardckpt.errors import UsageError
-from shardckpt.format.encodings import tagged_json
-from shardckpt.format.opened.state_tree import TensorRef
 from shardckpt.manifest import Path, dotted
+from shardckpt.readers.opened.state_tree import TensorRef
 
 
 def value_digests(flattened: FlattenedState) -> bytes:

@@ -13,7 +13,14 @@ import torch.distributed as dist
 
 from shardckpt.checkpoint.coordinator import Coordinator, get_channels
 from shardckpt.errors import TargetExistsError, UnsupportedError, UsageError
-from shardckpt.format.durability.step_copies import (
+from shardckpt.native.run_directory import (
+    RunDirectory,
+    StepFolder,
+    read_run,
+    read_step,
+    step_name,
+)
+from shardckpt.native.step_copies import (
     ROOT,
     StepCopy,
     decode_durability,
@@ -22,14 +29,7 @@ from shardckpt.format.durability.step_copies import (
     find_survived,
     read_mounts,
 )
-from shardckpt.format.native.run_directory import (
-    RunDirectory,
-    StepFolder,
-    read_run,
-    read_step,
-    step_name,
-)
-from shardckpt.format.run_start import describe_fault, require_start_of_run
+from shardckpt.readers.run_start import describe_fault, require_start_of_run
 from shardckpt.storage.publication import target_exists_error
 from shardckpt.storage.resolve_url import as_place, fix_folder, local_path, open_store
 from shardckpt.storage.store import Store

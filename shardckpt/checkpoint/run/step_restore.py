@@ -10,6 +10,7 @@ import torch.distributed as dist
 from shardckpt.checkpoint.coordinator import Coordinator, get_channels
 from shardckpt.checkpoint.load.load import MIXED, load
 from shardckpt.checkpoint.run.step_finder import SHOWN, PlaceReads, StepFault, StepFinder, StepKey
+from shardckpt.encodings.budget import gc_paused
 from shardckpt.errors import (
     CheckpointError,
     MissingFileError,
@@ -22,8 +23,7 @@ from shardckpt.errors import (
 from shardckpt.events import FallbackEvent, OnEvent, OperationEvent, RestoreEvent, emit, record_operation
 from shardckpt.events.recorder import tolerated_errors
 from shardckpt.events.warn_user import warn_user
-from shardckpt.format.budget import gc_paused
-from shardckpt.format.durability.step_copies import ROOT
+from shardckpt.native.step_copies import ROOT
 
 # Errors of steps that are damaged or that another process is removing.
 _DAMAGE = (CheckpointError, MissingFileError, SourceNotFoundError, UnknownFormatError)

@@ -11,8 +11,8 @@ from shardckpt.checkpoint.run.step_finder import SHOWN, StepFinder, find_unreada
 from shardckpt.errors import CheckpointError, StorageError, UsageError, escape
 from shardckpt.events import OnEvent, PruneEvent, Recorder, emit
 from shardckpt.events.warn_user import warn_user
-from shardckpt.format.apply_retention import StepClock, apply_retention
-from shardckpt.format.native.run_directory import RunDirectory, StepFolder, read_metrics, read_run
+from shardckpt.native.apply_retention import StepClock, apply_retention
+from shardckpt.native.run_directory import RunDirectory, StepFolder, read_metrics, read_run
 from shardckpt.plan.retention import Retention, SavedStep, find_best, require_metric
 from shardckpt.storage.store import Store
 

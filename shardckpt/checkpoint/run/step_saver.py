@@ -12,17 +12,16 @@ import torch.distributed as dist
 
 from shardckpt.checkpoint.coordinator import get_channels, resolve_process_group
 from shardckpt.checkpoint.load.load import load
-from shardckpt.checkpoint.run.base_finder import BaseFinder
 from shardckpt.checkpoint.run.save_schedule import BackgroundSave, SaveSchedule
-from shardckpt.checkpoint.run.step_finder import SHOWN, StepFault, StepFinder, require_step_number
+from shardckpt.checkpoint.run.step_finder import NO_STEP, SHOWN, StepFault, StepFinder, require_step_number
 from shardckpt.checkpoint.run.step_retention import StepRetention
 from shardckpt.checkpoint.save.async_save import async_save
 from shardckpt.checkpoint.save.handle import SaveHandle, StepTask
 from shardckpt.checkpoint.save.save import RunNotes, SaveParams, read_notes, save
 from shardckpt.errors import UsageError
 from shardckpt.events import OnEvent, OperationEvent, deliver, require_on_event
-from shardckpt.format.native.commit import BRANCH
-from shardckpt.format.native.run_directory import METRIC, step_name
+from shardckpt.native.commit import BRANCH
+from shardckpt.native.run_directory import METRIC, manifest_fault, read_run, step_name
 
 
 class SavedPlace(NamedTuple):
@@ -254,3 +253,28 @@ def _list_options(verb: Callable[..., Any]) -> frozenset[str]:
 def join_on_event(of_run: OnEvent | None, of_call: OnEvent | None) -> OnEvent | None:
     """Return a function that calls the Checkpointer's function and one call's function."""
     return of_run if of_call is None else lambda event: deliver(event, of_run, of_call)
+
+
+class BaseFinder:
+    """Finds the bases for a run's saves."""
+
+    # After a restore, an older step that was not loaded cannot be a base: nothing has verified it, and a flipped bit
+    # there would be in every save that refers to it.
+
+    def __init__(self, finder: StepFinder) -> None:
+        self._finder = finder
+        self._restored, self._loaded = NO_STEP, ""
+
+    def record_restore(self, position: tuple[int, int], loaded: str) -> None:
+        """Record a restore."""
+        self._restored, self._loaded = position, loaded
+
+    def find_base(self, number: int) -> str | None:
+        """Return the newest step that can be a save's base, while no other save runs. On rank 0."""
+        finder = self._finder
+        store = finder.open_store()
+        for step in reversed(read_run(store).complete):
+            is_known = step.save == self._loaded or (step.branch, step.number) > self._restored
+            if is_known and step.number != number and finder.is_good(step) and not manifest_fault(store, step):
+                return finder.path(step.name)
+        return None

@@ -36,8 +36,8 @@ from shardckpt.checkpoint.save.staging import (
     is_unpinned,
     make_buffer,
 )
+from shardckpt.encodings.budget import gc_paused
 from shardckpt.errors import UsageError, require_keywords
-from shardckpt.format.budget import gc_paused
 from shardckpt.plan.layout.output_files import parse_size
 
 OnBusy = Literal["wait", "raise"]

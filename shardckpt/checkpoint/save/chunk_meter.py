@@ -7,10 +7,10 @@ from functools import partial
 
 from shardckpt.checkpoint.stateful.tensor_bytes import tensor_bytes, view_box
 from shardckpt.dtypes import bits
-from shardckpt.format.encodings.element_values import measure_values
-from shardckpt.format.native.payload import HashTask, PayloadChunk
-from shardckpt.format.value_stats import ValueStats, merge_stats
+from shardckpt.encodings.element_values import measure_values
+from shardckpt.encodings.value_stats import ValueStats, merge_stats
 from shardckpt.manifest import Path
+from shardckpt.native.payload import HashTask, PayloadChunk
 from shardckpt.state.local.tensor_shards import TensorShards
 
 _PART_BYTES = 16 << 20  # bytes that one task measures

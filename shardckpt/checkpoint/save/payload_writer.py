@@ -11,9 +11,9 @@ from typing import Protocol
 
 from shardckpt.checkpoint.save.chunk_meter import ChunkMeter
 from shardckpt.checkpoint.stateful.tensor_bytes import SMALL_BYTES, TensorSource, iter_bytes
-from shardckpt.format.encodings.safetensors_check import create_checked
-from shardckpt.format.native.manifest_json import WrittenPayload
-from shardckpt.format.native.payload import GROUP_BYTES, FileHasher, HashTask, PayloadFile
+from shardckpt.encodings.safetensors_check import create_checked
+from shardckpt.native.manifest_json import WrittenPayload
+from shardckpt.native.payload import GROUP_BYTES, FileHasher, HashTask, PayloadFile
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.store import Writer
 from shardckpt.storage.thread_pool import ThreadPool

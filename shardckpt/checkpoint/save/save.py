@@ -16,8 +16,8 @@ from shardckpt.checkpoint.save.handle import PENDING_SAVE
 from shardckpt.checkpoint.save.session import SaveOptions, Saver
 from shardckpt.errors import UsageError, require_bools, require_keywords
 from shardckpt.events import OnEvent, SaveEvent, record_operation, require_on_event
-from shardckpt.format.native.commit import BRANCH
-from shardckpt.format.native.run_directory import AFTER, METRIC
+from shardckpt.native.commit import BRANCH
+from shardckpt.native.run_directory import AFTER, METRIC
 from shardckpt.storage.resolve_url import as_url
 
 GetBase = Callable[[], str | None]  # returns the path or URL of a save's base; None to save without one

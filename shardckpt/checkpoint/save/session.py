@@ -16,8 +16,16 @@ from typing import Any, TypeVar
 from shardckpt.checkpoint.coordinator import Channels, Coordinator
 from shardckpt.checkpoint.incremental.base_checkpoint import BaseRemovedError
 from shardckpt.checkpoint.incremental.dedup import BaseDedup, BaseHints, FrozenParamCache, open_base_dedup
-from shardckpt.checkpoint.planning.cached_save import CachedSave, TracedState, cache_save, digest_traced_values
-from shardckpt.checkpoint.planning.plan_cache import PlanCache, RankPlanCache, collect_local_plans, is_cached
+from shardckpt.checkpoint.planning.cached_save import (
+    CachedSave,
+    PlanCache,
+    RankPlanCache,
+    TracedState,
+    cache_save,
+    collect_local_plans,
+    digest_traced_values,
+    is_cached,
+)
 from shardckpt.checkpoint.planning.rank_report import (
     RankReport,
     build_contents,
@@ -40,11 +48,13 @@ from shardckpt.checkpoint.save.replica_digests import ReplicaDigests, Replicated
 from shardckpt.checkpoint.stateful.flatten import FlattenedState, flatten_state
 from shardckpt.checkpoint.stateful.state_trace import StateTrace, trace_state
 from shardckpt.checkpoint.stateful.stateful import as_root, require_state
+from shardckpt.encodings.budget import gc_paused
+from shardckpt.encodings.value_stats import ValueStats
 from shardckpt.errors import CheckpointError, MissingFileError, SourceNotFoundError, UnknownFormatError
 from shardckpt.events import FallbackEvent, OnEvent, Recorder, SaveEvent, record_operation
-from shardckpt.format.budget import gc_paused
-from shardckpt.format.native.commit import COMMIT, STEP, encode_commit, manifest_name, read_branch
-from shardckpt.format.native.manifest_json import (
+from shardckpt.manifest import Path
+from shardckpt.native.commit import COMMIT, STEP, encode_commit, manifest_name, read_branch
+from shardckpt.native.manifest_json import (
     ManifestContents,
     PartialManifest,
     WrittenPayload,
@@ -54,7 +64,7 @@ from shardckpt.format.native.manifest_json import (
     encode_partial,
     merge_partials,
 )
-from shardckpt.format.native.payload import (
+from shardckpt.native.payload import (
     HF_INDEX,
     FileLayout,
     PayloadFile,
@@ -62,10 +72,8 @@ from shardckpt.format.native.payload import (
     hf_index,
     new_save_id,
 )
-from shardckpt.format.native.records import FileRecord, make_record
-from shardckpt.format.native.run_directory import read_referred_files
-from shardckpt.format.value_stats import ValueStats
-from shardckpt.manifest import Path
+from shardckpt.native.records import FileRecord, make_record
+from shardckpt.native.run_directory import read_referred_files
 from shardckpt.plan.layout.box_codec import pack_message, unpack_message
 from shardckpt.storage.publication import FindKept, Publication
 from shardckpt.storage.publish import JoinedPublication, begin, find_missing_files, require_files

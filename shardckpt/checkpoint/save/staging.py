@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from queue import SimpleQueue
 from threading import Condition
 from threading import Event as Flag
@@ -14,16 +14,15 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from shardckpt.boxes import contiguous_blocks, full_box, narrow_to_box
-from shardckpt.checkpoint.save.side_streams import SideStreams, wait_for_side_streams
 from shardckpt.checkpoint.stateful.tensor_bytes import (
     TensorSource,
     is_flat,
     join_small,
     view_as_bytes,
 )
-from shardckpt.devices import Event, is_gpu_used
+from shardckpt.devices import Event, Stream, get_current_stream, has_streams, is_gpu_used, make_stream, use_stream
 from shardckpt.errors import UsageError
-from shardckpt.format.native.payload import FileLayout, PayloadFile
+from shardckpt.native.payload import FileLayout, PayloadFile
 from shardckpt.torchrun import local_world_size
 
 # Bytes per buffer within a budget, unless that is small; copying threads synchronize once per buffer.
@@ -314,3 +313,48 @@ class StagingArea:
     def close(self) -> None:
         """Release the copying thread: buffers are not written any more."""
         self._pool.close()
+
+
+_side_streams: dict[torch.device, Stream] = {}  # side stream of each device, kept between saves
+
+os.register_at_fork(after_in_child=_side_streams.clear)
+
+
+def wait_for_side_streams() -> None:
+    """Block until no copy is running: a failed save may still be writing to a buffer."""
+    for stream in _side_streams.values():
+        stream.record_event().synchronize()
+
+
+class SideStreams:
+    """Side streams for copying one state."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._streams = {device: _side_stream(device) for device in devices if has_streams(device)}
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Queue the context's copies on the side streams; the host does not wait."""
+        # Copies run after the work queued on the current streams so far.
+        current = {device: get_current_stream(device) for device in self._streams}
+        for device, stream in self._streams.items():
+            stream.wait_stream(current[device])
+        try:
+            with ExitStack() as stack:
+                for device, stream in self._streams.items():
+                    stack.enter_context(use_stream(stream, device))
+                yield
+        finally:
+            # Work queued later runs after the copies, also if the context raises.
+            for device, stream in self._streams.items():
+                current[device].wait_event(stream.record_event())
+
+    def record_events(self) -> tuple[Event, ...]:
+        """Return one event per stream, recorded after its queued copies."""
+        return tuple(stream.record_event() for stream in self._streams.values())
+
+
+def _side_stream(device: torch.device) -> Stream:
+    if device not in _side_streams:
+        _side_streams[device] = make_stream(device)
+    return _side_streams[device]

@@ -26,13 +26,13 @@ from shardckpt.checkpoint.stateful.stateful import (
 )
 from shardckpt.checkpoint.stateful.tensor_bytes import find_memory, view_box
 from shardckpt.checkpoint.stateful.variant import Variant
+from shardckpt.encodings import tagged_json
+from shardckpt.encodings.tagged_json import NamedValue, encode_array_ref, path_key
 from shardckpt.errors import UnsupportedError, UsageError
 from shardckpt.events.warn_user import warn_user
-from shardckpt.format.encodings import tagged_json
-from shardckpt.format.encodings.tagged_json import NamedValue, encode_array_ref, path_key
-from shardckpt.format.native.payload import PayloadChunk
-from shardckpt.format.opened.state_tree import TensorRef
 from shardckpt.manifest import Path, dotted
+from shardckpt.native.payload import PayloadChunk
+from shardckpt.readers.opened.state_tree import TensorRef
 from shardckpt.state.adapters.flat_shard_check import FlatShardError, FlatShards, has_peers
 from shardckpt.state.keys.kinds import get_metadata, is_flat_part, is_sharded_tensor, require_not_local
 from shardckpt.state.keys.slots import OpaqueStateError

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from shardckpt import dtypes
+from shardckpt.encodings.element_values import numpy_dtype
 from shardckpt.errors import UnsupportedError
-from shardckpt.format.encodings.element_values import numpy_dtype
 from shardckpt.manifest import Path, dotted
 
 # Types of the same bits for elements of `ml_dtypes`, by their bytes: `torch.from_numpy` refuses those.

@@ -6,28 +6,31 @@ tensors' elements in blocks of 4 MiB, each with its hash after it. Hashes are xx
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import xxhash
 from torch.distributed.tensor import DTensor
 
 from shardckpt.checkpoint.stateful.flatten import encoded
+from shardckpt.checkpoint.stateful.numpy_arrays import tensor_from_numpy
 from shardckpt.checkpoint.stateful.stateful import check_tensor, dtype_name, from_named_value, require_memory
 from shardckpt.checkpoint.stateful.tensor_bytes import is_flat, iter_bytes, view_as_bytes
-from shardckpt.checkpoint.stateful.tensor_refs import take_tensors
 from shardckpt.devices import record_event
 from shardckpt.dtypes import is_known
+from shardckpt.encodings import tagged_json
+from shardckpt.encodings.budget import require_small
+from shardckpt.encodings.safetensors import parse_json
+from shardckpt.encodings.tagged_json import MAX_DEPTH, ArrayRef, NamedValue, path_key
 from shardckpt.errors import ChecksumError, FormatError, NoMemoryError, UnsupportedError, UsageError
-from shardckpt.format.budget import require_small
-from shardckpt.format.encodings import tagged_json
-from shardckpt.format.encodings.safetensors import parse_json
-from shardckpt.format.encodings.tagged_json import ArrayRef, NamedValue
-from shardckpt.format.native.payload import encode_canonical
 from shardckpt.manifest import Path, dotted
+from shardckpt.native.payload import encode_canonical
+from shardckpt.readers.opened.state_tree import TensorRef
 
 MAGIC = b"shardckS"
 MAX_HEADER_BYTES = 1 << 26
@@ -279,3 +282,19 @@ def _check(digest: bytes, expected: bytearray, where: str) -> None:
         raise ChecksumError(
             "received bytes do not match their hash", where=where, found=digest.hex(), expected=expected.hex()
         )
+
+
+def take_tensors(value: Any, path: Path, tensors: dict[Path, torch.Tensor]) -> Any:
+    """Return a value with its tensors and arrays as `TensorRef`, also inside dicts, lists and tuples."""
+    is_array = isinstance(value, np.ndarray)
+    if is_array or isinstance(value, torch.Tensor):
+        tensors[path] = tensor_from_numpy(value, path) if is_array else value
+        check_tensor(tensors[path], path)
+        return TensorRef(path, "numpy" if is_array else "tensor")
+    if len(path) > MAX_DEPTH:  # or a container that contains itself; `encode` refuses it
+        return value
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, take_tensors(item, (*path, path_key(key)), tensors)) for key, item in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(take_tensors(item, (*path, at), tensors) for at, item in enumerate(value))
+    return value

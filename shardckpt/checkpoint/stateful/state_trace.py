@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from shardckpt.checkpoint.stateful.stateful import PLAIN_TENSORS, PerRank, get_state_dict, has_memory, is_stateful
 from shardckpt.checkpoint.stateful.tensor_bytes import find_memory
 from shardckpt.checkpoint.stateful.variant import Variant
-from shardckpt.format.encodings.tagged_json import MAX_DEPTH, path_key
+from shardckpt.encodings.tagged_json import MAX_DEPTH, path_key
 from shardckpt.manifest import Path
 from shardckpt.plan.optim.param_groups import NAMES
 from shardckpt.state.adapters.flat_shard_check import FlatShards, has_group, has_peers

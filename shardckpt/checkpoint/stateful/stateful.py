@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from shardckpt import dtypes
+from shardckpt.encodings.tagged_json import SCALARS, NamedValue
 from shardckpt.errors import ShardckptError, StateDictError, UnsupportedError, UsageError, describe_with_class
-from shardckpt.format.encodings.tagged_json import SCALARS, NamedValue
 from shardckpt.manifest import Path, dotted
 from shardckpt.state.keys.kinds import tensors
 from shardckpt.state.local.tensor_shards import has_own_elements

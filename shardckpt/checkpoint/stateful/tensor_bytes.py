@@ -16,7 +16,7 @@ import torch
 
 from shardckpt.boxes import Box, contiguous_blocks, full_box, intersect, narrow_to_box, shift
 from shardckpt.devices import Event, has_pinned_copies, has_pinned_memory, record_event
-from shardckpt.format.native.payload import PayloadChunk
+from shardckpt.native.payload import PayloadChunk
 from shardckpt.state.local.tensor_shards import TensorShards
 
 STAGED_BYTES = 16 << 20  # bytes per staged copy of a tensor that is not contiguous in CPU memory

@@ -7,7 +7,7 @@ import functools
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
@@ -21,7 +21,7 @@ from shardckpt.core.api import BackwardPrefetch, CPUOffload, MixedPrecision, Sha
 from shardckpt.core.comm import process_groups
 from shardckpt.core.comm.collectives import CommHook
 from shardckpt.core.config import Offload, Precision, TrainingState, UnitConfig
-from shardckpt.core.errors import ArgumentError, BusyError, SettingsDifferError, StateError
+from shardckpt.core.errors import ArgumentError, ArgumentTypeError, BusyError, SettingsDifferError, StateError
 from shardckpt.core.fsdp1.state_dict_api import StateStatics, register_with_torch_dcp
 from shardckpt.core.modules.compile_guard import compiler_disabled, compiler_disabled_shallow
 from shardckpt.core.modules.fqn_and_params import (
@@ -31,6 +31,7 @@ from shardckpt.core.modules.fqn_and_params import (
     clean,
     is_incompatible,
     managed_parameters,
+    parameters_below,
     ties_below,
 )
 from shardckpt.core.params import tensor_parallel
@@ -43,7 +44,6 @@ from shardckpt.core.runtime.mixed_precision import Buffers
 from shardckpt.core.runtime.root_state import RootState
 from shardckpt.core.runtime.traversal import ShardedModule
 from shardckpt.core.setup import materialize, shared_params
-from shardckpt.core.setup.ignored import Ignored
 from shardckpt.core.tools import clip_grad_norm, flat_param_view
 from shardckpt.core.tools import summon_full_params as summon
 from shardckpt.core.wrap import Policy, auto_wrap
@@ -659,3 +659,59 @@ def _warn_about_containers(module: nn.Module) -> None:
             f"FSDP will not all-gather parameters for containers that do not implement forward: {type(module)}",
             stacklevel=3,
         )
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """Modules and parameters that are neither sharded nor moved."""
+
+    modules: set[nn.Module]  # with all their submodules
+    parameters: set[nn.Parameter]  # including the modules' parameters
+
+    @classmethod
+    def from_arguments(
+        cls,
+        root: nn.Module,
+        ignored_modules: Iterable[nn.Module] | None,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
+        sharded: type[nn.Module],
+    ) -> Ignored:
+        """Check the wrapper's arguments, at most one of which may be given; `sharded` modules cannot be ignored."""
+        if ignored_modules is not None and ignored_states is not None:
+            raise ArgumentError("Cannot pass both ignored_modules and ignored_states at the same time")
+        if ignored_states is None:
+            return cls._from_modules(root, ignored_modules, sharded)
+        states: list[Any] = list(ignored_states)
+        if states and all(isinstance(state, nn.Parameter) for state in states):
+            return cls(set(), set(states))
+        if not all(isinstance(state, nn.Module) for state in states):
+            raise ArgumentError(
+                f"ignored_states expects all nn.Parameter or all nn.Module list elements but got types {_types(states)}"
+            )
+        return cls._from_modules(root, states, sharded)
+
+    @classmethod
+    def _from_modules(cls, root: nn.Module, given: Iterable[nn.Module] | None, sharded: type[nn.Module]) -> Ignored:
+        try:
+            modules = list(given or ())
+        except TypeError as error:
+            raise ArgumentTypeError(
+                f"ignored_modules should be an iterable of modules but got {type(given)}"
+            ) from error
+        if not all(isinstance(module, nn.Module) for module in modules):
+            raise ArgumentTypeError(f"ignored_modules expects nn.Module list elements but got types {_types(modules)}")
+        for module in modules:
+            if isinstance(module, sharded):
+                raise ArgumentError("`ignored_modules` should not include FSDP modules")
+            if module is root:
+                warnings.warn(
+                    "Trying to ignore the top-level module passed into the FSDP constructor itself will result in all "
+                    f"parameters being ignored: {type(module).__name__}",
+                    stacklevel=4,
+                )
+        below = {inner for module in modules for inner in module.modules()}
+        return cls(below, parameters_below(modules))
+
+
+def _types(values: Iterable[object]) -> list[type]:
+    return sorted({type(value) for value in values}, key=repr)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from math import prod
 from types import MethodType
 from typing import Any, Literal, overload
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardckpt.core.comm.allocator import PooledAllGather, PooledReduceScatter, allocator
 from shardckpt.core.config import UnitConfig
 from shardckpt.core.errors import (
     ArgumentError,
@@ -25,7 +28,6 @@ from shardckpt.core.errors import (
     UnsupportedArgumentError,
 )
 from shardckpt.core.fsdp1.wrapper import FullyShardedDataParallel
-from shardckpt.core.fsdp2.composable_registry import register_fully_shard
 from shardckpt.core.fsdp2.fsdp_state import (
     STATE,
     FSDPState,
@@ -749,3 +751,71 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ArgumentError(f"Expects list of FSDPModules but got {module}")
+
+
+_CONTRACT = "torch.distributed._composable.contract"
+
+
+def register_fully_shard(module: nn.Module) -> None:
+    """Record in torch's registry that `fully_shard` sharded a module."""
+    # The registry is private to torch and is not imported here. Nothing is recorded if no composable torch API was
+    # imported, or if this version of torch does not have a registry.
+    contract = sys.modules.get(_CONTRACT)
+    key, item = getattr(contract, "REGISTRY_KEY", None), getattr(contract, "RegistryItem", None)
+    if isinstance(key, str) and item is not None:
+        module.__dict__.setdefault(key, OrderedDict())["fully_shard"] = item()
+
+
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def allocator(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Return a group's backend that can allocate on a device; None without one."""
+    try:
+        backend = group._get_backend(device)
+        return backend if backend.supports_tensor_alloc(device) else None
+    except (RuntimeError, AttributeError):  # no backend for the device, or one without an allocator
+        return None
+
+
+class _Allocating:
+    """Collective whose buffers the process group's backend allocates."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a buffer that the backend sends without a copy."""
+        backend = allocator(self._group, device)
+        if backend is None:
+            return torch.empty(*size, dtype=dtype, device=device)
+        buffer: torch.Tensor = backend.allocate_tensor(prod(size), dtype=dtype, device=device)
+        return buffer.view(*size)
+
+
+class PooledAllGather(_Allocating, AllGather):
+    """All-gather with buffers from the backend."""
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Fill the output with all ranks' inputs."""
+        work: dist.Work | None = _ALL_GATHER(output_tensor, input_tensor, group=group, async_op=async_op)
+        return work
+
+
+class PooledReduceScatter(_Allocating, ReduceScatter):
+    """Reduce-scatter with buffers from the backend."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Fill the output with this rank's shard of the sum."""
+        work: dist.Work | None = _REDUCE_SCATTER(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return work

@@ -17,8 +17,9 @@ from weakref import ref as weakref
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
-from shardckpt.core.modules.lazy_params import require_initialized
+from shardckpt.errors import UsageError
 
 # The wrapper's attribute for the wrapped module; removed from every FQN that the engine returns.
 WRAPPED = "_fsdp_wrapped_module"
@@ -258,3 +259,10 @@ def find_user_param(member: ParamInfo, registered: nn.Parameter, leaf: nn.Parame
         if current is not None and current is not registered and current is not leaf:
             return current
     return None
+
+
+def require_initialized(name: str, tensor: torch.Tensor) -> None:
+    """Raise UsageError if a tensor belongs to a lazy module without a forward: it has no shape."""
+    if is_lazy(tensor):
+        what = "this tensor of a lazy module has no shape yet"
+        raise UsageError(what, where=name, found=type(tensor).__name__, fix="Run one forward first.")

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from types import MethodType
-from typing import Any
-from weakref import WeakMethod
+from typing import Any, Protocol
+from weakref import WeakMethod, WeakSet
 from weakref import ref as weakref
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardckpt.core.errors import ChangedError, NotGatheredError, StateError
 from shardckpt.core.modules import autograd_hooks
 from shardckpt.core.modules.fqn_and_params import Name, ParamLocation, register
 from shardckpt.core.params.gradient_reduction import ReducedGrad
 from shardckpt.core.params.param_bucket import Bucket
-from shardckpt.core.registration.placeholders import WAYS_OUT
-from shardckpt.core.registration.step_watch import StepWatch
 
 
 class KeptParams:
@@ -500,3 +501,105 @@ def mark_flat(parameter: nn.Parameter) -> nn.Parameter:
     parameter._is_flat_param = True  # type: ignore[attr-defined]
     parameter._fsdp_flattened = True  # type: ignore[attr-defined]  # torch's mark, which Lightning looks for
     return parameter
+
+
+class StepObserver(Protocol):
+    """Object to call when an optimizer makes a step."""
+
+    def note_step(self, stepped: frozenset[int]) -> None:
+        """Note a step; `stepped` has the ids of the optimizer's parameters."""
+
+
+class StepObservers:
+    """Observers for all torch optimizers, each for as long as something else refers to it."""
+
+    def __init__(self, register: Callable[[Callable[..., None]], object]) -> None:
+        self._install = cache(lambda: register(self._note))  # once, and only where it is needed
+        self._lock = threading.Lock()
+        self._observers: WeakSet[StepObserver] = WeakSet()
+
+    def add(self, observer: StepObserver) -> None:
+        """Add an observer."""
+        self._install()
+        with self._lock:
+            self._observers.add(observer)
+
+    def discard(self, observer: StepObserver) -> None:
+        """Remove an observer, if it was added."""
+        with self._lock:
+            self._observers.discard(observer)
+
+    def _note(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002  (given by torch)
+        if self._observers:
+            stepped = frozenset(id(each) for group in optimizer.param_groups for each in group["params"])
+            with self._lock:
+                observers = [*self._observers]
+            for observer in observers:
+                observer.note_step(stepped)
+
+
+class StepWatch:
+    """Watches parameters, for as long as something refers to it."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._ids = frozenset(map(id, parameters))
+        self.has_stepped = False  # an optimizer with a watched parameter has made a step since
+        _AFTER_STEPS.add(self)
+
+    def note_step(self, stepped: frozenset[int]) -> None:
+        """Record an optimizer's step."""
+        self.has_stepped = self.has_stepped or not self._ids.isdisjoint(stepped)
+
+
+_AFTER_STEPS = StepObservers(register_optimizer_step_post_hook)
+
+
+WAYS_OUT = "Call the unit itself, or gather it: register_fsdp_forward_method, summon_full_params or unshard."
+
+
+_READABLE = frozenset({"__get__", "size", "dim", "numel", "nelement", "stride", "is_floating_point", "element_size"})
+
+# Parameter attributes that cannot be set on a placeholder: the value would be lost.
+_OF_VALUES = (torch.Tensor.data.__get__, torch.Tensor.data.__set__, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+
+
+class ShardedPlaceholder(nn.Parameter):
+    """Placeholder for a full parameter in a sharded unit: shape and dtype, no values."""
+
+    unit: Name
+    fqn: str
+    true_device: torch.device
+
+    def __new__(cls, like: torch.Tensor, unit: Name, fqn: str) -> ShardedPlaceholder:
+        """Create a placeholder without allocating memory."""
+        empty = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device="meta")
+        placeholder: ShardedPlaceholder = torch.Tensor._make_subclass(cls, empty, like.requires_grad)
+        placeholder.unit = unit
+        placeholder.fqn = fqn
+        placeholder.true_device = like.device
+        return placeholder
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedPlaceholder:
+        """Return a placeholder for the copied parameter."""
+        copied = memo[id(self)] = ShardedPlaceholder(self, copy.deepcopy(self.unit, memo), self.fqn)
+        return copied
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run functions that do not read values; refuse all others."""
+        name = getattr(func, "__name__", "")
+        if func == torch.Tensor.device.__get__:
+            return args[0].true_device
+        refused = any(func == attribute for attribute in _OF_VALUES)
+        if not refused and (name in _READABLE or (name in ("__repr__", "__set__") and len(types) == 1)):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        used = next((value for value in args if isinstance(value, ShardedPlaceholder)), None)
+        raise NotGatheredError(
+            f"parameter {used.fqn if used is not None else ''} is used outside its unit's forward, while sharded",
+            where=used.unit if used is not None else "",
+            found=f"a call of {name}",
+            fix=WAYS_OUT,
+        )

@@ -13,8 +13,7 @@ from shardckpt.core.modules.fqn_and_params import Name, ParamLocation, put, regi
 from shardckpt.core.params.grad_accum import add_gradient_to, assign_gradient, copy_gradient
 from shardckpt.core.params.gradient_reduction import ReducedGrad
 from shardckpt.core.params.param_bucket import Bucket
-from shardckpt.core.registration.base import mark_flat
-from shardckpt.core.registration.placeholders import ShardedPlaceholder
+from shardckpt.core.registration.base import ShardedPlaceholder, mark_flat
 from shardckpt.core.registration.unsharded_grads import UnshardedGradRegistration
 from shardckpt.errors import ShardckptError
 

@@ -13,8 +13,7 @@ from shardckpt.core.errors import StateError
 from shardckpt.core.modules.fqn_and_params import Name
 from shardckpt.core.params.grad_accum import restore_gradient
 from shardckpt.core.params.param_bucket import Bucket
-from shardckpt.core.registration.base import ParamRegistration
-from shardckpt.core.registration.step_watch import StepObservers
+from shardckpt.core.registration.base import ParamRegistration, StepObservers
 
 
 class UnshardedGradRegistration(ParamRegistration):

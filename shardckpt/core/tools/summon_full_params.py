@@ -16,8 +16,7 @@ from shardckpt.core.modules import autograd_hooks
 from shardckpt.core.modules.dtensors import gather_full_tensor
 from shardckpt.core.modules.fqn_and_params import ParamInfo, clean, is_held
 from shardckpt.core.params.full_params import FullValues, gather_full, gather_some, scatter_full, write_shard
-from shardckpt.core.registration.base import ParamRegistration
-from shardckpt.core.registration.placeholders import ShardedPlaceholder
+from shardckpt.core.registration.base import ParamRegistration, ShardedPlaceholder
 from shardckpt.core.runtime.fsdp_unit import FSDPUnit, Phase
 from shardckpt.core.runtime.traversal import ShardedModule
 

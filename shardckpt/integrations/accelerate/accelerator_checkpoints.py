@@ -18,7 +18,6 @@ from typing_extensions import Unpack
 import shardckpt
 from shardckpt import ResumeReport, RNGState, SaveHandle, UnsupportedError, UsageError
 from shardckpt.checkpoint.coordinator import get_channels
-from shardckpt.checkpoint.resume.framework_drill import run_drill
 from shardckpt.checkpoint.save.async_save import AsyncSaveParams, require_known_options
 from shardckpt.integrations.accelerate.loop_state import LoaderPosition, LoopState
 from shardckpt.integrations.accelerate.state_folders import (
@@ -34,6 +33,7 @@ from shardckpt.integrations.accelerate.state_folders import (
 )
 from shardckpt.integrations.damaged_step import name_earlier
 from shardckpt.integrations.local_folders import list_names
+from shardckpt.witness.framework_drill import run_drill
 
 __all__ = ["AcceleratorCheckpoints", "register"]
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from struct import pack
 
-from shardckpt.format.encodings.pickle_stubs import Dtype, Global, InstanceStub, StorageType
-from shardckpt.format.encodings.tagged_json import NamedValue
+from shardckpt.encodings.pickle_stubs import Dtype, Global, InstanceStub, StorageType
+from shardckpt.encodings.tagged_json import NamedValue
 from shardckpt.manifest import Path, dotted
 
 _MAX_DEPTH = 100

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from shardckpt.boxes import Box, contiguous_blocks
 from shardckpt.dtypes import bits, nbytes
+from shardckpt.encodings.element_values import numpy_dtype
 from shardckpt.errors import PrecisionError
-from shardckpt.format.chunk_reader import PieceReader, ReadItem
-from shardckpt.format.encodings.element_values import numpy_dtype
 from shardckpt.manifest import TensorEntry
 from shardckpt.plan.fp8_blocks import BLOCK, DTYPE, LARGEST, Blocks
 from shardckpt.plan.layout.output_files import OutputTensor
+from shardckpt.readers.chunk_reader import PieceReader, ReadItem
 from shardckpt.storage.store import Store
 
 _READ_BYTES = 1 << 19

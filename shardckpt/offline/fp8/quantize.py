@@ -7,7 +7,6 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from shardckpt.errors import UsageError
-from shardckpt.format.reader import Reader
 from shardckpt.manifest import TensorEntry
 from shardckpt.offline.fp8.block_scales import BlockDequantizer, BlockQuantizer, ScaleValues, WeightScales
 from shardckpt.offline.select.config_files import CONFIG, ConfigFiles
@@ -16,6 +15,7 @@ from shardckpt.offline.select.selection import Selection
 from shardckpt.plan import fp8_blocks
 from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.plan.quantized_weights import QUANTIZATION_CONFIG, find_quantized, list_uncast
+from shardckpt.reader import Reader
 
 
 def quantize(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 import os
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from shardckpt.errors import require_bools
+from shardckpt.errors import UsageError, require_bools
 from shardckpt.offline.prune import StepInfo
-from shardckpt.offline.results.tensor_stats import Bisection, StepStats
-from shardckpt.offline.run_history.condition import parse_condition
+from shardckpt.offline.results.tensor_stats import STATS, Bisection, StepStats, TensorStats
 from shardckpt.offline.run_history.history import ChosenTensors, StepRemovedError, list_complete
 from shardckpt.storage.resolve_url import as_url
 
@@ -96,3 +97,50 @@ def _drop_good(steps: Sequence[StepInfo], is_bad: Callable[[StepInfo], bool]) ->
         else:
             low = middle + 1
     return steps[high:]
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """Comparison between a tensor's statistic and a number."""
+
+    stat: str
+    is_met: Callable[[float, float], bool]  # called with value and limit
+    limit: float
+
+    def is_true(self, tensor: TensorStats) -> bool:
+        """Return whether the condition is true for a tensor; it is false without a value."""
+        value = getattr(tensor, self.stat)
+        return value is not None and self.is_met(value, self.limit)
+
+    def is_undecided(self, tensor: TensorStats) -> bool:
+        """Return whether values that the statistic skips may hide that the condition was true before."""
+        # A growing weight becomes Inf, then NaN: NaN counts neither in its norm nor among the infinities.
+        if self.stat == "nans":
+            return False
+        return tensor.nans > 0 or (self.stat != "infs" and tensor.infs > 0)
+
+
+_COMPARISONS: dict[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+_CONDITION = re.compile(
+    rf"\s*({'|'.join(STATS)})\s*(>=|<=|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*", re.ASCII
+)
+_NAMED = {"nan": Condition("nans", operator.gt, 0), "inf": Condition("infs", operator.gt, 0)}
+
+
+def parse_condition(text: str) -> Condition:
+    """Parse a condition without evaluating it as code."""
+    if isinstance(text, str) and text in _NAMED:
+        return _NAMED[text]
+    match = _CONDITION.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        raise UsageError(
+            "a condition must be nan, inf, or a statistic, a comparison and a number",
+            found=text,
+            expected=f"nan, inf, or such as l2>100, with {', '.join(STATS)} and {' '.join(_COMPARISONS)}",
+        )
+    return Condition(match[1], _COMPARISONS[match[2]], float(match[3]))

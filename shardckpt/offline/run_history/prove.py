@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from shardckpt.errors import escape
-from shardckpt.format.native.run_directory import StepFolder, step_number
-from shardckpt.format.witness.step_witness import (
+from shardckpt.native.run_directory import StepFolder, step_number
+from shardckpt.offline.prune import describe_captures, describe_steps, open_run
+from shardckpt.offline.report_html.page import render_page, require_report_target, write_page
+from shardckpt.storage.resolve_url import as_url
+from shardckpt.storage.store import Store
+from shardckpt.storage.thread_pool import ThreadPool
+from shardckpt.witness.files.step_witness import (
     StepWitness,
     read_capture_witnesses,
     read_removed_witnesses,
     read_step_witness,
 )
-from shardckpt.offline.prune import describe_captures, describe_steps, open_run
-from shardckpt.offline.report_html.page import render_page, require_report_target, write_page
-from shardckpt.offline.report_html.proof_lines import describe_proof
-from shardckpt.offline.results.proofs import Proof, StepProof
-from shardckpt.storage.resolve_url import as_url
-from shardckpt.storage.store import Store
-from shardckpt.storage.thread_pool import ThreadPool
+from shardckpt.witness.records.proofs import Proof, StepProof
+from shardckpt.witness.records.resumes import Resume
 
 _AT_ONCE = 8
 
@@ -84,3 +85,45 @@ def _describe_removed(root: str, name: str, witness: StepWitness) -> StepProof:
     last = resumes[-1]
     ranks, style = last.rank_count_before, last.style_before
     return StepProof(number, path, witness.verdict, last.steps, ranks, style, resumes, faults, is_removed=True)
+
+
+def describe_proof(found: Proof) -> dict[str, Any]:
+    """Return the data for the page about a run's resumes: JSON values only."""
+    return {
+        "schema_version": 1,
+        "kind": "proof",
+        "root": escape(found.root),
+        "steps": [_describe_step(step) for step in (*found.removed, *found.steps, *found.captures)],
+        "warnings": [*map(escape, found.warnings)],
+    }
+
+
+def _describe_step(step: StepProof) -> dict[str, Any]:
+    return {
+        "number": step.number,
+        "tier": "removed" if step.is_removed else escape(step.tier),
+        "verdict": step.verdict,
+        "recorded": [*step.recorded],
+        "rank_count": step.rank_count,
+        "style": escape(step.style),
+        "resumes": [*map(_describe_resume, step.resumes)],
+    }
+
+
+def _describe_resume(resume: Resume) -> dict[str, Any]:
+    found = resume.divergence
+    texts = {
+        name: "" if found is None else escape(getattr(found, name)) for name in ("cause", "name", "sentence", "fix")
+    }
+    return {
+        "began_at": resume.began_at,
+        "verdict": resume.verdict,
+        "steps": len(resume.steps),
+        "compared": resume.compared,
+        "rank_count_before": resume.rank_count_before,
+        "rank_count": resume.rank_count,
+        "style_before": escape(resume.style_before),
+        "style": escape(resume.style),
+        "is_exact": bool(resume.has_equal_layout and resume.is_deterministic),
+        **texts,
+    }

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from shardckpt.dtypes import FLOATS
+from shardckpt.encodings.safetensors import parse_json
 from shardckpt.errors import FormatError, StorageError, UsageError
-from shardckpt.format.encodings.safetensors import parse_json
-from shardckpt.format.reader import Source
+from shardckpt.reader import Source
 from shardckpt.storage.resolve_url import kind, open_store, split
 from shardckpt.storage.store import Store, read_bytes
 

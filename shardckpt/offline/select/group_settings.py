@@ -12,14 +12,14 @@ from collections.abc import Iterator, Mapping
 from math import isfinite
 from typing import Any
 
+from shardckpt.encodings.pickle_stubs import Dtype, Ordered
+from shardckpt.encodings.tagged_json import NamedValue, encode
 from shardckpt.errors import CheckpointError, UnsupportedError
-from shardckpt.format.encodings.pickle_stubs import Dtype, Ordered
-from shardckpt.format.encodings.tagged_json import NamedValue, encode
-from shardckpt.format.huggingface.optimizer_keys import EXACT
 from shardckpt.manifest import Path
 from shardckpt.plan.optim.optim_keys import GROUPS
 from shardckpt.plan.optim.optimizer_state import OptimizerState
 from shardckpt.plan.optim.output_keys import NESTED, VALUES
+from shardckpt.readers.huggingface.optimizer_keys import EXACT
 
 
 def read_content(state: OptimizerState) -> dict[str, Any]:

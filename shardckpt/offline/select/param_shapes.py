@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from shardckpt.errors import UsageError
-from shardckpt.format.reader import ParamShapes, Reader
-from shardckpt.format.registry import open_checkpoint
 from shardckpt.manifest import Manifest, TensorEntry, dotted
 from shardckpt.plan.naming import sections
 from shardckpt.plan.naming.fqn import name_model
+from shardckpt.reader import ParamShapes, Reader
+from shardckpt.readers.registry import open_checkpoint
 
 
 def load_param_shapes(reader: Reader, shapes_from: str, ids: Mapping[int, str] | None = None) -> Reader:

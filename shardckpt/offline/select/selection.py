@@ -9,6 +9,9 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.dtypes import FLOATS
+from shardckpt.encodings.element_values import numpy_dtype
+from shardckpt.encodings.pickle_stubs import PerRankValue
+from shardckpt.encodings.safetensors import parse_json
 from shardckpt.errors import (
     AmbiguousError,
     FormatError,
@@ -16,12 +19,6 @@ from shardckpt.errors import (
     UnsupportedError,
     UsageError,
 )
-from shardckpt.format.chunk_reader import read_blocks, same_bits
-from shardckpt.format.encodings.element_values import numpy_dtype
-from shardckpt.format.encodings.pickle_stubs import PerRankValue
-from shardckpt.format.encodings.safetensors import parse_json
-from shardckpt.format.reader import Reader
-from shardckpt.format.registry import open_checkpoint
 from shardckpt.layout import FlatLayout
 from shardckpt.manifest import UNREAD, Manifest, Path, TensorEntry, dotted
 from shardckpt.offline.select.config_files import TIE
@@ -33,6 +30,9 @@ from shardckpt.plan.naming import fqn as names
 from shardckpt.plan.naming import sections, weights
 from shardckpt.plan.naming.fqn import NamedModel, name_model
 from shardckpt.plan.quantized_weights import list_uncast
+from shardckpt.reader import Reader
+from shardckpt.readers.chunk_reader import read_blocks, same_bits
+from shardckpt.readers.registry import open_checkpoint
 from shardckpt.storage.resolve_url import open_store, split
 from shardckpt.storage.store import read_bytes
 
@@ -144,7 +144,7 @@ def _iter_settings(manifest: Manifest, root: Path) -> Iterator[tuple[Path, Tenso
 def _read_rules(options: Options, config: Mapping[str, object]) -> tuple[Rule, ...]:
     if not options.rules and not options.rename:
         return ()
-    from shardckpt.format.remap import read_rules  # noqa: PLC0415  (a quarter of the modules; most checkpoints need no rules)
+    from shardckpt.readers.remap import read_rules  # noqa: PLC0415  (a quarter of the modules; most checkpoints need no rules)
 
     return read_rules(options.rules, options.rename, config)
 
@@ -237,7 +237,7 @@ def _choose_stored(opened: _OpenModel) -> _ChosenTensors:
 
 def _choose_remapped(opened: _OpenModel, rules: Sequence[Rule]) -> _ChosenTensors:
     """Return the tensors that rules make; globs match their new names."""
-    from shardckpt.format import remap  # noqa: PLC0415  (as in `_read_rules`)
+    from shardckpt.readers import remap  # noqa: PLC0415  (as in `_read_rules`)
 
     reader, manifest, model, options = opened.reader, opened.manifest, opened.model, opened.options
     before = opened.find_ties(list(model.tensors))

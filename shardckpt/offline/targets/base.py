@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardckpt.dtypes import QUANTIZED
+from shardckpt.encodings.pickle_stubs import Global, InstanceStub, PerRankValue
 from shardckpt.errors import UnsupportedError, UsageError
-from shardckpt.format.encodings.pickle_stubs import Global, InstanceStub, PerRankValue
-from shardckpt.format.reader import Reader
 from shardckpt.manifest import Path, dotted
 from shardckpt.offline.select.config_files import CONFIG, ConfigFiles, with_dtype
 from shardckpt.offline.select.options import Options, parse_dtype
 from shardckpt.offline.select.selection import Selection
 from shardckpt.offline.write.conversion import PlannedFiles
 from shardckpt.plan.layout.output_files import OutputTensor, parse_size, split_as_stored, split_by_size
+from shardckpt.reader import Reader
 from shardckpt.storage.resolve_url import local_path
 
 # Config files that belong to a model's weights; tokenizers and other files do not.
@@ -122,7 +122,7 @@ def accept_options(options: Options) -> None:
 
 def can_encode(value: object) -> bool:
     """Return True if tagged JSON can store a value exactly."""
-    from shardckpt.format.encodings.tagged_json import encode  # noqa: PLC0415  (as in `_list_settings`)
+    from shardckpt.encodings.tagged_json import encode  # noqa: PLC0415  (as in `_list_settings`)
     from shardckpt.offline.select.group_settings import plain_value  # noqa: PLC0415
 
     try:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from shardckpt.format.reader import Reader
-from shardckpt.format.torchsave.writer import TYPES
 from shardckpt.manifest import UNREAD, Path, dotted
 from shardckpt.offline.targets.base import describe_lost, require_allowed
 from shardckpt.offline.targets.torch_archive import can_pickle
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.layout.output_files import OutputTensor
+from shardckpt.reader import Reader
+from shardckpt.readers.torchsave.writer import TYPES
 
 
 @dataclass(frozen=True, slots=True)

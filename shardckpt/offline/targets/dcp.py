@@ -12,13 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 from shardckpt.boxes import Box, chunk_box, full_box
+from shardckpt.encodings.pickle_stubs import Ordered
 from shardckpt.errors import NameCollisionError
-from shardckpt.format.dcp.writer import METADATA, SliceFile, encode_metadata, make_object, slice_files
-from shardckpt.format.encodings.pickle_stubs import Ordered
-from shardckpt.format.native.payload import PayloadChunk
-from shardckpt.format.reader import Reader
-from shardckpt.format.torchsave.writer import TYPES, ArchiveWriter
 from shardckpt.manifest import Path, dotted
+from shardckpt.native.payload import PayloadChunk
 from shardckpt.offline.select.selection import Selection
 from shardckpt.offline.targets.base import FRESH, Conversion, PlannedRanks, RankOptions, Target
 from shardckpt.offline.targets.checkpoint_content import Content, full_content
@@ -29,6 +26,9 @@ from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.plan.layout.write_plan import LocalTensor, plan_save
 from shardckpt.plan.optim.optim_keys import STATE
 from shardckpt.plan.optim.output_keys import to_state_paths
+from shardckpt.reader import Reader
+from shardckpt.readers.dcp.writer import METADATA, SliceFile, encode_metadata, make_object, slice_files
+from shardckpt.readers.torchsave.writer import TYPES, ArchiveWriter
 from shardckpt.storage.replaceable import FolderKind
 
 

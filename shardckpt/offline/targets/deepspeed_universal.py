@@ -15,12 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from shardckpt.encodings.element_values import numpy_dtype
+from shardckpt.encodings.tagged_json import NamedValue
 from shardckpt.errors import UsageError
-from shardckpt.format.chunk_reader import read_blocks
-from shardckpt.format.encodings.element_values import numpy_dtype
-from shardckpt.format.encodings.tagged_json import NamedValue
-from shardckpt.format.reader import Reader
-from shardckpt.format.torchsave.writer import TYPES, TensorValue, encode_archive
 from shardckpt.manifest import UNREAD, unflatten
 from shardckpt.offline.select.options import Options
 from shardckpt.offline.select.selection import Selection, select
@@ -31,6 +28,9 @@ from shardckpt.offline.write.conversion import Layout, PlannedFiles
 from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.plan.optim.optim_keys import GROUPS
 from shardckpt.plan.optim.output_keys import VALUES
+from shardckpt.reader import Reader
+from shardckpt.readers.chunk_reader import read_blocks
+from shardckpt.readers.torchsave.writer import TYPES, TensorValue, encode_archive
 from shardckpt.storage.replaceable import FolderKind
 
 LATEST = "latest_universal"

@@ -13,10 +13,8 @@ from fnmatch import fnmatchcase
 from math import prod
 
 from shardckpt.boxes import Shape, chunk_box, full_box, strides
+from shardckpt.encodings.pickle_writer import GlobalCall, GlobalName
 from shardckpt.errors import UsageError
-from shardckpt.format.encodings.pickle_writer import GlobalCall, GlobalName
-from shardckpt.format.reader import Reader
-from shardckpt.format.torchsave.writer import Storage, TensorValue, plan_archive
 from shardckpt.manifest import Path, dotted, unflatten
 from shardckpt.offline.targets.base import PlannedRanks, RankOptions
 from shardckpt.offline.targets.checkpoint_content import Content, full_content
@@ -25,6 +23,8 @@ from shardckpt.offline.write.conversion import Layout, PlannedFiles
 from shardckpt.offline.write.stream import OutputFile, TensorPart
 from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.plan.naming.fqn import require_matches
+from shardckpt.reader import Reader
+from shardckpt.readers.torchsave.writer import Storage, TensorValue, plan_archive
 from shardckpt.storage.replaceable import FolderKind
 
 MAX_RANKS = 4096  # each file lists all ranks: work grows with the square of their number

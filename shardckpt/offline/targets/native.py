@@ -11,11 +11,13 @@ from dataclasses import dataclass, field, replace
 
 from shardckpt.boxes import Box, Shape, chunk_box, full_box
 from shardckpt.dtypes import bits, is_known
+from shardckpt.encodings.pickle_stubs import PerRankValue
+from shardckpt.encodings.tagged_json import ArrayRef, encode
+from shardckpt.encodings.value_stats import ValueStats
 from shardckpt.errors import UnsupportedError
-from shardckpt.format.encodings.pickle_stubs import PerRankValue
-from shardckpt.format.encodings.tagged_json import ArrayRef, encode
-from shardckpt.format.native.commit import COMMIT, STEP, encode_commit, manifest_name
-from shardckpt.format.native.manifest_json import (
+from shardckpt.manifest import UNREAD, Path, dotted, unflatten
+from shardckpt.native.commit import COMMIT, STEP, encode_commit, manifest_name
+from shardckpt.native.manifest_json import (
     KEEPS_ORDER,
     MEMORY_ORDERS,
     ManifestContents,
@@ -24,7 +26,7 @@ from shardckpt.format.native.manifest_json import (
     encode_manifest,
     merge_partials,
 )
-from shardckpt.format.native.payload import (
+from shardckpt.native.payload import (
     HF_INDEX,
     BlockHasher,
     PayloadChunk,
@@ -33,12 +35,9 @@ from shardckpt.format.native.payload import (
     new_save_id,
     plan_payloads,
 )
-from shardckpt.format.native.reader import NativeReader
-from shardckpt.format.native.records import ArrayRecord, make_record
-from shardckpt.format.native.run_directory import read_referred_files
-from shardckpt.format.reader import Reader
-from shardckpt.format.value_stats import ValueStats
-from shardckpt.manifest import UNREAD, Path, dotted, unflatten
+from shardckpt.native.reader import NativeReader
+from shardckpt.native.records import ArrayRecord, make_record
+from shardckpt.native.run_directory import read_referred_files
 from shardckpt.offline.select.group_settings import plain_value
 from shardckpt.offline.select.selection import Selection
 from shardckpt.offline.targets.base import Conversion, PlannedRanks, RankOptions, Target, describe_lost, require_allowed
@@ -49,6 +48,7 @@ from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.plan.layout.write_plan import LocalTensor, plan_save
 from shardckpt.plan.optim.output_keys import to_state_paths
+from shardckpt.reader import Reader
 
 
 def plan(conversion: Conversion) -> PlannedFiles:

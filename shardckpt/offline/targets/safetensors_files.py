@@ -7,19 +7,19 @@ import re
 from collections.abc import Mapping
 
 from shardckpt.dtypes import SAFETENSORS_NAMES
+from shardckpt.encodings.safetensors import HeaderTensor, encode_header, file_order, looks_like_safetensors
 from shardckpt.errors import UsageError
-from shardckpt.format.encodings.safetensors import HeaderTensor, encode_header, file_order, looks_like_safetensors
-from shardckpt.format.huggingface.index_files import (
+from shardckpt.offline.targets.base import CONFIG_FILES, FRESH, SHARD, Conversion, Target, encode_json
+from shardckpt.offline.write.conversion import Layout, PlannedFiles
+from shardckpt.offline.write.stream import FileSink, OutputFile, TensorStream
+from shardckpt.plan.layout.output_files import OutputTensor, PlannedFile, index, name_files
+from shardckpt.readers.huggingface.index_files import (
     OPTIMIZER,
     OPTIMIZER_FILES_KEY,
     PARAM_GROUPS,
     PARAM_GROUPS_KEY,
     SUFFIX,
 )
-from shardckpt.offline.targets.base import CONFIG_FILES, FRESH, SHARD, Conversion, Target, encode_json
-from shardckpt.offline.write.conversion import Layout, PlannedFiles
-from shardckpt.offline.write.stream import FileSink, OutputFile, TensorStream
-from shardckpt.plan.layout.output_files import OutputTensor, PlannedFile, index, name_files
 from shardckpt.storage.replaceable import FileKind, FolderKind
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardckpt.errors import UnsupportedError
-from shardckpt.format.torchsave.writer import ArchiveWriter, TorchArchive, encode_archive
 from shardckpt.offline.write.stream import FileSink, OutputFile, TensorPart, TensorStream
+from shardckpt.readers.torchsave.writer import ArchiveWriter, TorchArchive, encode_archive
 
 
 def archive_file(

@@ -10,9 +10,6 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from shardckpt.format.reader import Reader
-from shardckpt.format.torchsave.reader import looks_like_torch
-from shardckpt.format.torchsave.writer import TYPES, Storage, TensorValue, plan_archive
 from shardckpt.manifest import Path, unflatten
 from shardckpt.offline.select.selection import Selection
 from shardckpt.offline.targets.base import (
@@ -30,6 +27,9 @@ from shardckpt.offline.write.conversion import Layout, PlannedFiles
 from shardckpt.offline.write.stream import OutputFile, iter_parts
 from shardckpt.plan.layout.output_files import OutputTensor, name_files
 from shardckpt.plan.optim.output_keys import to_state_paths
+from shardckpt.reader import Reader
+from shardckpt.readers.torchsave.reader import looks_like_torch
+from shardckpt.readers.torchsave.writer import TYPES, Storage, TensorValue, plan_archive
 from shardckpt.storage.replaceable import FileKind, FolderKind
 
 SUFFIX = ".bin"

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 from shardckpt.boxes import Box, Shape
 from shardckpt.dtypes import SAFETENSORS_NAMES, array_nbytes
+from shardckpt.encodings.safetensors import looks_like_safetensors
 from shardckpt.errors import UsageError
-from shardckpt.format.encodings.safetensors import looks_like_safetensors
 from shardckpt.manifest import TensorEntry
 from shardckpt.offline.select.config_files import CONFIG
 from shardckpt.offline.select.options import VLLM_SHARDED, Options

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
+from shardckpt.encodings.safetensors_check import create_checked
 from shardckpt.errors import UsageError
 from shardckpt.events.progress import Meter, OnProgress
-from shardckpt.format.encodings.safetensors_check import create_checked
-from shardckpt.format.reader import Reader
 from shardckpt.offline.write.report import Report, WrittenFile
 from shardckpt.offline.write.stream import (
     RESERVED_BYTES,
@@ -25,6 +24,7 @@ from shardckpt.offline.write.stream import (
 )
 from shardckpt.offline.write.worker_pool import WorkerPool, count_threads, limit_threads, report_missing_threads
 from shardckpt.plan.layout.output_files import OutputTensor
+from shardckpt.reader import Reader
 from shardckpt.storage.publication import Publication, keep_no_file
 from shardckpt.storage.publish import publish
 from shardckpt.storage.replaceable import FolderKind, Kind

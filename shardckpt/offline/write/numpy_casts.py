@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.dtypes import FLOATS, QUANTIZED
+from shardckpt.encodings.element_values import numpy_dtype
 from shardckpt.errors import PrecisionError
-from shardckpt.format.encodings.element_values import numpy_dtype
 
 if TYPE_CHECKING:
     import numpy as np

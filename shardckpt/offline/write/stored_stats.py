@@ -7,11 +7,11 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
 from shardckpt.boxes import Box
-from shardckpt.format.reader import Reader
-from shardckpt.format.value_stats import ValueStats, merge_stats
+from shardckpt.encodings.value_stats import ValueStats, merge_stats
 from shardckpt.manifest import TensorEntry
 from shardckpt.offline.results.tensor_stats import TensorStats
 from shardckpt.plan.layout.output_files import OutputTensor
+from shardckpt.reader import Reader
 
 
 def describe_values(name: str, entry: TensorEntry, found: ValueStats, *, is_stored: bool) -> TensorStats:

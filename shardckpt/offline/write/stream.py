@@ -13,13 +13,13 @@ from typing import NamedTuple, Protocol, TypeVar
 from shardckpt.boxes import Box, contiguous_blocks, full_box
 from shardckpt.dtypes import bits, nbytes
 from shardckpt.events.progress import Meter
-from shardckpt.format.chunk_reader import PieceReader, ReadItem
-from shardckpt.format.reader import Reader
 from shardckpt.manifest import Encoded
 from shardckpt.offline.write.numpy_casts import cast_into
 from shardckpt.offline.write.worker_pool import PoolTask, WorkerPool
 from shardckpt.plan.layout.copy_plan import Batch, Copy, Take, is_scattered, most_elements, steps
 from shardckpt.plan.layout.output_files import OutputTensor
+from shardckpt.reader import Reader
+from shardckpt.readers.chunk_reader import PieceReader, ReadItem
 from shardckpt.storage.store import Read, Store, Writer
 
 _T = TypeVar("_T")

@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardckpt.core.modules.dtensors import local
-from shardckpt.core.modules.fqn_and_params import clean, is_incompatible
-from shardckpt.core.modules.lazy_params import require_initialized
+from shardckpt.core.modules.fqn_and_params import clean, is_incompatible, require_initialized
 from shardckpt.core.params.param_bucket import Bucket
 from shardckpt.core.registration.base import ParamRegistration
 from shardckpt.core.registration.dtensor_params import DTensorRegistration

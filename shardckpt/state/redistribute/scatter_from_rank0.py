@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from shardckpt.core.params.full_params import Staging
-from shardckpt.state.redistribute.all_to_all import all_to_all, pack, unpack
+from shardckpt.state.redistribute.flat_to_rows import all_to_all, pack, unpack
 from shardckpt.state.redistribute.rank_grid import Ranks
 
 Parts = Sequence[torch.Tensor | None]

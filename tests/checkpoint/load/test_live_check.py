@@ -14,7 +14,7 @@ import shardckpt
 from shardckpt.checkpoint.load import live_check
 from shardckpt.checkpoint.load.tensor_loader import ElementReader
 from shardckpt.errors import ChecksumError, UsageError
-from shardckpt.format.native.verified_store import VerifiedStore
+from shardckpt.native.verified_store import VerifiedStore
 from shardckpt.storage.local import LocalStore
 
 DIGESTS = pytest.mark.parametrize("store_digests", [False, True])

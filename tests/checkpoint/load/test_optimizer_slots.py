@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 import shardckpt
 from shardckpt.errors import FormatError
-from shardckpt.format.native.manifest_json import decode_manifest
-from shardckpt.format.native.reader import build_manifest
+from shardckpt.native.manifest_json import decode_manifest
+from shardckpt.native.reader import build_manifest
 from shardckpt.storage.local import LocalStore
 
 

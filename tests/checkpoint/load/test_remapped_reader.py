@@ -121,7 +121,7 @@ def test_a_load_without_rules_imports_no_module_of_rules(run_script: RunScript, 
     shardckpt.save({"w": torch.ones(2)}, tmp_path / "step")
     code = (
         f"import sys, shardckpt; shardckpt.load({str(tmp_path / 'step')!r})\n"
-        "print(*[name for name in sys.modules if name.startswith(('shardckpt.plan.rules', 'shardckpt.format.remap'))])"
+        "print(*[name for name in sys.modules if name.startswith(('shardckpt.plan.rules', 'shardckpt.readers.remap'))])"
     )
     assert run_script(code).stdout.split() == []
 

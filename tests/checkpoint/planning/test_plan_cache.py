@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardckpt.boxes import full_box
-from shardckpt.checkpoint.planning.plan_cache import PlanCache, collect_local_plans, is_cached
+from shardckpt.checkpoint.planning.cached_save import PlanCache, collect_local_plans, is_cached
 from shardckpt.checkpoint.planning.rank_report import RankReport
 from shardckpt.checkpoint.planning.save_plan import LocalSavePlan, create_global_plan
 from shardckpt.plan.layout.write_plan import LocalTensor

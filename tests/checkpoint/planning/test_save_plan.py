@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from shardckpt.boxes import Box, Shape, chunk_box, flat_to_boxes, full_box
 from shardckpt.checkpoint.planning.save_plan import LocalSavePlan, RankSavePlan, create_global_plan
 from shardckpt.errors import IncompleteError, UsageError
-from shardckpt.format.native.payload import PayloadChunk
 from shardckpt.manifest import Path
+from shardckpt.native.payload import PayloadChunk
 from shardckpt.plan.layout.box_codec import PackedRows
 from shardckpt.plan.layout.write_plan import LocalTensor
 

@@ -32,7 +32,7 @@ from shardckpt.checkpoint.save import async_save, payload_writer, session, stagi
 from shardckpt.checkpoint.save.async_save import BUFFERS, _Copy
 from shardckpt.checkpoint.save.staging import StagingArea
 from shardckpt.checkpoint.stateful.tensor_bytes import join_small
-from shardckpt.format.native.payload import FileHasher, PayloadFile, build_payloads
+from shardckpt.native.payload import FileHasher, PayloadFile, build_payloads
 from shardckpt.offline.verify import verify
 from shardckpt.state import model_state_dict, optim_state_dict
 from shardckpt.storage.linux_syscalls import LOW_PRIORITY

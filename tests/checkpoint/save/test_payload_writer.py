@@ -16,8 +16,8 @@ import shardckpt
 from shardckpt.boxes import full_box
 from shardckpt.checkpoint.save import payload_writer, session
 from shardckpt.checkpoint.save.payload_writer import write_payloads
-from shardckpt.format.native.manifest_json import WrittenPayload
-from shardckpt.format.native.payload import (
+from shardckpt.native.manifest_json import WrittenPayload
+from shardckpt.native.payload import (
     GROUP_BYTES,
     FileHasher,
     PayloadChunk,

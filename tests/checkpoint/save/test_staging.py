@@ -27,7 +27,7 @@ from shardckpt.checkpoint.save.staging import (
 from shardckpt.checkpoint.stateful.flatten import FlattenedState
 from shardckpt.checkpoint.stateful.stateful import dtype_name
 from shardckpt.errors import UsageError
-from shardckpt.format.native.payload import FileLayout, PayloadChunk, PayloadFile, arrange_files, build_payloads
+from shardckpt.native.payload import FileLayout, PayloadChunk, PayloadFile, arrange_files, build_payloads
 from shardckpt.state.local.tensor_shards import get_tensor_shards
 
 MIB = 1 << 20

@@ -19,9 +19,9 @@ from shardckpt.boxes import full_box
 from shardckpt.checkpoint.save import chunk_meter
 from shardckpt.checkpoint.save.chunk_meter import ChunkMeter
 from shardckpt.core import fully_shard
-from shardckpt.format.native.payload import PayloadChunk
-from shardckpt.format.registry import open_checkpoint
+from shardckpt.native.payload import PayloadChunk
 from shardckpt.offline import stats as offline_stats
+from shardckpt.readers.registry import open_checkpoint
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2),

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shardckpt
-from shardckpt.checkpoint.resume.digests import digest_random_states
+from shardckpt.witness.digests import digest_random_states
 
 
 class Accelerator:

@@ -18,8 +18,7 @@ from shardckpt.errors import RankError
 
 pytestmark = pytest.mark.skipif(TORCH, reason="all-gathers of the engine")
 if not TORCH:
-    from shardckpt.core.comm.collectives import Pending, ShardGroup
-    from shardckpt.core.comm.direct_all_gather import MIN_SHARD_BYTES
+    from shardckpt.core.comm.collectives import MIN_SHARD_BYTES, Pending, ShardGroup
 
 LARGE = MIN_SHARD_BYTES // 4  # elements of the smallest shard in fp32 that is sent directly
 

@@ -25,7 +25,6 @@ from torch.utils.checkpoint import checkpoint
 from under_test import TORCH, core, torch_is_wrong, wrap
 
 if not TORCH:
-    from shardckpt.core.comm import allocator
     from shardckpt.core.fsdp2 import fully_shard as composable
 
 
@@ -470,8 +469,7 @@ def test_buffers_of_collectives_come_from_the_groups_allocator(monkeypatch: pyte
         torch.manual_seed(0)
         expected = trained(Tower(), rank, after=averaged)
         model = tower()
-        for module in (allocator, composable):
-            monkeypatch.setattr(module, "allocator", lambda *_: Backend())
+        monkeypatch.setattr(composable, "allocator", lambda *_: Backend())
         for each in (model, *model.blocks):
             each.set_allocate_memory_from_process_group_for_comm(True)
         same(trained(model, rank), expected)

@@ -6,10 +6,10 @@ import pytest
 
 import shardckpt
 from shardckpt.boxes import Box, full_box
-from shardckpt.format.registry import open_checkpoint
 from shardckpt.manifest import Encoded, Lazy, Manifest, Piece, Span, Strided, TensorEntry
 from shardckpt.offline.inspect import describe_manifest
 from shardckpt.offline.report_html.checkpoint_map import FileExtent, describe_checkpoint, find_file_extent
+from shardckpt.readers.registry import open_checkpoint
 
 
 def test_the_bytes_of_a_view_are_those_between_its_first_and_last_element():

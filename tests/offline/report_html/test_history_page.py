@@ -14,9 +14,9 @@ from native_writer import write_step
 import shardckpt
 from shardckpt import History, StepStats, TensorStats
 from shardckpt.errors import TargetExistsError
-from shardckpt.format.native.run_directory import step_name
-from shardckpt.offline.report_html.history_lines import describe_history
+from shardckpt.native.run_directory import step_name
 from shardckpt.offline.report_html.page import render_page, write_page
+from shardckpt.offline.run_history.history import describe_history
 
 HOSTILE = "</script><script>document.title='owned'</script>"
 

@@ -10,7 +10,7 @@ from browser import Page
 
 from shardckpt import Divergence, Proof, Resume, StepProof
 from shardckpt.offline.report_html.page import render_page, write_page
-from shardckpt.offline.report_html.proof_lines import describe_proof
+from shardckpt.offline.run_history.prove import describe_proof
 
 HOSTILE = "</script><script>document.title='owned'</script>"
 PROVEN = Resume("0mwtgz5lmk45jxm", 5.25, (9, 10), 2, 2, 3, "Net", "FSDP2", False, True)

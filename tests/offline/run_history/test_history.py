@@ -14,9 +14,9 @@ from native_writer import write_step
 
 import shardckpt
 from shardckpt.errors import CheckpointError, UsageError
-from shardckpt.format.native.run_directory import step_name
-from shardckpt.format.registry import open_checkpoint
-from shardckpt.offline.run_history.condition import parse_condition
+from shardckpt.native.run_directory import step_name
+from shardckpt.offline.run_history.bisect import parse_condition
+from shardckpt.readers.registry import open_checkpoint
 
 module = import_module("shardckpt.offline.run_history.history")
 

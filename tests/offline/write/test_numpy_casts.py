@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from shardckpt.checkpoint.load.torch_casts import put
 from shardckpt.dtypes import FLOATS, TORCH_NAMES
+from shardckpt.encodings.element_values import numpy_dtype
 from shardckpt.errors import PrecisionError
-from shardckpt.format.encodings.element_values import numpy_dtype
 from shardckpt.manifest import TensorEntry
 from shardckpt.offline.write.numpy_casts import cast_into
 

@@ -14,7 +14,7 @@ from bucket import Bucket
 from safetensors.torch import save_file
 
 import shardckpt
-from shardckpt.format.native import payload
+from shardckpt.native import payload
 from shardckpt.offline.targets import safetensors_files
 
 STATE = {f"t{i}": torch.arange(4.0) + i for i in range(3)}

@@ -11,8 +11,8 @@ from safetensors.numpy import save_file
 
 import shardckpt
 from shardckpt.boxes import Box, full_box
-from shardckpt.format.native.payload import GROUP_BYTES
 from shardckpt.manifest import Piece, Span, TensorEntry
+from shardckpt.native.payload import GROUP_BYTES
 from shardckpt.offline.write.stream import TensorPart, batches, split_copy
 from shardckpt.plan.layout.copy_plan import Copy
 from shardckpt.plan.layout.output_files import OutputTensor

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import pi
 from typing import Any
 
+from shardckpt.encodings.gguf import MetadataValue
 from shardckpt.errors import FormatError, UnsupportedError
-from shardckpt.format.encodings.gguf import MetadataValue
 from shardckpt.offline.targets.gguf.architectures import Architecture
 
 _USUAL_THETA = 10000.0  # rotary base for configs that name none

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from shardckpt.boxes import Box
 from shardckpt.dtypes import block_elements
+from shardckpt.encodings.gguf import GgufTensor, padding
 from shardckpt.errors import IncompleteError, UnsupportedError, UsageError
-from shardckpt.format.encodings.gguf import GgufTensor, padding
 from shardckpt.offline.select.selection import Selection
 from shardckpt.offline.targets.gguf.architectures import EMBEDDING, OUTPUT, Architecture, NamedTensor
 from shardckpt.offline.targets.gguf.hyperparameters import Hyperparameters

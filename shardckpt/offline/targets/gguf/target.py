@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from shardckpt.encodings.gguf import TENSOR_TYPES, MetadataValue, encode_header, looks_like_gguf
 from shardckpt.errors import UsageError
-from shardckpt.format.encodings.gguf import TENSOR_TYPES, MetadataValue, encode_header, looks_like_gguf
 from shardckpt.offline.select.config_files import CONFIG
 from shardckpt.offline.select.options import Options
 from shardckpt.offline.targets.base import Conversion, Target

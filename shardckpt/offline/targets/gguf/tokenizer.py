@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shardckpt.encodings.gguf import MetadataValue
+from shardckpt.encodings.safetensors import parse_json
 from shardckpt.errors import FormatError, ShardckptError, UnsupportedError, describe_with_class
-from shardckpt.format.encodings.gguf import MetadataValue
-from shardckpt.format.encodings.safetensors import parse_json
 from shardckpt.offline.select.config_files import ConfigFiles
-from shardckpt.offline.targets.gguf.byte_fallback_bpe import is_byte_fallback, read_byte_fallback
 from shardckpt.offline.targets.gguf.byte_level_bpe import is_byte_level, read_byte_level
-from shardckpt.offline.targets.gguf.sentencepiece import read_sentencepiece
-from shardckpt.offline.targets.gguf.vocabulary import AddedToken, Vocabulary
+from shardckpt.offline.targets.gguf.vocabulary import BYTE, NORMAL, UNKNOWN, AddedToken, TokenTable, Vocabulary
 from shardckpt.storage.store import read_bytes
 
 JSON, MODEL, SETTINGS = "tokenizer.json", "tokenizer.model", "tokenizer_config.json"
@@ -170,3 +170,151 @@ def _read_ends(step: Mapping[str, Any], special: Mapping[str, int]) -> dict[str,
         if token is not None:
             found[f"{name}_token"] = ids.get(token) == [special.get(name)]
     return found
+
+
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+_SPACE = "▁"
+
+
+def is_byte_fallback(content: Mapping[str, Any]) -> bool:
+    """Return True if `tokenizer.json` has a character BPE that falls back to bytes."""
+    return content["model"].get("type") == "BPE" and bool(content["model"].get("byte_fallback"))
+
+
+def read_byte_fallback(content: Mapping[str, Any], size: int) -> Vocabulary:
+    """Return the vocabulary."""
+    model, table = content["model"], TokenTable(size)
+    merges = [_split(merge) for merge in model["merges"]]
+    added = content.get("added_tokens") or []
+    scores = _score_texts(merges, model["vocab"].keys() - {each["content"] for each in added})
+    if model.get("ignore_merges"):
+        raise UnsupportedError("tokenizer.json takes words that are tokens before merges, and llama.cpp does not")
+    for text, number in model["vocab"].items():
+        kind = BYTE if _BYTE.fullmatch(text) else UNKNOWN if text == model.get("unk_token") else NORMAL
+        table.put(number, text, kind, scores.get(text, float(-len(scores))) if kind == NORMAL else 0.0)
+    table.put_added(AddedToken.read(each["id"], each) for each in added)
+    adds = {"space_prefix": _has_space_prefix(content)}
+    return Vocabulary("llama", "default", table.tokens, table.types, table.scores, adds=adds)
+
+
+def _split(merge: str | list[str]) -> tuple[str, str]:
+    left, right = merge.split(" ") if isinstance(merge, str) else merge
+    return left, right
+
+
+def _score_texts(merges: list[tuple[str, str]], vocabulary: Iterable[str]) -> dict[str, float]:
+    """Return a score for each merged text: 0 for the first, 1 less for each later one."""
+    scores: dict[str, float] = {}
+    last = ""
+    for left, right in merges:
+        text = left + right
+        if text != last and text in scores:
+            raise UnsupportedError("the merges of tokenizer.json do not follow from scores, which llama.cpp merges by")
+        scores.setdefault(text, float(-len(scores)))
+        last = text
+    known = {*merges}
+    texts = {*vocabulary}
+    for text in texts:
+        if not _BYTE.fullmatch(text) and any(pair not in known for pair in _list_pairs(text, texts)):
+            raise UnsupportedError("tokenizer.json lacks merges that llama.cpp would make")
+    return scores
+
+
+def _list_pairs(text: str, texts: set[str]) -> Iterator[tuple[str, str]]:
+    """Yield the pairs whose known texts make another."""
+    for at in range(1, len(text)):
+        if text[:at] in texts and text[at:] in texts:
+            yield text[:at], text[at:]
+
+
+def _has_space_prefix(content: Mapping[str, Any]) -> bool:
+    """Return whether a space is put in front of a text. Raises UnsupportedError for other changes."""
+    first, then = content.get("normalizer"), content.get("pre_tokenizer")
+    is_prefixed = False
+    for step in first.get("normalizers", [first]) if first else []:
+        if step["type"] == "Prepend" and step["prepend"] == _SPACE:
+            is_prefixed = True
+        elif step["type"] != "Replace" or step["pattern"] != {"String": " "} or step["content"] != _SPACE:
+            raise UnsupportedError("tokenizer.json changes a text in ways that llama.cpp lacks", found=step["type"])
+    if then is None:
+        return is_prefixed
+    if then["type"] != "Metaspace" or then.get("replacement") != _SPACE or then.get("split", True):
+        raise UnsupportedError("tokenizer.json splits a text in ways that llama.cpp lacks", found=then["type"])
+    return is_prefixed or then.get("prepend_scheme", "always") != "never"
+
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_PIECES, _TRAINER, _NORMALIZER = 1, 2, 3
+_TEXT, _SCORE, _KIND = 1, 2, 3
+_ALGORITHM, _UNIGRAM, _BPE = 3, 1, 2
+_NORMALIZATION, _ADDS_SPACE, _REMOVES_SPACES = 2, 3, 4
+_CHANGES_TEXT = (
+    "tokenizer.model changes characters or spaces of a text first, and llama.cpp does not: tokens may differ"
+)
+
+
+def read_sentencepiece(data: bytes, added: Iterable[AddedToken], size: int, where: str) -> Vocabulary:
+    """Return the vocabulary."""
+    table, number, algorithm = TokenTable(size), 0, _UNIGRAM
+    normalizer: dict[int, bytes | int] = {}
+    try:
+        for field, value in _read_fields(data):
+            if field == _PIECES:
+                piece = dict(_read_fields(_as_bytes(value)))
+                [score] = struct.unpack("<f", _as_bytes(piece.get(_SCORE, bytes(4))))
+                table.put(number, _as_bytes(piece[_TEXT]).decode(), int(piece.get(_KIND, NORMAL)), score)
+                number += 1
+            elif field == _TRAINER:
+                algorithm = int(dict(_read_fields(_as_bytes(value))).get(_ALGORITHM, _UNIGRAM))
+            elif field == _NORMALIZER:
+                normalizer = dict(_read_fields(_as_bytes(value)))
+    except ShardckptError:
+        raise
+    except (IndexError, KeyError, TypeError, ValueError, struct.error) as error:
+        raise FormatError("this is not a sentencepiece model", where=where, found=str(error)) from error
+    if algorithm != _BPE:
+        raise UnsupportedError("tokenizer.model has another algorithm than BPE", where=where)
+    table.put_added(added)
+    adds = {"space_prefix": bool(normalizer.get(_ADDS_SPACE, True))}
+    changes_text = normalizer.get(_NORMALIZATION) or normalizer.get(_REMOVES_SPACES, True)
+    warnings = (_CHANGES_TEXT,) if changes_text else ()
+    return Vocabulary("llama", "default", table.tokens, table.types, table.scores, adds=adds, warnings=warnings)
+
+
+def _as_bytes(value: bytes | int) -> bytes:
+    if isinstance(value, int):
+        raise TypeError("a number in place of bytes")
+    return value
+
+
+def _read_fields(data: bytes) -> Iterator[tuple[int, bytes | int]]:
+    """Yield each field's number and value."""
+    at = 0
+    while at < len(data):
+        key, at = _read_varint(data, at)
+        kind = key & 7
+        if kind == _VARINT:
+            value, at = _read_varint(data, at)
+            yield key >> 3, value
+            continue
+        if kind == _BYTES:
+            size, at = _read_varint(data, at)
+        elif kind in (_FIXED32, _FIXED64):
+            size = 4 if kind == _FIXED32 else 8
+        else:
+            raise ValueError(f"a field has the unknown kind {kind}")
+        if at + size > len(data):
+            raise ValueError("a field goes beyond the end")
+        yield key >> 3, data[at : at + size]
+        at += size
+
+
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """Return a number with 7 bits per byte, lowest first, and the position after it."""
+    value = shift = 0
+    while data[at] & 0x80:
+        value |= (data[at] & 0x7F) << shift
+        shift, at = shift + 7, at + 1
+        if shift > 63:
+            raise ValueError("a number has more than 64 bits")
+    return value | data[at] << shift, at + 1

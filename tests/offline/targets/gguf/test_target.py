@@ -15,6 +15,7 @@ from gguf_models import CONFIG, MORE, Model, build_model, by_pairs, open_file, r
 from safetensors.numpy import save_file
 
 import shardckpt
+from shardckpt.encodings.codecs import DecodedStream
 from shardckpt.errors import (
     FormatError,
     IncompleteError,
@@ -24,7 +25,6 @@ from shardckpt.errors import (
     UnsupportedError,
     UsageError,
 )
-from shardckpt.format.encodings.codecs import DecodedStream
 
 TYPES = {"fp32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
 FILE_TYPES = {"fp32": 0, "f16": 1, "bf16": 32, "q8_0": 7}

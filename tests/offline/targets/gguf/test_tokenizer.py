@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 import shardckpt
 from shardckpt.errors import FormatError
-from shardckpt.offline.targets.gguf.byte_fallback_bpe import read_byte_fallback
 from shardckpt.offline.targets.gguf.byte_level_bpe import _SPLITS as SPLITS
+from shardckpt.offline.targets.gguf.tokenizer import read_byte_fallback
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
 QWEN2 = next(regex for (regex, _), name in SPLITS.items() if name == "qwen2")

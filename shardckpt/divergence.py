@@ -1,0 +1,56 @@
+"""The first difference between a resumed run and the saved one, and its error."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shardckpt.errors import ShardckptError
+
+Cause = Literal["batch", "random state", "parameter", "precision", "optimizer", "schedule", "state", "loss"]
+
+
+Since = Literal["load", "use", "step"]
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """The first difference between a resumed step and its record.
+
+    Attributes:
+        cause: Kind of difference.
+        step: Step number; -1 for a check right after a load.
+        name: Tensor, generator, setting or flag that differs; for a batch how it differs: `repeated`, `skipped`,
+            `other batch size`, `other order`, `other ranks' share`, `other samples`, or `same on several ranks`.
+        ranks: Ranks that differ; empty if it is not known, or all do.
+        since: Whether it differs since the load, since its first use after the load, or since the step.
+        sentence: Description, without a period.
+        fix: Action that resolves it.
+    """
+
+    cause: Cause
+    step: int
+    name: str
+    sentence: str
+    fix: str
+    ranks: tuple[int, ...] = ()
+    since: Since = "step"
+
+    def __str__(self) -> str:
+        return f"{self.sentence}. {self.fix}"
+
+
+class ResumeDivergence(ShardckptError, RuntimeError):  # noqa: N818  (a finding, not only an error)
+    """The resumed run is not the run that was saved.
+
+    Args:
+        divergence: The first difference.
+        where: Path or URL of the restored step.
+
+    Attributes:
+        divergence: The first difference.
+    """
+
+    def __init__(self, divergence: Divergence, where: str) -> None:
+        self.divergence = divergence
+        super().__init__(f"the resumed run diverges: {divergence.sentence}", where=where, fix=divergence.fix)

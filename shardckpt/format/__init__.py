@@ -1,1 +1,0 @@
-"""Read checkpoints of every format as manifests, without a model or other ranks."""

@@ -1,1 +1,0 @@
-"""Captures in this machine's memory: list and stop their holders."""

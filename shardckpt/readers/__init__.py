@@ -1,0 +1,1 @@
+"""Readers: open checkpoints of every format as manifests, without a model or other ranks."""

@@ -1,0 +1,170 @@
+"""Boxes of tensors, and other values, that the files of several ranks have, and that must be equal.
+
+Pieces whose checksums prove that they are equal become one piece. Others are kept in a `Replicas`, and
+`resolve_replicas` compares them where their bytes are read; opening a checkpoint reads none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from shardckpt.boxes import full_box
+from shardckpt.dtypes import nbytes
+from shardckpt.encodings.pickle_stubs import InstanceStub, PerRankValue
+from shardckpt.errors import OverlapError
+from shardckpt.manifest import Lazy, Path, Piece, TensorEntry
+from shardckpt.plan.optim.optim_keys import GROUPS
+from shardckpt.plan.optim.param_groups import merge_groups
+from shardckpt.reader import Reader
+from shardckpt.readers.chunk_reader import have_equal_blocks
+
+_NAME_ALL = (
+    "Ranks with different tensors (experts, pipeline stages) must name them differently, or save DTensors of a mesh"
+    " that has all of them. If they should be equal, the files are of different saves. --exclude leaves the tensor out."
+)
+
+
+@runtime_checkable
+class Comparable(Protocol):
+    """Details of a `Lazy` layout that can be compared without a read."""
+
+    def content_key(self) -> Hashable:
+        """Return a key that only details with equal elements share; None if it is unknown."""
+
+    def full_checksum(self, size: int) -> int | None:
+        """Return the checksum of elements that fill a storage of `size` bytes; None if it is unknown."""
+
+
+class Replicas(NamedTuple):
+    """Details of a `Lazy` layout: pieces of several files with one box, which must have equal elements."""
+
+    tensor: str  # dotted path
+    dtype: str
+    pieces: tuple[Piece, ...]  # the first is the one to use
+
+    def find_different(self) -> Piece | None:
+        """Return the first piece whose checksum proves that it differs from the one to use."""
+        first = _full_checksum(self.pieces[0], self.dtype)
+        if first is None:
+            return None
+        return next((piece for piece in self.pieces if _full_checksum(piece, self.dtype) not in (None, first)), None)
+
+
+def join_replicas(tensor: str, dtype: str, pieces: Iterable[Piece]) -> Piece:
+    """Return the first of several pieces with one box.
+
+    If the elements of others may differ, they are compared when the result is resolved.
+
+    Args:
+        tensor: Dotted path of the tensor, for messages.
+        dtype: Stored dtype.
+        pieces: Pieces of several files, at least one.
+    """
+    first, *others = dict.fromkeys(pieces)
+    key = _content_key(first)
+    others = [piece for piece in others if first.box.volume and (key is None or _content_key(piece) != key)]
+    if not others:
+        return first
+    detail = Replicas(tensor, dtype, (first, *others))
+    return first._replace(layout=Lazy(first.layout.offset, first.layout.nbytes, detail))
+
+
+def list_replicas(piece: Piece) -> tuple[Piece, ...]:
+    """Return the pieces that have to be equal; the piece itself without others."""
+    found = find_replicas(piece)
+    return (piece,) if found is None else found.pieces
+
+
+def find_replicas(piece: Piece) -> Replicas | None:
+    """Return the replicas of a piece; None if it is the only one."""
+    detail = piece.layout.detail if isinstance(piece.layout, Lazy) else None
+    return detail if isinstance(detail, Replicas) else None
+
+
+def resolve_replicas(
+    reader: Reader, pieces: Sequence[Piece], resolve: Callable[[Sequence[Piece]], list[Piece]]
+) -> list[Piece]:
+    """Return resolved pieces, after a comparison of replicas that may differ.
+
+    Args:
+        reader: Reader whose store has the files.
+        pieces: Pieces to resolve.
+        resolve: Resolves pieces without replicas, in one batch.
+
+    Raises:
+        OverlapError: Replicas differ.
+    """
+    resolved = iter(resolve([each for piece in pieces for each in list_replicas(piece)]))
+    results = []
+    for piece in pieces:
+        first, *others = [next(resolved) for _ in list_replicas(piece)]
+        if (replicas := find_replicas(piece)) is not None:
+            _require_equal(reader, replicas, first, others)
+        results.append(first)
+    return results
+
+
+def _require_equal(reader: Reader, replicas: Replicas, first: Piece, others: Iterable[Piece]) -> None:
+    """Compare the elements of resolved replicas, block by block."""
+
+    def as_entry(piece: Piece) -> TensorEntry:
+        region = full_box(piece.box.size)
+        return TensorEntry((), region.size, replicas.dtype, (piece._replace(box=region),))
+
+    for other in others:
+        if not have_equal_blocks(reader, as_entry(first), as_entry(other)):
+            raise OverlapError(
+                f"{replicas.tensor!r} differs between ranks",
+                where=f"{reader.store.url}/{other.file}",
+                found=f"other values for {first.box} than in {first.file}",
+                fix=_NAME_ALL,
+            )
+
+
+def _content_key(piece: Piece) -> Hashable:
+    detail = piece.layout.detail if isinstance(piece.layout, Lazy) else None
+    return detail.content_key() if isinstance(detail, Comparable) else None
+
+
+def _full_checksum(piece: Piece, dtype: str) -> int | None:
+    detail = piece.layout.detail if isinstance(piece.layout, Lazy) else None
+    return detail.full_checksum(nbytes(dtype, piece.box.volume)) if isinstance(detail, Comparable) else None
+
+
+def combine_values(path: Path, values: Iterable[tuple[str, object]]) -> object:
+    """Return the one value of several files.
+
+    Equal values are one. Param groups with names are merged, since pipeline stages have other parameters. Others become
+    a `PerRankValue`, an error where the value is needed.
+
+    Args:
+        path: Path of the value.
+        values: File and value of each rank, in rank order; at least one.
+    """
+    remaining = iter(values)
+    file, first = next(remaining)
+    odd = next(((other, value) for other, value in remaining if not is_same(value, first)), None)
+    if odd is None:
+        return first
+    merged = None
+    if path[-1:] == (GROUPS,):
+        distinct = [first, odd[1]]
+        for _, value in remaining:
+            if not any(is_same(value, known) for known in distinct):
+                distinct.append(value)
+        merged = merge_groups(distinct)
+    return PerRankValue(file, odd[0]) if merged is None else merged
+
+
+def is_same(a: object, b: object) -> bool:
+    """Return True if two values of pickles are equal, of equal types; the pickle reader has limited depth and size."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(is_same(value, b[key]) for key, value in a.items())
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(is_same, a, b))
+    if isinstance(a, InstanceStub) and isinstance(b, InstanceStub):
+        return a.name == b.name and is_same((a.args, a.state, a.items), (b.args, b.state, b.items))
+    return a == b or (a != a and b != b)  # noqa: PLR0124  (NaN is the value that differs from itself)

@@ -1,0 +1,114 @@
+"""Storages that a torch pickle refers to: their names, dtypes and byte order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardckpt.dtypes import bits, is_known
+from shardckpt.encodings.pickle_reader import StorageType
+from shardckpt.errors import FormatError, UnsupportedError
+
+UNORDERED = ".shardckpt-unordered"
+"""Record of a zip container whose tensors are not in the order of the model, such as those of a sorted source.
+
+Torch ignores it.
+"""
+
+MOST_ELEMENTS = 1 << 60
+"""Maximum elements of a tensor or storage: more than any machine holds."""
+
+_QUANTISED_BYTES = {"quint8": 1, "qint8": 1, "qint32": 4, "quint4x2": 1, "quint2x4": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class StorageRef:
+    """A storage that a pickle refers to.
+
+    Attributes:
+        key: Key in the container.
+        dtype: Dtype of the counted elements.
+        count: Number of elements.
+        base: Elements of that dtype before it, for a view of another storage (files from before torch 0.4).
+    """
+
+    key: str
+    dtype: str
+    count: int
+    base: int = 0
+
+
+class Storages:
+    """Converts the persistent ids of a torch pickle to storages, with a cache."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, StorageRef] = {}
+
+    def __call__(self, key: object) -> object:
+        """Return the storage of a persistent id.
+
+        Raises:
+            FormatError: The id has a form that torch does not write.
+        """
+        if not isinstance(key, tuple) or len(key) not in (5, 6) or _decode_name(key[0]) != "storage":
+            raise FormatError("the pickle refers to something that is not a storage", found=key)
+        kind, name, count = key[1], _decode_name(key[2]), key[4]
+        if not isinstance(kind, StorageType) or not isinstance(name, str) or type(count) is not int:
+            raise FormatError("the pickle refers to a storage in an unknown way", found=key)
+        if not 0 <= count < MOST_ELEMENTS:
+            raise FormatError("a storage has an impossible size", found=count)
+        ref = StorageRef(name, kind.dtype, count)
+        self.found.setdefault(name, ref)
+        return _slice_storage(ref, key[5]) if len(key) == 6 and key[5] is not None else ref
+
+
+def _slice_storage(root: StorageRef, part: object) -> StorageRef:
+    """Return a part of a storage, as named by files from before torch 0.4.
+
+    The name is `(key, first element, elements)`.
+    """
+    if (
+        not isinstance(part, tuple)
+        or len(part) != 3
+        or not all(type(n) is int and n >= 0 for n in part[1:])
+        or part[1] + part[2] > root.count
+    ):
+        raise FormatError("a storage is an impossible view of another", found=part)
+    return StorageRef(root.key, root.dtype, part[2], part[1])
+
+
+def _decode_name(name: object) -> object:
+    return name.decode("ascii", "replace") if isinstance(name, bytes) else name
+
+
+def element_bytes(dtype: str) -> int:
+    """Return the bytes of one element of a storage's dtype.
+
+    Raises:
+        UnsupportedError: The dtype is unknown.
+    """
+    if dtype in _QUANTISED_BYTES:
+        return _QUANTISED_BYTES[dtype]
+    if is_known(dtype) and bits(dtype) % 8 == 0:
+        return bits(dtype) // 8
+    raise UnsupportedError("a storage has a dtype that is not known", found=dtype)
+
+
+def require_little(order: bytes, where: str) -> None:
+    """Require that the content of a `byteorder` record is `little`.
+
+    Raises:
+        UnsupportedError: The byte order is another.
+    """
+    if order != b"little":
+        raise big_endian_error(where, order[:16].decode("ascii", "replace"))
+
+
+def big_endian_error(where: str, found: object) -> UnsupportedError:
+    """Return the error for elements in another byte order."""
+    return UnsupportedError(
+        "written on a big-endian machine",
+        where=where,
+        found=f"byte order {found}",
+        expected="little",
+        fix="Load and save it again with torch on a little-endian machine.",
+    )

@@ -1,0 +1,16 @@
+"""Simulation of saves, restores and removals under faults: histories that a seed gives and repeats; large jobs."""
+
+from tests.simulation.large_job import PhaseCost, run_large_job
+from tests.simulation.scenario import Scenario
+from tests.simulation.scheduler import HistoryError, HistoryEvent
+from tests.simulation.simulated_history import SimulatedHistory, run_history
+
+__all__ = [
+    "HistoryError",
+    "HistoryEvent",
+    "PhaseCost",
+    "Scenario",
+    "SimulatedHistory",
+    "run_history",
+    "run_large_job",
+]

@@ -1,0 +1,207 @@
+"""Faults of a history: which, and from which event on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import NamedTuple
+
+from tests.simulation.stores.node_disks import MOUNT
+
+READS = frozenset({"list", "open", "read", "get", "head"})
+DISK_WRITES = frozenset({"create", "write", "fsync", "mkdir", "rename", "exchange", "link", "unlink", "rmdir"})
+BUCKET_WRITES = frozenset({"put", "start", "part", "complete", "delete"})
+MESSAGES = frozenset({"send"})
+EVERYTHING = frozenset({"any"})
+"""Any event of an actor."""
+
+_ANSWER = "0 -> "
+"""Way of messages that rank 0 sends."""
+
+_PAYLOAD = ".safetensors"
+"""End of the names of files with tensors."""
+
+CLOCK_JUMPS_S = (-172_800.0, -3_600.0, -30.0, 30.0, 3_600.0, 172_800.0)
+LONGEST_STALL_S = 60.0
+
+
+class FaultKind(NamedTuple):
+    """A kind of fault.
+
+    Attributes:
+        name: Name in histories.
+        verbs: Events at which it shows.
+        shown: Fault that the operation shows, such as the name of an errno; empty for a fault of the environment.
+        lasts: Whether all such operations show it for a while.
+        within: Text in the subject of events at which it shows: part of a name, or of a message's way.
+    """
+
+    name: str
+    verbs: frozenset[str]
+    shown: str = ""
+    lasts: bool = False
+    within: str = ""
+
+    def shows_at(self, verb: str, subject: str) -> bool:
+        """Return True if an event can show it."""
+        return (self.verbs is EVERYTHING or verb in self.verbs) and self.within in subject
+
+
+COMMON = (
+    FaultKind("kill", EVERYTHING),
+    FaultKind("kill while writing", DISK_WRITES | BUCKET_WRITES),
+    FaultKind("stall", EVERYTHING),
+    FaultKind("stall while writing", DISK_WRITES | BUCKET_WRITES),
+    FaultKind("clock jump", EVERYTHING),
+    FaultKind("message lost", MESSAGES, "lost"),
+    FaultKind("message late", MESSAGES, "late"),
+    FaultKind("message doubled", MESSAGES, "doubled"),
+    FaultKind("flip", EVERYTHING),
+    FaultKind("flip while reading", READS),
+    FaultKind("answer of rank 0 lost", MESSAGES, "lost", within=_ANSWER),
+    FaultKind("kill while answering", MESSAGES, within=_ANSWER),
+    FaultKind("stall before an answer", MESSAGES, within=_ANSWER),
+)
+DISK = (
+    FaultKind("power loss", EVERYTHING),
+    FaultKind("power loss while writing", DISK_WRITES),
+    FaultKind("write error", DISK_WRITES, "EIO"),
+    FaultKind("read error", READS, "EIO"),
+    FaultKind("write errors", DISK_WRITES, "EIO", lasts=True),
+    FaultKind("read errors", READS, "EIO", lasts=True),
+    FaultKind("payload unreadable", READS, "EIO", within=_PAYLOAD),
+    FaultKind("full", frozenset({"create", "write", "mkdir"}), "ENOSPC", lasts=True),
+)
+BUCKET = (
+    FaultKind("request dropped", READS | BUCKET_WRITES, "dropped"),
+    FaultKind("request refused", READS | BUCKET_WRITES, "refused"),
+    FaultKind("answer lost", BUCKET_WRITES, "answer lost"),
+    FaultKind("put repeated below", frozenset({"put", "complete"}), "repeated below"),
+    FaultKind("short answer", frozenset({"get"}), "short"),
+    FaultKind("outage", READS | BUCKET_WRITES, "dropped", lasts=True),
+    FaultKind("payload refused", READS, "refused", within=_PAYLOAD),
+    FaultKind("refusals", BUCKET_WRITES, "refused", lasts=True),
+    FaultKind("answers lost", BUCKET_WRITES, "answer lost", lasts=True),
+    FaultKind("puts repeated below", frozenset({"put", "complete"}), "repeated below", lasts=True),
+)
+
+MEMORY = (
+    FaultKind("holder killed", frozenset({"ask"})),
+    FaultKind("kill of the holder while answering", frozenset({"answer"})),
+    FaultKind("stall of the holder", frozenset({"answer"})),
+    FaultKind("kill while asking the holder", frozenset({"ask", "write memory"})),
+    FaultKind("kill after the last request", frozenset({"ask"}), within="COMMIT"),
+    FaultKind("node loss", EVERYTHING),
+    FaultKind("flip in memory", EVERYTHING),
+    FaultKind("memory full", frozenset({"write memory"}), "ENOSPC", lasts=True),
+)
+SEVERAL_NODES = (
+    FaultKind("node loss while copying", frozenset({"ask", "send"})),
+    FaultKind("node loss after the last request", frozenset({"ask"}), within="COMMIT"),
+    FaultKind("loss of two nodes", EVERYTHING),
+    FaultKind("holder killed", frozenset({"ask", "recv"})),
+    FaultKind("kill while copying", MESSAGES, within="data"),
+    FaultKind("data lost", MESSAGES, "lost", within="data"),
+)
+
+OWN_DISKS = (
+    FaultKind("flip on a disk of a node", EVERYTHING),
+    FaultKind("disk of a node full", frozenset({"create", "write", "mkdir"}), "ENOSPC", lasts=True, within=MOUNT),
+    FaultKind("write error on a disk of a node", DISK_WRITES, "EIO", within=MOUNT),
+    FaultKind("kill while promoting", DISK_WRITES, within=MOUNT),
+    FaultKind("holder killed", frozenset({"ask", "fsync", "unlink"})),
+)
+SEVERAL_DISKS = (
+    FaultKind("power loss of a node", EVERYTHING),
+    FaultKind("power loss of a node while promoting", DISK_WRITES, within=MOUNT),
+    FaultKind("node loss while promoting", DISK_WRITES, within=MOUNT),
+)
+REPLACED_COPY = (FaultKind("kill before a copy is replaced", frozenset({"exchange"}), within=MOUNT),)
+"""A tier keeps the copy of an earlier save than a nearer one."""
+
+EMPTIED_ROOT = (
+    FaultKind("root emptied", EVERYTHING),
+    FaultKind("root emptied, except hidden files", EVERYTHING),
+)
+"""Faults of runs with tiers alone: nothing brings back the steps of others."""
+
+
+class PlannedFault(NamedTuple):
+    """A fault of a history.
+
+    Attributes:
+        at: Number of the first event at which it can show.
+        kind: Kind of fault.
+        until: Number of the event at which it ends, if it lasts.
+    """
+
+    at: int
+    kind: FaultKind
+    until: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind.name} from event {self.at}" + (f" to {self.until}" if self.kind.lasts else "")
+
+
+def plan_faults(random: Random, kinds: Sequence[FaultKind], count: int, events: int) -> list[PlannedFault]:
+    """Choose the faults of a history.
+
+    Args:
+        random: Source of randomness.
+        kinds: Kinds to choose from.
+        count: Number of faults.
+        events: Number of events among which they begin.
+    """
+    planned = []
+    for _ in range(count):
+        at = random.randrange(events)
+        planned.append(PlannedFault(at, random.choice(kinds), at + random.randrange(20, 200)))
+    return sorted(planned, key=lambda fault: fault.at)
+
+
+class Faults:
+    """The faults of a running history.
+
+    Args:
+        planned: Faults in the order of their first events.
+        act: Carries out a fault of the environment; called with its kind.
+
+    Attributes:
+        fired: Faults that have shown, each once.
+    """
+
+    def __init__(self, planned: Sequence[PlannedFault], act: Callable[[FaultKind], None]) -> None:
+        self._waiting = list(planned)
+        self._act = act
+        self.fired: list[PlannedFault] = []
+
+    def stop(self) -> None:
+        """End all faults."""
+        self._waiting = []
+
+    def show(self, number: int, verb: str, subject: str) -> str:
+        """Return what an event shows; empty without a fault.
+
+        Args:
+            number: Number of the event.
+            verb: Its verb.
+            subject: File, object or message that it operates on.
+        """
+        for fault in self._waiting:
+            if fault.at > number:
+                return ""
+            if fault.kind.shows_at(verb, subject):
+                return self._fire(fault, number)
+        return ""
+
+    def _fire(self, fault: PlannedFault, number: int) -> str:
+        if fault not in self.fired:
+            self.fired.append(fault)
+        if not fault.kind.lasts or number >= fault.until:
+            self._waiting.remove(fault)
+        if fault.kind.lasts and number >= fault.until:
+            return ""
+        if not fault.kind.shown:
+            self._act(fault.kind)
+            return fault.kind.name
+        return fault.kind.shown

@@ -1,0 +1,65 @@
+"""Disks of nodes: each node has one of its own, which its processes find at the same path."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from tests.simulation.stores.disk import Disk
+
+MOUNT = "/local"
+"""Path of the disk that each node has for itself."""
+
+
+class NodeDisks:
+    """The disks of all nodes.
+
+    Args:
+        shared: Disk of all processes, and that of a node which has none for itself.
+        nodes: Names of the nodes.
+
+    Attributes:
+        folder: Folder of the tier on these disks.
+        shared: Disk of all processes.
+        has_several: Whether nodes have disks for themselves.
+    """
+
+    folder = f"{MOUNT}/run"
+
+    def __init__(self, shared: Disk, nodes: Collection[str] = ()) -> None:
+        self.shared = shared
+        self._disks = dict.fromkeys(nodes, shared)
+        self._apart: list[Disk] = []
+        self.has_several = len(nodes) > 1
+        for node in nodes if self.has_several else ():
+            self.replace(node)
+
+    def replace(self, node: str) -> None:
+        """Give a node an empty disk."""
+        disk = self._disks[node] = Disk(self.shared.changes)
+        disk.make_folder(MOUNT, 0.0)
+        disk.sync(disk.root)
+        self._apart.append(disk)  # one that is lost counts as well, so that the number of changes only grows
+
+    def find(self, path: str, node: str) -> Disk:
+        """Return the disk that has a path of a node."""
+        if not path.startswith(MOUNT) or path[len(MOUNT) :][:1] not in {"", "/"}:
+            return self.shared
+        return self._disks.get(node, self.shared)
+
+    def find_living(self) -> Mapping[str, Disk]:
+        """Return the disks with the tier by the name of their node."""
+        return dict(self._disks)
+
+    def list_apart(self, nodes: Iterable[str]) -> list[Disk]:
+        """Return the disks that some nodes have for themselves alone."""
+        return [self._disks[node] for node in nodes if self._disks[node] is not self.shared]
+
+    def list_files(self, disk: Disk) -> dict[str, bytearray]:
+        """Return the bytes of the files of the tier on a disk, by name, for the harness to look into and to damage."""
+        start = len(self.folder) + 1
+        return {path[start:]: file.data for path, file in disk.walk(self.folder)}
+
+    @property
+    def version(self) -> int:
+        """Number of changes of the disks that nodes have for themselves alone."""
+        return sum([disk.version for disk in self._apart]) if self._apart else 0

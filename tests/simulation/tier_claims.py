@@ -1,0 +1,423 @@
+"""Claims of durability in a history, and which of them have to hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import takewhile
+from random import Random
+from typing import Any, NamedTuple, Protocol, cast
+
+from shardckpt.errors import ShardckptError
+from shardckpt.native.commit import COMMIT, Commit, decode_commit
+from shardckpt.native.manifest_json import decode_manifest
+from shardckpt.native.run_directory import step_name
+from shardckpt.native.step_copies import LOCAL, MEMORY, StepCopy
+from shardckpt.tiers.peers.node_files import Node
+from tests.simulation.scheduler import HistoryError, Process
+
+Medium = object
+"""The process of a holder, or a disk: it has the files of a tier on one node."""
+
+_MOST_READ = 64
+"""Maximum number of `COMMIT` files, and of manifests whose attempts are, remembered."""
+
+
+class TierMedia(Protocol):
+    """The media of one tier on all nodes."""
+
+    @property
+    def version(self) -> int:
+        """Number of changes; of media from which files are removed one after the other, number of removals."""
+
+    def find_living(self) -> Mapping[str, Any]:
+        """Return the media that there are now, by the name of their node."""
+
+    def list_files(self, medium: Any, /) -> Mapping[str, bytearray]:
+        """Return the bytes of the files on a medium, by names such as `step-00000001/COMMIT`."""
+
+
+class ClaimedPlace(NamedTuple):
+    """A place on a node that may have a part of a claimed copy.
+
+    Attributes:
+        node: The node.
+        medium: Its medium; None if it had none, or has lost what was there.
+        successor: Newer attempt by which retention has replaced the claimed one there; None while it is there.
+    """
+
+    node: Node
+    medium: Medium | None
+    successor: TierClaim | None = None
+
+
+class TierClaim(NamedTuple):
+    """Claim that an attempt survives failures, by its copy in a tier.
+
+    Attributes:
+        content: The attempt.
+        tier: Name of the tier.
+        most_lost: Number of machines that may be lost.
+        places: Places on all nodes of the job.
+    """
+
+    content: int
+    tier: str
+    most_lost: int
+    places: tuple[ClaimedPlace, ...]
+
+
+@dataclass
+class _BegunCall:
+    """A collective call that asks what a step survives.
+
+    Attributes:
+        emptied: How often the root was emptied before.
+        media: Medium of each tier and node when the rank that reports for the node began to ask.
+    """
+
+    emptied: int
+    media: dict[tuple[str, str], Medium | None] = field(default_factory=dict)
+
+
+class HeldFiles(NamedTuple):
+    """Files of a medium.
+
+    Attributes:
+        machine: Machine of its node.
+        is_lost: Whether it is lost.
+        files: Bytes of its files by name.
+    """
+
+    machine: str
+    is_lost: bool
+    files: Mapping[str, bytearray]
+
+
+class Claims:
+    """Claims of a run that rest on copies in tiers.
+
+    Args:
+        nodes: Nodes by name.
+        media: Media of each tier by its name.
+
+    Attributes:
+        has_rivals: Whether several jobs with tiers run at once, which replace the captures of each other.
+    """
+
+    def __init__(self, nodes: Mapping[str, Node], media: Mapping[str, TierMedia]) -> None:
+        self._nodes, self._media = nodes, media
+        self._claims: list[TierClaim] = []
+        self._lost: set[Medium] = set()
+        self._versions: dict[str, int] = {}
+        self.has_rivals = False
+        self._seen: dict[object, Counter[tuple[str, int]]] = {}
+        self._emptied = 0
+        self._begun: dict[object, _BegunCall] = {}
+        self._order: dict[int, int] = {}
+        self._attempts: Mapping[int, int] = {}
+
+    # Claims
+
+    def begin(self, call: object, number: int, nodes: Collection[str], node: str | None) -> None:
+        """Record that a rank asks what a step survives.
+
+        A node reports what its medium has to the call after this, and may lose the medium before the answer.
+
+        Args:
+            call: The collective call.
+            number: Number of the step.
+            nodes: Names of the nodes of the job.
+            node: Name of the node whose report to the call comes from this rank; None if another rank reports it.
+        """
+        begun = self._begun.setdefault(call, _BegunCall(self._emptied))
+        if node is not None:
+            begun.media |= {(tier, node): media.find_living().get(node) for tier, media in self._media.items()}
+        if self.has_rivals:
+            self._note_copies(call, step_name(number), nodes)
+
+    def check(self, call: object, content: int, copy: StepCopy, nodes: Collection[str]) -> None:
+        """Check that a copy in a tier is there, and record that it is claimed, unless other jobs may replace it.
+
+        Args:
+            call: The collective call.
+            content: The attempt.
+            copy: The claimed copy.
+            nodes: Names of the nodes of the job.
+
+        Raises:
+            HistoryError: It does not survive the failures that the claim names.
+        """
+        begun = self._begun[call]
+        if self.has_rivals:
+            self._require_seen(call, content, copy, nodes)
+        elif begun.emptied == self._emptied:
+            self._add(
+                content, copy, [ClaimedPlace(self._nodes[n], begun.media.get((copy.tier, n))) for n in sorted(nodes)]
+            )
+
+    def _note_copies(self, call: object, folder: str, nodes: Collection[str]) -> None:
+        """Record which copies there are before a rank asks for claims: another job may replace them meanwhile."""
+        self._seen.setdefault(call, Counter())
+        self._seen[call] |= self._count_copies(folder, nodes, self._media)
+
+    def _require_seen(self, call: object, content: int, copy: StepCopy, nodes: Collection[str]) -> None:
+        """Require that a claimed copy was there at some time since a rank asked first. Raises HistoryError."""
+        self._note_copies(call, _find_folder(copy), nodes)
+        found, places = self._seen[call][copy.tier, content], self._list_places(copy, nodes)
+        if found < len(copy.survives) and not any(self._is_lost(each.medium) for each in places):
+            raise HistoryError(f"attempt {content} is claimed to survive {copy.survives}, but was on {found} machines")
+
+    def _list_places(self, copy: StepCopy, nodes: Collection[str]) -> list[ClaimedPlace]:
+        living = self._media[copy.tier].find_living()
+        return [ClaimedPlace(self._nodes[name], living.get(name)) for name in sorted(nodes)]
+
+    def _add(self, content: int, copy: StepCopy, places: Sequence[ClaimedPlace]) -> None:
+        """Record that a copy in a tier is claimed. Raises HistoryError if too few machines have it."""
+        most_lost = len(copy.survives) - 1
+        held = self._list_held(copy.tier, [(each.node.name, each.medium) for each in places if each.medium is not None])
+        found = _count_machines(held, _find_folder(copy), content)
+        if found <= most_lost:
+            raise HistoryError(f"attempt {content} is claimed to survive {copy.survives}, but is on {found} machines")
+        claim = TierClaim(content, copy.tier, most_lost, tuple(places))
+        if claim not in self._claims:
+            self._claims.append(claim)
+
+    def _count_copies(self, folder: str, nodes: Collection[str], tiers: Iterable[str]) -> Counter[tuple[str, int]]:
+        """Return on how many machines the attempts to save a step are, by tier and attempt."""
+        found: Counter[tuple[str, int]] = Counter()
+        for tier in tiers:
+            living = self._media[tier].find_living()
+            held = self._list_held(tier, [(name, each) for name, each in living.items() if name in nodes])
+            for content, count in _count_attempts(held, folder).items():
+                found[tier, content] = count
+        return found
+
+    def _list_held(self, tier: str, media: Iterable[tuple[str, Medium]]) -> list[HeldFiles]:
+        """Return what some media of a tier have, given with the names of their nodes."""
+        list_files = self._media[tier].list_files
+        return [HeldFiles(self._nodes[name].machine, self._is_lost(each), list_files(each)) for name, each in media]
+
+    def newest(self, nodes: Collection[str]) -> TierClaim | None:
+        """Return the newest claim that has to hold for a job: the failures since are those that it names.
+
+        Args:
+            nodes: Names of the nodes of the job.
+        """
+        ordered = sorted(self._claims, key=lambda claim: self._order.get(claim.content, 0))
+        return next((claim for claim in reversed(ordered) if self._survives(claim, nodes)), None)
+
+    def holds(self, claim: TierClaim, nodes: Collection[str]) -> bool:
+        """Return True while a claim has to hold for a job on some nodes."""
+        return claim in self._claims and self._survives(claim, nodes)
+
+    def _survives(self, claim: TierClaim, nodes: Collection[str]) -> bool:
+        """Return True if a job on some nodes reaches enough of the places of a claim."""
+        lost = {each.node.machine for each in claim.places if not self._is_reachable(each, nodes)}
+        if claim.tier != MEMORY or not claim.most_lost:
+            return len(lost) <= claim.most_lost
+        media, folder = self._media[MEMORY], step_name(self._attempts[claim.content])
+        living = [each for each in media.find_living().values() if not self._is_lost(each)]
+        held = [media.list_files(each.medium) for each in claim.places if not each.successor and each.medium in living]
+        return len(lost) <= (0 if _has_other_save(folder, claim.content, held) else claim.most_lost)
+
+    def _is_reachable(self, place: ClaimedPlace, nodes: Collection[str]) -> bool:
+        """Return True if a job reaches what a place has of a claimed attempt, or the newer one that has replaced it."""
+        if place.medium is None or self._is_lost(place.medium) or place.node.name not in nodes:
+            return False
+        return place.successor is None or self._survives(place.successor, nodes)
+
+    def _is_lost(self, medium: Medium | None) -> bool:
+        return medium in self._lost or (isinstance(medium, Process) and medium.is_dead)
+
+    def give_up(self, nodes: Collection[str] | None = None) -> None:
+        """Drop the claims that a job does not know of: the run goes on without their captures.
+
+        Args:
+            nodes: Names of the nodes of the job, whose captures it can read; None for a job without tiers.
+        """
+        self._claims = [] if nodes is None else [claim for claim in self._claims if self.holds(claim, nodes)]
+
+    def follow(self, attempts: Mapping[int, int]) -> None:
+        """Replace claimed attempts, which retention may remove, by newer ones that are complete in the same tier.
+
+        Args:
+            attempts: The number of the step of each attempt, in the order of their begin.
+        """
+        self._attempts = attempts
+        if len(attempts) != len(self._order):
+            self._order = {each: at for at, each in enumerate(attempts)}
+        for tier, media in self._media.items():
+            if media.version != self._versions.get(tier, 0):
+                self._versions[tier] = media.version
+                self._note_successors(tier, attempts)
+                if tier == LOCAL:
+                    self._follow_disks(attempts)
+
+    def _note_successors(self, tier: str, attempts: Mapping[int, int]) -> None:
+        """Record by which newer attempts those that have left their places were replaced: it may be on other nodes."""
+        claimed = [claim for claim in self._claims if claim.tier == tier and len(self._nodes) > 1]
+        if not claimed:
+            return
+        copies: Counter[tuple[str, int]] | None = None
+        held = {medium: self._media[tier].list_files(medium) for medium in self._media[tier].find_living().values()}
+        for claim in claimed:
+            folder = step_name(attempts[claim.content])
+            gone = {
+                each.medium
+                for each in claim.places
+                if each.medium in held and claim.content not in [at for at, _ in _read_marks(folder, held[each.medium])]
+            }
+            if not gone:
+                continue
+            copies = self._count_all_copies(tier) if copies is None else copies
+            successor = self._find_successor(claim, copies, held)
+            if successor is not None:
+                places = (p._replace(successor=successor) if p.medium in gone else p for p in claim.places)
+                self._claims[self._claims.index(claim)] = claim._replace(places=tuple(places))
+
+    def _find_successor(
+        self,
+        claim: TierClaim,
+        copies: Mapping[tuple[str, int], int],
+        held: Mapping[Medium, Mapping[str, bytearray]],
+    ) -> TierClaim | None:
+        """Return the newest attempt that survives as much as a claimed one before it; None without one."""
+        after = takewhile(lambda each: each != claim.content, reversed(self._order))
+        newest = next((each for each in after if copies.get((claim.tier, each), 0) > claim.most_lost), None)
+        if newest is None:
+            return None
+        folder = step_name(self._attempts[newest])
+        places = (
+            ClaimedPlace(self._nodes[name], medium)
+            for name, medium in self._media[claim.tier].find_living().items()
+            if self._is_lost(medium) or newest in [at for at, _ in _read_marks(folder, held[medium])]
+        )
+        return TierClaim(newest, claim.tier, copies[claim.tier, newest] - 1, tuple(places))
+
+    def _count_all_copies(self, tier: str) -> Counter[tuple[str, int]]:
+        """Return on how many machines the attempts to save all steps are, by tier and attempt."""
+        held = self._list_held(tier, self._media[tier].find_living().items())
+        folders = {name.partition("/")[0] for each in held for name in each.files if "/" in name}
+        copies = Counter[tuple[str, int]]()
+        for folder in folders:
+            for content, count in _count_attempts(held, folder).items():
+                if count:
+                    copies[tier, content] += count
+        return copies
+
+    def _follow_disks(self, attempts: Mapping[int, int]) -> None:
+        """Claim less of attempts on disks if newer ones are complete on fewer machines."""
+        claimed = [claim for claim in self._claims if claim.tier == LOCAL and claim.most_lost]
+        if not claimed:
+            return
+        order = {each: at for at, each in enumerate(attempts)}
+        copies = self._count_all_copies(LOCAL)
+        for claim in claimed:
+            newer = [count for (_, at), count in copies.items() if order.get(at, -1) > order[claim.content]]
+            if newer and min(newer) <= claim.most_lost:
+                self._claims[self._claims.index(claim)] = claim._replace(most_lost=max(min(newer) - 1, 0))
+
+    # What is lost
+
+    def empty_root(self) -> None:
+        """Drop all claims: the run goes on, if it looks at its emptied root, with those that it makes after that."""
+        self._claims.clear()
+        self._emptied += 1
+
+    def lose(self, medium: Medium) -> None:
+        """Record that a holder hangs, or a medium has a flipped bit: what it has is lost."""
+        self._lost.add(medium)
+
+    def clear(self, medium: Medium) -> None:
+        """Record that what a medium has now is lost; what is written there later is not."""
+        self._claims = [_clear(claim, medium) for claim in self._claims]
+
+    def flip(self, tier: str, random: Random) -> str:
+        """Damage a file in a tier; return its name, empty if no node has files there."""
+        media = self._media[tier]
+        held = [(node, each, _list_steps(media, each)) for node, each in media.find_living().items()]
+        full = [each for each in held if each[2]]
+        if not full:
+            return ""
+        node, medium, files = random.choice(full)
+        name = random.choice(sorted(files))
+        files[name][-1 - random.randrange(len(files[name]))] ^= 1 << random.randrange(8)
+        self.lose(medium)
+        return f"{node}: {name}"
+
+
+def _clear(claim: TierClaim, medium: Medium) -> TierClaim:
+    """Return a claim and the newer ones behind it without what a medium has."""
+    places = (
+        place._replace(
+            medium=None if place.medium is medium else place.medium,
+            successor=None if place.successor is None else _clear(place.successor, medium),
+        )
+        for place in claim.places
+    )
+    return claim._replace(places=tuple(places))
+
+
+def _list_steps(media: TierMedia, medium: Medium) -> dict[str, bytearray]:
+    """Return the files of the steps on a medium that are not empty, by name."""
+    return {name: data for name, data in media.list_files(medium).items() if name.startswith("step-") and data}
+
+
+def _find_folder(copy: StepCopy) -> str:
+    return copy.path.rpartition("/")[2]
+
+
+def _read_marks(folder: str, files: Mapping[str, bytearray]) -> Iterator[tuple[int, Commit]]:
+    """Yield the attempt of a step and its `COMMIT`, if both marks of the step are among some files and readable."""
+    try:
+        commit = _decode_commit(bytes(files[f"{folder}/{COMMIT}"]))
+        yield _read_attempt(bytes(files[f"{folder}/{commit.manifest}"])), commit
+    except (KeyError, ShardckptError):
+        return
+
+
+def _has_other_save(folder: str, content: int, held: Iterable[Mapping[str, bytearray]]) -> bool:
+    """Return True if a node has marks of another save of a step, by its files: they may not be copied yet."""
+    return any(at != content for files in held for at, _ in _read_marks(folder, files))
+
+
+@lru_cache(_MOST_READ)
+def _decode_commit(data: bytes) -> Commit:
+    """Return the content of a `COMMIT`. Raises ShardckptError."""
+    return decode_commit(data)
+
+
+@lru_cache(_MOST_READ)
+def _read_attempt(manifest: bytes) -> int:
+    """Return the attempt that a manifest is of. Raises ShardckptError."""
+    return int(cast(Any, decode_manifest(manifest).tree)["content"])
+
+
+def _count_attempts(held: Sequence[HeldFiles], folder: str) -> dict[int, int]:
+    """Return on how many machines the attempts to save a step are, by attempt."""
+    contents = {content for each in held for content, _ in _read_marks(folder, each.files)}
+    return {content: _count_machines(held, folder, content) for content in contents}
+
+
+def _count_machines(held: Sequence[HeldFiles], folder: str, content: int) -> int:
+    """Return on how many machines each file of a copy is, at least; a medium that is lost may have had all."""
+    read = [mark for each in held if not each.is_lost for mark in _read_marks(folder, each.files)]
+    marks = [commit for found, commit in read if found == content]
+    if not marks:
+        return len({each.machine for each in held if each.is_lost})
+    commit = max(marks, key=lambda each: each.save)
+    return min(_count_equal(held, f"{folder}/{name}") for name in (*commit.files, commit.manifest, COMMIT))
+
+
+def _count_equal(held: Sequence[HeldFiles], name: str) -> int:
+    """Return how many machines have equal bytes of a file, at most; one whose medium is lost counts as well."""
+    machines: dict[bytes, set[str]] = {}
+    for each in held:
+        data = None if each.is_lost else each.files.get(name)
+        if data is not None:
+            machines.setdefault(bytes(data), set()).add(each.machine)
+    most = max(map(len, machines.values()), default=0)
+    return most + len({each.machine for each in held if each.is_lost})

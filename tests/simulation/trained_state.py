@@ -1,0 +1,128 @@
+"""State that simulated trainers save: replicated and sharded tensors whose values follow from one number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from shardckpt.boxes import Box, chunk_box
+from shardckpt.state.local.tensor_shards import LocalShard, TensorShards, get_tensor_shards
+from tests.simulation.scheduler import HistoryError
+
+_ROWS = 7
+_SHARDED = ("rows", "frozen rows")
+_MOST_BUILT = 64
+"""Maximum number of attempts whose state is remembered."""
+
+_STEPS, _OVERWRITE = 1000, 500
+"""Number of attempts of a start, and the first of those that overwrite."""
+
+
+class RowShard(torch.Tensor):
+    """The rows of a full tensor that one simulated rank has.
+
+    A DTensor needs a process group, which the simulated ranks of one process cannot have.
+
+    Attributes:
+        full: Shape of the full tensor.
+        box: Box of these rows.
+    """
+
+    full: tuple[int, ...]
+    box: Box
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # results are plain tensors
+
+
+def make_row_shard(full: torch.Tensor, rank: int, size: int) -> RowShard:
+    """Return the rows of a tensor that a rank has.
+
+    Args:
+        full: The full tensor.
+        rank: Index of the rank.
+        size: Number of ranks.
+    """
+    box = chunk_box(tuple(full.shape), 0, size, rank)
+    start, stop = box.offset[0], box.offset[0] + box.size[0]
+    rows = full[start:stop].clone().as_subclass(RowShard)
+    rows.full, rows.box = tuple(full.shape), box
+    return rows
+
+
+def find_tensor_shards(tensor: torch.Tensor) -> TensorShards:
+    """Return this rank's shards of a tensor, in place of `get_tensor_shards`."""
+    if not isinstance(tensor, RowShard):
+        return get_tensor_shards(tensor)
+    own = tensor.detach().as_subclass(torch.Tensor)
+    return TensorShards(tensor.full, own.dtype, (LocalShard(tensor.box, own),) if tensor.box.volume else ())
+
+
+def find_content(start: int, number: int, *, is_overwrite: bool = False) -> int:
+    """Return the number that identifies an attempt to save a step.
+
+    Args:
+        start: Number of the start of the job.
+        number: Number of the step.
+        is_overwrite: Whether the attempt overwrites the step that the same start has saved.
+    """
+    return start * _STEPS + number + is_overwrite * _OVERWRITE
+
+
+def find_start(content: int) -> int:
+    """Return the number of the start that an attempt is of."""
+    return content // _STEPS
+
+
+def build_state(content: int, rank: int = 0, size: int = 1, *, is_sharded: bool = False) -> dict[str, Any]:
+    """Return the state that a rank saves.
+
+    Args:
+        content: Number that identifies one attempt to save; 0 for a state to load into.
+        rank: Index of the rank.
+        size: Number of ranks.
+        is_sharded: Whether the rank has only some of the rows.
+    """
+    tensors = {
+        name: make_row_shard(full, rank, size) if is_sharded and name in _SHARDED else full.clone()
+        for name, full in _build_tensors(content).items()
+    }
+    return {**tensors, "content": content}
+
+
+def read_content(state: Mapping[str, Any]) -> int:
+    """Return the number of the attempt that a state comes from.
+
+    Raises:
+        HistoryError: The values are not those of one attempt.
+    """
+    content = int(state["content"])
+    expected = _build_tensors(content)
+    if state.keys() != {*expected, "content"}:
+        raise HistoryError(f"a reader got the names {sorted(state)}")
+    for name, full in expected.items():
+        if not _is_part(full, state[name]):
+            raise HistoryError(f"a reader got a mix: {name} is {state[name]}, but the attempt is {content}")
+    return content
+
+
+@lru_cache(_MOST_BUILT)
+def _build_tensors(content: int) -> dict[str, torch.Tensor]:
+    """Return the full tensors of an attempt, not to be changed: they are copied and compared again and again."""
+    rows = torch.arange(2.0 * _ROWS).reshape(_ROWS, 2)
+    return {
+        "w": torch.full((6,), float(content)),
+        "slow": torch.full((3,), float(content // 4)),
+        "frozen": torch.arange(5.0) if content else torch.zeros(5),
+        "rows": rows + content,
+        "frozen rows": rows if content else torch.zeros(_ROWS, 2),
+    }
+
+
+def _is_part(full: torch.Tensor, found: torch.Tensor) -> bool:
+    """Return True if a tensor equals the expected one, or is the rank's rows of it."""
+    if not isinstance(found, RowShard):
+        return torch.equal(full, found)
+    start, count = found.box.offset[0], found.box.size[0]
+    return torch.equal(full[start : start + count], found.as_subclass(torch.Tensor))

@@ -1,0 +1,436 @@
+"""`Local` on several nodes, simulated on one machine: parts in folders that are not shared, alone and under memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import re
+import shutil
+import signal
+import threading
+import warnings
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from harness import run
+from tier_runs import BLOCKS, DAMAGES, VALUES, damage_step, enter, holders, is_step, kill_holder, wait_for_checks
+from tier_runs import sharded_state as state
+
+import shardckpt
+from shardckpt import Checkpointer, FallbackEvent, Local, PeerMemory, PromotionEvent, RestoreEvent, WithdrawalEvent
+from shardckpt.tiers.holder import holders as holder_processes
+from shardckpt.tiers.holder.holder_store import HolderStore
+from shardckpt.tiers.peers import open_peers
+from shardckpt.tiers.peers.peer_store import PeerStore
+
+PART = VALUES.nbytes // 2
+
+
+def make(
+    root: Path, folder: Path, *, memory: dict | None = None, save_every: int = 100, on_event=None, **options: object
+) -> Checkpointer:
+    """A run whose local tier is in `folder`; with a memory tier in front of it, if that has options."""
+    tiers = [*([] if memory is None else [PeerMemory(**memory)]), Local(folder, **options)]
+    return Checkpointer(root, save_every=save_every, tiers=tiers, on_event=on_event)
+
+
+def folder_of(root: Path, node: str) -> Path:
+    return root.parent / f"disk-{node}" / "run"
+
+
+def train(rank: int, world: int, root: Path, nodes: str, steps: tuple[int, ...], options: dict) -> tuple:
+    enter(nodes[rank])
+    events: list = []
+    ck = make(root, folder_of(root, nodes[rank]), on_event=events.append, **options)
+    for step in steps:
+        ck.save(step, state(world, step))
+        ck.wait()
+    copies = {copy.tier: sorted(copy.survives) for copy in ck.durability(steps[-1]).copies}
+    return copies, [(each.step, each.nbytes > 0) for each in events if isinstance(each, PromotionEvent)]
+
+
+def resume(rank: int, world: int, root: Path, nodes: str, options: dict) -> tuple:
+    """Restore; return the step if the values are its own, the bytes by tier and those from others."""
+    enter(nodes[rank])
+    stores: list[PeerStore] = []
+    open_peers.PeerStore = lambda *args: stores.append(PeerStore(*args)) or stores[-1]
+    events: list = []
+    into = state(world)
+    ck = make(root, folder_of(root, nodes[rank]), on_event=events.append, **options)
+    step = ck.restore(into)
+    assert is_step(into, step or 0)
+    (event,) = [each for each in events if isinstance(each, RestoreEvent)]
+    return step, dict(event.tier_bytes), sum(store.pulled_bytes for store in stores)
+
+
+def size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("step-*/*.safetensors"))
+
+
+def test_each_node_has_its_part_and_any_number_of_ranks_restores_it_each_pulling_what_its_node_lacks(tmp_path):
+    root = tmp_path / "run"
+    assert run(4, train, root, "aabb", (1, 2), {}) == [({"local": ["process"]}, [])] * 4
+    for node in "ab":
+        folder = folder_of(root, node)
+        assert PART < size(folder) < PART + 20_000, "rules apply on each node"
+        assert shardckpt.ls(folder).complete == () and (folder / "step-00000002" / "COMMIT").exists()
+    for world, nodes in ((3, "abb"), (2, "ba"), (5, "aaabc")):
+        assert [each[0] for each in run(world, resume, root, nodes, {})] == [2] * world
+    in_place = run(4, resume, root, "aabb", {})
+    assert all(pulled < BLOCKS for *_, pulled in in_place), "only the replicated values cross the network"
+    assert all({*read} == {"local"} and read["local"] >= PART // 2 for _, read, _ in in_place)
+
+
+def test_a_step_of_which_a_disk_is_lost_is_neither_claimed_nor_restored(tmp_path):
+    root = tmp_path / "run"
+
+    def lose(rank: int, world: int) -> tuple:
+        node = "ab"[rank]
+        enter(node)
+        ck = make(root, folder_of(root, node), save_every=2)
+        for step in (2, 3):
+            ck.save(step, state(world, step))
+        ck.wait()
+        before = ck.durability(3).survives
+        torch.distributed.barrier()
+        if rank == 1:
+            shutil.rmtree(folder_of(root, node))
+        torch.distributed.barrier()
+        return before, ck.durability(3).survives, ck.durability(2).survives
+
+    assert run(2, lose) == [({"process"}, set(), {"process"})] * 2
+    assert run(2, resume, root, "ab", {}) == [(2, {"root": PART + 20}, 0)] * 2
+
+
+def resume_with_a_word(rank: int, world: int, root: Path, nodes: str) -> tuple:
+    """Restore; return the step, the texts of warnings, and those of the event."""
+    enter(nodes[rank])
+    events: list = []
+    ck = make(root, folder_of(root, nodes[rank]), on_event=events.append, keep_last=2)
+    into = state(world)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        step = ck.restore(into)
+    assert is_step(into, step or 0)
+    texts = [str(each.message) for each in warned if " not used: " in str(each.message)]
+    return step, texts, next(each.warnings for each in events if isinstance(each, RestoreEvent))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_part_of_a_step_that_does_not_count_is_one_warning_that_names_its_node(tmp_path, damage):
+    root = tmp_path / "run"
+    run(2, train, root, "ab", (1, 2), {"keep_last": 2})
+    step = folder_of(root, "b") / "step-00000002"
+    damage_step(step, damage)
+    first, second = run(2, resume_with_a_word, root, "ab")
+    assert first[0] == second[0] == (2 if damage == "no manifest" else 1), "a manifest is on all nodes"
+    assert not second[1], "rank 0 warns"
+    (text,) = first[1]
+    assert f"local tier on the node of rank 1, {platform.node()}: {step}" in text and re.search(DAMAGES[damage], text)
+    assert len(first[2]) == 1 and not second[2]
+
+
+def restore_and_listen(rank: int, world: int, root: Path, nodes: str, options: dict) -> tuple:
+    """Restore; return the step, all that is printed and warned, and the warnings of events by their names."""
+    enter(nodes[rank])
+    records: list[logging.LogRecord] = []
+    events: list = []
+    listener = logging.Handler(logging.WARNING)
+    listener.emit = records.append
+    logging.getLogger("shardckpt").addHandler(listener)
+    into, ck = state(world), make(root, folder_of(root, nodes[rank]), on_event=events.append, **options)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        step = ck.restore(into)
+    assert is_step(into, step or 0)
+    printed = [*get_texts(warned), *(record.getMessage() for record in records)]
+    return step, printed, {each.operation: each.warnings for each in events if each.warnings}
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_damaged_byte_on_another_node_is_told_once_with_its_node_and_path_and_what_was_restored(tmp_path):
+    root, options = tmp_path / "run", {"keep_last": 2}
+    run(4, train, root, "aabb", (1, 2), options)
+    step = folder_of(root, "b") / "step-00000002"
+    damaged = max(step.glob("*.safetensors"))
+    flip(damaged)
+    found = run(4, restore_and_listen, root, "aabb", options)
+    assert [step for step, *_ in found] == [1] * 4
+    assert [len(printed) for _, printed, _ in found] == [1, 0, 0, 0], "one fact, one line"
+    (text,) = found[0][1]
+    fault = f"local tier on the node of rank 2, {platform.node()}: {damaged}: block "
+    assert text.startswith(f"restored step 1 from the local tier. Newer step 2 is not used: {fault}")
+    assert "read from" not in text, "there is no other copy"
+    events = [told for *_, told in found]
+    assert events[1:] == [{}] * 3 and {*events[0]} == {"fallback", "restore"}
+    assert events[0]["fallback"] == events[0]["restore"] and len(events[0]["restore"]) == 1
+
+
+def test_a_damaged_copy_of_another_node_is_told_once_with_the_copy_that_was_read(tmp_path):
+    root, options = tmp_path / "run", {"memory": {"copies": 1}}
+    run(2, train, root, "ab", (1,), options)
+    kill_holder("a")
+    kill_holder("b")
+    damaged = max((folder_of(root, "b") / "step-00000001").glob("*.safetensors"))
+    flip(damaged)
+    (first, printed, told), second = run(2, restore_and_listen, root, "ab", options)
+    assert first == second[0] == 1 and second[1:] == ([], {})
+    (text,) = printed
+    here, other = (f"local tier on the node of rank {rank}, {platform.node()}: " for rank in (1, 0))
+    copy = folder_of(root, "a") / "step-00000001" / damaged.name
+    assert text.startswith(
+        f"restored step 1 from the local tier. A copy of step 1 has a fault: {here}{damaged}: bytes "
+    )
+    assert f"do not match their checksum; they were read from {other}{copy}" in text
+    assert told == {"restore": told["restore"]} and told["restore"][0] in text
+
+
+def test_a_step_of_which_a_node_is_lost_is_one_warning(tmp_path):
+    root = tmp_path / "run"
+    run(2, train, root, "ab", (1, 2), {"keep_last": 2})
+    shutil.rmtree(folder_of(root, "b") / "step-00000002")
+    (step, texts, _), _ = run(2, resume_with_a_word, root, "ab")
+    assert step == 1 and len(texts) == 1 and "local tier: " in texts[0] and "missing or end early" in texts[0]
+
+
+def test_each_node_promotes_its_part_and_copies_of_memory_are_copies_on_disks_too(tmp_path):
+    root, options = tmp_path / "run", {"memory": {"copies": 1}, "every": 2}
+    found = run(4, train, root, "aabb", (2, 3), options)
+    assert [copies for copies, _ in found] == [{"memory": ["node", "process"]}] * 4
+    assert [promoted for _, promoted in found] == [[(2, True)], [], [(2, True)], []], "one rank acts for its node"
+    for node in "ab":
+        assert size(folder_of(root, node)) > 2 * PART
+        kill_holder(node)
+    shutil.rmtree(folder_of(root, "b"))
+    for nodes in ("aab", "bb"):
+        expected = 2 if "a" in nodes else None
+        assert [each[0] for each in run(len(nodes), resume, root, nodes, options)] == [expected] * len(nodes)
+
+
+def test_a_step_that_no_tier_has_as_a_whole_is_restored_from_parts_in_memory_and_on_disks(tmp_path):
+    root, options = tmp_path / "run", {"memory": {}, "every": 2}
+    claims = {"memory": ["process"], "local": ["process"]}
+    assert [copies for copies, _ in run(2, train, root, "ab", (2,), options)] == [claims] * 2
+    enter("a")
+    (step,) = shardckpt.ls(str(root), durability=True).durability
+    assert [copy.tier for copy in step.copies if copy.is_part and not copy.survives] == ["memory", "local"]
+    enter("")
+    shutil.rmtree(folder_of(root, "a"))
+    kill_holder("b")
+    found = run(3, resume, root, "abb", options)
+    assert [step for step, *_ in found] == [2] * 3
+    read = [bytes_by_tier for _, bytes_by_tier, _ in found]
+    assert read[0]["memory"] > PART // 2 and read[2]["local"] > PART // 2, "each from what its node has"
+
+
+def damage_memory(name: str) -> None:
+    """Flip a bit of whatever this process reads of a file in a holder, as a fault of the memory would."""
+    read = HolderStore.read
+
+    def read_flipped(self, reads):
+        read(self, reads)
+        for each in reads:
+            if each.name.endswith(name) and len(each.buffer) > 1000:
+                each.buffer[len(each.buffer) // 2] ^= 1
+
+    HolderStore.read = read_flipped
+
+
+def test_a_damaged_block_is_read_from_the_next_tier_and_its_copy_is_not_claimed_any_more(tmp_path):
+    root, options = tmp_path / "run", {"memory": {}}
+    run(2, train, root, "aa", (1,), options)
+    damaged = max(file.name for file in (folder_of(root, "a") / "step-00000001").glob("*.safetensors"))
+
+    def body(rank: int, world: int) -> tuple:
+        enter("a")
+        events: list = []
+        into, ck = state(world), make(root, folder_of(root, "a"), on_event=events.append, **options)
+        before = [copy.tier for copy in ck.durability(1).copies]
+        damage_memory(damaged)
+        assert ck.restore(into) == 1 and is_step(into, 1)
+        (restored,) = [each for each in events if isinstance(each, RestoreEvent)]
+        after = [copy.tier for copy in ck.durability(1).copies]
+        withdrawn = [each.tier for each in events if isinstance(each, WithdrawalEvent)]
+        return (
+            {tier for tier, nbytes in restored.tier_bytes.items() if nbytes > 1000},
+            restored.warnings,
+            before,
+            after,
+            withdrawn,
+        )
+
+    found = run(3, body)
+    assert {tier for read, *_ in found for tier in read} == {"memory", "local"}
+    (fault,), *others = [faults for _, faults, *_ in found]
+    memory, folder = f"memory tier on the node of rank 0, {platform.node()}: ", folder_of(root, "a")
+    assert fault.startswith(memory) and f"step-00000001/{damaged}: bytes " in fault and others == [(), ()]
+    local = f"local tier on the node of rank 0, {platform.node()}: {folder}"
+    assert f"do not match their checksum; they were read from {local}" in fault
+    claims = ["memory", "local"], ["local"]
+    assert [each[2:] for each in found] == [(*claims, ["memory"]), (*claims, []), (*claims, [])]
+
+
+def get_texts(warned: list[warnings.WarningMessage]) -> list[str]:
+    """Return the texts of warnings other than torch's own; torch 2.6 has one of meshes on the CPU."""
+    return [str(each.message) for each in warned if f"{os.sep}torch{os.sep}" not in each.filename]
+
+
+def test_ranks_of_one_node_with_different_folders_are_one_warning_and_no_claim(tmp_path):
+    def body(rank: int, world: int) -> tuple:
+        ck = make(tmp_path / "run", tmp_path / f"rank-{rank}", save_every=2)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            for step in (1, 2):
+                ck.save(step, state(world, step))
+            ck.wait()
+        texts = ["one folder for steps; found rank 1 has" in text for text in get_texts(warned)]
+        return texts, ck.durability(1).survives, ck.steps()
+
+    assert run(2, body) == [([True], set(), (2,)), ([], set(), (2,))]
+
+
+def test_a_folder_that_nodes_share_is_one_place_and_one_warning(tmp_path):
+    def body(rank: int, world: int) -> tuple:
+        enter("ab"[rank])
+        ck = make(tmp_path / "run", tmp_path / "one-folder", memory={"copies": 1})
+        ck.save(1, state(world, 1))
+        ck.wait()
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            claims = [{copy.tier: sorted(copy.survives) for copy in ck.durability(1).copies} for _ in range(2)]
+        return claims, ["machines share the folder of Local" in text for text in get_texts(warned)]
+
+    claims = [{"memory": ["node", "process"], "local": ["process"]}] * 2
+    assert run(2, body) == [(claims, [True]), (claims, [])]
+    assert [step.number for step in shardckpt.ls(tmp_path / "one-folder").complete] == [1]
+
+
+def test_a_node_whose_folder_cannot_be_written_is_one_warning_and_steps_are_captured_again_later(tmp_path):
+    root = tmp_path / "run"
+
+    def body(rank: int, world: int) -> list:
+        enter("ab"[rank])
+        folder = folder_of(root, "ab"[rank])
+        if rank:
+            folder.parent.write_text("a file in the way")
+        ck = make(root, folder)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            ck.save(1, state(world, 1))
+            ck.wait()
+            claims = [ck.durability(1).survives]
+            if rank:
+                folder.parent.unlink()
+            for step in (2, 3):
+                ck.save(step, state(world, step))
+            ck.wait()
+        texts = ["rank 1" in str(each.message) for each in warned if "not captured" in str(each.message)]
+        return [*claims, ck.durability(3).survives, texts]
+
+    assert run(2, body) == [[set(), {"process"}, [True]], [set(), {"process"}, []]]
+
+
+def capture_beside_hung_holder(rank: int, world: int, root: Path) -> tuple:
+    """Save steps while the holder of the second node hangs; return the tiers of the last one, and the warnings."""
+    enter("ab"[rank])
+    ck = make(root, folder_of(root, "ab"[rank]), memory={})
+    ck.save(1, state(world, 1))
+    ck.wait()
+    pids = [holder.pid for holder in holders("b")] * rank
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    torch.distributed.barrier()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for step in (2, 3, 4):
+            ck.save(step, state(world, step))
+            ck.wait()
+            wait_for_checks()
+            torch.distributed.barrier()
+    claims = [copy.tier for copy in ck.durability(4).copies]
+    torch.distributed.barrier()
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    return claims, get_texts(warned)
+
+
+@pytest.mark.usefixtures("short_limits")
+def test_a_holder_of_one_node_that_hangs_is_replaced_with_one_warning_there(tmp_path):
+    found = run(2, capture_beside_hung_holder, tmp_path / "run")
+    assert [claims for claims, _ in found] == [["memory", "local"]] * 2
+    (skipped,), (replaced,) = found[0][1], found[1][1]
+    assert "rank 1: " in skipped and "did not answer within" in skipped and "was ended, with its captures" in replaced
+
+
+@pytest.mark.usefixtures("short_limits")
+def test_while_the_holder_of_one_node_hangs_and_cannot_be_ended_all_capture_into_folders_with_one_warning(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(holder_processes, "read_peer_pid", lambda _: 0)  # it runs in another container
+    found = run(2, capture_beside_hung_holder, tmp_path / "run")
+    assert [(claims, ["rank 1" in text for text in texts]) for claims, texts in found] == [
+        (["local"], [True, True]),
+        (["local"], []),
+    ]
+
+
+@pytest.mark.parametrize("names", ["ab", "a"])
+def test_captures_of_a_root_that_was_emptied_are_dropped_on_all_nodes(tmp_path, names):
+    root = tmp_path / "run"
+    run(2, train, root, "ab", (2, 3), {"save_every": 2, "memory": {}, "every": 3})
+    root.rename(tmp_path / "moved")
+    nodes = names * 2 if len(names) == 1 else names
+    assert [each[0] for each in run(2, resume, root, nodes, {"memory": {}})] == [None, None]
+    if names == "ab":
+        assert [size(folder_of(root, node)) for node in names] == [0, 0]
+
+
+def save_beside_stopped_capture(rank: int, world: int, root: Path) -> tuple:
+    """Stop the holder of the second node in the capture of step 2, and save step 3; let it go on, and save step 4."""
+    enter("ab"[rank])
+    events: list = []
+    ck = make(root, folder_of(root, "ab"[rank]), memory={"keep_last": 4}, on_event=events.append, keep_last=4)
+    ck.save(1, state(world, 1))
+    ck.wait()
+    pids, create, stopped = [holder.pid for holder in holders("b")] * rank, HolderStore.create, threading.Event()
+
+    def stop(store: HolderStore, name: str, **options: object) -> object:
+        for pid in [] if stopped.is_set() else pids:
+            os.kill(pid, signal.SIGSTOP)
+        stopped.set()
+        return create(store, name, **options)
+
+    HolderStore.create = stop
+    ck.save(2, state(world, 2))
+    assert stopped.wait(30.0)
+    torch.distributed.barrier()
+    ck.save(3, state(world, 3))
+    is_running = not ck._saver._tiers[0].is_over(2)
+    torch.distributed.barrier()
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    ck.wait()
+    wait_for_checks()
+    torch.distributed.barrier()
+    ck.save(4, state(world, 4))
+    ck.wait()
+    copies = [[copy.tier for copy in ck.durability(step).copies] for step in (2, 3, 4)]
+    # Step 2 is copied to `Local` only if the holder is known to answer again by then.
+    claims = [[tier for tier in copies[0] if tier != "local"], *copies[1:]]
+    return is_running, claims, [each.step for each in events if isinstance(each, FallbackEvent)]
+
+
+@pytest.mark.filterwarnings("ignore:steps are not captured in memory")
+def test_a_holder_that_stops_in_a_capture_costs_the_next_one_and_no_save_waits_for_its_time_limit(tmp_path):
+    found = run(2, save_beside_stopped_capture, tmp_path / "run")
+    claims = [["memory"], ["local"], ["memory", "local"]]
+    assert found == [(True, claims, [3]), (True, claims, [])]
