@@ -43,22 +43,16 @@ __all__ = [
     "load_at",
 ]
 
+# Resolves a persistent id, such as torch's `("storage", type, key, device, count)`, to the value it stands for.
 Persistent = Callable[[object], object]
-"""Resolves a persistent id, such as torch's `("storage", type, key, device, count)`, to the value it stands for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of one pickle, far above those of real checkpoints.
+    """Limits of one pickle, far above those of real checkpoints."""
 
-    Attributes:
-        nbytes: Bytes of the pickle, which also limits its opcodes and strings.
-        depth: Nesting of containers; 0 disables the check of depth and size, for callers that do not recurse.
-        int_bytes: Bytes of one integer.
-    """
-
-    nbytes: int = 1 << 30
-    depth: int = 200
+    nbytes: int = 1 << 30  # bytes of the pickle; also limits its opcodes and strings
+    depth: int = 200  # nesting of containers; 0 disables the depth and size checks, for callers that do not recurse
     int_bytes: int = 1024
 
 
@@ -73,10 +67,7 @@ def load(
     limits: Limits = DEFAULT_LIMITS,
     budget: ReadBudget | None = None,
 ) -> object:
-    """Return the object of a pickle; ignore bytes after it.
-
-    Arguments and errors as for `load_at`.
-    """
+    """Return the object of a pickle; ignore bytes after it."""
     return load_at(data, 0, where=where, persistent=persistent, limits=limits, budget=budget)[0]
 
 
@@ -89,23 +80,7 @@ def load_at(
     limits: Limits = DEFAULT_LIMITS,
     budget: ReadBudget | None = None,
 ) -> tuple[object, int]:
-    """Return the object of the pickle at a byte of `data`, and the pickle's end.
-
-    Classes are replaced by stubs.
-
-    Args:
-        data: Bytes that contain the pickle, possibly between other bytes.
-        start: Offset of the pickle's first byte in `data`.
-        where: Name of the pickle, for messages.
-        persistent: Resolves persistent ids; if None, they are an error.
-        limits: Limits of the pickle.
-        budget: Budget for reading; None for the default budget of the pickle's size.
-
-    Raises:
-        TruncatedError: The pickle ends before its last opcode.
-        FormatError: The bytes are not a pickle, or the pickle is damaged.
-        UnsafeError: The pickle names something that can run code, sets state on a real object, or exceeds a limit.
-    """
+    """Return the object of the pickle at a byte of `data`, and the pickle's end. Classes are replaced by stubs."""
     budget = ReadBudget(len(data) - start) if budget is None else budget
     machine = Machine(data if type(data) is bytes else bytes(data), persistent, limits, budget)
     try:
@@ -129,15 +104,15 @@ def _add_position(error: ShardckptError, where: str) -> ShardckptError:
 
 _ATOMS: frozenset[type] = frozenset({str, int, bool, float, complex, bytes, type(None), Dtype, StorageType, Global})
 _TUPLE, _LIST, _DICT, _SET = 64, 80, 80, 232
+# Cost in bytes: a call, an item in a dict or set, a value that is used again, an unlisted name.
 _CALL, _ITEM, _SHARED, _NAME = 96, 64, 64, 1024
-"""Cost in bytes of containers, calls, items of dicts and sets, values that are used again, and unlisted names."""
 
+# Cost in bytes of each value beyond one per byte of the pickle; shared values count repeatedly.
 _REPEATED = 256
-"""Cost in bytes of each value of the result beyond one per byte of the pickle; shared values count repeatedly."""
 
 _LONG_TEXT = 256
+# Up to so many bytes, opcodes come from a list (three times as fast); memory cost of each.
 _MOST_LISTED, _LISTED = 1 << 20, 8
-"""Bytes of data up to which opcodes are taken from a list, which is three times as fast; and the memory of each."""
 
 _MOST_MARKS = 1 << 16
 
@@ -161,12 +136,7 @@ def _over(what: str, limit: int) -> UnsafeError:
 
 
 def _ends_early(machine: Machine, needed: int = 0) -> TruncatedError:
-    """Return the error of a pickle that ends before its last opcode.
-
-    Args:
-        machine: Interpreter of the pickle.
-        needed: Bytes that the data would have at least; 0 if unknown.
-    """
+    """Return the error of a pickle that ends before its last opcode."""
     most = max(needed, machine.frames_end)
     nbytes, expected = len(machine.data), f"at least {most} bytes" if most else "more bytes"
     found = f"{nbytes} byte{'s' * (nbytes != 1)}"
@@ -174,22 +144,10 @@ def _ends_early(machine: Machine, needed: int = 0) -> TruncatedError:
 
 
 class Machine:
-    """Pickle interpreter: stack, memo, opcode loop and shared operations.
+    """Pickle interpreter: stack, memo, opcode loop and shared operations."""
 
-    Args:
-        data: Bytes of the pickle.
-        persistent: Resolves persistent ids.
-        limits: Limits of the pickle.
-        budget: Budget for reading.
-
-    Attributes:
-        atoms: Types of values that count once, however often the pickle uses them.
-        sized: Types of arguments of which a call may copy the content.
-        texts: Types of texts.
-        table: Step of each opcode.
-    """
-
-    atoms: ClassVar[frozenset[type]] = _ATOMS
+    atoms: ClassVar[frozenset[type]] = _ATOMS  # types that count once, however often the pickle uses a value
+    # Types of arguments whose content a call may copy.
     sized: ClassVar[tuple[type[Sized], ...]] = (list, tuple, dict, set, frozenset, str, bytes)
     texts: ClassVar[tuple[type[Sized], ...]] = (str, bytes)
     table: ClassVar[Sequence[_Step]]
@@ -232,10 +190,7 @@ class Machine:
         self.pos = 0
 
     def run(self, start: int) -> object:
-        """Execute opcodes up to STOP and return the result.
-
-        `pos` is then the end of the pickle.
-        """
+        """Execute opcodes up to STOP, set `pos` to the pickle's end, and return the result."""
         try:
             self._loop(start)
             if self.frames_end > len(self.data):
@@ -332,10 +287,7 @@ class Machine:
             self.pos = pos
 
     def share(self, value: object) -> None:
-        """Record a container that is used again.
-
-        Only these can make a result larger than its pickle.
-        """
+        """Record a container that is used again: only these can make a result larger than its pickle."""
         if value is _UNSET:
             raise FormatError("the pickle uses a memo entry that it never set")
         self.shared.add(id(value))
@@ -425,28 +377,14 @@ def _describe(value: object) -> str:
 
 
 class _Extent(NamedTuple):
-    """The size of a container with its content.
+    """The size of a container with its content."""
 
-    Attributes:
-        values: Number of values in it, as often as they are used; each character of a long text counts as one.
-        depth: Nesting of containers.
-    """
-
-    values: int
+    values: int  # counts values as often as they are used, and each character of a long text
     depth: int
 
 
 class _Shape:
-    """Limits the depth and size of a result, so that callers can recurse through it.
-
-    Only containers that are used twice can make the result larger than the pickle or contain themselves, so only the
-    extents of these are kept. All others are visited once, level by level.
-
-    Args:
-        depth: Maximum nesting of containers.
-        most: Maximum number of values.
-        machine: Interpreter that created the result.
-    """
+    """Limits the depth and size of a result, so that callers can recurse through it."""
 
     __slots__ = ("budget", "depth", "has_long_text", "known", "most", "shared", "spend", "texts")
 
@@ -458,6 +396,8 @@ class _Shape:
         self.budget = machine.budget
         self.spend = machine.spend
         self.texts = machine.texts
+        # Only for containers that are used twice: no others can contain themselves or make the result larger than the
+        # pickle. All others are visited once, level by level.
         self.known: dict[int, _Extent | None] = {}
 
     def measure(self, value: object, level: int) -> _Extent:
@@ -740,10 +680,7 @@ def _empty_set(machine: Machine, pos: int) -> int:
 
 
 def _empty_tuple(machine: Machine, pos: int) -> int:
-    """Push an empty tuple.
-
-    If NEWOBJ follows, as for most instances, the instance is created directly.
-    """
+    """Push an empty tuple, or create the instance directly if NEWOBJ follows, as it mostly does."""
     stack = machine.stack
     if machine.data[pos] != 0x81:
         stack.append(())

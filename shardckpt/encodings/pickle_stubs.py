@@ -14,71 +14,47 @@ from typing import NamedTuple
 
 from shardckpt.errors import FormatError, UnsafeError, UnsupportedError
 
-Builder = Callable[["Global", tuple[object, ...]], object]
-"""Returns the stub for a call of a global."""
+Builder = Callable[["Global", tuple[object, ...]], object]  # returns the stub for a call of a global
 
 
 @dataclass(frozen=True, slots=True)
 class Dtype:
-    """A torch dtype.
+    """A torch dtype."""
 
-    Attributes:
-        name: Name in torch, without `torch.`; may be unknown to `shardckpt.dtypes`.
-    """
-
-    name: str
+    name: str  # name in torch, without `torch.`; may be unknown to `shardckpt.dtypes`
 
 
 @dataclass(frozen=True, slots=True)
 class StorageType:
-    """A torch storage class.
+    """A torch storage class."""
 
-    Attributes:
-        dtype: Dtype of the elements that the storage counts; `uint8` for untyped storages.
-    """
-
-    dtype: str
+    dtype: str  # dtype of the counted elements; `uint8` for untyped storages
 
 
 @dataclass(frozen=True, slots=True)
 class TensorStub:
-    """A tensor as a view of a storage.
+    """A tensor as a view of a storage."""
 
-    Attributes:
-        storage: Value that the caller's `persistent` returned for its storage.
-        offset: Elements from the start of the storage to the first element.
-        shape: Elements in each dimension.
-        strides: Elements between neighbors in each dimension.
-        dtype: Dtype of the elements; empty if it is that of the storage.
-        bits: Flags of a lazy view, `conj` or `neg`: its values differ from its bytes.
-    """
-
-    storage: object
-    offset: int
+    storage: object  # what the caller's `persistent` returned
+    offset: int  # elements from the start of the storage to the first element
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: str = ""
-    bits: tuple[str, ...] = ()
+    strides: tuple[int, ...]  # elements between neighbors in each dimension
+    dtype: str = ""  # empty for the storage's dtype
+    bits: tuple[str, ...] = ()  # flags of a lazy view, `conj` or `neg`: its values differ from its bytes
 
 
 class InstanceStub:
-    """An instance that is not constructed: class, arguments and state.
-
-    Attributes:
-        name: `module.name` of the class.
-        args: Positional arguments of the constructor.
-        state: Argument of `__setstate__`; None without one.
-        items: Items of a subclass of a list or set, or keys and values in turn of a dict's; None without any.
-    """
+    """An instance that is not constructed: class, arguments and state."""
 
     __slots__ = ("args", "items", "name", "state")
 
     def __init__(
         self, name: str, args: tuple[object, ...] = (), state: object = None, items: list[object] | None = None
     ) -> None:
-        self.name = name
-        self.args = args
-        self.state = state
+        self.name = name  # `module.name` of the class
+        self.args = args  # positional arguments for the constructor
+        self.state = state  # argument for `__setstate__`
+        # Items for a subclass of list or set; keys and values in turn for a subclass of dict.
         self.items = items
 
     @property
@@ -91,12 +67,7 @@ class InstanceStub:
 
 
 class PerRankValue:
-    """A value of which the files of ranks have several; it is an error where the one value is needed.
-
-    Args:
-        file: File of the lowest rank.
-        other: First file with another value.
-    """
+    """A value of which the files of ranks have several; it is an error where the one value is needed."""
 
     __slots__ = ("file", "other")
 
@@ -117,58 +88,43 @@ class PerRankValue:
 
 
 class Ordered(dict[object, object]):
-    """A `collections.OrderedDict` or a similar class.
-
-    Attributes:
-        attributes: Attributes of the dict object itself, such as `_metadata` of a module's state dict.
-    """
+    """A `collections.OrderedDict` or a similar class."""
 
     __slots__ = ("attributes",)
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
+        # Attributes of the dict object itself, such as `_metadata` in a module's state dict.
         self.attributes: object = None
 
 
 class Global(NamedTuple):
-    """A name of the allow-list, or that of another class.
+    """A name of the allow-list, or that of another class."""
 
-    Attributes:
-        name: `module.name`.
-        call: Returns the stub for a call; None if the name must not be called.
-        copied: Cost in bytes of a call for each value or character in its arguments.
-        hashed: Returns the values of the arguments that a call hashes, so that they can be checked first.
-        is_listed: Whether the allow-list has the name.
-    """
-
-    name: str
-    call: Builder | None
-    copied: int = 0
+    name: str  # `module.name`
+    call: Builder | None  # None if the name must not be called
+    copied: int = 0  # cost in bytes of a call, for each value or character in its arguments
+    # Returns the values that a call hashes, so that they can be checked first.
     hashed: Callable[[tuple[object, ...]], list[object]] | None = None
     is_listed: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """The allow-list.
+    """The allow-list."""
 
-    Attributes:
-        names: `(module, name)` to its stub.
-    """
-
-    names: dict[tuple[str, str], object] = field(default_factory=dict)
+    names: dict[tuple[str, str], object] = field(default_factory=dict)  # `(module, name)` to stub
 
     def find(self, module: str, name: str) -> object | None:
         """Return the stub of a name; None if it is not on the list."""
         return self.names.get((module, name))
 
 
+# Any number of keys of these types is allowed: they hash by identity or with this process's secret.
 PLAIN_KEYS: frozenset[type] = frozenset({str, bytes, bool, type(None), Dtype, StorageType, Global, InstanceStub})
-"""Types of which any number of keys is allowed: they hash by identity or with a secret of this process."""
 
 
 NEVER_RUN = "Nothing in a checkpoint is executed here; ask its author for a file of plain tensors (safetensors)."
-"""Remedy in errors about rejected names."""
 
 
 def malformed(what: Global, args: tuple[object, ...]) -> FormatError:
@@ -183,11 +139,7 @@ def make_stub(what: Global, args: tuple[object, ...]) -> InstanceStub:
 
 
 def make_unlisted(module: str, name: str) -> Global:
-    """Return the stub of a class or function that is not on the allow-list.
-
-    Raises:
-        UnsafeError: The name can run code, or is not one that Python could import.
-    """
+    """Return the stub of a class or function that is not on the allow-list."""
     full = f"{module[:_MOST_CHARACTERS]}.{name[:_MOST_CHARACTERS]}"
     if len(full) > _MOST_CHARACTERS or not all(map(str.isidentifier, full.split("."))):
         raise UnsafeError(f"the pickle names {full}, which is not a name of Python", fix=NEVER_RUN)
@@ -228,10 +180,7 @@ def _sequence(make: Callable[[list[object]], object]) -> Builder:
 
 
 def _hash_builder(make: Callable[[list[object]], object]) -> Builder:
-    """Return a builder for sets of plain values.
-
-    Hashing nested values of a hostile pickle could take forever.
-    """
+    """Return a builder for sets of plain values: hashing a hostile pickle's nested values could take forever."""
 
     def build(what: Global, args: tuple[object, ...]) -> object:
         items = args[0] if args else []
@@ -249,10 +198,7 @@ def _deque(what: Global, args: tuple[object, ...]) -> object:
 
 
 def _bytes(what: Global, args: tuple[object, ...]) -> object:
-    """Return bytes of `bytes` or `bytearray`.
-
-    Rejects the form with a length, which would allocate any amount.
-    """
+    """Return what `bytes` or `bytearray` builds. Rejects a length as argument, which could allocate any amount."""
     if not args:
         return b""
     first = args[0]
@@ -413,12 +359,12 @@ def _nested_class(what: Global, args: tuple[object, ...]) -> object:
 
 _MOST_DIMS = 64
 _MOST_FLAGS = 8
-_MOST_CHARACTERS = 256
-"""Characters of a name that is not on the list."""
+_MOST_CHARACTERS = 256  # characters of an unlisted name
 
 _ERRORS = frozenset(
     name for name, kind in vars(builtins).items() if isinstance(kind, type) and issubclass(kind, BaseException)
 )
+# Modules that run code or programs, or reach files and networks: a pickle that names them does harm.
 _RUNS_CODE = frozenset(
     {
         *("__builtin__", "builtins", "exceptions", "types", "importlib", "pkgutil", "runpy", "zipimport", "pip"),
@@ -428,7 +374,6 @@ _RUNS_CODE = frozenset(
         *("_pickle", "cPickle", "pickle", "shelve"),
     }
 )
-"""Modules whose functions run code or programs, or reach files and networks: a pickle that names them does harm."""
 
 _RUN_CODE_IN_TORCH = (
     *("torch.load", "torch.hub.", "torch.serialization.", "torch.package.", "torch.utils.cpp_extension."),
@@ -531,12 +476,13 @@ def _items(args: tuple[object, ...]) -> list[object]:
     return list(args[0]) if args and isinstance(args[0], list | tuple) else []
 
 
+# Functions that return the values to be hashed.
 _HASHED = {
     **dict.fromkeys(("dict", "Counter", "OrderedDict", "defaultdict"), _pair_keys),
     **dict.fromkeys(("frozenset", "set"), _items),
 }
-"""Functions that return the values that a call hashes."""
 
+# Cost in bytes for each value or character in the arguments, which these calls copy.
 _COPIED = {
     "getattr": 4 * _MOST_CHARACTERS,
     **dict.fromkeys(("dict", "Counter", "OrderedDict", "defaultdict"), 160),
@@ -544,7 +490,6 @@ _COPIED = {
     **dict.fromkeys(("list", "tuple", "deque", "bytearray", "bytes", "encode"), 16),
     **dict.fromkeys(("Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath"), 16),
 }
-"""Cost in bytes, for each value or character of the arguments, of calls that copy their arguments."""
 
 _DCP_METADATA = (
     "BytesStorageMetadata",
@@ -635,8 +580,8 @@ _STUBBED: dict[str, tuple[str, ...]] = {
     ),
 }
 
+# Python 2 module names, which protocols 0 to 2 still use.
 _MODULE_SYNONYMS = {"__builtin__": "builtins", "copy_reg": "copyreg"}
-"""Python 2 names of modules, which protocols 0 to 2 still use."""
 
 
 def _default_names() -> dict[tuple[str, str], object]:
@@ -659,4 +604,3 @@ def _default_names() -> dict[tuple[str, str], object]:
 
 
 ALLOWED = Allowed(_default_names())
-"""The allow-list: all names whose values are read."""

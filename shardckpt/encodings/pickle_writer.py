@@ -17,63 +17,40 @@ from shardckpt.manifest import Path, dotted
 
 _MAX_DEPTH = 120
 _MAX_LONG_BYTES = 255
+# Longer strings rarely occur twice, so they are written each time instead of entering the memo.
 _REMEMBERED_CHARACTERS = 200
-"""Maximum characters of strings in the memo: longer strings rarely occur twice and are written each time."""
 
-_BATCH = 1000
-"""Items between two marks, as in CPython; limits the reader's stack."""
+_BATCH = 1000  # items between marks, as in CPython; limits the reader's stack
 
 _NO_STATE = object()
 
 
 class GlobalName(NamedTuple):
-    """A global that the reader imports.
-
-    Attributes:
-        module: Name of its module.
-        name: Name in the module.
-    """
+    """A global that the reader imports."""
 
     module: str
     name: str
 
 
 class GlobalCall(NamedTuple):
-    """A value that the reader creates by calling a global.
-
-    Attributes:
-        function: Global to call.
-        args: Arguments of the call.
-        state: Argument of `__setstate__`, or values that update `__dict__`; omitted by default.
-        is_new: Whether to create the value with `function.__new__`, without `__init__`.
-        items: Items to insert as into a dict.
-        is_shared: Whether each further place of this object refers to the first, instead of creating another value.
-    """
+    """A value that the reader creates by calling a global."""
 
     function: GlobalName
     args: tuple[object, ...] = ()
-    state: object = _NO_STATE
-    is_new: bool = False
-    items: Mapping[Any, object] | None = None
-    is_shared: bool = False
+    state: object = _NO_STATE  # argument for `__setstate__`, or values that update `__dict__`
+    is_new: bool = False  # create with `function.__new__`, without `__init__`
+    items: Mapping[Any, object] | None = None  # inserted as into a dict
+    is_shared: bool = False  # later uses refer to the first instead of creating another value
 
 
 class Pairs(NamedTuple):
-    """A dict whose keys the reader creates by calls.
-
-    Attributes:
-        pairs: Keys and values, in order.
-    """
+    """A dict whose keys the reader creates by calls."""
 
     pairs: Sequence[tuple[object, object]]
 
 
 class PersistentId(NamedTuple):
-    """A reference to data outside the pickle.
-
-    Attributes:
-        key: Key of the data.
-    """
+    """A reference to data outside the pickle."""
 
     key: tuple[object, ...]
 
@@ -84,8 +61,8 @@ class _SharedCall(NamedTuple):
     number: int
 
 
+# Returns the replacement for a value without a plain type, or the value itself.
 Special = Callable[[object, Path], object]
-"""Returns the replacement of a value that is not of a plain type; the value itself if there is none."""
 
 
 def _as_it_is(value: object, _path: Path) -> object:
@@ -93,27 +70,14 @@ def _as_it_is(value: object, _path: Path) -> object:
 
 
 def encode_pickle(value: object, special: Special = _as_it_is) -> bytes:
-    """Encode a value as a pickle.
-
-    Args:
-        value: Plain values, containers, and the classes of this module.
-        special: Returns the replacement of a value of any other type.
-
-    Raises:
-        UnsupportedError: The type of a value is not supported, or values are nested too deeply; the message names the
-            path.
-    """
+    """Encode a value as a pickle."""
     writer = _Writer(special)
     writer.value(value, ())
     return b"".join((b"\x80\x02", *writer.parts, b"."))
 
 
 class _Writer:
-    """Writes the opcodes of a pickle.
-
-    Args:
-        special: As for `encode_pickle`.
-    """
+    """Writes the opcodes of a pickle."""
 
     def __init__(self, special: Special) -> None:
         self.parts: list[bytes] = []
@@ -142,7 +106,6 @@ class _Writer:
         }
 
     def value(self, value: object, path: Path) -> None:
-        """Write the value at a path."""
         if len(path) > _MAX_DEPTH:
             raise UnsupportedError("nested too deep to be pickled", where=dotted(path[:8]))
         write = self._plain.get(type(value))
@@ -177,10 +140,7 @@ class _Writer:
             self._remember(value)
 
     def _bytes(self, value: bytes | bytearray, path: Path) -> None:
-        """Write bytes as text that the reader encodes, since protocol 2 has no bytes.
-
-        Each byte is one character.
-        """
+        """Write bytes as text, one character for each, which the reader encodes: protocol 2 has no bytes."""
         self._call(GlobalCall(GlobalName("_codecs", "encode"), (bytes(value).decode("latin-1"), "latin1")), path)
 
     def _stream(self, value: io.BytesIO, path: Path) -> None:

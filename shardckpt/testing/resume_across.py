@@ -20,14 +20,9 @@ from shardckpt.errors import UsageError
 from shardckpt.offline.run_history.prove import prove
 from shardckpt.witness.records.resumes import Resume
 
-ROOT = "{root}"
-"""Text in the arguments of a script that stands for the folder of its run."""
-
-_LAUNCH = "SHARDCKPT_LAUNCH"
-"""Environment variable by which the processes of one launch are known."""
-
-_GRACE = 10.0
-"""Seconds that torchrun gets to end its ranks."""
+ROOT = "{root}"  # in a script's arguments: stands for the run's folder
+_LAUNCH = "SHARDCKPT_LAUNCH"  # environment variable that marks the processes of one launch
+_GRACE = 10.0  # seconds that torchrun gets to end its ranks
 
 _SHOWN_CHARACTERS = 4000
 

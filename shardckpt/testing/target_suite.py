@@ -235,10 +235,7 @@ def read_tensors(checkpoint: Path) -> dict[str, NDArray[Any]]:
 
 
 def _compare(expected: NDArray[Any], found: NDArray[Any]) -> str:
-    """Return the difference; empty for equal bits.
-
-    Values are compared only if the dtypes are equal.
-    """
+    """Return the difference; empty for equal bits."""
     if expected.shape != found.shape:
         return "shape"
     if expected.dtype != found.dtype:
@@ -249,13 +246,7 @@ def _compare(expected: NDArray[Any], found: NDArray[Any]) -> str:
 def write_source(
     folder: Path, model: Mapping[str, np.ndarray[Any, Any]], dtypes: Mapping[str, str] | None = None
 ) -> Path:
-    """Write safetensors files of a model and of an Adam-like optimizer.
-
-    Args:
-        folder: Folder to create.
-        model: Tensors by name.
-        dtypes: Dtypes in torch's spelling by name, for tensors that NumPy has no dtype for.
-    """
+    """Write safetensors files of a model and of an Adam-like optimizer."""
     dtypes = dtypes or {}
     trained = [name for name, value in model.items() if value.dtype == np.float32]
     state = {f"{name}/exp_avg": model[name] * np.float32(2) for name in trained}

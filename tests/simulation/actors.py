@@ -25,49 +25,25 @@ _FAILS_AFTER_S = 5.0
 
 @dataclass
 class Job:
-    """A training job: the ranks of one start.
-
-    Attributes:
-        name: Name in events.
-        start: Number of starts of all jobs before this one; attempts of different jobs differ.
-        root: Path or URL of the run.
-        keep_last: Number of newest steps to keep.
-        dedup: Whether saves are incremental.
-        background: Whether saves run in the background.
-        is_sharded: Whether each rank has some rows of some tensors, and not all of them.
-        saves: Number of saves.
-        is_last: Whether it begins anew if no step can be loaded, and takes numbers that no other start has.
-        memory: Settings of the tier in memory; None without one.
-        local: Settings of the tier on the disk of its node; None without one.
-        nodes: Node of each rank.
-        root_every: With tiers, steps whose number is a multiple of this are saved in the root.
-        overwrite_every: Steps whose number is a multiple of this are saved, then overwritten; None for no step.
-        has_waits: Whether its ranks wait for each save before the next, and ask what it survives.
-        most_failed: Failures after a restore of a step, before `restore` passes over it; None for the default.
-        bad_content: Attempt after whose restore it fails; None without one.
-        errors: Errors of the ranks, in order.
-        lost_copies: Errors of promotions.
-        withdrawals: Number of claims that were withdrawn.
-        saved: Steps whose save succeeded on a rank.
-    """
+    """A training job: the ranks of one start."""
 
     name: str
-    start: int
+    start: int  # starts of all jobs before this one: makes the attempts of jobs differ
     root: str
     keep_last: int
-    dedup: bool
+    dedup: bool  # saves incrementally
     background: bool
-    is_sharded: bool
+    is_sharded: bool  # each rank has only some rows of some tensors
     saves: int
-    is_last: bool = False
+    is_last: bool = False  # starts again if no step can be loaded, with unused step numbers
     memory: PeerMemory | None = None
     local: Local | None = None
     nodes: tuple[Node, ...] = ()
-    root_every: int = 2
-    overwrite_every: int | None = None
-    has_waits: bool = True
-    most_failed: int | None = None
-    bad_content: int | None = None
+    root_every: int = 2  # with tiers, multiples of this are saved in the root
+    overwrite_every: int | None = None  # multiples of this are saved, then overwritten
+    has_waits: bool = True  # ranks wait for each save and ask what it survives
+    most_failed: int | None = None  # failures after a restore before `restore` skips the step
+    bad_content: int | None = None  # the job fails after it restores this attempt
 
     def __post_init__(self) -> None:
         self.errors: list[ShardckptError] = []
@@ -106,15 +82,7 @@ class Job:
 
 
 class Trainer:
-    """One rank of a training job: it restores, then trains and saves.
-
-    Args:
-        scheduler: Scheduler of the history.
-        auditor: Auditor of the run.
-        job: The job.
-        ranks: Ranks of the job.
-        rank: Index of this rank.
-    """
+    """One rank of a training job: it restores, then trains and saves."""
 
     def __init__(self, scheduler: Scheduler, auditor: Auditor, job: Job, ranks: SimulatedRanks, rank: int) -> None:
         self._scheduler, self._auditor, self._job = scheduler, auditor, job
@@ -285,16 +253,7 @@ class Trainer:
 def read_repeatedly(
     scheduler: Scheduler, auditor: Auditor, name: str, ranks: SimulatedRanks, root: str, times: int
 ) -> None:
-    """Restore the newest step again and again, as a job of one rank.
-
-    Args:
-        scheduler: Scheduler of the history.
-        auditor: Auditor of the run.
-        name: Name of the actor.
-        ranks: The one rank.
-        root: Path or URL of the run.
-        times: Number of restores.
-    """
+    """Restore the newest step again and again, as a job of one rank."""
     for call in range(times):
         scheduler.sleep(scheduler.random.random() * _LONGEST_PAUSE_S)
         least, state = auditor.newest(), build_state(0)
@@ -310,14 +269,7 @@ def read_repeatedly(
 
 
 def prune_repeatedly(scheduler: Scheduler, root: str, keep_last: int, times: int) -> None:
-    """Prune the run again and again.
-
-    Args:
-        scheduler: Scheduler of the history.
-        root: Path or URL of the run.
-        keep_last: Number of newest steps to keep.
-        times: Number of calls.
-    """
+    """Prune the run again and again."""
     for _ in range(times):
         scheduler.sleep(scheduler.random.random() * _LONGEST_PAUSE_S)
         try:

@@ -22,31 +22,20 @@ from tests.simulation.trained_state import find_start, read_content
 
 _STEP = re.compile(r"step-(\d+)")
 _MARK = f"/{COMMIT}"
-_UNREADABLE = 0
-"""Stands for the attempt of a step that a flipped bit makes unreadable."""
+_UNREADABLE = 0  # attempt of a step that a flipped bit makes unreadable
 
 
 @dataclass
 class CommittedStep:
-    """A committed step.
-
-    Attributes:
-        number: Number of the step.
-        content: Attempt that it comes from.
-        branch: Branch of the run.
-        mark: Identity of its `COMMIT`.
-        files: Identity of each file that it needs, those of bases included.
-        is_acknowledged: Whether a rank knows that it is committed.
-        is_damaged: Whether a bit was flipped in a file that it needs.
-    """
+    """A committed step."""
 
     number: int
-    content: int
+    content: int  # its attempt
     branch: int
-    mark: object
-    files: dict[str, object]
-    is_acknowledged: bool = False
-    is_damaged: bool = False
+    mark: object  # identity of its `COMMIT`
+    files: dict[str, object]  # identities of the files that it needs, in bases too
+    is_acknowledged: bool = False  # a rank knows that it is committed
+    is_damaged: bool = False  # a bit was flipped in a file that it needs
 
     @property
     def folder(self) -> str:
@@ -61,13 +50,9 @@ class CommittedStep:
 
 @dataclass
 class RestoreCounts:
-    """Restores since a step was completed last, by jobs that count them in the root.
+    """Restores since a step was completed last, by jobs that count them in the root."""
 
-    Attributes:
-        most_failed: Failures after a restore of a step, before it is passed over; 0 to count nothing.
-    """
-
-    most_failed: int = 0
+    most_failed: int = 0  # failures after a restore before the step is skipped; 0 counts nothing
     _begun: int = 0
     _ended: dict[int, int] = field(default_factory=dict)
 
@@ -85,24 +70,18 @@ class RestoreCounts:
         return self._begun > self.most_failed > 0
 
     def complete(self, recorded: Iterable[int]) -> None:
-        """Record that a step was completed.
-
-        Args:
-            recorded: Failures that a fault has left in the root.
-        """
+        """Record that a step was completed."""
         self._ended.clear()
         self._begun = max(recorded, default=0)
 
 
 @dataclass
 class ReplacedFiles:
-    """Files that were removed while the step of their folder was another save.
-
-    A request for the `COMMIT` that names them may still succeed, after that step was removed.
-    """
+    """Files that were removed while the step of their folder was another save."""
 
     _before: Set[str] = frozenset()
     _removed: set[str] = field(default_factory=set)
+    # A request for the `COMMIT` that names removed files may still succeed after their step was removed.
     _late: set[str] = field(default_factory=set)
 
     def follow(self, files: Mapping[str, object], steps: Mapping[str, CommittedStep]) -> None:
@@ -128,35 +107,20 @@ class ReplacedFiles:
 
 @dataclass
 class Auditor:
-    """Auditor of one run.
-
-    Attributes:
-        scheduler: Scheduler of the history.
-        storage: Storage of the run.
-        keep: Number of newest steps that no actor removes.
-        claims: Claims of durability.
-        changes: Number of changes of the storage, and of what the claims rest on.
-        attempts: Attempts to save so far, with the numbers of their steps.
-        steps: Committed steps by the name of their folder.
-        ever: Attempts that were ever committed.
-        has_captures: Whether attempts may be in memory and not in the root.
-        is_quiet: Returns whether no fault has shown, and no other job runs beside a job.
-        is_alone: Whether jobs run one after another.
-        is_replaced_by_rivals: Whether several jobs run at once on a store on which the later of two saves stays.
-        restores: Restores that are counted in the root.
-    """
+    """Auditor of one run."""
 
     scheduler: Scheduler
     storage: RunStorage
-    keep: int
+    keep: int  # newest steps that no actor removes
     claims: Claims
-    changes: ChangeCount
-    attempts: dict[int, int] = field(default_factory=dict)
-    steps: dict[str, CommittedStep] = field(default_factory=dict)
-    ever: set[int] = field(default_factory=set)
-    has_captures: bool = False
-    is_quiet: Callable[[], bool] = bool
-    is_alone: bool = True
+    changes: ChangeCount  # changes in the storage and in what the claims rest on
+    attempts: dict[int, int] = field(default_factory=dict)  # attempt to step number
+    steps: dict[str, CommittedStep] = field(default_factory=dict)  # committed steps by folder name
+    ever: set[int] = field(default_factory=set)  # attempts ever committed
+    has_captures: bool = False  # attempts may be in memory and not in the root
+    is_quiet: Callable[[], bool] = bool  # no fault has shown, and jobs do not overlap
+    is_alone: bool = True  # jobs run one after another
+    # Several jobs run at once on a store that keeps the later of two saves.
     is_replaced_by_rivals: bool = False
     restores: RestoreCounts = field(default_factory=RestoreCounts)
     _acknowledged: dict[int, None] = field(default_factory=dict)
@@ -196,11 +160,7 @@ class Auditor:
         self._overwrites |= {content} if is_overwrite else set()
 
     def acknowledge(self, content: int) -> None:
-        """Record that a rank knows that an attempt is committed.
-
-        Raises:
-            HistoryError: It is not.
-        """
+        """Record that a rank knows that an attempt is committed."""
         self._acknowledged[content] = None
         self.check()
         if not self._was_committed(content):
@@ -219,17 +179,7 @@ class Auditor:
         self.claims.begin(call, number, nodes, node)
 
     def claim(self, call: tuple[str, int], content: int, durability: Durability, nodes: Collection[str]) -> None:
-        """Record what a step survives by the answer of a Checkpointer.
-
-        Args:
-            call: Job and number of the collective call.
-            content: The attempt that was saved.
-            durability: Answer of the Checkpointer.
-            nodes: Names of the nodes of the job.
-
-        Raises:
-            HistoryError: A claimed copy cannot be there.
-        """
+        """Record what a step survives by the answer of a Checkpointer."""
         number = self.attempts[content]
         _note_root(self, call, number)
         for copy in durability.copies:
@@ -252,19 +202,7 @@ class Auditor:
         claim: TierClaim | None = None,
         nodes: Collection[str] = (),
     ) -> int:
-        """Check what a restore returned, and return the attempt; 0 for a new run.
-
-        Args:
-            call: Job and number of the collective call.
-            number: Step that it returned; None for a new run.
-            state: State that it filled.
-            least: Result of `newest` when it began.
-            claim: Newest claim that had to hold when it began.
-            nodes: Names of the nodes of the job.
-
-        Raises:
-            HistoryError: It violates an invariant.
-        """
+        """Check what a restore returned, and return the attempt; 0 for a new run."""
         content = 0 if number is None else read_content(state)
         self.agree(call, (number, content))
         if self.restores.may_pass_over():
@@ -390,11 +328,7 @@ class Auditor:
         return name
 
     def empty_root(self, *, has_hidden: bool) -> None:
-        """Remove all steps of the root.
-
-        Args:
-            has_hidden: Whether files and folders whose names begin with a dot stay, such as the record of the run.
-        """
+        """Remove all steps of the root."""
         self.check()
         files = self.storage.list_files()
         gone = {name for name in files if not (has_hidden and name.startswith("."))}
@@ -405,11 +339,7 @@ class Auditor:
         self.claims.empty_root()
 
     def lose_power(self) -> None:
-        """Compare what a power failure left with the model.
-
-        Raises:
-            HistoryError: An acknowledged step is lost.
-        """
+        """Compare what a power failure left with the model."""
         self._version = self.storage.version
         files = self.storage.list_files()
         before, self.steps = self.steps, {}

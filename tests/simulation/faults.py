@@ -13,34 +13,22 @@ DISK_WRITES = frozenset({"create", "write", "fsync", "mkdir", "rename", "exchang
 BUCKET_WRITES = frozenset({"put", "start", "part", "complete", "delete"})
 MESSAGES = frozenset({"send"})
 EVERYTHING = frozenset({"any"})
-"""Any event of an actor."""
-
-_ANSWER = "0 -> "
-"""Way of messages that rank 0 sends."""
-
-_PAYLOAD = ".safetensors"
-"""End of the names of files with tensors."""
+_ANSWER = "0 -> "  # start of the route of messages from rank 0
+_PAYLOAD = ".safetensors"  # suffix of files with tensors
 
 CLOCK_JUMPS_S = (-172_800.0, -3_600.0, -30.0, 30.0, 3_600.0, 172_800.0)
 LONGEST_STALL_S = 60.0
 
 
 class FaultKind(NamedTuple):
-    """A kind of fault.
-
-    Attributes:
-        name: Name in histories.
-        verbs: Events at which it shows.
-        shown: Fault that the operation shows, such as the name of an errno; empty for a fault of the environment.
-        lasts: Whether all such operations show it for a while.
-        within: Text in the subject of events at which it shows: part of a name, or of a message's way.
-    """
+    """A kind of fault."""
 
     name: str
-    verbs: frozenset[str]
+    verbs: frozenset[str]  # events that it can hit
+    # What the operation shows, such as an errno name; empty for a fault in the environment.
     shown: str = ""
-    lasts: bool = False
-    within: str = ""
+    lasts: bool = False  # hits all such operations for a while
+    within: str = ""  # text in the subject of the events: part of a name or message route
 
     def shows_at(self, verb: str, subject: str) -> bool:
         """Return True if an event can show it."""
@@ -116,42 +104,29 @@ SEVERAL_DISKS = (
     FaultKind("power loss of a node while promoting", DISK_WRITES, within=MOUNT),
     FaultKind("node loss while promoting", DISK_WRITES, within=MOUNT),
 )
+# A tier keeps the copy from an earlier save than a nearer tier.
 REPLACED_COPY = (FaultKind("kill before a copy is replaced", frozenset({"exchange"}), within=MOUNT),)
-"""A tier keeps the copy of an earlier save than a nearer one."""
 
+# Only for runs with tiers: other runs cannot get their steps back.
 EMPTIED_ROOT = (
     FaultKind("root emptied", EVERYTHING),
     FaultKind("root emptied, except hidden files", EVERYTHING),
 )
-"""Faults of runs with tiers alone: nothing brings back the steps of others."""
 
 
 class PlannedFault(NamedTuple):
-    """A fault of a history.
+    """A fault of a history."""
 
-    Attributes:
-        at: Number of the first event at which it can show.
-        kind: Kind of fault.
-        until: Number of the event at which it ends, if it lasts.
-    """
-
-    at: int
+    at: int  # first event that it can hit
     kind: FaultKind
-    until: int = 0
+    until: int = 0  # event at which a lasting fault ends
 
     def __str__(self) -> str:
         return f"{self.kind.name} from event {self.at}" + (f" to {self.until}" if self.kind.lasts else "")
 
 
 def plan_faults(random: Random, kinds: Sequence[FaultKind], count: int, events: int) -> list[PlannedFault]:
-    """Choose the faults of a history.
-
-    Args:
-        random: Source of randomness.
-        kinds: Kinds to choose from.
-        count: Number of faults.
-        events: Number of events among which they begin.
-    """
+    """Choose the faults of a history."""
     planned = []
     for _ in range(count):
         at = random.randrange(events)
@@ -160,15 +135,7 @@ def plan_faults(random: Random, kinds: Sequence[FaultKind], count: int, events: 
 
 
 class Faults:
-    """The faults of a running history.
-
-    Args:
-        planned: Faults in the order of their first events.
-        act: Carries out a fault of the environment; called with its kind.
-
-    Attributes:
-        fired: Faults that have shown, each once.
-    """
+    """The faults of a running history."""
 
     def __init__(self, planned: Sequence[PlannedFault], act: Callable[[FaultKind], None]) -> None:
         self._waiting = list(planned)
@@ -180,13 +147,7 @@ class Faults:
         self._waiting = []
 
     def show(self, number: int, verb: str, subject: str) -> str:
-        """Return what an event shows; empty without a fault.
-
-        Args:
-            number: Number of the event.
-            verb: Its verb.
-            subject: File, object or message that it operates on.
-        """
+        """Return what an event shows; empty without a fault."""
         for fault in self._waiting:
             if fault.at > number:
                 return ""

@@ -33,8 +33,7 @@ from tests.simulation.trained_state import make_row_shard
 
 _ROOT = "sim://bucket/run"
 _ROOT_EVERY = 1000
-_EVENT_S = 1e-7
-"""Virtual seconds between two events: a round of thousands of ranks must end before ranks stop to wait."""
+_EVENT_S = 1e-7  # virtual seconds between events: a round of thousands of ranks must end within their timeout
 
 _TIMEOUT_S = 600.0
 _IDLE_S = 30.0
@@ -92,29 +91,15 @@ def run_large_job(ranks: int, *, ranks_per_node: int = 8, lost: float = 0.01) ->
 
 
 class _SharedResults:
-    """Results of pure functions, which all ranks but rank 0 have in common: thousands of equal ones have no space.
-
-    Rank 0 computes its own, so that its seconds are those of a process.
-
-    Args:
-        scheduler: Scheduler of the job.
-
-    Attributes:
-        rank0: Process of rank 0.
-    """
+    """Results of pure functions, which all ranks but rank 0 have in common: thousands of equal ones have no space."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._results: dict[tuple[object, ...], Any] = {}
-        self.rank0: Process | None = None
+        self.rank0: Process | None = None  # computes its own results, so its seconds are a real process's
 
     def share(self, act: Callable[..., Any], find_key: Callable[..., Hashable]) -> Callable[..., Any]:
-        """Return a function that computes each result once.
-
-        Args:
-            act: The function.
-            find_key: Returns the key of the arguments, equal for arguments of which the results are equal.
-        """
+        """Return a function that computes each result once."""
 
         def compute_once(*args: Any) -> Any:
             task = self._scheduler.current
@@ -129,12 +114,7 @@ class _SharedResults:
 
 
 class _SharingMachine(Machine):
-    """A machine on which ranks share what is in every one of them.
-
-    Args:
-        shared: The results.
-        parts: Arguments of `Machine`.
-    """
+    """A machine on which ranks share what is in every one of them."""
 
     def __init__(self, shared: _SharedResults, *parts: Any) -> None:
         super().__init__(*parts)
@@ -159,13 +139,7 @@ def _drop_options(act: Callable[[Any], Any]) -> Callable[..., Any]:
 
 
 class _LargeJob:
-    """A running job.
-
-    Args:
-        count: Number of nodes.
-        ranks_per_node: Number of ranks of each node.
-        lost: Fraction of the nodes that are lost.
-    """
+    """A running job."""
 
     def __init__(self, count: int, ranks_per_node: int, lost: float) -> None:
         self._nodes = [Node(f"node{at}", f"machine{at}") for at in range(count)]
@@ -188,10 +162,7 @@ class _LargeJob:
 
     @contextmanager
     def simulated(self) -> Iterator[None]:
-        """Run all modules of shardckpt on a simulated machine inside the context.
-
-        Cycles are not collected meanwhile: that would go through the objects of all ranks on the time of rank 0.
-        """
+        """Run all modules of shardckpt on a simulated machine inside the context."""
         mount(SimulatedBucket(self.scheduler))
         nodes = {node.name: node for node in self._nodes}
         log, idle_s = logging.getLogger("shardckpt"), peer_exchange.IDLE_S
@@ -200,7 +171,7 @@ class _LargeJob:
         with simulated(machine):
             log.disabled, peer_exchange.IDLE_S = True, _IDLE_S
             was_collecting = gc.isenabled()
-            gc.disable()
+            gc.disable()  # a collection would visit the objects of all ranks on rank 0's time
             try:
                 yield
             finally:

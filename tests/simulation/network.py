@@ -14,39 +14,23 @@ from shardckpt.checkpoint.rank_link import RankLink, Transfer
 from shardckpt.errors import RankError
 from tests.simulation.scheduler import Process, Scheduler
 
-LATE_FRACTION = 1.5
-"""Delay of a late message, as a fraction of the timeout of the ranks."""
+LATE_FRACTION = 1.5  # delay of a late message, as a fraction of the ranks' timeout
 
 
 @dataclass(eq=False)
 class Meeting:
-    """Messages and notes of the ranks of one link.
+    """Messages and notes of the ranks of one link."""
 
-    Attributes:
-        messages: Messages that have arrived and were not received, by sender, receiver and kind.
-        ready: Time from which messages arrive, by sender, receiver and kind; messages of a connection keep their order.
-        notes: Notes by key.
-        arrived: Ranks that have called `renew`.
-    """
-
+    # Messages that arrived but were not received, by sender, receiver and kind.
     messages: dict[tuple[int, int, str], deque[bytes]] = field(default_factory=dict)
+    # Earliest arrival by sender, receiver and kind: messages on a connection keep their order.
     ready: dict[tuple[int, int, str], float] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
-    arrived: set[int] = field(default_factory=set)
+    arrived: set[int] = field(default_factory=set)  # ranks that called `renew`
 
 
 class SimulatedRanks:
-    """The ranks of a simulated job.
-
-    Args:
-        scheduler: Scheduler of the history.
-        processes: Process of each rank.
-        timeout_s: Seconds that ranks wait for each other.
-
-    Attributes:
-        processes: Process of each rank.
-        timeout_s: Seconds that ranks wait for each other.
-    """
+    """The ranks of a simulated job."""
 
     def __init__(self, scheduler: Scheduler, processes: Sequence[Process], timeout_s: float) -> None:
         self.scheduler, self.processes, self.timeout_s = scheduler, processes, timeout_s
@@ -64,13 +48,7 @@ class SimulatedRanks:
 
 
 class SimulatedLink(RankLink):
-    """A link of a rank whose messages may be lost, late or doubled.
-
-    Args:
-        ranks: The ranks of the job.
-        rank: Index of this rank.
-        number: Number of the link among those of the job.
-    """
+    """A link of a rank whose messages may be lost, late or doubled."""
 
     def __init__(self, ranks: SimulatedRanks, rank: int, number: int) -> None:
         super().__init__(rank, len(ranks.processes), timedelta(seconds=ranks.timeout_s))
@@ -191,13 +169,7 @@ class _Sent:
 
 
 class _Arriving:
-    """A tensor that is received.
-
-    Args:
-        link: Link of the receiving rank.
-        tensor: The tensor.
-        src: Index of the sending rank.
-    """
+    """A tensor that is received."""
 
     def __init__(self, link: SimulatedLink, tensor: torch.Tensor, src: int) -> None:
         self._link, self._tensor, self._src = link, tensor, src

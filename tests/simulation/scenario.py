@@ -21,17 +21,12 @@ from tests.simulation.faults import (
     plan_faults,
 )
 
+# "plain" is an object store without conditional requests.
 StoreKind = Literal["disk", "bucket", "plain"]
-"""A disk, an object store with conditional requests, and one without them."""
 
-_EMPTIED = 0.25
-"""Probability that the root of a run with tiers is emptied."""
-
-_ALONE = 0.6
-"""Probability that a kill before a copy is replaced is the only fault."""
-
-_QUIET = 0.5
-"""Probability that a history with slow disks is without faults: then each capture has to be promoted."""
+_EMPTIED = 0.25  # probability that the root of a run with tiers is emptied
+_ALONE = 0.6  # probability that the only fault is a kill before a copy is replaced
+_QUIET = 0.5  # probability that slow disks see no faults: then each capture must be promoted
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,8 @@ from typing import Any, NamedTuple
 
 from tests.simulation.turns import Runner, Turns
 
-EVENT_SECONDS = 0.001
-"""Virtual seconds between two events."""
-
-START_S = 1_700_000_000.0
-"""Clock of the day at the start of a history, in seconds since the epoch."""
+EVENT_SECONDS = 0.001  # virtual seconds between events
+START_S = 1_700_000_000.0  # wall clock at the start of a history, in seconds since the epoch
 
 _MOST_EVENTS = 60_000
 _SHOWN_FRAMES = 6
@@ -30,23 +27,14 @@ class HistoryError(AssertionError):
 
 
 class HistoryEvent(NamedTuple):
-    """One event of a history.
-
-    Attributes:
-        number: Position in the history, from 0.
-        seconds: Virtual time.
-        who: Process and thread.
-        verb: Kind of operation.
-        subject: File, object, message or step.
-        note: Fault or result; empty without one.
-    """
+    """One event of a history."""
 
     number: int
-    seconds: float
-    who: str
+    seconds: float  # virtual time
+    who: str  # "process.thread"
     verb: str
     subject: str
-    note: str = ""
+    note: str = ""  # fault or result
 
     def __str__(self) -> str:
         note = f"  [{self.note}]" if self.note else ""
@@ -54,29 +42,17 @@ class HistoryEvent(NamedTuple):
 
 
 class Process:
-    """A simulated process.
-
-    Args:
-        name: Name in events.
-        number: Process id.
-
-    Attributes:
-        node: Name of the node that it runs on.
-        is_dead: Whether it was killed or has ended.
-        is_silent: Whether peers cannot see that it is dead: its node has lost power.
-        clock_shift: Seconds that its clock of the day differs from the virtual time.
-        own: Values of the process in place of globals of modules, by key.
-        at_death: Functions that release what the operating system releases.
-        work_s: Real processor seconds of its threads that have ended, if the scheduler counts them.
-    """
+    """A simulated process."""
 
     def __init__(self, name: str, number: int) -> None:
         self.name, self.number = name, number
         self.node = ""
+        # Killed or ended; silent if its node lost power, so that peers cannot see that it is dead.
         self.is_dead = self.is_silent = False
+        # Wall clock minus virtual time; real processor seconds of its ended threads, if the scheduler counts them.
         self.clock_shift = self.work_s = 0.0
-        self.own: dict[object, Any] = {}
-        self.at_death: list[Callable[[], None]] = []
+        self.own: dict[object, Any] = {}  # replaces globals of modules
+        self.at_death: list[Callable[[], None]] = []  # release what the operating system would
 
     def die(self, *, silently: bool = False) -> None:
         """End the process: from now on, no code of it has an effect."""
@@ -87,32 +63,19 @@ class Process:
 
 
 class Task:
-    """A simulated thread.
-
-    Args:
-        name: Name in events.
-        process: Its process.
-        number: Number of tasks before it.
-
-    Attributes:
-        is_over: Whether it has ended.
-        waits_for: Condition that it waits for, in words; empty if it can run.
-        things: Things that the condition depends on; None if it may depend on anything.
-        watched: Its process and things while it waits.
-        runner: Greenlet that runs it.
-        own: Values of the thread in place of globals of modules, by key.
-    """
+    """A simulated thread."""
 
     def __init__(self, name: str, process: Process, number: int) -> None:
         self.name, self.process, self.number = name, process, number
         self.is_over = False
-        self.waits_for = ""
+        self.waits_for = ""  # condition in words; empty if it can run
         self.condition: Callable[[], bool] | None = None
         self.deadline: float | None = None
+        # What the condition depends on; None for anything.
         self.things: Sequence[Hashable] | None = ()
         self.watched: Sequence[Hashable] = ()
         self.runner: Runner | None = None
-        self.own: dict[object, Any] = {}
+        self.own: dict[object, Any] = {}  # replaces globals of modules
 
     def can_run(self, now: float) -> bool:
         """Return True if the task does not wait, or no longer has to."""
@@ -130,14 +93,10 @@ class Task:
 
 
 class WaitingTasks:
-    """Tasks of a history, and which of them can run: only those are looked at that something has changed for.
-
-    Attributes:
-        by_number: Tasks that have not ended, in the order of their start.
-    """
+    """Tasks of a history, and which of them can run: only those are looked at that something has changed for."""
 
     def __init__(self) -> None:
-        self.by_number: dict[int, Task] = {}
+        self.by_number: dict[int, Task] = {}  # tasks that have not ended, in start order
         self._ready: list[int] = []
         self._doubtful: dict[int, Task] = {}
         self._polled: dict[int, Task] = {}
@@ -189,11 +148,7 @@ class WaitingTasks:
             self._doubtful.update(waiting)
 
     def find_ready(self, now: float) -> Sequence[int]:
-        """Return the numbers of the tasks that can run, in ascending order.
-
-        Args:
-            now: Virtual time in seconds.
-        """
+        """Return the numbers of the tasks that can run, in ascending order."""
         while self._deadlines and self._deadlines[0][0] <= now:
             number = heappop(self._deadlines)[1]
             if number in self.by_number:
@@ -223,27 +178,7 @@ class WaitingTasks:
 
 
 class Scheduler:
-    """Scheduler of simulated threads with a virtual clock.
-
-    Args:
-        seed: Seed of all choices.
-        stay: Probability that the running thread continues at a scheduling point.
-        event_s: Virtual seconds between two events.
-        most_events: Number of events after which a history counts as endless.
-        is_measured: Whether `work_s` of processes is counted, which takes time.
-
-    Attributes:
-        random: Source of all randomness of the history.
-        now: Virtual time in seconds.
-        events: Events so far.
-        before_event: Called with the verb and the subject of each event before it takes effect; returns a fault, or
-            empty text.
-        after_event: Called after each event took effect.
-        notify: Called with a thing that has changed: conditions that depend on it are evaluated again.
-        current: Running task; None outside the simulation.
-        failure: First violation of an invariant, or error of an actor.
-        processes: Processes so far, in the order of their start.
-    """
+    """Scheduler of simulated threads with a virtual clock."""
 
     def __init__(
         self,
@@ -257,19 +192,21 @@ class Scheduler:
         self.random = Random(seed)
         self.now = 0.0
         self.events: list[HistoryEvent] = []
+        # Takes verb and subject; returns a fault or empty text.
         self.before_event: Callable[[str, str], str] = lambda _verb, _subject: ""
         self.after_event: Callable[[], None] = lambda: None
-        self.current: Task | None = None
-        self.failure: BaseException | None = None
+        self.current: Task | None = None  # None outside the simulation
+        self.failure: BaseException | None = None  # first violated invariant or actor's error
         self._stay, self._event_s, self._most_events = stay, event_s, most_events
         self._waits = WaitingTasks()
+        # Takes a changed thing: conditions that depend on it are evaluated again.
         self.notify: Callable[[Hashable], None] = self._waits.notify
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._is_observed = False
         self._is_measured = is_measured
         self._turns = Turns(is_measured=is_measured)
-        self.processes: list[Process] = []
+        self.processes: list[Process] = []  # in start order
         self._spawned = 0
 
     # Processes and tasks
@@ -282,13 +219,7 @@ class Scheduler:
         return process
 
     def spawn(self, process: Process, name: str, target: Callable[[], object]) -> Task:
-        """Start a thread of a process; it runs when it is chosen.
-
-        Args:
-            process: Process of the thread.
-            name: Name in events.
-            target: Function to run; its exceptions fail the history, except that of a kill.
-        """
+        """Start a thread of a process; it runs when it is chosen."""
         self._spawned += 1
         task = Task(name, process, self._spawned)
 
@@ -312,12 +243,7 @@ class Scheduler:
         return task
 
     def run(self) -> None:
-        """Run all tasks to their end.
-
-        Raises:
-            HistoryError: An invariant is violated.
-            BaseException: An actor failed.
-        """
+        """Run all tasks to their end."""
         self._turns.run_all(self._choose_next)
         if self.failure is not None:
             raise self.failure
@@ -331,18 +257,7 @@ class Scheduler:
     # Scheduling points
 
     def step(self, verb: str, subject: str = "") -> str:
-        """Give other threads a turn, then record an event of the running thread.
-
-        Args:
-            verb: Kind of operation.
-            subject: File, object or message that it operates on.
-
-        Returns:
-            The fault that the operation has to show; empty without one.
-
-        Raises:
-            KilledError: The process is dead.
-        """
+        """Give other threads a turn, then record an event of the running thread."""
         task = self.current
         if self._is_observed or task is None:
             return ""
@@ -377,21 +292,7 @@ class Scheduler:
         seconds: float | None = None,
         things: Sequence[Hashable] | None = None,
     ) -> bool:
-        """Wait until a condition holds.
-
-        Args:
-            condition: Function without side effects.
-            what: The condition in words.
-            seconds: Maximum virtual time; None for no limit.
-            things: Everything that the condition depends on: whoever changes one of them calls `notify`. None to
-                evaluate the condition at each scheduling point, which takes time.
-
-        Returns:
-            Whether the condition holds.
-
-        Raises:
-            KilledError: The process is dead.
-        """
+        """Wait until a condition holds. Returns whether the condition holds."""
         task = self.current
         if self._is_observed or task is None:
             return condition()

@@ -49,7 +49,7 @@ from tests.simulation.trained_state import find_tensor_shards
 
 T = TypeVar("T")
 
-_LATE = (
+_LATE = (  # modules imported on first use
     "shardckpt.storage.fsspec_store",
     "shardckpt.tiers.holder.holder_store",
     "shardckpt.tiers.holder.holders",
@@ -62,18 +62,16 @@ _LATE = (
     "shardckpt.state.local.local_shards",
     "shardckpt.state.local.optim_shards",
 )
-"""Modules that are imported on first use."""
 
-_READS_BACK = "shardckpt.encodings.safetensors_check"
-"""Module that uses the builtin `open`."""
+_READS_BACK = "shardckpt.encodings.safetensors_check"  # uses the builtin `open`
 
 
 _MOST_BUFFER_BYTES = 1 << 16
 
 _MEMORY_BYTES = 1 << 40
 
+# `COMMIT` files and manifests whose content is remembered: they are read again and again.
 _MOST_DECODED = 64
-"""Maximum number of `COMMIT` files and of manifests whose content is remembered: they are read again and again."""
 
 
 def _make_small_buffer(nbytes: int) -> StagingBuffer:
@@ -82,12 +80,7 @@ def _make_small_buffer(nbytes: int) -> StagingBuffer:
 
 
 class _Twin:
-    """A module with some simulated functions.
-
-    Args:
-        real: Module to take all other attributes from.
-        simulated: Simulated attributes by name.
-    """
+    """A module with some simulated functions."""
 
     def __init__(self, real: ModuleType, **simulated: object) -> None:
         self._real = real
@@ -98,12 +91,7 @@ class _Twin:
 
 
 class _Owned:
-    """A value of which each simulated process or thread has its own.
-
-    Args:
-        find_own: Returns the values of the running process or thread, by key.
-        make: Returns the value of a new process or thread.
-    """
+    """A value of which each simulated process or thread has its own."""
 
     def __init__(self, find_own: Callable[[], dict[object, Any]], make: Callable[[], object]) -> None:
         self._find_own, self._make = find_own, make
@@ -123,14 +111,7 @@ class _Owned:
 
 
 class Machine:
-    """The machine on which all processes of a history run, in place of the real one.
-
-    Args:
-        scheduler: Scheduler of the history.
-        system: Operating system of the history.
-        holders: Holders of all nodes.
-        nodes: Nodes by name.
-    """
+    """The machine on which all processes of a history run, in place of the real one."""
 
     def __init__(
         self, scheduler: Scheduler, system: OperatingSystem, holders: SimulatedHolders, nodes: Mapping[str, Node]
@@ -303,14 +284,7 @@ def _find_locked_properties(_modules: int) -> list[tuple[Any, object]]:
 
 
 class SimulatedThread:
-    """A thread of a simulated process, with the interface of `threading.Thread`.
-
-    Args:
-        machine: The machine.
-        target: Function to run.
-        name: Name of the thread.
-        daemon: Ignored.
-    """
+    """A thread of a simulated process, with the interface of `threading.Thread`."""
 
     def __init__(self, machine: Machine, target: Callable[[], object], name: str = "", daemon: bool = False) -> None:
         del daemon
@@ -332,11 +306,7 @@ class SimulatedThread:
 
 
 class SimulatedLock:
-    """A lock between the threads of one process; its thread may take it again.
-
-    Args:
-        scheduler: Scheduler of the history.
-    """
+    """A lock between the threads of one process; its thread may take it again."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -378,11 +348,7 @@ class SimulatedLock:
 
 
 class SimulatedFlag:
-    """A flag that threads wait for, with the interface of `threading.Event`.
-
-    Args:
-        scheduler: Scheduler of the history.
-    """
+    """A flag that threads wait for, with the interface of `threading.Event`."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -403,11 +369,7 @@ class SimulatedFlag:
 
 
 class SimulatedCondition(SimulatedLock):
-    """A condition variable; only one thread runs, so its lock is never contended.
-
-    Args:
-        scheduler: Scheduler of the history.
-    """
+    """A condition variable; only one thread runs, so its lock is never contended."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         super().__init__(scheduler)
@@ -439,11 +401,7 @@ class SimulatedCondition(SimulatedLock):
 
 
 class SimulatedQueue:
-    """A queue between threads, with the interface of `queue.SimpleQueue`.
-
-    Args:
-        scheduler: Scheduler of the history.
-    """
+    """A queue between threads, with the interface of `queue.SimpleQueue`."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler

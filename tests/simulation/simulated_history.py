@@ -34,16 +34,14 @@ from tests.simulation.tier_claims import Claims
 from tests.simulation.trained_state import find_content
 
 _TIMEOUT_S = 20.0
-_DAYS_S = 3 * 86_400.0
-"""Time between later saves: files of killed saves are old then."""
+_DAYS_S = 3 * 86_400.0  # between later saves: makes files from killed saves old
 
 _FIRST_NODE = "node0"
 
+# Between rounds without requests: a shorter time adds many events in which nothing happens.
 _IDLE_S = 1.0
-"""Time between rounds in which ranks ask for nothing: shorter ones are many events, in which nothing happens."""
 
-_FINAL_EVENTS = 8_000
-"""Number of events within which saving has to work again after the last fault."""
+_FINAL_EVENTS = 8_000  # saving must work again within so many events after the last fault
 
 
 @dataclass
@@ -110,16 +108,13 @@ def _run(history: SimulatedHistory) -> None:
 
 @contextmanager
 def _with_one_collection() -> Iterator[None]:
-    """Collect at the end only, and young objects alone: a look at all, those of torch included, takes longer.
-
-    Objects that are referred to at the end would be old ones later, which nobody collects.
-    """
+    """Collect at the end only, and young objects alone: a look at all, those of torch included, takes longer."""
     was_collecting = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.collect(0)
+        gc.collect(0)  # objects in use now become old later, and nothing collects them
         if was_collecting:
             gc.enable()
 

@@ -18,11 +18,8 @@ from shardckpt.native.step_copies import LOCAL, MEMORY, StepCopy
 from shardckpt.tiers.peers.node_files import Node
 from tests.simulation.scheduler import HistoryError, Process
 
-Medium = object
-"""The process of a holder, or a disk: it has the files of a tier on one node."""
-
-_MOST_READ = 64
-"""Maximum number of `COMMIT` files, and of manifests whose attempts are, remembered."""
+Medium = object  # a holder's process or a disk: has a tier's files on one node
+_MOST_READ = 64  # `COMMIT` files and manifests whose attempts are remembered
 
 
 class TierMedia(Protocol):
@@ -40,79 +37,49 @@ class TierMedia(Protocol):
 
 
 class ClaimedPlace(NamedTuple):
-    """A place on a node that may have a part of a claimed copy.
-
-    Attributes:
-        node: The node.
-        medium: Its medium; None if it had none, or has lost what was there.
-        successor: Newer attempt by which retention has replaced the claimed one there; None while it is there.
-    """
+    """A place on a node that may have a part of a claimed copy."""
 
     node: Node
-    medium: Medium | None
+    medium: Medium | None  # None if there was none, or if it lost its files
+    # Newer attempt that retention kept instead of the claimed one; None while the claimed one is there.
     successor: TierClaim | None = None
 
 
 class TierClaim(NamedTuple):
-    """Claim that an attempt survives failures, by its copy in a tier.
-
-    Attributes:
-        content: The attempt.
-        tier: Name of the tier.
-        most_lost: Number of machines that may be lost.
-        places: Places on all nodes of the job.
-    """
+    """Claim that an attempt survives failures, by its copy in a tier."""
 
     content: int
     tier: str
-    most_lost: int
-    places: tuple[ClaimedPlace, ...]
+    most_lost: int  # machines that may be lost
+    places: tuple[ClaimedPlace, ...]  # on all nodes of the job
 
 
 @dataclass
 class _BegunCall:
-    """A collective call that asks what a step survives.
+    """A collective call that asks what a step survives."""
 
-    Attributes:
-        emptied: How often the root was emptied before.
-        media: Medium of each tier and node when the rank that reports for the node began to ask.
-    """
-
-    emptied: int
+    emptied: int  # how often the root had been emptied
+    # By tier and node: the medium when the rank that reports for the node asked.
     media: dict[tuple[str, str], Medium | None] = field(default_factory=dict)
 
 
 class HeldFiles(NamedTuple):
-    """Files of a medium.
+    """Files of a medium."""
 
-    Attributes:
-        machine: Machine of its node.
-        is_lost: Whether it is lost.
-        files: Bytes of its files by name.
-    """
-
-    machine: str
+    machine: str  # machine of the node
     is_lost: bool
-    files: Mapping[str, bytearray]
+    files: Mapping[str, bytearray]  # content by file name
 
 
 class Claims:
-    """Claims of a run that rest on copies in tiers.
-
-    Args:
-        nodes: Nodes by name.
-        media: Media of each tier by its name.
-
-    Attributes:
-        has_rivals: Whether several jobs with tiers run at once, which replace the captures of each other.
-    """
+    """Claims of a run that rest on copies in tiers."""
 
     def __init__(self, nodes: Mapping[str, Node], media: Mapping[str, TierMedia]) -> None:
         self._nodes, self._media = nodes, media
         self._claims: list[TierClaim] = []
         self._lost: set[Medium] = set()
         self._versions: dict[str, int] = {}
-        self.has_rivals = False
+        self.has_rivals = False  # jobs with tiers run at once and replace each other's captures
         self._seen: dict[object, Counter[tuple[str, int]]] = {}
         self._emptied = 0
         self._begun: dict[object, _BegunCall] = {}
@@ -122,16 +89,8 @@ class Claims:
     # Claims
 
     def begin(self, call: object, number: int, nodes: Collection[str], node: str | None) -> None:
-        """Record that a rank asks what a step survives.
-
-        A node reports what its medium has to the call after this, and may lose the medium before the answer.
-
-        Args:
-            call: The collective call.
-            number: Number of the step.
-            nodes: Names of the nodes of the job.
-            node: Name of the node whose report to the call comes from this rank; None if another rank reports it.
-        """
+        """Record that a rank asks what a step survives."""
+        # The node reports what its medium has after this, and may lose the medium before the answer.
         begun = self._begun.setdefault(call, _BegunCall(self._emptied))
         if node is not None:
             begun.media |= {(tier, node): media.find_living().get(node) for tier, media in self._media.items()}
@@ -139,17 +98,7 @@ class Claims:
             self._note_copies(call, step_name(number), nodes)
 
     def check(self, call: object, content: int, copy: StepCopy, nodes: Collection[str]) -> None:
-        """Check that a copy in a tier is there, and record that it is claimed, unless other jobs may replace it.
-
-        Args:
-            call: The collective call.
-            content: The attempt.
-            copy: The claimed copy.
-            nodes: Names of the nodes of the job.
-
-        Raises:
-            HistoryError: It does not survive the failures that the claim names.
-        """
+        """Check that a copy in a tier is there, and record that it is claimed, unless other jobs may replace it."""
         begun = self._begun[call]
         if self.has_rivals:
             self._require_seen(call, content, copy, nodes)
@@ -201,11 +150,7 @@ class Claims:
         return [HeldFiles(self._nodes[name].machine, self._is_lost(each), list_files(each)) for name, each in media]
 
     def newest(self, nodes: Collection[str]) -> TierClaim | None:
-        """Return the newest claim that has to hold for a job: the failures since are those that it names.
-
-        Args:
-            nodes: Names of the nodes of the job.
-        """
+        """Return the newest claim that has to hold for a job: the failures since are those that it names."""
         ordered = sorted(self._claims, key=lambda claim: self._order.get(claim.content, 0))
         return next((claim for claim in reversed(ordered) if self._survives(claim, nodes)), None)
 
@@ -233,19 +178,11 @@ class Claims:
         return medium in self._lost or (isinstance(medium, Process) and medium.is_dead)
 
     def give_up(self, nodes: Collection[str] | None = None) -> None:
-        """Drop the claims that a job does not know of: the run goes on without their captures.
-
-        Args:
-            nodes: Names of the nodes of the job, whose captures it can read; None for a job without tiers.
-        """
+        """Drop the claims that a job does not know of: the run goes on without their captures."""
         self._claims = [] if nodes is None else [claim for claim in self._claims if self.holds(claim, nodes)]
 
     def follow(self, attempts: Mapping[int, int]) -> None:
-        """Replace claimed attempts, which retention may remove, by newer ones that are complete in the same tier.
-
-        Args:
-            attempts: The number of the step of each attempt, in the order of their begin.
-        """
+        """Replace claimed attempts, which retention may remove, by newer ones that are complete in the same tier."""
         self._attempts = attempts
         if len(attempts) != len(self._order):
             self._order = {each: at for at, each in enumerate(attempts)}

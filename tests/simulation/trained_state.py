@@ -14,36 +14,21 @@ from tests.simulation.scheduler import HistoryError
 
 _ROWS = 7
 _SHARDED = ("rows", "frozen rows")
-_MOST_BUILT = 64
-"""Maximum number of attempts whose state is remembered."""
-
-_STEPS, _OVERWRITE = 1000, 500
-"""Number of attempts of a start, and the first of those that overwrite."""
+_MOST_BUILT = 64  # attempts whose state is remembered
+_STEPS, _OVERWRITE = 1000, 500  # attempts per start; attempts that overwrite are numbered from the second value
 
 
+# Not a DTensor: that needs a process group, which simulated ranks in one process cannot have.
 class RowShard(torch.Tensor):
-    """The rows of a full tensor that one simulated rank has.
+    """One simulated rank's rows of a full tensor."""
 
-    A DTensor needs a process group, which the simulated ranks of one process cannot have.
-
-    Attributes:
-        full: Shape of the full tensor.
-        box: Box of these rows.
-    """
-
-    full: tuple[int, ...]
+    full: tuple[int, ...]  # shape of the full tensor, in elements
     box: Box
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # results are plain tensors
 
 
 def make_row_shard(full: torch.Tensor, rank: int, size: int) -> RowShard:
-    """Return the rows of a tensor that a rank has.
-
-    Args:
-        full: The full tensor.
-        rank: Index of the rank.
-        size: Number of ranks.
-    """
+    """Return the rows of a tensor that a rank has."""
     box = chunk_box(tuple(full.shape), 0, size, rank)
     start, stop = box.offset[0], box.offset[0] + box.size[0]
     rows = full[start:stop].clone().as_subclass(RowShard)
@@ -60,13 +45,7 @@ def find_tensor_shards(tensor: torch.Tensor) -> TensorShards:
 
 
 def find_content(start: int, number: int, *, is_overwrite: bool = False) -> int:
-    """Return the number that identifies an attempt to save a step.
-
-    Args:
-        start: Number of the start of the job.
-        number: Number of the step.
-        is_overwrite: Whether the attempt overwrites the step that the same start has saved.
-    """
+    """Return the number that identifies an attempt to save a step."""
     return start * _STEPS + number + is_overwrite * _OVERWRITE
 
 
@@ -76,14 +55,7 @@ def find_start(content: int) -> int:
 
 
 def build_state(content: int, rank: int = 0, size: int = 1, *, is_sharded: bool = False) -> dict[str, Any]:
-    """Return the state that a rank saves.
-
-    Args:
-        content: Number that identifies one attempt to save; 0 for a state to load into.
-        rank: Index of the rank.
-        size: Number of ranks.
-        is_sharded: Whether the rank has only some of the rows.
-    """
+    """Return the state that a rank saves."""
     tensors = {
         name: make_row_shard(full, rank, size) if is_sharded and name in _SHARDED else full.clone()
         for name, full in _build_tensors(content).items()
@@ -92,11 +64,7 @@ def build_state(content: int, rank: int = 0, size: int = 1, *, is_sharded: bool 
 
 
 def read_content(state: Mapping[str, Any]) -> int:
-    """Return the number of the attempt that a state comes from.
-
-    Raises:
-        HistoryError: The values are not those of one attempt.
-    """
+    """Return the number of the attempt that a state comes from."""
     content = int(state["content"])
     expected = _build_tensors(content)
     if state.keys() != {*expected, "content"}:

@@ -17,32 +17,20 @@ import torch
 
 
 class Turns:
-    """Turns of greenlets of the thread that makes them, and runs them to their end.
-
-    Args:
-        is_measured: Whether the processor seconds of each runner are asked for, which takes time.
-
-    Attributes:
-        is_measured: As given.
-        counted_s: Processor seconds of the thread that greenlets have counted as theirs.
-    """
+    """Turns of greenlets of the thread that makes them, and runs them to their end."""
 
     def __init__(self, *, is_measured: bool = True) -> None:
-        self.is_measured = is_measured
+        self.is_measured = is_measured  # asking for processor seconds takes time
         self._hub = greenlet.getcurrent()
         self._first: Runner | None = None
-        self.counted_s = 0.0
+        self.counted_s = 0.0  # processor seconds of the thread that greenlets counted as theirs
 
     def start(self, run: Callable[[], None]) -> Runner:
         """Return a new runner, which calls a function when it takes over first."""
         return Runner(self, greenlet.greenlet(run, self._hub))
 
     def run_all(self, choose: Callable[[], Runner | None]) -> None:
-        """Run all to their end: one that has ended continues here.
-
-        Args:
-            choose: Returns the runner to continue at the start, and when the running one has ended; None at the end.
-        """
+        """Run all to their end: one that has ended continues here."""
         has_grad = torch.is_grad_enabled()
         self.counted_s = time.thread_time()
         chosen = choose()
@@ -60,21 +48,12 @@ class Turns:
 
 
 class Runner:
-    """A greenlet: it has its own context variables, and here its own answer to whether operations record gradients.
-
-    Args:
-        turns: Turns that it belongs to.
-        own: The greenlet.
-
-    Attributes:
-        resume: Function that continues it.
-        work_s: Processor seconds until it was measured last.
-    """
+    """A greenlet: it has its own context variables, and here its own answer to whether operations record gradients."""
 
     def __init__(self, turns: Turns, own: Any) -> None:
         self._turns, self._own = turns, own
-        self.resume: Callable[[], object] = own.switch
-        self.work_s = 0.0
+        self.resume: Callable[[], object] = own.switch  # continues it
+        self.work_s = 0.0  # processor seconds up to the last measurement
 
     def take_over(self, running: Runner) -> None:
         """Continue this one in place of the running one; return when that one is continued."""

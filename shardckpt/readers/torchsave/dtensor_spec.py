@@ -24,37 +24,28 @@ from shardckpt.errors import FormatError, UnsupportedError, escape
 
 DTENSOR, SHARDED_TENSOR = "DTensor", "ShardedTensor"
 
+# Class of the placement, the dimension that it splits (-1 for none), and its split factor.
 _Placement = tuple[str, int, int]
-"""Class of a placement, the dimension that it splits (-1 for none), and its split factor."""
 
+# For tensor dimensions with a stored order: the mesh dimensions that split them.
 _Orders = tuple[tuple[int, tuple[int, ...]], ...]
-"""Tensor dimensions with a stored order of the mesh dimensions that split them."""
 
 _MOST_RANKS = 1 << 24
 _DEEPEST = 4
+# Fields: shards, metadata, process group, sharding spec, and whether remote references exist.
 _SHARDED_STATE = 5
-"""Fields of the state: shards, metadata, process group, sharding spec, and whether remote references exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """A device mesh as stored by one rank.
+    """A device mesh as stored by one rank."""
 
-    Attributes:
-        sizes: Number of ranks in each dimension.
-        place: Coordinates of this rank; None if it is not in the mesh.
-        rank: Global rank; -1 if the mesh does not store it.
-        ranks: All ranks of the root mesh; empty if not stored.
-        steps: For each dimension, sizes and strides in `ranks` of its coordinate.
-        at: Index of this rank in `ranks`; -1 if it is not there.
-    """
-
-    sizes: Shape
-    place: Shape | None
-    rank: int
-    ranks: Shape
-    steps: tuple[tuple[tuple[int, int], ...], ...]
-    at: int
+    sizes: Shape  # ranks in each dimension
+    place: Shape | None  # this rank's coordinates; None if it is not in the mesh
+    rank: int  # global rank; -1 if the mesh does not store it
+    ranks: Shape  # all ranks of the root mesh; empty if not stored
+    steps: tuple[tuple[tuple[int, int], ...], ...]  # for each dimension: sizes and strides in `ranks`
+    at: int  # this rank's index in `ranks`; -1 if it is not there
 
     def rank_at(self, place: Sequence[int]) -> int:
         """Return the rank at given coordinates; -1 if the mesh does not store it."""
@@ -74,23 +65,15 @@ def _step(parts: Sequence[tuple[int, int]], coordinate: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Sharding of a tensor over a mesh.
+    """Sharding of a tensor over a mesh."""
 
-    Attributes:
-        shape: Shape of the tensor, in elements.
-        sizes: Sizes of the mesh.
-        mesh_dims: For each dimension of the tensor, the mesh dimensions that split it, in order.
-    """
-
-    shape: Shape
+    shape: Shape  # in elements
     sizes: Shape
+    # For each tensor dimension: the mesh dimensions that split it, in order.
     mesh_dims: tuple[tuple[int, ...], ...]
 
     def box(self, place: Sequence[int]) -> Box:
-        """Return the box at given coordinates.
-
-        Chunks are equal, except shorter or empty ones on the last ranks.
-        """
+        """Return the box at given coordinates. Chunks are equal, except shorter or empty ones on the last ranks."""
         offset, size = [], []
         for length, mesh_dims in zip(self.shape, self.mesh_dims, strict=True):
             start, n = 0, length
@@ -114,17 +97,11 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class ShardList:
-    """All shards of a ShardedTensor.
+    """All shards of a ShardedTensor."""
 
-    Attributes:
-        shape: Shape of the tensor, in elements.
-        boxes: Boxes of the shards.
-        owners: Rank of each shard; -1 if not stored.
-    """
-
-    shape: Shape
+    shape: Shape  # in elements
     boxes: tuple[Box, ...]
-    owners: tuple[int, ...] = field(compare=False)
+    owners: tuple[int, ...] = field(compare=False)  # each shard's rank; -1 if not stored
 
     def __str__(self) -> str:
         return f"{self.shape} in {len(self.boxes)} shards"
@@ -132,31 +109,18 @@ class ShardList:
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """The layout of one rank's shard in the full tensor, without its elements.
+    """The layout of one rank's shard in the full tensor, without its elements."""
 
-    Attributes:
-        kind: `DTensor` or `ShardedTensor`.
-        shape: Full shape, in elements.
-        dtype: Stored dtype; empty if only files of other ranks store it.
-        sharding: Sharding of the tensor; None for nested shards, which have no complete list.
-        mesh: Mesh of a DTensor.
-        rank: Global rank; -1 if not stored.
-        world: Number of all ranks; 0 if not stored.
-        place: Index of this rank in the group that shares a ShardedTensor.
-        parts: Number of ranks in that group.
-        refusal: Reason why the shard cannot be read; usually empty.
-    """
-
-    kind: str
+    kind: str  # `DTensor` or `ShardedTensor`
     shape: Shape
-    dtype: str
-    sharding: Grid | ShardList | None
-    mesh: Mesh | None = None
-    rank: int = -1
-    world: int = 0
-    place: int = 0
-    parts: int = 1
-    refusal: str = ""
+    dtype: str  # empty if only other ranks' files store it
+    sharding: Grid | ShardList | None  # None for nested shards, which have no complete list
+    mesh: Mesh | None = None  # only for a DTensor
+    rank: int = -1  # global rank; -1 if not stored
+    world: int = 0  # number of ranks; 0 if not stored
+    place: int = 0  # this rank's index in the group that shares a ShardedTensor
+    parts: int = 1  # ranks in that group
+    refusal: str = ""  # why the shard cannot be read; usually empty
 
     def list_parts(self) -> Iterator[tuple[Box, int]]:
         """Yield every part of the tensor with its rank; -1 if not stored."""
@@ -168,34 +132,22 @@ class ShardInfo:
 
 
 class ParsedShard(NamedTuple):
-    """One rank's shard of a tensor.
-
-    Attributes:
-        info: Layout of the shard.
-        local: Boxes of this rank, each with its local tensor.
-    """
+    """One rank's shard of a tensor."""
 
     info: ShardInfo
-    local: tuple[tuple[Box, TensorStub], ...] = ()
+    local: tuple[tuple[Box, TensorStub], ...] = ()  # this rank's boxes and local tensors
 
 
 class ShardParser:
-    """Parser of the DTensors and ShardedTensors of one file.
-
-    Keeps its meshes, and the layouts of its DTensors: most tensors of a model have one of a few.
-    """
+    """Parser of the DTensors and ShardedTensors of one file."""
 
     def __init__(self) -> None:
+        # Most tensors of a model share a few meshes and layouts.
         self._meshes: dict[int, tuple[InstanceStub, Mesh]] = {}
         self._layouts: dict[object, tuple[ShardInfo, Box | None]] = {}
 
     def parse(self, value: InstanceStub) -> ParsedShard:
-        """Parse a DTensor or a ShardedTensor.
-
-        Raises:
-            FormatError: The value contradicts itself, or has a form that no writer uses.
-            UnsupportedError: The form is not supported.
-        """
+        """Parse a DTensor or a ShardedTensor."""
         try:
             if value.name.rpartition(".")[2] == DTENSOR:
                 return self._dtensor(value)
@@ -317,10 +269,7 @@ def _class(placement: object) -> str:
 
 
 def _parse_placement(placement: object) -> _Placement:
-    """Return the class of a placement, the dimension that it splits, and the parts before it.
-
-    The dimension is -1 for none.
-    """
+    """Return a placement's class, the dimension that it splits (-1 for none), and the parts before it."""
     name = _class(placement)
     fields = _fields(placement)
     if "dim" not in fields:
@@ -354,11 +303,9 @@ def _mesh_dims_by_dim(
     placements: Sequence[_Placement],
     orders: _Orders,
 ) -> tuple[tuple[int, ...], ...]:
-    """Return, for each tensor dimension, the mesh dimensions that split it, in order.
-
-    Mesh dimensions split from left to right. A strided one splits after mesh dimensions to its right, whose number of
-    parts is its split factor (FSDP over tensor parallelism).
-    """
+    """Return, for each tensor dimension, the mesh dimensions that split it, in order."""
+    # Mesh dimensions split from left to right. A strided one splits after those to its right; its split factor is their
+    # number of parts (FSDP over tensor parallelism).
     found: list[list[int]] = [[] for _ in range(ndim)]
     for mesh_dim in reversed(range(len(placements))):
         name, dim, before = placements[mesh_dim]

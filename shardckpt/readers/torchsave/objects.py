@@ -17,8 +17,7 @@ from shardckpt.storage.store import Store, read_bytes
 _MAX_OBJECT_BYTES = 1 << 28
 _LIMITS = Limits(nbytes=_MAX_OBJECT_BYTES)
 _FREE_DECODED_BYTES, _DECODED_FACTOR = 4 << 20, 16
-_DECODED_COST = 8
-"""Maximum expansion of a compressed object, and budget cost of each byte beyond those of the file."""
+_DECODED_COST = 8  # maximum expansion of a compressed object; also the budget cost of each byte beyond the file's
 
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PREFIX = 3
@@ -37,21 +36,7 @@ _SCALARS = {
 
 
 def read_object(store: Store, file: str, layout: Span | Encoded, budget: ReadBudget | None = None) -> object:
-    """Return the value of an object that torch saved: an archive or a pickle.
-
-    A bytes stream becomes bytes and a one-element tensor a number; a larger tensor stays a `TensorStub`, an instance an
-    `InstanceStub`.
-
-    Args:
-        store: Store of the file.
-        file: Name of the file.
-        layout: Location of the object's bytes in the file.
-        budget: Budget for reading; None for the default budget of the object's size.
-
-    Raises:
-        UnsafeError: The object contains a name that could run code, or is larger than the limit.
-        FormatError: The object is damaged, or has another format.
-    """
+    """Return the value of an object that torch saved: an archive or a pickle."""
     where = f"{store.url}/{file}, object at byte {layout.offset}"
     budget = ReadBudget(layout.nbytes) if budget is None else budget
     raw = _bytes(store, file, layout, where)
@@ -104,11 +89,7 @@ def _read_archive(raw: bytes, where: str, budget: ReadBudget) -> object:
 
 
 class _Plain:
-    """Replaces streams and one-element tensors; shared values once.
-
-    Args:
-        storages: Key to bytes of the storages in the archive.
-    """
+    """Turns a bytes stream into bytes and a one-element tensor into a number; other stubs stay. Shared values once."""
 
     def __init__(self, storages: dict[str, bytes]) -> None:
         self._storages = storages

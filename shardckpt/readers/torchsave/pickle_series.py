@@ -26,31 +26,22 @@ from shardckpt.errors import FormatError, ShardckptError
 
 __all__ = ["PickleSeries"]
 
+# Bytes that may differ: in any pickle, one per so many bytes, and at most. A hole costs as much as some dozen bytes.
 _FEW_HOLES, _BYTES_PER_HOLE, _MOST_HOLES = 64, 64, 1 << 16
-"""Bytes that may differ in any pickle, bytes of a larger pickle for each of them, and the most.
 
-A hole costs as much as some dozen bytes.
-"""
+_MOST_TRIES = 6  # skeletons to make; each costs more than a pickle
 
-_MOST_TRIES = 6
-"""Skeletons that are made; each costs more than a pickle."""
-
+# Opcodes: a one-byte integer, a text, and the mark for a hole, which no pickle has.
 _ONE_BYTE, _TEXT, _HOLE = 0x4B, 0x58, 0x01
-"""Opcodes of an integer of one byte, of a text, and the one that stands for them where a hole is; no pickle has it."""
 
-_SHORT = 16
-"""Bytes of a text that may differ: names of devices, such as `cuda:3`."""
+_SHORT = 16  # bytes of a text that may differ, such as the device name `cuda:3`
 
 _FOUR_BYTES = Struct("<I").unpack_from
 _DEVICE = ALLOWED.find("torch", "device")
 
 
 class Hole:
-    """A number that differs between pickles; anything that looks at its value is an error.
-
-    Args:
-        read: Returns the value in the bytes of a pickle.
-    """
+    """A number that differs between pickles; anything that looks at its value is an error."""
 
     __slots__ = ("read",)
 
@@ -76,51 +67,29 @@ _NO_STORAGES = _HOLES | _NESTED | {TensorStub}
 
 @dataclass(frozen=True, slots=True)
 class _Skeleton:
-    """The result of a pickle with holes.
+    """The result of a pickle with holes."""
 
-    Attributes:
-        masked: The pickle with zeros at the holes.
-        places: Offsets of the bytes that may differ.
-        value: The result.
-        holes: The holes.
-        changed: Ids of the containers with holes in them, at any depth.
-        left: Budget that was left before.
-        cost: Budget that the pickle spent.
-    """
-
-    masked: bytes
-    places: frozenset[int]
+    masked: bytes  # the pickle, with zeros in the holes
+    places: frozenset[int]  # offsets that may differ
     value: object
     holes: list[Hole]
-    changed: frozenset[int]
-    left: int
-    cost: int
+    changed: frozenset[int]  # ids of containers with holes, at any depth
+    left: int  # budget before the pickle
+    cost: int  # budget spent
 
     def fits(self, raw: bytes, budget: ReadBudget) -> bool:
         """Return True if a pickle has the bytes of this one outside of the holes, and no smaller budget."""
         return budget.left >= self.left and len(raw) == len(self.masked) and _mask(raw, self.places) == self.masked
 
     def fill(self, raw: bytes) -> object:
-        """Return the result of another pickle; containers without holes are shared.
-
-        Raises:
-            UnicodeError: A text of the pickle is malformed.
-        """
+        """Return the result of another pickle; containers without holes are shared."""
         for hole in self.holes:
             hole.read(raw)  # the result may lack a malformed text
         return _Filler(raw, self.changed).fill(self.value)
 
 
 class _HoleMachine(Machine):
-    """Interpreter of a pickle with holes.
-
-    Args:
-        data: Bytes of the pickle, with the opcode of a hole at each of them.
-        holes: Position after that opcode to the end of its instruction, and the hole.
-        persistent: Resolves persistent ids.
-        limits: Limits of the pickle.
-        budget: Budget for reading.
-    """
+    """Interpreter of a pickle with holes."""
 
     atoms = Machine.atoms | {TextHole}
     sized = (*Machine.sized, TextHole)
@@ -169,14 +138,7 @@ _HoleMachine.table = [_take_hole if code == _HOLE else step for code, step in en
 def load_holes(
     data: bytes, places: Iterable[int], *, persistent: Persistent | None, limits: Limits, budget: ReadBudget
 ) -> tuple[object, list[Hole]]:
-    """Return the object of a pickle with a `Hole` in place of each integer and text that has a byte of `places`.
-
-    Returns:
-        The object, and all holes: the object may lack some.
-
-    Raises:
-        ShardckptError: The pickle is refused, a place is not in such a value, or the result depends on the value.
-    """
+    """Return a pickle's object, with a `Hole` for each integer and text at `places`, and all holes."""
     marked, holes = bytearray(data), {}
     for place in places:
         start, end, hole = _find_hole(data, place)
@@ -186,14 +148,12 @@ def load_holes(
     value = machine.run(0)
     if machine.holes:
         raise _differs()
-    return value, [hole for _, hole in holes.values()]
+    return value, [hole for _, hole in holes.values()]  # the object may lack some
 
 
 def _find_hole(data: bytes, place: int) -> tuple[int, int, Hole]:
-    """Return start, end and hole of the integer of one byte, or of the short text, that may have the byte at `place`.
-
-    Bytes of a text may look like opcodes: only the interpreter knows whether an instruction begins at `start`.
-    """
+    """Return start, end and hole of the one-byte integer or short text that may have the byte at `place`."""
+    # A text's bytes may look like opcodes: only the interpreter knows whether an instruction starts at `start`.
     if data[place - 1] == _ONE_BYTE:
         return place - 1, place + 1, Hole(lambda raw: raw[place])
     for start in range(max(0, place - 4 - _SHORT), place - 4):
@@ -212,15 +172,10 @@ def _differs() -> FormatError:
 
 
 class PickleSeries:
-    """Reads one pickle after another.
-
-    Args:
-        persistent: Returns what resolves the persistent ids of one pickle, by their values alone.
-        limits: Limits of each pickle; its result is searched recursively, so that the depth must be limited.
-    """
+    """Reads one pickle after another."""
 
     def __init__(self, persistent: Callable[[], Persistent], limits: Limits) -> None:
-        if not limits.depth:
+        if not limits.depth:  # results are searched recursively
             raise ValueError("limits.depth must be at least 1, got 0")
         self._persistent = persistent
         self._limits = limits
@@ -280,13 +235,7 @@ def _mask(raw: bytes, places: Iterable[int]) -> bytes:
 
 
 def _find_changed(value: object, known: dict[int, bool]) -> bool:
-    """Return True if a value is a hole or contains one; note it for each container.
-
-    The pickle reader has limited the depth.
-
-    Raises:
-        FormatError: A hole is where it cannot be filled.
-    """
+    """Return True if a value is a hole or contains one; note it for each container. `Limits` bound the recursion."""
     kind = value.__class__
     if kind is TensorStub and value.storage.__class__ in _NO_STORAGES:  # type: ignore[attr-defined]
         raise FormatError("a tensor of no storage")
@@ -314,12 +263,7 @@ def _split(value: object) -> tuple[Iterable[object], Iterable[object]]:
 
 
 class _Filler:
-    """Copies a result, with the values of a pickle in its holes.
-
-    Args:
-        raw: The pickle.
-        changed: Ids of the containers that are copied.
-    """
+    """Copies a result, with the values of a pickle in its holes."""
 
     def __init__(self, raw: bytes, changed: frozenset[int]) -> None:
         self._raw = raw

@@ -44,31 +44,25 @@ from shardckpt.readers.torchsave.unreadable import UnreadableTensor
 from shardckpt.storage.store import Read, Store, read_bytes
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-"""Common suffixes of `torch.save` files."""
 
+# Files in a `transformers` folder that contain only a configuration object.
 CONFIGURATION = frozenset({"training_args.bin"})
-"""Files of a `transformers` folder that contain only a configuration object."""
 
 _MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 _MAGIC = b"\x8a\n" + _MAGIC_NUMBER.to_bytes(10, "little") + b"."
 _LEGACY_VERSION = 1001
 _LIMITS = Limits(nbytes=1 << 29)
+# Bytes to read first from a file whose pickles have an unknown length, by `is_local`.
 _FIRST_FRONT_BYTES = {True: 1 << 12, False: 1 << 16}
-"""Bytes read first of a file whose pickles have an unknown length, local and remote."""
 
 _TAR_MAGIC_AT = 257
 
 
 @dataclass(frozen=True, slots=True)
 class _ZipContainer:
-    """The storages of a zip container.
+    """The storages of a zip container."""
 
-    Attributes:
-        entries: Key of a storage to its entry.
-        where: Name of the file, for messages.
-    """
-
-    entries: Mapping[str, ZipEntry]
+    entries: Mapping[str, ZipEntry]  # entries by storage key
     where: str
 
     def storage_bytes(self, ref: StorageRef) -> int:
@@ -92,16 +86,10 @@ class _ZipContainer:
 
 @dataclass(frozen=True, slots=True)
 class _LegacyContainer:
-    """The storages of a legacy container.
+    """The storages of a legacy container."""
 
-    Attributes:
-        roots: Key to the storage as first named; the file stores its element count.
-        starts: Key to the offset of the element count.
-        where: Name of the file, for messages.
-    """
-
-    roots: Mapping[str, StorageRef]
-    starts: Mapping[str, int]
+    roots: Mapping[str, StorageRef]  # storages by key as first named; the file stores their element counts
+    starts: Mapping[str, int]  # offset of each element count, by key
     where: str
 
     def storage_bytes(self, ref: StorageRef) -> int:
@@ -125,15 +113,7 @@ class _OpenedFiles:
 
 
 class TorchReader(Reader):
-    """Reader of `torch.save` files.
-
-    Args:
-        store: Store of the files.
-        manifest: Manifest of the files.
-        archives: File name to its open archive, for zip containers.
-        notes: Metadata of LOCAL states in the files.
-        shards: Path in the manifest to the layout of the rank's shard there.
-    """
+    """Reader of `torch.save` files."""
 
     def __init__(
         self,
@@ -169,11 +149,7 @@ class TorchReader(Reader):
         return TorchReader(self.store, manifest, self._archives)
 
     def resolve(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Locate the storages of the pieces, in one batch of reads, and compare replicas that may differ.
-
-        Raises:
-            OverlapError: Replicas differ.
-        """
+        """Locate the storages of the pieces, in one batch of reads, and compare replicas that may differ."""
         return resolve_replicas(self, pieces, self._resolve)
 
     def _resolve(self, pieces: Sequence[Piece]) -> list[Piece]:
@@ -255,11 +231,7 @@ def _make_layout(view: View, start: int, nbytes: int, piece: Piece) -> Span | St
 
 
 def looks_like_torch(head: bytes) -> bool:
-    """Return True if a file's first bytes are those of a torch container.
-
-    Args:
-        head: First bytes of the file, at least a few hundred if the file has them.
-    """
+    """Return True if `head`, a file's first few hundred bytes, starts a torch container."""
     if head.startswith(LOCAL_SIGNATURE):
         length = int.from_bytes(head[26:28], "little")
         return head[30 : 30 + length].endswith(b"/data.pkl")
@@ -274,18 +246,7 @@ def open_files(
     *,
     allow_shards: bool = False,
 ) -> TorchReader:
-    """Open files of `torch.save` as one checkpoint, with reads in batches.
-
-    Args:
-        store: Store of the files.
-        sizes: File name to size in bytes.
-        prefixes: File name to the prefix of its paths.
-        format_name: Name of the format, for the manifest.
-        allow_shards: Whether to accept rank shards, which are merged later; else they are rejected.
-
-    Raises:
-        CheckpointError: A file is damaged, rejected, or of an unsupported kind.
-    """
+    """Open files of `torch.save` as one checkpoint, with reads in batches."""
     opened = _OpenedFiles()
     zips = _zips(store, sizes)
     pickles = _zip_pickles(store, {f: sizes[f] for f in zips}, opened)
@@ -376,10 +337,7 @@ def _root(archive: ZipArchive, where: str) -> str:
 
 
 def _add_pickles(store: Store, file: str, size: int, prefix: Path, tree: StateTree) -> None:
-    """Add a file that is not a zip archive.
-
-    Reads a growing part of it, since storages may follow the pickles.
-    """
+    """Add a file that is not a zip archive. Reads a growing part, since storages may follow the pickles."""
     where = f"{store.url}/{file}"
     front = min(_FIRST_FRONT_BYTES[store.capabilities.is_local], size)
     spent = 0  # the cost of parsing a short part counts for the longer one too
@@ -413,10 +371,7 @@ def _refuse_tar(raw: bytes, where: str) -> None:
 
 
 def _parse(raw: bytes, where: str, budget: ReadBudget) -> tuple[object, _LegacyContainer | None, int]:
-    """Parse the pickles at a file's start; return object, storages and their end.
-
-    The end is that of the last pickle.
-    """
+    """Parse the pickles at a file's start; return the object, its storages and the end of the file's content."""
     storages = Storages()
     first, at = load_at(raw, 0, where=where, persistent=storages, limits=_LIMITS, budget=budget)
     if first != _MAGIC_NUMBER:

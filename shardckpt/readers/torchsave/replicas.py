@@ -52,21 +52,14 @@ class Replicas(NamedTuple):
 
 
 def join_replicas(tensor: str, dtype: str, pieces: Iterable[Piece]) -> Piece:
-    """Return the first of several pieces with one box.
-
-    If the elements of others may differ, they are compared when the result is resolved.
-
-    Args:
-        tensor: Dotted path of the tensor, for messages.
-        dtype: Stored dtype.
-        pieces: Pieces of several files, at least one.
-    """
+    """Return the first of several pieces with one box."""
     first, *others = dict.fromkeys(pieces)
     key = _content_key(first)
     others = [piece for piece in others if first.box.volume and (key is None or _content_key(piece) != key)]
     if not others:
         return first
     detail = Replicas(tensor, dtype, (first, *others))
+    # The others may have different elements: they are compared when the result is resolved.
     return first._replace(layout=Lazy(first.layout.offset, first.layout.nbytes, detail))
 
 
@@ -85,16 +78,7 @@ def find_replicas(piece: Piece) -> Replicas | None:
 def resolve_replicas(
     reader: Reader, pieces: Sequence[Piece], resolve: Callable[[Sequence[Piece]], list[Piece]]
 ) -> list[Piece]:
-    """Return resolved pieces, after a comparison of replicas that may differ.
-
-    Args:
-        reader: Reader whose store has the files.
-        pieces: Pieces to resolve.
-        resolve: Resolves pieces without replicas, in one batch.
-
-    Raises:
-        OverlapError: Replicas differ.
-    """
+    """Return resolved pieces, after a comparison of replicas that may differ."""
     resolved = iter(resolve([each for piece in pieces for each in list_replicas(piece)]))
     results = []
     for piece in pieces:
@@ -133,22 +117,14 @@ def _full_checksum(piece: Piece, dtype: str) -> int | None:
 
 
 def combine_values(path: Path, values: Iterable[tuple[str, object]]) -> object:
-    """Return the one value of several files.
-
-    Equal values are one. Param groups with names are merged, since pipeline stages have other parameters. Others become
-    a `PerRankValue`, an error where the value is needed.
-
-    Args:
-        path: Path of the value.
-        values: File and value of each rank, in rank order; at least one.
-    """
+    """Combine the values of several files into one; a `PerRankValue` if they differ."""
     remaining = iter(values)
     file, first = next(remaining)
     odd = next(((other, value) for other, value in remaining if not is_same(value, first)), None)
     if odd is None:
         return first
     merged = None
-    if path[-1:] == (GROUPS,):
+    if path[-1:] == (GROUPS,):  # pipeline stages have different parameters
         distinct = [first, odd[1]]
         for _, value in remaining:
             if not any(is_same(value, known) for known in distinct):

@@ -8,33 +8,22 @@ from shardckpt.dtypes import bits, is_known
 from shardckpt.encodings.pickle_reader import StorageType
 from shardckpt.errors import FormatError, UnsupportedError
 
+# Record that marks tensors in another order than the model's, such as from a sorted source. Torch ignores it.
 UNORDERED = ".shardckpt-unordered"
-"""Record of a zip container whose tensors are not in the order of the model, such as those of a sorted source.
 
-Torch ignores it.
-"""
-
-MOST_ELEMENTS = 1 << 60
-"""Maximum elements of a tensor or storage: more than any machine holds."""
+MOST_ELEMENTS = 1 << 60  # elements in a tensor or storage: more than any machine holds
 
 _QUANTISED_BYTES = {"quint8": 1, "qint8": 1, "qint32": 4, "quint4x2": 1, "quint2x4": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class StorageRef:
-    """A storage that a pickle refers to.
+    """A storage that a pickle refers to."""
 
-    Attributes:
-        key: Key in the container.
-        dtype: Dtype of the counted elements.
-        count: Number of elements.
-        base: Elements of that dtype before it, for a view of another storage (files from before torch 0.4).
-    """
-
-    key: str
-    dtype: str
+    key: str  # in the container
+    dtype: str  # of the counted elements
     count: int
-    base: int = 0
+    base: int = 0  # elements before it, for a view of another storage (before torch 0.4)
 
 
 class Storages:
@@ -44,11 +33,7 @@ class Storages:
         self.found: dict[str, StorageRef] = {}
 
     def __call__(self, key: object) -> object:
-        """Return the storage of a persistent id.
-
-        Raises:
-            FormatError: The id has a form that torch does not write.
-        """
+        """Return the storage of a persistent id."""
         if not isinstance(key, tuple) or len(key) not in (5, 6) or _decode_name(key[0]) != "storage":
             raise FormatError("the pickle refers to something that is not a storage", found=key)
         kind, name, count = key[1], _decode_name(key[2]), key[4]
@@ -62,10 +47,7 @@ class Storages:
 
 
 def _slice_storage(root: StorageRef, part: object) -> StorageRef:
-    """Return a part of a storage, as named by files from before torch 0.4.
-
-    The name is `(key, first element, elements)`.
-    """
+    """Return the part that `(key, first element, elements)` names, in files from before torch 0.4."""
     if (
         not isinstance(part, tuple)
         or len(part) != 3
@@ -81,11 +63,7 @@ def _decode_name(name: object) -> object:
 
 
 def element_bytes(dtype: str) -> int:
-    """Return the bytes of one element of a storage's dtype.
-
-    Raises:
-        UnsupportedError: The dtype is unknown.
-    """
+    """Return the bytes of one element of a storage's dtype."""
     if dtype in _QUANTISED_BYTES:
         return _QUANTISED_BYTES[dtype]
     if is_known(dtype) and bits(dtype) % 8 == 0:
@@ -94,11 +72,7 @@ def element_bytes(dtype: str) -> int:
 
 
 def require_little(order: bytes, where: str) -> None:
-    """Require that the content of a `byteorder` record is `little`.
-
-    Raises:
-        UnsupportedError: The byte order is another.
-    """
+    """Require that the content of a `byteorder` record is `little`."""
     if order != b"little":
         raise big_endian_error(where, order[:16].decode("ascii", "replace"))
 

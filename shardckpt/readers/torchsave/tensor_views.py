@@ -28,11 +28,10 @@ _TENSOR_LIKE = {
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": "a tensor of an accelerator outside of torch",
     "torch.storage._load_from_bytes": "a tensor that was pickled without torch.save",
 }
+# Key under which `shardckpt.state` stores a state's metadata, and the kind of rank states.
 _NOTE, _LOCAL = "shardckpt", "LOCAL"
-"""Key under which `shardckpt.state` stores the metadata of a state, and its kind for rank states."""
 
-_KEY_CHARACTERS = 4
-"""Characters that a numeric key counts in a path."""
+_KEY_CHARACTERS = 4  # characters that a numeric key adds to a path
 
 _SHARDED = (f".{DTENSOR}", f".{SHARDED_TENSOR}")
 _NO_STORAGE = "a tensor whose storage is not in the file"
@@ -41,17 +40,11 @@ _SAVE_PLAIN = "Leave it out with --exclude, or save its state dict or its values
 
 
 class View(NamedTuple):
-    """The layout of a tensor in its storage.
+    """The layout of a tensor in its storage."""
 
-    Attributes:
-        start: Elements from the start of the storage.
-        strides: Elements between neighbors in each dimension; None for contiguous row-major.
-        width: Bytes of an element.
-    """
-
-    start: int
-    strides: Shape | None
-    width: int
+    start: int  # elements from the start of the storage
+    strides: Shape | None  # elements between neighbors in each dimension; None for contiguous row-major
+    width: int  # bytes per element
 
 
 class ZipView(NamedTuple):
@@ -71,30 +64,15 @@ class ZipView(NamedTuple):
 
 
 class LegacyView(NamedTuple):
-    """Details of a `Lazy` layout in a legacy container.
+    """Details of a `Lazy` layout in a legacy container."""
 
-    Attributes:
-        elements: Expected element count, in the 8 bytes before the storage.
-        nbytes: Bytes of the storage.
-        view: View of the storage.
-    """
-
-    elements: int
+    elements: int  # expected element count, in the 8 bytes before the storage
     nbytes: int
     view: View
 
 
 def slice_layout(layout: Lazy, first: int, size: Shape, order: Sequence[int] = ()) -> Lazy:
-    """Return the layout of a box of elements of a 1-D tensor.
-
-    The layout of an unreadable tensor is unchanged.
-
-    Args:
-        layout: Layout of the tensor.
-        first: Index of the first element.
-        size: Size of the box.
-        order: Dimensions of the box from the slowest to the fastest in memory; empty means row-major.
-    """
+    """Return the layout of a box in a 1-D tensor, from element `first`; that of an unreadable tensor is unchanged."""
     detail = layout.detail
     if not isinstance(detail, ZipView | LegacyView):
         return layout
@@ -110,19 +88,12 @@ def slice_layout(layout: Lazy, first: int, size: Shape, order: Sequence[int] = (
 
 
 class RankNote(NamedTuple):
-    """Metadata of a LOCAL state of `shardckpt.state`: its rank and its layout.
+    """Metadata of a LOCAL state of `shardckpt.state`: its rank and its layout."""
 
-    Attributes:
-        file: File that contains it, relative to the store.
-        prefix: Prefix of the paths of that file.
-        root: Full path of the state.
-        fields: Unchecked content.
-    """
-
-    file: str
+    file: str  # relative to the store
     prefix: Path
-    root: Path
-    fields: Mapping[object, object]
+    root: Path  # the state's full path
+    fields: Mapping[object, object]  # unchecked
 
 
 class Container(Protocol):
@@ -137,42 +108,19 @@ class Container(Protocol):
 
 @dataclass(slots=True)
 class StateTree:
-    """Tensors and values of one or several files, by path.
+    """Tensors and values of one or several files, by path."""
 
-    Attributes:
-        tensors: Arrays in saved order.
-        objects: Other values.
-        aliases: Tied array to the first array with the same elements.
-        warnings: Oddities, one sentence each.
-        notes: Metadata of LOCAL states.
-        shards: Layouts of rank shards, without their elements.
-    """
-
-    tensors: dict[Path, TensorEntry] = field(default_factory=dict)
+    tensors: dict[Path, TensorEntry] = field(default_factory=dict)  # in saved order
     objects: dict[Path, ObjectEntry] = field(default_factory=dict)
-    aliases: dict[Path, Path] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
+    aliases: dict[Path, Path] = field(default_factory=dict)  # tied array to the first one with the same elements
+    warnings: list[str] = field(default_factory=list)  # one sentence each
     notes: list[RankNote] = field(default_factory=list)
-    shards: dict[Path, ShardInfo] = field(default_factory=dict)
+    shards: dict[Path, ShardInfo] = field(default_factory=dict)  # without their elements
 
     def add(
         self, value: object, file: str, prefix: Path, container: Container | None, where: str, budget: ReadBudget
     ) -> None:
-        """Add the content of the object of one file.
-
-        Args:
-            value: Object of the file.
-            file: File name relative to the store.
-            prefix: Prefix of the file's paths.
-            container: Storages of the file; None for a plain pickle.
-            where: Name of the file, for messages.
-            budget: Budget for reading the file.
-
-        Raises:
-            FormatError: A view exceeds its storage, two keys have the same text, or a shard contradicts itself.
-            UnsafeError: The budget is exceeded.
-            UnsupportedError: A shard has an unsupported form.
-        """
+        """Add the content of the object of one file."""
         if not isinstance(value, dict | list | tuple):
             prefix = (*prefix, "tensor" if _is_tensor(value) else "object")
         self.notes += [RankNote(file, prefix, root, fields) for root, fields in _local_states(value, prefix)]
@@ -180,15 +128,7 @@ class StateTree:
 
 
 class _TreeBuilder:
-    """Adds the object of one file to a `StateTree`.
-
-    Args:
-        tree: Tree that receives the content.
-        file: File name relative to the store.
-        container: Storages of the file.
-        where: Name of the file, for messages.
-        budget: Budget for reading the file.
-    """
+    """Adds the object of one file to a `StateTree`."""
 
     def __init__(self, tree: StateTree, file: str, container: Container | None, where: str, budget: ReadBudget) -> None:
         self._tree, self._file, self._container, self._where = tree, file, container, where
@@ -199,11 +139,9 @@ class _TreeBuilder:
         self._shards = ShardParser()
 
     def visit(self, value: object, path: Path, length: int) -> None:
-        """Add a value and its content under a path of `length` characters.
-
-        The pickle reader has limited its depth. Path characters count for each value, since a hostile file may have one
-        long key and many values below it.
-        """
+        """Add a value and its content under a path of `length` characters."""
+        # The recursion ends: the pickle reader has limited the depth. Path characters count for each value, since a
+        # hostile file may have one long key and many values below it.
         if _is_tensor(value) or (isinstance(value, InstanceStub) and self._holds_tensor(value)):
             self._budget.spend_tensor(length)
             self._put_tensor(value, path)
@@ -218,10 +156,7 @@ class _TreeBuilder:
             self._tree.objects[path] = ObjectEntry(path, value)
 
     def _holds_tensor(self, value: object) -> bool:
-        """Return True if a value contains a tensor, at any depth.
-
-        Each container is searched once.
-        """
+        """Return True if a value contains a tensor, at any depth. Each container is searched once."""
         if _is_tensor(value) or not isinstance(value, dict | list | tuple | InstanceStub):
             return _is_tensor(value)
         known = self._holding.get(id(value))
@@ -234,14 +169,11 @@ class _TreeBuilder:
         return known
 
     def _named(self, value: dict[object, object], path: Path) -> Iterator[tuple[str | int, object]]:
-        """Yield the items of a dict, each with the part of a path that its key becomes.
-
-        What has an instance as its key, such as a member of an enum, has no known name, and cannot be read.
-        """
+        """Yield the items of a dict, each with the part of a path that its key becomes."""
         seen: set[str | int] = set()
         for key, inner in value.items():
             name = key if type(key) is str or type(key) is int else _spell_key(key)
-            if _holds_instance(key):
+            if _holds_instance(key):  # such as an enum member: it has no known name, so its value cannot be read
                 name = f"{name} {len(seen)}" if name in seen else name
                 inner = InstanceStub(_UNNAMED, items=[inner])
                 self._hidden.append(inner)

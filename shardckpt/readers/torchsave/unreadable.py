@@ -12,19 +12,12 @@ LEAVE_OUT = "Leave it out with --exclude, or save it dense."
 
 
 class UnreadableTensor(NamedTuple):
-    """Marks a tensor of an unsupported kind.
+    """Marks a tensor of an unsupported kind."""
 
-    Attributes:
-        path: Path in the saved state.
-        kind: Description of the kind, for messages.
-        fix: Action that the reader of the message can take.
-        is_value: Whether it is a value with tensors in it, such as a module, and no tensor itself.
-    """
-
-    path: Path
-    kind: str
-    fix: str = LEAVE_OUT
-    is_value: bool = False
+    path: Path  # in the saved state
+    kind: str  # for messages
+    fix: str = LEAVE_OUT  # what the user can do
+    is_value: bool = False  # a value that contains tensors, such as a module
 
     def content_key(self) -> Hashable:
         """Return one key for all: none of them can be read."""

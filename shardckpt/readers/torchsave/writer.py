@@ -22,8 +22,7 @@ from shardckpt.errors import UnsupportedError
 from shardckpt.manifest import Path, dotted
 from shardckpt.readers.torchsave.storages import UNORDERED
 
-ALIGNMENT = 64
-"""Alignment of storages in the archive, in bytes."""
+ALIGNMENT = 64  # of storages in the archive, in bytes
 
 _LOCAL = Struct("<4sHHHHHIIIHH")
 _CENTRAL = Struct("<4sHHHHHHIIIHHHHHII")
@@ -34,10 +33,9 @@ _STREAMED, _UTF8 = 0x0008, 0x0800
 _VERSION, _VERSION64 = 20, 45
 _FULL, _FULL16 = 0xFFFFFFFF, 0xFFFF
 _ZIP64 = 1
-_PADDING = b"FB"
-"""Id of the extra field that torch uses for padding."""
+_PADDING = b"FB"  # id of the extra field that torch uses for padding
 
-_STORAGES = {
+_STORAGES = {  # dtypes with their own storage class
     "bfloat16": "BFloat16Storage",
     "bool": "BoolStorage",
     "complex64": "ComplexFloatStorage",
@@ -51,8 +49,8 @@ _STORAGES = {
     "int64": "LongStorage",
     "uint8": "ByteStorage",
 }
-"""Dtypes with a storage class of their own."""
 
+# Dtypes without a storage class: the tensor stores its dtype next to a byte storage.
 _UNTYPED = frozenset(
     {
         *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
@@ -60,21 +58,14 @@ _UNTYPED = frozenset(
         *("complex32", "bcomplex32", "uint16", "uint32", "uint64"),
     }
 )
-"""Dtypes without a storage class: the tensor stores its dtype beside a byte storage."""
 
-TYPES = frozenset(_STORAGES) | _UNTYPED
-"""Dtypes of tensors that can be written, in torch's spelling."""
+TYPES = frozenset(_STORAGES) | _UNTYPED  # writable dtypes, in torch's spelling
 
 
 class Storage(NamedTuple):
-    """Bytes of one or several tensors.
+    """Bytes of one or several tensors."""
 
-    Attributes:
-        dtype: Dtype of the elements, in torch's spelling.
-        elements: Number of elements.
-    """
-
-    dtype: str
+    dtype: str  # in torch's spelling
     elements: int
 
     @property
@@ -84,21 +75,13 @@ class Storage(NamedTuple):
 
 
 class TensorValue(NamedTuple):
-    """A tensor in a value to write.
+    """A tensor in a value to write."""
 
-    Attributes:
-        storage: Index of its storage; tied tensors share one.
-        dtype: Dtype of the elements, in torch's spelling.
-        shape: Shape in elements.
-        start: Elements from the start of the storage to the first element.
-        steps: Elements between neighbors in each dimension; None for contiguous row-major.
-    """
-
-    storage: int
-    dtype: str
+    storage: int  # index; tied tensors share one
+    dtype: str  # in torch's spelling
     shape: Shape
-    start: int = 0
-    steps: Shape | None = None
+    start: int = 0  # elements from the start of the storage to the first element
+    steps: Shape | None = None  # elements between neighbors in each dimension; None for contiguous row-major
 
 
 class _Record(NamedTuple):
@@ -127,31 +110,16 @@ class _Record(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TorchArchive:
-    """A planned file of `torch.save`, complete except for its checksums.
+    """A planned file of `torch.save`, complete except for its checksums."""
 
-    Attributes:
-        records: Entries in order.
-        nbytes: Size of the file in bytes.
-    """
-
-    records: tuple[_Record, ...]
+    records: tuple[_Record, ...]  # in file order
     nbytes: int
 
 
 def plan_archive(
     value: object, storages: Sequence[Storage] = (), *, root: str = "archive", keeps_order: bool = True
 ) -> TorchArchive:
-    """Plan the offsets of all bytes of a file.
-
-    Args:
-        value: Value that `torch.load` will return: plain values, containers, and `TensorValue`s.
-        storages: Storages of the tensors; pass their bytes to `ArchiveWriter` in this order.
-        root: Root folder in the archive.
-        keeps_order: Whether the tensors are in the order of the model, which readers rely on.
-
-    Raises:
-        UnsupportedError: Torch cannot load a value or tensor of this type; the message names its path.
-    """
+    """Plan a file's layout. Pass the storages' bytes to `ArchiveWriter` in the order of `storages`."""
 
     def special(each: object, path: Path) -> object:
         return _tensor(each, storages, path) if isinstance(each, TensorValue) else _plain(each, path)
@@ -231,12 +199,7 @@ def _plain(value: object, path: Path) -> object:
 
 
 class ArchiveWriter:
-    """Writer of an archive from the bytes of its storages, in pieces of any size.
-
-    Args:
-        archive: Result of `plan_archive`.
-        write: Appends bytes to the file.
-    """
+    """Writer of an archive from the bytes of its storages, in pieces of any size."""
 
     def __init__(self, archive: TorchArchive, write: Callable[[bytes | bytearray | memoryview], None]) -> None:
         self._archive, self._write = archive, write
@@ -245,12 +208,7 @@ class ArchiveWriter:
         self._advance()
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Write the next bytes of the storages, which may span several of them.
-
-        Raises:
-            ValueError: There are more bytes than in all storages.
-            StorageError: Writing failed.
-        """
+        """Write the next bytes of the storages, which may span several of them."""
         rest = memoryview(data).cast("B")
         while len(rest):
             if not self._missing:
@@ -265,12 +223,7 @@ class ArchiveWriter:
                 self._advance()
 
     def close(self) -> None:
-        """Write the directory, after all bytes of the storages.
-
-        Raises:
-            ValueError: Bytes of a storage are missing.
-            StorageError: Writing failed.
-        """
+        """Write the directory, after all bytes of the storages."""
         records = self._archive.records
         if self._missing or len(self._sums) < len(records):
             raise ValueError(f"{self._missing} bytes of {records[len(self._sums)].name.decode()} were never given")
@@ -302,11 +255,7 @@ class ArchiveWriter:
 
 
 def encode_archive(value: object) -> bytes:
-    """Return the archive of a value without tensors.
-
-    Raises:
-        UnsupportedError: Torch cannot load a value of this type; the message names its path.
-    """
+    """Return the archive of a value without tensors."""
     parts: list[bytes] = []
     ArchiveWriter(plan_archive(value), lambda data: parts.append(bytes(data))).close()
     return b"".join(parts)
@@ -339,13 +288,7 @@ def _central(record: _Record, crc: int) -> bytes:
 
 
 def _end(count: int, nbytes: int, start: int) -> bytes:
-    """Return the records at the end of an archive.
-
-    Args:
-        count: Number of entries.
-        nbytes: Bytes of the directory.
-        start: Offset of the directory.
-    """
+    """Return the records at the end of an archive."""
     wide = b""
     if count >= _FULL16 or start >= _FULL or nbytes >= _FULL:
         numbers = (_END64.size - 12, _VERSION64, _VERSION64, 0, 0, count, count, nbytes, start)

@@ -15,43 +15,24 @@ from tests.simulation.stores.disk import ChangeCount
 
 @dataclass(frozen=True)
 class StoredObject:
-    """An object of a bucket.
-
-    Attributes:
-        data: Its bytes.
-        etag: Number that changes with each write.
-        written: Time of the write, in seconds since the epoch.
-    """
+    """An object of a bucket."""
 
     data: bytes
-    etag: int
-    written: float
+    etag: int  # changes with each write
+    written: float  # seconds since the epoch
 
 
 class SimulatedBucket:
-    """Objects of a simulated store.
-
-    Args:
-        scheduler: Scheduler of the history.
-        changes: Counts the changes of all storage of a history.
-
-    Attributes:
-        objects: Objects by name.
-        version: Number of changes.
-    """
+    """Objects of a simulated store."""
 
     def __init__(self, scheduler: Scheduler, changes: ChangeCount | None = None) -> None:
         self._scheduler = scheduler
         self._changes = ChangeCount() if changes is None else changes
         self.objects: dict[str, StoredObject] = {}
-        self.version = 0
+        self.version = 0  # counts changes
 
     def begin(self, verb: str, path: str) -> str:
-        """Begin a request: a scheduling point. Returns the fault of its answer.
-
-        Raises:
-            OSError: The request did not reach the store.
-        """
+        """Begin a request: a scheduling point. Returns the fault of its answer."""
         fault = self._scheduler.step(verb, path)
         if fault == "dropped":
             raise ConnectionError("the connection was reset")
@@ -65,12 +46,7 @@ class SimulatedBucket:
             raise ConnectionError("the answer was lost")
 
     def put(self, verb: str, path: str, data: bytes, *, is_new: bool) -> None:
-        """Write an object.
-
-        Raises:
-            FileExistsError: `is_new` is set and the object exists.
-            OSError: The request failed, or its answer is lost.
-        """
+        """Write an object."""
         fault = self.begin(verb, path)
         is_there = path in self.objects
         if not (is_new and is_there):
@@ -96,12 +72,9 @@ class SimulatedBucket:
 
 
 class SimulatedBucketFileSystem(AbstractFileSystem):  # type: ignore[misc]
-    """fsspec file system over the bucket of the running history, under `sim://`.
+    """fsspec file system over the bucket of the running history, under `sim://`."""
 
-    It creates objects conditionally, as S3 does.
-    """
-
-    protocol: ClassVar[tuple[str, ...]] = ("sim", "s3a")  # the second name says how its objects appear
+    protocol: ClassVar[tuple[str, ...]] = ("sim", "s3a")  # "s3a" marks conditional creation, as on S3
     cachable = False
     bucket: ClassVar[SimulatedBucket]
 

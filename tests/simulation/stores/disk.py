@@ -8,22 +8,13 @@ from collections.abc import Collection, Sequence
 from functools import lru_cache
 from random import Random
 
-PAGE_BYTES = 4096
-"""Bytes of a file that a disk writes at once, unless it loses power meanwhile."""
-
-_SAME = ("", ".")
-"""Parts of a path that name the same folder."""
-
-_MOST_SPLIT = 1024
-"""Maximum number of paths whose names are remembered."""
+PAGE_BYTES = 4096  # bytes that a disk writes at once, except at a power failure
+_SAME = ("", ".")  # path parts that stay in the same folder
+_MOST_SPLIT = 1024  # paths whose names are remembered
 
 
 class ChangeCount:
-    """Number of changes of all storage of a history: whoever watches several parts looks at one number.
-
-    Attributes:
-        number: The number.
-    """
+    """Number of changes of all storage of a history: whoever watches several parts looks at one number."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -31,78 +22,48 @@ class ChangeCount:
 
 @lru_cache(_MOST_SPLIT)
 def _split(path: str) -> tuple[str, ...]:
-    """Return the names in a path."""
     return tuple(part for part in path.split("/") if part not in _SAME)
 
 
 class File:
-    """A file on a disk.
-
-    Attributes:
-        data: Its bytes.
-        synced: Bytes that survive a power failure.
-        version: Number of changes.
-        inode: Number of the file.
-        changed: Virtual time of the last change.
-        lock: Descriptor that has locked it; None without one.
-    """
+    """A file on a disk."""
 
     def __init__(self, inode: int, now: float) -> None:
-        self.data, self.synced = bytearray(), b""
-        self.version = 0
+        self.data, self.synced = bytearray(), b""  # `synced` survives a power failure
+        self.version = 0  # counts changes
         self.inode, self.changed = inode, now
-        self.lock: int | None = None
+        self.lock: int | None = None  # descriptor that locks it
 
 
 class Folder:
-    """A folder on a disk.
-
-    Attributes:
-        names: Its content.
-        synced: Content that survives a power failure.
-        inode: Number of the folder.
-        changed: Virtual time of the last change.
-        lock: Descriptor that has locked it; None without one.
-    """
+    """A folder on a disk."""
 
     def __init__(self, inode: int, now: float) -> None:
         self.names: dict[str, Node] = {}
-        self.synced: dict[str, Node] = {}
+        self.synced: dict[str, Node] = {}  # survives a power failure
         self.inode, self.changed = inode, now
-        self.lock: int | None = None
+        self.lock: int | None = None  # descriptor that locks it
 
 
 Node = File | Folder
 
+# Maps folder and name to the new node; None removes the name.
 Change = dict[tuple[Folder, str], "Node | None"]
-"""Folder and name, to what the name stands for from now on; None for nothing."""
 
 
 class Disk:
-    """A simulated disk with POSIX names, on which unsynced changes are lost at a power failure.
-
-    A change of names is safe once a folder that it touches was synced. Until then a power failure may undo it, whatever
-    was changed before or after it. Of a file that was changed since its fsync, each page may be old, torn or new.
-
-    Args:
-        changes: Counts the changes of all storage of a history.
-
-    Attributes:
-        changes: The same.
-        root: Root folder.
-        version: Number of changes.
-        is_full: Whether the disk has no space.
-    """
+    """A simulated disk with POSIX names, on which unsynced changes are lost at a power failure."""
 
     def __init__(self, changes: ChangeCount | None = None) -> None:
         self._inodes = 1
+        # Changes of names are safe once a folder that they touch is synced; a power failure may undo any others.
         self._pending: list[Change] = []
-        self._unsynced: dict[int, File] = {}
+        self._unsynced: dict[int, File] = {}  # a power failure leaves each page old, torn or new
         self._found: dict[str, Node] = {}
         self._walked: dict[str, list[tuple[str, File]]] = {}
         self.root = Folder(1, 0.0)
         self.changes = ChangeCount() if changes is None else changes
-        self.version = 0
+        self.version = 0  # counts changes
         self.is_full = False
 
     # Names
@@ -275,11 +236,7 @@ class Disk:
         self._pending = pending
 
     def lose_power(self, random: Random) -> None:
-        """Reduce the content to what survives: all that is synced, and any part of the rest.
-
-        Args:
-            random: Chooses the part.
-        """
+        """Reduce the content to what survives: all that is synced, and any part of the rest."""
         luck = random.choice((0.0, 0.5, 0.9, 1.0))
         for change in self._pending:
             if random.random() < luck:

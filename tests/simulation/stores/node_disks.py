@@ -6,30 +6,19 @@ from collections.abc import Collection, Iterable, Mapping
 
 from tests.simulation.stores.disk import Disk
 
-MOUNT = "/local"
-"""Path of the disk that each node has for itself."""
+MOUNT = "/local"  # mount point for each node's own disk
 
 
 class NodeDisks:
-    """The disks of all nodes.
+    """The disks of all nodes."""
 
-    Args:
-        shared: Disk of all processes, and that of a node which has none for itself.
-        nodes: Names of the nodes.
-
-    Attributes:
-        folder: Folder of the tier on these disks.
-        shared: Disk of all processes.
-        has_several: Whether nodes have disks for themselves.
-    """
-
-    folder = f"{MOUNT}/run"
+    folder = f"{MOUNT}/run"  # the tier's folder
 
     def __init__(self, shared: Disk, nodes: Collection[str] = ()) -> None:
-        self.shared = shared
+        self.shared = shared  # disk that all processes see
         self._disks = dict.fromkeys(nodes, shared)
         self._apart: list[Disk] = []
-        self.has_several = len(nodes) > 1
+        self.has_several = len(nodes) > 1  # nodes have their own disks
         for node in nodes if self.has_several else ():
             self.replace(node)
 

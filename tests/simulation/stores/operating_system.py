@@ -58,14 +58,7 @@ class FolderEntry(NamedTuple):
 
 
 class Descriptor:
-    """An open file.
-
-    Args:
-        node: File or folder.
-        path: Path at which it was opened.
-        disk: Disk that has it.
-        process: Process that opened it.
-    """
+    """An open file."""
 
     def __init__(self, node: Node, path: str, disk: Disk, process: Process) -> None:
         self.node, self.path, self.disk, self.process = node, path, disk, process
@@ -73,12 +66,7 @@ class Descriptor:
 
 
 class OpenMemory(NamedTuple):
-    """A file without a name, of which several processes may have descriptors.
-
-    Attributes:
-        node: The file.
-        path: Name in events.
-    """
+    """A file without a name, of which several processes may have descriptors."""
 
     node: File
     path: str
@@ -145,15 +133,7 @@ class SimulatedPath:
 
 
 class NameCalls:
-    """The functions of `os` on names, over a simulated disk.
-
-    Args:
-        scheduler: Scheduler of the history.
-        disks: Disks of all nodes.
-
-    Attributes:
-        path: Replacement of `os.path`.
-    """
+    """The functions of `os` on names, over a simulated disk."""
 
     def __init__(self, scheduler: Scheduler, disks: NodeDisks) -> None:
         self._scheduler, self._disks = scheduler, disks
@@ -299,14 +279,9 @@ class NameCalls:
 
 
 class OperatingSystem(NameCalls):
-    """The functions of `os` that shardckpt uses, over a simulated disk; other attributes are those of `os`.
+    """The functions of `os` that shardckpt uses, over a simulated disk; other attributes are those of `os`."""
 
-    Every function that reads or changes content is a scheduling point.
-
-    Args:
-        scheduler: Scheduler of the history.
-        disks: Disks of all nodes.
-    """
+    # Every function that reads or changes content is a scheduling point.
 
     def __init__(self, scheduler: Scheduler, disks: NodeDisks) -> None:
         super().__init__(scheduler, disks)

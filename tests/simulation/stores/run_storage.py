@@ -13,11 +13,7 @@ _VALUE_BYTES = 32
 
 
 class RunStorage(ABC):
-    """Storage of a run.
-
-    Attributes:
-        root: Path or URL of the run.
-    """
+    """Storage of a run."""
 
     root: str
 
@@ -44,12 +40,7 @@ class RunStorage(ABC):
 
 
 class DiskStorage(RunStorage):
-    """A run on a disk.
-
-    Args:
-        disk: The disk.
-        root: Path of the run.
-    """
+    """A run on a disk."""
 
     def __init__(self, disk: Disk, root: str) -> None:
         self._disk, self.root = disk, root
@@ -85,12 +76,7 @@ class DiskStorage(RunStorage):
 
 
 class BucketStorage(RunStorage):
-    """A run in a bucket.
-
-    Args:
-        bucket: The bucket.
-        root: URL of the run.
-    """
+    """A run in a bucket."""
 
     def __init__(self, bucket: SimulatedBucket, root: str) -> None:
         self._bucket, self.root = bucket, root

@@ -33,24 +33,14 @@ _is_ready = attrgetter("is_ready")
 
 
 class SimulatedSocket:
-    """One end of a connection for packets; it closes with its process.
-
-    Args:
-        scheduler: Scheduler of the history.
-        process: Process that has this end.
-
-    Attributes:
-        process: As given.
-        peer: The other end; None until it is connected.
-        arrived: Packets that were not received yet, each with the memory whose descriptor came along.
-        is_closed: Whether this end is closed.
-    """
+    """One end of a connection for packets; it closes with its process."""
 
     def __init__(self, scheduler: Scheduler, process: Process) -> None:
         self._scheduler = scheduler
         self.process = process
         self._timeout_s: float | None = None
-        self.peer: SimulatedSocket | None = None
+        self.peer: SimulatedSocket | None = None  # None until it is connected
+        # Packets not received yet, each with the memory file whose descriptor came with it.
         self.arrived: deque[tuple[bytes, OpenMemory | None]] = deque()
         self.is_closed = False
         process.at_death.append(self.close)
@@ -98,15 +88,11 @@ class SimulatedSocket:
 
 
 class ListeningSocket(SimulatedSocket):
-    """The socket at which a holder listens.
-
-    Attributes:
-        waiting: Connections that it has not accepted.
-    """
+    """The socket at which a holder listens."""
 
     def __init__(self, scheduler: Scheduler, process: Process) -> None:
         super().__init__(scheduler, process)
-        self.waiting: deque[SimulatedSocket] = deque()
+        self.waiting: deque[SimulatedSocket] = deque()  # connections not accepted yet
 
     @property
     def is_ready(self) -> bool:
@@ -119,11 +105,7 @@ class ListeningSocket(SimulatedSocket):
 
 
 class SimulatedSelector:
-    """Selector of simulated sockets, with the interface of `selectors.DefaultSelector`.
-
-    Args:
-        scheduler: Scheduler of the history.
-    """
+    """Selector of simulated sockets, with the interface of `selectors.DefaultSelector`."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -145,18 +127,7 @@ class SimulatedSelector:
 
 
 class SimulatedHolders:
-    """The holders of all nodes.
-
-    Args:
-        scheduler: Scheduler of the history.
-        system: Operating system, whose files without a name are the memory.
-        make_process: Returns a new process from its name and that of its node.
-        changes: Counts the changes of all storage of a history.
-
-    Attributes:
-        version: Number of removals of files.
-        listening: Socket of the newest holder of each node and run.
-    """
+    """The holders of all nodes."""
 
     def __init__(
         self,
@@ -166,10 +137,10 @@ class SimulatedHolders:
         changes: ChangeCount | None = None,
     ) -> None:
         self._scheduler, self._system, self._make_process = scheduler, system, make_process
-        self.listening: dict[tuple[str, str], ListeningSocket] = {}
+        self.listening: dict[tuple[str, str], ListeningSocket] = {}  # newest holder's socket by node and run
         self._ledgers: dict[Process, _CountingLedger] = {}
         self._changes = ChangeCount() if changes is None else changes
-        self.version = 0
+        self.version = 0  # counts removed files
         self._memory: dict[tuple[Process, object], OpenMemory] = {}
 
     def find_living(self) -> dict[str, Process]:
@@ -190,11 +161,7 @@ class SimulatedHolders:
                 process.die(silently=silently)
 
     def twins(self, twin_of: Callable[..., object]) -> list[tuple[object, object]]:
-        """Return pairs of a value that modules refer to, and its simulated twin.
-
-        Args:
-            twin_of: Returns a module with some simulated functions.
-        """
+        """Return pairs of a value that modules refer to, and its simulated twin."""
         connections: dict[tuple[int, str], HolderConnection] = {}
 
         def get_connection(run: str) -> HolderConnection:
@@ -297,11 +264,7 @@ class SimulatedHolders:
 
 
 class _CountingLedger(HolderLedger):
-    """Files of a holder whose removals are counted.
-
-    Attributes:
-        note_removal: Called after a removal.
-    """
+    """Files of a holder whose removals are counted."""
 
     note_removal: Callable[[], None]
 
