@@ -35,8 +35,8 @@ __all__ = [
     "Global",
     "InstanceStub",
     "Limits",
-    "Machine",
     "Ordered",
+    "PickleMachine",
     "StorageType",
     "TensorStub",
     "load",
@@ -82,7 +82,7 @@ def load_at(
 ) -> tuple[object, int]:
     """Return the object of the pickle at a byte of `data`, and the pickle's end. Classes are replaced by stubs."""
     budget = ReadBudget(len(data) - start) if budget is None else budget
-    machine = Machine(data if type(data) is bytes else bytes(data), persistent, limits, budget)
+    machine = PickleMachine(data if type(data) is bytes else bytes(data), persistent, limits, budget)
     try:
         if len(data) - start > limits.nbytes:
             raise _over("bytes", limits.nbytes)
@@ -135,7 +135,7 @@ def _over(what: str, limit: int) -> UnsafeError:
     )
 
 
-def _ends_early(machine: Machine, needed: int = 0) -> TruncatedError:
+def _ends_early(machine: PickleMachine, needed: int = 0) -> TruncatedError:
     """Return the error of a pickle that ends before its last opcode."""
     most = max(needed, machine.frames_end)
     nbytes, expected = len(machine.data), f"at least {most} bytes" if most else "more bytes"
@@ -143,7 +143,7 @@ def _ends_early(machine: Machine, needed: int = 0) -> TruncatedError:
     return TruncatedError("the pickle ends early", found=found, expected=expected)
 
 
-class Machine:
+class PickleMachine:
     """Pickle interpreter: stack, memo, opcode loop and shared operations."""
 
     atoms: ClassVar[frozenset[type]] = _ATOMS  # types that count once, however often the pickle uses a value
@@ -388,7 +388,7 @@ class _Shape:
 
     __slots__ = ("budget", "depth", "has_long_text", "known", "most", "shared", "spend", "texts")
 
-    def __init__(self, depth: int, most: int, machine: Machine) -> None:
+    def __init__(self, depth: int, most: int, machine: PickleMachine) -> None:
         self.depth = depth
         self.most = most
         self.shared = machine.shared
@@ -479,33 +479,33 @@ def _children(containers: list[Any]) -> list[object]:
     return children
 
 
-_Step = Callable[[Machine, int], int]
+_Step = Callable[[PickleMachine, int], int]
 
 
-def _unknown(machine: Machine, pos: int) -> int:
+def _unknown(machine: PickleMachine, pos: int) -> int:
     raise FormatError("the pickle has an unknown opcode", found=f"0x{machine.data[pos - 1]:02x}")
 
 
-def _extension(machine: Machine, pos: int) -> int:
+def _extension(machine: PickleMachine, pos: int) -> int:
     raise UnsafeError(
         "the pickle uses the copyreg extension registry", found=f"opcode 0x{machine.data[pos - 1]:02x}", fix=NEVER_RUN
     )
 
 
-def _protocol(machine: Machine, pos: int) -> int:
+def _protocol(machine: PickleMachine, pos: int) -> int:
     if machine.data[pos] > 5:
         raise FormatError("the pickle has an unknown protocol", found=machine.data[pos], expected="0 to 5")
     return pos + 1
 
 
-def _frame(machine: Machine, pos: int) -> int:
+def _frame(machine: PickleMachine, pos: int) -> int:
     (length,) = unpack_from("<Q", machine.data, pos)
     machine.frames_end = max(machine.frames_end, pos + 8 + length)  # reading goes on up to where the data ends
     return pos + 8
 
 
 def _constant(value: object) -> _Step:
-    def step(machine: Machine, pos: int) -> int:
+    def step(machine: PickleMachine, pos: int) -> int:
         machine.stack.append(value)
         return pos
 
@@ -513,7 +513,7 @@ def _constant(value: object) -> _Step:
 
 
 def _packed(form: str, size: int) -> _Step:
-    def step(machine: Machine, pos: int) -> int:
+    def step(machine: PickleMachine, pos: int) -> int:
         machine.stack.append(unpack_from(form, machine.data, pos)[0])
         return pos + size
 
@@ -523,7 +523,7 @@ def _packed(form: str, size: int) -> _Step:
 def _sized(form: str, size: int, decode: Callable[[bytes], object]) -> _Step:
     """Return a step that pushes a value stored as its length and its bytes."""
 
-    def step(machine: Machine, pos: int) -> int:
+    def step(machine: PickleMachine, pos: int) -> int:
         (length,) = unpack_from(form, machine.data, pos)
         pos += size
         if length >= _LONG_TEXT:
@@ -534,7 +534,7 @@ def _sized(form: str, size: int, decode: Callable[[bytes], object]) -> _Step:
     return step
 
 
-def _unicode(machine: Machine, pos: int) -> int:
+def _unicode(machine: PickleMachine, pos: int) -> int:
     (length,) = _FOUR_BYTES(machine.data, pos)
     pos += 4
     end: int = pos + length
@@ -558,7 +558,7 @@ def _old_text(raw: bytes) -> str | bytes:
         return raw
 
 
-def _short_text(machine: Machine, pos: int) -> int:
+def _short_text(machine: PickleMachine, pos: int) -> int:
     end = pos + 1 + machine.data[pos]
     if end > len(machine.data):
         raise _ends_early(machine, end)
@@ -567,7 +567,7 @@ def _short_text(machine: Machine, pos: int) -> int:
 
 
 def _long(form: str, size: int) -> _Step:
-    def step(machine: Machine, pos: int) -> int:
+    def step(machine: PickleMachine, pos: int) -> int:
         (length,) = unpack_from(form, machine.data, pos)
         if length > machine.limits.int_bytes:
             raise _over("bytes of an integer", machine.limits.int_bytes)
@@ -579,7 +579,7 @@ def _long(form: str, size: int) -> _Step:
 
 
 def _text_number(convert: Callable[[bytes], object]) -> _Step:
-    def step(machine: Machine, pos: int) -> int:
+    def step(machine: PickleMachine, pos: int) -> int:
         line, pos = machine.line(pos)
         if len(line) > machine.limits.int_bytes:
             raise _over("digits of a number", machine.limits.int_bytes)
@@ -597,7 +597,7 @@ def _text_long(line: bytes) -> int:
     return int(line.removesuffix(b"L"))
 
 
-def _text_string(machine: Machine, pos: int) -> int:
+def _text_string(machine: PickleMachine, pos: int) -> int:
     line, pos = machine.line(pos)
     line = line.strip()
     if len(line) < 2 or line[:1] not in b"'\"" or line[:1] != line[-1:]:
@@ -606,13 +606,13 @@ def _text_string(machine: Machine, pos: int) -> int:
     return pos
 
 
-def _text_unicode(machine: Machine, pos: int) -> int:
+def _text_unicode(machine: PickleMachine, pos: int) -> int:
     line, pos = machine.line(pos)
     machine.stack.append(line.decode("raw-unicode-escape"))
     return pos
 
 
-def _pop(machine: Machine, pos: int) -> int:
+def _pop(machine: PickleMachine, pos: int) -> int:
     if machine.marks and machine.marks[-1] == len(machine.stack):
         machine.marks.pop()
     else:
@@ -620,30 +620,30 @@ def _pop(machine: Machine, pos: int) -> int:
     return pos
 
 
-def _duplicate(machine: Machine, pos: int) -> int:
+def _duplicate(machine: PickleMachine, pos: int) -> int:
     value = machine.stack[-1]
     machine.share(value)
     machine.stack.append(value)
     return pos
 
 
-def _pop_mark(machine: Machine, pos: int) -> int:
+def _pop_mark(machine: PickleMachine, pos: int) -> int:
     machine.above_mark()
     return pos
 
 
-def _short_put(machine: Machine, pos: int) -> int:
+def _short_put(machine: PickleMachine, pos: int) -> int:
     machine.put(machine.data[pos])
     return pos + 1
 
 
-def _text_get(machine: Machine, pos: int) -> int:
+def _text_get(machine: PickleMachine, pos: int) -> int:
     line, pos = machine.line(pos)
     machine.get(int(line[:20]))
     return pos
 
 
-def _text_put(machine: Machine, pos: int) -> int:
+def _text_put(machine: PickleMachine, pos: int) -> int:
     line, pos = machine.line(pos)
     index = int(line[:20])
     if index < 0:
@@ -652,12 +652,12 @@ def _text_put(machine: Machine, pos: int) -> int:
     return pos
 
 
-def _two_bytes(machine: Machine, pos: int) -> int:
+def _two_bytes(machine: PickleMachine, pos: int) -> int:
     machine.stack.append(_TWO_BYTES(machine.data, pos)[0])
     return pos + 2
 
 
-def _empty_dict(machine: Machine, pos: int) -> int:
+def _empty_dict(machine: PickleMachine, pos: int) -> int:
     machine.left -= _DICT
     if machine.left < 0:
         raise machine.budget.exceeded()
@@ -665,7 +665,7 @@ def _empty_dict(machine: Machine, pos: int) -> int:
     return pos
 
 
-def _empty_list(machine: Machine, pos: int) -> int:
+def _empty_list(machine: PickleMachine, pos: int) -> int:
     machine.left -= _LIST
     if machine.left < 0:
         raise machine.budget.exceeded()
@@ -673,13 +673,13 @@ def _empty_list(machine: Machine, pos: int) -> int:
     return pos
 
 
-def _empty_set(machine: Machine, pos: int) -> int:
+def _empty_set(machine: PickleMachine, pos: int) -> int:
     machine.spend(_SET)
     machine.stack.append(set())
     return pos
 
 
-def _empty_tuple(machine: Machine, pos: int) -> int:
+def _empty_tuple(machine: PickleMachine, pos: int) -> int:
     """Push an empty tuple, or create the instance directly if NEWOBJ follows, as it mostly does."""
     stack = machine.stack
     if machine.data[pos] != 0x81:
@@ -696,7 +696,7 @@ def _empty_tuple(machine: Machine, pos: int) -> int:
     return pos + 1
 
 
-def _list(machine: Machine, pos: int) -> int:
+def _list(machine: PickleMachine, pos: int) -> int:
     machine.spend(_LIST)
     machine.stack.append(machine.above_mark())
     return pos
@@ -706,7 +706,7 @@ def _no_dict(target: object) -> UnsafeError:
     return UnsafeError(f"the pickle sets items of {_describe(target)}", expected="a dict", fix=NEVER_RUN)
 
 
-def _dict(machine: Machine, pos: int) -> int:
+def _dict(machine: PickleMachine, pos: int) -> int:
     items = machine.above_mark()
     made: dict[object, object] = {}
     machine.spend(_DICT + _ITEM * (len(items) // 2))
@@ -719,7 +719,7 @@ def _dict(machine: Machine, pos: int) -> int:
     return pos
 
 
-def _set_item(machine: Machine, pos: int) -> int:
+def _set_item(machine: PickleMachine, pos: int) -> int:
     stack = machine.stack
     value, key = stack.pop(), stack.pop()
     target = stack[-1]
@@ -737,7 +737,7 @@ def _set_item(machine: Machine, pos: int) -> int:
     return pos
 
 
-def _set_items(machine: Machine, pos: int) -> int:
+def _set_items(machine: PickleMachine, pos: int) -> int:
     stack = machine.stack
     mark = machine.marks.pop()
     target = stack[mark - 1] if mark else None
@@ -759,7 +759,7 @@ def _set_items(machine: Machine, pos: int) -> int:
     return pos
 
 
-def _add_to_stub(machine: Machine, target: InstanceStub, items: list[object]) -> None:
+def _add_to_stub(machine: PickleMachine, target: InstanceStub, items: list[object]) -> None:
     """Keep the items of an instance of a subclass of a container."""
     if target.items is None:
         machine.spend(_LIST)
@@ -767,7 +767,7 @@ def _add_to_stub(machine: Machine, target: InstanceStub, items: list[object]) ->
     target.items += items
 
 
-def _append_items(machine: Machine, items: list[object]) -> None:
+def _append_items(machine: PickleMachine, items: list[object]) -> None:
     target = machine.stack[-1]
     if type(target) is InstanceStub:
         _add_to_stub(machine, target, items)
@@ -777,17 +777,17 @@ def _append_items(machine: Machine, items: list[object]) -> None:
     target.extend(items)
 
 
-def _append(machine: Machine, pos: int) -> int:
+def _append(machine: PickleMachine, pos: int) -> int:
     _append_items(machine, [machine.stack.pop()])
     return pos
 
 
-def _appends(machine: Machine, pos: int) -> int:
+def _appends(machine: PickleMachine, pos: int) -> int:
     _append_items(machine, machine.above_mark())
     return pos
 
 
-def _add_items(machine: Machine, pos: int) -> int:
+def _add_items(machine: PickleMachine, pos: int) -> int:
     items = machine.above_mark()
     target = machine.stack[-1]
     if type(target) is InstanceStub:
@@ -802,7 +802,7 @@ def _add_items(machine: Machine, pos: int) -> int:
     return pos
 
 
-def _frozen_set(machine: Machine, pos: int) -> int:
+def _frozen_set(machine: PickleMachine, pos: int) -> int:
     items = machine.above_mark()
     machine.spend(_SET + _ITEM * len(items))
     machine.keys.check_all(items)
@@ -810,14 +810,14 @@ def _frozen_set(machine: Machine, pos: int) -> int:
     return pos
 
 
-def _global(machine: Machine, pos: int) -> int:
+def _global(machine: PickleMachine, pos: int) -> int:
     module, pos = machine.line(pos)
     name, pos = machine.line(pos)
     machine.resolve(_text(module), _text(name))
     return pos
 
 
-def _stack_global(machine: Machine, pos: int) -> int:
+def _stack_global(machine: PickleMachine, pos: int) -> int:
     name, module = machine.stack.pop(), machine.stack.pop()
     if type(name) is not str or type(module) is not str:
         raise FormatError("the pickle names a global by a value that is not text")
@@ -825,7 +825,7 @@ def _stack_global(machine: Machine, pos: int) -> int:
     return pos
 
 
-def _reduce(machine: Machine, pos: int) -> int:
+def _reduce(machine: PickleMachine, pos: int) -> int:
     stack = machine.stack
     args = stack.pop()
     kind = stack[-1]
@@ -836,7 +836,7 @@ def _reduce(machine: Machine, pos: int) -> int:
     return pos
 
 
-def _new_object_ex(machine: Machine, pos: int) -> int:
+def _new_object_ex(machine: PickleMachine, pos: int) -> int:
     stack = machine.stack
     keywords, args = stack.pop(), stack.pop()
     made = machine.call(stack[-1], args)
@@ -848,14 +848,14 @@ def _new_object_ex(machine: Machine, pos: int) -> int:
     return pos
 
 
-def _instance(machine: Machine, pos: int) -> int:
+def _instance(machine: PickleMachine, pos: int) -> int:
     pos = _global(machine, pos)
     kind = machine.stack.pop()
     machine.stack.append(machine.call(kind, tuple(machine.above_mark())))
     return pos
 
 
-def _object(machine: Machine, pos: int) -> int:
+def _object(machine: PickleMachine, pos: int) -> int:
     items = machine.above_mark()
     if not items:
         raise FormatError("the pickle constructs an object without a class")
@@ -863,7 +863,7 @@ def _object(machine: Machine, pos: int) -> int:
     return pos
 
 
-def _build(machine: Machine, pos: int) -> int:
+def _build(machine: PickleMachine, pos: int) -> int:
     state = machine.stack.pop()
     target = machine.stack[-1]
     if type(target) is InstanceStub:
@@ -875,7 +875,7 @@ def _build(machine: Machine, pos: int) -> int:
     return pos
 
 
-def _persistent(machine: Machine, key: object) -> None:
+def _persistent(machine: PickleMachine, key: object) -> None:
     if machine.persistent is None:
         raise FormatError("the pickle refers to data outside of it", found=key)
     machine.left -= _CALL
@@ -884,13 +884,13 @@ def _persistent(machine: Machine, key: object) -> None:
     machine.stack.append(machine.persistent(key))
 
 
-def _text_persistent(machine: Machine, pos: int) -> int:
+def _text_persistent(machine: PickleMachine, pos: int) -> int:
     line, pos = machine.line(pos)
     _persistent(machine, _text(line))
     return pos
 
 
-def _binary_persistent(machine: Machine, pos: int) -> int:
+def _binary_persistent(machine: PickleMachine, pos: int) -> int:
     _persistent(machine, machine.stack.pop())
     return pos
 
@@ -953,4 +953,4 @@ _STEPS: dict[bytes, _Step] = {
     b"\x95": _frame,
     b"\x96": _sized("<Q", 8, bytes),
 }
-Machine.table = [_STEPS.get(bytes([code]), _unknown) for code in range(256)]
+PickleMachine.table = [_STEPS.get(bytes([code]), _unknown) for code in range(256)]

@@ -20,7 +20,7 @@ from struct import Struct
 from typing import Any, NoReturn
 
 from shardckpt.encodings.budget import ReadBudget
-from shardckpt.encodings.pickle_reader import Limits, Machine, Persistent, load
+from shardckpt.encodings.pickle_reader import Limits, Persistent, PickleMachine, load
 from shardckpt.encodings.pickle_stubs import ALLOWED, InstanceStub, Ordered, TensorStub
 from shardckpt.errors import FormatError, ShardckptError
 
@@ -88,12 +88,12 @@ class _Skeleton:
         return _Filler(raw, self.changed).fill(self.value)
 
 
-class _HoleMachine(Machine):
+class _HoleMachine(PickleMachine):
     """Interpreter of a pickle with holes."""
 
-    atoms = Machine.atoms | {TextHole}
-    sized = (*Machine.sized, TextHole)
-    texts = (*Machine.texts, TextHole)
+    atoms = PickleMachine.atoms | {TextHole}
+    sized = (*PickleMachine.sized, TextHole)
+    texts = (*PickleMachine.texts, TextHole)
 
     __slots__ = ("holes",)
 
@@ -123,16 +123,16 @@ class _HoleMachine(Machine):
         return TextHole(lambda raw: f"{kind}:{index.read(raw)}")
 
 
-def _take_hole(machine: Machine, pos: int) -> int:
+def _take_hole(machine: PickleMachine, pos: int) -> int:
     assert isinstance(machine, _HoleMachine)
     if pos not in machine.holes:
-        return Machine.table[_HOLE](machine, pos)
+        return PickleMachine.table[_HOLE](machine, pos)
     end, hole = machine.holes.pop(pos)
     machine.stack.append(hole)
     return end
 
 
-_HoleMachine.table = [_take_hole if code == _HOLE else step for code, step in enumerate(Machine.table)]
+_HoleMachine.table = [_take_hole if code == _HOLE else step for code, step in enumerate(PickleMachine.table)]
 
 
 def load_holes(
