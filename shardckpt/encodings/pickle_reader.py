@@ -43,13 +43,13 @@ __all__ = [
     "load_at",
 ]
 
-# Resolves a persistent id, such as torch's `("storage", type, key, device, count)`, to the value it stands for.
+# Resolves a persistent id, such as torch's `("storage", type, key, device, count)`, to its value.
 Persistent = Callable[[object], object]
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of one pickle, far above those of real checkpoints."""
+    """Limits for one pickle, far above real checkpoints."""
 
     nbytes: int = 1 << 30  # bytes of the pickle; also limits its opcodes and strings
     depth: int = 200  # nesting of containers; 0 disables the depth and size checks, for callers that do not recurse
@@ -67,7 +67,7 @@ def load(
     limits: Limits = DEFAULT_LIMITS,
     budget: ReadBudget | None = None,
 ) -> object:
-    """Return the object of a pickle; ignore bytes after it."""
+    """Return a pickle's object; ignore bytes after it."""
     return load_at(data, 0, where=where, persistent=persistent, limits=limits, budget=budget)[0]
 
 
@@ -80,7 +80,7 @@ def load_at(
     limits: Limits = DEFAULT_LIMITS,
     budget: ReadBudget | None = None,
 ) -> tuple[object, int]:
-    """Return the object of the pickle at a byte of `data`, and the pickle's end. Classes are replaced by stubs."""
+    """Return the object of the pickle at byte `start`, with stubs for classes, and the pickle's end."""
     budget = ReadBudget(len(data) - start) if budget is None else budget
     machine = PickleMachine(data if type(data) is bytes else bytes(data), persistent, limits, budget)
     try:
@@ -92,7 +92,7 @@ def load_at(
 
 
 def _add_position(error: ShardckptError, where: str) -> ShardckptError:
-    """Return the error with the pickle's name and the byte where reading stopped."""
+    """Add the pickle's name and the byte where reading stopped to an error."""
     return type(error)(
         error.what,
         where=error.where or where,
@@ -112,9 +112,9 @@ _REPEATED = 256
 
 _LONG_TEXT = 256
 # Up to so many bytes, opcodes come from a list (three times as fast); memory cost of each.
-_MOST_LISTED, _LISTED = 1 << 20, 8
+_MAX_LISTED, _LISTED = 1 << 20, 8
 
-_MOST_MARKS = 1 << 16
+_MAX_MARKS = 1 << 16
 
 _TWO_BYTES = Struct("<H").unpack_from
 _FOUR_BYTES = Struct("<I").unpack_from
@@ -136,7 +136,7 @@ def _over(what: str, limit: int) -> UnsafeError:
 
 
 def _ends_early(machine: PickleMachine, needed: int = 0) -> TruncatedError:
-    """Return the error of a pickle that ends before its last opcode."""
+    """Return the error for a pickle that ends before its last opcode."""
     most = max(needed, machine.frames_end)
     nbytes, expected = len(machine.data), f"at least {most} bytes" if most else "more bytes"
     found = f"{nbytes} byte{'s' * (nbytes != 1)}"
@@ -206,7 +206,7 @@ class PickleMachine:
         except IndexError:
             if self.pos >= len(self.data):
                 raise _ends_early(self) from None
-            raise FormatError("the pickle takes a value that it never made") from None
+            raise FormatError("the pickle pops from an empty stack") from None
         except ShardckptError:
             raise
         except (UnicodeError, ValueError, TypeError, AttributeError, OverflowError) as error:
@@ -218,9 +218,9 @@ class PickleMachine:
         return value
 
     def _loop(self, pos: int) -> None:
-        """Execute opcodes: frequent short ones inline, by halves of the table, and others by table."""
+        """Execute opcodes: frequent short ones inline, by halves of the table; others by table."""
         data, stack, memo, marks = self.data, self.stack, self.memo, self.marks
-        listed = len(data) if len(data) <= _MOST_LISTED else 0
+        listed = len(data) if len(data) <= _MAX_LISTED else 0
         codes = list(data) if listed else data
         self.left -= _LISTED * listed  # until the loop ends
         table, atoms, four_bytes = self.table, self.atoms, _FOUR_BYTES
@@ -247,8 +247,8 @@ class PickleMachine:
                             self.share(value)
                         push(value)
                     elif op == 0x28:  # MARK
-                        if len(marks) >= _MOST_MARKS:
-                            raise _over("containers in one another", _MOST_MARKS)
+                        if len(marks) >= _MAX_MARKS:
+                            raise _over("containers in one another", _MAX_MARKS)
                         set_mark(len(stack))
                     elif op == 0x2E:  # STOP
                         return
@@ -306,7 +306,7 @@ class PickleMachine:
             raise _over("memo entries", len(self.data))
 
     def get(self, index: int) -> None:
-        """Push a value of the memo."""
+        """Push a value from the memo."""
         if not 0 <= index < len(self.memo):
             raise FormatError("the pickle uses a memo entry that it never set")
         value = self.memo[index]
@@ -343,7 +343,7 @@ class PickleMachine:
             raise self.budget.exceeded()
 
     def resolve(self, module: str, name: str) -> None:
-        """Push the stub of a global."""
+        """Push a global's stub."""
         found = ALLOWED.find(module, name)
         if found is None:
             self.spend(_NAME)
@@ -351,7 +351,7 @@ class PickleMachine:
         self.stack.append(found)
 
     def call(self, what: object, args: object) -> object:
-        """Return the stub for the call of an allowed name."""
+        """Return the stub for an allowed call."""
         if type(what) is not Global:
             raise UnsafeError(f"the pickle calls {_describe(what)}", expected="a listed class", fix=NEVER_RUN)
         if type(args) is not tuple:
@@ -366,7 +366,7 @@ class PickleMachine:
         return what.call(what, args)
 
     def check_copies(self, what: Global, args: tuple[object, ...]) -> None:
-        """Subtract the cost of copied arguments, and check the keys that a call hashes."""
+        """Charge the cost of copied arguments, and check the keys that a call hashes."""
         self.spend(what.copied * (len(args) + sum(len(a) for a in args if isinstance(a, self.sized))))
         if what.hashed is not None:
             self.keys.check_all(what.hashed(args))
@@ -377,14 +377,14 @@ def _describe(value: object) -> str:
 
 
 class _Extent(NamedTuple):
-    """The size of a container with its content."""
+    """A container's size with its content."""
 
     values: int  # counts values as often as they are used, and each character of a long text
     depth: int
 
 
 class _Shape:
-    """Limits the depth and size of a result, so that callers can recurse through it."""
+    """Limits a result's depth and size, so that callers can recurse through it."""
 
     __slots__ = ("budget", "depth", "has_long_text", "known", "most", "shared", "spend", "texts")
 
@@ -401,7 +401,7 @@ class _Shape:
         self.known: dict[int, _Extent | None] = {}
 
     def measure(self, value: object, level: int) -> _Extent:
-        """Return the extent of a container at a depth of `level`."""
+        """Return a container's extent at depth `level`."""
         count, depth, deepest = 0, 0, 0
         found, shared = [value], self.shared
         while found:
@@ -442,7 +442,7 @@ class _Shape:
         return extent
 
     def empty(self, stub: InstanceStub) -> None:
-        """Remove the content of an instance that contains itself, up to one tensor, so that callers can recurse."""
+        """Empty an instance that contains itself, up to one tensor, so that callers can recurse."""
         seen: dict[int, object] = {}
         found: list[object] = [stub]
         tensor: TensorStub | None = None
@@ -500,7 +500,7 @@ def _protocol(machine: PickleMachine, pos: int) -> int:
 
 def _frame(machine: PickleMachine, pos: int) -> int:
     (length,) = unpack_from("<Q", machine.data, pos)
-    machine.frames_end = max(machine.frames_end, pos + 8 + length)  # reading goes on up to where the data ends
+    machine.frames_end = max(machine.frames_end, pos + 8 + length)  # reading continues up to where the data ends
     return pos + 8
 
 
@@ -703,7 +703,7 @@ def _list(machine: PickleMachine, pos: int) -> int:
 
 
 def _no_dict(target: object) -> UnsafeError:
-    return UnsafeError(f"the pickle sets items of {_describe(target)}", expected="a dict", fix=NEVER_RUN)
+    return UnsafeError(f"the pickle sets items in {_describe(target)}", expected="a dict", fix=NEVER_RUN)
 
 
 def _dict(machine: PickleMachine, pos: int) -> int:
@@ -760,7 +760,7 @@ def _set_items(machine: PickleMachine, pos: int) -> int:
 
 
 def _add_to_stub(machine: PickleMachine, target: InstanceStub, items: list[object]) -> None:
-    """Keep the items of an instance of a subclass of a container."""
+    """Keep the items of an instance whose class extends a container."""
     if target.items is None:
         machine.spend(_LIST)
         target.items = []
@@ -820,7 +820,7 @@ def _global(machine: PickleMachine, pos: int) -> int:
 def _stack_global(machine: PickleMachine, pos: int) -> int:
     name, module = machine.stack.pop(), machine.stack.pop()
     if type(name) is not str or type(module) is not str:
-        raise FormatError("the pickle names a global by a value that is not text")
+        raise FormatError("the pickle names a global with a value that is not text")
     machine.resolve(module, name)
     return pos
 
@@ -877,7 +877,7 @@ def _build(machine: PickleMachine, pos: int) -> int:
 
 def _persistent(machine: PickleMachine, key: object) -> None:
     if machine.persistent is None:
-        raise FormatError("the pickle refers to data outside of it", found=key)
+        raise FormatError("the pickle refers to data outside itself", found=key)
     machine.left -= _CALL
     if machine.left < 0:
         raise machine.budget.exceeded()

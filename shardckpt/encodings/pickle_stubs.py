@@ -1,8 +1,8 @@
-"""Stubs of the classes and functions that pickles name, and the allow-list.
+"""Stubs for the classes and functions that pickles name, and the allow-list.
 
-A pickle names `module.name` and then calls it. Here a name on the list below maps to a small pure function of this
-module, or to an `InstanceStub` that stores the arguments. So does any other class, whose value only its own library can
-make; names that can run code are rejected. Nothing is imported.
+A pickle names `module.name` and then calls it. Here a name on the list below maps to a small pure function in this
+module, or to an `InstanceStub` that stores the arguments. Any other class becomes an `InstanceStub` too: only its own
+library can make its value. Names that can run code are rejected. Nothing is imported.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from shardckpt.errors import FormatError, UnsafeError, UnsupportedError
 
-Builder = Callable[["Global", tuple[object, ...]], object]  # returns the stub for a call of a global
+Builder = Callable[["Global", tuple[object, ...]], object]  # returns the stub for a call
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class InstanceStub:
 
 
 class PerRankValue:
-    """A value of which the files of ranks have several; it is an error where the one value is needed."""
+    """A value that differs between ranks' files; using it is an error."""
 
     __slots__ = ("file", "other")
 
@@ -79,7 +79,7 @@ class PerRankValue:
         return f"<other values in {self.file} than in {self.other}>"
 
     def error(self, name: str) -> UnsupportedError:
-        """Return the error for the use of the value under a dotted name."""
+        """Return the error for using the value under a dotted name."""
         return UnsupportedError(
             f"{name!r} differs between ranks, and nothing says which value to take",
             found=f"other values in {self.file} than in {self.other}",
@@ -99,7 +99,7 @@ class Ordered(dict[object, object]):
 
 
 class Global(NamedTuple):
-    """A name of the allow-list, or that of another class."""
+    """A name on the allow-list, or another class."""
 
     name: str  # `module.name`
     call: Builder | None  # None if the name must not be called
@@ -111,12 +111,12 @@ class Global(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """The allow-list."""
+    """Names that pickles may use."""
 
     names: dict[tuple[str, str], object] = field(default_factory=dict)  # `(module, name)` to stub
 
     def find(self, module: str, name: str) -> object | None:
-        """Return the stub of a name; None if it is not on the list."""
+        """Return a name's stub; None if it is not on the list."""
         return self.names.get((module, name))
 
 
@@ -124,25 +124,25 @@ class Allowed:
 PLAIN_KEYS: frozenset[type] = frozenset({str, bytes, bool, type(None), Dtype, StorageType, Global, InstanceStub})
 
 
-NEVER_RUN = "Nothing in a checkpoint is executed here; ask its author for a file of plain tensors (safetensors)."
+NEVER_RUN = "Nothing in a checkpoint is executed here; ask its author for plain tensors (safetensors)."
 
 
 def malformed(what: Global, args: tuple[object, ...]) -> FormatError:
-    """Return the error for an allowed function with arguments that no writer uses."""
+    """Return the error for an allowed call with arguments that no writer uses."""
     kinds = ", ".join(type(a).__name__ for a in args[:8])
     return FormatError(f"the pickle calls {what.name} in a way that no writer does", found=f"arguments ({kinds})")
 
 
 def make_stub(what: Global, args: tuple[object, ...]) -> InstanceStub:
-    """Return the stub of an instance that these arguments would construct."""
+    """Return the stub for an instance with these arguments."""
     return InstanceStub(what.name, args)
 
 
 def make_unlisted(module: str, name: str) -> Global:
-    """Return the stub of a class or function that is not on the allow-list."""
-    full = f"{module[:_MOST_CHARACTERS]}.{name[:_MOST_CHARACTERS]}"
-    if len(full) > _MOST_CHARACTERS or not all(map(str.isidentifier, full.split("."))):
-        raise UnsafeError(f"the pickle names {full}, which is not a name of Python", fix=NEVER_RUN)
+    """Return the stub for a class or function that is not on the allow-list."""
+    full = f"{module[:_MAX_CHARACTERS]}.{name[:_MAX_CHARACTERS]}"
+    if len(full) > _MAX_CHARACTERS or not all(map(str.isidentifier, full.split("."))):
+        raise UnsafeError(f"the pickle names {full}, which is not a Python name", fix=NEVER_RUN)
     is_error = module in ("builtins", "exceptions") and name in _ERRORS
     if not is_error and (module.partition(".")[0] in _RUNS_CODE or full.startswith(_RUN_CODE_IN_TORCH)):
         raise UnsafeError(f"the pickle names {full}, which can run code", fix=NEVER_RUN)
@@ -212,7 +212,7 @@ def _bytes(what: Global, args: tuple[object, ...]) -> object:
 
 
 def _encode(what: Global, args: tuple[object, ...]) -> object:
-    """Return bytes of `_codecs.encode`, which protocol 2 uses to write bytes."""
+    """Return the bytes from `_codecs.encode`, which protocol 2 uses to write bytes."""
     if len(args) != 2 or not isinstance(args[0], str):
         raise malformed(what, args)
     return _bytes(what, args)
@@ -265,7 +265,7 @@ def _text(what: Global, args: tuple[object, ...]) -> object:
 
 def _sizes(what: Global, args: tuple[object, ...], value: object) -> tuple[int, ...]:
     """Return non-negative 64-bit sizes, the only ones that torch supports."""
-    if not isinstance(value, list | tuple) or len(value) > _MOST_DIMS:
+    if not isinstance(value, list | tuple) or len(value) > _MAX_DIMS:
         raise malformed(what, args)
     for n in value:
         if type(n) is not int or not 0 <= n < 2**63:
@@ -277,7 +277,7 @@ def make_size(what: Global, args: tuple[object, ...]) -> object:
     """Return a `torch.Size` as a tuple."""
     if not args:
         return ()
-    if len(args) == 1 and type(args[0]) is tuple and len(args[0]) <= _MOST_DIMS:
+    if len(args) == 1 and type(args[0]) is tuple and len(args[0]) <= _MAX_DIMS:
         for n in args[0]:
             if type(n) is not int:
                 break
@@ -287,7 +287,7 @@ def make_size(what: Global, args: tuple[object, ...]) -> object:
 
 
 def _tensor(what: Global, args: tuple[object, ...]) -> object:
-    """Return the stub of `_rebuild_tensor` and its versions 2 and 3."""
+    """Return the stub for `_rebuild_tensor` and its versions 2 and 3."""
     v3 = what.name.endswith("_v3")
     if len(args) < 4 or type(args[1]) is not int or not 0 <= args[1] < 2**63:
         raise malformed(what, args)
@@ -302,25 +302,25 @@ def _tensor(what: Global, args: tuple[object, ...]) -> object:
     flags = args[7 if v3 else 6] if len(args) > (7 if v3 else 6) else None
     if not flags:
         return TensorStub(args[0], args[1], shape, strides, dtype)
-    if not isinstance(flags, dict) or len(flags) > _MOST_FLAGS:
+    if not isinstance(flags, dict) or len(flags) > _MAX_FLAGS:
         raise malformed(what, args)
     return TensorStub(args[0], args[1], shape, strides, dtype, tuple(str(k) for k, v in flags.items() if v))
 
 
 def _inner(what: Global, args: tuple[object, ...]) -> object:
-    """Return the tensor of a parameter."""
+    """Return a parameter's tensor."""
     if not args:
         raise malformed(what, args)
     return args[0]
 
 
 def _make_typed(what: Global, args: tuple[object, ...]) -> object:
-    """Return a tensor of `_rebuild_from_type_v2(function, class, args, state)`."""
+    """Return the tensor from `_rebuild_from_type_v2(function, class, args, state)`."""
     if len(args) != 4 or not isinstance(args[0], Global) or not isinstance(args[2], tuple):
         raise malformed(what, args)
     function, kind, inner, state = args
     assert isinstance(function, Global) and isinstance(inner, tuple)
-    if function.call is None or function.copied:  # functions that copy are counted in calls of their own
+    if function.call is None or function.copied:  # functions that copy are counted in their own calls
         raise malformed(what, args)
     made = function.call(function, inner)
     if isinstance(made, InstanceStub):
@@ -332,34 +332,34 @@ def _make_typed(what: Global, args: tuple[object, ...]) -> object:
 
 
 def _wrapper(what: Global, args: tuple[object, ...]) -> object:
-    """Return the stub of `_rebuild_wrapper_subclass(class, ...)`, with its class."""
-    if not args or not isinstance(args[0], Global) or len(args) > _MOST_DIMS:
+    """Return the stub for `_rebuild_wrapper_subclass(class, ...)`, with its class."""
+    if not args or not isinstance(args[0], Global) or len(args) > _MAX_DIMS:
         raise malformed(what, args)
     return InstanceStub(args[0].name, args[1:])
 
 
 def _reconstructor(what: Global, args: tuple[object, ...]) -> object:
-    """Return the stub of `copyreg._reconstructor`, used by protocols 0 and 1."""
+    """Return the stub for `copyreg._reconstructor`, used by protocols 0 and 1."""
     if len(args) != 3 or not isinstance(args[0], Global) or args[0].call is not make_stub:
         raise malformed(what, args)
     return InstanceStub(args[0].name, () if args[2] is None else (args[2],))
 
 
 def _nested_class(what: Global, args: tuple[object, ...]) -> object:
-    """Return the stub of `getattr` for the one nested class that torch pickles so, and for unlisted classes."""
+    """Return the stub for `getattr`: for the one nested class that torch pickles so, and for unlisted classes."""
     if len(args) == 2 and isinstance(args[0], Global) and isinstance(args[1], str):
         if (args[0].name, args[1]) == _NESTED:
             return Global(".".join(_NESTED), make_stub)
         if not args[0].is_listed:
             return make_unlisted(args[0].name, args[1])
     if len(args) == 2 and isinstance(args[0], InstanceStub):
-        return InstanceStub(what.name, args)  # a method of an instance
+        return InstanceStub(what.name, args)  # an instance's method
     raise UnsafeError(f"the pickle calls {what.name}, which could reach any function", found=args[1:], fix=NEVER_RUN)
 
 
-_MOST_DIMS = 64
-_MOST_FLAGS = 8
-_MOST_CHARACTERS = 256  # characters of an unlisted name
+_MAX_DIMS = 64
+_MAX_FLAGS = 8
+_MAX_CHARACTERS = 256  # characters of an unlisted name
 
 _ERRORS = frozenset(
     name for name, kind in vars(builtins).items() if isinstance(kind, type) and issubclass(kind, BaseException)
@@ -466,13 +466,13 @@ _FUNCTIONS: dict[str, dict[str, Builder | None]] = {
 
 
 def _pair_keys(args: tuple[object, ...]) -> list[object]:
-    """Return the keys in the list of pairs that is the last argument of a dict."""
+    """Return the keys from the list of pairs that is a dict's last argument."""
     pairs = args[-1] if args else None
     return [p[0] for p in pairs if isinstance(p, list | tuple) and p] if isinstance(pairs, list | tuple) else []
 
 
 def _items(args: tuple[object, ...]) -> list[object]:
-    """Return the values of the set that a call creates."""
+    """Return the values in the set that a call creates."""
     return list(args[0]) if args and isinstance(args[0], list | tuple) else []
 
 
@@ -484,7 +484,7 @@ _HASHED = {
 
 # Cost in bytes for each value or character in the arguments, which these calls copy.
 _COPIED = {
-    "getattr": 4 * _MOST_CHARACTERS,
+    "getattr": 4 * _MAX_CHARACTERS,
     **dict.fromkeys(("dict", "Counter", "OrderedDict", "defaultdict"), 160),
     **dict.fromkeys(("frozenset", "set"), 128),
     **dict.fromkeys(("list", "tuple", "deque", "bytearray", "bytes", "encode"), 16),

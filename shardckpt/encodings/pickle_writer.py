@@ -56,7 +56,7 @@ class PersistentId(NamedTuple):
 
 
 class _SharedCall(NamedTuple):
-    """Key in the memo of a call that several places share, and that lives as long as what is encoded."""
+    """Memo key for a call that several places share; it lives as long as the encoded value."""
 
     number: int
 

@@ -1,4 +1,4 @@
-"""Conformance suites for stores, readers and targets, to subclass, and a proof of training scripts. Needs pytest."""
+"""Conformance suites for stores, readers and targets, and a proof for training scripts. Needs pytest."""
 
 from shardckpt.errors import require_packages
 

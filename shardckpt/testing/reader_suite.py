@@ -23,7 +23,7 @@ GARBAGE = (b"", b"\0" * 64, b"{", b"PK\x03\x04", b"\x80\x04\x95", b"\xff" * 200)
 
 
 class ReaderSuite:
-    """Tests of one `Format`.
+    """Tests for one `Format`.
 
     A subclass sets `form` and provides a `checkpoint` fixture; the format must be installed.
 
@@ -37,7 +37,7 @@ class ReaderSuite:
 
     @pytest.fixture
     def checkpoint(self, tmp_path: Path) -> Path:
-        """Return a folder or file of the format, below `tmp_path`."""
+        """Return a file or folder in the format, below `tmp_path`."""
         raise NotImplementedError
 
     def open(self, path: Path) -> Reader:
@@ -136,7 +136,7 @@ class ReaderSuite:
         assert shardckpt.diff(checkpoint, copy).same
 
     def _read_if_sound(self, checkpoint: Path) -> Reader | None:
-        """Return the reader after reading all bytes; None after a typed error."""
+        """Return the reader after it read all bytes; None after a typed error."""
         try:
             reader = self.open(checkpoint)
             for entry in locate(reader, reader.manifest, list(reader.manifest.tensors.values())):

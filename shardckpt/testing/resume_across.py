@@ -28,7 +28,7 @@ _SHOWN_CHARACTERS = 4000
 
 
 class ScriptError(AssertionError):
-    """The training script failed, or did not end in time; the message ends with its output."""
+    """The training script failed or timed out; the message ends with its output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ class ResumeAcrossReport:
     """Result of `prove_resume_across`.
 
     Attributes:
-        step: Number of the step that was resumed.
+        step: The resumed step.
         saved_on: Number of ranks that saved it.
-        resumes: The resumes, in the order of the sizes.
+        resumes: The resumes, in size order.
     """
 
     step: int
@@ -47,7 +47,7 @@ class ResumeAcrossReport:
 
     @property
     def ok(self) -> bool:
-        """Whether each resume was compared to the end, and nothing differs."""
+        """Whether every resume was compared to the end without a difference."""
         return all(resume.verdict == "proven" for resume in self.resumes)
 
     @property
@@ -78,23 +78,23 @@ def prove_resume_across(
     """Run a training script under torchrun, resume it at other sizes, and compare its steps with the record.
 
     The script uses `Checkpointer(root, witness=...)`, restores the newest step, and trains to a fixed step, at least
-    one behind its last save. It runs at the first size in an empty folder, and at each other size in a copy of that.
-    On other sizes the samples of all ranks together have to be those of the record, and the mean loss has to agree
-    within the tolerance of reordered sums.
+    one after its last save. It runs at the first size in an empty folder, then at each other size in a copy. At other
+    sizes, all ranks together must see the recorded samples, and the mean loss must agree within the tolerance for
+    reordered sums.
 
     Args:
-        script: Path of the script.
-        worlds: Number of ranks that save, then those that resume.
-        arguments: Arguments of the script; `{root}` in them is the folder of the run.
+        script: Path to the script.
+        worlds: Number of ranks that save, then the numbers that resume.
+        arguments: Arguments for the script; `{root}` in them is the run's folder.
         timeout: Seconds that the script may take at each size.
 
     Returns:
-        The resumes, with the first difference of each.
+        The resumes, each with its first difference.
 
     Raises:
         UsageError: An argument has an invalid value, or the script left no step with a record.
-        AssertionError: The script failed at a size, or did not end in time: a `ScriptError`, with the output of the
-            rank that failed. No process is left.
+        AssertionError: The script failed or timed out: a `ScriptError` with the failed rank's output. No process is
+            left.
 
     Examples:
         >>> report = prove_resume_across("train.py", worlds=(2, 3, 1))  # doctest: +SKIP
@@ -110,7 +110,7 @@ def prove_resume_across(
             raise UsageError(
                 "the script left no step with recorded training steps",
                 where=os.fspath(script),
-                fix="Save, and train at least one step behind the last save with `Checkpointer(witness=...)`.",
+                fix="Save, and train at least one step after the last save with `Checkpointer(witness=...)`.",
             )
         number = proof.steps[-1].number
         resumes = []
@@ -133,7 +133,7 @@ def _require_valid(script: str | os.PathLike[str], worlds: Sequence[int], timeou
 def _resume(
     script: str | os.PathLike[str], world: int, arguments: Sequence[str], root: Path, timeout: float, number: int
 ) -> Resume:
-    """Return the resume of a step at one size; a script that ends by a divergence has not failed."""
+    """Resume a step at one size. A script that ends with a divergence has not failed."""
     earlier = {resume.id for resume in _list_resumes(root, number)}
     failure: ScriptError | None = None
     try:
@@ -157,7 +157,7 @@ def _list_resumes(root: Path, number: int) -> tuple[Resume, ...]:
 
 
 def _launch(script: str | os.PathLike[str], world: int, arguments: Sequence[str], root: Path, timeout: float) -> None:
-    """Run the script on ranks, and raise ScriptError unless all succeed; no process is left."""
+    """Run the script on ranks. Raises ScriptError unless all succeed; leaves no process."""
     launch = uuid.uuid4().hex
     environment = {"OMP_NUM_THREADS": "1", **os.environ, _LAUNCH: launch}
     given = [os.fspath(script), *(argument.replace(ROOT, str(root)) for argument in arguments)]
@@ -184,7 +184,7 @@ def _build_command(world: int, logs: str) -> list[str]:
 
 
 def _wait(process: subprocess.Popen[bytes], timeout: float) -> int | None:
-    """Return the exit code; None if the process was ended after the time."""
+    """Return the exit code; None after a timeout, which ends the process."""
     try:
         return process.wait(timeout)
     except subprocess.TimeoutExpired:
@@ -200,7 +200,7 @@ def _wait(process: subprocess.Popen[bytes], timeout: float) -> int | None:
 
 @contextmanager
 def _ended(launch: str) -> Iterator[None]:
-    """End all processes of a launch: torchrun puts its ranks into sessions of their own."""
+    """End all processes of a launch: torchrun puts its ranks into their own sessions."""
     try:
         yield
     finally:
@@ -212,7 +212,7 @@ def _ended(launch: str) -> Iterator[None]:
 
 
 def _read_output(logs: Path, output: Path) -> str:
-    """Return the end of what the rank that failed first has written; without one, that of torchrun."""
+    """Return the end of the first failed rank's output, or of torchrun's."""
     of_torchrun = output.read_text(encoding="utf-8", errors="replace")
     cause = re.search(r"Root Cause.*?local_rank: (\d+)", of_torchrun, re.DOTALL)
     ranks: Mapping[str, Path] = {path.parent.name: path for path in sorted(logs.glob("**/stderr.log"))}

@@ -22,7 +22,7 @@ def put(store: Store, name: str, data: bytes = CONTENT) -> None:
 
 
 class StoreSuite:
-    """Tests of one `Store`. A subclass provides an empty store as the fixture `store`.
+    """Tests for one `Store`. A subclass provides an empty store as the fixture `store`.
 
     Attributes:
         knows_times: Whether the store reports when a file last changed.

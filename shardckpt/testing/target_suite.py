@@ -36,17 +36,17 @@ SHAPES: Mapping[str, tuple[int, ...]] = {
 
 
 class TargetSuite:
-    """Tests of one `Target`. A subclass sets `target`, which must be installed.
+    """Tests for one `Target`. A subclass sets `target`, which must be installed.
 
     An installed format reads the written checkpoint. If there is none, the subclass overrides `read_model`.
 
     Attributes:
         target: The target under test.
-        options: Options of the conversion, such as `{"part": "all"}`.
+        options: Options for the conversion, such as `{"part": "all"}`.
         is_deterministic: Whether two conversions write the same bytes.
-        suffix: End of the names of written checkpoints, for a target that writes one file only.
-        config: Content of `config.json` beside the source; empty for none.
-        shapes: Shapes of the model's tensors, for a target that writes known models only.
+        suffix: Suffix for written checkpoints, for a target that writes only one file.
+        config: Content for `config.json` next to the source; empty for none.
+        shapes: Shapes of the model's tensors, for a target that writes only known models.
         dtype_shapes: Shapes of a smaller model; its first tensor gets each dtype, the others stay float32.
     """
 
@@ -67,13 +67,13 @@ class TargetSuite:
 
     @pytest.fixture
     def out(self, tmp_path: Path) -> Path:
-        """Return the path of a checkpoint to write."""
+        """Return the path for a checkpoint to write."""
         return tmp_path / f"out{self.suffix}"
 
     def write_source(
         self, folder: Path, model: Mapping[str, np.ndarray[Any, Any]], dtypes: Mapping[str, str] | None = None
     ) -> Path:
-        """Write a checkpoint to convert, with the `config.json` of the suite."""
+        """Write a checkpoint to convert, next to the suite's `config.json`."""
         write_source(folder, model, dtypes)
         if self.config:
             (folder / "config.json").write_text(json.dumps(self.config))
@@ -84,17 +84,17 @@ class TargetSuite:
         return shardckpt.consolidate(source, place, to=self.target.name, **{**self.options, **options})
 
     def read_model(self, place: str | Path) -> Mapping[str, NDArray[Any]] | None:  # noqa: ARG002
-        """Return the tensors of a written model by name.
+        """Return a written model's tensors by name.
 
         Returns None if an installed format reads them.
 
         Args:
-            place: Path or URL of the written checkpoint.
+            place: The written checkpoint's path or URL.
         """
         return None
 
     def compare_model(self, source: Path, place: str | Path) -> dict[str, str]:
-        """Return differences of a written model: name to `dtype`, `shape` or other."""
+        """Compare with a written model: return name to `dtype`, `shape` or another difference."""
         found = self.read_model(place)
         if found is None:
             comparison = shardckpt.diff(source, place, part="model")
@@ -180,7 +180,7 @@ class TargetSuite:
 
     def test_a_conversion_that_is_stopped_leaves_nothing(self, source: Path, out: Path) -> None:
         class Stop(Exception):  # noqa: N818
-            """Raised to stop the conversion."""
+            """Stops the conversion."""
 
         def stop(progress: shardckpt.Progress) -> None:
             if progress.done_bytes > progress.total_bytes // 2:
@@ -224,7 +224,7 @@ class TargetSuite:
 
 
 def read_tensors(checkpoint: Path) -> dict[str, NDArray[Any]]:
-    """Return the tensors of the model in a checkpoint, by name."""
+    """Return the model's tensors in a checkpoint, by name."""
     reader = open_checkpoint(str(checkpoint))
     tensors = read_canonical(reader, "model").tensors
     located = locate(reader, reader.manifest, list(tensors.values()))
@@ -246,7 +246,7 @@ def _compare(expected: NDArray[Any], found: NDArray[Any]) -> str:
 def write_source(
     folder: Path, model: Mapping[str, np.ndarray[Any, Any]], dtypes: Mapping[str, str] | None = None
 ) -> Path:
-    """Write safetensors files of a model and of an Adam-like optimizer."""
+    """Write a model and an Adam-like optimizer as safetensors files."""
     dtypes = dtypes or {}
     trained = [name for name, value in model.items() if value.dtype == np.float32]
     state = {f"{name}/exp_avg": model[name] * np.float32(2) for name in trained}
@@ -267,7 +267,7 @@ def write_source(
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
-    """Return the content of all files of a folder, by path; or that of a file."""
+    """Return each file's content by path, or one file's content."""
     if folder.is_file():
         return {folder.name: folder.read_bytes()}
     return {file.relative_to(folder).as_posix(): file.read_bytes() for file in folder.rglob("*") if file.is_file()}

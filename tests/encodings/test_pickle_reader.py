@@ -285,7 +285,7 @@ def test_many_unlisted_names_cost_what_they_take(raw: bytes) -> None:
 @pytest.mark.parametrize("name", ["a" * 300, "a" * (1 << 20), "", "a b", "a..b", "1a"])
 def test_a_name_that_python_cannot_have_is_refused(name: str) -> None:
     raw = b"\x80\x04\x8c\x01m\x8d" + struct.pack("<Q", len(name)) + name.encode() + b"\x93."
-    with pytest.raises(UnsafeError, match="not a name of Python") as caught:
+    with pytest.raises(UnsafeError, match="not a Python name") as caught:
         load(raw, where="x")
     assert len(str(caught.value)) < 800
 
@@ -430,7 +430,7 @@ def test_the_depth_of_a_shared_container_counts_at_each_of_its_places(depth: int
 
 
 def test_data_above_the_limit_of_a_list_is_read_like_smaller_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardckpt.encodings.pickle_reader._MOST_LISTED", 0)
+    monkeypatch.setattr("shardckpt.encodings.pickle_reader._MAX_LISTED", 0)
     for protocol in range(6):
         assert load(pickle.dumps(PLAIN, protocol=protocol), where="x") == PLAIN
 

@@ -1,4 +1,4 @@
-"""Actors of a history: trainers, readers and a pruner, which call the public API."""
+"""Actors in a history: trainers, readers and a pruner, which call the public API."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FAILS_AFTER_S = 5.0
 
 @dataclass
 class Job:
-    """A training job: the ranks of one start."""
+    """A training job: one start, with its ranks."""
 
     name: str
     start: int  # starts of all jobs before this one: makes the attempts of jobs differ
@@ -53,7 +53,7 @@ class Job:
 
     @property
     def save_every(self) -> int:
-        """Steps whose number is a multiple of this are saved in the root."""
+        """Multiples of this are saved in the root."""
         return self.root_every if self.has_tiers and not self.is_last else 1
 
     @property
@@ -63,26 +63,26 @@ class Job:
 
     @property
     def counts_restores(self) -> bool:
-        """Whether restores are counted in the root until a further step is completed."""
+        """Whether it counts restores in the root until a further step is completed."""
         return self.has_tiers if self.most_failed is None else self.most_failed > 0
 
     @property
     def node_names(self) -> frozenset[str]:
-        """Names of the nodes of its ranks."""
+        """Names of its ranks' nodes."""
         return frozenset(node.name for node in self.nodes)
 
     def find_reported_node(self, rank: int) -> str | None:
-        """Return the node of which a rank reports the files: the lowest of a node does; None for the others."""
+        """Return the node whose files a rank reports: the node's lowest rank does, others return None."""
         return None if self.nodes[rank] in self.nodes[:rank] else self.nodes[rank].name
 
     def build_tiers(self, rank: int) -> list[PeerMemory | Local]:
-        """Return the tiers in front of the root, with the settings of a rank's node."""
+        """Return the tiers in front of the root, with the settings for a rank's node."""
         memory = None if self.memory is None else replace(self.memory, rack=self.nodes[rank].rack)
         return [tier for tier in (memory, self.local) if tier is not None]
 
 
 class Trainer:
-    """One rank of a training job: it restores, then trains and saves."""
+    """One rank in a training job: it restores, then trains and saves."""
 
     def __init__(self, scheduler: Scheduler, auditor: Auditor, job: Job, ranks: SimulatedRanks, rank: int) -> None:
         self._scheduler, self._auditor, self._job = scheduler, auditor, job
@@ -117,14 +117,14 @@ class Trainer:
             self._ranks.processes[self._rank].die()
 
     def _restore(self, checkpointer: Checkpointer) -> tuple[int, int]:
-        """Restore, and return the step and the attempt; zeros for a new run."""
+        """Restore, and return step and attempt; zeros for a new run."""
         self._calls += 1
         least, state = self._auditor.newest(), self._build_state(0)
         nodes = self._job.node_names
         claim = self._auditor.claims.newest(nodes) if self._job.has_tiers else None
         is_counted = self._job.counts_restores and not self._rank
         if is_counted:
-            self._auditor.restores.begin()
+            self._auditor.restores.start()
         try:
             number = checkpointer.restore(state)
         except NoCompleteCheckpoint:
@@ -140,7 +140,7 @@ class Trainer:
         return number or 0, content
 
     def _claim_restored(self, checkpointer: Checkpointer, number: int, content: int) -> None:
-        """Ask what the restored step survives: copies of another attempt to save it do not count."""
+        """Ask what the restored step survives: copies from another attempt to save it do not count."""
         try:
             self._claim(checkpointer, number, content, "has")
         except RankError:
@@ -149,7 +149,7 @@ class Trainer:
             self._fail(f"claims of step {number}", error)
 
     def _train(self, checkpointer: Checkpointer, step: int) -> None:
-        """Save the steps behind a restored one."""
+        """Save the steps after a restored one."""
         job = self._job
         if job.is_last:  # steps that the run has left for an older one may have the next numbers
             step = max(step, job.start * _STEPS_OF_A_START)
@@ -163,7 +163,7 @@ class Trainer:
     def _save(self, checkpointer: Checkpointer, number: int, *, is_overwrite: bool = False) -> None:
         self._calls += 1
         content = find_content(self._job.start, number, is_overwrite=is_overwrite)
-        self._auditor.begin(content, number, is_overwrite=is_overwrite)
+        self._auditor.start_save(content, number, is_overwrite=is_overwrite)
         self._auditor.claims.give_up(self._job.node_names if self._job.has_tiers else None)
         self._scheduler.record("save", f"step {number} as attempt {content}")
         try:
@@ -195,7 +195,7 @@ class Trainer:
             checkpointer.wait()
 
     def _settle(self, checkpointer: Checkpointer) -> None:
-        """Wait for the saves that ran beside the training, then confirm all of them."""
+        """Wait for background saves, then confirm all of them."""
         self._calls += 1
         try:
             checkpointer.wait()
@@ -222,9 +222,9 @@ class Trainer:
         self._scheduler.record("saved", f"step {number}")
 
     def _claim(self, checkpointer: Checkpointer, number: int, content: int, verb: str = "claims") -> None:
-        """Ask what a step survives that was saved or restored; all ranks get the same answer."""
+        """Ask what a saved or restored step survives; all ranks get the same answer."""
         call, nodes = (f"{self._job.name} claims", self._calls), self._job.node_names
-        self._auditor.begin_claim(call, number, nodes, self._job.find_reported_node(self._rank))
+        self._auditor.start_claim(call, number, nodes, self._job.find_reported_node(self._rank))
         durability = checkpointer.durability(number)
         self._auditor.agree(call, durability)
         self._auditor.claim(call, content, durability, nodes)
@@ -232,7 +232,7 @@ class Trainer:
         self._scheduler.record(verb, f"step {number} in {places or 'no place'}")
 
     def _watch(self, event: Any) -> None:
-        """Record a claim that is withdrawn, or a promotion that failed."""
+        """Record a withdrawn claim or a failed promotion."""
         kind = type(event).__name__
         if kind == _WITHDRAWAL:
             self._job.withdrawals += 1
@@ -253,7 +253,7 @@ class Trainer:
 def read_repeatedly(
     scheduler: Scheduler, auditor: Auditor, name: str, ranks: SimulatedRanks, root: str, times: int
 ) -> None:
-    """Restore the newest step again and again, as a job of one rank."""
+    """Restore the newest step repeatedly, as a job with one rank."""
     for call in range(times):
         scheduler.sleep(scheduler.random.random() * _LONGEST_PAUSE_S)
         least, state = auditor.newest(), build_state(0)
@@ -269,7 +269,7 @@ def read_repeatedly(
 
 
 def prune_repeatedly(scheduler: Scheduler, root: str, keep_last: int, times: int) -> None:
-    """Prune the run again and again."""
+    """Prune the run repeatedly."""
     for _ in range(times):
         scheduler.sleep(scheduler.random.random() * _LONGEST_PAUSE_S)
         try:

@@ -1,4 +1,4 @@
-"""Auditor of a history: a model of the run, and the invariants that it checks after every event."""
+"""Auditor of a history: models the run, and checks invariants after every event."""
 
 from __future__ import annotations
 
@@ -44,40 +44,40 @@ class CommittedStep:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Position among the steps of the run."""
+        """Position among the run's steps."""
         return self.branch, self.number
 
 
 @dataclass
 class RestoreCounts:
-    """Restores since a step was completed last, by jobs that count them in the root."""
+    """Restores since the last completed step, by jobs that count them in the root."""
 
     most_failed: int = 0  # failures after a restore before the step is skipped; 0 counts nothing
-    _begun: int = 0
+    _started: int = 0
     _ended: dict[int, int] = field(default_factory=dict)
 
-    def begin(self) -> None:
-        """Record that a restore begins: it may be of any step."""
-        self._begun += 1
+    def start(self) -> None:
+        """Record that a restore starts, from any step."""
+        self._started += 1
 
     def end(self, content: int) -> bool:
-        """Record that an attempt was restored; return True if it had to be passed over."""
+        """Record that an attempt was restored; return True if it had to be skipped."""
         self._ended[content] = self._ended.get(content, 0) + 1
         return self._ended[content] > self.most_failed
 
     def may_pass_over(self) -> bool:
         """Return True if the run may have failed often enough after a step."""
-        return self._begun > self.most_failed > 0
+        return self._started > self.most_failed > 0
 
     def complete(self, recorded: Iterable[int]) -> None:
         """Record that a step was completed."""
         self._ended.clear()
-        self._begun = max(recorded, default=0)
+        self._started = max(recorded, default=0)
 
 
 @dataclass
 class ReplacedFiles:
-    """Files that were removed while the step of their folder was another save."""
+    """Files that were removed while their folder's step was another save."""
 
     _before: Set[str] = frozenset()
     _removed: set[str] = field(default_factory=set)
@@ -85,7 +85,7 @@ class ReplacedFiles:
     _late: set[str] = field(default_factory=set)
 
     def follow(self, files: Mapping[str, object], steps: Mapping[str, CommittedStep]) -> None:
-        """Record the files that are gone. `steps` are those before."""
+        """Record removed files. `steps` are the steps before the removal."""
         for name in self._before - files.keys():
             step = steps.get(name.rpartition("/")[0])
             if step is not None and name not in step.files:
@@ -93,7 +93,7 @@ class ReplacedFiles:
         self._before = files.keys()
 
     def note_late_commit(self, folder: str, needed: Iterable[str], files: Mapping[str, object]) -> bool:
-        """Record the folder of a `COMMIT` that lacks such files and no others; return True if it does."""
+        """Record the folder of a `COMMIT` that lacks only such files; return True if it does."""
         missing = {name for name in needed if name not in files}
         is_late = bool(missing) and missing <= self._removed
         self._late |= {folder} if is_late else set()
@@ -137,24 +137,24 @@ class Auditor:
 
     # Reports of actors
 
-    def begin_job(self, start: int) -> None:
-        """Record that a start of the job begins: it has to find what was damaged before."""
+    def start_job(self, start: int) -> None:
+        """Record that the job starts: it must find earlier damage."""
         self._flips_before[start] = len(self._flipped)
 
     def end_restore(self, content: int) -> None:
-        """Record that a job that counts its restores has restored an attempt. Raises HistoryError."""
+        """Record a counted restore. Raises HistoryError if the attempt had to be skipped."""
         is_too_often = self.restores.end(content)
         others = [step for step in self.steps.values() if step.content != content and step.is_acknowledged]
         if self.is_quiet() and others and is_too_often:
             raise HistoryError(f"attempt {content} is restored again, although the run failed after it")
 
     def complete_step(self) -> None:
-        """Record that a job that counts its restores has completed a step."""
+        """Record that a job that counts restores has completed a step."""
         newest = self.newest()
         recorded = read_failures(self.scheduler, self.storage)
         self.restores.complete(n for order, n in recorded.items() if newest is None or order >= newest.order)
 
-    def begin(self, content: int, number: int, *, is_overwrite: bool = False) -> None:
+    def start_save(self, content: int, number: int, *, is_overwrite: bool = False) -> None:
         """Record an attempt to save."""
         self.attempts[content] = number
         self._overwrites |= {content} if is_overwrite else set()
@@ -169,17 +169,17 @@ class Auditor:
             step.is_acknowledged |= step.content == content
 
     def _was_committed(self, content: int) -> bool:
-        """Return True if an attempt was committed, or may be what a flipped bit makes unreadable."""
+        """Return True if an attempt was committed, or a flipped bit may hide it."""
         damaged = {step.number for step in self.steps.values() if step.is_damaged} | self._unreadable
         return content in self.ever or self.attempts[content] in damaged
 
-    def begin_claim(self, call: tuple[str, int], number: int, nodes: Collection[str], node: str | None) -> None:
-        """Record that a rank asks what a step survives: see `Claims.begin`."""
+    def start_claim(self, call: tuple[str, int], number: int, nodes: Collection[str], node: str | None) -> None:
+        """Record that a rank asks what a step survives: see `Claims.start`."""
         _note_root(self, call, number)
-        self.claims.begin(call, number, nodes, node)
+        self.claims.start(call, number, nodes, node)
 
     def claim(self, call: tuple[str, int], content: int, durability: Durability, nodes: Collection[str]) -> None:
-        """Record what a step survives by the answer of a Checkpointer."""
+        """Record what a step survives, as a Checkpointer answered."""
         number = self.attempts[content]
         _note_root(self, call, number)
         for copy in durability.copies:
@@ -202,7 +202,7 @@ class Auditor:
         claim: TierClaim | None = None,
         nodes: Collection[str] = (),
     ) -> int:
-        """Check what a restore returned, and return the attempt; 0 for a new run."""
+        """Check a restore's result; return the attempt, 0 for a new run."""
         content = 0 if number is None else read_content(state)
         self.agree(call, (number, content))
         if self.restores.may_pass_over():
@@ -230,13 +230,13 @@ class Auditor:
             self._require_later(content, claim.content, "a capture that was claimed to survive")
 
     def _require_later(self, content: int, than: int, what: str) -> None:
-        """Require that an attempt began after another, or is it. Raises HistoryError."""
+        """Require an attempt that is the other one or started later. Raises HistoryError."""
         order = {each: at for at, each in enumerate(self.attempts)}
         if order.get(content, -1) < order[than]:
             raise HistoryError(f"a restore got attempt {content}, but {than} is newer: {what}")
 
     def agree(self, call: tuple[str, int], verdict: object) -> None:
-        """Check that all ranks that succeed in a collective call get the same verdict. Raises HistoryError."""
+        """Check that ranks that succeed in a collective call agree. Raises HistoryError."""
         who = self.scheduler.current.name if self.scheduler.current is not None else ""
         first, known = self._verdicts.setdefault(call, (who, verdict))
         if known != verdict:
@@ -245,7 +245,7 @@ class Auditor:
     # Invariants
 
     def check(self) -> None:
-        """Compare storage and disks of nodes with the model, if they have changed. Raises HistoryError."""
+        """Compare the storage and the nodes' disks with the model if they changed. Raises HistoryError."""
         if self.changes.number == self._checked:
             return
         self._checked = self.changes.number
@@ -312,7 +312,7 @@ class Auditor:
     # Faults
 
     def flip(self) -> str:
-        """Damage a file of a committed step, often of the newest; return its name, empty if no step is committed."""
+        """Damage a file of a committed step, often the newest; return its name, empty without a step."""
         newest = max(self.steps.values(), key=lambda step: step.order, default=None)
         if newest is None or not newest.files:
             return ""
@@ -339,7 +339,7 @@ class Auditor:
         self.claims.empty_root()
 
     def lose_power(self) -> None:
-        """Compare what a power failure left with the model."""
+        """Compare the model with what a power failure left."""
         self._version = self.storage.version
         files = self.storage.list_files()
         before, self.steps = self.steps, {}
@@ -358,14 +358,14 @@ class Auditor:
 
 
 def _note_root(auditor: Auditor, call: tuple[str, int], number: int) -> None:
-    """Record which attempt of a step is in the root while a call asks: another job may replace it meanwhile."""
+    """Record which attempt is in the root while a call asks: another job may replace it meanwhile."""
     auditor.check()
     found = [step.content for step in auditor.steps.values() if step.number == number]
     auditor._in_root.setdefault(call, set()).update(found)
 
 
 def read_failures(scheduler: Scheduler, storage: RunStorage) -> dict[tuple[int, int], int]:
-    """Return the failures after restores that the root records, by the orders of the steps."""
+    """Return the failures after restores that the root records, by step order."""
     try:
         record = scheduler.observe(lambda: read_run_record(open_store(storage.root)))
     except ShardckptError:  # it counts as nothing
@@ -374,14 +374,14 @@ def read_failures(scheduler: Scheduler, storage: RunStorage) -> dict[tuple[int, 
 
 
 def _list_needed(url: str, commit: Commit) -> list[str]:
-    """Return the files that a step needs, of its own folder and of those of its bases, by their names in the run."""
+    """Return the files that a step needs, in its own folder and in its bases."""
     folders = {url: (*commit.files, commit.manifest)}
     folders |= {resolve_base(url, base): tuple(held) for base, held in commit.bases.items()}
     return [f"{folder.rpartition('/')[2]}/{name}" for folder, names in folders.items() for name in names]
 
 
 def require_tidy(auditor: Auditor) -> None:
-    """Require that the folders of the run have no files but those that a step needs. Raises HistoryError."""
+    """Require that every file in the run's folders is needed by a step. Raises HistoryError."""
     auditor.check()
     needed = {name for step in auditor.steps.values() for name in (*step.files, f"{step.folder}/{COMMIT}")}
     files = auditor.storage.list_files()
@@ -395,7 +395,7 @@ def require_tidy(auditor: Auditor) -> None:
 
 
 def _require_survived(auditor: Auditor, old: CommittedStep, new: CommittedStep | None) -> None:
-    """Require that a power failure left an acknowledged step, or a later save of it. Raises HistoryError."""
+    """Require that an acknowledged step, or a later save, survived a power failure. Raises HistoryError."""
     if new is None:
         raise HistoryError(f"step {old.number} was saved, but a power failure lost it")
     if old.content in auditor._acknowledged and not new.is_damaged:
@@ -403,13 +403,13 @@ def _require_survived(auditor: Auditor, old: CommittedStep, new: CommittedStep |
 
 
 def _has_read_damage(auditor: Auditor, number: int) -> bool:
-    """Return True if the newest attempt to save a step is of a job that started after the last flipped bit."""
+    """Return True if the newest attempt comes from a job that started after the last flipped bit."""
     content = next(each for each in reversed(auditor.attempts) if auditor.attempts[each] == number)
     return auditor.is_alone and auditor._flips_before[find_start(content)] == len(auditor._flipped)
 
 
 def _may_replace(auditor: Auditor, old: CommittedStep, content: int) -> bool:
-    """Return True if an attempt may replace a good step: it overwrites it, or the run failed after its restore."""
+    """Return True if an attempt may replace a good step: an overwrite, or the run failed after its restore."""
     if content in auditor._overwrites or auditor.is_replaced_by_rivals:
         return True
     return read_failures(auditor.scheduler, auditor.storage).get(old.order, 0) >= auditor.restores.most_failed > 0

@@ -1,4 +1,4 @@
-"""Faults of a history: which, and from which event on."""
+"""Faults in a history, and the events from which they hit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONGEST_STALL_S = 60.0
 
 
 class FaultKind(NamedTuple):
-    """A kind of fault."""
+    """A kind of fault: where it hits, and what it shows."""
 
     name: str
     verbs: frozenset[str]  # events that it can hit
@@ -46,7 +46,7 @@ COMMON = (
     FaultKind("message doubled", MESSAGES, "doubled"),
     FaultKind("flip", EVERYTHING),
     FaultKind("flip while reading", READS),
-    FaultKind("answer of rank 0 lost", MESSAGES, "lost", within=_ANSWER),
+    FaultKind("rank 0's answer lost", MESSAGES, "lost", within=_ANSWER),
     FaultKind("kill while answering", MESSAGES, within=_ANSWER),
     FaultKind("stall before an answer", MESSAGES, within=_ANSWER),
 )
@@ -75,8 +75,8 @@ BUCKET = (
 
 MEMORY = (
     FaultKind("holder killed", frozenset({"ask"})),
-    FaultKind("kill of the holder while answering", frozenset({"answer"})),
-    FaultKind("stall of the holder", frozenset({"answer"})),
+    FaultKind("kill the answering holder", frozenset({"answer"})),
+    FaultKind("stall the holder", frozenset({"answer"})),
     FaultKind("kill while asking the holder", frozenset({"ask", "write memory"})),
     FaultKind("kill after the last request", frozenset({"ask"}), within="COMMIT"),
     FaultKind("node loss", EVERYTHING),
@@ -86,22 +86,22 @@ MEMORY = (
 SEVERAL_NODES = (
     FaultKind("node loss while copying", frozenset({"ask", "send"})),
     FaultKind("node loss after the last request", frozenset({"ask"}), within="COMMIT"),
-    FaultKind("loss of two nodes", EVERYTHING),
+    FaultKind("two nodes lost", EVERYTHING),
     FaultKind("holder killed", frozenset({"ask", "recv"})),
     FaultKind("kill while copying", MESSAGES, within="data"),
     FaultKind("data lost", MESSAGES, "lost", within="data"),
 )
 
 OWN_DISKS = (
-    FaultKind("flip on a disk of a node", EVERYTHING),
-    FaultKind("disk of a node full", frozenset({"create", "write", "mkdir"}), "ENOSPC", lasts=True, within=MOUNT),
-    FaultKind("write error on a disk of a node", DISK_WRITES, "EIO", within=MOUNT),
+    FaultKind("flip on a node's disk", EVERYTHING),
+    FaultKind("node's disk full", frozenset({"create", "write", "mkdir"}), "ENOSPC", lasts=True, within=MOUNT),
+    FaultKind("write error on a node's disk", DISK_WRITES, "EIO", within=MOUNT),
     FaultKind("kill while promoting", DISK_WRITES, within=MOUNT),
     FaultKind("holder killed", frozenset({"ask", "fsync", "unlink"})),
 )
 SEVERAL_DISKS = (
-    FaultKind("power loss of a node", EVERYTHING),
-    FaultKind("power loss of a node while promoting", DISK_WRITES, within=MOUNT),
+    FaultKind("node power loss", EVERYTHING),
+    FaultKind("node power loss while promoting", DISK_WRITES, within=MOUNT),
     FaultKind("node loss while promoting", DISK_WRITES, within=MOUNT),
 )
 # A tier keeps the copy from an earlier save than a nearer tier.
@@ -115,7 +115,7 @@ EMPTIED_ROOT = (
 
 
 class PlannedFault(NamedTuple):
-    """A fault of a history."""
+    """A fault and the events that it may hit."""
 
     at: int  # first event that it can hit
     kind: FaultKind
@@ -126,7 +126,7 @@ class PlannedFault(NamedTuple):
 
 
 def plan_faults(random: Random, kinds: Sequence[FaultKind], count: int, events: int) -> list[PlannedFault]:
-    """Choose the faults of a history."""
+    """Choose a history's faults."""
     planned = []
     for _ in range(count):
         at = random.randrange(events)
@@ -135,7 +135,7 @@ def plan_faults(random: Random, kinds: Sequence[FaultKind], count: int, events: 
 
 
 class Faults:
-    """The faults of a running history."""
+    """The faults in a running history."""
 
     def __init__(self, planned: Sequence[PlannedFault], act: Callable[[FaultKind], None]) -> None:
         self._waiting = list(planned)

@@ -1,4 +1,4 @@
-"""A simulated job of thousands of ranks: what a capture in memory, the loss of nodes and a restore cost."""
+"""A simulated job with thousands of ranks: measure capture in memory, node loss and restore."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _EVENT_S = 1e-7  # virtual seconds between events: a round of thousands of ranks
 
 _TIMEOUT_S = 600.0
 _IDLE_S = 30.0
-_MOST_EVENTS = 10_000_000
+_MAX_EVENTS = 10_000_000
 _HOLDER_BYTES = 1 << 30
 _TENSORS, _COLUMNS = 3, 2
 _SENT = re.compile(r"(\d+) -> (\d+), \w+ of (\d+) B")
@@ -45,16 +45,16 @@ _SENT = re.compile(r"(\d+) -> (\d+), \w+ of (\d+) B")
 
 @dataclass(frozen=True)
 class PhaseCost:
-    """Cost of one phase of a large job.
+    """Cost of one phase in a large job.
 
     Attributes:
-        name: Name of the phase.
+        name: The phase.
         ranks: Number of ranks.
-        events: Number of operations of all ranks and holders.
+        events: Number of operations by all ranks and holders.
         messages: Number of messages between ranks.
-        message_bytes: Bytes of these messages.
-        rank0_bytes: Bytes of those that rank 0 sent or got.
-        rank0_s: Processor seconds of rank 0.
+        message_bytes: Bytes in these messages.
+        rank0_bytes: Bytes that rank 0 sent or received.
+        rank0_s: Rank 0's processor seconds.
     """
 
     name: str
@@ -69,18 +69,18 @@ class PhaseCost:
 def run_large_job(ranks: int, *, ranks_per_node: int = 8, lost: float = 0.01) -> list[PhaseCost]:
     """Capture a step on all ranks, lose nodes, and restore it on the remaining ones.
 
-    Plans and messages are those of the product; tensors have a few elements a rank.
+    Plans and messages are the product's own; tensors have a few elements per rank.
 
     Args:
         ranks: Number of ranks before the loss.
-        ranks_per_node: Number of ranks of each node.
-        lost: Fraction of the nodes that are lost, at least one.
+        ranks_per_node: Number of ranks on each node.
+        lost: Fraction of nodes to lose; at least one node is lost.
 
     Returns:
-        Costs of the capture with its copies, and of the restore.
+        Costs for the capture with its copies, and for the restore.
 
     Raises:
-        HistoryError: A rank got other values than those that were captured.
+        HistoryError: A rank restored other values than it captured.
         ShardckptError: The capture or the restore failed.
     """
     job = _LargeJob(ranks // ranks_per_node, ranks_per_node, lost)
@@ -91,7 +91,7 @@ def run_large_job(ranks: int, *, ranks_per_node: int = 8, lost: float = 0.01) ->
 
 
 class _SharedResults:
-    """Results of pure functions, which all ranks but rank 0 have in common: thousands of equal ones have no space."""
+    """Results of pure functions, shared by all ranks but rank 0: memory is too small for thousands of copies."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -114,14 +114,14 @@ class _SharedResults:
 
 
 class _SharingMachine(Machine):
-    """A machine on which ranks share what is in every one of them."""
+    """A machine on which ranks share equal results."""
 
     def __init__(self, shared: _SharedResults, *parts: Any) -> None:
         super().__init__(*parts)
         self._shared = shared
 
     def twins(self) -> list[tuple[object, object]]:
-        """Return pairs of a value that modules refer to, and its simulated twin."""
+        """Return pairs: a value that modules refer to, and its simulated twin."""
         share = self._shared.share
         return [
             *super().twins(),
@@ -134,7 +134,7 @@ class _SharingMachine(Machine):
 
 
 def _drop_options(act: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Return a function of the first argument alone; the others are for messages."""
+    """Return a function that takes the first argument only; the others are for messages."""
     return lambda first, **_options: act(first)
 
 
@@ -147,7 +147,7 @@ class _LargeJob:
         dead = max(round(count * lost), 1)
         self._lost = {node.name for node in self._nodes[:: count // dead][:dead]}  # no two have copies of one file
         self._rows = count * ranks_per_node
-        self.scheduler = Scheduler(0, stay=1.0, event_s=_EVENT_S, most_events=_MOST_EVENTS, is_measured=True)
+        self.scheduler = Scheduler(0, stay=1.0, event_s=_EVENT_S, most_events=_MAX_EVENTS, is_measured=True)
         self._system = OperatingSystem(self.scheduler, NodeDisks(Disk()))
         self._holders = SimulatedHolders(self.scheduler, self._system, self._new_process)
         self._shared = _SharedResults(self.scheduler)
@@ -187,8 +187,8 @@ class _LargeJob:
         self._holders.kill({node.name for node in self._nodes})
 
     def _run(self, name: str, nodes: Sequence[Node], act: Callable[[SimulatedRanks, int], object]) -> None:
-        """Run all ranks of a phase to their end, and record its cost."""
-        began = len(self.scheduler.events)
+        """Run all ranks to the end of a phase, and record its cost."""
+        start = len(self.scheduler.events)
         places = [node.name for node in nodes for _ in range(self._ranks_per_node)]
         processes = [self._new_process(f"{name}.{rank}", node) for rank, node in enumerate(places)]
         self._shared.rank0 = processes[0]
@@ -196,10 +196,10 @@ class _LargeJob:
         tasks = [
             self.scheduler.spawn(each, each.name, partial(act, ranks, rank)) for rank, each in enumerate(processes)
         ]
-        self.scheduler.wait(lambda: all(task.is_over for task in tasks), "the end of all ranks", None, tasks)
+        self.scheduler.wait(lambda: all(task.is_over for task in tasks), "all ranks to end", None, tasks)
         for process in processes:
             process.die()
-        events = self.scheduler.events[began:]
+        events = self.scheduler.events[start:]
         sends = (_SENT.fullmatch(event.subject) for event in events if event.verb == "send")
         sent = [tuple(map(int, found.groups())) for found in sends if found]
         nbytes = sum(size for *_, size in sent), sum(size for src, dst, size in sent if 0 in (src, dst))
@@ -211,14 +211,14 @@ class _LargeJob:
         return Checkpointer(_ROOT, save_every=_ROOT_EVERY, tiers=[tier], process_group=link)
 
     def _build_state(self, ranks: SimulatedRanks, rank: int, *, is_blank: bool = False) -> dict[str, Any]:
-        """Return the state of a rank: rows of sharded tensors, and replicated ones."""
+        """Return a rank's state: rows of sharded tensors, and replicated ones."""
         size, scale = len(ranks.processes), int(not is_blank)
         full = torch.arange(self._rows * _COLUMNS).reshape(self._rows, _COLUMNS)
         rows = {f"layer {at}": make_row_shard((full + at) * scale, rank, size) for at in range(_TENSORS)}
         return {**rows, "bias": torch.full((4,), float(scale)), "step": scale}
 
     def _capture(self, ranks: SimulatedRanks, rank: int) -> None:
-        """Capture a step, and wait until it survives the loss of a node."""
+        """Capture a step, and wait until it survives a node loss."""
         run = self._open_run(ranks, rank)
         run.save(1, self._build_state(ranks, rank))
         run.wait(1, survives="node")

@@ -19,7 +19,7 @@ LATE_FRACTION = 1.5  # delay of a late message, as a fraction of the ranks' time
 
 @dataclass(eq=False)
 class Meeting:
-    """Messages and notes of the ranks of one link."""
+    """Messages and notes on one link."""
 
     # Messages that arrived but were not received, by sender, receiver and kind.
     messages: dict[tuple[int, int, str], deque[bytes]] = field(default_factory=dict)
@@ -37,18 +37,18 @@ class SimulatedRanks:
         self._meetings: dict[int, Meeting] = {}
 
     def link(self, rank: int) -> SimulatedLink:
-        """Return the link of a rank, to pass as `process_group`."""
+        """Return a rank's link, to pass as `process_group`."""
         return SimulatedLink(self, rank, 0)
 
     def meet(self, number: int) -> Meeting:
-        """Return the state of a link by its number."""
+        """Return a link's state by its number."""
         if number not in self._meetings:
             self._meetings[number] = Meeting()
         return self._meetings[number]
 
 
 class SimulatedLink(RankLink):
-    """A link of a rank whose messages may be lost, late or doubled."""
+    """A rank's link, whose messages may be lost, late or doubled."""
 
     def __init__(self, ranks: SimulatedRanks, rank: int, number: int) -> None:
         super().__init__(rank, len(ranks.processes), timedelta(seconds=ranks.timeout_s))
@@ -62,11 +62,11 @@ class SimulatedLink(RankLink):
         self._send(data, dst, "message")
 
     def recv_message(self, src: int, deadline: float) -> bytes:
-        """Return the next message of a rank."""
+        """Return the next message from a rank."""
         return self._recv(src, "message", deadline - self._scheduler.now)
 
     def start_send(self, tensor: torch.Tensor, dst: int) -> Transfer:
-        """Send the bytes of a tensor."""
+        """Send a tensor's bytes."""
         self._send(tensor.numpy().tobytes(), dst, "data")
         return _Sent()
 
@@ -75,7 +75,7 @@ class SimulatedLink(RankLink):
         return _Arriving(self, tensor, src)
 
     def fill(self, tensor: torch.Tensor, src: int) -> None:
-        """Fill a tensor with the next bytes of a rank."""
+        """Fill a tensor with the next bytes from a rank."""
         data = self._recv(src, "data", self._ranks.timeout_s)
         if len(data) != tensor.numel() * tensor.element_size():
             raise RuntimeError(f"{len(data)} bytes came for {tensor.numel()}")
@@ -83,14 +83,14 @@ class SimulatedLink(RankLink):
             tensor.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
     def leave_note(self, key: str, text: str) -> None:
-        """Leave a note, unless the process of rank 0 is dead."""
+        """Leave a note, unless rank 0 is dead."""
         self._scheduler.step("note", f"{self.rank}: {text}")
         if not self._ranks.processes[0].is_dead:
             self._meeting.notes[key] = text
             self._scheduler.notify(self._meeting)
 
     def find_note(self, key: str, *, wait_s: float = 0.0) -> str:
-        """Return a note, unless the process of rank 0 is dead."""
+        """Find a note, unless rank 0 is dead."""
         self._scheduler.step("find", f"{self.rank}: {key}")
         notes, host = self._meeting.notes, self._ranks.processes[0]
         self._scheduler.wait(lambda: key in notes and not host.is_dead, f"note {key}", wait_s, (self._meeting, host))

@@ -1,4 +1,4 @@
-"""Scenarios: the actors and faults of a history, which a seed chooses."""
+"""Scenarios: a history's actors and faults, chosen by a seed."""
 
 from __future__ import annotations
 
@@ -31,35 +31,35 @@ _QUIET = 0.5  # probability that slow disks see no faults: then each capture mus
 
 @dataclass(frozen=True)
 class Scenario:
-    """Actors and faults of a history.
+    """The actors and faults in a history.
 
     Attributes:
         store: Kind of store: `plain` is a bucket without conditional requests.
         worlds: Number of ranks at each start of the job.
-        saves: Number of saves of each start.
+        saves: Number of saves in each start.
         keep_last: Number of newest steps to keep.
         dedup: Whether saves are incremental.
         background: Whether saves run in the background.
-        is_sharded: Whether each rank has some rows of some tensors, and not all of them.
-        has_zombies: Whether a start of the job begins before the previous one has ended.
-        memory_bytes: Maximum bytes of the tier in memory; None for jobs without one.
-        without_memory: Jobs without the tier, by their number among those of the history.
-        nodes: Machine of each node, by their numbers.
-        places: Node of each rank at each start of the job; without one all ranks are on node 0.
+        is_sharded: Whether each rank has only some rows of some tensors.
+        has_zombies: Whether the job may start again before the previous start has ended.
+        memory_bytes: Maximum bytes in the memory tier; None for jobs without the tier.
+        without_memory: Jobs without the memory tier, by their number in the history.
+        nodes: Each node's machine, by number.
+        places: Each rank's node at each start of the job; if empty, all ranks are on node 0.
         copies: Number of other machines that keep a copy of each capture.
-        local_every: Steps whose number is a multiple of this are on disks of the nodes too; None without this tier.
-        root_every: With tiers, steps whose number is a multiple of this are saved in the root.
-        later_saves: Number of saves in the days after the last fault, which have to remove what no step needs.
-        readers: Number of restores beside the job.
-        prunes: Number of prunes beside the job.
+        local_every: Multiples of this are saved on the nodes' disks too; None without this tier.
+        root_every: With tiers, multiples of this are saved in the root.
+        later_saves: Number of saves in the days after the last fault, which must remove what no step needs.
+        readers: Number of restores while the job runs.
+        prunes: Number of prunes while the job runs.
         faults: Planned faults.
         stay: Probability that a thread continues at a scheduling point.
-        part_bytes: Bytes of one part of an upload.
-        overwrite_every: Steps whose number is a multiple of this are saved, then overwritten; None for no step.
+        part_bytes: Bytes in one part of an upload.
+        overwrite_every: Multiples of this are saved, then overwritten; None for no step.
         has_waits: Whether trainers wait for each save before the next, and ask what it survives.
-        most_failed: Failures after a restore of a step, before `restore` passes over it; None for the default.
-        bad_step: Step of the first start after whose restore every start but the last fails; 0 for none.
-        fsync_s: Virtual seconds that a disk of a node takes to make a file safe.
+        most_failed: Failures after a restore before `restore` skips the step; None for the default.
+        bad_step: Step from the first start; every start but the last fails after it restores this step. 0 for none.
+        fsync_s: Virtual seconds that a node's disk takes to sync a file.
     """
 
     store: StoreKind
@@ -145,8 +145,8 @@ class Scenario:
 
 
 def _choose_nodes(seed: int, scenario: Scenario) -> Scenario:
-    """Place the ranks of a scenario with captures in memory on several nodes, or leave them on one."""
-    random = Random(f"nodes {seed}")
+    """Place the ranks on several nodes or on one, in a scenario with captures in memory."""
+    random = Random(f"nodes {seed}")  # noqa: S311
     count = random.choice((1, 2, 2, 3))
     if count == 1:
         memory = random.choice((scenario.memory_bytes, scenario.memory_bytes, None))
@@ -194,10 +194,10 @@ def _choose_habits(seed: int, scenario: Scenario) -> Scenario:
 
 
 def _add_rare_faults(seed: int, scenario: Scenario, faults: Sequence[PlannedFault]) -> Scenario:
-    """Add faults that only some runs with tiers can have."""
-    random, planned = Random(f"rare faults {seed}"), [*faults]
+    """Add faults that need certain runs with tiers."""
+    random, planned = Random(f"rare faults {seed}"), [*faults]  # noqa: S311
     if scenario.has_tiers and random.random() < _EMPTIED:
-        # a job without tiers could train anew there, until captures of the old course seem to follow its steps
+        # a job without tiers could start again there, until captures from the old course seem to follow its steps
         scenario = replace(scenario, without_memory=frozenset())
         if not scenario.bad_step:  # captures that follow a step of the root
             scenario = replace(scenario, saves=random.choice((3, 5)))
@@ -210,7 +210,7 @@ def _add_rare_faults(seed: int, scenario: Scenario, faults: Sequence[PlannedFaul
 
 
 def _let_starts_fail(random: Random, scenario: Scenario) -> Scenario:
-    """Choose starts that fail after the restore of a step, until that is passed over."""
+    """Choose starts that fail after they restore a step, until it is skipped."""
     most_failed = random.choice((1, 2, 2, 3))
     starts, saves = most_failed + 2, random.choice((2, 3))
     return replace(

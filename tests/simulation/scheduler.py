@@ -1,4 +1,4 @@
-"""Scheduler of a simulated history: threads of which one runs at a time, in an order that a seed gives."""
+"""Scheduler of a simulated history: one thread runs at a time, in an order that a seed gives."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.simulation.turns import Runner, Turns
 EVENT_SECONDS = 0.001  # virtual seconds between events
 START_S = 1_700_000_000.0  # wall clock at the start of a history, in seconds since the epoch
 
-_MOST_EVENTS = 60_000
+_MAX_EVENTS = 60_000
 _SHOWN_FRAMES = 6
 
 
 class KilledError(BaseException):
-    """A simulated process was killed; no code of it may catch this and continue."""
+    """A simulated process was killed; its code must not catch this and continue."""
 
 
 class HistoryError(AssertionError):
@@ -27,7 +27,7 @@ class HistoryError(AssertionError):
 
 
 class HistoryEvent(NamedTuple):
-    """One event of a history."""
+    """One event in a history."""
 
     number: int
     seconds: float  # virtual time
@@ -55,7 +55,7 @@ class Process:
         self.at_death: list[Callable[[], None]] = []  # release what the operating system would
 
     def die(self, *, silently: bool = False) -> None:
-        """End the process: from now on, no code of it has an effect."""
+        """End the process: from now on, its code has no effect."""
         if not self.is_dead:
             self.is_dead, self.is_silent = True, silently
             for release in self.at_death:
@@ -93,7 +93,7 @@ class Task:
 
 
 class WaitingTasks:
-    """Tasks of a history, and which of them can run: only those are looked at that something has changed for."""
+    """The tasks in a history, and which can run: only those affected by a change are looked at."""
 
     def __init__(self) -> None:
         self.by_number: dict[int, Task] = {}  # tasks that have not ended, in start order
@@ -105,21 +105,21 @@ class WaitingTasks:
 
     @property
     def tasks(self) -> list[Task]:
-        """Tasks that have not ended, in the order of their start."""
+        """Tasks that have not ended, in start order."""
         return [*self.by_number.values()]
 
     def add(self, task: Task) -> None:
-        """Add a task that can run; its number is greater than those of all others."""
+        """Add a task that can run; its number must be the greatest."""
         self.by_number[task.number] = task
         self._ready.append(task.number)
 
     def remove(self, task: Task) -> None:
-        """Remove a task that has ended."""
+        """Remove an ended task."""
         del self.by_number[task.number]
         self._doubtful.pop(task.number, None)
         self._set_ready(task.number, is_ready=False)
 
-    def begin(self, task: Task) -> None:
+    def start(self, task: Task) -> None:
         """Record that a task waits."""
         number = task.number
         self._doubtful[number] = task
@@ -132,7 +132,7 @@ class WaitingTasks:
             heappush(self._deadlines, (task.deadline, number))
 
     def end(self, task: Task) -> None:
-        """Record that a task does not wait any more."""
+        """Record that a task no longer waits."""
         number = task.number
         self._doubtful[number] = task
         self._polled.pop(number, None)
@@ -148,7 +148,7 @@ class WaitingTasks:
             self._doubtful.update(waiting)
 
     def find_ready(self, now: float) -> Sequence[int]:
-        """Return the numbers of the tasks that can run, in ascending order."""
+        """Return the numbers of tasks that can run, in ascending order."""
         while self._deadlines and self._deadlines[0][0] <= now:
             number = heappop(self._deadlines)[1]
             if number in self.by_number:
@@ -168,7 +168,7 @@ class WaitingTasks:
             del self._ready[at]
 
     def next_deadline(self) -> Sequence[float]:
-        """Return the time until which the first task waits; empty if none has a limit."""
+        """Return the first deadline; empty if no task has one."""
         while self._deadlines:
             deadline, number = self._deadlines[0]
             if number in self.by_number and self.by_number[number].deadline == deadline:
@@ -178,7 +178,7 @@ class WaitingTasks:
 
 
 class Scheduler:
-    """Scheduler of simulated threads with a virtual clock."""
+    """Schedules simulated threads with a virtual clock."""
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class Scheduler:
         stay: float = 0.7,
         *,
         event_s: float = EVENT_SECONDS,
-        most_events: int = _MOST_EVENTS,
+        most_events: int = _MAX_EVENTS,
         is_measured: bool = False,
     ) -> None:
         self.random = Random(seed)
@@ -219,7 +219,7 @@ class Scheduler:
         return process
 
     def spawn(self, process: Process, name: str, target: Callable[[], object]) -> Task:
-        """Start a thread of a process; it runs when it is chosen."""
+        """Start a thread in a process; it runs when it is chosen."""
         self._spawned += 1
         task = Task(name, process, self._spawned)
 
@@ -249,7 +249,7 @@ class Scheduler:
             raise self.failure
 
     def fail(self, error: BaseException) -> None:
-        """End the history with an error; the first one counts."""
+        """End the history with an error; the first error counts."""
         self.failure = self.failure or error
         for task in self._waits.tasks:
             task.process.die()
@@ -292,7 +292,7 @@ class Scheduler:
         seconds: float | None = None,
         things: Sequence[Hashable] | None = None,
     ) -> bool:
-        """Wait until a condition holds. Returns whether the condition holds."""
+        """Wait until a condition holds. Return False after a timeout."""
         task = self.current
         if self._is_observed or task is None:
             return condition()
@@ -302,7 +302,7 @@ class Scheduler:
             self._raise_here(error)
         task.condition, task.waits_for, task.things = condition, what, things
         task.deadline = None if seconds is None else self.now + max(seconds, 0.0)
-        self._waits.begin(task)
+        self._waits.start(task)
         try:
             chosen = self._choose(task)
             if chosen is not task:
@@ -324,7 +324,7 @@ class Scheduler:
         heappush(self._timers, (seconds, self._count, act))
 
     def observe(self, look: Callable[[], Any]) -> Any:
-        """Run a function of the harness without scheduling points, faults and events."""
+        """Run a harness function without scheduling points, faults and events."""
         before, self._is_observed = self._is_observed, True
         try:
             return look()
@@ -333,12 +333,12 @@ class Scheduler:
 
     @property
     def clock(self) -> float:
-        """Correct time of the day, in seconds since the epoch."""
+        """Correct wall clock, in seconds since the epoch."""
         return START_S + self.now
 
     @property
     def is_observed(self) -> bool:
-        """Whether the harness looks, not an actor."""
+        """Whether the harness runs, not an actor."""
         return self._is_observed or self.current is None
 
     def _raise_here(self, error: BaseException) -> None:
@@ -346,7 +346,7 @@ class Scheduler:
         raise KilledError from error
 
     def _switch(self, task: Task, chosen: Task | None) -> None:
-        """Give the turn of a task to a chosen one; return when this one has it again."""
+        """Hand the turn to a chosen task; return when this one has it again."""
         if chosen is None:
             return
         self.current = chosen
@@ -355,7 +355,7 @@ class Scheduler:
         runner.take_over(running)
 
     def _choose_next(self) -> Runner | None:
-        """Return what runs the next task, when the running one has ended; None at the end."""
+        """Return the next task's runner after the running task has ended; None at the end."""
         self.current = chosen = self._choose(None)
         return chosen.runner if chosen is not None else None
 
@@ -378,5 +378,5 @@ class Scheduler:
 
 
 def describe_tasks(tasks: Iterable[Task]) -> str:
-    """Return where each task is, one line each."""
+    """Return where each task is, one per line."""
     return "".join(f"\n    {task.describe_place()}" for task in tasks)

@@ -1,7 +1,7 @@
-"""Simulated time, threads, randomness and files in place of those that modules of shardckpt use.
+"""Simulated time, threads, randomness and files, instead of the real ones that shardckpt uses.
 
-Every module of shardckpt refers to `os`, `time`, `threading` and others by a global. While `simulated` is active, those
-globals refer to twins of the simulation, so that product code runs unchanged.
+Every shardckpt module refers to `os`, `time`, `threading` and others by a global. While `simulated` is active, those
+globals refer to simulated twins, so product code runs unchanged.
 """
 
 from __future__ import annotations
@@ -66,17 +66,17 @@ _LATE = (  # modules imported on first use
 _READS_BACK = "shardckpt.encodings.safetensors_check"  # uses the builtin `open`
 
 
-_MOST_BUFFER_BYTES = 1 << 16
+_MAX_BUFFER_BYTES = 1 << 16
 
 _MEMORY_BYTES = 1 << 40
 
 # `COMMIT` files and manifests whose content is remembered: they are read again and again.
-_MOST_DECODED = 64
+_MAX_DECODED = 64
 
 
 def _make_small_buffer(nbytes: int) -> StagingBuffer:
-    """Return a staging buffer, smaller than asked for: states are small, and many histories share the addresses."""
-    return make_buffer(min(nbytes, _MOST_BUFFER_BYTES))
+    """Return a smaller staging buffer than asked for: states are small, and many histories share the addresses."""
+    return make_buffer(min(nbytes, _MAX_BUFFER_BYTES))
 
 
 class _Twin:
@@ -91,7 +91,7 @@ class _Twin:
 
 
 class _Owned:
-    """A value of which each simulated process or thread has its own."""
+    """A value that each simulated process or thread owns."""
 
     def __init__(self, find_own: Callable[[], dict[object, Any]], make: Callable[[], object]) -> None:
         self._find_own, self._make = find_own, make
@@ -111,7 +111,7 @@ class _Owned:
 
 
 class Machine:
-    """The machine on which all processes of a history run, in place of the real one."""
+    """The machine on which all processes in a history run, instead of the real one."""
 
     def __init__(
         self, scheduler: Scheduler, system: OperatingSystem, holders: SimulatedHolders, nodes: Mapping[str, Node]
@@ -120,28 +120,28 @@ class Machine:
         self._observer = Process("observer", 1)
 
     def find_values_of_thread(self) -> dict[object, Any]:
-        """Return the values of the running thread in place of globals of modules, by key."""
+        """Return the running thread's replacements for module globals, by key."""
         return self.scheduler.current.own if self.scheduler.current is not None else self._observer.own
 
     def find_values_of_process(self) -> dict[object, Any]:
-        """Return the values of the running process in place of globals of modules, by key."""
+        """Return the running process's replacements for module globals, by key."""
         return self.process.own
 
     @property
     def process(self) -> Process:
-        """Process of the running thread."""
+        """The running thread's process."""
         return self.scheduler.current.process if self.scheduler.current is not None else self._observer
 
     def find_node(self, rack: str = "") -> Node:
-        """Return the node of the running process, in place of `peer_memory.find_node`."""
+        """Return the running process's node, instead of `peer_memory.find_node`."""
         return self._nodes[self.process.node]._replace(rack=rack)
 
     def clock(self) -> float:
-        """Return the time of the day as the process sees it, in seconds since the epoch."""
+        """Return the wall clock as the process sees it, in seconds since the epoch."""
         return self.scheduler.clock + self.process.clock_shift
 
     def twins(self) -> list[tuple[object, object]]:
-        """Return pairs of a value that modules refer to, and its simulated twin."""
+        """Return pairs: a value that modules refer to, and its simulated twin."""
         system, scheduler, chance = self.system, self.scheduler, self.scheduler.random
         pending, saves = _Owned(self.find_values_of_process, PendingSave), SaverCache()
         return [
@@ -164,7 +164,7 @@ class Machine:
             (queue.SimpleQueue, lambda: SimulatedQueue(scheduler)),
             (ThreadPool, InlineExecutor),
             *self._holders.twins(_Twin),
-            (decode_commit, lru_cache(_MOST_DECODED)(decode_commit)),
+            (decode_commit, lru_cache(_MAX_DECODED)(decode_commit)),
             (decode_manifest, _remember_manifests()),
             (get_tensor_shards, find_tensor_shards),
             (BlockMemory, lambda: _Owned(self.find_values_of_thread, BlockMemory)),
@@ -211,13 +211,13 @@ class Machine:
 
 
 def _remember_manifests() -> Callable[..., ManifestContents]:
-    """Return `decode_manifest` with a memory."""
-    remembered = lru_cache(_MOST_DECODED)(decode_manifest)
+    """Return a caching `decode_manifest`."""
+    remembered = lru_cache(_MAX_DECODED)(decode_manifest)
     return lambda data, *, where="": remembered(bytes(data), where=str(where))
 
 
 def _refuse_values_of_threads() -> object:
-    """Raise TypeError: threads of a history share the real thread, of which `threading.local` has the values."""
+    """Raise TypeError: simulated threads share one real thread, so `threading.local` would mix their values."""
     raise TypeError("a threading.local in a history must have a twin, as BlockMemory has")
 
 
@@ -246,14 +246,14 @@ def simulated(machine: Machine) -> Iterator[None]:
 
 @cache
 def _import_late() -> None:
-    """Import what is imported on first use, formats of plugins included: a history must not depend on the first use."""
+    """Import lazy modules and plugin formats: a history must not depend on the first use."""
     for name in _LATE:
         import_module(name)
     list(iter_formats())
 
 
 class _Slot(NamedTuple):
-    """A global of a module of shardckpt: namespace, name, and value outside the simulation."""
+    """A global in a shardckpt module: namespace, name, and value outside the simulation."""
 
     space: dict[str, object]
     name: str
@@ -262,13 +262,13 @@ class _Slot(NamedTuple):
 
 @lru_cache(maxsize=2)
 def _find_slots(wanted: tuple[int, ...], _modules: int) -> list[_Slot]:
-    """Return the globals of shardckpt with some values, given by their ids. Cached until more modules are imported."""
+    """Return shardckpt's globals with the given value ids. Cached until more modules are imported."""
     ids = frozenset(wanted)
     return [_Slot(space, name, each) for space in _list_spaces() for name, each in space.items() if id(each) in ids]
 
 
 def _list_spaces() -> list[dict[str, object]]:
-    """Return the globals of each imported module of shardckpt, without those of `testing`."""
+    """Return the globals of each imported shardckpt module, without `testing`."""
     modules = sorted(
         name for name in sys.modules if name.startswith("shardckpt.") and not name.startswith("shardckpt.testing")
     )
@@ -277,7 +277,7 @@ def _list_spaces() -> list[dict[str, object]]:
 
 @lru_cache(maxsize=2)
 def _find_locked_properties(_modules: int) -> list[tuple[Any, object]]:
-    """Return the cached properties that have a lock, as before Python 3.12: threads of all processes share it."""
+    """Return the cached properties with a lock (before Python 3.12): threads of all processes share it."""
     classes = (each for space in _list_spaces() for each in space.values() if isinstance(each, type))
     members = (member for each in set(classes) for member in vars(each).values())
     return [(each, each.lock) for each in members if isinstance(each, cached_property) and hasattr(each, "lock")]
@@ -297,7 +297,7 @@ class SimulatedThread:
         self._task = self._machine.scheduler.spawn(process, f"{process.name}/{self._name}", self._target)
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for the end of the thread."""
+        """Wait until the thread ends."""
         self._machine.scheduler.wait(lambda: not self.is_alive(), f"thread {self._name}", timeout, (self._task,))
 
     def is_alive(self) -> bool:
@@ -306,7 +306,7 @@ class SimulatedThread:
 
 
 class SimulatedLock:
-    """A lock between the threads of one process; its thread may take it again."""
+    """A reentrant lock between the threads of one process."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -322,7 +322,7 @@ class SimulatedLock:
                 return False
             self._is_watched = True
             seconds = None if timeout < 0 else timeout
-            if not self._scheduler.wait(lambda: self._owner is None, "a lock of the process", seconds, (self,)):
+            if not self._scheduler.wait(lambda: self._owner is None, "a process lock", seconds, (self,)):
                 return False
         if not blocking and self._depth:
             return False
@@ -414,9 +414,7 @@ class SimulatedQueue:
 
     def get(self, timeout: float | None = None) -> object:
         """Return the next item, after waiting for it. Raises Empty."""
-        if not self._items and not self._scheduler.wait(
-            lambda: bool(self._items), "an item of a queue", timeout, (self,)
-        ):
+        if not self._items and not self._scheduler.wait(lambda: bool(self._items), "a queue item", timeout, (self,)):
             raise queue.Empty
         return self._items.popleft()
 

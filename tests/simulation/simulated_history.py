@@ -1,4 +1,4 @@
-"""Histories: a seed gives a run, its actors, its faults and the order of all events."""
+"""Histories: a seed gives a run, its actors, its faults and the event order."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SimulatedHistory:
         scenario: Its actors and planned faults.
         events: Its events.
         fired: Faults that have shown.
-        failure: Error that ended it; None if all invariants held.
+        failure: The error that ended it; None if all invariants held.
     """
 
     seed: int
@@ -63,7 +63,7 @@ class SimulatedHistory:
     failure: BaseException | None = None
 
     def __str__(self) -> str:
-        """Return the history with one line an event."""
+        """Return the history with one line per event."""
         lines = [
             f"seed {self.seed}: {replace(self.scenario, faults=())}",
             *(f"planned: {f}" for f in self.scenario.faults),
@@ -79,8 +79,8 @@ def run_history(seed: int, scenario: Scenario | None = None) -> SimulatedHistory
     The same seed and scenario give the same events.
 
     Args:
-        seed: Seed of the scenario and of all choices.
-        scenario: Actors and faults; None for those that the seed gives.
+        seed: Seed for the scenario and all choices.
+        scenario: Actors and faults; None lets the seed choose them.
 
     Returns:
         The history, whose `failure` is set if an invariant does not hold.
@@ -93,7 +93,7 @@ def run_history(seed: int, scenario: Scenario | None = None) -> SimulatedHistory
 
 
 def _run(history: SimulatedHistory) -> None:
-    """Run a history; when this returns, nothing refers to its parts."""
+    """Run a history. Leaves no reference to its parts."""
     run = _HistoryRun(history)
     try:
         run.run()
@@ -108,7 +108,7 @@ def _run(history: SimulatedHistory) -> None:
 
 @contextmanager
 def _with_one_collection() -> Iterator[None]:
-    """Collect at the end only, and young objects alone: a look at all, those of torch included, takes longer."""
+    """Collect once, at the end, and only young objects: a full collection, with torch's objects, takes longer."""
     was_collecting = gc.isenabled()
     gc.disable()
     try:
@@ -153,7 +153,7 @@ class _HistoryRun:
         self._processes: list[Process] = []
 
     def _set_promises(self) -> None:
-        """Set what the auditor requires: less is promised for jobs that run beside each other."""
+        """Set what the auditor requires: less holds for jobs that run at the same time."""
         scenario, auditor = self.scenario, self.auditor
         auditor.has_captures, auditor.is_alone = scenario.has_tiers, not scenario.has_zombies
         auditor.is_quiet = lambda: not (self.faults.fired or scenario.has_zombies)
@@ -162,7 +162,7 @@ class _HistoryRun:
         auditor.restores.most_failed = MAX_FAILED if scenario.most_failed is None else scenario.most_failed
 
     def run(self) -> None:
-        """Run the history to its end. Raises the error that ended it."""
+        """Run the history to its end. Raises the error that ends it."""
         machine = Machine(self.scheduler, self.system, self.holders, self.nodes)
         log = logging.getLogger("shardckpt")
         part_bytes, was_disabled, idle_s = fsspec_writer.PART_BYTES, log.disabled, peer_exchange.IDLE_S
@@ -208,7 +208,7 @@ class _HistoryRun:
         self._finish()
 
     def _finish(self) -> None:
-        """End all faults and old processes; a new job has to restore and save, and its step has to be found."""
+        """End all faults and old processes. A new job must restore and save, and its step must be found."""
         self._require_reasons()
         self.faults.stop()
         for process in self._processes:
@@ -216,15 +216,15 @@ class _HistoryRun:
         self._shift_clocks(self.nodes, None)
         self.disk.is_full = False
         self.scheduler.record("calm", "no more faults")
-        began = len(self.scheduler.events)
+        start = len(self.scheduler.events)
         least = self.auditor.newest()
         job = self._save_again()
         newest = self.auditor.newest()
         has_new = newest is not None and (least is None or newest.order > least.order)
         if not job.saved or not has_new:
             raise HistoryError("no new step after the last fault")
-        if len(self.scheduler.events) - began > _FINAL_EVENTS:
-            raise HistoryError(f"saving took {len(self.scheduler.events) - began} events after the last fault")
+        if len(self.scheduler.events) - start > _FINAL_EVENTS:
+            raise HistoryError(f"saving took {len(self.scheduler.events) - start} events after the last fault")
         ranks = self._make_ranks("last reader", [_FIRST_NODE])
         self._wait_for(
             self._start(
@@ -240,7 +240,7 @@ class _HistoryRun:
             require_tidy(self.auditor)
 
     def _save_again(self) -> Job:
-        """Run a job that has to save a step, and return it. Raises HistoryError."""
+        """Run a job that must save a step, and return it. Raises HistoryError."""
         for _ in range(2):
             placed = (
                 tuple(range(len(self.nodes))) if len(self.nodes) > 1 else self.scheduler.random.choice(((0,), (0, 0)))
@@ -254,7 +254,7 @@ class _HistoryRun:
         return job
 
     def _require_reasons(self) -> None:
-        """Require that no operation failed without a fault and without another job. Raises HistoryError."""
+        """Require a fault or another job for each failed operation. Raises HistoryError."""
         errors = [error for job in self._jobs for error in job.errors]
         lost = [error for job in self._jobs for error in job.lost_copies]
         if not self.auditor.is_quiet():
@@ -269,10 +269,10 @@ class _HistoryRun:
     def _start_job(
         self, name: str, placed: Sequence[int], saves: int, *, background: bool, is_last: bool = False
     ) -> tuple[Job, list[Task]]:
-        """Start the ranks of a job on the nodes of some numbers."""
+        """Start a job's ranks on the numbered nodes."""
         scenario, world = self.scenario, len(placed)
         self._starts += 1
-        self.auditor.begin_job(self._starts)
+        self.auditor.start_job(self._starts)
         has_tiers = self._starts not in scenario.without_memory
         is_spared = self._starts == 1 or self._starts >= len(scenario.worlds) or not scenario.bad_step
         memory, local = scenario.memory_bytes, scenario.local_every
@@ -320,7 +320,7 @@ class _HistoryRun:
 
     def _wait_for(self, tasks: Iterable[Task]) -> None:
         tasks = list(tasks)
-        self.scheduler.wait(lambda: all(task.is_over for task in tasks), "the end of actors", None, tasks)
+        self.scheduler.wait(lambda: all(task.is_over for task in tasks), "all actors to end", None, tasks)
 
     # Faults
 
@@ -336,7 +336,7 @@ class _HistoryRun:
         return fault
 
     def _act(self, kind: FaultKind) -> None:
-        """Carry out a fault of the environment."""
+        """Carry out a fault in the environment."""
         task, random = self.scheduler.current, self.scheduler.random
         assert task is not None
         if kind.name.startswith("kill"):
@@ -350,9 +350,9 @@ class _HistoryRun:
             self._shift_clocks([task.process.node], random.choice(CLOCK_JUMPS_S))
         elif kind.name == "flip in memory":
             self.scheduler.record("flip", self.auditor.claims.flip(MEMORY, random))
-        elif kind.name == "flip on a disk of a node":
+        elif kind.name == "flip on a node's disk":
             self.scheduler.record("flip", self.auditor.claims.flip(LOCAL, random))
-        elif kind.name.startswith("power loss of a node"):
+        elif kind.name.startswith("node power loss"):
             self._lose_power_of_node(task.process.node)
         elif kind.name.startswith("root emptied"):
             self.auditor.empty_root(has_hidden="hidden" in kind.name)
@@ -363,19 +363,19 @@ class _HistoryRun:
             self._lose_power()
         elif kind.name.startswith("node loss"):
             self._lose_node(task.process.node)
-        elif kind.name.startswith("loss of two nodes"):
+        elif kind.name.startswith("two nodes lost"):
             for node in random.sample(sorted(self.nodes), 2):
                 self._lose_node(node)
 
     def _shift_clocks(self, nodes: Collection[str], seconds: float | None) -> None:
-        """Shift the clocks of some nodes, which all their processes read; None sets them to the correct time."""
+        """Shift the clocks on some nodes; None sets the correct time."""
         for node in nodes:
             self._clock_shifts[node] = 0.0 if seconds is None else self._clock_shifts[node] + seconds
         for process in self.scheduler.processes:
             process.clock_shift = self._clock_shifts.get(process.node, 0.0)
 
     def _lose_node(self, name: str) -> None:
-        """Lose the machine of a node; with a single node, its disk too."""
+        """Lose a node's machine; with a single node, its disk too."""
         if len(self.nodes) == 1:
             self._lose_power()
             return
@@ -387,18 +387,18 @@ class _HistoryRun:
             self.disks.replace(node)
 
     def _lose_power_of_node(self, name: str) -> None:
-        """Switch the machine of a node off and on: its disk stays."""
+        """Switch a node's machine off and on: its disk stays."""
         lost = self._find_machine(name)
         self._end_processes(lost)
         for disk in self.disks.list_apart(lost):
             disk.lose_power(self.scheduler.random)
 
     def _find_machine(self, name: str) -> list[str]:
-        """Return the names of the nodes of a node's machine."""
+        """Return the names of all nodes on a node's machine."""
         return [node.name for node in self.nodes.values() if node.machine == self.nodes[name].machine]
 
     def _lose_power(self) -> None:
-        """End all processes, and lose what disk and memory had not made safe."""
+        """End all processes, and lose what disk and memory had not synced."""
         self.auditor.check()
         self._end_processes(self.nodes)
         for disk in (self.disk, *self.disks.list_apart(self.nodes)):
@@ -406,7 +406,7 @@ class _HistoryRun:
         self.auditor.lose_power()
 
     def _end_processes(self, nodes: Collection[str]) -> None:
-        """End the processes of some nodes; their peers cannot see it."""
+        """End the processes on some nodes; their peers cannot see it."""
         self.holders.kill(nodes, silently=True)
         for process in self._processes:
             if process.node in nodes:

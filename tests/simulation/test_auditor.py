@@ -25,8 +25,8 @@ def build_auditor(content: int) -> Auditor:
     """Return an auditor of a root that has an attempt of step 1, of which two were committed."""
     auditor = Auditor(cast(Any, None), cast(Any, UnchangedStorage()), 1, Claims({}, {}), ChangeCount())
     auditor.ever |= {OLD, NEW}
-    auditor.begin(OLD, 1)
-    auditor.begin(NEW, 1)
+    auditor.start_save(OLD, 1)
+    auditor.start_save(NEW, 1)
     put_in_root(auditor, content)
     return auditor
 
@@ -42,20 +42,20 @@ def claim(auditor: Auditor, content: int) -> None:
 @pytest.mark.parametrize("content", [OLD, NEW])
 def test_a_copy_in_the_root_is_claimed_of_the_attempt_that_is_there(content: int) -> None:
     auditor = build_auditor(content)
-    auditor.begin_claim(CALL, 1, (), None)
+    auditor.start_claim(CALL, 1, (), None)
     claim(auditor, content)
 
 
 def test_a_copy_in_the_root_is_not_claimed_of_an_attempt_that_another_one_has_replaced() -> None:
     auditor = build_auditor(NEW)
-    auditor.begin_claim(CALL, 1, (), None)
+    auditor.start_claim(CALL, 1, (), None)
     with pytest.raises(HistoryError, match="attempt 1001 of step 1 is claimed in the root, which does not have it"):
         claim(auditor, OLD)
 
 
 def test_a_copy_in_the_root_may_be_replaced_or_removed_between_the_question_and_the_answer() -> None:
     auditor = build_auditor(OLD)
-    auditor.begin_claim(CALL, 1, (), None)
+    auditor.start_claim(CALL, 1, (), None)
     put_in_root(auditor, NEW)
     claim(auditor, OLD)
     auditor.steps.clear()
@@ -64,7 +64,7 @@ def test_a_copy_in_the_root_may_be_replaced_or_removed_between_the_question_and_
 
 def test_a_step_that_a_flipped_bit_makes_unreadable_may_be_any_attempt() -> None:
     auditor = build_auditor(0)
-    auditor.begin_claim(CALL, 1, (), None)
+    auditor.start_claim(CALL, 1, (), None)
     claim(auditor, OLD)
 
 

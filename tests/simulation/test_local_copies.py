@@ -48,7 +48,7 @@ def subjects(history: SimulatedHistory, verb: str, of: str) -> list[str]:
 
 def test_a_step_stays_on_all_disks_until_every_node_has_copied_the_next_one() -> None:
     """A node loses its power before it copies step 2, of which it alone had a part in memory."""
-    loss = PlannedFault(0, FaultKind("power loss of a node", frozenset({"mkdir"}), within="step-00000002"))
+    loss = PlannedFault(0, FaultKind("node power loss", frozenset({"mkdir"}), within="step-00000002"))
     history = run_history(1, replace(ON_TWO, faults=(loss,)))
     assert history.failure is None
     assert history.fired == [loss]

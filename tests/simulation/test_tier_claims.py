@@ -36,19 +36,19 @@ def end_holder(claims: Claims, holders: Holders, node: str) -> None:
 def test_a_holder_may_end_between_the_report_of_its_node_and_the_answer() -> None:
     holders = Holders()
     claims = Claims(NODES, {MEMORY: holders})
-    claims.begin("call", 1, NODES, "node0")
+    claims.start("call", 1, NODES, "node0")
     end_holder(claims, holders, "node0")
-    claims.begin("call", 1, NODES, "node1")
+    claims.start("call", 1, NODES, "node1")
     claims.check("call", 1, COPY, NODES)
 
 
 def test_a_holder_that_ended_before_its_node_was_asked_has_no_claimed_copy() -> None:
     holders = Holders()
     claims = Claims(NODES, {MEMORY: holders})
-    claims.begin("call", 1, NODES, "node1")
-    claims.begin("call", 1, NODES, None)  # another rank of node0 does not report what it has
+    claims.start("call", 1, NODES, "node1")
+    claims.start("call", 1, NODES, None)  # another rank of node0 does not report what it has
     end_holder(claims, holders, "node0")
-    claims.begin("call", 1, NODES, "node0")
+    claims.start("call", 1, NODES, "node0")
     with pytest.raises(HistoryError, match=r"attempt 1 is claimed to survive \('process',\), but is on 0 machines"):
         claims.check("call", 1, COPY, NODES)
 

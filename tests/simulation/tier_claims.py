@@ -1,4 +1,4 @@
-"""Claims of durability in a history, and which of them have to hold."""
+"""Durability claims in a history, and which must hold."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from shardckpt.tiers.peers.node_files import Node
 from tests.simulation.scheduler import HistoryError, Process
 
 Medium = object  # a holder's process or a disk: has a tier's files on one node
-_MOST_READ = 64  # `COMMIT` files and manifests whose attempts are remembered
+_MAX_READ = 64  # `COMMIT` files and manifests whose attempts are remembered
 
 
 class TierMedia(Protocol):
-    """The media of one tier on all nodes."""
+    """One tier's media on all nodes."""
 
     @property
     def version(self) -> int:
-        """Number of changes; of media from which files are removed one after the other, number of removals."""
+        """Counts changes, or only removals if each medium loses files one by one."""
 
     def find_living(self) -> Mapping[str, Any]:
-        """Return the media that there are now, by the name of their node."""
+        """Return the current media by node name."""
 
     def list_files(self, medium: Any, /) -> Mapping[str, bytearray]:
-        """Return the bytes of the files on a medium, by names such as `step-00000001/COMMIT`."""
+        """Return the files on a medium by name, such as `step-00000001/COMMIT`."""
 
 
 class ClaimedPlace(NamedTuple):
@@ -55,7 +55,7 @@ class TierClaim(NamedTuple):
 
 
 @dataclass
-class _BegunCall:
+class _StartedCall:
     """A collective call that asks what a step survives."""
 
     emptied: int  # how often the root had been emptied
@@ -64,7 +64,7 @@ class _BegunCall:
 
 
 class HeldFiles(NamedTuple):
-    """Files of a medium."""
+    """Files on a medium."""
 
     machine: str  # machine of the node
     is_lost: bool
@@ -72,7 +72,7 @@ class HeldFiles(NamedTuple):
 
 
 class Claims:
-    """Claims of a run that rest on copies in tiers."""
+    """A run's claims that rest on copies in tiers."""
 
     def __init__(self, nodes: Mapping[str, Node], media: Mapping[str, TierMedia]) -> None:
         self._nodes, self._media = nodes, media
@@ -82,38 +82,38 @@ class Claims:
         self.has_rivals = False  # jobs with tiers run at once and replace each other's captures
         self._seen: dict[object, Counter[tuple[str, int]]] = {}
         self._emptied = 0
-        self._begun: dict[object, _BegunCall] = {}
+        self._started: dict[object, _StartedCall] = {}
         self._order: dict[int, int] = {}
         self._attempts: Mapping[int, int] = {}
 
     # Claims
 
-    def begin(self, call: object, number: int, nodes: Collection[str], node: str | None) -> None:
+    def start(self, call: object, number: int, nodes: Collection[str], node: str | None) -> None:
         """Record that a rank asks what a step survives."""
         # The node reports what its medium has after this, and may lose the medium before the answer.
-        begun = self._begun.setdefault(call, _BegunCall(self._emptied))
+        started = self._started.setdefault(call, _StartedCall(self._emptied))
         if node is not None:
-            begun.media |= {(tier, node): media.find_living().get(node) for tier, media in self._media.items()}
+            started.media |= {(tier, node): media.find_living().get(node) for tier, media in self._media.items()}
         if self.has_rivals:
             self._note_copies(call, step_name(number), nodes)
 
     def check(self, call: object, content: int, copy: StepCopy, nodes: Collection[str]) -> None:
-        """Check that a copy in a tier is there, and record that it is claimed, unless other jobs may replace it."""
-        begun = self._begun[call]
+        """Check that a tier has a copy, and record the claim, unless other jobs may replace the copy."""
+        started = self._started[call]
         if self.has_rivals:
             self._require_seen(call, content, copy, nodes)
-        elif begun.emptied == self._emptied:
+        elif started.emptied == self._emptied:
             self._add(
-                content, copy, [ClaimedPlace(self._nodes[n], begun.media.get((copy.tier, n))) for n in sorted(nodes)]
+                content, copy, [ClaimedPlace(self._nodes[n], started.media.get((copy.tier, n))) for n in sorted(nodes)]
             )
 
     def _note_copies(self, call: object, folder: str, nodes: Collection[str]) -> None:
-        """Record which copies there are before a rank asks for claims: another job may replace them meanwhile."""
+        """Record the copies before a rank asks for claims: another job may replace them meanwhile."""
         self._seen.setdefault(call, Counter())
         self._seen[call] |= self._count_copies(folder, nodes, self._media)
 
     def _require_seen(self, call: object, content: int, copy: StepCopy, nodes: Collection[str]) -> None:
-        """Require that a claimed copy was there at some time since a rank asked first. Raises HistoryError."""
+        """Require that a claimed copy existed at some time since a rank first asked. Raises HistoryError."""
         self._note_copies(call, _find_folder(copy), nodes)
         found, places = self._seen[call][copy.tier, content], self._list_places(copy, nodes)
         if found < len(copy.survives) and not any(self._is_lost(each.medium) for each in places):
@@ -124,7 +124,7 @@ class Claims:
         return [ClaimedPlace(self._nodes[name], living.get(name)) for name in sorted(nodes)]
 
     def _add(self, content: int, copy: StepCopy, places: Sequence[ClaimedPlace]) -> None:
-        """Record that a copy in a tier is claimed. Raises HistoryError if too few machines have it."""
+        """Record a claimed copy in a tier. Raises HistoryError if too few machines have it."""
         most_lost = len(copy.survives) - 1
         held = self._list_held(copy.tier, [(each.node.name, each.medium) for each in places if each.medium is not None])
         found = _count_machines(held, _find_folder(copy), content)
@@ -135,7 +135,7 @@ class Claims:
             self._claims.append(claim)
 
     def _count_copies(self, folder: str, nodes: Collection[str], tiers: Iterable[str]) -> Counter[tuple[str, int]]:
-        """Return on how many machines the attempts to save a step are, by tier and attempt."""
+        """Count the machines that have each attempt to save a step, by tier and attempt."""
         found: Counter[tuple[str, int]] = Counter()
         for tier in tiers:
             living = self._media[tier].find_living()
@@ -145,21 +145,21 @@ class Claims:
         return found
 
     def _list_held(self, tier: str, media: Iterable[tuple[str, Medium]]) -> list[HeldFiles]:
-        """Return what some media of a tier have, given with the names of their nodes."""
+        """Return what a tier's media have, with the names of their nodes."""
         list_files = self._media[tier].list_files
         return [HeldFiles(self._nodes[name].machine, self._is_lost(each), list_files(each)) for name, each in media]
 
     def newest(self, nodes: Collection[str]) -> TierClaim | None:
-        """Return the newest claim that has to hold for a job: the failures since are those that it names."""
+        """Return the newest claim that must hold for a job: only failures that it names have happened since."""
         ordered = sorted(self._claims, key=lambda claim: self._order.get(claim.content, 0))
         return next((claim for claim in reversed(ordered) if self._survives(claim, nodes)), None)
 
     def holds(self, claim: TierClaim, nodes: Collection[str]) -> bool:
-        """Return True while a claim has to hold for a job on some nodes."""
+        """Return True while a claim must hold for a job on some nodes."""
         return claim in self._claims and self._survives(claim, nodes)
 
     def _survives(self, claim: TierClaim, nodes: Collection[str]) -> bool:
-        """Return True if a job on some nodes reaches enough of the places of a claim."""
+        """Return True if a job on some nodes reaches enough places of a claim."""
         lost = {each.node.machine for each in claim.places if not self._is_reachable(each, nodes)}
         if claim.tier != MEMORY or not claim.most_lost:
             return len(lost) <= claim.most_lost
@@ -169,7 +169,7 @@ class Claims:
         return len(lost) <= (0 if _has_other_save(folder, claim.content, held) else claim.most_lost)
 
     def _is_reachable(self, place: ClaimedPlace, nodes: Collection[str]) -> bool:
-        """Return True if a job reaches what a place has of a claimed attempt, or the newer one that has replaced it."""
+        """Return True if a job reaches a place's part of a claimed attempt, or of its newer replacement."""
         if place.medium is None or self._is_lost(place.medium) or place.node.name not in nodes:
             return False
         return place.successor is None or self._survives(place.successor, nodes)
@@ -178,11 +178,11 @@ class Claims:
         return medium in self._lost or (isinstance(medium, Process) and medium.is_dead)
 
     def give_up(self, nodes: Collection[str] | None = None) -> None:
-        """Drop the claims that a job does not know of: the run goes on without their captures."""
+        """Drop the claims that a job does not know: the run continues without their captures."""
         self._claims = [] if nodes is None else [claim for claim in self._claims if self.holds(claim, nodes)]
 
     def follow(self, attempts: Mapping[int, int]) -> None:
-        """Replace claimed attempts, which retention may remove, by newer ones that are complete in the same tier."""
+        """Replace claimed attempts, which retention may remove, by newer complete ones in the same tier."""
         self._attempts = attempts
         if len(attempts) != len(self._order):
             self._order = {each: at for at, each in enumerate(attempts)}
@@ -194,7 +194,7 @@ class Claims:
                     self._follow_disks(attempts)
 
     def _note_successors(self, tier: str, attempts: Mapping[int, int]) -> None:
-        """Record by which newer attempts those that have left their places were replaced: it may be on other nodes."""
+        """Record which newer attempts replaced those that left their places: they may be on other nodes."""
         claimed = [claim for claim in self._claims if claim.tier == tier and len(self._nodes) > 1]
         if not claimed:
             return
@@ -221,7 +221,7 @@ class Claims:
         copies: Mapping[tuple[str, int], int],
         held: Mapping[Medium, Mapping[str, bytearray]],
     ) -> TierClaim | None:
-        """Return the newest attempt that survives as much as a claimed one before it; None without one."""
+        """Return the newest attempt that survives as much as a claimed earlier one; None without one."""
         after = takewhile(lambda each: each != claim.content, reversed(self._order))
         newest = next((each for each in after if copies.get((claim.tier, each), 0) > claim.most_lost), None)
         if newest is None:
@@ -235,7 +235,7 @@ class Claims:
         return TierClaim(newest, claim.tier, copies[claim.tier, newest] - 1, tuple(places))
 
     def _count_all_copies(self, tier: str) -> Counter[tuple[str, int]]:
-        """Return on how many machines the attempts to save all steps are, by tier and attempt."""
+        """Count the machines that have each attempt to save any step, by tier and attempt."""
         held = self._list_held(tier, self._media[tier].find_living().items())
         folders = {name.partition("/")[0] for each in held for name in each.files if "/" in name}
         copies = Counter[tuple[str, int]]()
@@ -246,7 +246,7 @@ class Claims:
         return copies
 
     def _follow_disks(self, attempts: Mapping[int, int]) -> None:
-        """Claim less of attempts on disks if newer ones are complete on fewer machines."""
+        """Claim less for attempts on disks if newer ones are complete on fewer machines."""
         claimed = [claim for claim in self._claims if claim.tier == LOCAL and claim.most_lost]
         if not claimed:
             return
@@ -260,16 +260,16 @@ class Claims:
     # What is lost
 
     def empty_root(self) -> None:
-        """Drop all claims: the run goes on, if it looks at its emptied root, with those that it makes after that."""
+        """Drop all claims: a run that sees its emptied root continues with later claims."""
         self._claims.clear()
         self._emptied += 1
 
     def lose(self, medium: Medium) -> None:
-        """Record that a holder hangs, or a medium has a flipped bit: what it has is lost."""
+        """Record that a holder hangs, or a medium has a flipped bit: its content is lost."""
         self._lost.add(medium)
 
     def clear(self, medium: Medium) -> None:
-        """Record that what a medium has now is lost; what is written there later is not."""
+        """Record that a medium's current content is lost; later writes are not."""
         self._claims = [_clear(claim, medium) for claim in self._claims]
 
     def flip(self, tier: str, random: Random) -> str:
@@ -287,7 +287,7 @@ class Claims:
 
 
 def _clear(claim: TierClaim, medium: Medium) -> TierClaim:
-    """Return a claim and the newer ones behind it without what a medium has."""
+    """Return a claim and the newer ones after it, without a medium's content."""
     places = (
         place._replace(
             medium=None if place.medium is medium else place.medium,
@@ -299,7 +299,7 @@ def _clear(claim: TierClaim, medium: Medium) -> TierClaim:
 
 
 def _list_steps(media: TierMedia, medium: Medium) -> dict[str, bytearray]:
-    """Return the files of the steps on a medium that are not empty, by name."""
+    """Return a medium's nonempty step files by name."""
     return {name: data for name, data in media.list_files(medium).items() if name.startswith("step-") and data}
 
 
@@ -308,7 +308,7 @@ def _find_folder(copy: StepCopy) -> str:
 
 
 def _read_marks(folder: str, files: Mapping[str, bytearray]) -> Iterator[tuple[int, Commit]]:
-    """Yield the attempt of a step and its `COMMIT`, if both marks of the step are among some files and readable."""
+    """Yield a step's attempt and `COMMIT` if both its marks are there and readable."""
     try:
         commit = _decode_commit(bytes(files[f"{folder}/{COMMIT}"]))
         yield _read_attempt(bytes(files[f"{folder}/{commit.manifest}"])), commit
@@ -317,30 +317,30 @@ def _read_marks(folder: str, files: Mapping[str, bytearray]) -> Iterator[tuple[i
 
 
 def _has_other_save(folder: str, content: int, held: Iterable[Mapping[str, bytearray]]) -> bool:
-    """Return True if a node has marks of another save of a step, by its files: they may not be copied yet."""
+    """Return True if a node has marks from another save of a step: its files may not be copied yet."""
     return any(at != content for files in held for at, _ in _read_marks(folder, files))
 
 
-@lru_cache(_MOST_READ)
+@lru_cache(_MAX_READ)
 def _decode_commit(data: bytes) -> Commit:
-    """Return the content of a `COMMIT`. Raises ShardckptError."""
+    """Decode a `COMMIT`. Raises ShardckptError."""
     return decode_commit(data)
 
 
-@lru_cache(_MOST_READ)
+@lru_cache(_MAX_READ)
 def _read_attempt(manifest: bytes) -> int:
-    """Return the attempt that a manifest is of. Raises ShardckptError."""
+    """Return a manifest's attempt. Raises ShardckptError."""
     return int(cast(Any, decode_manifest(manifest).tree)["content"])
 
 
 def _count_attempts(held: Sequence[HeldFiles], folder: str) -> dict[int, int]:
-    """Return on how many machines the attempts to save a step are, by attempt."""
+    """Count the machines that have each attempt to save a step, by attempt."""
     contents = {content for each in held for content, _ in _read_marks(folder, each.files)}
     return {content: _count_machines(held, folder, content) for content in contents}
 
 
 def _count_machines(held: Sequence[HeldFiles], folder: str, content: int) -> int:
-    """Return on how many machines each file of a copy is, at least; a medium that is lost may have had all."""
+    """Return how many machines have each file in a copy, at least; a lost medium may have had all."""
     read = [mark for each in held if not each.is_lost for mark in _read_marks(folder, each.files)]
     marks = [commit for found, commit in read if found == content]
     if not marks:
@@ -350,7 +350,7 @@ def _count_machines(held: Sequence[HeldFiles], folder: str, content: int) -> int
 
 
 def _count_equal(held: Sequence[HeldFiles], name: str) -> int:
-    """Return how many machines have equal bytes of a file, at most; one whose medium is lost counts as well."""
+    """Return how many machines have equal bytes of a file, at most; a machine with a lost medium counts."""
     machines: dict[bytes, set[str]] = {}
     for each in held:
         data = None if each.is_lost else each.files.get(name)

@@ -1,4 +1,4 @@
-"""State that simulated trainers save: replicated and sharded tensors whose values follow from one number."""
+"""State that simulated trainers save: replicated and sharded tensors, computed from one number."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.simulation.scheduler import HistoryError
 
 _ROWS = 7
 _SHARDED = ("rows", "frozen rows")
-_MOST_BUILT = 64  # attempts whose state is remembered
+_MAX_BUILT = 64  # attempts whose state is remembered
 _STEPS, _OVERWRITE = 1000, 500  # attempts per start; attempts that overwrite are numbered from the second value
 
 
@@ -28,7 +28,7 @@ class RowShard(torch.Tensor):
 
 
 def make_row_shard(full: torch.Tensor, rank: int, size: int) -> RowShard:
-    """Return the rows of a tensor that a rank has."""
+    """Return a rank's rows of a tensor."""
     box = chunk_box(tuple(full.shape), 0, size, rank)
     start, stop = box.offset[0], box.offset[0] + box.size[0]
     rows = full[start:stop].clone().as_subclass(RowShard)
@@ -37,7 +37,7 @@ def make_row_shard(full: torch.Tensor, rank: int, size: int) -> RowShard:
 
 
 def find_tensor_shards(tensor: torch.Tensor) -> TensorShards:
-    """Return this rank's shards of a tensor, in place of `get_tensor_shards`."""
+    """Return this rank's shards of a tensor, instead of `get_tensor_shards`."""
     if not isinstance(tensor, RowShard):
         return get_tensor_shards(tensor)
     own = tensor.detach().as_subclass(torch.Tensor)
@@ -50,7 +50,7 @@ def find_content(start: int, number: int, *, is_overwrite: bool = False) -> int:
 
 
 def find_start(content: int) -> int:
-    """Return the number of the start that an attempt is of."""
+    """Return the number of an attempt's start."""
     return content // _STEPS
 
 
@@ -64,7 +64,7 @@ def build_state(content: int, rank: int = 0, size: int = 1, *, is_sharded: bool 
 
 
 def read_content(state: Mapping[str, Any]) -> int:
-    """Return the number of the attempt that a state comes from."""
+    """Return the attempt that a state comes from. Raises HistoryError for a mix."""
     content = int(state["content"])
     expected = _build_tensors(content)
     if state.keys() != {*expected, "content"}:
@@ -75,9 +75,9 @@ def read_content(state: Mapping[str, Any]) -> int:
     return content
 
 
-@lru_cache(_MOST_BUILT)
+@lru_cache(_MAX_BUILT)
 def _build_tensors(content: int) -> dict[str, torch.Tensor]:
-    """Return the full tensors of an attempt, not to be changed: they are copied and compared again and again."""
+    """Return an attempt's full tensors. They are copied and compared repeatedly: do not change them."""
     rows = torch.arange(2.0 * _ROWS).reshape(_ROWS, 2)
     return {
         "w": torch.full((6,), float(content)),
@@ -89,7 +89,7 @@ def _build_tensors(content: int) -> dict[str, torch.Tensor]:
 
 
 def _is_part(full: torch.Tensor, found: torch.Tensor) -> bool:
-    """Return True if a tensor equals the expected one, or is the rank's rows of it."""
+    """Return True if a tensor equals the expected one, or the rank's rows of it."""
     if not isinstance(found, RowShard):
         return torch.equal(full, found)
     start, count = found.box.offset[0], found.box.size[0]

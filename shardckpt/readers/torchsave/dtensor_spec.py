@@ -30,7 +30,7 @@ _Placement = tuple[str, int, int]
 # For tensor dimensions with a stored order: the mesh dimensions that split them.
 _Orders = tuple[tuple[int, tuple[int, ...]], ...]
 
-_MOST_RANKS = 1 << 24
+_MAX_RANKS = 1 << 24
 _DEEPEST = 4
 # Fields: shards, metadata, process group, sharding spec, and whether remote references exist.
 _SHARDED_STATE = 5
@@ -48,7 +48,7 @@ class Mesh:
     at: int  # this rank's index in `ranks`; -1 if it is not there
 
     def rank_at(self, place: Sequence[int]) -> int:
-        """Return the rank at given coordinates; -1 if the mesh does not store it."""
+        """Return the rank at some coordinates; -1 if the mesh does not store it."""
         if self.place is None or not self.steps or self.at < 0:
             return -1
         at = self.at + sum(_step(s, c) - _step(s, own) for s, c, own in zip(self.steps, place, self.place, strict=True))
@@ -65,7 +65,7 @@ def _step(parts: Sequence[tuple[int, int]], coordinate: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Sharding of a tensor over a mesh."""
+    """A tensor's sharding over a mesh."""
 
     shape: Shape  # in elements
     sizes: Shape
@@ -73,7 +73,7 @@ class Grid:
     mesh_dims: tuple[tuple[int, ...], ...]
 
     def box(self, place: Sequence[int]) -> Box:
-        """Return the box at given coordinates. Chunks are equal, except shorter or empty ones on the last ranks."""
+        """Return the box at some coordinates. Chunks are equal, except shorter or empty ones on the last ranks."""
         offset, size = [], []
         for length, mesh_dims in zip(self.shape, self.mesh_dims, strict=True):
             start, n = 0, length
@@ -85,7 +85,7 @@ class Grid:
         return Box(tuple(offset), tuple(size))
 
     def places(self) -> Iterator[Shape]:
-        """Yield the coordinates of each part once: for replicas, those of the first."""
+        """Yield each part's coordinates once: the first replica's."""
         splitting = {mesh_dim for mesh_dims in self.mesh_dims for mesh_dim in mesh_dims}
         yield from product(*(range(n) if dim in splitting else range(1) for dim, n in enumerate(self.sizes)))
 
@@ -97,7 +97,7 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class ShardList:
-    """All shards of a ShardedTensor."""
+    """A ShardedTensor's shards."""
 
     shape: Shape  # in elements
     boxes: tuple[Box, ...]
@@ -139,10 +139,10 @@ class ParsedShard(NamedTuple):
 
 
 class ShardParser:
-    """Parser of the DTensors and ShardedTensors of one file."""
+    """Parses the DTensors and ShardedTensors in one file."""
 
     def __init__(self) -> None:
-        # Most tensors of a model share a few meshes and layouts.
+        # Most tensors in a model share a few meshes and layouts.
         self._meshes: dict[int, tuple[InstanceStub, Mesh]] = {}
         self._layouts: dict[object, tuple[ShardInfo, Box | None]] = {}
 
@@ -179,7 +179,7 @@ class ShardParser:
             return ParsedShard(replace(info, refusal=kind))
         if local.shape != box.size and (box.volume or prod(local.shape)):
             raise FormatError(
-                f"the local tensor of the rank at {mesh.place} does not fit its placements ({info.sharding})",
+                f"the local tensor at mesh position {mesh.place} does not fit its placements ({info.sharding})",
                 found=local.shape,
                 expected=box.size,
             )
@@ -196,12 +196,12 @@ class ShardParser:
 def _dtensor_layout(
     mesh: Mesh, shape: Shape, dtype: str, placements: tuple[_Placement, ...], orders: _Orders
 ) -> tuple[ShardInfo, Box | None]:
-    """Return the layout of a DTensor, and the box of this rank; None if the rank stores nothing that can be read."""
+    """Return a DTensor's layout and this rank's box; the box is None if the rank stores nothing readable."""
     if len(placements) != len(mesh.sizes):
-        raise FormatError("it must have one placement for each dimension of its mesh", found=len(placements))
+        raise FormatError("it must have one placement for each mesh dimension", found=len(placements))
     partial = next((name for name, _, _ in placements if "Partial" in name), "")
     if partial:
-        kind = f"a DTensor of partial sums ({partial}), whose full values are in no file"
+        kind = f"a DTensor with partial sums ({partial}), whose full values are in no file"
         return ShardInfo(DTENSOR, shape, dtype, None, mesh, mesh.rank, len(mesh.ranks), refusal=kind), None
     grid = Grid(shape, mesh.sizes, _mesh_dims_by_dim(len(shape), mesh.sizes, placements, orders))
     info = ShardInfo(DTENSOR, shape, dtype, grid, mesh, mesh.rank, len(mesh.ranks))
@@ -209,7 +209,7 @@ def _dtensor_layout(
 
 
 def _parse_mesh(fields: dict[str, object]) -> Mesh:
-    ranks = check_counts(fields.get("_flatten_rank_map", ()), _MOST_RANKS)
+    ranks = check_counts(fields.get("_flatten_rank_map", ()), _MAX_RANKS)
     layout = fields.get("_layout")
     steps: tuple[tuple[tuple[int, int], ...], ...] = ()
     if layout is not None:
@@ -218,20 +218,20 @@ def _parse_mesh(fields: dict[str, object]) -> Mesh:
     else:
         mesh = fields["mesh"]
         if not isinstance(mesh, TensorStub):
-            raise FormatError("a mesh must be a tensor of ranks", found=type(mesh).__name__)
+            raise FormatError("a mesh must be a tensor with ranks", found=type(mesh).__name__)
         sizes = mesh.shape
-    if not sizes or len(sizes) > MAX_DIMENSIONS or not 0 < prod(sizes) <= _MOST_RANKS:
+    if not sizes or len(sizes) > MAX_DIMENSIONS or not 0 < prod(sizes) <= _MAX_RANKS:
         raise FormatError("a mesh has impossible sizes", found=sizes)
     place = fields["_coordinate_on_dim"]
-    coordinates = None if place is None else check_counts(place, _MOST_RANKS)
+    coordinates = None if place is None else check_counts(place, _MAX_RANKS)
     if coordinates is not None and (
         len(coordinates) != len(sizes) or any(c >= n for c, n in zip(coordinates, sizes, strict=True))
     ):
-        raise FormatError("a rank is outside of its mesh", found=coordinates, expected=f"below {sizes}")
+        raise FormatError("a rank is outside its mesh", found=coordinates, expected=f"below {sizes}")
     rank = fields.get("_rank", -1)
-    if type(rank) is not int or not -1 <= rank < _MOST_RANKS:
+    if type(rank) is not int or not -1 <= rank < _MAX_RANKS:
         raise FormatError("a mesh has an impossible rank", found=rank)
-    listed = check_counts(fields.get("_flatten_mesh_list", ()), _MOST_RANKS)
+    listed = check_counts(fields.get("_flatten_mesh_list", ()), _MAX_RANKS)
     if layout is None and len(listed) == prod(sizes):  # torch up to 2.9: the ranks of this mesh, row by row
         row_steps = strides(sizes)
         at = -1 if coordinates is None else sum(c * step for c, step in zip(coordinates, row_steps, strict=True))
@@ -253,7 +253,7 @@ def _parse_steps(layout: dict[str, object]) -> tuple[tuple[tuple[int, int], ...]
     found = []
     for axis in axes:
         sizes, steps = (
-            check_counts(value if isinstance(value, tuple) else (value,), _MOST_RANKS)
+            check_counts(value if isinstance(value, tuple) else (value,), _MAX_RANKS)
             for value in (axis["shape"], axis["stride"])
         )
         if len(sizes) > MAX_DIMENSIONS or not all(sizes):
@@ -264,7 +264,7 @@ def _parse_steps(layout: dict[str, object]) -> tuple[tuple[tuple[int, int], ...]
 
 def _class(placement: object) -> str:
     if not isinstance(placement, InstanceStub):
-        raise FormatError("a placement is of an unknown kind", found=type(placement).__name__)
+        raise FormatError("unknown placement", found=type(placement).__name__)
     return placement.name.rpartition(".")[2]
 
 
@@ -275,7 +275,7 @@ def _parse_placement(placement: object) -> _Placement:
     if "dim" not in fields:
         return name, -1, 1
     dim, before = fields["dim"], fields.get("split_factor", 1)
-    if type(dim) is not int or type(before) is not int or not 0 < before < _MOST_RANKS or not -64 <= dim < 64:
+    if type(dim) is not int or type(before) is not int or not 0 < before < _MAX_RANKS or not -64 <= dim < 64:
         raise FormatError("a placement is malformed", found=(name, dim, before))
     return name, dim, before
 
@@ -320,18 +320,18 @@ def _mesh_dims_by_dim(
             at += 1
         if made != before:
             raise UnsupportedError(
-                "its strided placement follows no split of the mesh", found=f"{name}(dim={dim}, split_factor={before})"
+                "its strided placement matches no mesh split", found=f"{name}(dim={dim}, split_factor={before})"
             )
         found[dim].insert(at, mesh_dim)
     for dim, order in orders:
         if sorted(order) != sorted(found[dim]):
-            raise FormatError("its shard order is not that of its placements", found=order, expected=found[dim])
+            raise FormatError("its shard order contradicts its placements", found=order, expected=found[dim])
         found[dim] = list(order)
     return tuple(map(tuple, found))
 
 
 def _meta(meta: object, value: InstanceStub) -> tuple[Shape, str]:
-    """Return full shape and dtype of a DTensor, from its spec or rebuild call."""
+    """Return a DTensor's full shape and dtype, from its spec or rebuild call."""
     parts = meta.args if isinstance(meta, InstanceStub) and meta.args else ()
     if not parts and isinstance(meta, InstanceStub) and meta.state is not None:
         fields = _fields(meta)
@@ -354,11 +354,11 @@ def _sharded_tensor(value: InstanceStub, depth: int) -> ParsedShard:
     shape = check_shape(metadata["size"])
     group = _fields(state[2])
     rank, world, place, parts = (
-        check_count(group[key], _MOST_RANKS)
+        check_count(group[key], _MAX_RANKS)
         for key in ("global_rank", "global_world_size", "local_rank", "local_world_size")
     )
     if rank >= world or place >= parts:
-        raise FormatError("the rank of a ShardedTensor is impossible", found=f"{rank} of {world}, {place} of {parts}")
+        raise FormatError("a ShardedTensor has an impossible rank", found=f"{rank} of {world}, {place} of {parts}")
     boxes, owners = _read_shards(metadata["shards_metadata"], shape)
     local: list[tuple[Box, TensorStub]] = []
     dtype, is_nested = _read_dtype(metadata.get("tensor_properties"), value), False
@@ -373,9 +373,7 @@ def _sharded_tensor(value: InstanceStub, depth: int) -> ParsedShard:
             is_nested, dtype = True, dtype or share.info.dtype
         elif isinstance(inner, TensorStub):
             if inner.shape != box.size:
-                raise FormatError(
-                    "the size of a shard is not that in its metadata", found=inner.shape, expected=box.size
-                )
+                raise FormatError("a shard's size differs from its metadata", found=inner.shape, expected=box.size)
             local.append((box, inner))
         else:
             kind = f"a ShardedTensor of {getattr(inner, 'name', type(inner).__name__)}"
@@ -400,7 +398,7 @@ def _shard_box(value: object, shape: Shape) -> tuple[Box, int]:
 
 def _inside(box: Box, shape: Shape) -> Box:
     if not box.within(shape):
-        raise FormatError("a shard is outside of its tensor", found=str(box)[:80], expected=f"inside {full_box(shape)}")
+        raise FormatError("a shard is outside its tensor", found=str(box)[:80], expected=f"inside {full_box(shape)}")
     return box
 
 
@@ -421,7 +419,7 @@ def _any(state: object) -> tuple[object, ...]:
 
 
 def _fields(value: object) -> dict[str, object]:
-    """Return the attributes of an instance, from its dict and its slots; the caller does not change them."""
+    """Return an instance's attributes, from its dict and its slots; do not change them."""
     if not isinstance(value, InstanceStub):
         raise FormatError("an instance was expected", found=type(value).__name__)
     if isinstance(value.state, dict):

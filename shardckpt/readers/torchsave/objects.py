@@ -36,7 +36,7 @@ _SCALARS = {
 
 
 def read_object(store: Store, file: str, layout: Span | Encoded, budget: ReadBudget | None = None) -> object:
-    """Return the value of an object that torch saved: an archive or a pickle."""
+    """Read an object that torch saved, as an archive or a pickle."""
     where = f"{store.url}/{file}, object at byte {layout.offset}"
     budget = ReadBudget(layout.nbytes) if budget is None else budget
     raw = _bytes(store, file, layout, where)
@@ -77,9 +77,9 @@ def _read_archive(raw: bytes, where: str, budget: ReadBudget) -> object:
     try:
         records = walk_front(raw, lambda name: name == f"{root}/version", where=where).contents
     except TruncatedError as error:
-        raise FormatError("the torch archive of the object has no version", where=where) from error
+        raise FormatError("the object's torch archive has no version", where=where) from error
     if f"{root}/data.pkl" not in records:
-        raise FormatError("the torch archive of the object has no data.pkl", where=where, found=first)
+        raise FormatError("the object's torch archive has no data.pkl", where=where, found=first)
     require_little(records.get(f"{root}/byteorder", b"little"), where)
     value = pickle_reader.load(
         records[f"{root}/data.pkl"], where=where, persistent=Storages(), limits=_LIMITS, budget=budget
@@ -96,7 +96,7 @@ class _Plain:
         self._done: dict[int, tuple[object, object]] = {}
 
     def value(self, value: object) -> object:
-        """Return the replacement of a value."""
+        """Return a value's replacement."""
         if not isinstance(value, list | tuple | dict | InstanceStub | TensorStub):
             return value
         known = self._done.get(id(value))

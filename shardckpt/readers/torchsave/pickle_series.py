@@ -1,14 +1,14 @@
-"""Read pickles that are equal but for small values: interpret one, and fill the values of the others into its result.
+"""Read pickles that differ only in small values: interpret one, then fill in the others' values.
 
-The files of ranks differ so: the pickle of each names its rank and its device. A value that differs is replaced by a
-`Hole`, which nothing can look at. If the interpreter returns a result, it only moved the holes, so that the result of
-each other pickle is the same, with its own values there. In every other case the pickle is interpreted by itself.
+Ranks' files differ like this: each pickle names its rank and its device. A `Hole` replaces each differing value, and
+nothing can look at it. If the interpreter returns a result, it only moved the holes: the other pickles have the same
+result with their own values there. In every other case a pickle is interpreted by itself.
 
-Results share what does not differ, as one pickle may hold one list in two places. Nobody changes them.
+Results share equal parts, so nothing may change them.
 """
 
 # Opening 64 rank files of 1,200 DTensors, a row of `benchmarks/planning.py`, takes 2.6 s of CPU, and 5.0 s without this
-# (medians of seven pairs). Only this reader needs it: the interpreter in `encodings` knows of no holes.
+# (medians, seven pairs). Only this reader needs it: the interpreter in `encodings` knows no holes.
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from shardckpt.errors import FormatError, ShardckptError
 __all__ = ["PickleSeries"]
 
 # Bytes that may differ: in any pickle, one per so many bytes, and at most. A hole costs as much as some dozen bytes.
-_FEW_HOLES, _BYTES_PER_HOLE, _MOST_HOLES = 64, 64, 1 << 16
+_FEW_HOLES, _BYTES_PER_HOLE, _MAX_HOLES = 64, 64, 1 << 16
 
-_MOST_TRIES = 6  # skeletons to make; each costs more than a pickle
+_MAX_TRIES = 6  # skeletons to make; each costs more than a pickle
 
 # Opcodes: a one-byte integer, a text, and the mark for a hole, which no pickle has.
 _ONE_BYTE, _TEXT, _HOLE = 0x4B, 0x58, 0x01
@@ -41,7 +41,7 @@ _DEVICE = ALLOWED.find("torch", "device")
 
 
 class Hole:
-    """A number that differs between pickles; anything that looks at its value is an error."""
+    """A number that differs between pickles; looking at its value is an error."""
 
     __slots__ = ("read",)
 
@@ -67,7 +67,7 @@ _NO_STORAGES = _HOLES | _NESTED | {TensorStub}
 
 @dataclass(frozen=True, slots=True)
 class _Skeleton:
-    """The result of a pickle with holes."""
+    """A pickle's result with holes."""
 
     masked: bytes  # the pickle, with zeros in the holes
     places: frozenset[int]  # offsets that may differ
@@ -78,18 +78,18 @@ class _Skeleton:
     cost: int  # budget spent
 
     def fits(self, raw: bytes, budget: ReadBudget) -> bool:
-        """Return True if a pickle has the bytes of this one outside of the holes, and no smaller budget."""
+        """Return True if a pickle has the same bytes outside the holes, and no smaller budget."""
         return budget.left >= self.left and len(raw) == len(self.masked) and _mask(raw, self.places) == self.masked
 
     def fill(self, raw: bytes) -> object:
-        """Return the result of another pickle; containers without holes are shared."""
+        """Return another pickle's result; containers without holes are shared."""
         for hole in self.holes:
             hole.read(raw)  # the result may lack a malformed text
         return _Filler(raw, self.changed).fill(self.value)
 
 
 class _HoleMachine(PickleMachine):
-    """Interpreter of a pickle with holes."""
+    """Interprets a pickle with holes."""
 
     atoms = PickleMachine.atoms | {TextHole}
     sized = (*PickleMachine.sized, TextHole)
@@ -109,13 +109,13 @@ class _HoleMachine(PickleMachine):
         self.holes = holes
 
     def share(self, value: object) -> None:
-        """Refuse a hole that is used again: equal integers are counted once."""
+        """Refuse a hole that is used again: equal integers count once."""
         if isinstance(value, Hole):
             raise _differs()
         super().share(value)
 
     def call(self, what: object, args: object) -> object:
-        """Return the stub for a call; the name of a device may end with a hole."""
+        """Return the stub for a call; a device name may end with a hole."""
         if what is not _DEVICE or type(args) is not tuple or tuple(map(type, args)) != (str, Hole):
             return super().call(what, args)
         kind, index = args
@@ -152,7 +152,7 @@ def load_holes(
 
 
 def _find_hole(data: bytes, place: int) -> tuple[int, int, Hole]:
-    """Return start, end and hole of the one-byte integer or short text that may have the byte at `place`."""
+    """Find the one-byte integer or short text at `place`; return its start, its end and a hole."""
     # A text's bytes may look like opcodes: only the interpreter knows whether an instruction starts at `start`.
     if data[place - 1] == _ONE_BYTE:
         return place - 1, place + 1, Hole(lambda raw: raw[place])
@@ -184,7 +184,7 @@ class PickleSeries:
         self._tries = 0
 
     def load(self, raw: bytes, *, where: str, budget: ReadBudget) -> object:
-        """Return the object of a pickle; arguments and errors as for `pickle_reader.load`."""
+        """Return a pickle's object; arguments and errors as for `pickle_reader.load`."""
         if self._skeleton is None or not self._skeleton.fits(raw, budget):
             self._skeleton = self._make_skeleton(raw, budget.left)
         self._last = raw
@@ -199,10 +199,10 @@ class PickleSeries:
         return load(raw, where=where, persistent=self._persistent(), limits=self._limits, budget=budget)
 
     def _make_skeleton(self, raw: bytes, left: int) -> _Skeleton | None:
-        """Return the skeleton of a pickle and the one before it; None if they differ in more than small values."""
-        if len(raw) != len(self._last) or len(raw) > self._limits.nbytes or self._tries >= _MOST_TRIES:
+        """Return the skeleton of the last two pickles; None if they differ in more than small values."""
+        if len(raw) != len(self._last) or len(raw) > self._limits.nbytes or self._tries >= _MAX_TRIES:
             return None
-        most = min(_FEW_HOLES + len(raw) // _BYTES_PER_HOLE, _MOST_HOLES)
+        most = min(_FEW_HOLES + len(raw) // _BYTES_PER_HOLE, _MAX_HOLES)
         places = frozenset(islice(_differing(raw, self._last), most + 1))
         places |= self._skeleton.places if self._skeleton else frozenset()
         if len(places) > most:
@@ -221,7 +221,7 @@ class PickleSeries:
 
 
 def _differing(one: bytes, other: bytes) -> Iterator[int]:
-    """Yield the offsets of the bytes that differ between two pickles of one length."""
+    """Yield the offsets at which two pickles with equal length differ."""
     bits = int.from_bytes(one, "little") ^ int.from_bytes(other, "little")
     for found in re.finditer(rb"[^\0]", bits.to_bytes(len(one), "little")):
         yield found.start()
@@ -238,7 +238,7 @@ def _find_changed(value: object, known: dict[int, bool]) -> bool:
     """Return True if a value is a hole or contains one; note it for each container. `Limits` bound the recursion."""
     kind = value.__class__
     if kind is TensorStub and value.storage.__class__ in _NO_STORAGES:  # type: ignore[attr-defined]
-        raise FormatError("a tensor of no storage")
+        raise FormatError("a tensor has no storage")
     if kind not in _NESTED:
         return kind in _HOLES
     key = id(value)
@@ -251,7 +251,7 @@ def _find_changed(value: object, known: dict[int, bool]) -> bool:
 
 
 def _split(value: object) -> tuple[Iterable[object], Iterable[object]]:
-    """Return the hashed content of a container, and the other content."""
+    """Return a container's hashed content, and its other content."""
     if isinstance(value, InstanceStub):
         return (), value.parts
     if isinstance(value, Ordered):
@@ -263,7 +263,7 @@ def _split(value: object) -> tuple[Iterable[object], Iterable[object]]:
 
 
 class _Filler:
-    """Copies a result, with the values of a pickle in its holes."""
+    """Copies a result, with a pickle's values in its holes."""
 
     def __init__(self, raw: bytes, changed: frozenset[int]) -> None:
         self._raw = raw
@@ -271,7 +271,7 @@ class _Filler:
         self._done: dict[int, Any] = {}
 
     def fill(self, value: Any) -> Any:
-        """Return the copy of a value."""
+        """Return a value's copy."""
         key = id(value)
         if key not in self._changed:
             return value.read(self._raw) if value.__class__ in _HOLES else value

@@ -1,8 +1,8 @@
-"""Reader of `torch.save` files: zip and legacy containers, and plain pickles.
+"""Reader for `torch.save` files: zip and legacy containers, and plain pickles.
 
 The zip container has `{root}/data.pkl` and one entry for each storage, `{root}/data/{key}`. The legacy container is
-five pickles (magic number, version, description of the machine, the object, the keys of the storages), followed by each
-storage: its element count in 8 bytes, and its bytes. Tensors are located, not read.
+five pickles: magic number, version, machine description, object, and storage keys. Each storage follows, as an element
+count in 8 bytes and its bytes. Tensors are located, not read.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _TAR_MAGIC_AT = 257
 
 @dataclass(frozen=True, slots=True)
 class _ZipContainer:
-    """The storages of a zip container."""
+    """A zip container's storages."""
 
     entries: Mapping[str, ZipEntry]  # entries by storage key
     where: str
@@ -86,7 +86,7 @@ class _ZipContainer:
 
 @dataclass(frozen=True, slots=True)
 class _LegacyContainer:
-    """The storages of a legacy container."""
+    """A legacy container's storages."""
 
     roots: Mapping[str, StorageRef]  # storages by key as first named; the file stores their element counts
     starts: Mapping[str, int]  # offset of each element count, by key
@@ -105,7 +105,7 @@ class _LegacyContainer:
 
 @dataclass(slots=True)
 class _OpenedFiles:
-    """Content of the files of one checkpoint while they are opened."""
+    """Content of one checkpoint's files while they are opened."""
 
     tree: StateTree = field(default_factory=StateTree)
     archives: dict[str, ZipArchive] = field(default_factory=dict)
@@ -145,11 +145,11 @@ class TorchReader(Reader):
         return self._archives
 
     def with_manifest(self, manifest: Manifest) -> TorchReader:
-        """Return a reader of the same files with another manifest."""
+        """Return a reader for the same files with another manifest."""
         return TorchReader(self.store, manifest, self._archives)
 
     def resolve(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Locate the storages of the pieces, in one batch of reads, and compare replicas that may differ."""
+        """Locate the pieces' storages in one batch of reads, and compare replicas that may differ."""
         return resolve_replicas(self, pieces, self._resolve)
 
     def _resolve(self, pieces: Sequence[Piece]) -> list[Piece]:
@@ -224,7 +224,7 @@ class TorchReader(Reader):
 
 
 def _make_layout(view: View, start: int, nbytes: int, piece: Piece) -> Span | Strided:
-    """Return the layout of a view of the storage with `nbytes` bytes at an offset."""
+    """Return the layout of a view, whose storage has `nbytes` bytes at an offset."""
     if view.strides is None:
         return Span(start + view.start * view.width, prod(piece.box.size) * view.width)
     return Strided(start, nbytes, view.start, view.strides)
@@ -246,7 +246,7 @@ def open_files(
     *,
     allow_shards: bool = False,
 ) -> TorchReader:
-    """Open files of `torch.save` as one checkpoint, with reads in batches."""
+    """Open `torch.save` files as one checkpoint, with reads in batches."""
     opened = _OpenedFiles()
     zips = _zips(store, sizes)
     pickles = _zip_pickles(store, {f: sizes[f] for f in zips}, opened)
@@ -286,7 +286,7 @@ def _single_rank_error(store: Store, tree: StateTree) -> UnsupportedError:
     return UnsupportedError(
         f"{dotted(path)!r} is a {shard.kind}: this is one rank's shard, where full tensors belong",
         where=store.url,
-        fix="Keep the files of ranks, and nothing else, in a folder of their own, and name that.",
+        fix="Keep only the ranks' files in one folder, and name that folder.",
     )
 
 
@@ -298,7 +298,7 @@ def _zips(store: Store, sizes: Mapping[str, int]) -> list[str]:
 
 
 def _zip_pickles(store: Store, sizes: Mapping[str, int], opened: _OpenedFiles) -> dict[str, bytes]:
-    """Open zip containers and return the pickle of each."""
+    """Open zip containers and return their pickles."""
     archives = open_archives(store, [ArchivePlace(file, 0, size) for file, size in sizes.items()])
     wanted: list[WantedEntry] = []
     for archive in archives:
@@ -322,11 +322,11 @@ def _zip_pickles(store: Store, sizes: Mapping[str, int], opened: _OpenedFiles) -
 
 
 def _root(archive: ZipArchive, where: str) -> str:
-    """Return the root folder of a zip container."""
+    """Return a zip container's root folder."""
     roots = [name.removesuffix("/data.pkl") for name in archive.entries if name.count("/") == 1]
     roots = [root for root in roots if f"{root}/data.pkl" in archive.entries]
     if not roots:
-        raise FormatError("a zip archive, but none of torch.save", where=where, expected="an entry */data.pkl")
+        raise FormatError("a zip archive, but not from torch.save", where=where, expected="an entry */data.pkl")
     if f"{roots[0]}/constants.pkl" in archive.entries:
         raise UnsupportedError(
             "a TorchScript program, not a state dict",
@@ -378,7 +378,7 @@ def _parse(raw: bytes, where: str, budget: ReadBudget) -> tuple[object, _LegacyC
         return first, None, at
     version, at = load_at(raw, at, where=where, limits=_LIMITS, budget=budget)
     if version != _LEGACY_VERSION:
-        raise UnsupportedError("an unknown version of torch.save", where=where, found=version, expected=_LEGACY_VERSION)
+        raise UnsupportedError("unknown torch.save version", where=where, found=version, expected=_LEGACY_VERSION)
     machine, at = load_at(raw, at, where=where, limits=_LIMITS, budget=budget)
     if not isinstance(machine, dict) or machine.get("little_endian") is not True:
         raise big_endian_error(where, "big")
@@ -391,12 +391,12 @@ def _parse(raw: bytes, where: str, budget: ReadBudget) -> tuple[object, _LegacyC
 def _starts(keys: object, storages: Storages, at: int, where: str) -> tuple[dict[str, int], int]:
     """Return the offsets of the storages' counts, and the last storage's end."""
     if not isinstance(keys, list):
-        raise FormatError("the keys of the storages must be a list", where=where)
+        raise FormatError("the storage keys must be a list", where=where)
     starts: dict[str, int] = {}
     for raw in keys:
         key = raw.decode("ascii", "replace") if isinstance(raw, bytes) else raw
         if not isinstance(key, str) or key not in storages.found or key in starts:
-            raise FormatError("a storage stands in the file that no tensor uses, or twice", where=where, found=key)
+            raise FormatError("a storage is in the file twice, or no tensor uses it", where=where, found=key)
         starts[key] = at
         ref = storages.found[key]
         at += 8 + ref.count * element_bytes(ref.dtype)

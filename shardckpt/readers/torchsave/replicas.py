@@ -1,7 +1,7 @@
-"""Boxes of tensors, and other values, that the files of several ranks have, and that must be equal.
+"""Tensor boxes and other values that several ranks' files contain, and that must be equal.
 
-Pieces whose checksums prove that they are equal become one piece. Others are kept in a `Replicas`, and
-`resolve_replicas` compares them where their bytes are read; opening a checkpoint reads none of them.
+Pieces become one piece if their checksums prove them equal. A `Replicas` keeps the others, and `resolve_replicas`
+compares them where their bytes are read; opening a checkpoint reads none of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardckpt.reader import Reader
 from shardckpt.readers.chunk_reader import have_equal_blocks
 
 _NAME_ALL = (
-    "Ranks with different tensors (experts, pipeline stages) must name them differently, or save DTensors of a mesh"
+    "Ranks with different tensors (experts, pipeline stages) must name them differently, or save DTensors on a mesh"
     " that has all of them. If they should be equal, the files are of different saves. --exclude leaves the tensor out."
 )
 
@@ -30,21 +30,21 @@ class Comparable(Protocol):
     """Details of a `Lazy` layout that can be compared without a read."""
 
     def content_key(self) -> Hashable:
-        """Return a key that only details with equal elements share; None if it is unknown."""
+        """Return a key that only details with equal elements share; None if unknown."""
 
     def full_checksum(self, size: int) -> int | None:
-        """Return the checksum of elements that fill a storage of `size` bytes; None if it is unknown."""
+        """Return the checksum of elements that fill a storage of `size` bytes; None if unknown."""
 
 
 class Replicas(NamedTuple):
-    """Details of a `Lazy` layout: pieces of several files with one box, which must have equal elements."""
+    """Details of a `Lazy` layout: pieces from several files for one box, whose elements must be equal."""
 
     tensor: str  # dotted path
     dtype: str
     pieces: tuple[Piece, ...]  # the first is the one to use
 
     def find_different(self) -> Piece | None:
-        """Return the first piece whose checksum proves that it differs from the one to use."""
+        """Return the first piece whose checksum proves it different from the piece to use."""
         first = _full_checksum(self.pieces[0], self.dtype)
         if first is None:
             return None
@@ -52,7 +52,7 @@ class Replicas(NamedTuple):
 
 
 def join_replicas(tensor: str, dtype: str, pieces: Iterable[Piece]) -> Piece:
-    """Return the first of several pieces with one box."""
+    """Join pieces with one box: return the first."""
     first, *others = dict.fromkeys(pieces)
     key = _content_key(first)
     others = [piece for piece in others if first.box.volume and (key is None or _content_key(piece) != key)]
@@ -64,13 +64,13 @@ def join_replicas(tensor: str, dtype: str, pieces: Iterable[Piece]) -> Piece:
 
 
 def list_replicas(piece: Piece) -> tuple[Piece, ...]:
-    """Return the pieces that have to be equal; the piece itself without others."""
+    """Return the pieces that must be equal; only the piece itself if it has no replicas."""
     found = find_replicas(piece)
     return (piece,) if found is None else found.pieces
 
 
 def find_replicas(piece: Piece) -> Replicas | None:
-    """Return the replicas of a piece; None if it is the only one."""
+    """Return a piece's replicas; None if it is the only one."""
     detail = piece.layout.detail if isinstance(piece.layout, Lazy) else None
     return detail if isinstance(detail, Replicas) else None
 
@@ -78,7 +78,7 @@ def find_replicas(piece: Piece) -> Replicas | None:
 def resolve_replicas(
     reader: Reader, pieces: Sequence[Piece], resolve: Callable[[Sequence[Piece]], list[Piece]]
 ) -> list[Piece]:
-    """Return resolved pieces, after a comparison of replicas that may differ."""
+    """Resolve pieces, and compare replicas that may differ."""
     resolved = iter(resolve([each for piece in pieces for each in list_replicas(piece)]))
     results = []
     for piece in pieces:
@@ -90,7 +90,7 @@ def resolve_replicas(
 
 
 def _require_equal(reader: Reader, replicas: Replicas, first: Piece, others: Iterable[Piece]) -> None:
-    """Compare the elements of resolved replicas, block by block."""
+    """Compare resolved replicas block by block."""
 
     def as_entry(piece: Piece) -> TensorEntry:
         region = full_box(piece.box.size)
@@ -117,7 +117,7 @@ def _full_checksum(piece: Piece, dtype: str) -> int | None:
 
 
 def combine_values(path: Path, values: Iterable[tuple[str, object]]) -> object:
-    """Combine the values of several files into one; a `PerRankValue` if they differ."""
+    """Combine values from several files into one; a `PerRankValue` if they differ."""
     remaining = iter(values)
     file, first = next(remaining)
     odd = next(((other, value) for other, value in remaining if not is_same(value, first)), None)
@@ -134,7 +134,7 @@ def combine_values(path: Path, values: Iterable[tuple[str, object]]) -> object:
 
 
 def is_same(a: object, b: object) -> bool:
-    """Return True if two values of pickles are equal, of equal types; the pickle reader has limited depth and size."""
+    """Return True if two pickled values and their types are equal; the pickle reader has limited depth and size."""
     if type(a) is not type(b):
         return False
     if isinstance(a, dict) and isinstance(b, dict):

@@ -11,7 +11,7 @@ from shardckpt.errors import FormatError, UnsupportedError
 # Record that marks tensors in another order than the model's, such as from a sorted source. Torch ignores it.
 UNORDERED = ".shardckpt-unordered"
 
-MOST_ELEMENTS = 1 << 60  # elements in a tensor or storage: more than any machine holds
+MAX_ELEMENTS = 1 << 60  # elements in a tensor or storage: more than any machine holds
 
 _QUANTISED_BYTES = {"quint8": 1, "qint8": 1, "qint32": 4, "quint4x2": 1, "quint2x4": 1}
 
@@ -27,19 +27,19 @@ class StorageRef:
 
 
 class Storages:
-    """Converts the persistent ids of a torch pickle to storages, with a cache."""
+    """Converts a torch pickle's persistent ids to storages, and caches them."""
 
     def __init__(self) -> None:
         self.found: dict[str, StorageRef] = {}
 
     def __call__(self, key: object) -> object:
-        """Return the storage of a persistent id."""
+        """Return the storage for a persistent id."""
         if not isinstance(key, tuple) or len(key) not in (5, 6) or _decode_name(key[0]) != "storage":
             raise FormatError("the pickle refers to something that is not a storage", found=key)
         kind, name, count = key[1], _decode_name(key[2]), key[4]
         if not isinstance(kind, StorageType) or not isinstance(name, str) or type(count) is not int:
-            raise FormatError("the pickle refers to a storage in an unknown way", found=key)
-        if not 0 <= count < MOST_ELEMENTS:
+            raise FormatError("the pickle has an unknown kind of storage reference", found=key)
+        if not 0 <= count < MAX_ELEMENTS:
             raise FormatError("a storage has an impossible size", found=count)
         ref = StorageRef(name, kind.dtype, count)
         self.found.setdefault(name, ref)
@@ -63,16 +63,16 @@ def _decode_name(name: object) -> object:
 
 
 def element_bytes(dtype: str) -> int:
-    """Return the bytes of one element of a storage's dtype."""
+    """Return the bytes per element for a storage's dtype."""
     if dtype in _QUANTISED_BYTES:
         return _QUANTISED_BYTES[dtype]
     if is_known(dtype) and bits(dtype) % 8 == 0:
         return bits(dtype) // 8
-    raise UnsupportedError("a storage has a dtype that is not known", found=dtype)
+    raise UnsupportedError("a storage has an unknown dtype", found=dtype)
 
 
 def require_little(order: bytes, where: str) -> None:
-    """Require that the content of a `byteorder` record is `little`."""
+    """Require `little` as the content of a `byteorder` record."""
     if order != b"little":
         raise big_endian_error(where, order[:16].decode("ascii", "replace"))
 

@@ -1,4 +1,4 @@
-"""Convert the object of a torch pickle to arrays and values by path."""
+"""Convert a torch pickle's object to arrays and values by path."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardckpt.encodings.zip_archive import ZipEntry
 from shardckpt.errors import FormatError, UnsupportedError, escape
 from shardckpt.manifest import Lazy, ObjectEntry, Path, Piece, TensorEntry, dotted
 from shardckpt.readers.torchsave.dtensor_spec import DTENSOR, SHARDED_TENSOR, ShardInfo, ShardParser
-from shardckpt.readers.torchsave.storages import MOST_ELEMENTS, StorageRef
+from shardckpt.readers.torchsave.storages import MAX_ELEMENTS, StorageRef
 from shardckpt.readers.torchsave.unreadable import LEAVE_OUT, UnreadableTensor
 
 _TENSOR_LIKE = {
@@ -25,7 +25,7 @@ _TENSOR_LIKE = {
     "torch.nested._internal.nested_tensor._rebuild_njt": "a nested tensor",
     "torch._utils._rebuild_meta_tensor_no_storage": "a meta tensor, which has no data",
     "torch._utils._rebuild_device_tensor_from_numpy": "a tensor that was pickled through numpy",
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor": "a tensor of an accelerator outside of torch",
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": "a tensor on an accelerator outside torch",
     "torch.storage._load_from_bytes": "a tensor that was pickled without torch.save",
 }
 # Key under which `shardckpt.state` stores a state's metadata, and the kind of rank states.
@@ -36,11 +36,11 @@ _KEY_CHARACTERS = 4  # characters that a numeric key adds to a path
 _SHARDED = (f".{DTENSOR}", f".{SHARDED_TENSOR}")
 _NO_STORAGE = "a tensor whose storage is not in the file"
 _UNNAMED = "value whose key only its own library can read"
-_SAVE_PLAIN = "Leave it out with --exclude, or save its state dict or its values in its place."
+_SAVE_PLAIN = "Leave it out with --exclude, or save its state dict or its values instead."
 
 
 class View(NamedTuple):
-    """The layout of a tensor in its storage."""
+    """A tensor's layout in its storage."""
 
     start: int  # elements from the start of the storage
     strides: Shape | None  # elements between neighbors in each dimension; None for contiguous row-major
@@ -54,11 +54,11 @@ class ZipView(NamedTuple):
     view: View
 
     def content_key(self) -> Hashable:
-        """Return the checksum and size of the storage, and the view; None without a checksum."""
+        """Return the storage's checksum and size, and the view; None without a checksum."""
         return (self.entry.crc32, self.entry.size, self.view) if self.entry.crc32 else None
 
     def full_checksum(self, size: int) -> int | None:
-        """Return the checksum of the storage, if the view is all of it."""
+        """Return the storage's checksum if the view covers all of it."""
         is_full = not self.view.start and self.view.strides is None and self.entry.size == size
         return self.entry.crc32 or None if is_full else None
 
@@ -72,7 +72,7 @@ class LegacyView(NamedTuple):
 
 
 def slice_layout(layout: Lazy, first: int, size: Shape, order: Sequence[int] = ()) -> Lazy:
-    """Return the layout of a box in a 1-D tensor, from element `first`; that of an unreadable tensor is unchanged."""
+    """Return the layout of a box in a 1-D tensor, from element `first`. An unreadable tensor keeps its layout."""
     detail = layout.detail
     if not isinstance(detail, ZipView | LegacyView):
         return layout
@@ -88,7 +88,7 @@ def slice_layout(layout: Lazy, first: int, size: Shape, order: Sequence[int] = (
 
 
 class RankNote(NamedTuple):
-    """Metadata of a LOCAL state of `shardckpt.state`: its rank and its layout."""
+    """Metadata of a LOCAL state from `shardckpt.state`: its rank and its layout."""
 
     file: str  # relative to the store
     prefix: Path
@@ -97,18 +97,18 @@ class RankNote(NamedTuple):
 
 
 class Container(Protocol):
-    """Storages of a torch file."""
+    """Storages in a torch file."""
 
     def storage_bytes(self, ref: StorageRef) -> int:
-        """Return the bytes of a storage. Raises FormatError."""
+        """Return a storage's bytes. Raises FormatError."""
 
     def layout(self, ref: StorageRef, view: View) -> Lazy:
-        """Return the layout of a view of a storage, as far as it is known without reading."""
+        """Return a view's layout, as far as it is known without reading."""
 
 
 @dataclass(slots=True)
 class StateTree:
-    """Tensors and values of one or several files, by path."""
+    """Tensors and values from one or several files, by path."""
 
     tensors: dict[Path, TensorEntry] = field(default_factory=dict)  # in saved order
     objects: dict[Path, ObjectEntry] = field(default_factory=dict)
@@ -120,7 +120,7 @@ class StateTree:
     def add(
         self, value: object, file: str, prefix: Path, container: Container | None, where: str, budget: ReadBudget
     ) -> None:
-        """Add the content of the object of one file."""
+        """Add one file's object."""
         if not isinstance(value, dict | list | tuple):
             prefix = (*prefix, "tensor" if _is_tensor(value) else "object")
         self.notes += [RankNote(file, prefix, root, fields) for root, fields in _local_states(value, prefix)]
@@ -128,7 +128,7 @@ class StateTree:
 
 
 class _TreeBuilder:
-    """Adds the object of one file to a `StateTree`."""
+    """Adds one file's object to a `StateTree`."""
 
     def __init__(self, tree: StateTree, file: str, container: Container | None, where: str, budget: ReadBudget) -> None:
         self._tree, self._file, self._container, self._where = tree, file, container, where
@@ -139,7 +139,7 @@ class _TreeBuilder:
         self._shards = ShardParser()
 
     def visit(self, value: object, path: Path, length: int) -> None:
-        """Add a value and its content under a path of `length` characters."""
+        """Add a value and its content under a path with `length` characters."""
         # The recursion ends: the pickle reader has limited the depth. Path characters count for each value, since a
         # hostile file may have one long key and many values below it.
         if _is_tensor(value) or (isinstance(value, InstanceStub) and self._holds_tensor(value)):
@@ -169,7 +169,7 @@ class _TreeBuilder:
         return known
 
     def _named(self, value: dict[object, object], path: Path) -> Iterator[tuple[str | int, object]]:
-        """Yield the items of a dict, each with the part of a path that its key becomes."""
+        """Yield a dict's items, each with the path part for its key."""
         seen: set[str | int] = set()
         for key, inner in value.items():
             name = key if type(key) is str or type(key) is int else _spell_key(key)
@@ -200,7 +200,7 @@ class _TreeBuilder:
             is_value = not _is_tensor(value)
             fix = _SAVE_PLAIN if is_value else LEAVE_OUT
             shape, dtype = _read_declared(value)
-        if prod(shape) > MOST_ELEMENTS:
+        if prod(shape) > MAX_ELEMENTS:
             raise FormatError(
                 f"{dotted(path)!r} has more elements than any machine holds", where=self._where, found=shape
             )
@@ -260,9 +260,7 @@ class _TreeBuilder:
             self._tree.shards[path] = replace(shard, refusal=kind)
             return
         if len(stored) != 1 or not is_known(dtype := stored.pop()) or bits(dtype) % 8:
-            raise FormatError(
-                f"{dotted(path)!r} has no one type that is known", where=self._where, found=sorted(stored)
-            )
+            raise FormatError(f"{dotted(path)!r} must have one known dtype", where=self._where, found=sorted(stored))
         pieces = tuple([Piece(box, self._file, self._layout(stub, dtype, path)) for box, stub in local])
         self._tree.tensors[path] = TensorEntry(path, shard.shape, dtype, pieces)
         self._tree.shards[path] = shard
@@ -294,7 +292,7 @@ def _is_sharded(name: str) -> bool:
 
 
 def _is_packed(shape: Shape, strides: Shape) -> bool:
-    """Return True if strides are those of row-major elements without gaps."""
+    """Return True if strides are row-major without gaps."""
     expected = 1
     for n, step in zip(reversed(shape), reversed(strides), strict=True):
         if n != 1 and step != expected:
@@ -304,7 +302,7 @@ def _is_packed(shape: Shape, strides: Shape) -> bool:
 
 
 def _wraps_tensor(value: InstanceStub) -> bool:
-    """Return True if a value is a tensor subclass of `_rebuild_from_type_v2`."""
+    """Return True for a tensor subclass from `_rebuild_from_type_v2`."""
     return len(value.args) == 1 and isinstance(value.args[0], TensorStub)
 
 
@@ -313,7 +311,7 @@ def _storage_dtype(stub: TensorStub) -> str:
 
 
 def _refusal(stub: TensorStub) -> str:
-    """Return the reason why a tensor cannot be read; empty for an ordinary tensor."""
+    """Return why a tensor cannot be read; empty for an ordinary tensor."""
     if not isinstance(stub.storage, StorageRef):
         return _NO_STORAGE
     if stub.bits:
@@ -323,7 +321,7 @@ def _refusal(stub: TensorStub) -> str:
 
 
 def _read_declared(value: InstanceStub) -> tuple[Shape, str]:
-    """Return shape and dtype that an unreadable tensor states, if known."""
+    """Return the shape and dtype that an unreadable tensor declares, if known."""
     shape: Shape = ()
     dtype = inner = ""
     for part in _flat(value.args, 3):
@@ -354,12 +352,12 @@ def _flat(values: Sequence[object], depth: int) -> Iterator[object]:
 
 
 def _holds_instance(key: object) -> bool:
-    """Return True if a key of a dict is an instance of a class that only its own library can make, or has one in it."""
+    """Return True if a dict key is, or contains, an instance that only its own library can make."""
     return isinstance(key, InstanceStub) or (type(key) is tuple and any(map(_holds_instance, key)))
 
 
 def _spell_key(key: object) -> str:
-    """Return the part of a path for a key that is neither text nor an integer."""
+    """Return the path part for a key that is neither text nor an integer."""
     if isinstance(key, Dtype | Global | InstanceStub):
         return key.name
     if isinstance(key, tuple):

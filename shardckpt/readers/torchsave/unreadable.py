@@ -1,4 +1,4 @@
-"""Tensors and values of a checkpoint that cannot be read, which stand in its manifest so that nothing is missed."""
+"""Marks for unreadable tensors and values, which the manifest lists so that nothing is missed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LEAVE_OUT = "Leave it out with --exclude, or save it dense."
 
 
 class UnreadableTensor(NamedTuple):
-    """Marks a tensor of an unsupported kind."""
+    """Marks a tensor or value that cannot be read."""
 
     path: Path  # in the saved state
     kind: str  # for messages
@@ -20,14 +20,14 @@ class UnreadableTensor(NamedTuple):
     is_value: bool = False  # a value that contains tensors, such as a module
 
     def content_key(self) -> Hashable:
-        """Return one key for all: none of them can be read."""
+        """Return the same key for all: none can be read."""
         return UnreadableTensor
 
     def full_checksum(self, size: int) -> None:
-        """Return None: its checksum is unknown."""
+        """Return None: the checksum is unknown."""
 
     def error(self, where: str) -> UnsupportedError:
-        """Return the error for reading it."""
+        """Return the error for reading the tensor."""
         return UnsupportedError(
             f"{dotted(self.path)!r} is {self.kind}",
             where=where,
@@ -37,7 +37,7 @@ class UnreadableTensor(NamedTuple):
 
 
 def find_value(entry: TensorEntry) -> UnreadableTensor | None:
-    """Return the mark of an entry that is a value with tensors in it, which only its own library can read."""
+    """Return an entry's mark if it is a value with tensors that only its own library can read."""
     layout = entry.pieces[0].layout if entry.pieces else None
     detail = layout.detail if isinstance(layout, Lazy) else None
     return detail if isinstance(detail, UnreadableTensor) and detail.is_value else None

@@ -1,7 +1,7 @@
-"""Write files of `torch.save` without torch: plan offsets, then write a stream.
+"""Write `torch.save` files without torch: plan offsets, then write a stream.
 
-The zip container of torch 1.6 and later, which `torch.load(weights_only=True)` reads, also with `mmap=True`:
-`{root}/data.pkl`, small records, and one stored entry for each storage, aligned to 64 bytes. The checksum of an entry
+The zip container from torch 1.6 on, which `torch.load(weights_only=True)` reads, also with `mmap=True`:
+`{root}/data.pkl`, small records, and one stored entry for each storage, aligned to 64 bytes. An entry's checksum
 follows it (APPNOTE 6.3, data descriptor), since it is known only after its bytes are written.
 """
 
@@ -63,7 +63,7 @@ TYPES = frozenset(_STORAGES) | _UNTYPED  # writable dtypes, in torch's spelling
 
 
 class Storage(NamedTuple):
-    """Bytes of one or several tensors."""
+    """Bytes that one or several tensors use."""
 
     dtype: str  # in torch's spelling
     elements: int
@@ -85,7 +85,7 @@ class TensorValue(NamedTuple):
 
 
 class _Record(NamedTuple):
-    """One entry of an archive: its content; None for a storage, written later."""
+    """An archive entry: its content, or None for a storage, which is written later."""
 
     name: bytes
     content: bytes | None
@@ -110,7 +110,7 @@ class _Record(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TorchArchive:
-    """A planned file of `torch.save`, complete except for its checksums."""
+    """A planned `torch.save` file, complete except for its checksums."""
 
     records: tuple[_Record, ...]  # in file order
     nbytes: int
@@ -146,7 +146,7 @@ def plan_archive(
 
 
 def _storage_record(name: bytes, size: int, at: int) -> _Record:
-    """Return the entry of a storage, padded so that its data is aligned."""
+    """Return a storage's entry, padded so that its data is aligned."""
     wide = pack("<HHQQ", _ZIP64, 16, 0, 0) if size >= _FULL else b""
     pad = -(at + _LOCAL.size + len(name) + len(wide) + 4) % ALIGNMENT
     return _Record(name, None, size, at, wide + _PADDING + pack("<H", pad) + b"Z" * pad)
@@ -179,7 +179,7 @@ def _tensor(value: TensorValue, storages: Sequence[Storage], path: Path) -> Glob
 
 
 def _plain(value: object, path: Path) -> object:
-    """Return the replacement of a value that a reader of this package created."""
+    """Return the replacement for a value that a reader in this package created."""
     if isinstance(value, Ordered):
         return GlobalCall(GlobalName("collections", "OrderedDict"), items=value)
     if isinstance(value, Dtype):
@@ -199,7 +199,7 @@ def _plain(value: object, path: Path) -> object:
 
 
 class ArchiveWriter:
-    """Writer of an archive from the bytes of its storages, in pieces of any size."""
+    """Writes an archive from its storages' bytes, in pieces of any size."""
 
     def __init__(self, archive: TorchArchive, write: Callable[[bytes | bytearray | memoryview], None]) -> None:
         self._archive, self._write = archive, write
@@ -208,11 +208,11 @@ class ArchiveWriter:
         self._advance()
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Write the next bytes of the storages, which may span several of them."""
+        """Write the storages' next bytes, which may span several storages."""
         rest = memoryview(data).cast("B")
         while len(rest):
             if not self._missing:
-                raise ValueError(f"{len(rest)} bytes more than the storages have")
+                raise ValueError(f"got {len(rest)} bytes more than the storages have")
             part = rest[: self._missing]
             self._sum = zlib.crc32(part, self._sum)
             self._write(part)
@@ -223,10 +223,10 @@ class ArchiveWriter:
                 self._advance()
 
     def close(self) -> None:
-        """Write the directory, after all bytes of the storages."""
+        """Write the directory, after all storages are complete."""
         records = self._archive.records
         if self._missing or len(self._sums) < len(records):
-            raise ValueError(f"{self._missing} bytes of {records[len(self._sums)].name.decode()} were never given")
+            raise ValueError(f"{self._missing} bytes of {records[len(self._sums)].name.decode()} are missing")
         directory = b"".join(map(_central, records, self._sums))
         start = records[-1].end
         self._write(directory + _end(len(records), len(directory), start))
@@ -255,14 +255,14 @@ class ArchiveWriter:
 
 
 def encode_archive(value: object) -> bytes:
-    """Return the archive of a value without tensors."""
+    """Return the archive for a value without tensors."""
     parts: list[bytes] = []
     ArchiveWriter(plan_archive(value), lambda data: parts.append(bytes(data))).close()
     return b"".join(parts)
 
 
 def _local(record: _Record, crc: int) -> bytes:
-    """Return a local header; for a storage without sizes, which follow its data."""
+    """Return a local header; a storage's header lacks the sizes, which follow its data."""
     is_stream = record.content is None
     size = 0 if is_stream and not record.is_wide else _FULL if record.is_wide else record.nbytes
     flags = _UTF8 | (_STREAMED if is_stream else 0)
@@ -272,7 +272,7 @@ def _local(record: _Record, crc: int) -> bytes:
 
 
 def _central_extra(record: _Record) -> bytes:
-    """Return the extra field with the numbers of a record that exceed 32 bits."""
+    """Return the extra field with the record's numbers that exceed 32 bits."""
     wide = [record.nbytes, record.nbytes] if record.is_wide else []
     wide += [record.header] if record.header >= _FULL else []
     return pack(f"<HH{len(wide)}Q", _ZIP64, 8 * len(wide), *wide) if wide else b""
@@ -288,7 +288,7 @@ def _central(record: _Record, crc: int) -> bytes:
 
 
 def _end(count: int, nbytes: int, start: int) -> bytes:
-    """Return the records at the end of an archive."""
+    """Return the records at an archive's end."""
     wide = b""
     if count >= _FULL16 or start >= _FULL or nbytes >= _FULL:
         numbers = (_END64.size - 12, _VERSION64, _VERSION64, 0, 0, count, count, nbytes, start)

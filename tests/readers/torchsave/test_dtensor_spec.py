@@ -177,8 +177,8 @@ def test_a_rank_outside_of_the_mesh_holds_nothing() -> None:
     [
         ((placement("Shard", dim=0),), (4, 4), "does not fit its placements"),
         ((placement("Shard", dim=2),), (2, 4), "is not supported"),
-        ((placement("_StridedShard", dim=0, split_factor=2),), (2, 4), "follows no split of the mesh"),
-        ((placement("Shard", dim=0), placement("Shard", dim=0)), (2, 4), "one placement for each dimension"),
+        ((placement("_StridedShard", dim=0, split_factor=2),), (2, 4), "matches no mesh split"),
+        ((placement("Shard", dim=0), placement("Shard", dim=0)), (2, 4), "one placement for each mesh dimension"),
         ((placement("Shard", dim="x"),), (2, 4), "malformed"),
         ((placement("RaggedShard", dim=0),), (2, 4), "is not supported"),
     ],
@@ -258,9 +258,9 @@ def test_shards_of_shards_lie_where_both_say() -> None:
 @pytest.mark.parametrize(
     ("boxes", "local", "error"),
     [
-        ([Box((0,), (2,)), Box((2,), (2,))], (3,), "size of a shard is not that in its metadata"),
-        ([Box((0,), (2,)), Box((2,), (9,))], (9,), "outside of its tensor"),
-        ([Box((0,), (2,)), Box((2, 0), (2, 1))], (2, 1), "outside of its tensor"),
+        ([Box((0,), (2,)), Box((2,), (2,))], (3,), "size differs from its metadata"),
+        ([Box((0,), (2,)), Box((2,), (9,))], (9,), "outside its tensor"),
+        ([Box((0,), (2,)), Box((2, 0), (2, 1))], (2, 1), "outside its tensor"),
     ],
 )
 def test_shards_that_cannot_be_are_refused(boxes: list[Box], local: tuple[int, ...], error: str) -> None:

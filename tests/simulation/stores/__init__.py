@@ -1,1 +1,1 @@
-"""Stores of a simulated history: a disk behind the functions of the operating system, a bucket."""
+"""Stores in a simulated history: a disk with the operating system's functions, and a bucket."""

@@ -15,7 +15,7 @@ from tests.simulation.stores.disk import ChangeCount
 
 @dataclass(frozen=True)
 class StoredObject:
-    """An object of a bucket."""
+    """An object in a bucket."""
 
     data: bytes
     etag: int  # changes with each write
@@ -23,7 +23,7 @@ class StoredObject:
 
 
 class SimulatedBucket:
-    """Objects of a simulated store."""
+    """Objects in a simulated store."""
 
     def __init__(self, scheduler: Scheduler, changes: ChangeCount | None = None) -> None:
         self._scheduler = scheduler
@@ -31,8 +31,8 @@ class SimulatedBucket:
         self.objects: dict[str, StoredObject] = {}
         self.version = 0  # counts changes
 
-    def begin(self, verb: str, path: str) -> str:
-        """Begin a request: a scheduling point. Returns the fault of its answer."""
+    def start(self, verb: str, path: str) -> str:
+        """Start a request, which is a scheduling point. Return the fault in its answer."""
         fault = self._scheduler.step(verb, path)
         if fault == "dropped":
             raise ConnectionError("the connection was reset")
@@ -47,7 +47,7 @@ class SimulatedBucket:
 
     def put(self, verb: str, path: str, data: bytes, *, is_new: bool) -> None:
         """Write an object."""
-        fault = self.begin(verb, path)
+        fault = self.start(verb, path)
         is_there = path in self.objects
         if not (is_new and is_there):
             self.note_change()
@@ -60,7 +60,7 @@ class SimulatedBucket:
 
     def remove(self, path: str) -> None:
         """Remove an object."""
-        fault = self.begin("delete", path)
+        fault = self.start("delete", path)
         if self.objects.pop(path, None) is not None:
             self.note_change()
         self.end(fault)
@@ -72,7 +72,7 @@ class SimulatedBucket:
 
 
 class SimulatedBucketFileSystem(AbstractFileSystem):  # type: ignore[misc]
-    """fsspec file system over the bucket of the running history, under `sim://`."""
+    """fsspec file system over the running history's bucket, under `sim://`."""
 
     protocol: ClassVar[tuple[str, ...]] = ("sim", "s3a")  # "s3a" marks conditional creation, as on S3
     cachable = False
@@ -85,7 +85,7 @@ class SimulatedBucketFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def ls(self, path: str, detail: bool = True, **_options: Any) -> Any:
         """List a folder."""
         path = self._strip_protocol(path)
-        self.bucket.end(self.bucket.begin("list", path))
+        self.bucket.end(self.bucket.start("list", path))
         found: dict[str, dict[str, Any]] = {}
         for key, stored in self.bucket.objects.items():
             if key.startswith(path + "/"):
@@ -97,9 +97,9 @@ class SimulatedBucketFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return list(found.values()) if detail else [str(each["name"]) for each in found.values()]
 
     def info(self, path: str, **_options: Any) -> Any:
-        """Return the metadata of an object or folder."""
+        """Return an object's or folder's metadata."""
         path = self._strip_protocol(path)
-        self.bucket.end(self.bucket.begin("head", path))
+        self.bucket.end(self.bucket.start("head", path))
         if path in self.bucket.objects:
             return _info(path, self.bucket.objects[path])
         if any(key.startswith(path + "/") for key in self.bucket.objects):
@@ -109,14 +109,14 @@ class SimulatedBucketFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def find(self, path: str, detail: bool = False, **_options: Any) -> Any:
         """Return the objects below a folder."""
         path = self._strip_protocol(path)
-        self.bucket.end(self.bucket.begin("list", path))
+        self.bucket.end(self.bucket.start("list", path))
         found = {key: _info(key, each) for key, each in self.bucket.objects.items() if key.startswith(path + "/")}
         return found if detail else list(found)
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_options: Any) -> bytes:
-        """Return a range of an object."""
+        """Return a byte range."""
         path = self._strip_protocol(path)
-        fault = self.bucket.begin("get", path)
+        fault = self.bucket.start("get", path)
         if path not in self.bucket.objects:
             raise FileNotFoundError(path)
         data = self.bucket.objects[path].data[start:end]
@@ -144,17 +144,17 @@ class PartUpload(AbstractBufferedFile):  # type: ignore[misc]
     """A multipart upload; if it is dropped before its end, it never appears."""
 
     def __del__(self) -> None:
-        """Do nothing: the base class would end the upload, also for a process that was killed."""
+        """Do nothing: the base class would end the upload, even for a killed process."""
 
     def _initiate_upload(self) -> None:
         self._parts = BytesIO()
         self._is_multipart = self.loc >= self.blocksize
         if self._is_multipart:
-            self.fs.bucket.end(self.fs.bucket.begin("start", self.path))
+            self.fs.bucket.end(self.fs.bucket.start("start", self.path))
 
     def _upload_chunk(self, final: bool = False) -> bool:
         if self._is_multipart:
-            self.fs.bucket.end(self.fs.bucket.begin("part", self.path))
+            self.fs.bucket.end(self.fs.bucket.start("part", self.path))
         self._parts.write(self.buffer.getvalue())
         if final:
             verb = "complete" if self._is_multipart else "put"
@@ -163,7 +163,7 @@ class PartUpload(AbstractBufferedFile):  # type: ignore[misc]
 
     def discard(self) -> None:
         """Abort the upload."""
-        self.fs.bucket.end(self.fs.bucket.begin("abort", self.path))
+        self.fs.bucket.end(self.fs.bucket.start("abort", self.path))
 
 
 def _info(name: str, stored: StoredObject) -> dict[str, Any]:
@@ -188,6 +188,6 @@ def mount(bucket: SimulatedBucket) -> None:
 
 
 def unmount() -> None:
-    """Forget the bucket of a history that has ended."""
+    """Forget the bucket of an ended history."""
     if "bucket" in vars(SimulatedBucketFileSystem):
         del SimulatedBucketFileSystem.bucket

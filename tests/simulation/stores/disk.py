@@ -10,17 +10,17 @@ from random import Random
 
 PAGE_BYTES = 4096  # bytes that a disk writes at once, except at a power failure
 _SAME = ("", ".")  # path parts that stay in the same folder
-_MOST_SPLIT = 1024  # paths whose names are remembered
+_MAX_SPLIT = 1024  # paths whose names are remembered
 
 
 class ChangeCount:
-    """Number of changes of all storage of a history: whoever watches several parts looks at one number."""
+    """Counts changes in all storage of a history, so that watchers compare one number."""
 
     def __init__(self) -> None:
         self.number = 0
 
 
-@lru_cache(_MOST_SPLIT)
+@lru_cache(_MAX_SPLIT)
 def _split(path: str) -> tuple[str, ...]:
     return tuple(part for part in path.split("/") if part not in _SAME)
 
@@ -87,19 +87,19 @@ class Disk:
         return node
 
     def find_folder(self, path: str) -> Folder:
-        """Return the folder that a path names. Raises OSError."""
+        """Return the folder at a path. Raises OSError."""
         node = self.find(path)
         if not isinstance(node, Folder):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
         return node
 
     def find_parent(self, path: str) -> tuple[Folder, str]:
-        """Return the folder of a path, and the name there. Raises OSError."""
+        """Return a path's folder and last name. Raises OSError."""
         folder, _, name = path.rstrip("/").rpartition("/")
         return self.find_folder(folder), name
 
     def walk(self, path: str = "") -> Sequence[tuple[str, File]]:
-        """Return the files below a folder, with their paths; nothing if it does not exist."""
+        """Return the files below a folder, with their paths; nothing if it is missing."""
         found = self._walked.get(path)
         if found is None:
             found = self._walked[path] = self._list_below(path)
@@ -165,7 +165,7 @@ class Disk:
         self._change({self.find_parent(path): None}, now)
 
     def clear(self, path: str, names: Collection[str], now: float) -> None:
-        """Remove names of a folder with all below them, also as a power failure leaves it. Raises OSError."""
+        """Remove names in a folder, with all below them, even after a power failure. Raises OSError."""
         folder = self.find_folder(path)
         self._change({(folder, name): None for name in names}, now)
         self.sync(folder)
@@ -220,7 +220,7 @@ class Disk:
     # Safety
 
     def sync(self, node: Node) -> None:
-        """Make the content of a file, or the names in a folder, survive a power failure."""
+        """Make a file's content, or a folder's names, survive a power failure."""
         if isinstance(node, File):
             node.synced = bytes(node.data)
             self._unsynced.pop(node.inode, None)
@@ -236,7 +236,7 @@ class Disk:
         self._pending = pending
 
     def lose_power(self, random: Random) -> None:
-        """Reduce the content to what survives: all that is synced, and any part of the rest."""
+        """Reduce the content to what survives: all synced content, and any part of the rest."""
         luck = random.choice((0.0, 0.5, 0.9, 1.0))
         for change in self._pending:
             if random.random() < luck:
@@ -268,7 +268,7 @@ def _apply(change: Change) -> None:
 
 
 def _tear(synced: bytes, now: bytes, random: Random) -> bytes:
-    """Return bytes of which each page is as it was synced, torn, or new."""
+    """Return bytes whose pages are as synced, torn or new."""
     if random.random() < 0.3:
         return synced
     mixed = bytearray(synced[: len(now)].ljust(len(now), b"\0"))

@@ -1,4 +1,4 @@
-"""Disks of nodes: each node has one of its own, which its processes find at the same path."""
+"""Disks of nodes: each node has its own, which its processes find at the same path."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MOUNT = "/local"  # mount point for each node's own disk
 
 
 class NodeDisks:
-    """The disks of all nodes."""
+    """The disks on all nodes."""
 
     folder = f"{MOUNT}/run"  # the tier's folder
 
@@ -30,25 +30,25 @@ class NodeDisks:
         self._apart.append(disk)  # one that is lost counts as well, so that the number of changes only grows
 
     def find(self, path: str, node: str) -> Disk:
-        """Return the disk that has a path of a node."""
+        """Return the disk that holds a path on a node."""
         if not path.startswith(MOUNT) or path[len(MOUNT) :][:1] not in {"", "/"}:
             return self.shared
         return self._disks.get(node, self.shared)
 
     def find_living(self) -> Mapping[str, Disk]:
-        """Return the disks with the tier by the name of their node."""
+        """Return the disks with the tier, by node name."""
         return dict(self._disks)
 
     def list_apart(self, nodes: Iterable[str]) -> list[Disk]:
-        """Return the disks that some nodes have for themselves alone."""
+        """Return the disks that belong to single nodes."""
         return [self._disks[node] for node in nodes if self._disks[node] is not self.shared]
 
     def list_files(self, disk: Disk) -> dict[str, bytearray]:
-        """Return the bytes of the files of the tier on a disk, by name, for the harness to look into and to damage."""
+        """Return the tier's files on a disk by name, for the harness to check and damage."""
         start = len(self.folder) + 1
         return {path[start:]: file.data for path, file in disk.walk(self.folder)}
 
     @property
     def version(self) -> int:
-        """Number of changes of the disks that nodes have for themselves alone."""
+        """Counts changes on the disks that belong to single nodes."""
         return sum([disk.version for disk in self._apart]) if self._apart else 0

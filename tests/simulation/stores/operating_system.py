@@ -1,4 +1,4 @@
-"""Simulated operating system: the functions of `os`, `fcntl` and `shutil` over a simulated disk."""
+"""Simulated operating system: functions from `os`, `fcntl` and `shutil` over a simulated disk."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class FolderEntry(NamedTuple):
         return False
 
     def stat(self, *, follow_symlinks: bool = True) -> Status:
-        """Return the status of the entry."""
+        """Return the entry's status."""
         del follow_symlinks
         return _describe(self.node)
 
@@ -66,7 +66,7 @@ class Descriptor:
 
 
 class OpenMemory(NamedTuple):
-    """A file without a name, of which several processes may have descriptors."""
+    """A file without a name; several processes may have descriptors."""
 
     node: File
     path: str
@@ -78,13 +78,13 @@ def _resolve(path: str) -> str:
 
 
 class SimulatedPath:
-    """The functions of `os.path` over a simulated disk, which has no links."""
+    """Functions from `os.path` over a simulated disk, which has no links."""
 
     def __init__(self, system: NameCalls) -> None:
         self._system = system
 
     def __getattr__(self, name: str) -> Any:
-        """Return a function on text alone, which stays an attribute of this object."""
+        """Return a pure text function, and keep it as an attribute."""
         value = self.__dict__[name] = getattr(posixpath, name)
         return value
 
@@ -118,44 +118,44 @@ class SimulatedPath:
         return self._system.resolve(path) == "/"
 
     def getsize(self, path: str) -> int:
-        """Return the size of a file. Raises OSError."""
+        """Return a file's size. Raises OSError."""
         return self._system.stat(path).st_size
 
     def abspath(self, path: str) -> str:
-        """Return a path from the root."""
+        """Return an absolute path."""
         return self._system.resolve(path)
 
     realpath = abspath
 
     def samestat(self, one: Status, other: Status) -> bool:
-        """Return True for the status of one file."""
+        """Return True if both are one file's status."""
         return (one.st_ino, one.st_dev) == (other.st_ino, other.st_dev)
 
 
 class NameCalls:
-    """The functions of `os` on names, over a simulated disk."""
+    """Functions from `os` on names, over a simulated disk."""
 
     def __init__(self, scheduler: Scheduler, disks: NodeDisks) -> None:
         self._scheduler, self._disks = scheduler, disks
         self.path = SimulatedPath(self)
 
     def resolve(self, path: str) -> str:
-        """Return a path from the root."""
+        """Return an absolute path."""
         return _resolve(os.fspath(path))
 
     def find_disk(self, where: str) -> Disk:
-        """Return the disk that has a path from the root, for the running process."""
+        """Return the disk that holds an absolute path, for the running process."""
         if not self._disks.has_several:
             return self._disks.shared
         task = self._scheduler.current
         return self._disks.find(where, task.process.node if task is not None else "")
 
     def find(self, where: str) -> Node:
-        """Return what a path from the root names. Raises OSError."""
+        """Return the node at an absolute path. Raises OSError."""
         return self.find_disk(where).find(where)
 
     def stat(self, path: str, *, follow_symlinks: bool = True) -> Status:
-        """Return the status of a path."""
+        """Return a path's status."""
         del follow_symlinks
         return _describe(self.find(self.resolve(path)))
 
@@ -172,14 +172,14 @@ class NameCalls:
 
     @contextmanager
     def scandir(self, path: str) -> Iterator[Iterator[FolderEntry]]:
-        """Yield an iterator over the entries of a folder."""
+        """Yield an iterator over a folder's entries."""
         where = self._enter("list", path)
         names = self.find_disk(where).find_folder(where).names
         prefix = posixpath.join(path, "")
         yield iter([FolderEntry(name, prefix + name, node) for name, node in names.items()])
 
     def walk(self, top: str, topdown: bool = True, onerror: Any = None) -> Iterator[tuple[str, list[str], list[str]]]:
-        """Yield the folders below a folder, with names of folders and files."""
+        """Yield the folders below a folder, with their folder and file names."""
         try:
             where = self._enter("list", top)
             names = dict(self.find_disk(where).find_folder(where).names)
@@ -233,13 +233,13 @@ class NameCalls:
         self.find_disk(old).link(old, self.resolve(target), self._scheduler.clock)
 
     def exchange(self, one: str, other: str) -> bool:
-        """Swap two names, in place of `linux_syscalls.exchange`."""
+        """Swap two names, instead of `linux_syscalls.exchange`."""
         where = self._enter("exchange", one, other)
         self.find_disk(where).exchange(where, self.resolve(other), self._scheduler.clock)
         return True
 
     def rmtree(self, path: str, ignore_errors: bool = False) -> None:
-        """Remove a folder with its content, in place of `shutil.rmtree`."""
+        """Remove a folder with its content, instead of `shutil.rmtree`."""
 
         def pass_or_raise(error: OSError) -> None:
             if not ignore_errors:
@@ -262,7 +262,7 @@ class NameCalls:
             pass_or_raise(error)
 
     def access(self, path: str, mode: int) -> bool:
-        """Return True if a path exists: the processes may do all."""
+        """Return True if a path exists: processes have all permissions."""
         del mode
         return self.path.exists(path)
 
@@ -272,14 +272,14 @@ class NameCalls:
         return SimpleNamespace(f_bavail=_FREE_BLOCKS, f_frsize=4096, f_blocks=_FREE_BLOCKS)
 
     def _enter(self, verb: str, path: str, other: str = "") -> str:
-        """Begin an operation: a scheduling point, at which a fault may show. Returns the path from the root."""
+        """Start an operation: a scheduling point that may show a fault. Return the absolute path."""
         where = self.resolve(path)
         _raise_fault(self._scheduler.step(verb, f"{where} -> {self.resolve(other)}" if other else where), path)
         return where
 
 
 class OperatingSystem(NameCalls):
-    """The functions of `os` that shardckpt uses, over a simulated disk; other attributes are those of `os`."""
+    """Functions from `os` that shardckpt uses, over a simulated disk; other attributes come from `os`."""
 
     # Every function that reads or changes content is a scheduling point.
 
@@ -292,7 +292,7 @@ class OperatingSystem(NameCalls):
         self._observer = Process("observer", 1)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of `os`, which stays one of this object."""
+        """Return an attribute from `os`, and keep it as an attribute."""
         value = self.__dict__[name] = getattr(os, name)
         return value
 
@@ -321,17 +321,17 @@ class OperatingSystem(NameCalls):
         return self._add(File(0, self._scheduler.clock), f"{_MEMORY}{name}", self._memory)
 
     def find_memory(self, fd: int) -> OpenMemory:
-        """Return what a descriptor refers to, to send it to another process."""
+        """Return a descriptor's file, to send to another process."""
         file = self._get(fd)
         assert isinstance(file.node, File)
         return OpenMemory(file.node, file.path)
 
     def open_memory(self, memory: OpenMemory) -> int:
-        """Return a descriptor that came from another process."""
+        """Return a descriptor from another process."""
         return self._add(memory.node, memory.path, self._memory)
 
     def open_stream(self, path: str, mode: str = "r", **_: Any) -> BytesIO:
-        """Open a file for reading, in place of the builtin `open`."""
+        """Open a file for reading, instead of the builtin `open`."""
         if mode != "rb":
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         node = self.find(self._enter("read", path))
@@ -351,13 +351,13 @@ class OperatingSystem(NameCalls):
             self._scheduler.notify(file.node)
 
     def close_all(self, process: Process) -> None:
-        """Close the files of a process that has ended."""
+        """Close all files of an ended process."""
         for fd in [fd for fd, file in self._open.items() if file.process is process]:
             self.close(fd)
             self._closed_by_death.add(fd)
 
     def write(self, fd: int, data: memoryview) -> int:
-        """Append bytes at the offset of an open file."""
+        """Append bytes at an open file's offset."""
         file = self._get(fd)
         count = self.pwrite(fd, data, file.offset)
         file.offset += count
@@ -384,14 +384,14 @@ class OperatingSystem(NameCalls):
         return count
 
     def _touch(self, verb: str, file: Descriptor) -> None:
-        """Begin a read or write; reads of memory do not fail."""
+        """Start a read or write; memory reads do not fail."""
         if file.path.startswith(_MEMORY):
             _raise_fault(self._scheduler.step(f"{verb} memory", file.path), file.path)
         else:
             self._enter(verb, file.path)
 
     def lseek(self, fd: int, offset: int, whence: int) -> int:
-        """Move the offset of an open file."""
+        """Move an open file's offset."""
         assert whence == os.SEEK_CUR
         file = self._get(fd)
         file.offset += offset
@@ -404,7 +404,7 @@ class OperatingSystem(NameCalls):
         file.disk.sync(file.node)
 
     def flock(self, fd: int, operation: int) -> None:
-        """Lock an open file, in place of `fcntl.flock`."""
+        """Lock an open file, instead of `fcntl.flock`."""
         node = self._get(fd).node
         if node.lock not in {None, fd} and operation & fcntl.LOCK_NB:
             raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK))
@@ -413,11 +413,11 @@ class OperatingSystem(NameCalls):
         self._scheduler.notify(node)
 
     def fstat(self, fd: int) -> Status:
-        """Return the status of an open file."""
+        """Return an open file's status."""
         return _describe(self._get(fd).node)
 
     def getpid(self) -> int:
-        """Return the id of the simulated process."""
+        """Return the simulated process's id."""
         return self._scheduler.current.process.number if self._scheduler.current is not None else os.getpid()
 
     def urandom(self, nbytes: int) -> bytes:
@@ -432,7 +432,7 @@ class OperatingSystem(NameCalls):
 
 
 def _raise_fault(fault: str, path: str) -> None:
-    """Raise the OSError of a fault; faults of the environment raise nothing here."""
+    """Raise a fault's OSError; faults in the environment raise nothing here."""
     code = getattr(errno, fault, None) if fault else None
     if code is not None:
         raise OSError(code, os.strerror(code), path)

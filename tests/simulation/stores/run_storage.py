@@ -1,4 +1,4 @@
-"""The storage of a history: a disk or a bucket, for the harness to look into and to damage."""
+"""A history's storage, on a disk or in a bucket, for the harness to check and damage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _VALUE_BYTES = 32
 
 
 class RunStorage(ABC):
-    """Storage of a run."""
+    """A run's storage."""
 
     root: str
 
@@ -28,11 +28,11 @@ class RunStorage(ABC):
 
     @abstractmethod
     def read(self, name: str) -> bytes:
-        """Return the content of a file below the run."""
+        """Return a file's content, by its name in the run."""
 
     @abstractmethod
     def remove(self, names: Collection[str]) -> None:
-        """Remove files and folders beside the steps, and steps, by their names in the run."""
+        """Remove steps, and other files and folders, by their names in the run."""
 
     @abstractmethod
     def flip_bit(self, name: str, random: Random) -> None:
@@ -51,21 +51,21 @@ class DiskStorage(RunStorage):
         return self._disk.version
 
     def list_files(self) -> Mapping[str, object]:
-        """Return inode and version of each file."""
+        """Return each file's inode and version."""
         start = len(self.root) + 1
         return {path[start:]: (file.inode, file.version) for path, file in self._disk.walk(self.root)}
 
     def read(self, name: str) -> bytes:
-        """Return the content of a file."""
+        """Return a file's content."""
         return bytes(dict(self._disk.walk(self.root))[f"{self.root}/{name}"].data)
 
     def remove(self, names: Collection[str]) -> None:
-        """Remove files and folders with all below them; a power failure does not bring them back."""
+        """Remove files and folders with all below them; a power failure does not restore them."""
         if names:
             self._disk.clear(self.root, names, 0.0)
 
     def flip_bit(self, name: str, random: Random) -> None:
-        """Damage a file, also as it survives a power failure."""
+        """Damage a file, including what survives a power failure."""
         file = dict(self._disk.walk(self.root))[f"{self.root}/{name}"]
         flipped = _flip(bytes(file.data), random)
         if file.synced == bytes(file.data):
@@ -88,12 +88,12 @@ class BucketStorage(RunStorage):
         return self._bucket.version
 
     def list_files(self) -> Mapping[str, object]:
-        """Return the identity of the bytes of each object."""
+        """Return the identity of each object's bytes."""
         start = len(self._prefix)
         return {key[start:]: each for key, each in self._bucket.objects.items() if key.startswith(self._prefix)}
 
     def read(self, name: str) -> bytes:
-        """Return the content of an object."""
+        """Return an object's content."""
         return self._bucket.objects[self._prefix + name].data
 
     def remove(self, names: Collection[str]) -> None:
@@ -104,7 +104,7 @@ class BucketStorage(RunStorage):
         self._bucket.note_change()
 
     def flip_bit(self, name: str, random: Random) -> None:
-        """Damage an object, whose version stays."""
+        """Damage an object, and keep its version."""
         stored = self._bucket.objects[self._prefix + name]
         self._bucket.objects[self._prefix + name] = StoredObject(
             _flip(stored.data, random), stored.etag, stored.written
@@ -113,7 +113,7 @@ class BucketStorage(RunStorage):
 
 
 def _flip(data: bytes, random: Random) -> bytes:
-    """Flip a bit, often among the last bytes: those of a payload file are values of tensors, the others padding."""
+    """Flip a bit, often among the last bytes: in a payload file those are tensor values, others are padding."""
     flipped = bytearray(data)
     if flipped:
         last = random.choice((len(flipped), min(len(flipped), _VALUE_BYTES)))

@@ -1,4 +1,4 @@
-"""Simulated holders: the real server of each runs in a process of its own, behind simulated sockets."""
+"""Simulated holders: each runs the real server in its own process, behind simulated sockets."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _is_ready = attrgetter("is_ready")
 
 
 class SimulatedSocket:
-    """One end of a connection for packets; it closes with its process."""
+    """One end of a packet connection; it closes with its process."""
 
     def __init__(self, scheduler: Scheduler, process: Process) -> None:
         self._scheduler = scheduler
@@ -51,7 +51,7 @@ class SimulatedSocket:
         return bool(self.arrived) or self.peer is None or self.peer.is_closed
 
     def settimeout(self, seconds: float) -> None:
-        """Limit the time that `wait` waits."""
+        """Limit how long `wait` waits."""
         self._timeout_s = seconds
 
     def setblocking(self, is_blocking: bool) -> None:
@@ -66,7 +66,7 @@ class SimulatedSocket:
 
     def wait(self) -> tuple[bytes, OpenMemory | None]:
         """Return the next packet, after waiting for it; empty if the other end is closed. Raises TimeoutError."""
-        if not self._scheduler.wait(lambda: self.is_ready, "an answer of a holder", self._timeout_s, (self,)):
+        if not self._scheduler.wait(lambda: self.is_ready, "a holder's answer", self._timeout_s, (self,)):
             raise TimeoutError("timed out")
         return self.arrived.popleft() if self.arrived else (b"", None)
 
@@ -88,7 +88,7 @@ class SimulatedSocket:
 
 
 class ListeningSocket(SimulatedSocket):
-    """The socket at which a holder listens."""
+    """A holder's listening socket."""
 
     def __init__(self, scheduler: Scheduler, process: Process) -> None:
         super().__init__(scheduler, process)
@@ -105,7 +105,7 @@ class ListeningSocket(SimulatedSocket):
 
 
 class SimulatedSelector:
-    """Selector of simulated sockets, with the interface of `selectors.DefaultSelector`."""
+    """Watches simulated sockets, with the interface of `selectors.DefaultSelector`."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -127,7 +127,7 @@ class SimulatedSelector:
 
 
 class SimulatedHolders:
-    """The holders of all nodes."""
+    """The holders on all nodes."""
 
     def __init__(
         self,
@@ -144,24 +144,24 @@ class SimulatedHolders:
         self._memory: dict[tuple[Process, object], OpenMemory] = {}
 
     def find_living(self) -> dict[str, Process]:
-        """Return the living holders of the run by the name of their node."""
+        """Return the run's living holders by node name."""
         return {node: each.process for (node, _), each in self.listening.items() if not each.is_closed}
 
     def list_files(self, holder: Process) -> dict[str, bytearray]:
-        """Return the bytes of the files that a holder has, by name, for the harness to look into and to damage."""
+        """Return a holder's files by name, for the harness to check and damage."""
         ledger = self._ledgers.get(holder)
         if ledger is None:
             return {}
         return {name: self._memory[holder, number].node.data for name, number in ledger.list_numbers()}
 
     def kill(self, nodes: Collection[str], *, silently: bool = False) -> None:
-        """Kill the holders of some nodes, whose captures are gone."""
+        """Kill the holders on some nodes, and lose their captures."""
         for node, process in self.find_living().items():
             if node in nodes:
                 process.die(silently=silently)
 
     def twins(self, twin_of: Callable[..., object]) -> list[tuple[object, object]]:
-        """Return pairs of a value that modules refer to, and its simulated twin."""
+        """Return pairs: a value that modules refer to, and its simulated twin."""
         connections: dict[tuple[int, str], HolderConnection] = {}
 
         def get_connection(run: str) -> HolderConnection:
@@ -194,12 +194,12 @@ class SimulatedHolders:
         return self._scheduler.current.process.node
 
     def _identify_socket(self, _folder: int, run: str) -> tuple[int, ...] | None:
-        """Return the number of the holder that listens on the node of the running process; None without one."""
+        """Return the number of the holder that listens on the running process's node; None without one."""
         listening = self.listening.get((self._find_node(), run))
         return None if listening is None or listening.is_closed else (listening.process.number,)
 
     def _list_runs(self, _folder: int) -> list[str]:
-        """Return the runs that have a holder on the node of the running process."""
+        """Return the runs that have a holder on the running process's node."""
         own = self._find_node()
         return sorted(run for (node, run), each in self.listening.items() if node == own and not each.is_closed)
 
@@ -264,7 +264,7 @@ class SimulatedHolders:
 
 
 class _CountingLedger(HolderLedger):
-    """Files of a holder whose removals are counted."""
+    """A holder's files, with a callback for removals."""
 
     note_removal: Callable[[], None]
 
@@ -274,19 +274,19 @@ class _CountingLedger(HolderLedger):
         self.note_removal()
 
     def list_numbers(self) -> Iterator[tuple[str, int]]:
-        """Yield the name and the number of each file in a folder, sorted by folder and name."""
+        """Yield each file's name and number in a folder, sorted by folder and name."""
         for name in sorted(self._files, key=lambda name: name.rpartition("/")):
             if "/" in name:
                 yield name, self._files[name].number
 
 
 def _read_peer_pid(connection: SimulatedSocket) -> int:
-    """Return the number of the process at the other end."""
+    """Return the peer process's id."""
     return 0 if connection.peer is None else connection.peer.process.number
 
 
 @contextmanager
 def _open_folder(_folder: str, *, is_made: bool) -> Iterator[int]:
-    """Yield a descriptor that nobody uses, in place of that of the folder of sockets."""
+    """Yield an unused descriptor, instead of the socket folder's."""
     del is_made
     yield 0
