@@ -146,7 +146,7 @@ class Scenario:
 
 def _choose_nodes(seed: int, scenario: Scenario) -> Scenario:
     """Place the ranks on several nodes or on one, in a scenario with captures in memory."""
-    random = Random(f"nodes {seed}")  # noqa: S311
+    random = Random(f"nodes {seed}")
     count = random.choice((1, 2, 2, 3))
     if count == 1:
         memory = random.choice((scenario.memory_bytes, scenario.memory_bytes, None))
@@ -195,7 +195,7 @@ def _choose_habits(seed: int, scenario: Scenario) -> Scenario:
 
 def _add_rare_faults(seed: int, scenario: Scenario, faults: Sequence[PlannedFault]) -> Scenario:
     """Add faults that need certain runs with tiers."""
-    random, planned = Random(f"rare faults {seed}"), [*faults]  # noqa: S311
+    random, planned = Random(f"rare faults {seed}"), [*faults]
     if scenario.has_tiers and random.random() < _EMPTIED:
         # a job without tiers could start again there, until captures from the old course seem to follow its steps
         scenario = replace(scenario, without_memory=frozenset())
