@@ -186,7 +186,15 @@ _HOMES = {
 # Module of each public name; a public name without a module here is an error.
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
-_NEEDS_TORCH = ("shardckpt.checkpoint.", "shardckpt.state.")
+_NEEDS_TORCH = (
+    "shardckpt.checkpoint.",
+    "shardckpt.checkpointer",
+    "shardckpt.state.",
+    "shardckpt.tiers.local_folder",
+    "shardckpt.tiers.peer_memory",
+    "shardckpt.witness.prove_resume",
+    "shardckpt.witness.witness",
+)
 
 __version__ = "0.2.0"
 

@@ -35,12 +35,16 @@ class _Member(NamedTuple):
     text: str
 
 
+FUNCTIONS = {"tiers": "list_tiers"}
+"""Functions of commands that have another name."""
+
+
 def list_verbs() -> dict[str, type]:
     """Return the class of the result of every command that has `--json`."""
     found = {}
     for name, verb in VERBS.items():
         if "as_json" in inspect.signature(verb.function).parameters:
-            found[name] = get_type_hints(getattr(shardckpt, name.replace("-", "_")))["return"]
+            found[name] = get_type_hints(getattr(shardckpt, FUNCTIONS.get(name, name.replace("-", "_"))))["return"]
     return found
 
 

@@ -90,7 +90,7 @@ def to_original_parameters(
 
     Raises:
         UsageError: A flat parameter has another length than its unit, ranks disagree, or there is not one state
-        for each rank.
+            for each rank.
         ConflictError: A group would have FQNs that were saved with different settings.
         OpaqueStateError: A value neither has its flat parameter's layout nor is a scalar.
     """
