@@ -98,7 +98,7 @@ def train(folder: Path) -> None:
         model[0].base.weight.to_local()[0, 0] += 1.0  # by mistake, a frozen parameter changes
     try:
         shardckpt.save(state, folder / "step-4", base=folder / "base", trainable_only=True, base_key_map=NAMES)
-    except shardckpt.UsageError as error:
+    except shardckpt.errors.UsageError as error:
         print_rank0(f"rejected: {str(error).partition(';')[0]}")
 
 

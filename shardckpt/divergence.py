@@ -1,11 +1,9 @@
-"""The first difference between a resumed run and the saved one, and its error."""
+"""The first difference between a resumed run and the saved one."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
-
-from shardckpt.errors import ShardckptError
 
 Cause = Literal["batch", "random state", "parameter", "precision", "optimizer", "schedule", "state", "loss"]
 
@@ -38,19 +36,3 @@ class Divergence:
 
     def __str__(self) -> str:
         return f"{self.sentence}. {self.fix}"
-
-
-class ResumeDivergence(ShardckptError, RuntimeError):  # noqa: N818  (a finding, not only an error)
-    """The resumed run is not the run that was saved.
-
-    Args:
-        divergence: The first difference.
-        where: Path or URL of the restored step.
-
-    Attributes:
-        divergence: The first difference.
-    """
-
-    def __init__(self, divergence: Divergence, where: str) -> None:
-        self.divergence = divergence
-        super().__init__(f"the resumed run diverges: {divergence.sentence}", where=where, fix=divergence.fix)

@@ -23,6 +23,9 @@ ShardckptError
 ├── StateDictError (RuntimeError)             a method of a user's object failed       exit code 1
 ├── RankError (RuntimeError)                  another rank failed or is gone           exit code 3
 ├── NoMemoryError (MemoryError)               a tensor does not fit into memory        exit code 3
+├── StateMismatchError (RuntimeError)         a state does not fit the model
+│   └── MismatchError (UsageError)            a checkpoint does not fit the state to load
+├── ResumeDivergence (RuntimeError)           the resumed run is not the saved one
 └── StorageError (OSError)                    the storage is at fault                  exit code 3
     ├── MissingFileError (FileNotFoundError)  a requested file does not exist
     └── NoSpaceError                          the target has too little space for the result
@@ -34,9 +37,46 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 from importlib import import_module
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from shardckpt.divergence import Divergence
 
 # Maximum characters in one part of a message; longer texts are truncated, since names come from hostile files.
+__all__ = [
+    "AmbiguousError",
+    "CheckpointError",
+    "ChecksumError",
+    "FormatError",
+    "IncompleteError",
+    "MismatchError",
+    "MissingFileError",
+    "MissingPackageError",
+    "MissingTorchError",
+    "NameCollisionError",
+    "NoCompleteCheckpoint",
+    "NoMemoryError",
+    "NoSpaceError",
+    "OverlapError",
+    "PrecisionError",
+    "RankError",
+    "ResumeDivergence",
+    "ShardckptError",
+    "SourceNotFoundError",
+    "StateDictError",
+    "StateMismatchError",
+    "StorageError",
+    "TargetExistsError",
+    "TruncatedError",
+    "UnknownFormatError",
+    "UnknownNameError",
+    "UnsafeError",
+    "UnsupportedError",
+    "UsageError",
+]
+
+_SHOWN_NAMES = 10
+_SHOWN_CHARACTERS = 40_000
 _SHOWN = 1000
 
 
@@ -303,6 +343,66 @@ class RankError(ShardckptError, RuntimeError):
     def __init__(self, what: str, *, rank: int = -1, fix: str = "") -> None:
         self.rank = rank
         super().__init__(what, fix=fix)
+
+
+class StateMismatchError(ShardckptError, RuntimeError):
+    """A state does not fit the model: names, shapes, dtypes or ranks differ."""
+
+
+class MismatchError(StateMismatchError, UsageError):
+    """A checkpoint does not fit the state to load.
+
+    Args:
+        problems: All mismatches, one sentence each.
+        shown: Shorter version of the problems for the message; empty to use `problems`.
+        besides: Names that only the checkpoint has.
+        note: Another sentence for the message.
+
+    Attributes:
+        problems: All mismatches, one sentence each.
+    """
+
+    def __init__(
+        self, problems: Sequence[str], shown: Sequence[str] = (), besides: Sequence[str] = (), note: str = ""
+    ) -> None:
+        self.problems = tuple(problems)
+        self._shown = tuple(shown or problems)
+        fix = "Nothing was changed. Names may differ with strict=False, types with cast=True."
+        if besides:
+            names = ", ".join(map(escape, besides[:_SHOWN_NAMES])) + (", ..." if len(besides) > _SHOWN_NAMES else "")
+            fix += f" The checkpoint also holds {names}: to load only what you passed, ignore_extra=True."
+        if note:
+            fix += f" {note}"
+        super().__init__(f"the checkpoint does not fit in {len(problems)} place{'s' * (len(problems) != 1)}", fix=fix)
+
+    def __str__(self) -> str:
+        listed, length = [], 0
+        for problem in map(escape, self._shown):
+            length += len(problem)
+            if length > _SHOWN_CHARACTERS:
+                break
+            listed.append(problem)
+        more = f"; and {len(self._shown) - len(listed)} more" if len(listed) < len(self._shown) else ""
+        return f"{self.what}: {'; '.join(listed)}{more}. {self.fix}"
+
+
+class ResumeDivergence(ShardckptError, RuntimeError):  # noqa: N818  (a finding, not only an error)
+    """The resumed run is not the run that was saved.
+
+    Args:
+        divergence: The first difference.
+        where: Path or URL of the restored step.
+
+    Attributes:
+        divergence: The first difference.
+    """
+
+    def __init__(self, divergence: Divergence, where: str) -> None:
+        self.divergence = divergence
+        super().__init__(f"the resumed run diverges: {divergence.sentence}", where=where, fix=divergence.fix)
+
+    def __reduce__(self) -> tuple[type[ResumeDivergence], tuple[object, ...]]:
+        return type(self), (self.divergence, self.where)
 
 
 def require_keywords(function: str, given: Iterable[str], known: Container[str]) -> None:

@@ -527,7 +527,7 @@ class TestDamagedSteps:
     def test_a_step_that_was_asked_for_is_not_replaced_by_another(self, tmp_path):
         ck = saved(Checkpointer(tmp_path), 1, 2)
         flip(payload(ck.root, 2))
-        with pytest.raises(shardckpt.ChecksumError):
+        with pytest.raises(shardckpt.errors.ChecksumError):
             ck.restore(state(), step=2)
 
     def test_a_state_that_does_not_fit_is_no_damage(self, tmp_path):
@@ -570,7 +570,7 @@ class TestDamagedSteps:
 
 
 def test_a_step_that_retention_is_removing_is_no_withdrawn_claim(tmp_path, monkeypatch):
-    events: list[shardckpt.OperationEvent] = []
+    events: list[shardckpt.events.OperationEvent] = []
     ck = saved(Checkpointer(tmp_path, keep_last=1, on_event=events.append), 1)
     assert ck.durability(1).copies
     delete = apply_retention.delete_steps
@@ -1109,7 +1109,7 @@ class TestInTheBackground:
         go_on.set()
         handle.result()
         assert ck.steps() == (2,)
-        assert [(type(event), event.error) for event in seen] == [(shardckpt.SaveEvent, None)]
+        assert [(type(event), event.error) for event in seen] == [(shardckpt.events.SaveEvent, None)]
 
     def test_one_that_fails_removes_nothing(self, tmp_path, monkeypatch):
         def full(*_: object) -> None:
@@ -1192,7 +1192,7 @@ class TestBest:
     def test_one_that_a_load_found_damaged_is_not_the_best(self, ck: Checkpointer) -> None:
         flip(payload(ck.root, 5))
         flip(payload(ck.root, 3))
-        with pytest.raises(shardckpt.ChecksumError), warnings.catch_warnings():
+        with pytest.raises(shardckpt.errors.ChecksumError), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             ck.restore(state(), step="best")
         with pytest.warns(UserWarning, match="restored step 2"):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import shardckpt
 from shardckpt import errors
+from shardckpt.divergence import Divergence
 from shardckpt.errors import (
     FormatError,
     RankError,
@@ -20,6 +21,12 @@ from shardckpt.errors import (
     describe_with_class,
     escape,
 )
+
+OWN_ARGUMENTS = {
+    errors.MismatchError: errors.MismatchError(["a is missing"], note="Look."),
+    errors.ResumeDivergence: errors.ResumeDivergence(Divergence("batch", 3, "x", "it differs", "Mend it."), "run"),
+}
+"""Classes that take other arguments than a text, with an example."""
 
 CLASSES = sorted(
     (c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, ShardckptError)),
@@ -32,6 +39,8 @@ EXIT_CODES = {
     errors.UsageError: 2,
     errors.StorageError: 3,
     errors.RankError: 3,
+    errors.StateMismatchError: 1,
+    errors.ResumeDivergence: 1,
 }
 BUILTINS = {
     errors.TruncatedError: EOFError,
@@ -51,6 +60,7 @@ BUILTINS = {
     errors.UsageError: ValueError,
     errors.RankError: RuntimeError,
     errors.StateDictError: RuntimeError,
+    errors.StateMismatchError: RuntimeError,
 }
 
 
@@ -125,7 +135,7 @@ def test_a_rank_error_names_its_rank() -> None:
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda c: c.__name__)
 def test_an_error_survives_a_process_boundary(kind: type[ShardckptError]) -> None:
-    error = kind("it broke", fix="Mend it.")
+    error = OWN_ARGUMENTS.get(kind) or kind("it broke", fix="Mend it.")
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is kind
     assert str(copy) == str(error)

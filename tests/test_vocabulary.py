@@ -133,7 +133,7 @@ MODULES_IN_A_FOLDER: dict[str, int] = {"shardckpt/native": 13}
 
 MOST_MODULES = 12
 MOST_IN_STORAGE = 20
-MOST_AT_TOP = 14
+MOST_AT_TOP = 15
 MAY_REPEAT = {"__init__", "base", "reader", "writer"}
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 ALLOWED_TEXT = re.compile(

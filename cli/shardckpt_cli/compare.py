@@ -12,7 +12,7 @@ import typer
 from shardckpt_cli import options, output
 
 if TYPE_CHECKING:
-    from shardckpt import Comparison, LayerDifference, TensorDifference, ValueDifference
+    from shardckpt.results import Comparison, LayerDifference, TensorDifference, ValueDifference
 
 
 def diff(

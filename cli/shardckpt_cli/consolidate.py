@@ -13,7 +13,7 @@ import typer
 from shardckpt_cli import options, output
 
 if TYPE_CHECKING:
-    from shardckpt import Report
+    from shardckpt.results import Report
 
 _Arguments = ParamSpec("_Arguments")
 

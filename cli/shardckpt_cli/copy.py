@@ -9,7 +9,7 @@ import typer
 from shardckpt_cli import exits, options, output
 
 if TYPE_CHECKING:
-    from shardckpt import Copied
+    from shardckpt.results import Copied
 
 
 def copy(

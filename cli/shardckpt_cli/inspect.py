@@ -11,7 +11,7 @@ import typer
 from shardckpt_cli import options, output
 
 if TYPE_CHECKING:
-    from shardckpt import Inspection
+    from shardckpt.results import Inspection
 
 _MAX_PROBLEMS = 16
 

@@ -12,7 +12,7 @@ import typer
 from shardckpt_cli import options, output
 
 if TYPE_CHECKING:
-    from shardckpt import Proof, Resume, StepCopy, StepInfo, StepList, StepProof
+    from shardckpt.results import Proof, Resume, StepCopy, StepInfo, StepList, StepProof
 
 
 def ls(
@@ -220,7 +220,7 @@ def tiers(action: _Action = "", run: _Run = "", as_json: options.AllAsJson = Fal
     import shardckpt
 
     if action not in {"", "stop"}:
-        raise shardckpt.UsageError("`tiers` has one action", found=action, expected="stop")
+        raise shardckpt.errors.UsageError("`tiers` has one action", found=action, expected="stop")
     stopped = shardckpt.stop_tiers(run or None) if action == "stop" else ()
     if as_json:
         output.print_json(replace(shardckpt.list_tiers(), stopped=stopped))

@@ -11,7 +11,7 @@ import typer
 from shardckpt_cli import exits, options, output
 
 if TYPE_CHECKING:
-    from shardckpt import UnfinishedFolder
+    from shardckpt.results import UnfinishedFolder
 
 _UNFINISHED_FOR = "1d"
 _Last = Annotated[int | None, typer.Option("--keep-last", metavar="N", help="Keep the newest N steps.")]

@@ -12,7 +12,7 @@ import typer
 from shardckpt_cli import options, output
 
 if TYPE_CHECKING:
-    from shardckpt import LayerStats, TensorStats
+    from shardckpt.results import LayerStats, TensorStats
 
 _ORDERS: dict[str, Callable[[TensorStats | LayerStats], float]] = {
     "name": lambda _: 0.0,

@@ -11,7 +11,7 @@ import typer
 from shardckpt_cli import options, output
 
 if TYPE_CHECKING:
-    from shardckpt import Problem
+    from shardckpt.results import Problem
 
 # Maximum printed problems of one kind in one file: if a file is missing, each tensor in it has a problem.
 _MAX_PER_FILE = 16

@@ -10,15 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 
-from shardckpt import (
-    ChecksumError,
-    FormatError,
-    IncompleteError,
-    MissingFileError,
-    NoCompleteCheckpoint,
-    ShardckptError,
-    ls,
-)
+from shardckpt import ShardckptError, ls
+from shardckpt.errors import ChecksumError, FormatError, IncompleteError, MissingFileError, NoCompleteCheckpoint
 
 __all__ = ["name_earlier", "name_earlier_step"]
 

@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shardckpt import ShardckptError, StorageError
+from shardckpt import ShardckptError
+from shardckpt.errors import StorageError
 
 __all__ = ["list_names", "raise_storage_errors", "require_access"]
 

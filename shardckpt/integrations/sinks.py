@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from shardckpt import OperationEvent, StorageError, UsageError
+from shardckpt.errors import StorageError, UsageError
+from shardckpt.events import OperationEvent
 
 __all__ = ["JSONLinesSink", "PrometheusSink", "TensorBoardSink", "WandbSink"]
 

@@ -25,8 +25,8 @@ from typing import TypeVar
 
 from torchft.checkpointing.transport import CheckpointTransport
 
-from shardckpt import FormatError, RankError
 from shardckpt.checkpoint.stateful.state_stream import StateStream, build_stream, read_stream
+from shardckpt.errors import FormatError, RankError
 from shardckpt.integrations.torchft_peer import Peer, connect
 
 __all__ = ["ShardckptTransport"]

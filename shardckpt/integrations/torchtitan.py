@@ -20,7 +20,8 @@ from torchtitan.components.checkpointer import CheckpointManager as TitanCheckpo
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 
-from shardckpt import ShardckptError, UnsupportedError, UsageError, ls, prune
+from shardckpt import ShardckptError, ls, prune
+from shardckpt.errors import UnsupportedError, UsageError
 from shardckpt.integrations import dcp
 from shardckpt.integrations.torchtitan_step import prove_first_step
 

@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 from torchtitan.components.checkpointer import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER, TRAIN_STATE
 
-from shardckpt import PerRank, UsageError
+from shardckpt import PerRank
+from shardckpt.errors import UsageError
 from shardckpt.witness.framework_drill import drill_folder, require_proven, run_drill
 
 __all__ = ["prove_first_step"]

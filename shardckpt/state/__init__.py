@@ -14,6 +14,7 @@ require_torch("shardckpt.state")
 from shardckpt.core.lazy_names import load_on_first_use
 
 if TYPE_CHECKING:
+    from shardckpt.errors import StateMismatchError
     from shardckpt.plan.optim.flat_params import FlatUnit
     from shardckpt.plan.optim.optim_keys import flatten, nest, to_ids, to_names
     from shardckpt.plan.optim.param_groups import ConflictError
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from shardckpt.state.keys.flat_param_keys import flat_units, to_flat_parameters, to_original_parameters
     from shardckpt.state.keys.kinds import StateKind
     from shardckpt.state.keys.slots import OpaqueStateError
-    from shardckpt.state.keys.validation import StateMismatchError
     from shardckpt.state.model.load_model_state_dict import Keys, load_model_state_dict
     from shardckpt.state.model.model_state_dict import iter_full_state_dict, model_state_dict
     from shardckpt.state.optim.load_optim_state_dict import load_optim_state_dict

@@ -79,7 +79,7 @@ class TargetSuite:
             (folder / "config.json").write_text(json.dumps(self.config))
         return folder
 
-    def convert(self, source: Path, place: str | Path, **options: Any) -> shardckpt.Report:
+    def convert(self, source: Path, place: str | Path, **options: Any) -> shardckpt.results.Report:
         """Convert a checkpoint to the target under test."""
         return shardckpt.consolidate(source, place, to=self.target.name, **{**self.options, **options})
 
@@ -182,7 +182,7 @@ class TargetSuite:
         class Stop(Exception):  # noqa: N818
             """Stops the conversion."""
 
-        def stop(progress: shardckpt.Progress) -> None:
+        def stop(progress: shardckpt.results.Progress) -> None:
             if progress.done_bytes > progress.total_bytes // 2:
                 raise Stop
 
@@ -191,7 +191,7 @@ class TargetSuite:
         assert [file.name for file in out.parent.iterdir()] == [source.name]
 
     def test_progress_ends_at_the_total(self, source: Path, out: Path) -> None:
-        steps: list[shardckpt.Progress] = []
+        steps: list[shardckpt.results.Progress] = []
         self.convert(source, out, on_progress=steps.append)
         assert steps[-1].done_bytes == steps[-1].total_bytes
 
@@ -212,7 +212,7 @@ class TargetSuite:
             return
         for world_size in (1, 3):
             place = tmp_path / str(world_size)
-            steps: list[shardckpt.Progress] = []
+            steps: list[shardckpt.results.Progress] = []
             report = shardckpt.reshard(
                 source, place, world_size=world_size, to=self.target.name, allow_loss=True, on_progress=steps.append
             )

@@ -9,7 +9,7 @@ from typing import Any
 from shardckpt.checkpoint.coordinator import get_channels
 from shardckpt.checkpoint.load.load import load
 from shardckpt.checkpoint.save.save import save
-from shardckpt.divergence import ResumeDivergence
+from shardckpt.errors import ResumeDivergence
 from shardckpt.events.warn_user import warn_user
 from shardckpt.storage.resolve_url import open_store, split
 from shardckpt.witness.prove_resume import ResumeReport, prove_resume, require_train_step

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from shardckpt.checkpoint.run.step_finder import StepFinder
 from shardckpt.checkpoint.run.step_restore import RestoredStep
-from shardckpt.divergence import Divergence, ResumeDivergence
-from shardckpt.errors import CheckpointError, StorageError
+from shardckpt.divergence import Divergence
+from shardckpt.errors import CheckpointError, ResumeDivergence, StorageError
 from shardckpt.events import OnEvent, ResumeEvent, emit
 from shardckpt.events.warn_user import warn_user
 from shardckpt.native.commit import find_save

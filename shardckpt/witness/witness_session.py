@@ -15,8 +15,8 @@ from shardckpt.checkpoint.coordinator import Coordinator, get_channels
 from shardckpt.checkpoint.run.step_finder import StepFinder, require_step_number
 from shardckpt.checkpoint.run.step_restore import RestoredStep
 from shardckpt.checkpoint.run.step_saver import SavedPlace
-from shardckpt.divergence import Divergence, ResumeDivergence
-from shardckpt.errors import CheckpointError, StorageError, UsageError
+from shardckpt.divergence import Divergence
+from shardckpt.errors import CheckpointError, ResumeDivergence, StorageError, UsageError
 from shardckpt.events import OnEvent
 from shardckpt.events.warn_user import warn_user
 from shardckpt.native.commit import find_save

@@ -96,7 +96,7 @@ def test_a_part_is_read_where_other_blocks_are_damaged_and_refused_where_its_own
     saved = shardckpt.open(tmp_path / "c")["w"]
     assert saved[:100].tolist() == list(range(100))
     near = (2 * BLOCK_BYTES - file.stat().st_size % BLOCK_BYTES) // 4
-    with pytest.raises(shardckpt.ChecksumError, match="block 2"):
+    with pytest.raises(shardckpt.errors.ChecksumError, match="block 2"):
         saved[near + 2000 : near + 300_000]
 
 

@@ -94,14 +94,14 @@ def test_a11_twenty_thousand_small_tensors_are_few_files_and_few_bytes(tmp_path:
 
 def test_a12_what_the_model_lacks_is_reported(tmp_path: Path) -> None:
     shardckpt.save({"model": {"w": torch.zeros(2), "old": torch.zeros(2)}}, tmp_path / "c")
-    with pytest.raises(shardckpt.MismatchError, match=r"unexpected: model\.old"):
+    with pytest.raises(shardckpt.errors.MismatchError, match=r"unexpected: model\.old"):
         shardckpt.load({"model": {"w": torch.zeros(2)}}, tmp_path / "c")
 
 
 def test_a13_nothing_is_cast_unasked(tmp_path: Path) -> None:
     shardckpt.save({"w": torch.tensor([200.6])}, tmp_path / "c")
     into = torch.tensor([7], dtype=torch.int8)
-    with pytest.raises(shardckpt.MismatchError, match="found float32, expected int8"):
+    with pytest.raises(shardckpt.errors.MismatchError, match="found float32, expected int8"):
         shardckpt.load({"w": into}, tmp_path / "c")
     assert into.tolist() == [7]
 
@@ -140,7 +140,7 @@ def test_n1_and_n2_any_size_is_saved_by_ranks_on_the_cpu(tmp_path: Path, nbytes:
 def test_n3_a_template_of_another_shape_is_refused_and_not_filled_in_part(tmp_path: Path, saved, into) -> None:
     shardckpt.save({"t": torch.ones(saved)}, tmp_path / "c")
     template = torch.zeros(into)
-    with pytest.raises(shardckpt.MismatchError, match="size mismatch for t"):
+    with pytest.raises(shardckpt.errors.MismatchError, match="size mismatch for t"):
         shardckpt.load({"t": template}, tmp_path / "c")
     assert not template.any()
 

@@ -170,7 +170,7 @@ def test_without_a_state_it_is_the_nest_that_was_saved(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_listed_as_for_our_own(tmp_path: Path) -> None:
     net, optim = trained()
     torch.save({"model": net.state_dict(), "optim": optim.state_dict(), "epoch": 3}, tmp_path / "last.pt")
-    with pytest.raises(shardckpt.MismatchError) as caught:
+    with pytest.raises(shardckpt.errors.MismatchError) as caught:
         shardckpt.load({"model": nn.Linear(5, 3)}, tmp_path / "last.pt")
     for part in ("missing: model.weight", "unexpected: model.first.weight", "unexpected: epoch"):
         assert part in str(caught.value)
@@ -187,7 +187,7 @@ def test_other_names_beside_a_config_are_told_to_be_those_of_transformers(
     save_file({name: value for name, value in names.items() if name != "0.bias"}, tmp_path / "model.safetensors")
     if config:
         (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(shardckpt.MismatchError, match=r"missing: model\.0\.bias") as caught:
+    with pytest.raises(shardckpt.errors.MismatchError, match=r"missing: model\.0\.bias") as caught:
         shardckpt.load({"model": nn.Sequential(nn.Linear(2, 2))}, tmp_path)
     assert ("save_pretrained of transformers" in str(caught.value)) == is_told
 
@@ -229,7 +229,7 @@ def test_an_adapter_of_peft_goes_into_the_model_whose_names_have_that_of_the_ada
 def test_a_file_of_one_adapter_fills_none_of_several(tmp_path: Path) -> None:
     save_file({"base_model.model.x.lora_A.weight": torch.ones(2)}, tmp_path / ADAPTER)
     model = adapted("default", "other")
-    with pytest.raises(shardckpt.MismatchError, match=r"unexpected: base_model\.model\.x\.lora_A\.weight"):
+    with pytest.raises(shardckpt.errors.MismatchError, match=r"unexpected: base_model\.model\.x\.lora_A\.weight"):
         shardckpt.load({"model": model}, tmp_path)
     with pytest.warns(UserWarning, match="nothing was loaded into model: the checkpoint has none of its names"):
         shardckpt.load({"model": model}, tmp_path, strict=False)
@@ -290,9 +290,9 @@ def test_arrays_in_a_pickle_fill_the_arrays_of_a_state(tmp_path: Path) -> None:
 
 def test_a_list_of_a_pickle_does_not_take_the_place_of_tensors(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2), "a": [1, 2], "n": 3}, tmp_path / "f.pt")
-    with pytest.raises(shardckpt.MismatchError, match=r"a\.0"):
+    with pytest.raises(shardckpt.errors.MismatchError, match=r"a\.0"):
         shardckpt.load({"w": torch.zeros(2), "a": [torch.zeros(1), 2], "n": 1}, tmp_path / "f.pt")
-    with pytest.raises(shardckpt.MismatchError, match="kind mismatch for n: the checkpoint has no tensor there"):
+    with pytest.raises(shardckpt.errors.MismatchError, match="kind mismatch for n: the checkpoint has no tensor there"):
         shardckpt.load({"w": torch.zeros(2), "a": [1], "n": np.zeros(1)}, tmp_path / "f.pt")
 
 

@@ -110,7 +110,7 @@ def trainers_folder(folder: Path) -> Path:
 def test_a_trainers_folder_is_loaded_in_part_or_without_what_is_not_safe(tmp_path: Path) -> None:
     folder = trainers_folder(tmp_path)
     model = nn.Linear(4, 4)
-    with pytest.raises(shardckpt.MismatchError) as caught:
+    with pytest.raises(shardckpt.errors.MismatchError) as caught:
         shardckpt.load({"model": model}, folder)
     holds = "The checkpoint also holds optimizer, rng_state_0.pth, scheduler.pt"
     ends = f"{holds}: to load only what you passed, ignore_extra=True."

@@ -14,8 +14,7 @@ import torch
 from harness import run
 
 import shardckpt
-from shardckpt import FallbackEvent, LoadEvent, OperationEvent, PruneEvent, RestoreEvent, SaveEvent
-from shardckpt.events import subscribe
+from shardckpt.events import FallbackEvent, LoadEvent, OperationEvent, PruneEvent, RestoreEvent, SaveEvent, subscribe
 
 STATE = {"t": torch.arange(1000.0)}
 
@@ -79,15 +78,15 @@ def test_what_fails_gives_an_event_with_the_error(tmp_path: Path) -> None:
     seen: list[OperationEvent] = []
     shardckpt.save(STATE, tmp_path / "a")
     for verb in (shardckpt.save, shardckpt.async_save):
-        with pytest.raises(shardckpt.TargetExistsError):
+        with pytest.raises(shardckpt.errors.TargetExistsError):
             verb(STATE, tmp_path / "a", on_event=seen.append)
-    with pytest.raises(shardckpt.SourceNotFoundError):
+    with pytest.raises(shardckpt.errors.SourceNotFoundError):
         shardckpt.load({}, tmp_path / "missing", on_event=seen.append)
     errors = [(type(event), type(event.error)) for event in seen]
     assert errors == [
-        (SaveEvent, shardckpt.TargetExistsError),
-        (SaveEvent, shardckpt.TargetExistsError),
-        (LoadEvent, shardckpt.SourceNotFoundError),
+        (SaveEvent, shardckpt.errors.TargetExistsError),
+        (SaveEvent, shardckpt.errors.TargetExistsError),
+        (LoadEvent, shardckpt.errors.SourceNotFoundError),
     ]
 
 
@@ -122,10 +121,12 @@ def test_a_removal_that_fails_gives_an_event_with_the_error(tmp_path: Path) -> N
     seen: list[OperationEvent] = []
     ck = shardckpt.Checkpointer(tmp_path, keep_last=1, on_event=seen.append)
     ck.save(1, STATE)
-    failing = patch("shardckpt.checkpoint.run.step_retention.apply_retention", side_effect=shardckpt.StorageError("x"))
+    failing = patch(
+        "shardckpt.checkpoint.run.step_retention.apply_retention", side_effect=shardckpt.errors.StorageError("x")
+    )
     with failing, pytest.warns(UserWarning, match="could not be removed"):
         ck.save(2, STATE)
-    assert [type(event.error) for event in seen] == [type(None), type(None), shardckpt.StorageError]
+    assert [type(event.error) for event in seen] == [type(None), type(None), shardckpt.errors.StorageError]
 
 
 def events_of_ranks(rank: int, world: int, folder: Path) -> list[tuple[Any, ...]]:

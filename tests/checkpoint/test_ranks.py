@@ -41,7 +41,7 @@ def trained_on(mesh: DeviceMesh, shard: Callable, optimizer: Callable) -> tuple[
 def time_until_refused(path: Path, who: str) -> float:
     """Return after how many seconds a save fails because of a rank."""
     start = time.monotonic()
-    with pytest.raises(shardckpt.RankError, match=who):
+    with pytest.raises(shardckpt.errors.RankError, match=who):
         shardckpt.save({"t": torch.ones(2)}, path)
     return time.monotonic() - start
 
@@ -404,7 +404,7 @@ class TestTensors:
         assert run(3, body) == [(0, 0), (1, 1), (2, 2)]
         state = {"n": 0, "loader": shardckpt.PerRank(Loader(9))}
         with pytest.raises(
-            shardckpt.MismatchError, match="loader was saved per rank by another number of ranks"
+            shardckpt.errors.MismatchError, match="loader was saved per rank by another number of ranks"
         ) as caught:
             shardckpt.load(state, tmp_path / "c")
         assert state["n"] == 0 and "filled in part" not in str(caught.value)
@@ -668,7 +668,7 @@ class TestFailures:
                 while len(os.listdir(told)) < world - 1:  # it comes back only when the others have given it up
                     time.sleep(0.05)
                 return None
-            with pytest.raises(shardckpt.RankError, match=f"rank {gone}"):
+            with pytest.raises(shardckpt.errors.RankError, match=f"rank {gone}"):
                 shardckpt.save(state, tmp_path / "c", overwrite=True)
             (told / str(rank)).touch()
             return rank
@@ -707,7 +707,7 @@ class TestFailures:
 
         def body(rank: int, world: int):
             into = torch.zeros(3 + (rank == 1), dtype=torch.int64)
-            with pytest.raises(shardckpt.UsageError, match="size mismatch for t"):
+            with pytest.raises(shardckpt.errors.UsageError, match="size mismatch for t"):
                 shardckpt.load({"t": into}, tmp_path / "c")
             return int(into.sum())
 

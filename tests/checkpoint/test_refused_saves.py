@@ -161,7 +161,7 @@ def test_a_plan_outlives_a_save_of_another_state_that_was_refused(tmp_path: Path
         with patch.object(session, "create_global_plan", wraps=session.create_global_plan) as planned:
             for version in range(4):
                 shardckpt.save(KINDS["full"](version), tmp_path / f"{version}")
-                with pytest.raises(shardckpt.TargetExistsError):
+                with pytest.raises(shardckpt.errors.TargetExistsError):
                     shardckpt.save(KINDS["half"](version), tmp_path / f"{version}")
             return planned.call_count
 
@@ -205,7 +205,7 @@ def test_a_rank_that_missed_the_end_of_a_save_does_not_spoil_the_next(tmp_path: 
 def test_a_rank_that_cannot_reach_the_place_to_write_is_named_and_the_next_save_works(tmp_path: Path) -> None:
     def body(rank: int, world: int) -> str:
         with (
-            pytest.raises((shardckpt.RankError, RefusedError)) as caught,
+            pytest.raises((shardckpt.errors.RankError, RefusedError)) as caught,
             patch.object(session, "JoinedPublication", broken),
         ):
             shardckpt.save(KINDS["full"](1), tmp_path / "1")
@@ -226,7 +226,7 @@ def test_a_rank_that_was_interrupted_in_a_save_does_not_answer_for_the_next(
     def body(rank: int, world: int) -> None:
         shardckpt.save(KINDS["full"](1), tmp_path / "1")
         with (
-            pytest.raises(KeyboardInterrupt if rank == interrupted else shardckpt.RankError),
+            pytest.raises(KeyboardInterrupt if rank == interrupted else shardckpt.errors.RankError),
             patch.object(session, phase, ctrl_c) if rank == interrupted else contextlib.nullcontext(),
         ):
             shardckpt.save(KINDS["full"](2), tmp_path / "2")

@@ -173,7 +173,7 @@ class RunMachine(RuleBasedStateMachine):
     @rule(content=contents, at=st.integers(0, 20))
     def overwrite(self, content: Content, at: int) -> None:
         number = self.pick(at)
-        with pytest.raises(shardckpt.TargetExistsError):
+        with pytest.raises(shardckpt.errors.TargetExistsError):
             self.job.save(number, build_state(content))
         self.job.save(number, build_state(content), overwrite=True)
         self.note_save(number, content)

@@ -231,13 +231,15 @@ class TestValues:
         shardckpt.save({"m": Masked(torch.arange(8.0).reshape(2, 4))}, tmp_path / "c")
         model = Masked(torch.zeros(4).expand(2, 4))
         before = model.weight.clone()
-        with pytest.raises(shardckpt.MismatchError, match=r"m\.mask is an expanded tensor.*clone"):
+        with pytest.raises(shardckpt.errors.MismatchError, match=r"m\.mask is an expanded tensor.*clone"):
             shardckpt.load({"m": model}, tmp_path / "c")
         assert torch.equal(before, model.weight) and not model.mask.any()
 
     def test_a_value_in_the_place_of_a_tensor_is_one_fault(self, tmp_path: Path) -> None:
         shardckpt.save({"w": 5, "n": 1}, tmp_path / "c")
-        with pytest.raises(shardckpt.MismatchError, match=r"in 1 place: kind mismatch for w: .* of type int") as caught:
+        with pytest.raises(
+            shardckpt.errors.MismatchError, match=r"in 1 place: kind mismatch for w: .* of type int"
+        ) as caught:
             shardckpt.load({"w": torch.ones(2), "n": 0}, tmp_path / "c")
         assert len(caught.value.problems) == 1 and "ignore_extra" not in str(caught.value)
 
@@ -399,7 +401,7 @@ class TestObjects:
         assert into["schedules"][2] == {"n": 0}
         assert equal(again.state[other.norm.bias], optim.state[net.norm.bias])
         shardckpt.save({**state, "schedules": [*state["schedules"][:2], {"n": 0, "m": [1, {"k": 2}]}]}, tmp_path / "d")
-        with pytest.raises(shardckpt.UsageError, match=r"unexpected: schedules\.2\.m"):
+        with pytest.raises(shardckpt.errors.UsageError, match=r"unexpected: schedules\.2\.m"):
             shardckpt.load(
                 {**into, "schedules": [*into["schedules"][:2], {"n": torch.optim.SGD(other.parameters())}]},
                 tmp_path / "d",
@@ -456,7 +458,7 @@ class TestRefusals:
         model = nn.Linear(3, 5).to(torch.float64)
         state = {"model": model, "more": {"t": torch.ones(4, dtype=torch.int8), "new": 0}, "absent": torch.ones(1)}
         before = copy.deepcopy((model.state_dict(), state["more"]))
-        with pytest.raises(shardckpt.MismatchError) as caught:
+        with pytest.raises(shardckpt.errors.MismatchError) as caught:
             shardckpt.load(state, self.saved(tmp_path))
         for part in (
             "size mismatch for model.weight: found [2, 3], expected [5, 3]",
@@ -497,7 +499,7 @@ class TestRefusals:
     def test_a_cast_never_makes_another_value(self, tmp_path: Path, value, stored: str, wanted: str) -> None:
         tensor = torch.tensor([[1, value]], dtype=getattr(torch, stored))
         shardckpt.save({"w": tensor}, tmp_path / "c")
-        with pytest.raises(shardckpt.PrecisionError, match=rf"w: .*{stored}; expected {wanted}") as caught:
+        with pytest.raises(shardckpt.errors.PrecisionError, match=rf"w: .*{stored}; expected {wanted}") as caught:
             shardckpt.load({"w": torch.zeros(1, 2, dtype=getattr(torch, wanted))}, tmp_path / "c", cast=True)
         assert str(tensor[0, 1].item()) in str(caught.value)
 
@@ -547,12 +549,12 @@ class TestRefusals:
         assert "filled in part" not in str(caught.value)
 
     def test_what_is_raised_is_told_once(self, tmp_path: Path, monkeypatch) -> None:
-        with pytest.raises(shardckpt.MismatchError) as caught:
+        with pytest.raises(shardckpt.errors.MismatchError) as caught:
             shardckpt.load({"absent": 1}, self.saved(tmp_path))
         assert caught.value.__cause__ is None and caught.value.__suppress_context__
         full = OSError(28, "No space left on device")
         monkeypatch.setattr(os, "write", lambda *_: (_ for _ in ()).throw(full))
-        with pytest.raises(shardckpt.StorageError) as broken:
+        with pytest.raises(shardckpt.errors.StorageError) as broken:
             shardckpt.save({"t": torch.ones(2)}, tmp_path / "d")
         assert broken.value.__cause__ is full
 
@@ -607,7 +609,7 @@ class TestRefusals:
     @pytest.mark.parametrize("globs", [["modle.*"], ["model.*", "more.new"], "t"])
     def test_a_glob_that_matches_nothing_is_told(self, tmp_path: Path, globs) -> None:
         model = nn.Linear(3, 2)
-        with pytest.raises(shardckpt.MismatchError, match=r"nothing is called '(modle\.\*|more\.new|t)'"):
+        with pytest.raises(shardckpt.errors.MismatchError, match=r"nothing is called '(modle\.\*|more\.new|t)'"):
             shardckpt.load({"model": model}, self.saved(tmp_path), include=globs)
         shardckpt.load({"model": model}, tmp_path / "c", include=globs, strict=False)
 
@@ -626,10 +628,10 @@ class TestRefusals:
 
         shardckpt.save(made(0, 1), tmp_path / "both")
         shardckpt.save(made(0), tmp_path / "first")
-        with pytest.raises(shardckpt.MismatchError) as caught:
+        with pytest.raises(shardckpt.errors.MismatchError) as caught:
             shardckpt.load(made(0), tmp_path / "both")
         assert caught.value.problems == tuple(f"unexpected: optim.state.1.{name}" for name in ("weight", "bias"))
-        with pytest.raises(shardckpt.MismatchError) as caught:
+        with pytest.raises(shardckpt.errors.MismatchError) as caught:
             shardckpt.load(made(1, 0), tmp_path / "first")
         assert caught.value.problems == tuple(f"missing: optim.state.1.{name}" for name in ("weight", "bias"))
         shardckpt.load(made(0), tmp_path / "both", strict=False)
@@ -641,7 +643,7 @@ class TestRefusals:
         with pytest.raises(UnsupportedError, match=r"model\.weight: .*meta device"):
             shardckpt.save({"model": model}, tmp_path / "m")
         assert os.listdir(tmp_path) == []
-        with pytest.raises(shardckpt.MismatchError, match=r"no memory for model\.weight.*to_empty"):
+        with pytest.raises(shardckpt.errors.MismatchError, match=r"no memory for model\.weight.*to_empty"):
             shardckpt.load({"model": model}, self.saved(tmp_path), ignore_extra=True)
 
     def test_parameters_without_memory_are_not_told_to_share_it(self, tmp_path: Path) -> None:
@@ -650,7 +652,7 @@ class TestRefusals:
         shardckpt.save({"model": model}, tmp_path / "saved")
         for layer in model:
             layer.weight = nn.Parameter(torch.empty(3, 3, device="meta")[1:])
-        with pytest.raises(shardckpt.MismatchError) as caught:
+        with pytest.raises(shardckpt.errors.MismatchError) as caught:
             shardckpt.load({"model": model}, tmp_path / "saved")
         told = [problem.split(":")[0] for problem in caught.value.problems]
         assert told == ["no memory for model.0.weight", "no memory for model.1.weight"]
@@ -668,7 +670,7 @@ class TestRefusals:
         name = "a.weight" if kind == "model" else "a"
         with pytest.raises(UnsupportedError, match=f"{name}: .*storage .*was freed.*{nbytes} bytes"):
             shardckpt.save({"a": value}, tmp_path / "other")
-        with pytest.raises(shardckpt.MismatchError, match=f"no memory for {name}.*was freed"):
+        with pytest.raises(shardckpt.errors.MismatchError, match=f"no memory for {name}.*was freed"):
             shardckpt.load({"a": value}, tmp_path / "saved")
         assert os.listdir(tmp_path) == ["saved"]
         assert tensor.untyped_storage().nbytes() == nbytes
@@ -697,7 +699,7 @@ class TestRefusals:
         state = {"more": {"step": 0}}
         shardckpt.load(state, self.saved(tmp_path), ignore_extra=True)
         assert state == {"more": {"step": 1}}
-        with pytest.raises(shardckpt.MismatchError, match="missing: absent"):
+        with pytest.raises(shardckpt.errors.MismatchError, match="missing: absent"):
             shardckpt.load({"absent": 0}, tmp_path / "c", ignore_extra=True)
         for odd in (3, [1], {"a": 1}.items()):
             with pytest.raises(UsageError, match="include"):
@@ -724,7 +726,7 @@ class TestRefusals:
 
     def test_a_subtree_that_is_unexpected_as_a_whole_is_one_line(self, tmp_path: Path) -> None:
         shardckpt.save({"a": {f"k{n}": n for n in range(39)}, "b": {"c": 1, "d": 2}}, tmp_path / "c")
-        with pytest.raises(shardckpt.MismatchError) as caught:
+        with pytest.raises(shardckpt.errors.MismatchError) as caught:
             shardckpt.load({"b": {"c": 0}}, tmp_path / "c")
         assert "unexpected: a (39 values); unexpected: b.d" in str(caught.value)
         assert "unexpected: a.k38" in caught.value.problems
@@ -737,7 +739,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize("shape", [(3,), (5,), (4, 1), ()])
     def test_another_shape_is_never_a_part_of_it(self, tmp_path: Path, shape: tuple[int, ...]) -> None:
-        with pytest.raises(shardckpt.MismatchError, match=r"size mismatch for more\.t"):
+        with pytest.raises(shardckpt.errors.MismatchError, match=r"size mismatch for more\.t"):
             shardckpt.load({"more": {"t": torch.ones(shape)}}, self.saved(tmp_path), strict=False)
 
     def test_a_target_that_exists_is_refused_and_stays(self, tmp_path: Path) -> None:
@@ -784,7 +786,7 @@ class TestRefusals:
             shardckpt.load(self.saved(tmp_path), **how)
 
     def test_rules_that_give_two_tensors_one_name_are_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(shardckpt.NameCollisionError, match=r"model\.x"):
+        with pytest.raises(shardckpt.errors.NameCollisionError, match=r"model\.x"):
             shardckpt.load({"model": {"x": torch.ones(2)}}, self.saved(tmp_path), key_map={"weight|bias": "x"})
 
 
@@ -896,7 +898,7 @@ class TestReading:
         shardckpt.save({"t": torch.arange(4)}, tmp_path / "c")
         (path,) = (tmp_path / "c").glob(lost)
         path.unlink() if "manifest" in lost else os.truncate(path, 3)
-        with pytest.raises(shardckpt.CheckpointError, match="`shardckpt repair`"):
+        with pytest.raises(shardckpt.errors.CheckpointError, match="`shardckpt repair`"):
             shardckpt.load(tmp_path / "c")
         shardckpt.repair(tmp_path / "c")
         assert shardckpt.load(tmp_path / "c")["t"].tolist() == [0, 1, 2, 3]

@@ -61,7 +61,7 @@ def test_ranks_with_a_disk_each_are_named_and_nothing_is_left_on_either(tmp_path
 @pytest.mark.parametrize("verb", VERBS)
 def test_ranks_with_a_store_each_are_named(verb: str) -> None:
     def body(rank: int, world: int) -> list[str]:
-        with pytest.raises((shardckpt.StorageError, shardckpt.RankError)) as caught:
+        with pytest.raises((shardckpt.errors.StorageError, shardckpt.errors.RankError)) as caught:
             VERBS[verb](sharded(world), "memory://split/run")
         return [str(caught.value), *map(str, fsspec.filesystem("memory").find("split") if rank == 0 else [])]
 

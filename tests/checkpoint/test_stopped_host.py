@@ -50,7 +50,7 @@ def rank_body(rank: int, port: int, path: Path, how: str, told) -> None:
         else:
             shardckpt.save(state, path / "c")
         told.send(("returned", 0.0))
-    except shardckpt.RankError as error:
+    except shardckpt.errors.RankError as error:
         told.send((str(error), time.monotonic() - began))
     os._exit(0)
 

@@ -90,7 +90,7 @@ def test_a_flipped_byte_is_found_there_too(place: str) -> None:
     whole[-9] ^= 4
     with store.create(payload.name) as writer:
         writer.write(whole)
-    with pytest.raises(shardckpt.ChecksumError, match="block 6,"):
+    with pytest.raises(shardckpt.errors.ChecksumError, match="block 6,"):
         shardckpt.load(f"{place}/c")
     assert not verify(f"{place}/c").ok
 

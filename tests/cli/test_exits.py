@@ -33,10 +33,10 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("raised", "code"),
     [
-        ("shardckpt.TruncatedError('short')", 1),
-        ("shardckpt.UnsafeError('runs code')", 1),
-        ("shardckpt.SourceNotFoundError('nothing')", 2),
-        ("shardckpt.NoSpaceError('full')", 3),
+        ("shardckpt.errors.TruncatedError('short')", 1),
+        ("shardckpt.errors.UnsafeError('runs code')", 1),
+        ("shardckpt.errors.SourceNotFoundError('nothing')", 2),
+        ("shardckpt.errors.NoSpaceError('full')", 3),
         ("OSError(5, 'disk')", 3),
         ("MemoryError()", 3),
         ("EOFError()", 1),

@@ -79,8 +79,8 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     save_file({"layers.0.weight": torch.eye(3), "layers.0.bias": torch.ones(2)}, places["SRC"] / "w.safetensors")
     write_adapter(places["ADAPTER"])
     write_step(places["PROVEN"] / step_name(1), state, save="0" * 15)
-    found = shardckpt.Divergence("schedule", 2, "lr", "lr is 1", "Put it into the state", (0,))
-    resume = shardckpt.Resume("1" * 15, 1.5, (2, 3), 0, 1, 2, "Net", "Net", divergence=found)
+    found = shardckpt.results.Divergence("schedule", 2, "lr", "lr is 1", "Put it into the state", (0,))
+    resume = shardckpt.results.Resume("1" * 15, 1.5, (2, 3), 0, 1, 2, "Net", "Net", divergence=found)
     add_resumes(LocalStore(str(places["PROVEN"])), step_name(1), "0" * 15, resume)
     return places
 

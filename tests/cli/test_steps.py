@@ -16,10 +16,11 @@ from command import run, run_here
 from native_writer import write_step
 from shardckpt_cli import exits
 
-from shardckpt import Checkpointer, Divergence, Resume, Witness, ls
+from shardckpt import Checkpointer, Witness, ls
 from shardckpt.native import apply_retention, run_directory
 from shardckpt.native.payload import new_save_id
 from shardckpt.native.run_directory import step_name
+from shardckpt.results import Divergence, Resume
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.orphans import make_partial, release
 from shardckpt.witness.files.resume_file import add_capture_resume, add_resumes

@@ -41,7 +41,7 @@ def resume(loader: ElasticStreamLoader, make: Any, world: int, steps: int) -> li
 def load_on_other_ranks(rank: int, world: int, path: str) -> str:
     try:
         shardckpt.load({"data": shardckpt.PerRank({"at": 0})}, path)
-    except shardckpt.MismatchError as error:
+    except shardckpt.errors.MismatchError as error:
         return str(error)
     return ""
 

@@ -74,7 +74,7 @@ def read_steps(
 
 def train_elastically(
     rank: int, world: int, root: Path, accumulate: int, saved_at: int = SAVED_AT
-) -> shardckpt.Divergence | None:
+) -> shardckpt.results.Divergence | None:
     sampler = ElasticBatchSampler(SAMPLES, BATCH, accumulate=accumulate)
     training = Training(root, seed=world, saved_at=saved_at)
     training.state["data"] = sampler
@@ -82,7 +82,7 @@ def train_elastically(
     return resume(training, read_steps(loader, sampler))
 
 
-def train_on_streams(rank: int, world: int, root: Path) -> shardckpt.Divergence | None:
+def train_on_streams(rank: int, world: int, root: Path) -> shardckpt.results.Divergence | None:
     loader = ElasticStreamLoader(lambda stream, epoch: Points().points[stream::6], 6, 2)
     training = Training(root, seed=world)
     training.state["data"] = loader
@@ -91,7 +91,7 @@ def train_on_streams(rank: int, world: int, root: Path) -> shardckpt.Divergence 
 
 def train_with_a_plain_sampler(
     rank: int, world: int, root: Path, batch: int = 6, skipped: int = 0
-) -> shardckpt.Divergence | None:
+) -> shardckpt.results.Divergence | None:
     """Train with torch's sampler; a resumed job skips batches."""
     loader = DataLoader(Points(), batch_size=batch, sampler=DistributedSampler(Points(), seed=3))
     training = Training(root, seed=world)
@@ -100,13 +100,15 @@ def train_with_a_plain_sampler(
     return resume(training, steps)
 
 
-def resume(training: Training, steps: Iterator[list[tuple[torch.Tensor, float]]]) -> shardckpt.Divergence | None:
+def resume(
+    training: Training, steps: Iterator[list[tuple[torch.Tensor, float]]]
+) -> shardckpt.results.Divergence | None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         start = training.checkpointer.restore(training.state) or 0
         try:
             training.train(steps, training.saved_at + (4 if start else 2), start)
-        except shardckpt.ResumeDivergence as error:
+        except shardckpt.errors.ResumeDivergence as error:
             return error.divergence
     return None
 

@@ -189,7 +189,7 @@ def load_damaged_folders(rank: int, world: int, folder: Path) -> list[str]:
         training.accelerator.save_state()
     newest = folder / "checkpoints" / "checkpoint_10"
     accelerators.damage(newest / "shardckpt")
-    with pytest.raises(shardckpt.ChecksumError) as damaged:
+    with pytest.raises(shardckpt.errors.ChecksumError) as damaged:
         training.accelerator.load_state()
     shutil.rmtree(newest)
     (earlier,) = re.findall(r'load_state\("(.*?)"\)', str(damaged.value))
@@ -198,7 +198,7 @@ def load_damaged_folders(rank: int, world: int, folder: Path) -> list[str]:
     assert training.accelerator.save_state() == newest
     first = folder / "checkpoints" / "checkpoint_0"
     accelerators.damage(first / "shardckpt")
-    with pytest.raises(shardckpt.ChecksumError) as alone:
+    with pytest.raises(shardckpt.errors.ChecksumError) as alone:
         training.accelerator.load_state(first)
     return [str(damaged.value), str(alone.value)]
 
@@ -213,11 +213,11 @@ def save_twice_as_number(rank: int, world: int, folder: Path) -> tuple[str, str]
     """Fail to replace a numbered folder, and to find one; the messages."""
     project = {"project_dir": str(folder), "automatic_checkpoint_naming": True}
     training, _ = start(rank, world, "ddp", project=project)
-    with pytest.raises(shardckpt.SourceNotFoundError) as missing:
+    with pytest.raises(shardckpt.errors.SourceNotFoundError) as missing:
         training.accelerator.load_state()
     training.accelerator.save_state()
     training.accelerator.project_configuration.iteration = 0
-    with pytest.raises(shardckpt.UsageError) as present:
+    with pytest.raises(shardckpt.errors.UsageError) as present:
         training.accelerator.save_state()
     return str(missing.value), str(present.value)
 
@@ -253,7 +253,7 @@ def save_with_hooks(rank: int, world: int, folder: Path) -> tuple[list[str], flo
     distance = (next(training.model.parameters()) - weight).abs().max().item()
     handles[0].remove()
     accelerator.register_save_state_pre_hook(lambda models, weights, output_dir: weights[0].popitem())
-    with pytest.raises(shardckpt.UsageError) as caught:
+    with pytest.raises(shardckpt.errors.UsageError) as caught:
         accelerator.save_state(folder)
     return list(shardckpt.load(folder / "shardckpt")), distance, str(caught.value)
 
@@ -323,11 +323,13 @@ def fail_and_remove(rank: int, world: int, folder: Path) -> list[str]:
     training, first = start(rank, world, "ddp", background=True)
     write, os.write = os.write, write_nothing
     training.accelerator.save_state(folder / "lost")
-    with pytest.raises(shardckpt.StorageError, match="No space left on device"):
+    with pytest.raises(shardckpt.errors.StorageError, match="No space left on device"):
         training.accelerator.end_training()
     os.write = write
     assert register(training.accelerator, background=True) is first
-    with pytest.raises(shardckpt.UsageError, match=r"registered with other options\. Keep the object that `register`"):
+    with pytest.raises(
+        shardckpt.errors.UsageError, match=r"registered with other options\. Keep the object that `register`"
+    ):
         register(training.accelerator)
     first.remove()
     second = register(training.accelerator)
@@ -352,17 +354,17 @@ def test_unsupported_accelerators_are_refused() -> None:
     from shardckpt.integrations.accelerate import register
 
     for kind, words in ((DistributedType.DEEPSPEED, "DEEPSPEED"), (DistributedType.MEGATRON_LM, "MEGATRON_LM")):
-        with pytest.raises(shardckpt.UnsupportedError, match=words):
+        with pytest.raises(shardckpt.errors.UnsupportedError, match=words):
             register(SimpleNamespace(distributed_type=kind))
-    with pytest.raises(shardckpt.UnsupportedError, match="an Accelerator without save_state"):
+    with pytest.raises(shardckpt.errors.UnsupportedError, match="an Accelerator without save_state"):
         register(SimpleNamespace(distributed_type=DistributedType.NO))
-    with pytest.raises(shardckpt.UsageError, match=r"must be an accelerate\.Accelerator; found None"):
+    with pytest.raises(shardckpt.errors.UsageError, match=r"must be an accelerate\.Accelerator; found None"):
         register(None)
     with pytest.raises(
-        shardckpt.UsageError, match=r"must be an instance; found the class Accelerator\. Pass an instance"
+        shardckpt.errors.UsageError, match=r"must be an instance; found the class Accelerator\. Pass an instance"
     ):
         register(Accelerator)
-    with pytest.raises(shardckpt.UsageError, match="`background` must be True or False"):
+    with pytest.raises(shardckpt.errors.UsageError, match="`background` must be True or False"):
         register(SimpleNamespace(distributed_type=DistributedType.NO), background="yes")
 
 
@@ -378,14 +380,16 @@ def register_wrongly(rank: int, world: int, folder: Path) -> list[str]:
         with pytest.raises(TypeError, match=rf"register\(\) got an unexpected keyword argument '{typo}'"):
             register(training.accelerator, background=background, **{typo: True})
     (folder / "file").write_text("mine")
-    with pytest.raises(shardckpt.TargetExistsError, match="a file is in place of the folder"):
+    with pytest.raises(shardckpt.errors.TargetExistsError, match="a file is in place of the folder"):
         training.accelerator.save_state(folder / "file")
-    with pytest.raises(shardckpt.StorageError, match="/proc/none/a: rank 0 cannot make the folder; found No such file"):
+    with pytest.raises(
+        shardckpt.errors.StorageError, match="/proc/none/a: rank 0 cannot make the folder; found No such file"
+    ):
         training.accelerator.save_state("/proc/none/a")
-    with pytest.raises(shardckpt.UsageError, match="must be a path or a URL; found 3"):
+    with pytest.raises(shardckpt.errors.UsageError, match="must be a path or a URL; found 3"):
         training.accelerator.save_state(3)
     for call in (training.accelerator.save_state, training.accelerator.load_state):
-        with pytest.raises(shardckpt.UsageError, match="the path must not be empty"):
+        with pytest.raises(shardckpt.errors.UsageError, match="the path must not be empty"):
             call("")
     os.environ["HOME"] = str(folder)
     os.chdir(folder)
@@ -400,18 +404,18 @@ def register_wrongly(rank: int, world: int, folder: Path) -> list[str]:
         ("~/file", f"this is a file{near}"),
         ("/proc/none/a", r"this folder does not exist\. Check the path\."),
     ):
-        with pytest.raises(shardckpt.SourceNotFoundError, match=message):
+        with pytest.raises(shardckpt.errors.SourceNotFoundError, match=message):
             training.accelerator.load_state(wrong)
-    with pytest.raises(shardckpt.UsageError, match="`train_step` must be a function; found None"):
+    with pytest.raises(shardckpt.errors.UsageError, match="`train_step` must be a function; found None"):
         checkpoints.prove_resume(None, folder / "drill")
-    with pytest.raises(shardckpt.UsageError, match="the drill proves nothing"):
+    with pytest.raises(shardckpt.errors.UsageError, match="the drill proves nothing"):
         checkpoints.prove_resume(lambda: None, folder / "drill")
     shutil.rmtree(folder / "drill")
     project = ProjectConfiguration(project_dir="memory://run", automatic_checkpoint_naming=True, total_limit=1)
     remote = Accelerator(cpu=True, project_config=project)
     register(remote)
     for call in (remote.save_state, remote.load_state):
-        with pytest.raises(shardckpt.UsageError, match="needs a local project_dir; found memory://run"):
+        with pytest.raises(shardckpt.errors.UsageError, match="needs a local project_dir; found memory://run"):
             call()
     return sorted(path.name for path in folder.iterdir())
 
@@ -472,7 +476,7 @@ def save_on_one_rank(rank: int, world: int, folder: Path) -> str:
         with contextlib.suppress(RuntimeError):
             torch.distributed.all_reduce(torch.ones(1))
         return ""
-    with pytest.raises(shardckpt.RankError) as caught:
+    with pytest.raises(shardckpt.errors.RankError) as caught:
         training.accelerator.save_state(folder)
     return str(caught.value)
 

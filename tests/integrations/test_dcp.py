@@ -169,7 +169,9 @@ def test_any_state_comes_back_as_torch_brings_it_back(state: dict[str, Any]) -> 
             return
         try:
             dcp.save(state, checkpoint_id=f"{folder}/ours")
-        except shardckpt.FormatError as error:  # `a.b` beside `a: {b}` are two names for torch only if one is a dict
+        except (
+            shardckpt.errors.FormatError
+        ) as error:  # `a.b` beside `a: {b}` are two names for torch only if one is a dict
             assert "inside another" in str(error)
             return
         expected, ours, foreign = blank(state), blank(state), blank(state)
@@ -204,12 +206,12 @@ def test_missing_values_are_errors_unless_partial_and_extra_ones_are_not(tmp_pat
 
 
 def test_errors_of_shardckpt_are_raised_as_themselves(tmp_path: Path) -> None:
-    with pytest.raises(shardckpt.UnsupportedError) as error:
+    with pytest.raises(shardckpt.errors.UnsupportedError) as error:
         dcp.save({"odd": print}, checkpoint_id=tmp_path / "step")
     assert isinstance(error.value.__cause__, CheckpointException)
-    with pytest.raises(shardckpt.SourceNotFoundError):
+    with pytest.raises(shardckpt.errors.SourceNotFoundError):
         dcp.load({"a": torch.ones(1)}, checkpoint_id=tmp_path / "step")
-    with pytest.raises(shardckpt.UsageError):
+    with pytest.raises(shardckpt.errors.UsageError):
         dcp.save({"a": torch.ones(1)})
     assert list(tmp_path.iterdir()) == []
 
@@ -225,7 +227,7 @@ def test_a_background_save_has_the_values_of_its_call(tmp_path: Path) -> None:
     assert list(saving.result(30).state_dict_metadata) == ["a", "n.b"]
     assert shardckpt.load(tmp_path / "step")["a"].sum() == 1000
     refused = dcp.async_save({"odd": print}, checkpoint_id=tmp_path / "odd")
-    assert isinstance(refused.exception(30), shardckpt.UnsupportedError)
+    assert isinstance(refused.exception(30), shardckpt.errors.UnsupportedError)
     assert [path.name for path in tmp_path.iterdir()] == ["step"]
 
 
@@ -244,7 +246,7 @@ def test_every_operation_has_one_event(tmp_path: Path) -> None:
         dcp.save({"a": torch.ones(2)}, checkpoint_id=tmp_path / "step-3")
         dcp.async_save({"a": torch.ones(2)}, checkpoint_id=tmp_path / "step-4").result(30)
         dcp.load({"a": torch.ones(2)}, checkpoint_id=tmp_path / "step-3")
-        with pytest.raises(shardckpt.SourceNotFoundError):
+        with pytest.raises(shardckpt.errors.SourceNotFoundError):
             dcp.load({"a": torch.ones(2)}, checkpoint_id=tmp_path / "none")
     finally:
         unsubscribe()
@@ -365,7 +367,7 @@ def refuse_on_one_rank(rank: int, world: int, folder: Path) -> None:
 
 def test_an_error_of_one_rank_is_raised_on_all_and_leaves_nothing(tmp_path: Path) -> None:
     for raised in raised_everywhere(2, refuse_on_one_rank, tmp_path):
-        assert raised.is_a(shardckpt.UnsupportedError)
+        assert raised.is_a(shardckpt.errors.UnsupportedError)
         assert "loader.odd" in raised.message
 
 

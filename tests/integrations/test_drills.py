@@ -63,7 +63,7 @@ def fail_trainer(rank: int, world: int, kind: str, folder: Path) -> tuple[str, l
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         train_trainer(rank, world, kind, folder / "a", drill=True, ema="beside")
-    with pytest.raises(shardckpt.ResumeDivergence) as caught:
+    with pytest.raises(shardckpt.errors.ResumeDivergence) as caught:
         train_trainer(rank, world, kind, folder / "b", drill=True, ema="in the loss")
     return str(caught.value), [str(each.message) for each in seen if "does not restore" in str(each.message)]
 
@@ -174,7 +174,7 @@ def fail_lightning(rank: int, world: int, kind: str, folder: Path) -> tuple[str,
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         fit_lightning(rank, world, kind, folder / "a", drill=True, ema="beside")
-    with pytest.raises(shardckpt.ResumeDivergence) as caught:
+    with pytest.raises(shardckpt.errors.ResumeDivergence) as caught:
         fit_lightning(rank, world, kind, folder / "b", drill=True, ema="in the loss")
     return str(caught.value), " ".join(str(each.message) for each in seen)
 

@@ -423,7 +423,7 @@ def fill_the_disk(rank: int, world: int, folder: Path) -> None:
 
     full = trainers.Acting(10, fill)
     saving = {"monitor": "score", "save_top_k": 2, "every_n_train_steps": None}
-    with pytest.raises(shardckpt.StorageError):
+    with pytest.raises(shardckpt.errors.StorageError):
         fit(rank, world, "one", folder, None, full, saving=saving, max_epochs=3, num_sanity_val_steps=0)
 
 
@@ -436,7 +436,7 @@ def save_what_cannot_be_saved(rank: int, world: int, folder: Path) -> str:
     import lightning_trainers as trainers
 
     note = trainers.RankNote(object())
-    with pytest.raises(shardckpt.UnsupportedError) as caught:
+    with pytest.raises(shardckpt.errors.UnsupportedError) as caught:
         fit(rank, world, "one", folder, None, note)
     return str(caught.value)
 
@@ -502,7 +502,7 @@ def resume_from_damaged_step(rank: int, world: int, folder: Path) -> tuple[list[
 
     fit(rank, world, "one", folder, None, saving={"every_n_train_steps": 1}, max_epochs=1)
     accelerators.damage(folder / "run" / "step-00000004")
-    with pytest.raises(shardckpt.ChecksumError) as caught:
+    with pytest.raises(shardckpt.errors.ChecksumError) as caught:
         fit(rank, world, "one", folder, "last")
     paths = re.findall(r'pass ckpt_path="(.*?)"', str(caught.value))
     _, net = fit(rank, world, "one", folder, paths[0], saving={"every_n_train_steps": 1}, max_epochs=1)
@@ -516,7 +516,7 @@ def test_the_error_of_a_damaged_step_names_the_one_before(tmp_path: Path) -> Non
 def start_again(rank: int, world: int, folder: Path) -> str:
     fit(rank, world, "one", folder, None, max_epochs=1)
     fit(rank, world, "one", folder, None, fast_dev_run=True)
-    with pytest.raises(shardckpt.UsageError) as caught:
+    with pytest.raises(shardckpt.errors.UsageError) as caught:
         fit(rank, world, "one", folder, None)
     return str(caught.value)
 
@@ -531,18 +531,19 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     from shardckpt.integrations.lightning import ShardckptModelCheckpoint
 
     with pytest.raises(
-        shardckpt.UsageError, match=r"`filename` cannot be chosen; expected steps named `step-00000100`.*Leave it out"
+        shardckpt.errors.UsageError,
+        match=r"`filename` cannot be chosen; expected steps named `step-00000100`.*Leave it out",
     ):
         ShardckptModelCheckpoint(tmp_path, filename="{epoch}")
-    with pytest.raises(shardckpt.UsageError, match="`background` is neither True nor False"):
+    with pytest.raises(shardckpt.errors.UsageError, match="`background` is neither True nor False"):
         ShardckptModelCheckpoint(tmp_path, background="yes")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="keep_last"):
         ShardckptModelCheckpoint(tmp_path, keep_last=3)
     for root, words in (("", "must not be empty"), (None, "must be a path or a URL"), (3, "must be a path or a URL")):
-        with pytest.raises(shardckpt.UsageError, match=words):
+        with pytest.raises(shardckpt.errors.UsageError, match=words):
             ShardckptModelCheckpoint(root)
     for options in (3, "checksums", ["checksums"]):
-        with pytest.raises(shardckpt.UsageError, match=r"ShardckptModelCheckpoint\.options must be a dict"):
+        with pytest.raises(shardckpt.errors.UsageError, match=r"ShardckptModelCheckpoint\.options must be a dict"):
             ShardckptModelCheckpoint(tmp_path, options=options)
     for background, options in ((True, {"chekcsums": True}), (False, {"max_staging_bytes": "1GB"})):
         with pytest.raises(TypeError, match=rf"unexpected keyword argument '{next(iter(options))}'"):
@@ -566,10 +567,12 @@ def test_unsupported_strategies_and_shared_runs_are_refused(tmp_path: Path) -> N
 
     callbacks = [ShardckptModelCheckpoint(tmp_path), ShardckptModelCheckpoint(tmp_path, every_n_epochs=2)]
     trainer: Any = SimpleNamespace(strategy=DeepSpeedStrategy.__new__(DeepSpeedStrategy), callbacks=callbacks)
-    with pytest.raises(shardckpt.UnsupportedError, match="found DeepSpeedStrategy; expected SingleDeviceStrategy, "):
+    with pytest.raises(
+        shardckpt.errors.UnsupportedError, match="found DeepSpeedStrategy; expected SingleDeviceStrategy, "
+    ):
         callbacks[0].setup(trainer, trainer, "fit")
     trainer.strategy = SingleDeviceStrategy()
-    with pytest.raises(shardckpt.UsageError, match="two callbacks save into one run"):
+    with pytest.raises(shardckpt.errors.UsageError, match="two callbacks save into one run"):
         callbacks[0].setup(trainer, trainer, "fit")
 
 
@@ -581,5 +584,5 @@ def test_a_lightning_without_a_method_that_is_replaced_is_refused(
     from shardckpt.integrations.lightning import ShardckptModelCheckpoint
 
     monkeypatch.delattr(ModelCheckpoint, "_remove_checkpoint")
-    with pytest.raises(shardckpt.UnsupportedError, match="a ModelCheckpoint without _remove_checkpoint"):
+    with pytest.raises(shardckpt.errors.UnsupportedError, match="a ModelCheckpoint without _remove_checkpoint"):
         ShardckptModelCheckpoint(tmp_path)

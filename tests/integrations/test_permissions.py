@@ -78,7 +78,7 @@ def fail_to_load(rank: int, world: int, load: Callable[[Path, Path], Any], mode:
     accelerators.be_rank(rank, world)
     closed = make_closed(folder / "closed", mode)
     os.chdir(folder)
-    with pytest.raises(shardckpt.StorageError) as caught:
+    with pytest.raises(shardckpt.errors.StorageError) as caught:
         load(folder, closed / name)
     return str(caught.value)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shardckpt import StorageError, UsageError
+from shardckpt.errors import StorageError, UsageError
 from shardckpt.events import OperationEvent, PruneEvent, SaveEvent
 from shardckpt.integrations.sinks import JSONLinesSink, PrometheusSink, TensorBoardSink, WandbSink
 

@@ -78,16 +78,16 @@ def test_another_process_receives_a_state_also_if_it_asks_early(make: Any) -> No
 def test_an_offer_ends_and_another_step_is_refused(make: Any) -> None:
     sender, receiver = make(timedelta(seconds=2)), make()
     sender.send_checkpoint([1], 3, STATE, MINUTE)
-    with pytest.raises(shardckpt.RankError, match="it offers step 3"):
+    with pytest.raises(shardckpt.errors.RankError, match="it offers step 3"):
         receiver.recv_checkpoint(7, sender.metadata(), 4, MINUTE)
     sender.disallow_checkpoint()
-    with pytest.raises(shardckpt.RankError, match="rank 7 timed out") as error:
+    with pytest.raises(shardckpt.errors.RankError, match="rank 7 timed out") as error:
         receiver.recv_checkpoint(7, sender.metadata(), 3, timedelta(milliseconds=50))
     assert error.value.rank == 7
 
 
 def test_a_value_that_is_no_plain_value_is_refused_by_name(make: Any) -> None:
-    with pytest.raises(shardckpt.UnsupportedError, match=r"user\.callback"):
+    with pytest.raises(shardckpt.errors.UnsupportedError, match=r"user\.callback"):
         make().send_checkpoint([1], 3, {"user": {"callback": print}}, MINUTE)
 
 
@@ -105,10 +105,10 @@ def test_only_peers_with_the_token_get_a_state(make: Any) -> None:
             with suppress(ConnectionResetError):  # for bytes that it has not read
                 assert peer.recv(100) == b""
     wrong = sender.metadata()[:-32] + "0" * 32
-    with pytest.raises(shardckpt.RankError):
+    with pytest.raises(shardckpt.errors.RankError):
         receiver.recv_checkpoint(0, wrong, 3, MINUTE)
     for address in ("http://127.0.0.1:80/", "shardckpt://a:99999/" + "0" * 32, "", "shardckpt://a b:1/" + "0" * 32):
-        with pytest.raises(shardckpt.FormatError):
+        with pytest.raises(shardckpt.errors.FormatError):
             receiver.recv_checkpoint(0, address, 3, MINUTE)
     assert receiver.recv_checkpoint(0, sender.metadata(), 3, MINUTE)["torchft"] == {"step": 3}
 
@@ -142,14 +142,14 @@ def drip(connection: socket.socket) -> None:
 
 
 ANSWERS: dict[str, tuple[Callable[[socket.socket], object], type[Exception]]] = {
-    "nothing": (lambda peer: None, shardckpt.RankError),
-    "silence": (lambda peer: time.sleep(5), shardckpt.RankError),
-    "a drip": (drip, shardckpt.RankError),
-    "a line without end": (lambda peer: peer.sendall(b"x" * 100_000), shardckpt.RankError),
-    "a pickle": (lambda peer: peer.sendall(b"ok\n" + pickle.dumps(Executed())), shardckpt.FormatError),
-    "an early end": (lambda peer: peer.sendall(b"ok\nshardckS\x05"), shardckpt.RankError),
-    "a huge header": (lambda peer: peer.sendall(b"ok\nshardckS" + b"\xff" * 8), shardckpt.UnsafeError),
-    "a wrong hash": (lambda peer: peer.sendall(b"ok\nshardckS" + b"\x02" + b"\0" * 20), shardckpt.ChecksumError),
+    "nothing": (lambda peer: None, shardckpt.errors.RankError),
+    "silence": (lambda peer: time.sleep(5), shardckpt.errors.RankError),
+    "a drip": (drip, shardckpt.errors.RankError),
+    "a line without end": (lambda peer: peer.sendall(b"x" * 100_000), shardckpt.errors.RankError),
+    "a pickle": (lambda peer: peer.sendall(b"ok\n" + pickle.dumps(Executed())), shardckpt.errors.FormatError),
+    "an early end": (lambda peer: peer.sendall(b"ok\nshardckS\x05"), shardckpt.errors.RankError),
+    "a huge header": (lambda peer: peer.sendall(b"ok\nshardckS" + b"\xff" * 8), shardckpt.errors.UnsafeError),
+    "a wrong hash": (lambda peer: peer.sendall(b"ok\nshardckS" + b"\x02" + b"\0" * 20), shardckpt.errors.ChecksumError),
 }
 
 
@@ -192,14 +192,14 @@ def test_peers_beyond_the_limit_are_turned_away_and_do_not_stop_others(make: Any
         try:
             assert make().recv_checkpoint(0, sender.metadata(), 3, MINUTE)["torchft"] == {"step": 3}
             break
-        except shardckpt.RankError:  # threads of the closed connections have not ended
+        except shardckpt.errors.RankError:  # threads of the closed connections have not ended
             assert time.monotonic() < end
 
 
 def test_a_name_that_is_never_resolved_ends_in_time(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     end = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: end.wait(50) and [])
-    with pytest.raises(shardckpt.RankError, match="timed out"):
+    with pytest.raises(shardckpt.errors.RankError, match="timed out"):
         make().recv_checkpoint(1, "shardckpt://peer:1/" + "0" * 32, 3, timedelta(seconds=0.2))
     assert not end.is_set(), "the call did not wait for the resolver"
     end.set()
@@ -207,7 +207,7 @@ def test_a_name_that_is_never_resolved_ends_in_time(make: Any, monkeypatch: pyte
 
 def test_a_name_without_an_address_is_a_lost_peer(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [])
-    with pytest.raises(shardckpt.RankError, match="peer has no address"):
+    with pytest.raises(shardckpt.errors.RankError, match="peer has no address"):
         make().recv_checkpoint(1, "shardckpt://peer:1/" + "0" * 32, 3, SECOND)
 
 
@@ -232,6 +232,6 @@ def test_reading_a_header_of_many_tensors_is_under_the_deadline(make: Any, monke
         return read_row(*row)
 
     monkeypatch.setattr(state_stream, "_read_row", read_slowly)
-    with pytest.raises(shardckpt.RankError, match="timed out"):
+    with pytest.raises(shardckpt.errors.RankError, match="timed out"):
         receiver.recv_checkpoint(0, sender.metadata(), 3, timedelta(seconds=0.5))
     assert len(read) < 100

@@ -123,7 +123,7 @@ def test_a_version_without_a_replaced_method_is_refused(tmp_path: Path, monkeypa
     import titans
 
     monkeypatch.delattr(titans.TitanCheckpointManager, "_find_load_step")
-    with pytest.raises(shardckpt.UnsupportedError, match="_find_load_step"):
+    with pytest.raises(shardckpt.errors.UnsupportedError, match="_find_load_step"):
         titans.CheckpointManager.Config(enable=True).build()
 
 
@@ -160,7 +160,7 @@ def train_with_drill(rank: int, world: int, folder: Path, config: dict[str, Any]
         warnings.simplefilter("always")
         try:
             training.train()
-        except shardckpt.ResumeDivergence as error:
+        except shardckpt.errors.ResumeDivergence as error:
             return error.divergence.cause, str(error)
         finally:
             training.close()
@@ -201,7 +201,7 @@ def test_a_drill_names_what_the_manager_does_not_save(tmp_path: Path) -> None:
 def test_a_drill_needs_a_trainer_among_the_states(tmp_path: Path) -> None:
     import titans
 
-    with pytest.raises(shardckpt.UsageError, match="train_step"):
+    with pytest.raises(shardckpt.errors.UsageError, match="train_step"):
         titans.CheckpointManager.Config(enable=True, drill=True).build(
             dataloader=None,
             model_parts=[],
@@ -211,7 +211,7 @@ def test_a_drill_needs_a_trainer_among_the_states(tmp_path: Path) -> None:
             sd_adapter=None,
             base_folder=str(tmp_path),
         )
-    with pytest.raises(shardckpt.UsageError, match="drill"):
+    with pytest.raises(shardckpt.errors.UsageError, match="drill"):
         titans.CheckpointManager.Config(enable=True, drill="yes").build(
             dataloader=None, model_parts=[], optimizers=None, lr_schedulers=None, states={}, sd_adapter=None
         )

@@ -266,7 +266,7 @@ def start_again(rank: int, world: int, folder: Path) -> str:
     import trainers
 
     trainers.train(rank, world, "ddp", folder, True, max_steps=2, save_steps=2)
-    with pytest.raises(shardckpt.UsageError) as caught:
+    with pytest.raises(shardckpt.errors.UsageError) as caught:
         trainers.train(rank, world, "ddp", folder, None)
     return str(caught.value)
 
@@ -278,10 +278,10 @@ def test_two_callbacks_and_a_number_to_resume_from_are_refused(tmp_path: Path) -
         trainers.be_rank(rank, world)
         first, second = (trainers.ShardckptCallback(tmp_path / name) for name in ("one", "two"))
         trainer, _ = trainers.build("ddp", tmp_path / "out", first, second)
-        with pytest.raises(shardckpt.UsageError) as both:
+        with pytest.raises(shardckpt.errors.UsageError) as both:
             trainer.train()
         trainer.remove_callback(second)
-        with pytest.raises(shardckpt.UsageError) as number:
+        with pytest.raises(shardckpt.errors.UsageError) as number:
             trainer.train(resume_from_checkpoint=4)
         return [str(both.value), str(number.value)]
 
@@ -305,12 +305,12 @@ def resume_from_damaged_step(rank: int, world: int, folder: Path) -> list[Any]:
 
     trainers.train(rank, world, "ddp", folder, None, max_steps=3, save_steps=1)
     accelerators.damage(folder / "run" / "step-00000003")
-    with pytest.raises(shardckpt.ChecksumError) as caught:
+    with pytest.raises(shardckpt.errors.ChecksumError) as caught:
         trainers.train(rank, world, "ddp", folder, True, max_steps=4, save_steps=1)
     (path,) = re.findall(r'pass resume_from_checkpoint="(.*?)"', str(caught.value))
     losses = trainers.train(rank, world, "ddp", folder, path, max_steps=4, save_steps=1)
     accelerators.damage(folder / "run" / "step-00000001")
-    with pytest.raises(shardckpt.ChecksumError) as first:
+    with pytest.raises(shardckpt.errors.ChecksumError) as first:
         trainers.train(rank, world, "ddp", folder, str(folder / "run" / "step-00000001"), max_steps=4, save_steps=1)
     return [path, list(losses), str(first.value)]
 
@@ -329,7 +329,7 @@ def test_unsupported_trainers_are_refused(tmp_path: Path) -> None:
         (SimpleNamespace(is_deepspeed_enabled=True), "DeepSpeed"),
         (SimpleNamespace(is_deepspeed_enabled=False), "a Trainer without _save_checkpoint, _load_from_checkpoint"),
     ):
-        with pytest.raises(shardckpt.UnsupportedError, match=words), callback.attach(trainer):
+        with pytest.raises(shardckpt.errors.UnsupportedError, match=words), callback.attach(trainer):
             pass
 
 
@@ -339,7 +339,7 @@ def train_in_a_loop_of_its_own(rank: int, world: int, folder: Path) -> None:
 
     trainers.be_rank(rank, world)
     trainer, _ = trainers.build("ddp", folder, trainers.ShardckptCallback(folder / "run"))
-    with pytest.raises(shardckpt.UnsupportedError, match="whose `train` does not call"):
+    with pytest.raises(shardckpt.errors.UnsupportedError, match="whose `train` does not call"):
         trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
 
 

@@ -103,7 +103,7 @@ def test_repair_compares_them_with_those_of_the_old_manifest(tmp_path: Path, is_
     if is_right:
         assert shardckpt.repair(str(step)).problems == ()
     else:
-        with pytest.raises(shardckpt.ChecksumError, match="bytes are not those"):
+        with pytest.raises(shardckpt.errors.ChecksumError, match="bytes are not those"):
             shardckpt.repair(str(step))
 
 
@@ -200,6 +200,6 @@ def test_wrong_ones_are_found_by_a_load(tmp_path: Path, is_grouped: bool, place:
         return with_wrong_hashes(with_grouped_hashes(contents) if is_grouped else contents)
 
     step = write_step(tmp_path / "step", STATE, change=change)
-    with pytest.raises(shardckpt.ChecksumError, match=f"{place}.*do not match their checksum"):
+    with pytest.raises(shardckpt.errors.ChecksumError, match=f"{place}.*do not match their checksum"):
         shardckpt.load(step)
     assert place in shardckpt.verify(step).problems[0].message

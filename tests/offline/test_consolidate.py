@@ -387,12 +387,12 @@ class TestConvert:
 
 def test_progress_ends_at_the_total_and_can_stop_the_work(named: Callable[[str], Case], tmp_path: Path) -> None:
     case = named("dcp_fsdp2_llama_w2")
-    seen: list[shardckpt.Progress] = []
+    seen: list[shardckpt.results.Progress] = []
     report = shardckpt.consolidate(str(case.source), str(tmp_path / "out"), on_progress=seen.append)
     assert seen[-1].done_bytes == seen[-1].total_bytes == report.nbytes
     assert list(report.seconds) == ["open", "plan", "copy", "publish"]
 
-    def stop(_: shardckpt.Progress) -> None:
+    def stop(_: shardckpt.results.Progress) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -156,11 +156,11 @@ class TestRun:
         assert not (tmp_path / "there").exists()
 
     def test_progress_counts_every_byte_and_may_stop_the_copy(self, source: Path, tmp_path: Path) -> None:
-        seen: list[shardckpt.Progress] = []
+        seen: list[shardckpt.results.Progress] = []
         done = shardckpt.copy(source, tmp_path / "there", on_progress=seen.append)
         assert (seen[-1].done_bytes, seen[-1].total_bytes) == (pytest.approx(done.nbytes, abs=3000), done.nbytes)
 
-        def stop(progress: shardckpt.Progress) -> None:
+        def stop(progress: shardckpt.results.Progress) -> None:
             raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
@@ -207,7 +207,7 @@ class TestRun:
         assert shardckpt.copy(run, tmp_path / "there").copied == (step_name(1), step_name(4))
 
     def test_a_step_that_is_removed_while_it_is_copied_is_not_called_damaged(self, run: Path, tmp_path: Path) -> None:
-        def remove(_: shardckpt.Progress) -> None:
+        def remove(_: shardckpt.results.Progress) -> None:
             shutil.rmtree(run / step_name(4), ignore_errors=True)
 
         with pytest.raises(MissingFileError, match=rf"{step_name(4)}: the step was removed .* Copy the run again"):

@@ -144,7 +144,7 @@ def test_another_type_is_a_difference_with_a_distance(tmp_path: Path) -> None:
     assert found.max_abs is not None
     assert 0 < found.max_abs < 1e-3
     assert found.message.startswith("w: dtype: float32 [2] / bfloat16 [2]; max abs ")
-    assert found.b == shardckpt.TensorInfo("w", "bfloat16", (2,), 4, 1)
+    assert found.b == shardckpt.results.TensorInfo("w", "bfloat16", (2,), 4, 1)
 
 
 def test_another_shape_is_not_compared(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def run_state(**changed: object) -> dict[str, object]:
     return state
 
 
-def difference(folder: Path, a: dict[str, object], b: dict[str, object], **how: object) -> shardckpt.Comparison:
+def difference(folder: Path, a: dict[str, object], b: dict[str, object], **how: object) -> shardckpt.results.Comparison:
     torch.save(a, folder / "a.pt")
     torch.save(b, folder / "b.pt")
     return shardckpt.diff(folder / "a.pt", folder / "b.pt", **how)  # type: ignore[arg-type]
@@ -337,13 +337,13 @@ def test_globs_choose_tensors_and_values_and_the_rest_is_said(tmp_path: Path) ->
     ],
 )
 def test_a_call_that_cannot_be_done_is_refused(how: dict[str, object], message: str, tmp_path: Path) -> None:
-    with pytest.raises(shardckpt.UsageError, match=message):
+    with pytest.raises(shardckpt.errors.UsageError, match=message):
         difference(tmp_path, run_state(), run_state(), **how)
 
 
 def test_a_part_that_neither_holds_is_refused(tmp_path: Path) -> None:
     a, b = files(tmp_path, {"w": torch.ones(1)}, {"w": torch.ones(1)})
-    with pytest.raises(shardckpt.UsageError, match="neither checkpoint holds this part"):
+    with pytest.raises(shardckpt.errors.UsageError, match="neither checkpoint holds this part"):
         shardckpt.diff(a, b, part="optim")
 
 
@@ -452,7 +452,7 @@ def test_files_that_are_not_read_are_equal_if_their_bytes_are(tmp_path: Path) ->
 
 def test_progress_counts_the_tensors_that_both_have(tmp_path: Path) -> None:
     a = {"u": torch.ones(4), "v": torch.ones(6), "only": torch.ones(9)}
-    seen: list[shardckpt.Progress] = []
+    seen: list[shardckpt.results.Progress] = []
     shardckpt.diff(*files(tmp_path, a, {"u": torch.zeros(4), "v": torch.ones(6)}), on_progress=seen.append)
     assert [(each.done_bytes, each.total_bytes) for each in seen] == [(16, 40), (40, 40)]
 

@@ -255,7 +255,7 @@ def test_a_base_without_floats_and_a_sum_that_overflows_are_refused(tmp_path: Pa
     with pytest.raises(UnsupportedError, match=r"quantized.*found m\.weight in int64"):
         merged(tmp_path / "a", {"m.weight": torch.zeros(3, 4, dtype=torch.int64)}, FACTORS)
     big = torch.full((3, 4), 6e4, dtype=torch.float16)
-    with pytest.raises(shardckpt.PrecisionError, match=r"m\.weight"):
+    with pytest.raises(shardckpt.errors.PrecisionError, match=r"m\.weight"):
         merged(tmp_path / "b", {"m.weight": big}, {k: 100 * v for k, v in FACTORS.items()})
 
 
@@ -467,7 +467,7 @@ def _factors(adapter: str = "") -> dict[str, torch.Tensor]:
 
 
 def test_a_file_of_two_adapters_is_refused_by_their_names(tmp_path: Path) -> None:
-    with pytest.raises(shardckpt.AmbiguousError, match="several adapters; found default, reference"):
+    with pytest.raises(shardckpt.errors.AmbiguousError, match="several adapters; found default, reference"):
         merged(tmp_path, {"m.weight": torch.zeros(3, 4)}, _factors(".default") | _factors(".reference"))
 
 
@@ -490,15 +490,15 @@ def test_two_names_of_one_tensor_need_equal_values(tmp_path: Path) -> None:
     found = merged(tmp_path / "same", base, {**FACTORS, **own})
     assert torch.equal(found["head.weight"], torch.ones(5, 4))
     own["head.weight"][4, 3] = 2
-    with pytest.raises(shardckpt.NameCollisionError, match=r"head\.modules_to_save\.weight"):
+    with pytest.raises(shardckpt.errors.NameCollisionError, match=r"head\.modules_to_save\.weight"):
         merged(tmp_path / "other", base, {**FACTORS, **own})
-    with pytest.raises(shardckpt.NameCollisionError, match=r"both be named 'base_model\.model\.head\.weight'"):
+    with pytest.raises(shardckpt.errors.NameCollisionError, match=r"both be named 'base_model\.model\.head\.weight'"):
         merged(tmp_path / "third", base, {"head.weight": torch.ones(5, 4), "_orig_mod.head.weight": torch.ones(5, 4)})
     base_folder, adapter = write(tmp_path / "fourth", base, FACTORS)
     save_file(
         {**FACTORS, **{PREFIX + k: v + 1 for k, v in FACTORS.items()}}, Path(adapter) / "adapter_model.safetensors"
     )
-    with pytest.raises(shardckpt.NameCollisionError, match=r"both be named 'm\.lora_A'"):
+    with pytest.raises(shardckpt.errors.NameCollisionError, match=r"both be named 'm\.lora_A'"):
         shardckpt.merge_adapter(base_folder, adapter, tmp_path / "fourth" / "out")
 
 

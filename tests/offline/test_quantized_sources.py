@@ -110,7 +110,7 @@ def test_a_weight_with_one_scale_is_taken_back_as_transformers_does(shape: tuple
 def test_scales_that_fit_no_blocks_are_refused_unless_the_weight_stays(tmp_path: Path) -> None:
     tensors = {"e.up": torch.ones(2, 256, 128).to(FP8), "e.up_scale_inv": torch.rand(2, 2, 1), "n": torch.rand(3)}
     src = write(tmp_path / "src", tensors, quantization_config={"weight_block_size": [128, 128]})
-    with pytest.raises(shardckpt.UnsupportedError, match=r"the scales of e\.up .*--keep-fp32"):
+    with pytest.raises(shardckpt.errors.UnsupportedError, match=r"the scales of e\.up .*--keep-fp32"):
         shardckpt.convert(src, tmp_path / "out", dtype="bf16")
     shardckpt.convert(src, tmp_path / "out", dtype="bf16", keep_fp32="e.*")
     assert_same(load_folder(tmp_path / "out"), {**tensors, "n": tensors["n"].bfloat16()})

@@ -78,7 +78,7 @@ def test_overwriting_a_bucket_leaves_one_generation(fixtures, s3_bucket):
     target = f"{s3_bucket}/out"
     shardckpt.consolidate(source, target, part="all")
     first = _objects(target)
-    with pytest.raises(shardckpt.TargetExistsError):
+    with pytest.raises(shardckpt.errors.TargetExistsError):
         shardckpt.consolidate(source, target, part="all")
     assert _objects(target) == first
     shardckpt.consolidate(source, target, part="all", overwrite=True)

@@ -239,7 +239,7 @@ def test_an_order_that_names_an_array_twice_in_place_of_another_is_refused(tmp_p
     order = b'\\"arrays\\":[[\\"v\\"],[\\"w\\"]]'
     assert file.read_bytes().count(order) == 1
     file.write_bytes(file.read_bytes().replace(order, order.replace(b"v", b"w")))
-    with pytest.raises(shardckpt.CheckpointError, match="hold arrays that their save did not know"):
+    with pytest.raises(shardckpt.errors.CheckpointError, match="hold arrays that their save did not know"):
         shardckpt.repair(str(folder))
 
 
@@ -264,6 +264,6 @@ def test_headers_that_lie_are_refused(tmp_path: Path, old: bytes, new: bytes) ->
     data = file.read_bytes()
     assert old in data
     file.write_bytes(data.replace(old, new, 1))
-    with pytest.raises(shardckpt.CheckpointError):
+    with pytest.raises(shardckpt.errors.CheckpointError):
         shardckpt.repair(str(folder))
     assert COMMIT not in files(folder)

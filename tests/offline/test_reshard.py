@@ -121,7 +121,7 @@ def test_a_damaged_source_leaves_nothing(tmp_path: Path) -> None:
     write_step(tmp_path / "flipped", full(), BOXES)
     file = next((tmp_path / "flipped").glob("*-00001-00.safetensors"))
     file.write_bytes(file.read_bytes()[:-1] + b"\xff")
-    with pytest.raises(shardckpt.ChecksumError):
+    with pytest.raises(shardckpt.errors.ChecksumError):
         shardckpt.reshard(str(tmp_path / "flipped"), str(tmp_path / "out"), world_size=2)
     assert not (tmp_path / "out").exists()
 

@@ -122,7 +122,7 @@ def test_an_ordered_dict_comes_back_as_one_or_needs_the_flag(to: str, tmp_path: 
     groups = [{"params": ["w"], "order": OrderedDict(z=1, a=(2,))}]
     torch.save({"model": {"w": WEIGHT}, "optimizer": {"state": {}, "param_groups": groups}}, tmp_path / "src.pt")
     if to == "dcp":  # torch opens it, and gives a dict back
-        with pytest.raises(shardckpt.UsageError, match="--allow-loss"):
+        with pytest.raises(shardckpt.errors.UsageError, match="--allow-loss"):
             shardckpt.consolidate(str(tmp_path / "src.pt"), str(tmp_path / "out"), to=to, part="all")
         return
     shardckpt.consolidate(str(tmp_path / "src.pt"), str(tmp_path / "out"), to=to, part="all")

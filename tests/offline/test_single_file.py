@@ -18,7 +18,7 @@ def test_one_file_holds_everything_even_beyond_the_shard_size(fixtures, tmp_path
 
 def test_one_file_cannot_hold_model_and_optimizer(fixtures, tmp_path):
     source = str(fixtures / "dcp_fsdp2_llama_w2" / "ckpt")
-    with pytest.raises(shardckpt.UsageError, match="cannot hold a model and an optimizer"):
+    with pytest.raises(shardckpt.errors.UsageError, match="cannot hold a model and an optimizer"):
         shardckpt.consolidate(source, str(tmp_path / "all.safetensors"), part="all")
     assert not list(tmp_path.iterdir())
     shardckpt.consolidate(source, str(tmp_path / "optim.safetensors"), part="optim")

@@ -14,7 +14,7 @@ import shardckpt
 from shardckpt.errors import IncompleteError, UsageError
 
 
-def measure(folder: Path, tensor: torch.Tensor) -> shardckpt.TensorStats:
+def measure(folder: Path, tensor: torch.Tensor) -> shardckpt.results.TensorStats:
     save_file({"w": tensor}, folder / "model.safetensors")
     [found] = shardckpt.stats(folder / "model.safetensors").tensors
     return found

@@ -202,13 +202,13 @@ def test_one_file_by_name_cannot_hold_it(tmp_path: Path) -> None:
 
 def test_a_failure_leaves_no_metadata(tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.tensor([1e30])}}, tmp_path / "src.pt")
-    with pytest.raises(shardckpt.PrecisionError):
+    with pytest.raises(shardckpt.errors.PrecisionError):
         shardckpt.consolidate(str(tmp_path / "src.pt"), str(tmp_path / "out"), to="dcp", dtype="fp16")
     assert not (tmp_path / "out").exists()
 
 
 def test_names_that_read_alike_are_refused(tmp_path: Path) -> None:
     shardckpt.save({"a.b": torch.ones(1), "a": {"b": torch.ones(2)}}, str(tmp_path / "src"))
-    with pytest.raises(shardckpt.NameCollisionError, match=r"a\.b"):
+    with pytest.raises(shardckpt.errors.NameCollisionError, match=r"a\.b"):
         shardckpt.reshard(str(tmp_path / "src"), str(tmp_path / "out"), world_size=2, to="dcp")
     assert not (tmp_path / "out").exists()

@@ -196,7 +196,7 @@ class TestNativeSteps:
 
 def test_progress_counts_the_bytes_of_all_checksums(tmp_path: Path) -> None:
     write_step(tmp_path / "step", {"w": torch.zeros(3 * GROUP_BYTES // 4)})
-    seen: list[shardckpt.Progress] = []
+    seen: list[shardckpt.results.Progress] = []
     found = shardckpt.verify(tmp_path / "step", on_progress=seen.append)
     assert seen[-1].done_bytes == seen[-1].total_bytes == found.checked_bytes
     assert len(seen) == 4, "a group of blocks at a time"

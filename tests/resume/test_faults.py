@@ -26,7 +26,7 @@ def resume_with(fault: Fault, style: str, rank: int, world: int, root: Path) -> 
     fault.resume(job)
     try:
         job.train()
-    except shardckpt.ResumeDivergence as error:
+    except shardckpt.errors.ResumeDivergence as error:
         return error.divergence.cause, error.divergence.name, error.divergence.ranks, error.divergence.step
     return "none", "", (), 0
 
@@ -47,7 +47,7 @@ def resume_cleanly(rank: int, world: int, style: str, root: Path, resumes: int) 
             again.rebuild_buffers()
             try:
                 again.train(saved_at + 5, saved_at + dice.randint(1, 4))
-            except shardckpt.ResumeDivergence as error:
+            except shardckpt.errors.ResumeDivergence as error:
                 reported.append(str(error))
     return reported
 

@@ -468,7 +468,7 @@ def test_a_fault_of_an_unusual_training_is_named(name: str, tmp_path: Path) -> N
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         train(TRAININGS[kind], tmp_path / "run", 1)
-        with pytest.raises(shardckpt.ResumeDivergence) as caught:
+        with pytest.raises(shardckpt.errors.ResumeDivergence) as caught:
             train(TRAININGS[kind], tmp_path / "run", 2, fault)
     found = caught.value.divergence
     assert (found.cause, found.step) == (cause, SAVED_AT + 1), found

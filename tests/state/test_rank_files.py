@@ -173,7 +173,7 @@ def test_of_replicas_one_is_enough(tmp_path: Path) -> None:
             assert differs(load_file(whole / "optimizer.safetensors"), of_optimizer(moments)) == [], style
             assert not rest or rest in report.warnings, style
         (ranks / "of-1.pt").unlink()
-        with pytest.raises(shardckpt.IncompleteError, match="the file is not there"):
+        with pytest.raises(shardckpt.errors.IncompleteError, match="the file is not there"):
             shardckpt.consolidate(str(ranks), str(tmp_path / style / "again"))
 
 
@@ -192,7 +192,7 @@ def test_what_tensor_parallelism_has_cut_as_well_is_refused_by_name(style: str, 
         saved(model, None, tmp_path / "ranks", rank, together=False)
 
     run(4, body, timeout=120)
-    with pytest.raises(shardckpt.UnsupportedError, match=r"in more than one way.* FULL or SHARDED"):
+    with pytest.raises(shardckpt.errors.UnsupportedError, match=r"in more than one way.* FULL or SHARDED"):
         shardckpt.consolidate(str(tmp_path / "ranks"), str(tmp_path / "whole"))
 
 

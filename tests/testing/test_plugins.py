@@ -433,7 +433,7 @@ def test_ranks_that_a_target_fails_to_plan_name_it(site: Path, tmp_path: Path, m
 @pytest.mark.usefixtures("npy")
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_what_the_caller_raises_while_a_target_writes_reaches_the_caller(jobs: int, tmp_path: Path) -> None:
-    def stop(_: shardckpt.Progress) -> None:
+    def stop(_: shardckpt.results.Progress) -> None:
         raise LookupError("enough")
 
     with pytest.raises(LookupError, match="enough") as caught:

@@ -45,7 +45,7 @@ def train(root: Path, *, has_fault: bool = False, steps: int = SAVED_AT + 2) -> 
     again = Job("plain", 0, 1, 2, resumed)
     again.restore(*(["data"] if has_fault else []))
     if has_fault:
-        with pytest.raises(shardckpt.ResumeDivergence):
+        with pytest.raises(shardckpt.errors.ResumeDivergence):
             again.train(steps)
     else:
         again.train(steps)

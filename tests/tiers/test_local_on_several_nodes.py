@@ -20,7 +20,8 @@ from tier_runs import BLOCKS, DAMAGES, VALUES, damage_step, enter, holders, is_s
 from tier_runs import sharded_state as state
 
 import shardckpt
-from shardckpt import Checkpointer, FallbackEvent, Local, PeerMemory, PromotionEvent, RestoreEvent, WithdrawalEvent
+from shardckpt import Checkpointer, Local, PeerMemory
+from shardckpt.events import FallbackEvent, PromotionEvent, RestoreEvent, WithdrawalEvent
 from shardckpt.tiers.holder import holders as holder_processes
 from shardckpt.tiers.holder.holder_store import HolderStore
 from shardckpt.tiers.peers import open_peers

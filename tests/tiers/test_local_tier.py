@@ -17,9 +17,10 @@ from harness import run
 from tier_runs import DAMAGES, damage_step, make_state, restore, save
 
 import shardckpt
-from shardckpt import Checkpointer, FallbackEvent, Local, PeerMemory, RestoreEvent, WithdrawalEvent
+from shardckpt import Checkpointer, Local, PeerMemory
 from shardckpt.checkpoint.run import step_restore
 from shardckpt.errors import NoCompleteCheckpoint, StorageError, UsageError
+from shardckpt.events import FallbackEvent, RestoreEvent, WithdrawalEvent
 from shardckpt.tiers import capture_tier, tier_steps, tiered_finder
 from shardckpt.tiers.lineage import known_root
 from shardckpt.tiers.memory_tier import MemoryTier
@@ -305,9 +306,9 @@ def test_of_three_equal_copies_the_nearest_that_verifies_is_restored(tmp_path):
     loads: list[str] = []
     tiers_of_restores: list[str] = []
 
-    def note(event: shardckpt.OperationEvent) -> None:
+    def note(event: shardckpt.events.OperationEvent) -> None:
         loads.extend([event.path] * (event.operation == "load"))
-        tiers_of_restores.extend([event.tier] if isinstance(event, shardckpt.RestoreEvent) else [])
+        tiers_of_restores.extend([event.tier] if isinstance(event, shardckpt.events.RestoreEvent) else [])
 
     def again() -> Checkpointer:
         return Checkpointer(tmp_path / "run", save_every=1, tiers=tiers, on_event=note)
@@ -337,7 +338,7 @@ def test_a_folder_that_is_lost_is_not_claimed_and_the_next_capture_makes_it_agai
 def test_a_claim_that_turns_out_false_is_withdrawn_with_an_event_and_one_that_retention_ended_is_not(tmp_path):
     events: list[WithdrawalEvent] = []
 
-    def note(event: shardckpt.OperationEvent) -> None:
+    def note(event: shardckpt.events.OperationEvent) -> None:
         events.extend([event] if isinstance(event, WithdrawalEvent) else [])
 
     ck = make(tmp_path, save_every=2, on_event=note)

@@ -22,9 +22,10 @@ from tier_runs import make_state as state
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import shardckpt
-from shardckpt import Checkpointer, FallbackEvent, Local, PeerMemory
+from shardckpt import Checkpointer, Local, PeerMemory
 from shardckpt.checkpoint.save.handle import AsyncSaveTask, SaveHandle
 from shardckpt.errors import MissingFileError, NoSpaceError, StorageError, UnsupportedError, UsageError
+from shardckpt.events import FallbackEvent
 from shardckpt.storage.local import LocalWriter
 from shardckpt.storage.resolve_url import open_store
 from shardckpt.tiers import capture_tier, peer_memory

@@ -17,8 +17,9 @@ import xxhash
 from tier_runs import make_state
 
 import shardckpt
-from shardckpt import Checkpointer, FallbackEvent, Local, PeerMemory, PromotionEvent
+from shardckpt import Checkpointer, Local, PeerMemory
 from shardckpt.errors import ChecksumError, NoSpaceError, StorageError, UnsupportedError
+from shardckpt.events import FallbackEvent, PromotionEvent
 from shardckpt.native import stored_folders
 from shardckpt.storage.linux_syscalls import LOW_PRIORITY
 from shardckpt.storage.resolve_url import open_store
@@ -36,7 +37,7 @@ class Run:
 
     def __init__(self, folder: Path, *, local_every: int = 2, **options: object) -> None:
         self.local = folder / "local"
-        self.events: list[shardckpt.OperationEvent] = []
+        self.events: list[shardckpt.events.OperationEvent] = []
         tiers = [PeerMemory(max_bytes="1GB", **options), Local(self.local, every=local_every, keep_last=2)]
         self.ck = Checkpointer(folder / "run", save_every=100, tiers=tiers, on_event=self.events.append)
 
@@ -63,7 +64,7 @@ def test_a_step_of_both_tiers_is_saved_once_and_copied_byte_for_byte(tmp_path):
     for name in names:
         first, second = (read_bytes(store, name, 0, store.size(name)) for store in stores)
         assert first == second
-    assert [event.path for event in run.list(shardckpt.SaveEvent)] == [memory.path]
+    assert [event.path for event in run.list(shardckpt.events.SaveEvent)] == [memory.path]
     (event,) = run.list(PromotionEvent)
     assert (event.path, event.source, event.tier, event.step) == (local.path, memory.path, "local", 1)
     assert event.nbytes > 1200 and event.seconds > 0 and event.error is None
@@ -350,7 +351,7 @@ def test_a_save_copies_its_step_itself_where_python_starts_no_more_threads(tmp_p
 def test_captures_promotions_and_saves_in_the_root_run_below_the_training(tmp_path):
     own, found = os.getpriority(os.PRIO_PROCESS, 0), set()
 
-    def note(event: shardckpt.OperationEvent) -> None:
+    def note(event: shardckpt.events.OperationEvent) -> None:
         found.add((event.operation, event.path.partition("://")[0], os.getpriority(os.PRIO_PROCESS, 0) - own))
 
     tiers = [PeerMemory(max_bytes="1GB"), Local(tmp_path / "local")]

@@ -16,11 +16,12 @@ from harness import outcomes, run
 from tier_runs import BLOCKS, NODES, VALUES, enter, holders, is_step, kill_holder
 from tier_runs import sharded_state as state
 
-from shardckpt import Checkpointer, FallbackEvent, PeerMemory
+from shardckpt import Checkpointer, PeerMemory
 from shardckpt.checkpoint import coordinator
 from shardckpt.checkpoint.coordinator import Coordinator
 from shardckpt.checkpoint.load import tensor_loader
 from shardckpt.errors import RankError
+from shardckpt.events import FallbackEvent
 from shardckpt.tiers import memory_tier
 from shardckpt.tiers.peers import open_peers, peer_exchange
 from shardckpt.tiers.peers.peer_store import PeerStore

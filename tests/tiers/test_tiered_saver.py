@@ -14,11 +14,12 @@ import torch
 from harness import outcomes, run
 from tier_runs import VALUES, enter, sharded_state
 
-from shardckpt import Checkpointer, FallbackEvent, PeerMemory
+from shardckpt import Checkpointer, PeerMemory
 from shardckpt.checkpoint.coordinator import Coordinator, get_channels
 from shardckpt.checkpoint.rank_link import TorchLink
 from shardckpt.checkpoint.save.staging import StagingArea
 from shardckpt.errors import RankError, StorageError, UsageError
+from shardckpt.events import FallbackEvent
 from shardckpt.tiers.tiered_saver import TieredSaver
 
 WORLD = 3

@@ -14,7 +14,8 @@ from harness import outcomes, run
 from tier_runs import kill_holder
 
 import shardckpt
-from shardckpt import Checkpointer, Local, PeerMemory, ResumeEvent, Witness
+from shardckpt import Checkpointer, Local, PeerMemory, Witness
+from shardckpt.events import ResumeEvent
 from shardckpt.native.commit import find_save
 from shardckpt.native.run_directory import step_name
 from shardckpt.tiers.holder import holder_connection
@@ -94,7 +95,7 @@ def test_a_fault_of_a_resume_from_a_tier_is_named_with_the_copy(kinds: str, tmp_
     other = job(tmp_path, kinds, 2)
     other.restore()
     other.change(lambda shard: shard.tensor.mul_(0.5), "model", "head.weight")
-    with pytest.raises(shardckpt.ResumeDivergence, match=r"model\.head\.weight") as caught:
+    with pytest.raises(shardckpt.errors.ResumeDivergence, match=r"model\.head\.weight") as caught:
         other.train()
     assert NAME in str(caught.value)
     assert verdicts(other) == [("diverged", 0)]
@@ -175,7 +176,7 @@ def resume_with_copies(
     start = other.step
     if fault:
         other.change(lambda shard: shard.tensor.mul_(0.5), "model", "head.weight")
-        with pytest.raises(shardckpt.ResumeDivergence, match=r"model\.head\.weight"):
+        with pytest.raises(shardckpt.errors.ResumeDivergence, match=r"model\.head\.weight"):
             other.train(STEPS)
     else:
         other.train(STEPS)

@@ -57,5 +57,5 @@ def test_a_divergence_and_a_warning_name_the_values_that_the_state_lacks(tmp_pat
     with pytest.warns(UserWarning, match=r"does not restore: seen \(dict\)"):
         require_proven(report)
     report = run_drill(lambda: note() + seen["loss"], state, drill_folder(str(tmp_path)))
-    with pytest.raises(shardckpt.ResumeDivergence, match=r"not restored: .*seen \(dict\)"):
+    with pytest.raises(shardckpt.errors.ResumeDivergence, match=r"not restored: .*seen \(dict\)"):
         require_proven(report)

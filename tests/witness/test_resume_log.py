@@ -12,8 +12,8 @@ from faults import SAVED_AT, STEPS, Job
 from harness import run
 
 import shardckpt
-from shardckpt import Proof, StepProof
 from shardckpt.native.run_directory import resumes_name, step_name, witness_name
+from shardckpt.results import Proof, StepProof
 
 
 def job(root: Path, seed: int = 1, *, style: str = "plain", rank: int = 0, world: int = 1, **options: Any) -> Job:
@@ -40,7 +40,7 @@ def test_each_resume_of_a_step_has_its_verdict(tmp_path: Path) -> None:
     made.train(STEPS, SAVED_AT)
     assert [step.verdict for step in shardckpt.prove(tmp_path).steps] == ["unproven", "unproven"]
     resume(tmp_path)
-    with pytest.raises(shardckpt.ResumeDivergence):
+    with pytest.raises(shardckpt.errors.ResumeDivergence):
         resume(tmp_path, is_faulty=True)
     resume(tmp_path, SAVED_AT + 1)
     resume(tmp_path, SAVED_AT)
@@ -61,14 +61,14 @@ def test_each_resume_of_a_step_has_its_verdict(tmp_path: Path) -> None:
 
 def test_a_verdict_is_an_event(tmp_path: Path) -> None:
     job(tmp_path).train(STEPS, SAVED_AT)
-    seen: list[shardckpt.OperationEvent] = []
+    seen: list[shardckpt.events.OperationEvent] = []
     resume(tmp_path, on_event=seen.append)
-    with pytest.raises(shardckpt.ResumeDivergence):
+    with pytest.raises(shardckpt.errors.ResumeDivergence):
         resume(tmp_path, is_faulty=True, on_event=seen.append)
-    proven, diverged = (event for event in seen if isinstance(event, shardckpt.ResumeEvent))
+    proven, diverged = (event for event in seen if isinstance(event, shardckpt.events.ResumeEvent))
     assert (proven.verdict, proven.compared, proven.error, proven.step) == ("proven", 2, None, SAVED_AT)
     assert (diverged.verdict, diverged.cause, diverged.name) == ("diverged", "random state", "torch")
-    assert isinstance(diverged.error, shardckpt.ResumeDivergence)
+    assert isinstance(diverged.error, shardckpt.errors.ResumeDivergence)
     assert json.loads(json.dumps(diverged.as_dict()))["operation"] == "resume"
 
 

@@ -51,7 +51,7 @@ def test_a_run_that_dies_after_one_step_leaves_a_record_of_one(tmp_path: Path) -
     job(tmp_path).train(SAVED_AT + 1, SAVED_AT)
     other = resumed(tmp_path)
     torch.manual_seed(9)
-    with pytest.raises(shardckpt.ResumeDivergence, match="random state of torch differs after step 4"):
+    with pytest.raises(shardckpt.errors.ResumeDivergence, match="random state of torch differs after step 4"):
         other.train(SAVED_AT + 1)
 
 
@@ -120,7 +120,7 @@ def test_steps_that_are_not_deep_see_replaced_slots_and_changed_settings(
         return train_step(batch)
 
     other.train_step = step
-    with pytest.raises(shardckpt.ResumeDivergence) as caught:
+    with pytest.raises(shardckpt.errors.ResumeDivergence) as caught:
         other.train()
     assert (caught.value.divergence.cause, caught.value.divergence.step) == (cause, STEPS)
 
@@ -149,7 +149,7 @@ def test_a_parameter_that_was_replaced_between_a_restore_and_its_steps_is_seen_b
         return loss
 
     other.train_step = step
-    with pytest.raises(shardckpt.ResumeDivergence, match=r"model\.head\.weight differs after step 5"):
+    with pytest.raises(shardckpt.errors.ResumeDivergence, match=r"model\.head\.weight differs after step 5"):
         other.train()
 
 
@@ -192,14 +192,14 @@ def test_a_resumed_run_that_saves_again_is_compared_to_the_end_of_its_record(tmp
         return loss
 
     other.train_step = train_step
-    with pytest.raises(shardckpt.ResumeDivergence, match=r"model\.head\.weight differs after step 5"):
+    with pytest.raises(shardckpt.errors.ResumeDivergence, match=r"model\.head\.weight differs after step 5"):
         other.train(STEPS, SAVED_AT + 1)
 
 
 def save_in_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Job, list[bool]]:
     """Return a job whose save counts as running while the returned list is empty."""
     is_over: list[bool] = []
-    monkeypatch.setattr(shardckpt.SaveHandle, "done", lambda handle: bool(is_over))
+    monkeypatch.setattr(shardckpt.results.SaveHandle, "done", lambda handle: bool(is_over))
     made = job(tmp_path)
     made.train(STEPS, SAVED_AT, in_background=True)
     return made, is_over
@@ -237,7 +237,9 @@ def test_an_optimizer_that_was_not_restored_is_named_by_what_it_lacks(tmp_path: 
     job(tmp_path).train(saved_at=SAVED_AT)
     other = job(tmp_path, 2)
     other.restore("optim")
-    with pytest.raises(shardckpt.ResumeDivergence, match=r"optim\.state\.\*\.step is missing after the load") as caught:
+    with pytest.raises(
+        shardckpt.errors.ResumeDivergence, match=r"optim\.state\.\*\.step is missing after the load"
+    ) as caught:
         other.train()
     assert caught.value.divergence.step == SAVED_AT + 1
 
@@ -249,7 +251,7 @@ def test_the_optimizer_of_a_schedule_counts_if_it_is_not_in_the_state(tmp_path: 
     other = job(tmp_path, 2)
     del other.state["optim"]
     other.restore()
-    with pytest.raises(shardckpt.ResumeDivergence, match=r"schedule\.optimizer\.state\.\*\.step is missing"):
+    with pytest.raises(shardckpt.errors.ResumeDivergence, match=r"schedule\.optimizer\.state\.\*\.step is missing"):
         other.train()
 
 
@@ -261,7 +263,7 @@ def test_copies_of_a_run_and_of_a_step_have_the_record(tmp_path: Path) -> None:
         assert names(tmp_path / folder) == [witness_name(step_name(SAVED_AT))]
         other = resumed(tmp_path / folder)
         torch.manual_seed(9)
-        with pytest.raises(shardckpt.ResumeDivergence):
+        with pytest.raises(shardckpt.errors.ResumeDivergence):
             other.train()
 
 
@@ -289,7 +291,7 @@ def test_a_wrapper_of_an_optimizer_is_looked_at_in_its_first_step(tmp_path: Path
     other.state["optim"] = Wrapper(other.optim)
     other.restore()
     other.change(lambda shard: shard.tensor.mul_(0.5), "model", "head.weight")
-    with pytest.raises(shardckpt.ResumeDivergence, match=r"model\.head\.weight differs in step 4"):
+    with pytest.raises(shardckpt.errors.ResumeDivergence, match=r"model\.head\.weight differs in step 4"):
         other.train()
 
 
@@ -349,7 +351,7 @@ def without_dropout(rank: int, world: int, style: str, root: Path, *, resumes: b
         made.data.world, made.data.rank = world, rank
     try:
         made.train(saved_at=-1 if resumes else SAVED_AT)
-    except shardckpt.ResumeDivergence as error:
+    except shardckpt.errors.ResumeDivergence as error:
         return f"{error.divergence.cause} {error.divergence.name}"
     return ""
 

@@ -26,7 +26,8 @@ from shardckpt.checkpoint.load.tensor_loader import ReadRequest, plan_straight
 from shardckpt.checkpoint.stateful.flatten import FlattenedState, flatten_state
 from shardckpt.checkpoint.stateful.stateful import dtype_name
 from shardckpt.checkpoint.stateful.tensor_bytes import flat_bytes, is_flat_on_cpu, tensor_bytes
-from shardckpt.divergence import Divergence, ResumeDivergence
+from shardckpt.divergence import Divergence
+from shardckpt.errors import ResumeDivergence
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.native.reader import NativeReader
 from shardckpt.native.records import DIGEST_BYTES

@@ -36,7 +36,13 @@ from shardckpt.checkpoint.load.tensor_loader import (
 from shardckpt.checkpoint.stateful.flatten import LocalModels
 from shardckpt.checkpoint.stateful.stateful import build_call_error
 from shardckpt.encodings.budget import gc_paused
-from shardckpt.errors import RankError, ShardckptError, UsageError, escape, require_bools
+from shardckpt.errors import (
+    MismatchError,
+    RankError,
+    ShardckptError,
+    UsageError,
+    require_bools,
+)
 from shardckpt.events import LoadEvent, OnEvent, Recorder, record_operation, require_on_event
 from shardckpt.events.progress import Meter, OnProgress
 from shardckpt.events.warn_user import warn_user
@@ -49,52 +55,12 @@ from shardckpt.plan.layout.read_sharing import (
     encode_groups,
 )
 from shardckpt.reader import NamedBases, ParamShapes
-from shardckpt.state import StateMismatchError
 from shardckpt.state.keys.slots import UnequalSteps, require_way_with_steps
 from shardckpt.storage.resolve_url import as_url
 from shardckpt.torchrun import MACHINE_BYTES, get_machine_id
 
 if TYPE_CHECKING:
     from shardckpt.state.local.local_shards import LocalModel
-
-_SHOWN_CHARACTERS = 40_000
-
-
-class MismatchError(StateMismatchError, UsageError):
-    """A checkpoint does not fit the state to load.
-
-    Args:
-        problems: All mismatches, one sentence each.
-        shown: Shorter version of the problems for the message; empty to use `problems`.
-        besides: Names that only the checkpoint has.
-        note: Another sentence for the message.
-
-    Attributes:
-        problems: All mismatches, one sentence each.
-    """
-
-    def __init__(
-        self, problems: Sequence[str], shown: Sequence[str] = (), besides: Sequence[str] = (), note: str = ""
-    ) -> None:
-        self.problems = tuple(problems)
-        self._shown = tuple(shown or problems)
-        fix = "Nothing was changed. Names may differ with strict=False, types with cast=True."
-        if besides:
-            names = ", ".join(map(escape, besides[:_SHOWN_NAMES])) + (", ..." if len(besides) > _SHOWN_NAMES else "")
-            fix += f" The checkpoint also holds {names}: to load only what you passed, ignore_extra=True."
-        if note:
-            fix += f" {note}"
-        super().__init__(f"the checkpoint does not fit in {len(problems)} place{'s' * (len(problems) != 1)}", fix=fix)
-
-    def __str__(self) -> str:
-        listed, length = [], 0
-        for problem in map(escape, self._shown):
-            length += len(problem)
-            if length > _SHOWN_CHARACTERS:
-                break
-            listed.append(problem)
-        more = f"; and {len(self._shown) - len(listed)} more" if len(listed) < len(self._shown) else ""
-        return f"{self.what}: {'; '.join(listed)}{more}. {self.fix}"
 
 
 class LoadParams(TypedDict, total=False):

@@ -16,9 +16,10 @@ from accelerate.utils import DistributedType, broadcast_object_list
 from typing_extensions import Unpack
 
 import shardckpt
-from shardckpt import ResumeReport, RNGState, SaveHandle, UnsupportedError, UsageError
+from shardckpt import RNGState
 from shardckpt.checkpoint.coordinator import get_channels
 from shardckpt.checkpoint.save.async_save import AsyncSaveParams, require_known_options
+from shardckpt.errors import UnsupportedError, UsageError
 from shardckpt.integrations.accelerate.loop_state import LoaderPosition, LoopState
 from shardckpt.integrations.accelerate.state_folders import (
     STEP,
@@ -33,6 +34,7 @@ from shardckpt.integrations.accelerate.state_folders import (
 )
 from shardckpt.integrations.damaged_step import name_earlier
 from shardckpt.integrations.local_folders import list_names
+from shardckpt.results import ResumeReport, SaveHandle
 from shardckpt.witness.framework_drill import run_drill
 
 __all__ = ["AcceleratorCheckpoints", "register"]

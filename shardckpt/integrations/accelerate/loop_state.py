@@ -8,7 +8,8 @@ from accelerate import Accelerator
 from accelerate.data_loader import SeedableRandomSampler
 from accelerate.utils import broadcast_object_list
 
-from shardckpt import PerRank, UsageError
+from shardckpt import PerRank
+from shardckpt.errors import UsageError
 from shardckpt.events.warn_user import warn_user
 
 __all__ = ["LoaderPosition", "LoopState"]

@@ -11,8 +11,8 @@ from pathlib import Path
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
-from shardckpt import SourceNotFoundError, StorageError, TargetExistsError, UsageError
 from shardckpt.checkpoint.run.step_finder import parse_root
+from shardckpt.errors import SourceNotFoundError, StorageError, TargetExistsError, UsageError
 from shardckpt.events.warn_user import warn_user
 from shardckpt.integrations.local_folders import list_names, require_access
 

@@ -10,7 +10,8 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 
-from shardckpt import RNGState, UsageError
+from shardckpt import RNGState
+from shardckpt.errors import UsageError
 from shardckpt.witness.framework_drill import drill_folder, require_proven, run_drill
 
 __all__ = ["LightningStep", "require_steps_for_drill"]

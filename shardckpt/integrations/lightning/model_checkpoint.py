@@ -16,19 +16,10 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import Unpack
 
-from shardckpt import (
-    Checkpointer,
-    SaveHandle,
-    ShardckptError,
-    SourceNotFoundError,
-    UnsupportedError,
-    UsageError,
-    ls,
-    model_state_dict,
-)
+from shardckpt import Checkpointer, ShardckptError, ls, model_state_dict
 from shardckpt.checkpoint.run.step_finder import parse_root
 from shardckpt.checkpoint.save.async_save import StepSaveParams, require_known_options
-from shardckpt.errors import require_bools
+from shardckpt.errors import SourceNotFoundError, UnsupportedError, UsageError, require_bools
 from shardckpt.events.warn_user import warn_user
 from shardckpt.integrations.lightning.lightning_state import (
     COMMIT,
@@ -43,6 +34,7 @@ from shardckpt.integrations.lightning.lightning_step import LightningStep, requi
 from shardckpt.integrations.lightning.model_checkpoint_params import ModelCheckpointParams
 from shardckpt.integrations.lightning.supported_strategies import require_supported_strategy
 from shardckpt.integrations.step_removal import StepRemoval
+from shardckpt.results import SaveHandle
 
 __all__ = ["ShardckptModelCheckpoint"]
 

@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import (
     XLAStrategy,
 )
 
-from shardckpt import UnsupportedError
+from shardckpt.errors import UnsupportedError
 
 __all__ = ["require_supported_strategy"]
 

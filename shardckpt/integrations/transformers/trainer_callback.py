@@ -19,9 +19,9 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer import TRAINER_STATE_NAME
 from typing_extensions import Unpack
 
-from shardckpt import Checkpointer, RNGState, SaveHandle, UnsupportedError, UsageError
+from shardckpt import Checkpointer, RNGState
 from shardckpt.checkpoint.save.async_save import StepSaveParams, require_known_options
-from shardckpt.errors import require_bools
+from shardckpt.errors import UnsupportedError, UsageError, require_bools
 from shardckpt.integrations.step_removal import StepRemoval
 from shardckpt.integrations.transformers.step_rotation import choose_removed
 from shardckpt.integrations.transformers.trainer_folder import (
@@ -43,6 +43,7 @@ from shardckpt.integrations.transformers.trainer_state import (
     require_resume_from,
 )
 from shardckpt.integrations.transformers.trainer_step import TrainerStep, require_steps_for_drill
+from shardckpt.results import SaveHandle
 
 __all__ = ["ShardckptCallback"]
 
@@ -114,10 +115,8 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             UsageError: A drill needs steps without gradient accumulation, whose optimizer is saved.
         """
         if trainer.is_deepspeed_enabled:
-            raise UnsupportedError(
-                "ShardckptCallback does not support DeepSpeed",
-                fix="Remove the callback: `shardckpt` reads the checkpoints that DeepSpeed writes.",
-            )
+            fix = "Remove the callback: `shardckpt` reads the checkpoints that DeepSpeed writes."
+            raise UnsupportedError("ShardckptCallback does not support DeepSpeed", fix=fix)
         methods = {
             "_save_checkpoint": self._save,
             "_load_from_checkpoint": self._load_model,

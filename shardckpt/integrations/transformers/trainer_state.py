@@ -12,7 +12,8 @@ from accelerate.utils import broadcast_object_list
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from shardckpt import Checkpointer, UnsupportedError, UsageError
+from shardckpt import Checkpointer
+from shardckpt.errors import UnsupportedError, UsageError
 
 __all__ = [
     "collect_metrics",

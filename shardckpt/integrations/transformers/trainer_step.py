@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from shardckpt import UsageError
+from shardckpt.errors import UsageError
 from shardckpt.witness.framework_drill import drill_folder, require_proven, run_drill
 
 __all__ = ["TrainerStep", "require_steps_for_drill"]

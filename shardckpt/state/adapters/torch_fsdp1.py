@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from shardckpt.core.modules.dtensors import gather_full_tensor
 from shardckpt.core.modules.fqn_and_params import clean
-from shardckpt.errors import ShardckptError
+from shardckpt.errors import ShardckptError, StateMismatchError
 from shardckpt.plan.optim.optim_keys import get_key_type, nest, to_names
 from shardckpt.plan.optim.param_groups import match_settings
 from shardckpt.state.adapters.flat_shard_check import FlatShards
@@ -24,7 +24,7 @@ from shardckpt.state.adapters.name_collision import clean_keys
 from shardckpt.state.adapters.sharded_tensor import as_dtensor
 from shardckpt.state.keys.kinds import StateKind, is_sharded_tensor
 from shardckpt.state.keys.slots import copy_value
-from shardckpt.state.keys.validation import StateMismatchError, check_form, digest, validate_input
+from shardckpt.state.keys.validation import check_form, digest, validate_input
 from shardckpt.state.redistribute.rank_grid import Ranks
 
 

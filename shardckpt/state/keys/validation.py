@@ -8,15 +8,11 @@ from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any
 
-from shardckpt.errors import RankError, ShardckptError
+from shardckpt.errors import RankError, ShardckptError, StateMismatchError
 from shardckpt.groups import Group
 from shardckpt.state.redistribute.rank_grid import Ranks
 
 _DIGEST = 16
-
-
-class StateMismatchError(ShardckptError, RuntimeError):
-    """A state does not fit the model: names, shapes, dtypes or ranks differ."""
 
 
 class DistributedInput:

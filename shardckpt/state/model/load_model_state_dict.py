@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shardckpt.core.modules.dtensors import gather_full_tensor, local
 from shardckpt.core.params.full_params import Staging
-from shardckpt.errors import ShardckptError
+from shardckpt.errors import ShardckptError, StateMismatchError
 from shardckpt.groups import Group
 from shardckpt.state.adapters import sharded_tensor, torch_fsdp1
 from shardckpt.state.adapters.base import ShardingAdapter, are_sharded_as, broadcast_from_rank0
@@ -31,7 +31,7 @@ from shardckpt.state.adapters.name_collision import clean_keys
 from shardckpt.state.keys import plain_json
 from shardckpt.state.keys.inference import outside_inference_mode
 from shardckpt.state.keys.kinds import StateKind, detect_kind, get_metadata
-from shardckpt.state.keys.validation import StateMismatchError, digest, validate_input
+from shardckpt.state.keys.validation import digest, validate_input
 from shardckpt.state.model import module_hooks
 from shardckpt.state.model.layout_check import check_kind, check_rank, check_units
 from shardckpt.state.redistribute.rank_grid import Ranks

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardckpt.core.modules.dtensors import gather_full_tensor, get_mesh_placements, local, wrap_local
 from shardckpt.core.modules.fqn_and_params import clean
 from shardckpt.core.params.full_params import Staging
-from shardckpt.errors import ShardckptError, UsageError
+from shardckpt.errors import ShardckptError, StateMismatchError, UsageError
 from shardckpt.plan.optim.param_groups import match_settings, read_param_names
 from shardckpt.state.adapters import torch_fsdp1
 from shardckpt.state.adapters.base import Entry, ShardingAdapter, are_sharded_as, broadcast_from_rank0
@@ -43,7 +43,7 @@ from shardckpt.state.keys.slots import (
     unpack_survey,
     with_largest,
 )
-from shardckpt.state.keys.validation import StateMismatchError, check_form, digest, validate_input
+from shardckpt.state.keys.validation import check_form, digest, validate_input
 from shardckpt.state.model.layout_check import check_kind, check_rank, check_units
 from shardckpt.state.optim.optim_state_dict import AdapterParams, OptimizerLike, OptimizerParams, map_optimizer_params
 

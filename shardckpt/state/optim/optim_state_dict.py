@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from shardckpt.core.modules.dtensors import gather_full_tensor, is_strided, local, wrap_local
 from shardckpt.core.params.full_params import Staging
-from shardckpt.errors import ShardckptError
+from shardckpt.errors import ShardckptError, StateMismatchError
 from shardckpt.groups import Group, TorchGroup, get_group_device
 from shardckpt.plan.optim.param_groups import settings
 from shardckpt.state.adapters import torch_fsdp1
@@ -38,7 +38,7 @@ from shardckpt.state.keys.slots import (
     pack_survey,
     unpack_survey,
 )
-from shardckpt.state.keys.validation import StateMismatchError, digest
+from shardckpt.state.keys.validation import digest
 from shardckpt.state.model.model_state_dict import with_metadata
 
 

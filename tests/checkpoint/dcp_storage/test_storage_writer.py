@@ -71,12 +71,12 @@ def test_a_step_is_replaced_and_anything_else_refused(tmp_path: Path) -> None:
     assert shardckpt.load(step)["step"] == 14
     with pytest.raises(CheckpointException) as error:
         save(small_state(), step, overwrite=False)
-    assert isinstance(failure(error), shardckpt.TargetExistsError)
+    assert isinstance(failure(error), shardckpt.errors.TargetExistsError)
     other.mkdir()
     (other / "notes.txt").write_text("mine")
     with pytest.raises(CheckpointException) as error:
         save(small_state(), other)
-    assert isinstance(failure(error), shardckpt.TargetExistsError)
+    assert isinstance(failure(error), shardckpt.errors.TargetExistsError)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "step"]
 
 
@@ -84,7 +84,7 @@ def test_a_step_is_replaced_and_anything_else_refused(tmp_path: Path) -> None:
 def test_a_value_that_json_cannot_hold_is_refused_by_name(tmp_path: Path, value: Any) -> None:
     with pytest.raises(CheckpointException) as error:
         save({"good": torch.ones(2), "extra": {"odd": [value]}}, tmp_path / "step")
-    assert isinstance(failure(error), shardckpt.UnsupportedError)
+    assert isinstance(failure(error), shardckpt.errors.UnsupportedError)
     assert "extra.odd" in str(failure(error))
     assert list(tmp_path.iterdir()) == []
 
@@ -96,11 +96,11 @@ def test_tensors_without_dense_memory_are_neither_saved_nor_filled(tmp_path: Pat
     for function, name in ((save, "other"), (load, "step")):
         with pytest.raises(CheckpointException) as error:
             function({"model": {"weight": freed}}, tmp_path / name)
-        assert isinstance(failure(error), shardckpt.UnsupportedError)
+        assert isinstance(failure(error), shardckpt.errors.UnsupportedError)
         assert "model.weight" in str(failure(error))
     with pytest.raises(CheckpointException) as error:
         load({"model": {"weight": torch.zeros(3).to_sparse()}}, tmp_path / "step")
-    assert isinstance(failure(error), shardckpt.UnsupportedError)
+    assert isinstance(failure(error), shardckpt.errors.UnsupportedError)
     assert [path.name for path in tmp_path.iterdir()] == ["step"]
 
 
@@ -108,7 +108,7 @@ def test_a_writer_that_began_another_save_does_not_finish_the_first(tmp_path: Pa
     writer = StorageWriter(tmp_path / "step")
     writer.prepare_global_plan([SavePlan([])])
     writer.reset(tmp_path / "other")
-    with pytest.raises(shardckpt.UsageError, match="a writer for each save"):
+    with pytest.raises(shardckpt.errors.UsageError, match="a writer for each save"):
         writer.finish(Metadata({}), [[]])
     assert list(tmp_path.iterdir()) == []
 
@@ -122,7 +122,7 @@ class _Halving(DefaultSavePlanner):
 def test_a_planner_that_resolves_another_tensor_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException) as error:
         torch_dcp.save(small_state(), storage_writer=StorageWriter(tmp_path / "step"), planner=_Halving())
-    assert isinstance(failure(error), shardckpt.UnsupportedError)
+    assert isinstance(failure(error), shardckpt.errors.UnsupportedError)
 
 
 class _Forgetting(DefaultSavePlanner):
@@ -157,7 +157,7 @@ def test_a_planner_with_cached_plans_is_refused(tmp_path: Path) -> None:
 
 def test_ranks_that_do_not_coordinate_are_refused(tmp_path: Path) -> None:
     require_parameter(torch_dcp.save, "use_collectives")
-    with pytest.raises(shardckpt.UnsupportedError, match="use_collectives"):
+    with pytest.raises(shardckpt.errors.UnsupportedError, match="use_collectives"):
         torch_dcp.save(small_state(), storage_writer=StorageWriter(tmp_path / "step"), use_collectives=False)
 
 
@@ -180,10 +180,10 @@ def test_a_damaged_block_is_found_before_it_is_used(tmp_path: Path) -> None:
     payload.write_bytes(data)
     with pytest.raises(CheckpointException) as error:
         load(small_state(0), tmp_path / "step")
-    assert isinstance(failure(error), shardckpt.ChecksumError)
+    assert isinstance(failure(error), shardckpt.errors.ChecksumError)
     with pytest.raises(CheckpointException) as error:
         torch_dcp.load(small_state(0), storage_reader=StorageReader(tmp_path / "step", verify="full"))
-    assert isinstance(failure(error), shardckpt.ChecksumError)
+    assert isinstance(failure(error), shardckpt.errors.ChecksumError)
 
 
 class _Hostile:
@@ -197,7 +197,7 @@ def test_loading_a_folder_of_dcp_executes_no_pickle(tmp_path: Path, monkeypatch:
     state = {"weight": torch.zeros(2), "value": 0}
     with pytest.raises(CheckpointException) as error:
         load(state, tmp_path / "dcp")
-    assert isinstance(failure(error), shardckpt.UnsafeError)
+    assert isinstance(failure(error), shardckpt.errors.UnsafeError)
     assert not (tmp_path / "executed").exists()
     assert torch.equal(state["weight"], torch.zeros(2)), "nothing is filled before all values are known"
 
@@ -207,7 +207,7 @@ def test_a_lossy_cast_is_an_error_and_another_is_made(tmp_path: Path) -> None:
     assert load({"a": torch.zeros(2, dtype=torch.bfloat16)}, tmp_path / "step")["a"][0] == 1
     with pytest.raises(CheckpointException) as error:
         load({"a": torch.zeros(2, dtype=torch.float16)}, tmp_path / "step")
-    assert isinstance(failure(error), shardckpt.PrecisionError)
+    assert isinstance(failure(error), shardckpt.errors.PrecisionError)
 
 
 def test_writer_and_reader_can_be_sent_to_another_process(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_ranks_that_see_different_checkpoints_are_told(tmp_path: Path) -> None:
         reader.read_metadata()
         plans.append(reader.prepare_local_plan(torch_dcp.LoadPlan([])))
     assert reader.prepare_global_plan([plans[0]] * 2) == [plans[0]] * 2
-    with pytest.raises(shardckpt.FormatError, match="different checkpoints"):
+    with pytest.raises(shardckpt.errors.FormatError, match="different checkpoints"):
         reader.prepare_global_plan(plans)
 
 

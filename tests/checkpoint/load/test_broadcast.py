@@ -254,7 +254,7 @@ class TestFailures:
 
         def body(rank: int, world: int):
             state = empty()
-            with pytest.raises((shardckpt.RankError, shardckpt.ChecksumError)) as caught:
+            with pytest.raises((shardckpt.errors.RankError, shardckpt.errors.ChecksumError)) as caught:
                 shardckpt.load(state, f"counted://{path}", verify="full")
             return "in part" in str(caught.value), all((t == -1.0).all() for t in state["model"].values())
 
@@ -306,7 +306,7 @@ class TestFailures:
 
             FsspecStore._cat = dying
             start = time.monotonic()
-            with pytest.raises(shardckpt.RankError, match=f"rank {gone}"):
+            with pytest.raises(shardckpt.errors.RankError, match=f"rank {gone}"):
                 shardckpt.load(empty(), f"counted://{step}")
             return time.monotonic() - start
 
@@ -341,12 +341,12 @@ class TestFailures:
             if rank == 2:
                 time.sleep(5.0)
                 os._exit(1)
-            failure: shardckpt.RankError | None = None
+            failure: shardckpt.errors.RankError | None = None
             if rank == 0:
-                with pytest.raises(shardckpt.RankError) as raised:
+                with pytest.raises(shardckpt.errors.RankError) as raised:
                     coordinator.wait(coordinator.send(torch.zeros(SEGMENT, dtype=torch.uint8), 2), 2)
                 failure = raised.value
-            with pytest.raises(shardckpt.RankError) as last:
+            with pytest.raises(shardckpt.errors.RankError) as last:
                 coordinator.coordinate("the load", failure or b"", lambda told: told)
             return last.value.rank, last.value.what.split(" is gone")[0]
 
@@ -359,7 +359,7 @@ class TestFailures:
             coordinator.coordinate("begin", b"", lambda told: told)
             if rank == 1:
                 os._exit(1)
-            with pytest.raises(shardckpt.RankError) as raised:
+            with pytest.raises(shardckpt.errors.RankError) as raised:
                 if rank == 0:  # comes to no round after this
                     coordinator.recv(torch.empty(SEGMENT, dtype=torch.uint8), 1)
                 else:
@@ -374,7 +374,7 @@ class TestFailures:
 
         def body(rank: int, world: int):
             state = empty()
-            with pytest.raises(shardckpt.RankError, match="rank 1 opened a different checkpoint than rank 0"):
+            with pytest.raises(shardckpt.errors.RankError, match="rank 1 opened a different checkpoint than rank 0"):
                 shardckpt.load(state, tmp_path / "d" if rank else step)
             return state["step"], all((t == -1.0).all() for t in state["model"].values())
 

@@ -55,7 +55,7 @@ def test_an_object_that_changes_a_tensor_when_it_is_loaded_is_found(store_digest
     shardckpt.load(state, tmp_path / "a", verify="live")
     state["meddler"] = Meddler(state["model"].first.weight)
     shardckpt.load(state, tmp_path / "a")
-    with pytest.raises(shardckpt.ResumeDivergence, match=r"memory of model\.first\.weight differs") as caught:
+    with pytest.raises(shardckpt.errors.ResumeDivergence, match=r"memory of model\.first\.weight differs") as caught:
         shardckpt.load(state, tmp_path / "a", verify="live")
     assert (caught.value.divergence.cause, caught.value.divergence.since) == ("parameter", "load")
 
@@ -66,7 +66,7 @@ def test_a_parameter_that_was_replaced_is_found(tmp_path: Path) -> None:
     shardckpt.save({"model": state["model"], "meddler": meddler}, tmp_path / "a", store_digests=True)
     first = state["model"].first
     meddler.load_state_dict = lambda saved: setattr(first, "weight", torch.nn.Parameter(torch.zeros(6, 5)))
-    with pytest.raises(shardckpt.ResumeDivergence, match=r"model\.first\.weight"):
+    with pytest.raises(shardckpt.errors.ResumeDivergence, match=r"model\.first\.weight"):
         shardckpt.load({"model": state["model"], "meddler": meddler}, tmp_path / "a", verify="live")
 
 
@@ -76,7 +76,7 @@ def test_tensors_in_one_memory_are_found(store_digests: bool, tmp_path: Path, mo
     monkeypatch.setattr("shardckpt.checkpoint.load.load_plan.LoadPlanBuilder.check_shared_memory", lambda self: None)
     shardckpt.save({"a": torch.zeros(4, 4), "b": torch.ones(4, 4)}, tmp_path / "a", store_digests=store_digests)
     memory = torch.rand(20)
-    with pytest.raises(shardckpt.ResumeDivergence, match="memory of"):
+    with pytest.raises(shardckpt.errors.ResumeDivergence, match="memory of"):
         shardckpt.load({"a": memory[:16].view(4, 4), "b": memory[4:].view(4, 4)}, tmp_path / "a", verify="live")
 
 
@@ -88,7 +88,7 @@ def test_a_slot_that_a_reader_leaves_as_it_was_is_found(tmp_path: Path, monkeypa
         "read",
         lambda self, wanted, *store: read(self, without_slot(wanted) if store else wanted, *store),
     )
-    with pytest.raises(shardckpt.ResumeDivergence) as caught:
+    with pytest.raises(shardckpt.errors.ResumeDivergence) as caught:
         shardckpt.load(model_and_optimizer(2), tmp_path / "a", verify="live")
     assert caught.value.divergence.cause == "optimizer"
 

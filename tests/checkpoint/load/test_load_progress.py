@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardckpt
-from shardckpt import Progress
 from shardckpt.checkpoint.load import tensor_loader
+from shardckpt.results import Progress
 
 LARGE, SMALL = 60_000, 24
 

@@ -132,7 +132,7 @@ def test_damage_is_found_behind_rules_too(tmp_path: Path) -> None:
     raw = bytearray(file.read_bytes())
     raw[-5] ^= 1
     file.write_bytes(raw)
-    with pytest.raises(shardckpt.ChecksumError):
+    with pytest.raises(shardckpt.errors.ChecksumError):
         check(*trained(), tmp_path, verify="full")  # type: ignore[arg-type]
 
 

@@ -210,7 +210,7 @@ def test_what_nobody_knows_how_to_cut_is_told_before_anything_changes(tmp_path: 
         other, fresh = made("torch in place", 8)
         app, head = Lazy(other, fresh), torch.zeros(3)
         before = {name: whole(value) for name, value in other.state_dict().items()}
-        with pytest.raises(shardckpt.MismatchError, match=r"no tensor for app\.optim\.state\.0\.exp_avg: "):
+        with pytest.raises(shardckpt.errors.MismatchError, match=r"no tensor for app\.optim\.state\.0\.exp_avg: "):
             shardckpt.load({"head": head, "app": app}, tmp_path / "c")
         wrong = differing({name: whole(value) for name, value in other.state_dict().items()}, before)
         step(other, fresh)
@@ -237,7 +237,7 @@ def test_a_sharded_tensor_that_the_checkpoint_lacks_is_missed_before_anything_ch
         name = next(iter(weights))
         shardckpt.save({"app": Holder({name: weights[name]})}, tmp_path / "c")
         holder = Holder(weights)
-        with pytest.raises(shardckpt.MismatchError, match=r"missing: app\."):
+        with pytest.raises(shardckpt.errors.MismatchError, match=r"missing: app\."):
             shardckpt.load({"app": holder}, tmp_path / "c")
         shardckpt.load({"app": holder}, tmp_path / "c", strict=False)
         return holder.calls == 1
@@ -259,7 +259,7 @@ def test_a_local_state_is_refused_but_inside_per_rank(tmp_path: Path) -> None:
     def body(rank: int, world: int) -> bool:
         for face in ("flat", "orig", "in place"):
             local = Local(made(face, 0)[0])
-            with pytest.raises(shardckpt.UsageError, match="app: a LOCAL state"):
+            with pytest.raises(shardckpt.errors.UsageError, match="app: a LOCAL state"):
                 shardckpt.save({"app": local}, tmp_path / "refused", checksums=False)
             shardckpt.save({"app": shardckpt.PerRank(local)}, tmp_path / face)
             shardckpt.load({"app": shardckpt.PerRank(local)}, tmp_path / face)
@@ -268,7 +268,7 @@ def test_a_local_state_is_refused_but_inside_per_rank(tmp_path: Path) -> None:
         torchs = made("torch's wrapper", 0)[0]
         with (
             quiet(theirs.FullyShardedDataParallel.state_dict_type, torchs, theirs.StateDictType.LOCAL_STATE_DICT),
-            pytest.raises(shardckpt.UsageError, match=r"m\..*flat parameter"),
+            pytest.raises(shardckpt.errors.UsageError, match=r"m\..*flat parameter"),
         ):
             shardckpt.save({"m": torchs.state_dict()}, tmp_path / "refused", checksums=False)
         return not (tmp_path / "refused").exists()
@@ -310,11 +310,11 @@ def test_a_plain_object_takes_what_it_saved(tmp_path: Path, copies: bool, room: 
 def test_an_object_that_refuses_says_which_others_got_nothing(tmp_path: Path) -> None:
     class Refuses(Kept):
         def load_state_dict(self, state) -> None:
-            raise shardckpt.UsageError("it cannot be now")
+            raise shardckpt.errors.UsageError("it cannot be now")
 
     shardckpt.save({"a": Kept(torch.ones(2), True), "b": Kept(torch.ones(2), True)}, tmp_path / "c")
     last = Kept(torch.zeros(2), False)
-    with pytest.raises(shardckpt.UsageError, match=r"a could not load its state, and b was not reached\."):
+    with pytest.raises(shardckpt.errors.UsageError, match=r"a could not load its state, and b was not reached\."):
         shardckpt.load({"a": Refuses(torch.zeros(2), True), "b": last}, tmp_path / "c")
     assert last.note == "new"
 

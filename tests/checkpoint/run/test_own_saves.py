@@ -50,7 +50,7 @@ def test_a_save_that_is_running_is_restored(asked: dict, tmp_path: Path) -> None
 def test_a_save_that_fails_is_told_by_the_restore_and_raised_by_the_next_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    events: list[shardckpt.RestoreEvent] = []
+    events: list[shardckpt.events.RestoreEvent] = []
     ck = Checkpointer(tmp_path)
     ck.save(1, make_state(1.0))
     with monkeypatch.context() as full:

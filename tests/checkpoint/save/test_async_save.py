@@ -299,7 +299,7 @@ class TestOutcome:
             for _ in range(2):
                 with pytest.raises(OSError, match="No space left"):
                     handle.result()
-        assert handle.done() and [type(each.error) for each in events] == [shardckpt.NoSpaceError]
+        assert handle.done() and [type(each.error) for each in events] == [shardckpt.errors.NoSpaceError]
         assert os.listdir(tmp_path) == ["c"]
         assert torch.equal(shardckpt.load(tmp_path / "c")["t"], torch.ones(3))
         shardckpt.async_save({"t": torch.zeros(3)}, tmp_path / "c", overwrite=True).result()
@@ -310,7 +310,7 @@ class TestOutcome:
             shardckpt.async_save({"t": torch.rand(9000)}, tmp_path / "a")
             wait_for_no_thread()
         with pytest.raises(
-            shardckpt.StorageError, match=r"in the background to .*a, failed: .*No space left"
+            shardckpt.errors.StorageError, match=r"in the background to .*a, failed: .*No space left"
         ) as caught:
             getattr(shardckpt, verb)({"t": torch.rand(3)}, tmp_path / "b")
         assert "No space left" in str(caught.value.__cause__)
@@ -343,7 +343,7 @@ class TestOutcome:
         shardckpt.save({"t": torch.ones(3)}, tmp_path / "c")
         with pytest.raises(FileExistsError):
             shardckpt.async_save({"t": torch.rand(3)}, tmp_path / "c")
-        with pytest.raises(shardckpt.UnsupportedError, match=r"a\.b"):
+        with pytest.raises(shardckpt.errors.UnsupportedError, match=r"a\.b"):
             shardckpt.async_save({"a": {"b": object()}}, tmp_path / "d")
         for wrong in (
             {"max_staging_bytes": "12 parsecs"},
@@ -351,7 +351,7 @@ class TestOutcome:
             {"on_busy": "hope"},
             {"on_event": 5},
         ):
-            with pytest.raises(shardckpt.UsageError, match=next(iter(wrong)) if "on_event" in wrong else None):
+            with pytest.raises(shardckpt.errors.UsageError, match=next(iter(wrong)) if "on_event" in wrong else None):
                 shardckpt.async_save({"t": torch.rand(3)}, tmp_path / "d", **wrong)
         assert os.listdir(tmp_path) == ["c"]
 
@@ -411,7 +411,7 @@ class TestInterrupted:
 
         def fill_and_save(self, *args) -> None:
             StagingArea.fill = fill
-            with pytest.raises(shardckpt.RankError, match="the copy of the state was interrupted"):
+            with pytest.raises(shardckpt.errors.RankError, match="the copy of the state was interrupted"):
                 shardckpt.save({"t": torch.ones(3)}, tmp_path / "last")
             shardckpt.save({"t": torch.ones(3)}, tmp_path / "last")
             fill(self, *args)
@@ -465,7 +465,7 @@ class TestBusy:
     def test_or_it_is_refused_and_the_first_goes_on(self, tmp_path: Path) -> None:
         with held_back():
             first = shardckpt.async_save({"t": torch.rand(9000)}, tmp_path / "a")
-            with pytest.raises(shardckpt.UsageError, match="another save is under way"):
+            with pytest.raises(shardckpt.errors.UsageError, match="another save is under way"):
                 shardckpt.async_save({"t": torch.rand(9000)}, tmp_path / "b", on_busy="raise")
         first.result()
         assert os.listdir(tmp_path) == ["a"]
@@ -564,7 +564,7 @@ shardckpt.async_save({"t": torch.rand(9000)}, sys.argv[1])
 
             def child(rank: int, world: int) -> list[str]:
                 os.write = posix.write
-                with pytest.raises(shardckpt.UsageError, match="another process"):
+                with pytest.raises(shardckpt.errors.UsageError, match="another process"):
                     handle.result()
                 shardckpt.async_save({"t": torch.rand(9000)}, tmp_path / "b", on_busy="raise").result()
                 return threads()
@@ -656,10 +656,10 @@ class TestRanks:
             with writes(full):
                 handle = shardckpt.async_save(state, tmp_path / "a")
                 if rank == 0:
-                    with pytest.raises((OSError, shardckpt.RankError)):
+                    with pytest.raises((OSError, shardckpt.errors.RankError)):
                         handle.result()
             told = []
-            with pytest.raises((OSError, shardckpt.RankError)) as caught:
+            with pytest.raises((OSError, shardckpt.errors.RankError)) as caught:
                 shardckpt.async_save(state, tmp_path / "b")
             told.append(str(caught.value))
             shardckpt.async_save(state, tmp_path / "c").result()
@@ -674,7 +674,7 @@ class TestRanks:
             state = {f"t{n}": torch.full((50_000,), float(n)) for n in range(4)}
             with held_back():
                 handle = shardckpt.async_save(state, tmp_path / "a")
-                with pytest.raises(shardckpt.UsageError, match="another save is under way"):
+                with pytest.raises(shardckpt.errors.UsageError, match="another save is under way"):
                     shardckpt.async_save(state, tmp_path / "b", on_busy="raise")
             handle.result()
             return True
@@ -715,7 +715,7 @@ class TestRanks:
             with writes(lambda: os._exit(1) if rank == gone else None):
                 handle = shardckpt.async_save(state, tmp_path / "c", overwrite=True)
                 start = time.monotonic()
-                with pytest.raises(shardckpt.RankError, match=f"rank {gone}"):
+                with pytest.raises(shardckpt.errors.RankError, match=f"rank {gone}"):
                     handle.result()
             return time.monotonic() - start
 
@@ -766,5 +766,5 @@ def test_a_background_save_that_failed_without_a_text_is_named_by_the_class_of_i
     with patch.object(session, "encode_commit", side_effect=StoppedError):
         handle = shardckpt.async_save(state, tmp_path / "x")
         handle._task.join()
-    with pytest.raises(shardckpt.RankError, match=r"in the background to .*/x, failed: StoppedError$"):
+    with pytest.raises(shardckpt.errors.RankError, match=r"in the background to .*/x, failed: StoppedError$"):
         shardckpt.save(state, tmp_path / "y")

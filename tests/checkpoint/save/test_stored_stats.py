@@ -29,20 +29,20 @@ DTYPES = [
 ]
 
 
-def saved(state: Any, path: Path, **options: Any) -> dict[str, shardckpt.TensorStats]:
+def saved(state: Any, path: Path, **options: Any) -> dict[str, shardckpt.results.TensorStats]:
     """Save with statistics, and return what `stats` finds; it must be what it computes."""
     shardckpt.save(state, path, stats=True, **options)
     return read(path)
 
 
-def read(path: Path) -> dict[str, shardckpt.TensorStats]:
+def read(path: Path) -> dict[str, shardckpt.results.TensorStats]:
     stored, computed = (shardckpt.stats(path, part="all", recompute=again) for again in (False, True))
     assert [fields(tensor) for tensor in stored.tensors] == [fields(tensor) for tensor in computed.tensors]
     assert computed.stored == 0
     return {tensor.name: tensor for tensor in stored.tensors}
 
 
-def fields(tensor: shardckpt.TensorStats) -> tuple[Any, ...]:
+def fields(tensor: shardckpt.results.TensorStats) -> tuple[Any, ...]:
     sums = [None if value is None else pytest.approx(value, rel=1e-12, abs=1e-12) for value in (tensor.mean, tensor.l2)]
     counts = tensor.nans, tensor.infs, tensor.zeros, tensor.min, tensor.max
     return tensor.name, tensor.dtype, tensor.shape, *counts, *sums

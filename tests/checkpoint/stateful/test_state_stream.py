@@ -82,23 +82,23 @@ def test_tensors_of_a_target_are_filled_in_place() -> None:
     assert state["model"]["weight"].data_ptr() == weight.data_ptr()
     assert equal(weight, some_state()["model"]["weight"])
     assert average.tolist() == [1, 1], "with strides too"
-    with pytest.raises(shardckpt.UsageError, match=r"model\.weight"):
+    with pytest.raises(shardckpt.errors.UsageError, match=r"model\.weight"):
         received(sent(some_state()), {"model": {"weight": torch.zeros(4, 3)}})
 
 
 @pytest.mark.parametrize("value", [print, torch.nn.Linear(1, 1), torch.eye(2).to_sparse(), {1, (print,)}], ids=type)
 def test_a_value_that_cannot_be_sent_is_refused_by_name(value: Any) -> None:
-    with pytest.raises(shardckpt.UnsupportedError, match=r"user\.odd"):
+    with pytest.raises(shardckpt.errors.UnsupportedError, match=r"user\.odd"):
         build_stream({"user": {"odd": value}})
 
 
 def test_a_state_that_no_peer_can_read_is_refused_at_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
     endless: list[Any] = []
     endless.append((endless,))
-    with pytest.raises(shardckpt.UnsupportedError, match="nested too deep"):
+    with pytest.raises(shardckpt.errors.UnsupportedError, match="nested too deep"):
         build_stream({"user": endless})
     monkeypatch.setattr(state_stream, "MAX_HEADER_BYTES", 1000)
-    with pytest.raises(shardckpt.UnsupportedError, match="at most 1000"):
+    with pytest.raises(shardckpt.errors.UnsupportedError, match="at most 1000"):
         build_stream({"user": list(range(1000))})
 
 
@@ -119,7 +119,7 @@ def test_a_flipped_bit_or_a_lost_end_is_a_typed_error(data: st.DataObject) -> No
     at = data.draw(st.integers(0, len(good) - 1))
     bad = bytearray(good)
     bad[at] ^= 1 << data.draw(st.integers(0, 7))
-    with pytest.raises((shardckpt.CheckpointError, ConnectionError)):
+    with pytest.raises((shardckpt.errors.CheckpointError, ConnectionError)):
         received(bytes(bad))
     with pytest.raises(ConnectionError):
         received(good[:at])
@@ -167,7 +167,7 @@ def test_a_hostile_header_is_a_typed_error_that_costs_no_memory(name: str) -> No
 
 
 def test_a_header_of_many_bytes_is_refused_before_it_is_read() -> None:
-    with pytest.raises(shardckpt.UnsafeError):
+    with pytest.raises(shardckpt.errors.UnsafeError):
         received(MAGIC + (state_stream.MAX_HEADER_BYTES + 1).to_bytes(8, "little"))
 
 
@@ -181,7 +181,7 @@ def send_shards(rank: int, world: int) -> None:
     assert torch.equal(weight.full_tensor(), full)
     assert torch.equal(target["weight"].full_tensor(), full)
     for other in (None, {"weight": distribute_tensor(torch.zeros(5, 2), mesh, [Shard(1)])}):
-        with pytest.raises(shardckpt.UsageError):
+        with pytest.raises(shardckpt.errors.UsageError):
             received(data, other)
 
 

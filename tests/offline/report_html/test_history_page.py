@@ -12,11 +12,11 @@ from command import run_here
 from native_writer import write_step
 
 import shardckpt
-from shardckpt import History, StepStats, TensorStats
 from shardckpt.errors import TargetExistsError
 from shardckpt.native.run_directory import step_name
 from shardckpt.offline.report_html.page import render_page, write_page
 from shardckpt.offline.run_history.history import describe_history
+from shardckpt.results import History, StepStats, TensorStats
 
 HOSTILE = "</script><script>document.title='owned'</script>"
 

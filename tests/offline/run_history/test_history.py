@@ -123,7 +123,7 @@ def test_a_tensor_without_a_finite_value_has_a_dash_for_its_norm(tmp_path: Path)
     [("l2>=5", True), ("l2>5", False), ("min<-3e0", True), (" mean <= 0 ", False), ("zeros>0", False), ("inf", True)],
 )
 def test_a_condition_compares_a_statistic(text: str, is_true: bool) -> None:
-    tensor = shardckpt.TensorStats("w", "float32", (3,), 0, 1, 0, -4.0, 3.0, 0.5, 5.0)
+    tensor = shardckpt.results.TensorStats("w", "float32", (3,), 0, 1, 0, -4.0, 3.0, 0.5, 5.0)
     assert parse_condition(text).is_true(tensor) is is_true
 
 
@@ -245,7 +245,7 @@ def test_a_step_that_is_pruned_meanwhile_is_passed_over_with_a_word(
     def remove_middle() -> None:
         shardckpt.prune(tmp_path, steps=[4])
 
-    def read(path: str, **options: Any) -> shardckpt.Statistics:
+    def read(path: str, **options: Any) -> shardckpt.results.Statistics:
         if path.endswith(step_name(4)) and Path(path).exists():
             if moment == "before":
                 remove_middle()

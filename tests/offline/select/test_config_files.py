@@ -139,7 +139,7 @@ def test_a_config_that_links_elsewhere_is_not_carried(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text('{"key": "s3cret"}')
     src = source(tmp_path / "src")
     (tmp_path / "src" / "config.json").symlink_to(tmp_path / "secret")
-    with pytest.raises(shardckpt.UnsafeError):
+    with pytest.raises(shardckpt.errors.UnsafeError):
         shardckpt.consolidate(src, str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 

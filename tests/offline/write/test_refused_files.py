@@ -98,7 +98,7 @@ def test_nothing_is_published_and_the_old_content_stays(
         before = read_all(folder)
         with monkeypatch.context() as patch:
             break_writers(patch, change)
-            with pytest.raises(shardckpt.CheckpointError, match="written file"):
+            with pytest.raises(shardckpt.errors.CheckpointError, match="written file"):
                 WRITERS[writer](src, str(folder / "out"))
         assert read_all(folder) == before
         WRITERS[writer](src, str(folder / "out"))
@@ -111,7 +111,7 @@ def test_one_refused_file_of_several_is_enough(
 ) -> None:
     (tmp_path / "here").mkdir()
     break_writers(monkeypatch, HEADERS["no JSON"], which=1)
-    with pytest.raises(shardckpt.FormatError, match="written file"):
+    with pytest.raises(shardckpt.errors.FormatError, match="written file"):
         WRITERS[writer](src, str(tmp_path / "here" / "out"))
     assert list((tmp_path / "here").iterdir()) == []
 
@@ -125,7 +125,7 @@ def test_a_store_without_rename_keeps_what_it_has(
         before = dict(Bucket.objects)
         with monkeypatch.context() as patch:
             break_writers(patch, change)
-            with pytest.raises(shardckpt.CheckpointError, match="written file"):
+            with pytest.raises(shardckpt.errors.CheckpointError, match="written file"):
                 WRITERS[writer](src, "bucket://b/out")
         assert Bucket.objects == before
         WRITERS[writer](src, "bucket://b/out")

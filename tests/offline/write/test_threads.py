@@ -135,7 +135,7 @@ def test_other_threads_read_a_file_that_the_calling_one_writes(tmp_path: Path, m
     monkeypatch.setattr(LocalWriter, "write", write_here)
     done = []
 
-    def tell(progress: shardckpt.Progress) -> None:
+    def tell(progress: shardckpt.results.Progress) -> None:
         tellers.add(threading.get_ident())
         done.append(progress.done_bytes)
 
@@ -243,7 +243,7 @@ def test_an_interrupt_stops_all_threads_and_leaves_nothing(target: str, tmp_path
     source = by_rows_and_columns(tmp_path / "src")
     before = threading.active_count()
 
-    def stop(progress: shardckpt.Progress) -> None:
+    def stop(progress: shardckpt.results.Progress) -> None:
         if progress.done_bytes > 20_000:
             raise KeyboardInterrupt
 

@@ -46,7 +46,9 @@ def copied(written: Path, tmp_path: Path) -> Callable[[str], Path]:
     return lambda name: Path(shutil.copytree(written / name, tmp_path / name))
 
 
-def consolidated(source: Path, target: Path, **options: Any) -> tuple[dict[str, torch.Tensor], shardckpt.Report]:
+def consolidated(
+    source: Path, target: Path, **options: Any
+) -> tuple[dict[str, torch.Tensor], shardckpt.results.Report]:
     report = shardckpt.consolidate(str(source), str(target), part="all", **options)
     found: dict[str, torch.Tensor] = {}
     for file in target.glob("*.safetensors"):

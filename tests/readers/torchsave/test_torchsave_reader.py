@@ -440,7 +440,7 @@ def test_a_load_of_all_and_a_verification_warn_of_a_value_with_tensors(tmp_path:
     assert not found.problems and any(
         re.match(r"hyper_parameters\.net is .* cannot be read", each) for each in found.warnings
     )
-    with pytest.raises(shardckpt.MismatchError, match=r"hyper_parameters\.net"):
+    with pytest.raises(shardckpt.errors.MismatchError, match=r"hyper_parameters\.net"):
         shardckpt.load({"hyper_parameters": {"net": torch.ones(2), "lr": 0.0}, "w": torch.zeros(2)}, str(file))
 
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from shardckpt import WithdrawalEvent
+from shardckpt.events import WithdrawalEvent
 from shardckpt.native.step_copies import StepCopy
 from shardckpt.tiers.lineage.claims import DurabilityClaims
 
