@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardckpt import errors, events, results
+    from shardckpt import errors, events, results  # noqa: F401  (users reach them as attributes)
     from shardckpt.checkpoint.load.load import load
     from shardckpt.checkpoint.save.async_save import async_save
     from shardckpt.checkpoint.save.save import save
@@ -125,8 +125,6 @@ __all__ = [
     "convert",
     "copy",
     "diff",
-    "errors",
-    "events",
     "formats",
     "history",
     "inspect",
@@ -146,7 +144,6 @@ __all__ = [
     "rekey",
     "repair",
     "reshard",
-    "results",
     "save",
     "stats",
     "stop_tiers",
@@ -154,8 +151,8 @@ __all__ = [
 ]
 
 
-_PUBLIC = frozenset(__all__)
 _MODULES = ("errors", "events", "results")
+_PUBLIC = frozenset([*__all__, *_MODULES])
 
 
 def _needs_torch(name: str) -> bool:

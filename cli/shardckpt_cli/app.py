@@ -58,6 +58,9 @@ VERBS = {
 }
 
 
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 200}  # the terminal's width
+
+
 def build_command(first_word: str = "") -> Any:
     """Return the command with only the verb that will run: building all verbs takes longer than most runs."""
     app = typer.Typer(
@@ -67,13 +70,14 @@ def build_command(first_word: str = "") -> Any:
         add_completion=first_word not in VERBS,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
+        context_settings=CONTEXT,
     )
     app.callback()(_take_options)
     # All verbs are built to show, suggest or complete them.
     for name in [first_word] if first_word in VERBS else VERBS:
         verb = VERBS[name]
         function = consolidate.run_on_first_rank(verb.function) if verb.has_one_writer else verb.function
-        app.command(name, cls=verb.command_class, help=verb.help)(wrap_command(function))
+        app.command(name, cls=verb.command_class, help=verb.help, context_settings=CONTEXT)(wrap_command(function))
     return typer.main.get_command(app)
 
 

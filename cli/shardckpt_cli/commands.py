@@ -5,9 +5,13 @@ The newest typer imports pydantic, which takes 0.07 s of CPU time, to validate t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple, get_type_hints
 
 from typer.core import TyperCommand, TyperGroup
+
+COMMON = ("consolidate", "merge-adapter", "inspect", "verify", "diff", "ls", "prune", "copy")
+GROUPS = ("What", "Names", "Precision", "Where", "Machine")
 
 
 class _ConvertIfNeeded(NamedTuple):
@@ -33,8 +37,26 @@ def _convert_if_needed(command: Any, context: Any) -> None:
         parameter.process_value = _ConvertIfNeeded(parameter, is_text, parameter.process_value)
 
 
+def _write_sections(formatter: Any, sections: Mapping[str, list[tuple[str, str]]]) -> None:
+    """Write sections with two columns, empty ones left out."""
+    for title, rows in sections.items():
+        if rows:
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+
 class CommandWithVerbs(TyperGroup):
     """The top-level command, whose subcommands are verbs."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the verbs: common ones first, then all others."""
+        sections: dict[str, list[tuple[str, str]]] = {"Commands": [], "More commands": []}
+        for name in self.list_commands(ctx):
+            verb = self.get_command(ctx, name)
+            if verb is not None:
+                title = "Commands" if name in COMMON else "More commands"
+                sections[title].append((name, verb.get_short_help_str(formatter.width)))
+        _write_sections(formatter, sections)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments before the verb."""
@@ -44,6 +66,16 @@ class CommandWithVerbs(TyperGroup):
 
 class Command(TyperCommand):
     """One verb."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments and options, grouped by `rich_help_panel`; options without one come last."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], **{title: [] for title in GROUPS}, "Options": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                default = "Arguments" if parameter.param_type_name == "argument" else "Options"
+                sections[getattr(parameter, "rich_help_panel", None) or default].append(record)
+        _write_sections(formatter, sections)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments after the verb."""

@@ -16,89 +16,259 @@ Root = Annotated[str, typer.Argument(metavar="ROOT", help="Folder of a run's ste
 # input
 To = Annotated[
     str,
-    typer.Option("--to", help="Format to write: {targets}. Default: by DST's suffix, else the first."),
+    typer.Option(
+        "--to",
+        metavar="FORMAT",
+        rich_help_panel="What",
+        help="Format to write: {targets}. Default: by DST's suffix, else the first.",
+    ),
 ]
-Tp = Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks, for --to vllm-sharded.", show_default=False)]
+Tp = Annotated[
+    int,
+    typer.Option(
+        "--tp",
+        metavar="N",
+        rich_help_panel="What",
+        help="Tensor-parallel ranks, for --to vllm-sharded.",
+        show_default=False,
+    ),
+]
 ToForRanks = Annotated[
-    str, typer.Option("--to", help="Format to write: {rank_targets}. torch writes one file per rank.")
+    str,
+    typer.Option(
+        "--to",
+        metavar="FORMAT",
+        rich_help_panel="What",
+        help="Format to write: {rank_targets}. torch writes one file per rank.",
+    ),
 ]
-Part = Annotated[str, typer.Option("--part", help="Sections to write: model, optim or all.")]
-ReadPart = Annotated[str, typer.Option("--part", help="Sections to read: model, optim or all.")]
+Part = Annotated[
+    str, typer.Option("--part", metavar="PART", rich_help_panel="What", help="Sections to write: model, optim or all.")
+]
+ReadPart = Annotated[
+    str, typer.Option("--part", metavar="PART", rich_help_panel="What", help="Sections to read: model, optim or all.")
+]
 StatsPart = Annotated[
     str,
     typer.Option(
         "--part",
+        metavar="PART",
+        rich_help_panel="What",
         help="Sections to read: model, optim or all. all includes counters and random generators' states, as a glob"
         " does. Default: all without these.",
         show_default=False,
     ),
 ]
-Weights = Annotated[str, typer.Option("--weights", help="Weights to take: live, master, ema, or a variant's name.")]
-ModelKey = Annotated[str, typer.Option("--model-key", help="The model's key, if it is not found automatically.")]
-OptimKey = Annotated[str, typer.Option("--optim-key", help="Where the optimizer is: KEY, FILE or FILE:KEY.")]
-OptimKeys = Annotated[str, typer.Option("--optim-keys", help="Keys in the written optimizer: names, ids or flat.")]
-ParamNames = Annotated[str, typer.Option("--param-names", help="JSON file: names by optimizer id, array or object.")]
-ShapesFrom = Annotated[str, typer.Option("--shapes-from", help="Checkpoint with the same model, for full shapes.")]
+Weights = Annotated[
+    str,
+    typer.Option(
+        "--weights",
+        metavar="NAME",
+        rich_help_panel="What",
+        help="Weights to take: live, master, ema, or a variant's name.",
+    ),
+]
+ModelKey = Annotated[
+    str,
+    typer.Option(
+        "--model-key", metavar="KEY", rich_help_panel="What", help="The model's key, if it is not found automatically."
+    ),
+]
+OptimKey = Annotated[
+    str,
+    typer.Option(
+        "--optim-key", metavar="KEY", rich_help_panel="What", help="Where the optimizer is: KEY, FILE or FILE:KEY."
+    ),
+]
+OptimKeys = Annotated[
+    str,
+    typer.Option(
+        "--optim-keys",
+        metavar="KEYS",
+        rich_help_panel="Names",
+        help="Keys in the written optimizer: names, ids or flat.",
+    ),
+]
+ParamNames = Annotated[
+    str,
+    typer.Option(
+        "--param-names",
+        metavar="PATH",
+        rich_help_panel="Names",
+        help="JSON file: names by optimizer id, array or object.",
+    ),
+]
+ShapesFrom = Annotated[
+    str,
+    typer.Option(
+        "--shapes-from",
+        metavar="PATH",
+        rich_help_panel="Where",
+        help="Checkpoint with the same model, for full shapes.",
+    ),
+]
 FlatShapesFrom = Annotated[
-    str, typer.Option("--shapes-from", help="Checkpoint with the same model, for FSDP1's flat parameters.")
+    str,
+    typer.Option(
+        "--shapes-from",
+        metavar="PATH",
+        rich_help_panel="Where",
+        help="Checkpoint with the same model, for FSDP1's flat parameters.",
+    ),
 ]
 Base = Annotated[
     list[str] | None,
-    typer.Option("--base", help="Folder that the checkpoint refers to: PATH or NAME=PATH; repeatable."),
+    typer.Option(
+        "--base",
+        metavar="PATH",
+        rich_help_panel="Where",
+        help="Folder that the checkpoint refers to: PATH or NAME=PATH; repeatable.",
+    ),
 ]
 
 # conversion
 Dtype = Annotated[
-    str, typer.Option("--dtype", help="Cast the model's float tensors: fp32, bf16, fp16, fp64; q8_0 for a .gguf file.")
+    str,
+    typer.Option(
+        "--dtype",
+        metavar="TYPE",
+        rich_help_panel="Precision",
+        help="Cast the model's float tensors: fp32, bf16, fp16, fp64; q8_0 for a .gguf file.",
+    ),
 ]
 KeepFp32 = Annotated[
-    list[str] | None, typer.Option("--keep-fp32", help="Glob for names that are not cast; repeatable.")
+    list[str] | None,
+    typer.Option(
+        "--keep-fp32", metavar="GLOB", rich_help_panel="Precision", help="Glob for names that are not cast; repeatable."
+    ),
 ]
 Quantize = Annotated[
-    str, typer.Option("--quantize", help="fp8-block: linear weights in fp8 with a scale for each 128 x 128 block.")
+    str,
+    typer.Option(
+        "--quantize",
+        metavar="SCHEME",
+        rich_help_panel="Precision",
+        help="fp8-block: linear weights in fp8 with a scale for each 128 x 128 block.",
+    ),
 ]
 QuantizeInclude = Annotated[
-    list[str] | None, typer.Option("--quantize-include", help="Glob for weights to quantize instead; repeatable.")
+    list[str] | None,
+    typer.Option(
+        "--quantize-include",
+        metavar="GLOB",
+        rich_help_panel="Precision",
+        help="Glob for weights to quantize instead; repeatable.",
+    ),
 ]
 QuantizeExclude = Annotated[
-    list[str] | None, typer.Option("--quantize-exclude", help="Glob for weights not to quantize; repeatable.")
+    list[str] | None,
+    typer.Option(
+        "--quantize-exclude",
+        metavar="GLOB",
+        rich_help_panel="Precision",
+        help="Glob for weights not to quantize; repeatable.",
+    ),
 ]
 AllowOverflow = Annotated[
-    bool, typer.Option("--allow-overflow", help="Accept finite values that a cast makes infinite.")
+    bool,
+    typer.Option(
+        "--allow-overflow", rich_help_panel="Precision", help="Accept finite values that a cast makes infinite."
+    ),
 ]
-AllowLoss = Annotated[bool, typer.Option("--allow-loss", help="Leave out values that the written format cannot hold.")]
-Include = Annotated[list[str] | None, typer.Option("--include", help="Glob for names to take; repeatable.")]
-Exclude = Annotated[list[str] | None, typer.Option("--exclude", help="Glob for names to leave; repeatable.")]
-Rename = Annotated[list[str] | None, typer.Option("--rename", help="FROM=TO for full names; repeatable, in order.")]
-Rules = Annotated[str, typer.Option("--rules", help="TOML file with rules, or a built-in set's name.")]
-ConfigFrom = Annotated[str, typer.Option("--config-from", help="Folder with config.json and tokenizer files to copy.")]
+AllowLoss = Annotated[
+    bool,
+    typer.Option(
+        "--allow-loss", rich_help_panel="Precision", help="Leave out values that the written format cannot hold."
+    ),
+]
+Include = Annotated[
+    list[str] | None,
+    typer.Option("--include", metavar="GLOB", rich_help_panel="Names", help="Glob for names to take; repeatable."),
+]
+Exclude = Annotated[
+    list[str] | None,
+    typer.Option("--exclude", metavar="GLOB", rich_help_panel="Names", help="Glob for names to leave; repeatable."),
+]
+Rename = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--rename", metavar="FROM=TO", rich_help_panel="Names", help="FROM=TO for full names; repeatable, in order."
+    ),
+]
+Rules = Annotated[
+    str,
+    typer.Option(
+        "--rules", metavar="PATH", rich_help_panel="Names", help="TOML file with rules, or a built-in set's name."
+    ),
+]
+ConfigFrom = Annotated[
+    str,
+    typer.Option(
+        "--config-from",
+        metavar="PATH",
+        rich_help_panel="Where",
+        help="Folder with config.json and tokenizer files to copy.",
+    ),
+]
 
 # output
-MaxShardSize = Annotated[str, typer.Option("--max-shard-size", help="Bytes per file: 5GB is decimal, 5GiB binary.")]
-MaxMemory = Annotated[str, typer.Option("--max-memory", help="Memory that the process may use beyond its start-up.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything and print the plan; write nothing.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint in the same format at DST.")]
-Jobs = Annotated[int | None, typer.Option("--jobs", help="Threads that read and write; as many as help if not given.")]
+MaxShardSize = Annotated[
+    str,
+    typer.Option(
+        "--max-shard-size", metavar="SIZE", rich_help_panel="Where", help="Bytes per file: 5GB is decimal, 5GiB binary."
+    ),
+]
+MaxMemory = Annotated[
+    str,
+    typer.Option(
+        "--max-memory",
+        metavar="SIZE",
+        rich_help_panel="Machine",
+        help="Memory that the process may use beyond its start-up.",
+    ),
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", rich_help_panel="Where", help="Check everything and print the plan; write nothing.")
+]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", rich_help_panel="Where", help="Replace a checkpoint in the same format at DST.")
+]
+Jobs = Annotated[
+    int | None,
+    typer.Option(
+        "--jobs",
+        metavar="N",
+        rich_help_panel="Machine",
+        help="Threads that read and write; as many as help if not given.",
+    ),
+]
 Parallel = Annotated[
     bool | None,
     typer.Option(
         "--parallel/--no-parallel",
+        rich_help_panel="Machine",
         help="Share the files among all ranks, each of which runs this command. Default: if torchrun started it.",
         show_default=False,
     ),
 ]
 
 # shorter descriptions for commands with few options
-ShortMaxShardSize = Annotated[str, typer.Option("--max-shard-size", help="Bytes per file: 5GB or 5GiB.")]
-ShortMaxMemory = Annotated[str, typer.Option("--max-memory", help="Memory beyond the start-up.")]
-ShortDryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything; write nothing.")]
+ShortMaxShardSize = Annotated[
+    str, typer.Option("--max-shard-size", metavar="SIZE", rich_help_panel="Where", help="Bytes per file: 5GB or 5GiB.")
+]
+ShortMaxMemory = Annotated[
+    str, typer.Option("--max-memory", metavar="SIZE", rich_help_panel="Machine", help="Memory beyond the start-up.")
+]
+ShortDryRun = Annotated[
+    bool, typer.Option("--dry-run", rich_help_panel="Where", help="Check everything; write nothing.")
+]
 
 # printing
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 AllAsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
-Html = Annotated[str, typer.Option("--html", help="Write a page for browsers to this file.")]
-Top = Annotated[int, typer.Option("--top", help="Show only the first N rows; 0 shows all.", min=0)]
+Html = Annotated[str, typer.Option("--html", metavar="PATH", help="Write a page for browsers to this file.")]
+Top = Annotated[int, typer.Option("--top", metavar="N", help="Show only the first N rows; 0 shows all.", min=0)]
 ByLayer = Annotated[bool, typer.Option("--by-layer", help="A row for each layer instead of each tensor.")]
 
 
