@@ -14,18 +14,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: ranks and workers
 import fsspec
 import pytest
 import s3fs
-import servers
-from bucket import Bucket
-from covering import CHOICES, mark_full
-from faulty import Faulty, faulty_s3
-from forks import make_forks_cheap
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import HealthCheck, settings
-from interpreters import RunScript, start_interpreters
-from seeding import seed_without_traces
 
 from shardckpt.storage import retry
 from shardckpt.tiers.holder.holders import stop_holders
+from tests.covering import CHOICES, mark_full
+from tests.kit.ranks.forks import make_forks_cheap
+from tests.kit.ranks.interpreters import RunScript, start_interpreters
+from tests.kit.ranks.seeding import seed_without_traces
+from tests.kit.stores import servers
+from tests.kit.stores.bucket import Bucket
+from tests.kit.stores.faulty import Faulty, faulty_s3
 
 settings.register_profile(
     "seeded",

@@ -32,8 +32,8 @@ def rank_files(folder: Path) -> None:
     """Write what two ranks save by themselves: `local` (FSDP1), `ranks` (FSDP2), `verl-step`, `accelerate-step`."""
     tests = Path(__file__).resolve().parent
     sys.path[:0] = [str(tests / "core"), str(tests / "format" / "writers")]
-    import harness
-    import rank_writers
+    from tests.kit.ranks import harness
+    from tests.kit.writers import rank_writers
 
     harness.run(2, rank_writers.for_the_docs, folder, timeout=120)
     (folder / "accelerate-step").mkdir()
@@ -50,7 +50,7 @@ def rank_files(folder: Path) -> None:
 
 def deepspeed(folder: Path, weights: dict[str, torch.Tensor]) -> None:
     """Write `zero3` as DeepSpeed does on two ranks."""
-    import deepspeed_writer
+    from tests.kit.writers import deepspeed_writer
 
     groups = [
         {name: value for name, value in weights.items() if (value.dim() > 1) == is_matrix}

@@ -25,13 +25,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from bucket import Bucket, Dead, broken_at
-from clocks import days_pass
-from command import run_here
-from disk import killing_at
-from forks import is_killed
-from harness import outcomes, raised_everywhere, run
-from native_writer import write_step
 from safetensors.torch import save_file
 
 import shardckpt
@@ -58,6 +51,13 @@ from shardckpt.storage.fsspec_store import FsspecStore
 from shardckpt.storage.local import LocalStore, LocalWriter
 from shardckpt.storage.resolve_url import open_store
 from shardckpt.tiers.durability.run_record import read_run_record
+from tests.kit.ranks.forks import is_killed
+from tests.kit.ranks.harness import outcomes, raised_everywhere, run
+from tests.kit.runs.command import run_here
+from tests.kit.stores.bucket import Bucket, Dead, broken_at
+from tests.kit.stores.clocks import days_pass
+from tests.kit.stores.disk import killing_at
+from tests.kit.writers.native_writer import write_step
 
 DAY = 24 * 3600.0
 

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from covering import CHOICES, SHOWN_FASTER, TEST, Settings, choose_covering, find_faster, is_matching
 from hypothesis import given
 from hypothesis import strategies as st
+
+from tests.covering import CHOICES, SHOWN_FASTER, TEST, Settings, choose_covering, find_faster, is_matching
 
 ROOT = Path(__file__).resolve().parents[1]
 BEHAVIORS = st.fixed_dictionaries(

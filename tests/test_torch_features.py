@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import raised_everywhere, run
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from shardckpt import devices, torch_features
+from tests.kit.ranks.harness import raised_everywhere, run
 
 
 def test_no_accelerator_is_none_whether_torch_returns_that_or_raises(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmark_scripts import FOLDER, exit_code, run_script
+
+from tests.benchmarks.benchmark_scripts import FOLDER, exit_code, run_script
 
 
 @pytest.mark.slow

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 
 import pytest
-from benchmark_scripts import imported, run_script
+
+from tests.benchmarks.benchmark_scripts import imported, run_script
 
 
 @pytest.fixture

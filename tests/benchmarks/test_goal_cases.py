@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from benchmark_scripts import exit_code, run_script
+
+from tests.benchmarks.benchmark_scripts import exit_code, run_script
 
 
 @pytest.mark.slow

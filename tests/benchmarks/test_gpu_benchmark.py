@@ -6,8 +6,9 @@ import sys
 
 import pytest
 import torch
-from benchmark_scripts import imported, run_script
-from torch_limits import needs_torch_fully_shard_on_cpu
+
+from tests.benchmarks.benchmark_scripts import imported, run_script
+from tests.kit.models.torch_limits import needs_torch_fully_shard_on_cpu
 
 SMALL = ["--layers", "1", "--hidden", "32", "--tokens", "8", "--batch", "1", "--megabytes", "1", "--rounds", "1"]
 

@@ -6,7 +6,8 @@ import importlib
 import math
 
 import pytest
-from benchmark_scripts import FOLDER, imported
+
+from tests.benchmarks.benchmark_scripts import FOLDER, imported
 
 
 @pytest.fixture

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from benchmark_scripts import exit_code, imported, run_script
+
+from tests.benchmarks.benchmark_scripts import exit_code, imported, run_script
 
 SMALL = ["--size", "2MB", "--many", "50", "--very-many", "50", "--rounds", "1", "--fsync", "neither"]
 

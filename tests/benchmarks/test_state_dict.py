@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from benchmark_scripts import exit_code, imported, run_script
+
+from tests.benchmarks.benchmark_scripts import exit_code, imported, run_script
 
 SMALL = ["--size", "50K", "--trained", "50K", "--many", "100", "--rounds", "1"]
 

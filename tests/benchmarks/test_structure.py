@@ -8,10 +8,10 @@ import threading
 from pathlib import Path
 
 import pytest
-from harness import run
-from torch_limits import HAS_INNERMOST_HOOKS
 
 from shardckpt.core import fully_shard
+from tests.kit.models.torch_limits import HAS_INNERMOST_HOOKS
+from tests.kit.ranks.harness import run
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "structure.py"
 FORWARD, BACKWARD = (9, 60), (15, 125)

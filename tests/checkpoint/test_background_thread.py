@@ -6,9 +6,9 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from interruptions import interrupted_by
 
 from shardckpt.checkpoint.background_thread import BackgroundThread
+from tests.kit.damage.interruptions import interrupted_by
 
 
 @pytest.fixture

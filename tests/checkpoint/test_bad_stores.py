@@ -11,13 +11,13 @@ import pytest
 import s3fs
 import torch
 from botocore.retries.standard import ExponentialBackoff
-from faulty import DROP, LOST, SHORT, SLOW, Fault, Faulty, faulty_s3
-from harness import raised_everywhere
 
 import shardckpt
 from shardckpt.errors import ShardckptError, StorageError
 from shardckpt.offline.verify import verify
 from shardckpt.storage import retry
+from tests.kit.ranks.harness import raised_everywhere
+from tests.kit.stores.faulty import DROP, LOST, SHORT, SLOW, Fault, Faulty, faulty_s3
 
 
 @pytest.fixture

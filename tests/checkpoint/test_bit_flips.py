@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -16,6 +15,7 @@ import shardckpt
 from shardckpt.errors import ShardckptError
 from shardckpt.native.payload import BLOCK_BYTES
 from shardckpt.offline.verify import verify
+from tests.kit.ranks.harness import run
 
 PADDING_STRIDE = 100
 INDEX = "model.safetensors.index.json"

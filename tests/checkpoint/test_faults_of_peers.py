@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import raised_everywhere, run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -24,6 +23,7 @@ from shardckpt.errors import ChecksumError, NoSpaceError, TargetExistsError
 from shardckpt.offline.verify import verify
 from shardckpt.storage.local import LocalWriter
 from shardckpt.storage.orphans import sibling_path
+from tests.kit.ranks.harness import raised_everywhere, run
 
 
 def rows(values: torch.Tensor) -> torch.Tensor:

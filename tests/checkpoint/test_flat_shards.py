@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import run
-from states import FRONT_ENDS, Net, plain_of, quiet, step, wrapper
 from torch import nn
 from torch.distributed import fsdp as theirs
 from torch.nn.parallel import DistributedDataParallel
@@ -17,6 +15,8 @@ import shardckpt
 from shardckpt import core as ours
 from shardckpt.errors import ShardckptError
 from shardckpt.state import load_model_state_dict, model_state_dict
+from tests.kit.models.states import FRONT_ENDS, Net, plain_of, quiet, step, wrapper
+from tests.kit.ranks.harness import run
 
 WRAPPERS = {
     "ours, flat": wrapper(ours),

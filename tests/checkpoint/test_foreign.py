@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from harness import mark, run, since
 from safetensors.torch import load_file, save_file
-from states import FRONT_ENDS, Net, differing, looked_at, step
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817  (as everybody calls it)
@@ -23,6 +21,8 @@ from shardckpt.checkpoint.load.source import allocate
 from shardckpt.errors import IncompleteError, NoMemoryError
 from shardckpt.manifest import TensorEntry
 from shardckpt.plan.optim.optim_keys import flatten, to_names
+from tests.kit.models.states import FRONT_ENDS, Net, differing, looked_at, step
+from tests.kit.ranks.harness import mark, run, since
 
 ADAPTER = "adapter_model.safetensors"
 

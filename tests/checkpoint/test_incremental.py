@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from bucket import Bucket
-from harness import run
 from torch import nn
 
 import shardckpt
@@ -38,6 +36,8 @@ from shardckpt.storage.fsspec_store import FsspecStore
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.remote_publication import RemoteFolder
 from shardckpt.storage.resolve_url import open_store
+from tests.kit.ranks.harness import run
+from tests.kit.stores.bucket import Bucket
 
 NAMES = ("a", "b", "c")
 EACH = 40_000

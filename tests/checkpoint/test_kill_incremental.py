@@ -9,10 +9,6 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
-from bucket import Bucket, Dead, broken_at
-from disk import killing_at
-from faulty import DROP, LOST, Faulty
-from forks import is_killed
 
 import shardckpt
 from shardckpt import Checkpointer
@@ -20,6 +16,10 @@ from shardckpt.errors import ShardckptError, StorageError
 from shardckpt.native import run_directory
 from shardckpt.plan import retention
 from shardckpt.storage import retry
+from tests.kit.ranks.forks import is_killed
+from tests.kit.stores.bucket import Bucket, Dead, broken_at
+from tests.kit.stores.disk import killing_at
+from tests.kit.stores.faulty import DROP, LOST, Faulty
 
 STRIDE_ON_S3 = 17
 """Odd, so that the requests that are lost took effect, in turn, or did not."""

@@ -9,11 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from bucket import Bucket, Dead, break_at, commit_comes_first, mend
-from clocks import days_pass
-from disk import failing_at, killing_at
-from faulty import DROP, LOST, Fault, Faulty
-from forks import is_killed
 from torch import nn
 
 import shardckpt
@@ -22,6 +17,11 @@ from shardckpt.native.commit import COMMIT
 from shardckpt.offline.verify import verify
 from shardckpt.storage import local, local_publication, retry
 from shardckpt.storage.local_publication import LocalPublication
+from tests.kit.ranks.forks import is_killed
+from tests.kit.stores.bucket import Bucket, Dead, break_at, commit_comes_first, mend
+from tests.kit.stores.clocks import days_pass
+from tests.kit.stores.disk import failing_at, killing_at
+from tests.kit.stores.faulty import DROP, LOST, Fault, Faulty
 
 
 def state_of(seed: int) -> dict:

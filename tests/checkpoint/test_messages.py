@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from harness import run
-from states import refused
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import shardckpt
 from shardckpt.checkpoint.planning.value_mismatch import build_mismatch_error
+from tests.kit.models.states import refused
+from tests.kit.ranks.harness import run
 
 
 def test_what_differs_is_named_with_its_place_and_both_ways_out(tmp_path: Path) -> None:

@@ -10,15 +10,15 @@ from types import ModuleType
 
 import pytest
 import torch
-from bucket import Bucket, commit_comes_first
-from disk import Disk, watched
-from harness import RanksError, raised_everywhere
 
 import shardckpt
 from shardckpt.checkpoint import coordinator
 from shardckpt.errors import ShardckptError
 from shardckpt.storage import retry
 from shardckpt.storage.local import LocalWriter
+from tests.kit.ranks.harness import RanksError, raised_everywhere
+from tests.kit.stores.bucket import Bucket, commit_comes_first
+from tests.kit.stores.disk import Disk, watched
 
 # What is checked
 

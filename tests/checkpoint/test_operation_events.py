@@ -11,10 +11,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from harness import run
 
 import shardckpt
 from shardckpt.events import FallbackEvent, LoadEvent, OperationEvent, PruneEvent, RestoreEvent, SaveEvent, subscribe
+from tests.kit.ranks.harness import run
 
 STATE = {"t": torch.arange(1000.0)}
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run
-from states import FRONT_ENDS, Net, refused, step
 from torch import nn
 
 import shardckpt
 from shardckpt.state import load_optim_state_dict, optim_state_dict
+from tests.kit.models.states import FRONT_ENDS, Net, refused, step
+from tests.kit.ranks.harness import run
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # the optimizers of the library compile their steps
 Build = Callable[[nn.Module], torch.optim.Optimizer]

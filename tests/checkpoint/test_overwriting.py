@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch_writers import ALONE
 
 import shardckpt
 from shardckpt.errors import IncompleteError, TargetExistsError
 from shardckpt.native.commit import COMMIT
 from shardckpt.storage.resolve_url import open_store
 from shardckpt.storage.store import Store, read_bytes
+from tests.kit.writers.torch_writers import ALONE
 
 STATE = {"w": torch.arange(6.0)}
 

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run
 
 import shardckpt
 from shardckpt.checkpoint.coordinator import Coordinator
@@ -23,6 +22,7 @@ from shardckpt.errors import RankError
 from shardckpt.storage.linux_syscalls import LOW_PRIORITY
 from shardckpt.storage.local import LocalStore
 from shardckpt.torch_features import get_group_store
+from tests.kit.ranks.harness import run
 
 
 class QueueLink(RankLink):

@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import mark, outcomes, raised_everywhere, run, since
-from states import FRONT_ENDS, PARALLEL, Net, built, differing, flat, looked_at, step, theirs, whole, wrapper
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -27,6 +25,20 @@ from shardckpt.errors import RankError, StorageError, UsageError
 from shardckpt.offline.verify import verify
 from shardckpt.storage.fsspec_writer import FsspecWriter
 from shardckpt.storage.local import LocalStore
+from tests.kit.models.states import (
+    FRONT_ENDS,
+    PARALLEL,
+    Net,
+    built,
+    differing,
+    flat,
+    looked_at,
+    step,
+    theirs,
+    whole,
+    wrapper,
+)
+from tests.kit.ranks.harness import mark, outcomes, raised_everywhere, run, since
 
 
 def trained_on(mesh: DeviceMesh, shard: Callable, optimizer: Callable) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -12,7 +12,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from harness import run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -22,6 +21,7 @@ from shardckpt.checkpoint.save import session
 from shardckpt.checkpoint.save.save import saver_for
 from shardckpt.offline.verify import verify
 from shardckpt.storage.local_publication import LocalPublication
+from tests.kit.ranks.harness import run
 
 State = dict[str, Any]
 

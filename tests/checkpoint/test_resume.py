@@ -8,8 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from harness import run
-from states import (
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
+
+import shardckpt
+from shardckpt.state import load_optim_state_dict, model_state_dict, optim_state_dict
+from tests.kit.models.states import (
     FRONT_ENDS,
     Net,
     differing,
@@ -23,12 +28,7 @@ from states import (
     whole,
     wrapper,
 )
-from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset
-
-import shardckpt
-from shardckpt.state import load_optim_state_dict, model_state_dict, optim_state_dict
+from tests.kit.ranks.harness import run
 
 SAMPLES, BATCH, STEPS, SAVED_AT = 22, 4, 10, 3  # an epoch has six batches: resumed in the middle, and on into the next
 

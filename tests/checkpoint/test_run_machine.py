@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from disk import killing_at
-from forks import is_killed
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
@@ -31,6 +29,8 @@ from shardckpt.checkpoint.rank_link import RankLink
 from shardckpt.checkpoint.save.staging import StagingArea
 from shardckpt.errors import CheckpointError, MissingFileError, NoCompleteCheckpoint, UnsupportedError
 from shardckpt.native import run_directory
+from tests.kit.ranks.forks import is_killed
+from tests.kit.stores.disk import killing_at
 
 Content = tuple[int, int, int]
 """Numbers from which the values of the three parts of a state follow; saves that share one write a part once."""

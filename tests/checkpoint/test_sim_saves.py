@@ -6,11 +6,8 @@ import logging
 import threading
 from typing import Any
 
-import harness
 import pytest
-import sim
 import torch
-from test_sim_training import build, kept, local, loss_of, offload_of, optimizer_of
 
 import shardckpt
 from shardckpt.boxes import full_box
@@ -20,6 +17,8 @@ from shardckpt.checkpoint.save.staging import BufferPool, StagingArea, make_buff
 from shardckpt.checkpoint.stateful.flatten import FlattenedState
 from shardckpt.native.payload import PayloadChunk, arrange_files
 from shardckpt.state.local.tensor_shards import LocalShard, get_tensor_shards
+from tests.core.test_sim_training import build, kept, local, loss_of, offload_of, optimizer_of
+from tests.kit.ranks import harness, sim
 
 
 def trained(front_end: str, offloads: bool, step: int, device: str) -> tuple[Any, Any]:

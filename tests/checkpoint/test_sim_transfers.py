@@ -6,7 +6,6 @@ import threading
 from typing import Any
 
 import pytest
-import sim
 import torch
 
 import shardckpt
@@ -15,6 +14,7 @@ from shardckpt.checkpoint.stateful import tensor_bytes
 from shardckpt.checkpoint.stateful.state_stream import build_stream
 from shardckpt.checkpoint.stateful.tensor_bytes import PinnedPieces
 from shardckpt.errors import PrecisionError
+from tests.kit.ranks import sim
 
 KIB = 1 << 10
 

@@ -11,7 +11,6 @@ from unittest.mock import patch
 import fsspec
 import pytest
 import torch
-from harness import Raised, raised_everywhere, run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -20,6 +19,7 @@ from shardckpt.checkpoint.save import session
 from shardckpt.checkpoint.save.payload_writer import write_payloads
 from shardckpt.offline.write import parallel
 from shardckpt.storage.publish import JoinedPublication
+from tests.kit.ranks.harness import Raised, raised_everywhere, run
 
 Verb = Callable[[Any, str], object]
 

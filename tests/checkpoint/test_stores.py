@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import s3fs
 import torch
-from faulty import faulty
-from harness import run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -22,6 +20,8 @@ from shardckpt.storage.fsspec_writer import FsspecWriter
 from shardckpt.storage.local import LocalWriter
 from shardckpt.storage.resolve_url import open_store
 from shardckpt.storage.store import read_bytes
+from tests.kit.ranks.harness import run
+from tests.kit.stores.faulty import faulty
 
 
 def state(value: float) -> dict:

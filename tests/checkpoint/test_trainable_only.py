@@ -9,10 +9,8 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from harness import raised_everywhere, run
 from safetensors.torch import load_file, save_file
 from safetensors.torch import save as serialize
-from states import whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchWrapper
@@ -23,6 +21,8 @@ from shardckpt.core import FullyShardedDataParallel, fully_shard
 from shardckpt.errors import ChecksumError, IncompleteError, UsageError
 from shardckpt.state import model_state_dict
 from shardckpt.storage.local import LocalStore
+from tests.kit.models.states import whole
+from tests.kit.ranks.harness import raised_everywhere, run
 
 RULES = {r"\.base\.": "."}
 WIDE = 33

@@ -14,8 +14,6 @@ import pytest
 import s3fs
 import torch
 import torch.distributed.checkpoint as torch_dcp
-from bucket import Bucket, DatedBucket
-from faulty import faulty
 
 import shardckpt
 from shardckpt.checkpoint.dcp_storage import storage_writer
@@ -27,6 +25,8 @@ from shardckpt.storage import remote_publication
 from shardckpt.storage.local_publication import LocalPublication
 from shardckpt.storage.remote_publication import BufferedWriter
 from shardckpt.storage.resolve_url import open_store
+from tests.kit.stores.bucket import Bucket, DatedBucket
+from tests.kit.stores.faulty import faulty
 
 MINE, THEIRS, OLD = 1, 2, 0
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import Outcome, run_here
 from safetensors.torch import save_file
 
 import shardckpt
 from shardckpt.native.commit import COMMIT
+from tests.kit.runs.command import Outcome, run_here
 
 
 @pytest.fixture

@@ -20,12 +20,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import ENVIRONMENT, Outcome, finish, run, run_here, start, start_slow
-from native_writer import SAVE, write_step
 from safetensors.torch import save_file
 
 import shardckpt
 from shardckpt.storage.local import LocalStore
+from tests.kit.runs.command import ENVIRONMENT, Outcome, finish, run, run_here, start, start_slow
+from tests.kit.writers.native_writer import SAVE, write_step
 
 VERBS = ["consolidate", "convert", "rekey", "inspect", "verify", "diff", "ls", "prune"]
 

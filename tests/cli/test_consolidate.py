@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import ENVIRONMENT, finish, run, start
 from safetensors.torch import save_file
+
+from tests.kit.runs.command import ENVIRONMENT, finish, run, start
 
 RANK = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
 OF_TORCHRUN = {**RANK, "MASTER_PORT": "29999", "TORCHELASTIC_RUN_ID": "none"}

@@ -14,15 +14,15 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
-from command import run_here
-from json_schema import build_schema, close_objects, list_verbs
-from native_writer import write_step
 from safetensors.torch import save_file
 
 import shardckpt
 from shardckpt.native.run_directory import step_name
 from shardckpt.storage.local import LocalStore
 from shardckpt.witness.files.resume_file import add_resumes
+from tests.kit.runs.command import run_here
+from tests.kit.runs.json_schema import build_schema, close_objects, list_verbs
+from tests.kit.writers.native_writer import write_step
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "output.schema.json"
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import ENVIRONMENT, run, run_here, run_on_terminal
 from safetensors.torch import save_file
 from shardckpt_cli import output
 
 from shardckpt.events.progress import Progress
+from tests.kit.runs.command import ENVIRONMENT, run, run_here, run_on_terminal
 
 LONG = "model." + "x" * 150 + ".weight"
 HOSTILE = "a[bold]b\n\x1b[31m\u202e:smile:"

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import ENVIRONMENT, run
 from safetensors.torch import save_file
+
+from tests.kit.runs.command import ENVIRONMENT, run
 
 RANKS = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29998"}
 

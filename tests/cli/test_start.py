@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from command import ENVIRONMENT
 from shardckpt_cli.app import build_command
+
+from tests.kit.runs.command import ENVIRONMENT
 
 HEAVY = (
     "numpy",

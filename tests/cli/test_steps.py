@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import run, run_here
-from native_writer import write_step
 from shardckpt_cli import exits
 
 from shardckpt import Checkpointer, Witness, ls
@@ -25,6 +23,8 @@ from shardckpt.storage.local import LocalStore
 from shardckpt.storage.orphans import make_partial, release
 from shardckpt.witness.files.resume_file import add_capture_resume, add_resumes
 from shardckpt.witness.records.resumes import CaptureResume
+from tests.kit.runs.command import run, run_here
+from tests.kit.writers.native_writer import write_step
 
 
 @pytest.fixture

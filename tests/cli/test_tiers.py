@@ -7,12 +7,12 @@ import signal
 
 import pytest
 import torch
-from command import run_here
 
 import shardckpt
 from shardckpt import Checkpointer, Local, PeerMemory
 from shardckpt.storage.resolve_url import open_store
 from shardckpt.tiers.holder import holders
+from tests.kit.runs.command import run_here
 
 
 @pytest.fixture(autouse=True)

@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from covered import COVERED
-from harness import count, raised_everywhere, recorded, run
-from models import PLAIN, Block, Stack, square
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from under_test import FSDP, TORCH, Strategy, core, shard, torch_is_wrong
+
+from tests.kit.models.covered import COVERED
+from tests.kit.models.models import PLAIN, Block, Stack, square
+from tests.kit.models.under_test import FSDP, TORCH, Strategy, core, shard, torch_is_wrong
+from tests.kit.ranks.harness import count, raised_everywhere, recorded, run
 
 HERE = pathlib.Path(__file__).parent
 
@@ -113,7 +114,7 @@ def test_cpu_offload_keeps_shards_and_gradients_on_the_cpu_and_changes_no_number
 
 def test_auto_wrap_policy_says_which_children_are_units():
     def body(rank, world):
-        from under_test import wrap
+        from tests.kit.models.under_test import wrap
 
         model = shard(Stack(), auto_wrap_policy=wrap.ModuleWrapPolicy({Block}))
         return [type(each.module).__name__ for each in FSDP.fsdp_modules(model)]

@@ -8,13 +8,14 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from harness import raised_everywhere, recorded, run
-from models import PLAIN, Block, Stack, built, case, square
-from reference import exposed, groups, mismatches, product, reduce_gradients
 from torch import nn
 from torch.distributed.algorithms._comm_hooks import default_hooks as torchs
 from torch.distributed.device_mesh import init_device_mesh
-from under_test import FSDP, TORCH, Strategy, core, shard, torch_is_wrong
+
+from tests.kit.models.models import PLAIN, Block, Stack, built, case, square
+from tests.kit.models.reference import exposed, groups, mismatches, product, reduce_gradients
+from tests.kit.models.under_test import FSDP, TORCH, Strategy, core, shard, torch_is_wrong
+from tests.kit.ranks.harness import raised_everywhere, recorded, run
 
 if TORCH:
     hooks = torchs

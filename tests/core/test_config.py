@@ -8,13 +8,26 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from harness import count, recorded, run
-from models import PLAIN, Block, FrozenMix, Nested, Stack, blocks_and_root, built, case, deep, floats, square
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.nn.parallel import DistributedDataParallel
-from under_test import FSDP, TORCH, Strategy, core, shard, torch_is_wrong, wrap
+
+from tests.kit.models.models import (
+    PLAIN,
+    Block,
+    FrozenMix,
+    Nested,
+    Stack,
+    blocks_and_root,
+    built,
+    case,
+    deep,
+    floats,
+    square,
+)
+from tests.kit.models.under_test import FSDP, TORCH, Strategy, core, shard, torch_is_wrong, wrap
+from tests.kit.ranks.harness import count, recorded, run
 
 CPU = torch.device("cpu")
 
@@ -705,7 +718,7 @@ def test_g28_a_submodule_called_outside_its_unit(orig):
 
 @torch_is_wrong("the timeout names no unit")
 def test_a_rank_that_does_not_come_is_told_with_the_unit_that_waited():
-    from harness import outcomes
+    from tests.kit.ranks.harness import outcomes
 
     def body(rank, world):
         model = blocks_and_root(built(PLAIN), shard)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import run
 from torch import nn
 
 from shardckpt.core import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from tests.kit.ranks.harness import run
 
 
 def sharded(style: str) -> nn.Module:

@@ -6,9 +6,10 @@ import copy
 
 import pytest
 import torch
-from harness import run
 from torch import nn
-from under_test import core, shard
+
+from tests.kit.models.under_test import core, shard
+from tests.kit.ranks.harness import run
 
 
 def trained_in_turns(rank: int, world: int, original: bool, toggled: bool) -> bool:

@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 import torch.distributed.fsdp as theirs
 from torch import nn
-from torch_limits import compares_with_newer_torch
-from under_test import TORCH
+
+from tests.kit.models.torch_limits import compares_with_newer_torch
+from tests.kit.models.under_test import TORCH
 
 pytestmark = pytest.mark.skipif(TORCH, reason="compares ours with torch's")
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from harness import raised_everywhere, run
-from reference import product
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch_limits import full_tensor
-from under_test import FSDP, STYLES, Strategy, Style, no_sync, shard, sharder
+
+from tests.kit.models.reference import product
+from tests.kit.models.torch_limits import full_tensor
+from tests.kit.models.under_test import FSDP, STYLES, Strategy, Style, no_sync, shard, sharder
+from tests.kit.ranks.harness import raised_everywhere, run
 
 Between = Callable[[Any], object]
 STRATEGIES = (Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP, Strategy.NO_SHARD)

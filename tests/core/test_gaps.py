@@ -10,15 +10,28 @@ from pathlib import Path
 
 import pytest
 import torch
-from front_ends import FRONT_ENDS, build_groups, differing, full, sharder, train, twins
-from harness import mark, raised_everywhere, run, since, stored_bytes
-from models import PLAIN, WIDTH, Block, Case, FrozenMix, Stack, Unused, blocks_and_root, built, case, floats, square
-from reference import Training, adamw, clean, product, reduce_gradients, sgd
 from torch import nn
 from torch.distributed.tensor import Shard
-from under_test import TORCH, Strategy, core, no_sync, shard
 
 from shardckpt.devices import has_streams
+from tests.kit.models.front_ends import FRONT_ENDS, build_groups, differing, full, sharder, train, twins
+from tests.kit.models.models import (
+    PLAIN,
+    WIDTH,
+    Block,
+    Case,
+    FrozenMix,
+    Stack,
+    Unused,
+    blocks_and_root,
+    built,
+    case,
+    floats,
+    square,
+)
+from tests.kit.models.reference import Training, adamw, clean, product, reduce_gradients, sgd
+from tests.kit.models.under_test import TORCH, Strategy, core, no_sync, shard
+from tests.kit.ranks.harness import mark, raised_everywhere, run, since, stored_bytes
 
 pytestmark = pytest.mark.skipif(TORCH, reason="torch is wrong, or refuses")
 

@@ -6,12 +6,13 @@ import os
 import pathlib
 import time
 
-import harness
 import pytest
 import torch
 import torch.distributed as dist
-from forks import HUGE, huge_regions
-from harness import RanksError, count, outcomes, raised_everywhere, recorded, run, stored_bytes
+
+from tests.kit.ranks import harness
+from tests.kit.ranks.forks import HUGE, huge_regions
+from tests.kit.ranks.harness import RanksError, count, outcomes, raised_everywhere, recorded, run, stored_bytes
 
 
 def test_ranks_talk_and_give_what_they_computed():

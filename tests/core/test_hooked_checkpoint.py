@@ -6,10 +6,11 @@ import copy
 
 import pytest
 import torch
-from harness import run
 from torch import nn
 from torch.distributed._composable import checkpoint
-from under_test import FSDP, core
+
+from tests.kit.models.under_test import FSDP, core
+from tests.kit.ranks.harness import run
 
 
 class Block(nn.Module):

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import harness
 import pytest
-import sim
-import test_sim_saves as saves
-import test_sim_transfers as transfers
-from test_sim_training import refill_inputs, train_offloaded, use_some
-from test_stream_mutants import CONTEXTS, EVENTS, EVENTS_FOUND, ON_THREADS, sites, without
-from under_test import TORCH
+
+from tests.checkpoint import test_sim_saves as saves
+from tests.checkpoint import test_sim_transfers as transfers
+from tests.core.test_sim_training import refill_inputs, train_offloaded, use_some
+from tests.core.test_stream_mutants import CONTEXTS, EVENTS, EVENTS_FOUND, ON_THREADS, sites, without
+from tests.kit.models.under_test import TORCH
+from tests.kit.ranks import harness, sim
 
 pytestmark = pytest.mark.skipif(TORCH, reason="waits of the engine")
 

@@ -7,12 +7,13 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from harness import count, recorded, run
-from models import Block, Stack, blocks_and_root, floats, square
-from test_fully_shard import averaged
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from under_test import FSDP, TORCH, Strategy, shard, torch_is_wrong, wrap
+
+from tests.core.fsdp2.test_fully_shard import averaged
+from tests.kit.models.models import Block, Stack, blocks_and_root, floats, square
+from tests.kit.models.under_test import FSDP, TORCH, Strategy, shard, torch_is_wrong, wrap
+from tests.kit.ranks.harness import count, recorded, run
 
 STRATEGIES = ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
 POLICY = wrap.ModuleWrapPolicy({Block})

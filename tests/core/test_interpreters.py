@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from interpreters import RunScript
+from tests.kit.ranks.interpreters import RunScript
 
 SCRIPT = """
 import atexit, sys, threading, time

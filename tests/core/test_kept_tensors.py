@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from front_ends import FRONT_ENDS, build_groups, differing, sharder
-from harness import run
-from models import WIDTH, Opaque, blocks_and_root, root_alone, square, tokens
-from reference import Training, reduce_gradients, sgd
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from under_test import TORCH, no_sync
+
+from tests.kit.models.front_ends import FRONT_ENDS, build_groups, differing, sharder
+from tests.kit.models.models import WIDTH, Opaque, blocks_and_root, root_alone, square, tokens
+from tests.kit.models.reference import Training, reduce_gradients, sgd
+from tests.kit.models.under_test import TORCH, no_sync
+from tests.kit.ranks.harness import run
 
 pytestmark = pytest.mark.skipif(TORCH, reason="torch is wrong: it learns of gradients from results of units only")
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import test_kept_tensors
-import test_parity
-import test_sharding
-from front_ends import FRONT_ENDS
-from harness import RanksError
-from models import PLAIN
-from under_test import STYLES, TORCH, Strategy, Style
+
+from tests.core import test_kept_tensors, test_parity, test_sharding
+from tests.kit.models.front_ends import FRONT_ENDS
+from tests.kit.models.models import PLAIN
+from tests.kit.models.under_test import STYLES, TORCH, Strategy, Style
+from tests.kit.ranks.harness import RanksError
 
 pytestmark = pytest.mark.skipif(TORCH, reason="the engine's own parts are replaced")
 if not TORCH:

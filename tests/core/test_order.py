@@ -8,8 +8,10 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-from harness import mark, raised_everywhere, run, since, stored_bytes
-from models import (
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.kit.models.models import (
     PLAIN,
     WIDTH,
     Block,
@@ -32,10 +34,9 @@ from models import (
     square,
     tokens,
 )
-from reference import Training, adamw, compare, groups, mismatches, reduce_gradients, sgd
-from torch import nn
-from torch.utils.checkpoint import checkpoint
-from under_test import STYLES, TORCH, Strategy, Style, no_sync, sharder, torch_is_wrong
+from tests.kit.models.reference import Training, adamw, compare, groups, mismatches, reduce_gradients, sgd
+from tests.kit.models.under_test import STYLES, TORCH, Strategy, Style, no_sync, sharder, torch_is_wrong
+from tests.kit.ranks.harness import mark, raised_everywhere, run, since, stored_bytes
 
 FULL, GRAD_OP, HYBRID = Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP, Strategy.HYBRID_SHARD
 WRAPPERS = pytest.mark.parametrize("style", [Style.FLAT, Style.ORIGINAL], ids=["flat", "orig"])

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import sim
 import torch
-from test_sim_training import FRONTS, batch, build, local
-from under_test import TORCH
+
+from tests.core.test_sim_training import FRONTS, batch, build, local
+from tests.kit.models.under_test import TORCH
+from tests.kit.ranks import sim
 
 if not TORCH:
     from shardckpt.core.comm.streams import FULL_BYTES

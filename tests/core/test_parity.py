@@ -9,10 +9,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from harness import run
-from models import CASES, PLAIN, Case, Mix, built, case, tokens
-from reference import Training, adamw, compare, product, sgd
-from under_test import STYLES, TORCH, Strategy, Style, core, sharder
+
+from tests.kit.models.models import CASES, PLAIN, Case, Mix, built, case, tokens
+from tests.kit.models.reference import Training, adamw, compare, product, sgd
+from tests.kit.models.under_test import STYLES, TORCH, Strategy, Style, core, sharder
+from tests.kit.ranks.harness import run
 
 FULL, GRAD_OP, NONE = Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP, Strategy.NO_SHARD
 STRATEGIES = (FULL, GRAD_OP, NONE)

@@ -6,16 +6,17 @@ import warnings
 from typing import Any
 
 import pytest
-import sim
 import torch
 import torch.distributed as dist
-from harness import run
-from test_sim_training import FRONTS, batch
-from test_sim_training import build as build_small
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import init_device_mesh
-from under_test import TORCH, core
+
+from tests.core.test_sim_training import FRONTS, batch
+from tests.core.test_sim_training import build as build_small
+from tests.kit.models.under_test import TORCH, core
+from tests.kit.ranks import sim
+from tests.kit.ranks.harness import run
 
 if not TORCH:
     from shardckpt.core.params.gradient_reduction import GradientReducer

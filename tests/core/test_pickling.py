@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from front_ends import FRONT_ENDS, sharder
-from harness import run
 from torch import nn
 from torch.distributed.tensor import DTensor
-from under_test import TORCH
+
+from tests.kit.models.front_ends import FRONT_ENDS, sharder
+from tests.kit.models.under_test import TORCH
+from tests.kit.ranks.harness import run
 
 pytestmark = pytest.mark.skipif(TORCH, reason="asks states of our package")
 EACH = pytest.mark.parametrize("front_end", FRONT_ENDS)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 
 import torch
-from harness import run
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
-from torch_limits import compares_with_newer_torch
-from under_test import core
 
 from shardckpt.core.modules.autograd_hooks import profile_range
+from tests.kit.models.torch_limits import compares_with_newer_torch
+from tests.kit.models.under_test import core
+from tests.kit.ranks.harness import run
 
 ROOT = "FSDPSequential"
 FORWARD = [

@@ -8,14 +8,15 @@ import warnings
 
 import pytest
 import torch
-from compiling import compiled, warm_up
-from front_ends import FRONT_ENDS, sharder, train, twins
-from harness import mark, run, since
-from models import Case, Chain, Sharder, Stack, blocks_and_root, built, sequences, square
-from reference import Training, adamw, product, sgd
-from tiny_llama import llama_config
 from torch import nn
-from under_test import wrap
+
+from tests.kit.models.front_ends import FRONT_ENDS, sharder, train, twins
+from tests.kit.models.models import Case, Chain, Sharder, Stack, blocks_and_root, built, sequences, square
+from tests.kit.models.reference import Training, adamw, product, sgd
+from tests.kit.models.tiny_llama import llama_config
+from tests.kit.models.under_test import wrap
+from tests.kit.ranks.compiling import compiled, warm_up
+from tests.kit.ranks.harness import mark, run, since
 
 
 def differences(which: Case, world: int, rows: list[dict], how: Training | None = None) -> None:

@@ -6,11 +6,12 @@ import copy
 
 import pytest
 import torch
-from harness import run
-from models import PLAIN, Case, Tied, blocks_and_root, built, floats, square, tokens
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from under_test import FSDP, TORCH, Strategy, core, shard, torch_is_wrong
+
+from tests.kit.models.models import PLAIN, Case, Tied, blocks_and_root, built, floats, square, tokens
+from tests.kit.models.under_test import FSDP, TORCH, Strategy, core, shard, torch_is_wrong
+from tests.kit.ranks.harness import run
 
 if not TORCH:
     from shardckpt.core.tools.summon_full_params import iter_full_params

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from seeding import DEVICES, seed_without_traces
+
+from tests.kit.ranks.seeding import DEVICES, seed_without_traces
 
 
 def test_no_stack_is_taken_for_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:

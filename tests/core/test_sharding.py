@@ -7,8 +7,10 @@ import math
 
 import pytest
 import torch
-from harness import Call, count, mark, note, run, since, stored_bytes
-from models import (
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from tests.kit.models.models import (
     PLAIN,
     Checkpointed,
     CheckpointedReentrant,
@@ -22,10 +24,20 @@ from models import (
     floats,
     square,
 )
-from reference import clean, exposed, sgd, units
-from torch import nn
-from torch.distributed.tensor import DTensor, Shard
-from under_test import FSDP, STYLES, TORCH, Strategy, Style, core, no_sync, shard, sharder, torch_is_wrong
+from tests.kit.models.reference import clean, exposed, sgd, units
+from tests.kit.models.under_test import (
+    FSDP,
+    STYLES,
+    TORCH,
+    Strategy,
+    Style,
+    core,
+    no_sync,
+    shard,
+    sharder,
+    torch_is_wrong,
+)
+from tests.kit.ranks.harness import Call, count, mark, note, run, since, stored_bytes
 
 FULL, GRAD_OP, NONE = Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP, Strategy.NO_SHARD
 SLACK = 16_000  # bytes of activations, paddings and small tensors that the counts leave out

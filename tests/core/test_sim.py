@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import sim
 import torch
 import torch.distributed as dist
+
+from tests.kit.ranks import sim
 
 
 def test_memory_is_poisoned_when_it_is_given_and_when_it_is_freed():

@@ -8,18 +8,18 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import harness
 import pytest
-import sim
 import torch
 import torch.distributed as dist
-from front_ends import FRONT_ENDS
-from models import Ranked, Stack, rows
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
-from under_test import TORCH, core, no_sync
+
+from tests.kit.models.front_ends import FRONT_ENDS
+from tests.kit.models.models import Ranked, Stack, rows
+from tests.kit.models.under_test import TORCH, core, no_sync
+from tests.kit.ranks import harness, sim
 
 if not TORCH:
     from shardckpt.core.comm.collectives import ShardGroup

@@ -14,10 +14,11 @@ from types import FunctionType
 from typing import Any
 
 import pytest
-import test_streams as scenarios
-from harness import run
-from test_streams import Scenario, found
-from under_test import TORCH, Style
+
+from tests.core import test_streams as scenarios
+from tests.core.test_streams import Scenario, found
+from tests.kit.models.under_test import TORCH, Style
+from tests.kit.ranks.harness import run
 
 pytestmark = pytest.mark.skipif(TORCH, reason="the engine's own streams are checked")
 

@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from extensions import Scaled
-from harness import run
-from models import PLAIN, WIDTH, Case, built, case, floats, rows, square
-from streams import Checker, UnorderedError, checked
 from torch import nn
-from under_test import LOW, STYLES, TORCH, Strategy, Style, core, grid, no_sync, sharder
+
+from tests.kit.models.extensions import Scaled
+from tests.kit.models.models import PLAIN, WIDTH, Case, built, case, floats, rows, square
+from tests.kit.models.under_test import LOW, STYLES, TORCH, Strategy, Style, core, grid, no_sync, sharder
+from tests.kit.ranks.harness import run
+from tests.kit.ranks.streams import Checker, UnorderedError, checked
 
 pytestmark = pytest.mark.skipif(TORCH, reason="the engine's own streams are checked")
 if not TORCH:

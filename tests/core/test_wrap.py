@@ -7,11 +7,12 @@ import warnings
 
 import pytest
 import torch
-from harness import run
-from models import Block, FrozenMix, Stack, Tied, blocks_and_root, floats, square, tokens
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from under_test import FSDP, TORCH, core, shard, torch_is_wrong, wrap
+
+from tests.kit.models.models import Block, FrozenMix, Stack, Tied, blocks_and_root, floats, square, tokens
+from tests.kit.models.under_test import FSDP, TORCH, core, shard, torch_is_wrong, wrap
+from tests.kit.ranks.harness import run
 
 if not TORCH:
     from shardckpt.core.runtime import traversal

@@ -6,9 +6,10 @@ import contextlib
 
 import pytest
 import torch
-from harness import raised_everywhere, run
 from torch import nn
-from under_test import FSDP, STYLES, Strategy, Style, shard, sharder
+
+from tests.kit.models.under_test import FSDP, STYLES, Strategy, Style, shard, sharder
+from tests.kit.ranks.harness import raised_everywhere, run
 
 
 def pair() -> nn.Module:

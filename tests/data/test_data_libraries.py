@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run
 
 import shardckpt
 from shardckpt.data import DatasetStreams, ElasticBatchSampler, ElasticStreamLoader
 from shardckpt.errors import UsageError
+from tests.kit.ranks.harness import run
 
 
 def read_steps(loader: ElasticStreamLoader, steps: int) -> list[list[int]]:

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardckpt
 from shardckpt.data import DataPosition, ElasticStreamLoader, InexactPositionError
 from shardckpt.errors import FormatError, UsageError
+from tests.kit.ranks.harness import run
 
 Sample = tuple[int, int, int]
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import shardckpt
 from shardckpt.data import ElasticBatchSampler, ElasticStreamLoader
+from tests.kit.ranks.harness import run
 
 SAMPLES, BATCH, ACCUMULATE = 50, 12, 2
 SAVED_AT = 3  # an epoch has five steps, and a resumed job trains four: it begins the second epoch

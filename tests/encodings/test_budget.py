@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from memory_store import MemoryStore
-from test_pickle_reader import pairs_of_one_hash
 
 import shardckpt
 from shardckpt.encodings import budget as budget_module
@@ -29,6 +27,8 @@ from shardckpt.native.manifest_json import ManifestContents, decode_manifest, en
 from shardckpt.native.recovery import read_described
 from shardckpt.reader import Source
 from shardckpt.readers.registry import detect
+from tests.encodings.test_pickle_reader import pairs_of_one_hash
+from tests.kit.stores.memory_store import MemoryStore
 
 MANY = 1 << 16
 SMALL = 4 << 20

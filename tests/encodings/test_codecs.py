@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from counting import CountingStore
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from shardckpt.encodings.codecs import MAX_WINDOW_BYTES, DecodedStream
 from shardckpt.errors import CheckpointError, FormatError, TruncatedError
 from shardckpt.manifest import Encoded, Span
 from shardckpt.storage.resolve_url import open_store
+from tests.kit.stores.counting import CountingStore
 
 
 def deflated(data: bytes) -> bytes:

@@ -15,7 +15,6 @@ import pytest
 import safetensors
 from hypothesis import given
 from hypothesis import strategies as st
-from kinds import FILE, FOLDER
 
 from shardckpt.dtypes import SAFETENSORS_NAMES
 from shardckpt.encodings import safetensors_check
@@ -24,6 +23,7 @@ from shardckpt.encodings.safetensors_check import HeaderCopy, create_checked, re
 from shardckpt.errors import FormatError
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.publish import JoinedPublication, begin, publish
+from tests.kit.stores.kinds import FILE, FOLDER
 
 F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from damage import change_bytes
 
 from shardckpt.encodings import zip_archive
 from shardckpt.encodings.zip_archive import (
@@ -33,6 +32,7 @@ from shardckpt.errors import (
 )
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.store import Read
+from tests.kit.damage.damage import change_bytes
 
 
 class CountingStore(LocalStore):

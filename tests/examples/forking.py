@@ -18,8 +18,9 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "core"))
 
 import torch._dynamo  # noqa: F401  what an optimizer imports at its first step
 import transformers  # noqa: F401
-from forks import make_forks_cheap
 from transformers import LlamaForCausalLM, Trainer  # noqa: F401
+
+from tests.kit.ranks.forks import make_forks_cheap
 
 
 def be_example(file: str, arguments: list[str], folder: str, out: int, err: int) -> None:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch_limits import RUNS_FULLY_SHARD_ON_CPU
+
+from tests.kit.models.torch_limits import RUNS_FULLY_SHARD_ON_CPU
 
 USE_TORCH_FULLY_SHARD = {"consolidate_fsdp2.py", "dcp_drop_in.py"}
 HERE = Path(__file__).resolve().parent

@@ -18,9 +18,7 @@ from unittest.mock import patch
 
 import torch
 import zstandard
-from memory_store import MemoryStore
 from safetensors.torch import save
-from samples import SAMPLES
 
 from shardckpt.encodings.codecs import DecodedStream
 from shardckpt.encodings.pickle_reader import load
@@ -45,6 +43,8 @@ from shardckpt.readers.chunk_reader import read_blocks
 from shardckpt.readers.huggingface.index_files import choose
 from shardckpt.readers.registry import detect
 from shardckpt.storage.store import Store
+from tests.kit.stores.memory_store import MemoryStore
+from tests.kit.writers.samples import SAMPLES
 
 _SMALL_BYTES = 1 << 20
 _TAGGED = {0: [1.5, float("nan"), 1 << 70, b"x", 1j, (None, {"$a"})], "d": NamedValue("size", (2, 3)), "t": ArrayRef(3)}

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 
-import gpu_ranks
 import pytest
 import torch
+
+from tests.kit.ranks import gpu_ranks
 
 os.environ.setdefault(
     "PYTORCH_NVML_BASED_CUDA_CHECK", "1"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import gpu_ranks
-import gpu_scenarios as scenarios
 import pytest
-import sim
+
+from tests.kit.ranks import gpu_ranks, sim
+from tests.kit.ranks import gpu_scenarios as scenarios
 
 SOME = pytest.mark.parametrize("front_end", ["flat", "in place"])
 

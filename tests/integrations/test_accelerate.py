@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import outcomes, run
 
 import shardckpt
+from tests.kit.ranks.harness import outcomes, run
 
 KINDS = ("ddp", "fsdp1", "fsdp2")
 SAVED, END = 6, 12  # in the middle of the second of three epochs
@@ -24,9 +24,8 @@ Losses = dict[int, tuple[float, float]]
 @pytest.fixture(scope="module", autouse=True)
 def _imports() -> None:
     """Import what the ranks use in the process that they are forked from."""
-    import accelerators
-
     import shardckpt.integrations.accelerate
+    from tests.kit.runs import accelerators
 
     assert accelerators.Training
     assert shardckpt.integrations.accelerate.register
@@ -36,9 +35,8 @@ def start(
     rank: int, world: int, kind: str, *, is_registered: bool = True, background: bool = False, **options: Any
 ) -> Any:
     """Return a training of this rank, and what `register` gave."""
-    import accelerators
-
     from shardckpt.integrations.accelerate import register
+    from tests.kit.runs import accelerators
 
     accelerators.be_rank(rank, world)
     training = accelerators.Training(kind, **options)
@@ -56,7 +54,7 @@ def train_alone(rank: int, world: int, kind: str, folder: Path, dropout: float =
 
 
 def be_killed(rank: int, world: int, kind: str, folder: Path) -> None:
-    import accelerators
+    from tests.kit.runs import accelerators
 
     training, _ = start(rank, world, kind, background=kind != "fsdp1")
     training.run(0, SAVED)
@@ -182,7 +180,7 @@ def test_folders_are_numbered_and_the_oldest_go_once_the_newest_is_complete(tmp_
 
 def load_damaged_folders(rank: int, world: int, folder: Path) -> list[str]:
     """Load the newest of numbered folders, which is damaged, and do as the error says; the errors."""
-    import accelerators
+    from tests.kit.runs import accelerators
 
     training, _ = start(rank, world, "ddp", project={"project_dir": str(folder), "automatic_checkpoint_naming": True})
     for _ in range(11):
@@ -426,7 +424,7 @@ def test_wrong_calls_are_named_and_a_home_is_found(tmp_path: Path) -> None:
 
 def load_with_other_objects(rank: int, world: int, folder: Path) -> None:
     """Objects have no names, so that fewer of them may be any of those that were saved."""
-    import accelerators
+    from tests.kit.runs import accelerators
 
     training, _ = start(rank, world, "ddp")
     training.accelerator.register_for_checkpointing(accelerators.Average())
@@ -445,9 +443,8 @@ def test_a_checkpoint_with_more_objects_is_not_loaded_into_fewer(tmp_path: Path)
 
 def be_killed_while_saving(rank: int, world: int, kind: str, folder: Path) -> None:
     """Save, train, and lose rank 1 before it has written its files of the second save."""
-    import accelerators
-
     from shardckpt.checkpoint.save import session
+    from tests.kit.runs import accelerators
 
     training, checkpoints = start(rank, world, kind, background=kind == "fsdp2")
     training.run(0, SAVED)
@@ -489,10 +486,10 @@ def test_a_save_of_one_rank_names_the_rank_that_did_not_come(tmp_path: Path) -> 
 
 def load_what_accelerate_saved(rank: int, world: int, folder: Path) -> list[bool]:
     """Load an old folder of two models, save into it, and load again."""
-    import accelerators
     from accelerate import Accelerator
 
     from shardckpt.integrations.accelerate import register
+    from tests.kit.runs import accelerators
 
     def build(accelerator: Any, seed: int) -> list[Any]:
         torch.manual_seed(seed)

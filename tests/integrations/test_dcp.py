@@ -20,7 +20,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
-from harness import outcomes, raised_everywhere, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, state_dict_saver
@@ -31,6 +30,7 @@ import shardckpt
 import shardckpt.integrations.dcp as dcp
 from shardckpt.checkpoint.dcp_storage.storage_writer import StorageWriter
 from shardckpt.events import OperationEvent, subscribe
+from tests.kit.ranks.harness import outcomes, raised_everywhere, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*overwriting since")
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run
 
 import shardckpt
 from shardckpt.errors import UsageError
+from tests.kit.ranks.harness import run
 
 KINDS = ("ddp", "fsdp2")
 
@@ -20,11 +20,8 @@ KINDS = ("ddp", "fsdp2")
 @pytest.fixture(scope="module", autouse=True)
 def _imports() -> None:
     """Import what the ranks use in the process that they are forked from."""
-    import accelerators
-    import lightning_trainers
-    import trainers
-
     import shardckpt.integrations.accelerate
+    from tests.kit.runs import accelerators, lightning_trainers, trainers
 
     assert accelerators.Training
     assert lightning_trainers.Trainer
@@ -47,7 +44,7 @@ def follow(model: torch.nn.Module, *, has_effect: bool) -> None:
 
 
 def train_trainer(rank: int, world: int, kind: str, folder: Path, *, drill: bool, ema: str = "") -> dict[int, Any]:
-    import trainers
+    from tests.kit.runs import trainers
 
     trainers.be_rank(rank, world)
     callback = trainers.ShardckptCallback(folder / "run", drill=drill)
@@ -87,7 +84,7 @@ def test_a_drill_of_a_trainer_names_an_ema_outside_of_the_state(kind: str, tmp_p
 
 
 def test_a_drill_of_a_trainer_needs_steps_of_one_batch(tmp_path: Path) -> None:
-    import trainers
+    from tests.kit.runs import trainers
 
     callback = trainers.ShardckptCallback(tmp_path / "run", drill=True)
 
@@ -105,9 +102,8 @@ def test_a_drill_of_a_trainer_needs_steps_of_one_batch(tmp_path: Path) -> None:
 def train_accelerated(
     rank: int, world: int, kind: str, folder: Path, left_out: str, *, drill: bool
 ) -> tuple[Any, dict[int, Any]]:
-    import accelerators
-
     from shardckpt.integrations.accelerate import register
+    from tests.kit.runs import accelerators
 
     accelerators.be_rank(rank, world)
     training = accelerators.Training(kind)
@@ -151,7 +147,7 @@ def test_a_drill_of_an_accelerator_passes_and_names_a_schedule_that_is_not_saved
 def fit_lightning(
     rank: int, world: int, kind: str, folder: Path, *, drill: bool, ema: str = "", **arguments: Any
 ) -> tuple[dict[int, float], dict[str, float]]:
-    import lightning_trainers
+    from tests.kit.runs import lightning_trainers
 
     checkpoint = lightning_trainers.ShardckptModelCheckpoint(folder / "run", drill=drill)
     trainer, net = lightning_trainers.build(kind, rank, world, folder, checkpoint, **arguments)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import shardckpt
+from tests.kit.ranks.harness import run
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed")
 
@@ -22,8 +22,9 @@ NAMES = ["0.bias", "0.weight", "2.bias", "2.weight"]
 @pytest.fixture(scope="module", autouse=True)
 def _imports() -> None:
     """Import what the ranks use in the process that they are forked from."""
-    import lightning_trainers
     from lightning.fabric import Fabric
+
+    from tests.kit.runs import lightning_trainers
 
     assert Fabric
     assert lightning_trainers.WholeAdamW
@@ -31,9 +32,10 @@ def _imports() -> None:
 
 def set_up(kind: str, rank: int, world: int, seed: int, *, is_compiled: bool = False) -> dict[str, Any]:
     """Return a model and an optimizer of Fabric, and Fabric itself."""
-    import lightning_trainers as trainers
     from lightning.fabric import Fabric
     from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+
+    from tests.kit.runs import lightning_trainers as trainers
 
     class ShardedByFSDP1(FSDPStrategy):
         def setup_module(self, module: nn.Module) -> nn.Module:

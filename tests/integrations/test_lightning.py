@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import outcomes, run
 
 import shardckpt
+from tests.kit.ranks.harness import outcomes, run
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed")
 
@@ -25,7 +25,7 @@ KINDS = ("ddp", "fsdp1", "fsdp2")
 @pytest.fixture(scope="module", autouse=True)
 def _imports() -> None:
     """Import what the ranks use in the process that they are forked from."""
-    import lightning_trainers
+    from tests.kit.runs import lightning_trainers
 
     assert lightning_trainers.Trainer
 
@@ -34,7 +34,7 @@ def fit(
     rank: int, world: int, kind: str, folder: Path, ckpt_path: str | None, *others: Any, **arguments: Any
 ) -> tuple[Any, Any]:
     """Train with steps in `folder / "run"`; the trainer and the network."""
-    import lightning_trainers as trainers
+    from tests.kit.runs import lightning_trainers as trainers
 
     saving = {"every_n_train_steps": 3, "save_top_k": -1, **arguments.pop("saving", {})}
     callback = trainers.ShardckptModelCheckpoint(folder / "run", **saving)
@@ -51,7 +51,7 @@ def replaced_methods(trainer: Any) -> list[str]:
 
 def losses_of_lightning_alone(rank: int, world: int, kind: str, folder: Path) -> dict[int, float]:
     """Train to the end without the callback."""
-    import lightning_trainers as trainers
+    from tests.kit.runs import lightning_trainers as trainers
 
     trainer, net = trainers.build(kind, rank, world, folder, enable_checkpointing=False)
     trainer.fit(net, trainers.Data())
@@ -59,7 +59,7 @@ def losses_of_lightning_alone(rank: int, world: int, kind: str, folder: Path) ->
 
 
 def be_killed(rank: int, world: int, kind: str, folder: Path) -> None:
-    import lightning_trainers as trainers
+    from tests.kit.runs import lightning_trainers as trainers
 
     killer = trainers.KilledAt(5, folder / "run" / "step-00000003" / "COMMIT")
     fit(rank, world, kind, folder, None, killer, trainers.RankNote(rank))
@@ -67,7 +67,7 @@ def be_killed(rank: int, world: int, kind: str, folder: Path) -> None:
 
 def resume(rank: int, world: int, kind: str, folder: Path, ckpt_path: str = "last", **arguments: Any) -> dict[str, Any]:
     """Resume with other random weights; losses, states that came back, and what stays replaced."""
-    import lightning_trainers as trainers
+    from tests.kit.runs import lightning_trainers as trainers
 
     note = trainers.RankNote(rank)
     trainer, net = fit(rank, world, kind, folder, ckpt_path, note, seed=2, **arguments)
@@ -91,7 +91,7 @@ def test_a_killed_training_resumes_bit_for_bit(kind: str, tmp_path: Path) -> Non
 
 def resume_from_lightning(rank: int, world: int, kind: str, folder: Path) -> tuple[dict[int, float], dict[int, float]]:
     """Save with Lightning alone, and resume with the callback; losses of both."""
-    import lightning_trainers as trainers
+    from tests.kit.runs import lightning_trainers as trainers
 
     own = trainers.ModelCheckpoint(folder / "own", every_n_train_steps=3)
     trainer, net = trainers.build(kind, rank, world, folder, own, dropout=0.0)
@@ -124,9 +124,8 @@ def test_training_resumes_on_other_numbers_of_ranks_with_another_sharding(tmp_pa
 
 def keep_the_best(rank: int, world: int, folder: Path, background: bool) -> dict[str, Any]:
     """Log a score after each epoch; what is kept, and what was complete whenever a step was about to be removed."""
-    import lightning_trainers as trainers
-
     from shardckpt.integrations import step_removal
+    from tests.kit.runs import lightning_trainers as trainers
 
     complete, prune = [], step_removal.prune
 
@@ -168,7 +167,7 @@ def test_the_best_steps_stay_and_one_is_removed_once_the_next_is_complete(backgr
 
 
 def save_last(rank: int, world: int, folder: Path) -> tuple[list[str], list[int]]:
-    import lightning_trainers as trainers
+    from tests.kit.runs import lightning_trainers as trainers
 
     scores = iter((0.9, 0.5, 0.9, 0.6, 0.9, 0.4, 0.9, 0.8))
     trainers.Net.on_train_batch_start = lambda self, *_: self.log("score", next(scores))
@@ -189,9 +188,8 @@ def test_the_last_step_stays_beside_the_best(tmp_path: Path) -> None:
 
 def train_with_scores(rank: int, world: int, folder: Path, kill_at: str) -> list[int]:
     """Train six epochs from the newest step, with growing scores; the best steps. Perhaps end in the third save."""
-    import lightning_trainers as trainers
-
     from shardckpt.integrations import step_removal
+    from tests.kit.runs import lightning_trainers as trainers
 
     if kill_at == "removal":  # which follows the save of step 12
         step_removal.prune = lambda *_, **__: trainers.kill()
@@ -233,7 +231,7 @@ def test_the_step_whose_path_training_resumed_from_stays_as_in_lightning(tmp_pat
 
 def resume_with_everything(rank: int, world: int, folder: Path) -> dict[str, Any]:
     """Save and resume with averages of the weights, a gradient scaler and a hook; states before and after."""
-    import lightning_trainers as trainers
+    from tests.kit.runs import lightning_trainers as trainers
 
     def others() -> list[Any]:
         return [trainers.EMAWeightAveraging(decay=0.5), trainers.EarlyStopping("score", patience=3)]
@@ -271,7 +269,7 @@ def test_averages_scaler_callbacks_and_values_of_hooks_come_back(tmp_path: Path)
 
 def average_buffers(rank: int, world: int, folder: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the average of a buffer: after training, which ends with that of rank 0 everywhere; saved; resumed."""
-    import lightning_trainers as trainers
+    from tests.kit.runs import lightning_trainers as trainers
 
     class Normed(trainers.Net):
         def __init__(self, *args: Any) -> None:
@@ -293,7 +291,7 @@ def test_averages_of_buffers_may_differ_and_those_of_rank_0_are_saved(tmp_path: 
 
 
 def evaluate_averages(rank: int, world: int, folder: Path) -> bool:
-    import lightning_trainers as trainers
+    from tests.kit.runs import lightning_trainers as trainers
 
     _, averaged = fit(
         rank,
@@ -319,7 +317,7 @@ def train_in_epochs(
     rank: int, world: int, folder: Path, is_saved_at_the_end: bool
 ) -> tuple[dict[int, float], dict[int, float]]:
     """Train two epochs, and one after the other in two jobs; losses of the second epoch."""
-    import lightning_trainers as trainers
+    from tests.kit.runs import lightning_trainers as trainers
 
     saving = {"every_n_train_steps": None, "save_on_train_epoch_end": is_saved_at_the_end}
     given = {"data": trainers.ShuffledData, "saving": saving}
@@ -378,7 +376,7 @@ def test_the_newest_step_is_the_one_that_was_saved_last(tmp_path: Path) -> None:
 
 
 def train_in_a_bucket(rank: int, world: int, folder: Path, root: str) -> tuple[list[int], str]:
-    import lightning_trainers as trainers
+    from tests.kit.runs import lightning_trainers as trainers
 
     for ckpt_path, epochs in ((None, 1), ("last", 2)):
         callback = trainers.ShardckptModelCheckpoint(root, every_n_train_steps=3)
@@ -396,7 +394,7 @@ def test_steps_may_be_in_a_bucket(s3_bucket: str, tmp_path: Path) -> None:
 
 
 def raise_while_saving(rank: int, world: int, folder: Path) -> list[str]:
-    import lightning_trainers as trainers
+    from tests.kit.runs import lightning_trainers as trainers
 
     callback = trainers.ShardckptModelCheckpoint(folder / "run", every_n_train_steps=3, save_on_exception=True)
     trainer, net = trainers.build("ddp", rank, world, folder, callback, trainers.Acting(5, lambda: 1 // 0))
@@ -412,7 +410,7 @@ def test_an_exception_leaves_a_complete_step_and_the_methods_of_the_strategy(tmp
 
 def fill_the_disk(rank: int, world: int, folder: Path) -> None:
     """Train with a disk that is full before the last save, which is the best."""
-    import lightning_trainers as trainers
+    from tests.kit.runs import lightning_trainers as trainers
 
     scores = iter((0.5, 0.4, 0.3))
     trainers.Net.validation_step = lambda self, *_: self.log("score", next(scores))
@@ -433,7 +431,7 @@ def test_a_save_that_fails_in_the_background_is_raised_at_the_end_and_removes_no
 
 
 def save_what_cannot_be_saved(rank: int, world: int, folder: Path) -> str:
-    import lightning_trainers as trainers
+    from tests.kit.runs import lightning_trainers as trainers
 
     note = trainers.RankNote(object())
     with pytest.raises(shardckpt.errors.UnsupportedError) as caught:
@@ -447,7 +445,7 @@ def test_a_state_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
 
 
 def save_weights_only(rank: int, world: int, folder: Path) -> None:
-    import lightning_trainers as trainers
+    from tests.kit.runs import lightning_trainers as trainers
 
     fit(rank, world, "fsdp2", folder, None, max_epochs=1, saving={"save_weights_only": True})
     path = str(folder / "run" / "step-00000003")
@@ -467,7 +465,7 @@ def test_steps_of_weights_alone_are_for_evaluation(tmp_path: Path) -> None:
 
 def change_weights_in_a_hook(rank: int, world: int, kind: str, folder: Path) -> tuple[set[str], list[float]]:
     """Save with a hook that changes weights, and evaluate; classes of the weights that it saw, and a weight."""
-    import lightning_trainers as trainers
+    from tests.kit.runs import lightning_trainers as trainers
 
     seen = set[str]()
 
@@ -498,7 +496,7 @@ def test_hooks_get_and_change_the_weights_without_gathering_them(kind: str, tmp_
 
 def resume_from_damaged_step(rank: int, world: int, folder: Path) -> tuple[list[str], list[int]]:
     """Resume with the advice in the error of a damaged newest step; its paths, and the steps of the training."""
-    import accelerators
+    from tests.kit.runs import accelerators
 
     fit(rank, world, "one", folder, None, saving={"every_n_train_steps": 1}, max_epochs=1)
     accelerators.damage(folder / "run" / "step-00000004")

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import run
 
 import shardckpt
+from tests.kit.ranks.harness import run
 
 NOBODY = 65534
 
@@ -19,9 +19,7 @@ NOBODY = 65534
 @pytest.fixture(scope="module", autouse=True)
 def _imports() -> None:
     """Import what the ranks use in the process that they are forked from."""
-    import accelerators
-    import lightning_trainers
-    import trainers
+    from tests.kit.runs import accelerators, lightning_trainers, trainers
 
     assert accelerators and lightning_trainers and trainers
 
@@ -45,9 +43,8 @@ def make_closed(folder: Path, mode: int) -> Path:
 
 
 def load_with_accelerate(folder: Path, path: Path) -> None:
-    import accelerators
-
     from shardckpt.integrations.accelerate import register
+    from tests.kit.runs import accelerators
 
     training = accelerators.Training("ddp")
     register(training.accelerator)
@@ -55,14 +52,14 @@ def load_with_accelerate(folder: Path, path: Path) -> None:
 
 
 def load_with_trainer(folder: Path, path: Path) -> None:
-    import trainers
+    from tests.kit.runs import trainers
 
     trainer, _ = trainers.build("ddp", path, trainers.ShardckptCallback(folder / "run"))
     trainer.train(resume_from_checkpoint=True)
 
 
 def load_with_lightning(folder: Path, path: Path) -> None:
-    import lightning_trainers
+    from tests.kit.runs import lightning_trainers
 
     saving = lightning_trainers.ShardckptModelCheckpoint(folder / "run")
     trainer = lightning_trainers.Trainer(
@@ -73,7 +70,7 @@ def load_with_lightning(folder: Path, path: Path) -> None:
 
 def fail_to_load(rank: int, world: int, load: Callable[[Path, Path], Any], mode: int, name: str, folder: Path) -> str:
     """Return what the error says."""
-    import accelerators
+    from tests.kit.runs import accelerators
 
     accelerators.be_rank(rank, world)
     closed = make_closed(folder / "closed", mode)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import run
 
 import shardckpt
+from tests.kit.ranks.harness import run
 
 needs_lightning = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed")
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -20,11 +20,11 @@ QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": 
 @pytest.fixture(scope="module", autouse=True)
 def _imports() -> None:
     """Import what the ranks use in the process that they are forked from."""
-    import trainers
+    from tests.kit.runs import trainers
 
     assert trainers.Trainer
     if importlib.util.find_spec("lightning") is not None:
-        import lightning_trainers
+        from tests.kit.runs import lightning_trainers
 
         assert lightning_trainers.Trainer
 
@@ -35,7 +35,7 @@ def make_copy(of: Any, way: str) -> Any:
 
 def fit_with_a_copy(rank: int, world: int, folder: Path, way: str) -> tuple[list[int], tuple[int, ...]]:
     """Train with a copy of a callback; the steps, and those that a copy of a used callback sees."""
-    import lightning_trainers as trainers
+    from tests.kit.runs import lightning_trainers as trainers
 
     callback = trainers.ShardckptModelCheckpoint(folder / "run", every_n_train_steps=3, options={"checksums": False})
     used = make_copy(callback, way)
@@ -76,9 +76,8 @@ def test_a_training_of_spawned_processes_saves_steps(tmp_path: Path) -> None:
 
 def train_with_a_copy(rank: int, world: int, folder: Path, way: str) -> tuple[list[int], tuple[int, ...]]:
     """As another process would: its `Trainer` is as transformers made it when the callback arrives."""
-    import trainers
-
     from shardckpt.integrations.transformers import trainer_callback
+    from tests.kit.runs import trainers
 
     trainers.be_rank(rank, world)
     callback = trainers.ShardckptCallback(folder / "run")

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import BLOCKS
+
+from tests.kit.runs.blocks import BLOCKS
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed")
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}

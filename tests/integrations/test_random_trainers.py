@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import BLOCKS
 from torch import nn
+
+from tests.kit.runs.blocks import BLOCKS
 
 
 class Net(nn.Module):

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import outcomes, run
 
 import shardckpt
+from tests.kit.ranks.harness import outcomes, run
 
 pytest.importorskip("torchtitan.components.checkpointer")
 
@@ -22,25 +22,25 @@ EVERY_SECOND = {"interval": 2, "last_save_model_only": False}
 @pytest.fixture(scope="module", autouse=True)
 def _imports() -> None:
     """Import what the ranks use in the process that they are forked from."""
-    import titans
+    from tests.kit.runs import titans
 
     assert titans.CheckpointManager
 
 
 def train(rank: int, world: int, folder: Path, config: dict[str, Any], own: bool = False) -> dict[int, float]:
-    import titans
+    from tests.kit.runs import titans
 
     return titans.train(folder, titans.TitanCheckpointManager if own else titans.CheckpointManager, **config)
 
 
 def be_killed(rank: int, world: int, folder: Path, config: dict[str, Any]) -> None:
-    import titans
+    from tests.kit.runs import titans
 
     titans.train_and_die(folder, 5, **config)
 
 
 def load(rank: int, world: int, folder: Path, config: dict[str, Any]) -> tuple[int, dict[str, torch.Tensor]]:
-    import titans
+    from tests.kit.runs import titans
 
     training = titans.Training(folder, titans.CheckpointManager, **config)
     loaded = training.checkpointer.load(step=config.pop("load_step", -1))
@@ -120,7 +120,7 @@ def test_the_last_step_may_be_the_model_alone_and_another_training_begins_from_i
 
 
 def test_a_version_without_a_replaced_method_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import titans
+    from tests.kit.runs import titans
 
     monkeypatch.delattr(titans.TitanCheckpointManager, "_find_load_step")
     with pytest.raises(shardckpt.errors.UnsupportedError, match="_find_load_step"):
@@ -128,7 +128,7 @@ def test_a_version_without_a_replaced_method_is_refused(tmp_path: Path, monkeypa
 
 
 def test_a_disabled_manager_does_nothing(tmp_path: Path) -> None:
-    import titans
+    from tests.kit.runs import titans
 
     manager = titans.CheckpointManager.Config().build(
         dataloader=None, model_parts=[], optimizers=None, lr_schedulers=None, states={}, sd_adapter=None
@@ -140,7 +140,7 @@ def test_a_disabled_manager_does_nothing(tmp_path: Path) -> None:
 
 def train_with_drill(rank: int, world: int, folder: Path, config: dict[str, Any], fault: str = "") -> Any:
     """Return the losses, the steps whose metrics were logged, and what the drill reported."""
-    import titans
+    from tests.kit.runs import titans
 
     training = titans.Training(folder, titans.CheckpointManager, **config)
     exact, training.model.ema = training.compute_loss, torch.zeros(())
@@ -199,7 +199,7 @@ def test_a_drill_names_what_the_manager_does_not_save(tmp_path: Path) -> None:
 
 
 def test_a_drill_needs_a_trainer_among_the_states(tmp_path: Path) -> None:
-    import titans
+    from tests.kit.runs import titans
 
     with pytest.raises(shardckpt.errors.UsageError, match="train_step"):
         titans.CheckpointManager.Config(enable=True, drill=True).build(

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import outcomes, run
 
 import shardckpt
 from shardckpt.errors import UsageError
+from tests.kit.ranks.harness import outcomes, run
 
 KINDS = ("ddp", "fsdp1", "fsdp2")
 
@@ -21,21 +21,21 @@ KINDS = ("ddp", "fsdp1", "fsdp2")
 @pytest.fixture(scope="module", autouse=True)
 def _imports() -> None:
     """Import what the ranks use in the process that they are forked from."""
-    import trainers
+    from tests.kit.runs import trainers
 
     assert trainers.Trainer
     assert trainers.be_rank
 
 
 def test_background_is_true_or_false(tmp_path: Path) -> None:
-    import trainers
+    from tests.kit.runs import trainers
 
     with pytest.raises(UsageError, match="`background` is neither True nor False; found 'yes'"):
         trainers.ShardckptCallback(tmp_path, background="yes")
 
 
 def test_an_empty_root_is_refused() -> None:
-    import trainers
+    from tests.kit.runs import trainers
 
     with pytest.raises(UsageError, match="the path must not be empty"):
         trainers.ShardckptCallback("")
@@ -43,7 +43,7 @@ def test_an_empty_root_is_refused() -> None:
 
 @pytest.mark.parametrize(("background", "typo"), [(False, "max_staging_bytes"), (False, "chekcsums"), (True, "metric")])
 def test_an_unknown_option_is_refused_before_the_training(background: bool, typo: str, tmp_path: Path) -> None:
-    import trainers
+    from tests.kit.runs import trainers
 
     trainers.ShardckptCallback(tmp_path, background=background, checksums=False, metrics={"size": 1})
     with pytest.raises(TypeError, match=rf"ShardckptCallback\(\) got an unexpected keyword argument '{typo}'"):
@@ -52,7 +52,7 @@ def test_an_unknown_option_is_refused_before_the_training(background: bool, typo
 
 def losses_of_trainer_alone(rank: int, world: int, kind: str, folder: Path) -> dict[int, Any]:
     """Train to the end as the Trainer does by itself, in a process that has a callback for others."""
-    import trainers
+    from tests.kit.runs import trainers
 
     trainers.be_rank(rank, world)
     trainers.ShardckptCallback(folder / "unused")
@@ -62,7 +62,7 @@ def losses_of_trainer_alone(rank: int, world: int, kind: str, folder: Path) -> d
 
 
 def be_killed(rank: int, world: int, kind: str, folder: Path) -> None:
-    import trainers
+    from tests.kit.runs import trainers
 
     trainers.be_rank(rank, world)
     killer = trainers.KilledAt(5, folder / "run" / "step-00000003" / "COMMIT")
@@ -72,7 +72,7 @@ def be_killed(rank: int, world: int, kind: str, folder: Path) -> None:
 
 def resume_twice(rank: int, world: int, kind: str, folder: Path) -> tuple[dict[int, Any], dict[int, Any], list[str]]:
     """Resume from the newest step, then from the folder of the Trainer alone; both losses, and what stays replaced."""
-    import trainers
+    from tests.kit.runs import trainers
 
     losses = trainers.train(rank, world, kind, folder, resume=True)
     callback = trainers.ShardckptCallback(folder / "other")
@@ -83,7 +83,7 @@ def resume_twice(rank: int, world: int, kind: str, folder: Path) -> tuple[dict[i
 
 def resume_resharded(rank: int, world: int, folder: Path) -> dict[int, Any]:
     """Resume from the folder of the Trainer alone, under FSDP2."""
-    import trainers
+    from tests.kit.runs import trainers
 
     trainers.be_rank(rank, world)
     trainer, losses = trainers.build("fsdp2", folder / "out", trainers.ShardckptCallback(folder / "resharded"), seed=2)
@@ -116,7 +116,7 @@ def test_a_killed_training_and_one_of_the_trainer_resume_bit_for_bit(kind: str, 
 
 
 def train_and_resume(rank: int, world: int, kind: str, folder: Path, resume: str | None) -> dict[int, Any]:
-    import trainers
+    from tests.kit.runs import trainers
 
     return trainers.train(rank, world, kind, folder, resume, dropout=0.0, save_steps=4)
 
@@ -132,8 +132,9 @@ def test_training_resumes_on_other_numbers_of_ranks_with_another_sharding(tmp_pa
 
 def choose_the_best(rank: int, world: int, folder: Path, scores: list[float], strategy: str) -> tuple[Any, ...]:
     """Evaluate after each step, with these scores; the best step, its path, and weights at the end."""
-    import trainers
     from torch.distributed.tensor import DTensor
+
+    from tests.kit.runs import trainers
 
     trainers.be_rank(rank, world)
     callback = trainers.ShardckptCallback(folder / "run", metrics={"mine": 7})
@@ -179,7 +180,7 @@ def test_the_strategy_best_saves_the_best_steps_only(tmp_path: Path) -> None:
 
 def evaluate_after_saving(rank: int, world: int, folder: Path) -> Any:
     """Evaluate at the ends of epochs, whose steps were saved before, of which the first is the best."""
-    import trainers
+    from tests.kit.runs import trainers
 
     trainers.be_rank(rank, world)
     callback = trainers.ShardckptCallback(folder / "run")
@@ -201,7 +202,7 @@ def test_a_step_that_turns_out_to_be_the_best_after_its_save_stays(tmp_path: Pat
 
 def resume_with_the_model_alone_from_now_on(rank: int, world: int, folder: Path) -> list[Any]:
     """Train without interruption, and resume its first step to save the model alone; losses behind the resume."""
-    import trainers
+    from tests.kit.runs import trainers
 
     expected = trainers.train(rank, world, "ddp", folder, None, max_steps=6)
     step = str(folder / "run" / "step-00000003")
@@ -217,7 +218,7 @@ def test_a_step_with_an_optimizer_resumes_with_it_even_if_new_steps_have_the_mod
 
 def look_at_the_begin(rank: int, world: int, kind: str, folder: Path) -> list[Any]:
     """Resume with a callback before that of the steps; weights, slots and schedule at its `on_train_begin`."""
-    import trainers
+    from tests.kit.runs import trainers
 
     class Average(trainers.TrainerCallback):
         def on_train_begin(self, *_: Any, model: Any, optimizer: Any, lr_scheduler: Any, **kw: Any) -> None:
@@ -242,7 +243,7 @@ def test_callbacks_before_that_of_the_steps_begin_with_what_is_loaded(kind: str,
 
 def save_by_strategy(rank: int, world: int, folder: Path) -> list[Any]:
     """Train by each strategy, and resume; the steps of each run, and the parts and losses of a step of the model."""
-    import trainers
+    from tests.kit.runs import trainers
 
     def steps(name: str) -> list[int]:
         return [step.number for step in shardckpt.ls(folder / name / "run").complete]
@@ -263,7 +264,7 @@ def test_steps_are_saved_at_the_ends_of_epochs_never_or_without_an_optimizer(tmp
 
 
 def start_again(rank: int, world: int, folder: Path) -> str:
-    import trainers
+    from tests.kit.runs import trainers
 
     trainers.train(rank, world, "ddp", folder, True, max_steps=2, save_steps=2)
     with pytest.raises(shardckpt.errors.UsageError) as caught:
@@ -273,7 +274,7 @@ def start_again(rank: int, world: int, folder: Path) -> str:
 
 def test_two_callbacks_and_a_number_to_resume_from_are_refused(tmp_path: Path) -> None:
     def body(rank: int, world: int) -> list[str]:
-        import trainers
+        from tests.kit.runs import trainers
 
         trainers.be_rank(rank, world)
         first, second = (trainers.ShardckptCallback(tmp_path / name) for name in ("one", "two"))
@@ -300,8 +301,7 @@ def test_a_training_from_the_start_does_not_replace_a_run(tmp_path: Path) -> Non
 
 def resume_from_damaged_step(rank: int, world: int, folder: Path) -> list[Any]:
     """Resume with the advice in the error of a damaged newest step; the error, the steps, and an error of step 1."""
-    import accelerators
-    import trainers
+    from tests.kit.runs import accelerators, trainers
 
     trainers.train(rank, world, "ddp", folder, None, max_steps=3, save_steps=1)
     accelerators.damage(folder / "run" / "step-00000003")
@@ -335,7 +335,7 @@ def test_unsupported_trainers_are_refused(tmp_path: Path) -> None:
 
 def train_in_a_loop_of_its_own(rank: int, world: int, folder: Path) -> None:
     """Call events of a training that is not that of `Trainer`, as some subclasses do."""
-    import trainers
+    from tests.kit.runs import trainers
 
     trainers.be_rank(rank, world)
     trainer, _ = trainers.build("ddp", folder, trainers.ShardckptCallback(folder / "run"))
@@ -349,7 +349,7 @@ def test_a_trainer_with_a_loop_of_its_own_is_refused_since_nothing_would_be_save
 
 def finish_beside_a_folder(rank: int, world: int, folder: Path) -> Any:
     """Resume a folder of the Trainer, and keep the best step alone in a run behind a URL."""
-    import trainers
+    from tests.kit.runs import trainers
 
     trainers.be_rank(rank, world)
     best = {"save_total_limit": 1, "metric_for_best_model": "loss"}

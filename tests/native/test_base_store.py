@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from bucket import Bucket
 from safetensors.torch import save_file
 
 import shardckpt
@@ -21,6 +20,7 @@ from shardckpt.native.commit import COMMIT, Commit
 from shardckpt.native.payload import encode_canonical
 from shardckpt.readers.registry import open_checkpoint
 from shardckpt.storage.store import Store
+from tests.kit.stores.bucket import Bucket
 
 GOLDEN = Path(__file__).parent / "golden" / "1"
 Change = Callable[[dict[str, Any], dict[str, Any]], object]

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import xxhash
-from native_writer import with_grouped_hashes, write_step
 
 import shardckpt
 from shardckpt.boxes import full_box
@@ -36,6 +35,7 @@ from shardckpt.native.payload import (
 )
 from shardckpt.native.reader import NativeReader
 from shardckpt.readers.registry import open_checkpoint
+from tests.kit.writers.native_writer import with_grouped_hashes, write_step
 
 STATE = {"w": torch.arange(BLOCK_BYTES, dtype=torch.int32).reshape(4, -1), "b": torch.ones(3)}
 

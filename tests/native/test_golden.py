@@ -12,9 +12,6 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
-from golden_state import based, before_based, full, large, large_based, small
-from materialise import assert_same
-from native_writer import scalar
 from safetensors import safe_open
 
 import shardckpt
@@ -26,6 +23,9 @@ from shardckpt.native.payload import KEY, plan_payloads
 from shardckpt.native.reader import NativeReader
 from shardckpt.native.recovery import read_described
 from shardckpt.readers.registry import open_checkpoint
+from tests.kit.writers.golden_state import based, before_based, full, large, large_based, small
+from tests.kit.writers.materialise import assert_same
+from tests.kit.writers.native_writer import scalar
 
 GOLDEN = Path(__file__).parent / "golden" / "1"
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "format.schema.json").read_text(encoding="utf-8"))

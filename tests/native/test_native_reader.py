@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 import xxhash
-from materialise import assert_same
-from native_writer import SAVE, commit, write_step
 from safetensors.torch import load_file
 
 import shardckpt
@@ -31,6 +29,8 @@ from shardckpt.native.commit import COMMIT, encode_commit, manifest_name
 from shardckpt.native.payload import BLOCK_BYTES, KEY
 from shardckpt.native.reader import NativeReader
 from shardckpt.readers.registry import detect, open_checkpoint, open_source
+from tests.kit.writers.materialise import assert_same
+from tests.kit.writers.native_writer import SAVE, commit, write_step
 
 W = torch.arange(24.0).reshape(6, 4)
 

@@ -15,7 +15,6 @@ import torch
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
-from native_writer import dtype_name, write_step
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -38,6 +37,7 @@ from shardckpt.native.payload import (
     new_save_id,
     plan_payloads,
 )
+from tests.kit.writers.native_writer import dtype_name, write_step
 
 
 def chunk(path: TreePath, shape: tuple[int, ...], dtype: str = "float32", box: Box | None = None) -> PayloadChunk:

@@ -12,8 +12,6 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
-from bucket import Bucket
-from native_writer import write_step
 
 import shardckpt
 from shardckpt.errors import StorageError, UnsupportedError
@@ -32,6 +30,8 @@ from shardckpt.native.run_directory import (
 from shardckpt.storage.fsspec_store import FsspecStore
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.store import Listed, Store
+from tests.kit.stores.bucket import Bucket
+from tests.kit.writers.native_writer import write_step
 
 STATE = {"w": torch.arange(6.0), "step": 3}
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import xxhash
-from counting import open_counted
-from native_writer import SAVE, with_grouped_hashes, write_step
 
 from shardckpt.errors import ChecksumError, TruncatedError
 from shardckpt.native.payload import BLOCK_BYTES, GROUP_BLOCKS, GROUP_BYTES
 from shardckpt.readers.registry import open_checkpoint
 from shardckpt.storage.store import Read
+from tests.kit.stores.counting import open_counted
+from tests.kit.writers.native_writer import SAVE, with_grouped_hashes, write_step
 
 SIZE = 3 * GROUP_BYTES + 1000
 

@@ -12,9 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from browser import open_browser
-
 import shardckpt
+from tests.kit.runs.browser import open_browser
 
 SIZE = {"x": 0, "y": 0, "width": 1280, "height": 800, "scale": 0.8}  # pixels of the page, from its top
 MOST_BYTES = 200_000

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import NAMES, READABLE, Case, assert_same, load_folder, metadata_of, read_case, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -28,6 +27,7 @@ from shardckpt.errors import (
     UnsafeError,
     UsageError,
 )
+from tests.kit.runs.cases import NAMES, READABLE, Case, assert_same, load_folder, metadata_of, read_case, same_bits
 
 Snapshot = dict[str, bytes]
 FLOATS = (torch.float32, torch.bfloat16)

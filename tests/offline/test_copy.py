@@ -14,8 +14,6 @@ from types import SimpleNamespace
 import fsspec
 import pytest
 import torch
-from bucket import Bucket, Dead, broken_at
-from command import run_here
 
 import shardckpt
 from shardckpt import Checkpointer
@@ -31,6 +29,8 @@ from shardckpt.errors import (
 from shardckpt.native.run_directory import RunDirectory, step_name
 from shardckpt.native.stored_folders import StoredFolder
 from shardckpt.storage.store import Store
+from tests.kit.runs.command import run_here
+from tests.kit.stores.bucket import Bucket, Dead, broken_at
 
 copying = import_module("shardckpt.offline.copy")
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import NAMES, read_case
 from safetensors.torch import load_file, save_file
 
 import shardckpt
 from shardckpt.offline.results.comparison import TensorDifference
+from tests.kit.runs.cases import NAMES, read_case
 
 
 def files(folder: Path, a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[str, str]:

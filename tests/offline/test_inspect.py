@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import NAMES, read_case
 from safetensors.torch import save_file
 
 import shardckpt
 from shardckpt.errors import SourceNotFoundError, UnknownFormatError, UnsafeError
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.store import Read
+from tests.kit.runs.cases import NAMES, read_case
 
 
 @pytest.fixture

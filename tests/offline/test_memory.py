@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
-from share_writers import as_rank, sharded
 
 from shardckpt.encodings.safetensors import HeaderTensor, encode_header
 from shardckpt.offline.select.options import MIN_MEMORY_BYTES
+from tests.kit.writers.share_writers import as_rank, sharded
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peaks are read from /proc")
 

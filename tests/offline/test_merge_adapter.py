@@ -12,12 +12,12 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
-from cases import same_bits
 from safetensors.torch import load_file, save_file
 
 import shardckpt
 from shardckpt.errors import FormatError, ShardckptError, UnsafeError, UnsupportedError, UsageError
 from shardckpt.plan import adapter as plans
+from tests.kit.runs.cases import same_bits
 
 PREFIX = "base_model.model."
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import NAMES
-from samples import SAMPLES
 
 import shardckpt
 from shardckpt.errors import AmbiguousError, ChecksumError, UnsupportedError, UsageError
 from shardckpt.storage.local import LocalStore
+from tests.kit.runs.cases import NAMES
+from tests.kit.writers.samples import SAMPLES
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 VARIANTS = [(form, variant) for form, variants in SAMPLES.items() for variant in variants]

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import assert_same, load_folder, metadata_of, same_bits
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 import shardckpt
 from shardckpt.errors import PrecisionError
+from tests.kit.runs.cases import assert_same, load_folder, metadata_of, same_bits
 
 TENSORS = {
     "norm.weight": torch.tensor([1.0, 1 / 3]),

@@ -14,11 +14,6 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from bucket import Bucket, DatedBucket, Dead, broken_at
-from clocks import clock_jumps, days_pass
-from disk import watched
-from forks import is_killed
-from native_writer import write_step
 
 import shardckpt
 from shardckpt.errors import SourceNotFoundError, StorageError, UsageError
@@ -30,6 +25,11 @@ from shardckpt.storage import orphans, retry
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.resolve_url import open_store
 from shardckpt.storage.store import Store
+from tests.kit.ranks.forks import is_killed
+from tests.kit.stores.bucket import Bucket, DatedBucket, Dead, broken_at
+from tests.kit.stores.clocks import clock_jumps, days_pass
+from tests.kit.stores.disk import watched
+from tests.kit.writers.native_writer import write_step
 
 
 def write(root: Path, *numbers: int) -> None:

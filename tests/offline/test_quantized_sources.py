@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import assert_same, load_folder
 from safetensors.torch import save_file
 
 import shardckpt
+from tests.kit.runs.cases import assert_same, load_folder
 
 FP8 = torch.float8_e4m3fn
 

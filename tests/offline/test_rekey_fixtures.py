@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import NAMES, Case, assert_same, read_case
 from safetensors.torch import load_file
 
 import shardckpt
+from tests.kit.runs.cases import NAMES, Case, assert_same, read_case
 
 ADAMW = torch.optim.AdamW
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": ADAMW, "adamw1": ADAMW, "amsgrad": ADAMW}

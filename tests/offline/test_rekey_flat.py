@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import assert_same
-from harness import run
 from safetensors.torch import load_file
 from torch import nn
 
@@ -18,6 +16,8 @@ import shardckpt
 from shardckpt.core import FullyShardedDataParallel
 from shardckpt.errors import CheckpointError, UsageError
 from shardckpt.state import flat_units, to_flat_parameters
+from tests.kit.ranks.harness import run
+from tests.kit.runs.cases import assert_same
 
 
 class Net(nn.Module):

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from native_writer import SAVE, write_step
 
 import shardckpt
 from shardckpt.boxes import Box
@@ -24,6 +23,7 @@ from shardckpt.errors import (
 from shardckpt.native.commit import COMMIT, encode_commit, manifest_name
 from shardckpt.native.reader import NativeReader
 from shardckpt.readers.registry import open_checkpoint
+from tests.kit.writers.native_writer import SAVE, write_step
 
 MANIFEST = manifest_name(SAVE)
 BOXES = {("model", "w"): [(0, Box((0, 0), (3, 4))), (1, Box((3, 0), (3, 4)))]}

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from golden_state import BOXES, full
-from materialise import materialise
-from native_writer import write_step
-from samples import SAMPLES
 
 import shardckpt
 from shardckpt.encodings.tagged_json import ArrayRef, NamedValue
 from shardckpt.errors import IncompleteError, TargetExistsError, UsageError
 from shardckpt.native.reader import NativeReader
 from shardckpt.readers.registry import open_checkpoint
+from tests.kit.writers.golden_state import BOXES, full
+from tests.kit.writers.materialise import materialise
+from tests.kit.writers.native_writer import write_step
+from tests.kit.writers.samples import SAMPLES
 
 ALL = [(name, variant) for name, variants in SAMPLES.items() for variant in variants]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import same_bits
 
 import shardckpt
+from tests.kit.runs.cases import same_bits
 
 TARGETS = ("safetensors", "torch", "dcp", "native")
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from cases import same_bits
 from safetensors.torch import load_file, save_file
-from tiny_llama import llama_config
 from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import shardckpt
 from shardckpt.errors import IncompleteError, UsageError
+from tests.kit.models.tiny_llama import llama_config
+from tests.kit.runs.cases import same_bits
 
 EXPERTS = {f"layers.{layer}.experts.{expert}.w1.weight": torch.randn(4, 6) for layer in range(2) for expert in range(3)}
 MODEL = {**EXPERTS, "wq": torch.randn(8, 5), "wk": torch.randn(4, 5), "norm": torch.ones(5)}

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import NAMES, read_case
 from safetensors.torch import save_file
 
 import shardckpt
 from shardckpt.errors import IncompleteError, UsageError
+from tests.kit.runs.cases import NAMES, read_case
 
 
 def measure(folder: Path, tensor: torch.Tensor) -> shardckpt.results.TensorStats:

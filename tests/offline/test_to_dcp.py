@@ -11,9 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from cases import same_bits
-from harness import run
-from samples import MODEL, OPTIM, SAMPLES
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -24,10 +21,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch_writers import ALONE
 
 import shardckpt
 from shardckpt.errors import UsageError
+from tests.kit.ranks.harness import run
+from tests.kit.runs.cases import same_bits
+from tests.kit.writers.samples import MODEL, OPTIM, SAMPLES
+from tests.kit.writers.torch_writers import ALONE
 
 
 def merged(folder: Path) -> Any:

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from materialise import assert_same
 from safetensors.torch import load_file, save_file
-from samples import MODEL, OPTIM, SAMPLES
 
 import shardckpt
 from shardckpt.encodings.tagged_json import ArrayRef
 from shardckpt.errors import PrecisionError, UsageError
 from shardckpt.native.reader import NativeReader
 from shardckpt.readers.registry import open_checkpoint
+from tests.kit.writers.materialise import assert_same
+from tests.kit.writers.samples import MODEL, OPTIM, SAMPLES
 
 
 @pytest.mark.parametrize("verb", [shardckpt.consolidate, shardckpt.convert], ids=["consolidate", "convert"])

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import assert_same, load_folder, read_case
-from harness import run
-from rank_writers import built, in_place, truth, two_ranks
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardckpt
 from shardckpt.errors import UsageError
+from tests.kit.ranks.harness import run
+from tests.kit.runs.cases import assert_same, load_folder, read_case
+from tests.kit.writers.rank_writers import built, in_place, truth, two_ranks
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import same_bits
-from samples import MODEL, OPTIM, SAMPLES
 
 import shardckpt
 from shardckpt.errors import UsageError
 from shardckpt.readers.registry import open_checkpoint
+from tests.kit.runs.cases import same_bits
+from tests.kit.writers.samples import MODEL, OPTIM, SAMPLES
 
 
 def safe(file: Path, **options: Any) -> Any:

@@ -8,10 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import NAMES, read_case
-from native_writer import SAVE, with_grouped_hashes, write_step
 from safetensors.torch import save_file
-from share_writers import as_rank, dtensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardckpt
@@ -20,6 +17,9 @@ from shardckpt.errors import IncompleteError, SourceNotFoundError, UnknownFormat
 from shardckpt.native.payload import BLOCK_BYTES, GROUP_BYTES
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.store import Read
+from tests.kit.runs.cases import NAMES, read_case
+from tests.kit.writers.native_writer import SAVE, with_grouped_hashes, write_step
+from tests.kit.writers.share_writers import as_rank, dtensor
 
 
 @pytest.mark.parametrize("name", NAMES)

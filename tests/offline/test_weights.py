@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import assert_same, load_folder
 from safetensors.torch import load_file
 
 import shardckpt
 from shardckpt.errors import NameCollisionError, UsageError
+from tests.kit.runs.cases import assert_same, load_folder
 
 CASES = ("deepspeed_zero1_bf16_gpt2_w2", "deepspeed_zero2_bf16_nasty_w2", "deepspeed_zero3_bf16_llama_w2")
 LIVE = {"w": torch.arange(6.0).bfloat16(), "b": torch.ones(2)}

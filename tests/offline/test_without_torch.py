@@ -10,10 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import all_verbs
 import pytest
-from cases import NAMES, read_case
-from samples import SAMPLES
+
+from tests.kit.runs import all_verbs
+from tests.kit.runs.cases import NAMES, read_case
+from tests.kit.writers.samples import SAMPLES
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / "tests" / "fixtures"

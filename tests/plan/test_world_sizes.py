@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from native_writer import write_step
 
 import shardckpt
 from shardckpt.boxes import Box, Shape, cover, flat_to_boxes, full_box, intersect
 from shardckpt.plan.layout.write_plan import LocalTensor, plan_save
+from tests.kit.writers.native_writer import write_step
 
 WORLDS = range(1, 65)
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import zstandard
-from counting import CountingStore, open_counted
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -22,6 +21,7 @@ from shardckpt.manifest import Encoded, Piece, Span, Strided
 from shardckpt.readers import chunk_reader
 from shardckpt.readers.chunk_reader import PieceReader, ReadItem, straight_reads
 from shardckpt.storage.resolve_url import open_store
+from tests.kit.stores.counting import CountingStore, open_counted
 
 BLOCK = 4096
 WIDTHS = {

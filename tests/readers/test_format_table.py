@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from samples import MODEL, OPTIM, SAMPLES
 from torch import nn
-from torch_writers import FORMS
 
 import shardckpt
 from shardckpt.errors import ShardckptError
 from shardckpt.offline.targets import target_registry
 from shardckpt.reader import Format
 from shardckpt.readers.registry import detect, load_formats, open_checkpoint, open_source
+from tests.kit.writers.samples import MODEL, OPTIM, SAMPLES
+from tests.kit.writers.torch_writers import FORMS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "formats.md"
 FORMATS = load_formats()

@@ -28,14 +28,14 @@ from typing import Any, TypeVar
 import pytest
 import torch
 import zstandard
-from command import ENVIRONMENT, Outcome, run_here
-from dcp_writers import edit_metadata, put_object
 from safetensors.torch import load_file
-from samples import MODEL, SAMPLES
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from shardckpt.native.payload import HF_INDEX
 from shardckpt.readers.registry import load_formats
+from tests.kit.runs.command import ENVIRONMENT, Outcome, run_here
+from tests.kit.writers.dcp_writers import edit_metadata, put_object
+from tests.kit.writers.samples import MODEL, SAMPLES
 
 ALL = [(name, variant) for name, variants in SAMPLES.items() for variant in variants]
 IDS = ["-".join(key) for key in ALL]
@@ -1046,7 +1046,7 @@ def test_names_of_any_kind_are_read_and_shown_on_one_line(form: str, tmp_path: P
     tensors = {name: torch.tensor([float(i)]) for i, name in enumerate(ODD)}
     folder = tmp_path / "src"
     if form == "dcp":
-        from dcp_writers import save
+        from tests.kit.writers.dcp_writers import save
 
         source = save({"model": tensors}, folder)
     else:

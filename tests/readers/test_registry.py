@@ -11,9 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from native_writer import write_step
 from safetensors.torch import save_file
-from samples import MODEL, SAMPLES
 
 from shardckpt.errors import (
     CheckpointError,
@@ -28,6 +26,8 @@ from shardckpt.readers import registry as detect_module
 from shardckpt.readers.registry import BUILT_IN, checkpoint_in, detect, load_formats, open_checkpoint, open_source
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.store import Listed
+from tests.kit.writers.native_writer import write_step
+from tests.kit.writers.samples import MODEL, SAMPLES
 
 NAMES = [
     ".metadata",

@@ -8,11 +8,11 @@ import random
 from pathlib import Path
 
 import pytest
-from faults import FAULTS, SAVED_AT, STEPS, STYLES, WORLDS, Fault, Job
-from harness import run
-from stepping import whole_dtensors
 
 import shardckpt
+from tests.kit.ranks.harness import run
+from tests.kit.ranks.stepping import whole_dtensors
+from tests.kit.runs.faults import FAULTS, SAVED_AT, STEPS, STYLES, WORLDS, Fault, Job
 
 Verdict = tuple[str, str, tuple[int, ...], int]
 

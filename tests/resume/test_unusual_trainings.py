@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from faults import Generator
 from torch import nn
 from torch.nn import functional
 from torch.optim import lr_scheduler, swa_utils
 from torch.utils.checkpoint import checkpoint
 
 import shardckpt
+from tests.kit.runs.faults import Generator
 
 SAVED_AT, STEPS, BATCH = 3, 6, 4
 DATA = torch.randn(64, 6, generator=torch.Generator().manual_seed(5))

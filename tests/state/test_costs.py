@@ -7,8 +7,6 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from harness import Call, recorded
-from states import FRONT_ENDS, Net, differing, flat, over, refused, step
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -22,6 +20,8 @@ from shardckpt.state import (
     model_state_dict,
     optim_state_dict,
 )
+from tests.kit.models.states import FRONT_ENDS, Net, differing, flat, over, refused, step
+from tests.kit.ranks.harness import Call, recorded
 
 FORMS = ("flat", "orig", "in place")
 UNITS = 3

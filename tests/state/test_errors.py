@@ -6,13 +6,24 @@ import copy
 
 import pytest
 import torch
-from harness import run
-from states import FRONT_ENDS, Net, differing, flat, in_place, kept_differs, over, refused, step, wrapper
 from torch import nn
 from torch.distributed import fsdp as theirs
 
 from shardckpt.core import fully_shard
 from shardckpt.state import load_model_state_dict, load_optim_state_dict, model_state_dict, optim_state_dict
+from tests.kit.models.states import (
+    FRONT_ENDS,
+    Net,
+    differing,
+    flat,
+    in_place,
+    kept_differs,
+    over,
+    refused,
+    step,
+    wrapper,
+)
+from tests.kit.ranks.harness import run
 
 FORMS = ("flat", "orig", "in place")
 

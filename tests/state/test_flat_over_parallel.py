@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from harness import run
-from states import differing, flat, quiet
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch_limits import full_tensor
 
 import shardckpt
 from shardckpt import core as ours
 from shardckpt.state import load_model_state_dict, load_optim_state_dict, model_state_dict, optim_state_dict
+from tests.kit.models.states import differing, flat, quiet
+from tests.kit.models.torch_limits import full_tensor
+from tests.kit.ranks.harness import run
 
 FSDP = ours.FullyShardedDataParallel
 SHARDED = ours.StateDictType.SHARDED_STATE_DICT

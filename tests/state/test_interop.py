@@ -7,8 +7,6 @@ import copy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from harness import run
-from states import FRONT_ENDS, Net, differing, flat, in_place, over, quiet, refused, step, whole, wrapper
 from torch.distributed import fsdp as theirs
 from torch.distributed.checkpoint import state_dict as torchs
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,6 +14,20 @@ from torch.distributed.tensor import DTensor
 
 from shardckpt import core as ours
 from shardckpt.state import load_model_state_dict, load_optim_state_dict, model_state_dict, optim_state_dict
+from tests.kit.models.states import (
+    FRONT_ENDS,
+    Net,
+    differing,
+    flat,
+    in_place,
+    over,
+    quiet,
+    refused,
+    step,
+    whole,
+    wrapper,
+)
+from tests.kit.ranks.harness import run
 
 FULL = torchs.StateDictOptions(full_state_dict=True)
 ALL_WAYS: list[dict[str, bool]] = [

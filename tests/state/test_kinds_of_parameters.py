@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 
 import torch
-from harness import run
-from states import FRONT_ENDS, Block, Net, differing, flat, in_place, over, step, whole
 from torch import nn
 from torch.distributed import fsdp as theirs
 
 from shardckpt import core as ours
 from shardckpt.state import load_model_state_dict, load_optim_state_dict, model_state_dict, optim_state_dict
+from tests.kit.models.states import FRONT_ENDS, Block, Net, differing, flat, in_place, over, step, whole
+from tests.kit.ranks.harness import run
 
 FORMS = ("flat", "orig", "in place")
 

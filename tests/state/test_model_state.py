@@ -8,8 +8,6 @@ import warnings
 
 import pytest
 import torch
-from harness import run
-from models import CASES, Case, built
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
@@ -19,6 +17,8 @@ from shardckpt.core import CPUOffloadPolicy, FullyShardedDataParallel, ShardingS
 from shardckpt.state.keys.kinds import StateKind
 from shardckpt.state.model.load_model_state_dict import load_model_state_dict
 from shardckpt.state.model.model_state_dict import iter_full_state_dict, model_state_dict
+from tests.kit.models.models import CASES, Case, built
+from tests.kit.ranks.harness import run
 
 STYLES = ("flat", "orig", "in place")
 STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD)

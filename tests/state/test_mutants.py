@@ -5,13 +5,12 @@ from __future__ import annotations
 from contextlib import contextmanager
 
 import pytest
-import test_errors
-import test_optimizer_state
-from harness import RanksError
-from torch_limits import needs_silent_sharding
 
 from shardckpt import groups
 from shardckpt.state.optim import load_optim_state_dict
+from tests.kit.models.torch_limits import needs_silent_sharding
+from tests.kit.ranks.harness import RanksError
+from tests.state import test_errors, test_optimizer_state
 
 
 def states_go_by_position(patch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,6 @@ import itertools
 
 import pytest
 import torch
-from harness import raised_everywhere, run
-from states import FRONT_ENDS, Net, differing, flat, kept_differs, local, over, refused, step, whole
 
 from shardckpt.state import (
     ConflictError,
@@ -19,6 +17,8 @@ from shardckpt.state import (
     model_state_dict,
     optim_state_dict,
 )
+from tests.kit.models.states import FRONT_ENDS, Net, differing, flat, kept_differs, local, over, refused, step, whole
+from tests.kit.ranks.harness import raised_everywhere, run
 
 FORMS = ("flat", "orig", "in place")
 

@@ -6,8 +6,6 @@ import copy
 import warnings
 
 import torch
-from harness import run
-from states import kept_differs, over
 from torch import nn
 
 from shardckpt.core import FullyShardedDataParallel, fully_shard
@@ -17,6 +15,8 @@ from shardckpt.state import (
     model_state_dict,
     optim_state_dict,
 )
+from tests.kit.models.states import kept_differs, over
+from tests.kit.ranks.harness import run
 
 STYLES = ("flat", "orig", "in place")
 

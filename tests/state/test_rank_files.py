@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import run
-from models import CASES, Case, built
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,6 +17,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import shardckpt
 from shardckpt.core import FullyShardedDataParallel, ShardingStrategy, StateDictType, fully_shard
+from tests.kit.models.models import CASES, Case, built
+from tests.kit.ranks.harness import run
 
 STYLES = ("flat", "orig", "in place")
 

@@ -12,8 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from harness import run
-from states import (
+from torch.distributed import fsdp as theirs
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardckpt import core as ours
+from shardckpt.state import (
+    StateMismatchError,
+    load_model_state_dict,
+    load_optim_state_dict,
+    model_state_dict,
+    optim_state_dict,
+)
+from tests.kit.models.states import (
     FRONT_ENDS,
     PARALLEL,
     Net,
@@ -26,17 +36,7 @@ from states import (
     whole,
     wrapper,
 )
-from torch.distributed import fsdp as theirs
-from torch.distributed.device_mesh import init_device_mesh
-
-from shardckpt import core as ours
-from shardckpt.state import (
-    StateMismatchError,
-    load_model_state_dict,
-    load_optim_state_dict,
-    model_state_dict,
-    optim_state_dict,
-)
+from tests.kit.ranks.harness import run
 
 KINDS = ("FULL", "first", "SHARDED", "LOCAL")
 HALVES = (("FULL", "SHARDED"), ("first", "LOCAL"))

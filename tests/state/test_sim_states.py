@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from front_ends import FRONT_ENDS
-from models import Stack
-from test_sim_training import build, loss_of, offload_of, on_both, optimizer_of
 from torch.distributed import fsdp as theirs
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from shardckpt.state import load_model_state_dict, load_optim_state_dict, model_state_dict, optim_state_dict
+from tests.core.test_sim_training import build, loss_of, offload_of, on_both, optimizer_of
+from tests.kit.models.front_ends import FRONT_ENDS
+from tests.kit.models.models import Stack
 
 KINDS = ("FULL", "first", "SHARDED", "LOCAL")
 """`first` is FULL on rank 0 alone, on the CPU, from where it is broadcast when it is loaded."""

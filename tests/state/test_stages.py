@@ -6,8 +6,6 @@ import copy
 
 import torch
 import torch.distributed as dist
-from harness import run
-from states import FRONT_ENDS, Block, differing, flat, in_place, local, quiet, step, whole, wrapper
 from torch import nn
 from torch.distributed import fsdp as theirs
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,6 +14,8 @@ from torch.distributed.tensor import DTensor
 from shardckpt import core as ours
 from shardckpt.errors import ShardckptError
 from shardckpt.state import load_model_state_dict, load_optim_state_dict, model_state_dict, optim_state_dict
+from tests.kit.models.states import FRONT_ENDS, Block, differing, flat, in_place, local, quiet, step, whole, wrapper
+from tests.kit.ranks.harness import run
 
 HYBRID = ours.ShardingStrategy.HYBRID_SHARD
 

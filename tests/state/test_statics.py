@@ -6,13 +6,13 @@ import copy
 import warnings
 
 import torch
-from states import Net, differing, flat, over, quiet, refused, step, whole, wrapper
 from torch.distributed import fsdp as theirs
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import _NamedOptimizer
 
 from shardckpt import core as ours
 from shardckpt.state import load_model_state_dict, load_optim_state_dict, model_state_dict, optim_state_dict
+from tests.kit.models.states import Net, differing, flat, over, quiet, refused, step, whole, wrapper
 
 STYLES = {"flat": False, "orig": True}
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from states import FRONT_ENDS, Net, over, quiet, refused, step, whole
 
 import shardckpt
 from shardckpt.errors import UsageError
 from shardckpt.state import load_optim_state_dict, optim_state_dict
 from shardckpt.state.keys.slots import Form, Slot, with_largest
+from tests.kit.models.states import FRONT_ENDS, Net, over, quiet, refused, step, whole
 
 
 def made(front_end: str):

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from disk import PAGE, Disk, watched
+
+from tests.kit.stores.disk import PAGE, Disk, watched
 
 Outcomes = list[dict[str, bytes]]
 

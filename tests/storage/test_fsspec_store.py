@@ -11,8 +11,6 @@ from itertools import pairwise
 import boto3
 import pytest
 import s3fs
-from bucket import Bucket, Upload
-from remote_suite import RemoteSuite
 
 from shardckpt.errors import MissingFileError, StorageError, TargetExistsError, TruncatedError, UsageError
 from shardckpt.storage import fsspec_store, fsspec_writer, retry
@@ -21,6 +19,8 @@ from shardckpt.storage.range_cache import BLOCK, FULL_FILE, GAP, MAX_REQUEST
 from shardckpt.storage.resolve_url import kind
 from shardckpt.storage.store import Read, read_bytes
 from shardckpt.testing.store_suite import CONTENT, put
+from tests.kit.stores.bucket import Bucket, Upload
+from tests.kit.stores.remote_suite import RemoteSuite
 
 
 @pytest.fixture

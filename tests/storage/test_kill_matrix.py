@@ -14,10 +14,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from bucket import Bucket, Dead, broken_at
-from disk import Disk, failing_at, watched
-from forks import is_killed
-from kinds import FILE, FOLDER
 
 from shardckpt.errors import StorageError
 from shardckpt.storage import local, local_publication, remote_publication, retry
@@ -26,6 +22,10 @@ from shardckpt.storage.local import LocalWriter
 from shardckpt.storage.publish import publish
 from shardckpt.storage.resolve_url import open_store
 from shardckpt.storage.store import read_bytes
+from tests.kit.ranks.forks import is_killed
+from tests.kit.stores.bucket import Bucket, Dead, broken_at
+from tests.kit.stores.disk import Disk, failing_at, watched
+from tests.kit.stores.kinds import FILE, FOLDER
 
 LAST = "model.safetensors.index.json"
 OLD = {

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from clocks import clock_jumps, days_pass
-from kinds import FOLDER
 
 from shardckpt.errors import TargetExistsError
 from shardckpt.storage import local_publication, orphans
@@ -19,6 +17,8 @@ from shardckpt.storage.orphans import OLD, PARTIAL
 from shardckpt.storage.publish import publish
 from shardckpt.storage.resolve_url import kind, open_store
 from shardckpt.storage.store import read_bytes
+from tests.kit.stores.clocks import clock_jumps, days_pass
+from tests.kit.stores.kinds import FOLDER
 
 
 def lock_first(monkeypatch: pytest.MonkeyPatch, most: int) -> list[int]:

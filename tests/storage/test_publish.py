@@ -10,11 +10,6 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from bucket import Bucket, DatedBucket
-from clocks import clock_jumps
-from disk import watched
-from forks import is_killed
-from kinds import FILE, FOLDER
 
 from shardckpt.errors import MissingFileError, NoSpaceError, StorageError, TargetExistsError, UsageError
 from shardckpt.storage import local, local_publication, orphans, retry
@@ -23,6 +18,11 @@ from shardckpt.storage.orphans import sibling_path
 from shardckpt.storage.publish import overlaps, publish
 from shardckpt.storage.resolve_url import open_store
 from shardckpt.storage.store import read_bytes
+from tests.kit.ranks.forks import is_killed
+from tests.kit.stores.bucket import Bucket, DatedBucket
+from tests.kit.stores.clocks import clock_jumps
+from tests.kit.stores.disk import watched
+from tests.kit.stores.kinds import FILE, FOLDER
 
 LAST = "model.safetensors.index.json"
 

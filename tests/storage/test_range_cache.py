@@ -4,7 +4,6 @@ import os
 from itertools import pairwise
 
 import pytest
-from bucket import Bucket
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +11,7 @@ from shardckpt.storage import fsspec_store, range_cache
 from shardckpt.storage.fsspec_store import FsspecStore
 from shardckpt.storage.range_cache import BlockCache
 from shardckpt.storage.store import Read
+from tests.kit.stores.bucket import Bucket
 
 SIZE = 300
 DATA = os.urandom(SIZE)

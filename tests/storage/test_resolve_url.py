@@ -3,11 +3,11 @@
 import os
 
 import pytest
-from bucket import Bucket
 
 from shardckpt.errors import UsageError
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.resolve_url import kind, local_path, mount_store, open_store, split
+from tests.kit.stores.bucket import Bucket
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from forks import is_killed
-from servers import make_key
 
 from shardckpt.errors import StorageError, UsageError
 from shardckpt.storage import retry
@@ -17,6 +15,8 @@ from shardckpt.storage.fsspec_store import FsspecStore, connect
 from shardckpt.storage.resolve_url import kind
 from shardckpt.storage.store import read_bytes
 from shardckpt.testing.store_suite import put
+from tests.kit.ranks.forks import is_killed
+from tests.kit.stores.servers import make_key
 
 
 @pytest.fixture

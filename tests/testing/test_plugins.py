@@ -17,7 +17,6 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
-from command import ENVIRONMENT
 from safetensors.numpy import save_file
 
 import shardckpt
@@ -26,6 +25,7 @@ from shardckpt.errors import FormatError, ShardckptError, UnknownFormatError, Un
 from shardckpt.offline.targets.target_registry import BUILT_IN
 from shardckpt.testing import ReaderSuite, TargetSuite
 from shardckpt.testing.target_suite import write_source
+from tests.kit.runs.command import ENVIRONMENT
 
 PAGES = [Path(__file__).resolve().parents[2] / "docs" / name for name in ("extending.md", "plugins.md")]
 TEXT = "".join(page.read_text(encoding="utf-8") for page in PAGES)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from samples import SAMPLES
 
 from shardckpt.reader import Format
 from shardckpt.readers.registry import load_formats
 from shardckpt.testing import ReaderSuite
+from tests.kit.writers.samples import SAMPLES
 
 
 def build_suite(form: Format) -> type[ReaderSuite]:

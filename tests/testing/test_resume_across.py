@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults import SAVED_AT, Job
 
 import shardckpt
 from shardckpt.errors import UsageError
 from shardckpt.testing import ScriptError, prove_resume_across, resume_across
+from tests.kit.runs.faults import SAVED_AT, Job
 
 TRAINING = Path(__file__).with_name("elastic_training.py")
 

@@ -6,15 +6,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import gguf_models
 import pytest
-import vllm_models
 from numpy.typing import NDArray
 
 from shardckpt.offline.targets import dcp, deepspeed_universal, native, safetensors_files, torchsave, vllm_sharded
 from shardckpt.offline.targets.gguf import target as gguf
 from shardckpt.offline.targets.target_registry import load_targets
 from shardckpt.testing import TargetSuite
+from tests.kit.models import gguf_models, vllm_models
 
 
 class TestSafetensors(TargetSuite):

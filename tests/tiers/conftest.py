@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tier_runs import NODES, is_alive, wait_for
 
 import shardckpt
 from shardckpt.tiers.holder import holder_connection, holders
+from tests.kit.runs.tier_runs import NODES, is_alive, wait_for
 
 
 @pytest.fixture(autouse=True)

@@ -15,9 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import run
-from tier_runs import BLOCKS, DAMAGES, VALUES, damage_step, enter, holders, is_step, kill_holder, wait_for_checks
-from tier_runs import sharded_state as state
 
 import shardckpt
 from shardckpt import Checkpointer, Local, PeerMemory
@@ -26,6 +23,19 @@ from shardckpt.tiers.holder import holders as holder_processes
 from shardckpt.tiers.holder.holder_store import HolderStore
 from shardckpt.tiers.peers import open_peers
 from shardckpt.tiers.peers.peer_store import PeerStore
+from tests.kit.ranks.harness import run
+from tests.kit.runs.tier_runs import (
+    BLOCKS,
+    DAMAGES,
+    VALUES,
+    damage_step,
+    enter,
+    holders,
+    is_step,
+    kill_holder,
+    wait_for_checks,
+)
+from tests.kit.runs.tier_runs import sharded_state as state
 
 PART = VALUES.nbytes // 2
 

@@ -12,9 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from forks import is_killed
-from harness import run
-from tier_runs import DAMAGES, damage_step, make_state, restore, save
 
 import shardckpt
 from shardckpt import Checkpointer, Local, PeerMemory
@@ -24,6 +21,9 @@ from shardckpt.events import FallbackEvent, RestoreEvent, WithdrawalEvent
 from shardckpt.tiers import capture_tier, tier_steps, tiered_finder
 from shardckpt.tiers.lineage import known_root
 from shardckpt.tiers.memory_tier import MemoryTier
+from tests.kit.ranks.forks import is_killed
+from tests.kit.ranks.harness import run
+from tests.kit.runs.tier_runs import DAMAGES, damage_step, make_state, restore, save
 
 
 def make(folder: Path, *, every: int = 1, save_every: int = 100, on_event=None, **rules: object) -> Checkpointer:

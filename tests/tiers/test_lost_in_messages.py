@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import run
-from message_ends import ENDS, SIDES, VICTIMS, WORLD, end_in_message, find_named_ranks, survive
-from tier_runs import enter
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from shardckpt import Checkpointer, PeerMemory
+from tests.kit.ranks.harness import run
+from tests.kit.ranks.message_ends import ENDS, SIDES, VICTIMS, WORLD, end_in_message, find_named_ranks, survive
+from tests.kit.runs.tier_runs import enter
 
 ROWS = torch.arange(7_500_000.0).reshape(30, 250_000)
 """Of which each rank has 10 MB: a copy is more than one piece."""

@@ -12,13 +12,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
-import tier_runs
 import torch
-from forks import is_killed
-from harness import run
-from held_saves import holding_saves
-from tier_runs import is_alive, save, wait_for, wait_for_checks
-from tier_runs import make_state as state
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import shardckpt
@@ -34,6 +28,12 @@ from shardckpt.tiers.holder import holder_connection, holders
 from shardckpt.tiers.holder.holder_connection import HolderConnection
 from shardckpt.tiers.lineage import known_root
 from shardckpt.tiers.memory_tier import MemoryTier
+from tests.kit.ranks.forks import is_killed
+from tests.kit.ranks.harness import run
+from tests.kit.ranks.held_saves import holding_saves
+from tests.kit.runs import tier_runs
+from tests.kit.runs.tier_runs import is_alive, save, wait_for, wait_for_checks
+from tests.kit.runs.tier_runs import make_state as state
 
 DEADLINE_S = 30.0
 

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 import xxhash
-from tier_runs import make_state
 
 import shardckpt
 from shardckpt import Checkpointer, Local, PeerMemory
@@ -28,6 +27,7 @@ from shardckpt.tiers import capture_tier, promoter
 from shardckpt.tiers.holder import holder_connection
 from shardckpt.tiers.memory_tier import MemoryTier
 from shardckpt.tiers.promoter import Promotion
+from tests.kit.runs.tier_runs import make_state
 
 DEADLINE_S = 30.0
 

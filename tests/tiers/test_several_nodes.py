@@ -12,9 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import outcomes, run
-from tier_runs import BLOCKS, NODES, VALUES, enter, holders, is_step, kill_holder
-from tier_runs import sharded_state as state
 
 from shardckpt import Checkpointer, PeerMemory
 from shardckpt.checkpoint import coordinator
@@ -25,6 +22,9 @@ from shardckpt.events import FallbackEvent
 from shardckpt.tiers import memory_tier
 from shardckpt.tiers.peers import open_peers, peer_exchange
 from shardckpt.tiers.peers.peer_store import PeerStore
+from tests.kit.ranks.harness import outcomes, run
+from tests.kit.runs.tier_runs import BLOCKS, NODES, VALUES, enter, holders, is_step, kill_holder
+from tests.kit.runs.tier_runs import sharded_state as state
 
 
 def make(root: Path, *, save_every: int = 100, on_event=None, **options: object) -> Checkpointer:

@@ -11,8 +11,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from harness import outcomes, run
-from tier_runs import VALUES, enter, sharded_state
 
 from shardckpt import Checkpointer, PeerMemory
 from shardckpt.checkpoint.coordinator import Coordinator, get_channels
@@ -21,6 +19,8 @@ from shardckpt.checkpoint.save.staging import StagingArea
 from shardckpt.errors import RankError, StorageError, UsageError
 from shardckpt.events import FallbackEvent
 from shardckpt.tiers.tiered_saver import TieredSaver
+from tests.kit.ranks.harness import outcomes, run
+from tests.kit.runs.tier_runs import VALUES, enter, sharded_state
 
 WORLD = 3
 FILL = StagingArea.fill

@@ -8,10 +8,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from faults import SAVED_AT, STEPS, Job
-from forks import is_killed
-from harness import outcomes, run
-from tier_runs import kill_holder
 
 import shardckpt
 from shardckpt import Checkpointer, Local, PeerMemory, Witness
@@ -21,6 +17,10 @@ from shardckpt.native.run_directory import step_name
 from shardckpt.tiers.holder import holder_connection
 from shardckpt.tiers.tiered_saver import choose_record_keepers
 from shardckpt.witness.witness_session import read_record
+from tests.kit.ranks.forks import is_killed
+from tests.kit.ranks.harness import outcomes, run
+from tests.kit.runs.faults import SAVED_AT, STEPS, Job
+from tests.kit.runs.tier_runs import kill_holder
 
 NAME = step_name(SAVED_AT)
 

@@ -26,9 +26,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from repeat import Counts, count_outcomes, read_outcomes
+from tests.repeat import Counts, count_outcomes, read_outcomes
 
 ROOT = Path(__file__).resolve().parents[2]
 CROSS_VERSION = Path(__file__).with_name("cross_version.py")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import cross_version
 import pytest
 import torch
+
+from tests.versions import cross_version
 
 
 @pytest.mark.long

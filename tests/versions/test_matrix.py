@@ -7,10 +7,11 @@ import dataclasses
 import datetime
 from pathlib import Path
 
-import matrix
 import pytest
-from matrix import Pair, Result, Source
-from repeat import Counts
+
+from tests.repeat import Counts
+from tests.versions import matrix
+from tests.versions.matrix import Pair, Result, Source
 
 SOURCE = Source(datetime.date(2026, 11, 23), "1a2b3c4")
 

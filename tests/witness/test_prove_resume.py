@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from faults import Generator
-from harness import run
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -21,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 import shardckpt
 from shardckpt.errors import UsageError
 from shardckpt.witness.reachable import digest_reachable
+from tests.kit.ranks.harness import run
+from tests.kit.runs.faults import Generator
 
 
 class Position:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from faults import SAVED_AT, STEPS, Job
-from harness import run
 
 import shardckpt
 from shardckpt.native.run_directory import resumes_name, step_name, witness_name
 from shardckpt.results import Proof, StepProof
+from tests.kit.ranks.harness import run
+from tests.kit.runs.faults import SAVED_AT, STEPS, Job
 
 
 def job(root: Path, seed: int = 1, *, style: str = "plain", rank: int = 0, world: int = 1, **options: Any) -> Job:

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from faults import SAVED_AT, STEPS, Job
-from harness import recorded, run
 
 import shardckpt
 from shardckpt.errors import UsageError
 from shardckpt.native.run_directory import step_name, witness_name
 from shardckpt.witness import state_digests, witness_session
+from tests.kit.ranks.harness import recorded, run
+from tests.kit.runs.faults import SAVED_AT, STEPS, Job
 
 
 def job(root: Path, seed: int = 1, **options: Any) -> Job:

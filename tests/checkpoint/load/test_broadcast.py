@@ -10,8 +10,6 @@ import fsspec
 import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
-from harness import outcomes, raised_everywhere, run
-from message_ends import ENDS, SIDES, VICTIMS, end_in_message, find_named_ranks, survive
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -21,6 +19,8 @@ from shardckpt.checkpoint.load import load as loading
 from shardckpt.checkpoint.load import tensor_loader
 from shardckpt.plan.layout import read_sharing
 from shardckpt.storage.fsspec_store import FsspecStore
+from tests.kit.ranks.harness import outcomes, raised_everywhere, run
+from tests.kit.ranks.message_ends import ENDS, SIDES, VICTIMS, end_in_message, find_named_ranks, survive
 
 SEGMENT = 4 << 20
 ROWS = 16

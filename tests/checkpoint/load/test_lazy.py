@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from interpreters import RunScript
 
 import shardckpt
 from shardckpt.errors import UnknownNameError, UsageError
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.store import read_bytes
+from tests.kit.ranks.interpreters import RunScript
 
 
 def files_open_below(folder: Path) -> list[str]:

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run
-from states import FRONT_ENDS, Net, step
 
 import shardckpt
 from shardckpt.checkpoint.load import live_check
@@ -16,6 +14,8 @@ from shardckpt.checkpoint.load.tensor_loader import ElementReader
 from shardckpt.errors import ChecksumError, UsageError
 from shardckpt.native.verified_store import VerifiedStore
 from shardckpt.storage.local import LocalStore
+from tests.kit.models.states import FRONT_ENDS, Net, step
+from tests.kit.ranks.harness import run
 
 DIGESTS = pytest.mark.parametrize("store_digests", [False, True])
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from harness import outcomes, run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardckpt
 from shardckpt.checkpoint.load import tensor_loader
 from shardckpt.results import Progress
+from tests.kit.ranks.harness import outcomes, run
 
 LARGE, SMALL = 60_000, 24
 

@@ -12,10 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import raised_everywhere, run
-from rank_writers import built, in_place, truth, two_ranks
 from safetensors.torch import load_file
-from states import quiet
 from torch import nn
 from torch.distributed import fsdp as theirs
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,6 +23,9 @@ from shardckpt.checkpoint.load.load import find_param_shapes
 from shardckpt.errors import UsageError
 from shardckpt.state import model_state_dict, optim_state_dict
 from shardckpt.state.local.local_shards import local_model
+from tests.kit.models.states import quiet
+from tests.kit.ranks.harness import raised_everywhere, run
+from tests.kit.writers.rank_writers import built, in_place, truth, two_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 SAVED = ("local-flat", "local-orig", "local-orig-bf16", "local-flat-bf16")

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import raised_everywhere, run
-from states import FRONT_ENDS, Net, step
 from torch import nn
 
 import shardckpt
+from tests.kit.models.states import FRONT_ENDS, Net, step
+from tests.kit.ranks.harness import raised_everywhere, run
 
 DTENSORS = ["in place", "torch in place"]
 

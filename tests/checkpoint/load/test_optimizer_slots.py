@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -20,6 +19,7 @@ from shardckpt.errors import FormatError
 from shardckpt.native.manifest_json import decode_manifest
 from shardckpt.native.reader import build_manifest
 from shardckpt.storage.local import LocalStore
+from tests.kit.ranks.harness import run
 
 
 class Rotating(torch.optim.Optimizer):

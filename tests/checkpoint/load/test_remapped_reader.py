@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run
-from interpreters import RunScript
 
 import shardckpt
 from shardckpt.core import fully_shard
 from shardckpt.errors import UsageError
+from tests.kit.ranks.harness import run
+from tests.kit.ranks.interpreters import RunScript
 
 RULES = """
 [[rule]]

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from harness import run
-from states import FRONT_ENDS, Net, differing, flat, quiet, step, whole, wrapper
 from torch import nn
 from torch.distributed import fsdp as theirs
 from torch.distributed.checkpoint.state_dict import (
@@ -25,12 +23,14 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
-from torch_limits import SAVES_EMPTY_SHARDS
 
 import shardckpt
 from shardckpt import core
 from shardckpt.errors import UsageError
 from shardckpt.state import model_state_dict, optim_state_dict
+from tests.kit.models.states import FRONT_ENDS, Net, differing, flat, quiet, step, whole, wrapper
+from tests.kit.models.torch_limits import SAVES_EMPTY_SHARDS
+from tests.kit.ranks.harness import run
 
 SHARDED = {name: FRONT_ENDS[name] for name in ("flat", "orig", "in place", "torch in place", "ddp")}
 SHARDED["torch's wrapper"] = wrapper(theirs, use_orig_params=True)

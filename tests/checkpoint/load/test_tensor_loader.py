@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run
 
 import shardckpt
 from shardckpt.checkpoint.load import tensor_loader
 from shardckpt.checkpoint.load.tensor_loader import choose_readers, count_neighbors
 from shardckpt.storage.thread_pool import ThreadPool
+from tests.kit.ranks.harness import run
 
 NUMEL = 60_000
 

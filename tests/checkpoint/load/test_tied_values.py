@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import run
 from torch import nn
 
 import shardckpt
 from shardckpt.core import FullyShardedDataParallel, fully_shard
 from shardckpt.errors import UsageError
 from shardckpt.state import StateMismatchError, load_model_state_dict, load_optim_state_dict, optim_state_dict
+from tests.kit.ranks.harness import run
 
 PROBLEM = r"m\.a\.weight and m\.b\.weight are one parameter in this model, but their saved values differ"
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import run
-from held_saves import holding_saves
 
 import shardckpt
 from shardckpt import Checkpointer
 from shardckpt.checkpoint.save.handle import SaveHandle
 from shardckpt.errors import NoSpaceError, RankError, StorageError
 from shardckpt.storage.local import LocalWriter
+from tests.kit.ranks.harness import run
+from tests.kit.ranks.held_saves import holding_saves
 
 
 def make_state(value: float = 0.0) -> dict:

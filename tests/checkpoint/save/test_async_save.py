@@ -21,10 +21,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import mark, outcomes, raised_everywhere, run, since, stored_bytes
-from interpreters import RunScript
-from interruptions import interrupted_by
-from states import FRONT_ENDS, Net, differing, flat, step, whole
 from torch import nn
 
 import shardckpt
@@ -36,6 +32,10 @@ from shardckpt.native.payload import FileHasher, PayloadFile, build_payloads
 from shardckpt.offline.verify import verify
 from shardckpt.state import model_state_dict, optim_state_dict
 from shardckpt.storage.linux_syscalls import LOW_PRIORITY
+from tests.kit.damage.interruptions import interrupted_by
+from tests.kit.models.states import FRONT_ENDS, Net, differing, flat, step, whole
+from tests.kit.ranks.harness import mark, outcomes, raised_everywhere, run, since, stored_bytes
+from tests.kit.ranks.interpreters import RunScript
 
 MIB = 1 << 20
 STARTS_THREADS = pytest.mark.skipif(

@@ -14,10 +14,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import raised_everywhere, run
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from states import FRONT_ENDS, Net, step
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -27,6 +25,8 @@ from shardckpt.checkpoint.coordinator import get_channels
 from shardckpt.checkpoint.save import session
 from shardckpt.checkpoint.save.session import SaveOptions, Saver
 from shardckpt.checkpoint.stateful.state_trace import trace_state
+from tests.kit.models.states import FRONT_ENDS, Net, step
+from tests.kit.ranks.harness import raised_everywhere, run
 
 State = dict[str, Any]
 NUMBERS = itertools.count()

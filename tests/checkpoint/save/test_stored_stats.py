@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from command import run_here
-from harness import run
-from native_writer import commit
 from torch import nn
 
 import shardckpt
@@ -22,6 +19,9 @@ from shardckpt.core import fully_shard
 from shardckpt.native.payload import PayloadChunk
 from shardckpt.offline import stats as offline_stats
 from shardckpt.readers.registry import open_checkpoint
+from tests.kit.ranks.harness import run
+from tests.kit.runs.command import run_here
+from tests.kit.writers.native_writer import commit
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2),

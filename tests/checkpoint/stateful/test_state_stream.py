@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from harness import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import shardckpt
 from shardckpt.checkpoint.stateful import state_stream
 from shardckpt.checkpoint.stateful.state_stream import BLOCK_BYTES, MAGIC, build_stream, read_stream
+from tests.kit.ranks.harness import run
 
 
 def sent(state: Any) -> bytes:

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
-from harness import run
-from states import refused
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -19,6 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import shardckpt
 from shardckpt.errors import UnsupportedError
 from shardckpt.integrations import dcp
+from tests.kit.models.states import refused
+from tests.kit.ranks.harness import run
 
 
 def int8(model: nn.Sequential) -> None:

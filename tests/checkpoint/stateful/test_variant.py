@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import run
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -17,6 +16,7 @@ import shardckpt
 from shardckpt import Variant
 from shardckpt.core import FullyShardedDataParallel, fully_shard
 from shardckpt.errors import UnsupportedError, UsageError
+from tests.kit.ranks.harness import run
 
 FACES = {
     "plain": lambda net: net,

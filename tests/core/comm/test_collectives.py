@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from under_test import TORCH
 
 from shardckpt.errors import NoMemoryError, RankError
+from tests.kit.models.under_test import TORCH
 
 pytestmark = pytest.mark.skipif(TORCH, reason="errors of the engine")
 if not TORCH:

@@ -7,14 +7,14 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-import harness
 import pytest
 import torch
 import torch.distributed as dist
-from streams import checked
-from under_test import TORCH
 
 from shardckpt.errors import RankError
+from tests.kit.models.under_test import TORCH
+from tests.kit.ranks import harness
+from tests.kit.ranks.streams import checked
 
 pytestmark = pytest.mark.skipif(TORCH, reason="all-gathers of the engine")
 if not TORCH:

@@ -8,14 +8,14 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from front_ends import FRONT_ENDS, sharder, train, twins
-from harness import count, mark, outcomes, raised_everywhere, run, since
-from models import PLAIN, Stack, blocks_and_root, built, case, floats, square
-from reference import Training, sgd
 from torch import nn
-from under_test import TORCH, Strategy, shard
 
 from shardckpt.core.comm.rank_checks import checksum
+from tests.kit.models.front_ends import FRONT_ENDS, sharder, train, twins
+from tests.kit.models.models import PLAIN, Stack, blocks_and_root, built, case, floats, square
+from tests.kit.models.reference import Training, sgd
+from tests.kit.models.under_test import TORCH, Strategy, shard
+from tests.kit.ranks.harness import count, mark, outcomes, raised_everywhere, run, since
 
 pytestmark = pytest.mark.skipif(TORCH, reason="the engine's own")
 

@@ -6,16 +6,17 @@ import copy
 import itertools
 from typing import Any
 
-import harness
 import pytest
 import torch
-from reference import Training, adamw, here, mine
-from test_fully_shard import Block, Tower, averaged, batch, full, fully_shard, line, tower
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
-from under_test import TORCH, core
+
+from tests.core.fsdp2.test_fully_shard import Block, Tower, averaged, batch, full, fully_shard, line, tower
+from tests.kit.models.reference import Training, adamw, here, mine
+from tests.kit.models.under_test import TORCH, core
+from tests.kit.ranks import harness
 
 Policy = core.MixedPrecisionPolicy
 

@@ -8,13 +8,9 @@ import warnings
 from types import SimpleNamespace
 from typing import Any
 
-import harness
 import pytest
 import torch
 import torch.distributed as dist
-from compiling import compiled, warm_up
-from stepping import whole_dtensors
-from test_fully_shard import Block, Tower, averaged, batch, full, fully_shard, line, same, tower, trained
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint import state_dict as dcp
@@ -22,7 +18,23 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
-from under_test import TORCH, core, torch_is_wrong, wrap
+
+from tests.core.fsdp2.test_fully_shard import (
+    Block,
+    Tower,
+    averaged,
+    batch,
+    full,
+    fully_shard,
+    line,
+    same,
+    tower,
+    trained,
+)
+from tests.kit.models.under_test import TORCH, core, torch_is_wrong, wrap
+from tests.kit.ranks import harness
+from tests.kit.ranks.compiling import compiled, warm_up
+from tests.kit.ranks.stepping import whole_dtensors
 
 if not TORCH:
     from shardckpt.core.fsdp2 import fully_shard as composable

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import harness
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,8 +17,10 @@ from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch_limits import compares_with_newer_torch, full_tensor
-from under_test import TORCH, core, torch_is_wrong
+
+from tests.kit.models.torch_limits import compares_with_newer_torch, full_tensor
+from tests.kit.models.under_test import TORCH, core, torch_is_wrong
+from tests.kit.ranks import harness
 
 fully_shard, FSDPModule = core.fully_shard, core.FSDPModule
 Policy = core.MixedPrecisionPolicy

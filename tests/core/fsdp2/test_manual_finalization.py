@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import harness
 import pytest
-import sim
 import torch
 import torch.distributed as dist
-from test_sim_training import batch, build, kept, local, loss_of, offload_of, on_both, optimizer_of
-from under_test import TORCH, core
 
 from shardckpt.errors import RankError
+from tests.core.test_sim_training import batch, build, kept, local, loss_of, offload_of, on_both, optimizer_of
+from tests.kit.models.under_test import TORCH, core
+from tests.kit.ranks import harness, sim
 
 pytestmark = pytest.mark.skipif(TORCH, reason="torch has it from 2.15 on")
 if not TORCH:

@@ -6,14 +6,15 @@ import copy
 import inspect
 from typing import Any
 
-import harness
 import pytest
 import torch
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from under_test import TORCH, core
+
+from tests.kit.models.under_test import TORCH, core
+from tests.kit.ranks import harness
 
 HALF = torch.bfloat16
 TORCH_HAS_IT = "param_dtype_override_fn" in inspect.signature(torch_fsdp.MixedPrecisionPolicy).parameters

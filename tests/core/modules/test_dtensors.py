@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardckpt.core.modules.dtensors import gather_full_tensor, shard_full_tensor, sort_by_split_order, wrap_local
+from tests.kit.ranks.harness import run
 
 ROWS_OF_SIX = {(0, 0): [0, 1], (0, 1): [3, 4], (1, 0): [2], (1, 1): [5]}
 """By rank of data and of tensor parallelism: the latter splits first, into 0 to 2 and 3 to 5."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from under_test import TORCH
+
+from tests.kit.models.under_test import TORCH
 
 pytestmark = pytest.mark.skipif(TORCH, reason="the engine's own parts")
 if not TORCH:

@@ -7,13 +7,13 @@ import warnings
 
 import pytest
 import torch
-from harness import mark, note, run, since
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from shardckpt.core import FullyShardedDataParallel, fully_shard
 from shardckpt.core.comm.collectives import Pending
 from shardckpt.state import model_state_dict
+from tests.kit.ranks.harness import mark, note, run, since
 
 
 def sharded(net: nn.Module, style: str) -> nn.Module:

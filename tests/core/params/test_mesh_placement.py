@@ -6,18 +6,18 @@ import copy
 import itertools
 from typing import Any
 
-import harness
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch_limits import full_tensor
 
 from shardckpt.core.errors import ArgumentError
 from shardckpt.core.params import mesh_placement
 from shardckpt.layout import DimLayout, ParamSpec
+from tests.kit.models.torch_limits import full_tensor
+from tests.kit.ranks import harness
 
 SHAPES = [(8, 4), (5, 3), (1, 7), (3,), (2, 3, 5), (0, 4)]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from harness import run
 from torch import nn
 
 from shardckpt.core.comm.collectives import ShardGroup
@@ -12,6 +11,7 @@ from shardckpt.core.config import Offload, Precision
 from shardckpt.core.modules.fqn_and_params import Name, managed_parameters
 from shardckpt.core.modules.memory_order import memory_order
 from shardckpt.core.params.param_bucket import Bucket, ShardSpec
+from tests.kit.ranks.harness import run
 
 
 class Uneven(nn.Module):

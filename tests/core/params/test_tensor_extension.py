@@ -8,17 +8,18 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import harness
 import pytest
 import torch
-from extensions import Halved, Scaled
-from test_fully_shard import averaged, batch, full, line
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from under_test import LOW, TORCH, core, no_sync, torch_is_wrong
+
+from tests.core.fsdp2.test_fully_shard import averaged, batch, full, line
+from tests.kit.models.extensions import Halved, Scaled
+from tests.kit.models.under_test import LOW, TORCH, core, no_sync, torch_is_wrong
+from tests.kit.ranks import harness
 
 if not TORCH:
     import shardckpt

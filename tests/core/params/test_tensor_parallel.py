@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run
-from models import square
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from under_test import FSDP, TORCH, Strategy, shard, torch_is_wrong, wrap
+
+from tests.kit.models.models import square
+from tests.kit.models.under_test import FSDP, TORCH, Strategy, shard, torch_is_wrong, wrap
+from tests.kit.ranks.harness import run
 
 
 def two_layers() -> nn.Module:

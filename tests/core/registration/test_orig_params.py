@@ -8,12 +8,12 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run
 from torch import nn
-from under_test import TORCH, Strategy, no_sync, shard
 
 import shardckpt
 from shardckpt.core.wrap import ModuleWrapPolicy
+from tests.kit.models.under_test import TORCH, Strategy, no_sync, shard
+from tests.kit.ranks.harness import run
 
 pytestmark = pytest.mark.skipif(TORCH, reason="asks states of our package")
 

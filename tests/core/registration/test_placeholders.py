@@ -9,11 +9,12 @@ import weakref
 
 import pytest
 import torch
-from harness import run
-from models import PLAIN, WIDTH, Stack, blocks_and_root, built, floats, square
 from torch import nn
 from torch.distributed.tensor import DTensor
-from under_test import FSDP, TORCH, Strategy, core, shard
+
+from tests.kit.models.models import PLAIN, WIDTH, Stack, blocks_and_root, built, floats, square
+from tests.kit.models.under_test import FSDP, TORCH, Strategy, core, shard
+from tests.kit.ranks.harness import run
 
 pytestmark = pytest.mark.skipif(TORCH, reason="torch is wrong: 'mat2 must be a matrix' says neither unit nor fix")
 

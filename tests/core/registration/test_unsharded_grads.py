@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
-from under_test import FSDP, TORCH, Strategy, Style, shard, sharder
+
+from tests.kit.models.under_test import FSDP, TORCH, Strategy, Style, shard, sharder
+from tests.kit.ranks.harness import run
 
 pytestmark = pytest.mark.skipif(TORCH, reason="compares with torch's engine")
 

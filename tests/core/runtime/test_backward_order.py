@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import pytest
-from under_test import TORCH
+
+from tests.kit.models.under_test import TORCH
 
 pytestmark = pytest.mark.skipif(TORCH, reason="tests a class of our engine")
 if not TORCH:

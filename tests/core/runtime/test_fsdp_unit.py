@@ -9,10 +9,11 @@ from functools import partial
 
 import pytest
 import torch
-from harness import run
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
-from under_test import TORCH
+
+from tests.kit.models.under_test import TORCH
+from tests.kit.ranks.harness import run
 
 pytestmark = pytest.mark.skipif(TORCH, reason="looks at phases of our engine")
 if not TORCH:

@@ -8,12 +8,12 @@ import warnings
 
 import pytest
 import torch
-from harness import run
 from torch import nn
 from torch.distributed import fsdp as theirs
 from torch.distributed.tensor import DTensor
 
 from shardckpt import core as ours
+from tests.kit.ranks.harness import run
 
 CPU = torch.device("cpu")
 

@@ -9,12 +9,13 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from harness import count, recorded, run
-from models import square
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from under_test import FSDP, TORCH, Strategy, core, shard, torch_is_wrong, wrap
+
+from tests.kit.models.models import square
+from tests.kit.models.under_test import FSDP, TORCH, Strategy, core, shard, torch_is_wrong, wrap
+from tests.kit.ranks.harness import count, recorded, run
 
 if not TORCH:
     from shardckpt.core.comm.collectives import ShardGroup

@@ -10,15 +10,16 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from harness import count, raised_everywhere, recorded, run
-from models import PLAIN, Block, Stack, built, case, square
-from reference import groups, here, mine, mismatches, product, reduce_gradients
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch_limits import full_tensor
-from under_test import FSDP, TORCH, Strategy, Style, core, shard, sharder, torch_is_wrong
+
+from tests.kit.models.models import PLAIN, Block, Stack, built, case, square
+from tests.kit.models.reference import groups, here, mine, mismatches, product, reduce_gradients
+from tests.kit.models.torch_limits import full_tensor
+from tests.kit.models.under_test import FSDP, TORCH, Strategy, Style, core, shard, sharder, torch_is_wrong
+from tests.kit.ranks.harness import count, raised_everywhere, recorded, run
 
 STRATEGIES = (Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP, Strategy.NO_SHARD)
 ORDERS = (2.0, 1.0, 2.5, math.inf)

@@ -9,13 +9,14 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from harness import count, recorded, run
-from models import PLAIN, Block, Stack, square
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from under_test import TORCH, core, shard, torch_is_wrong
+
+from tests.kit.models.models import PLAIN, Block, Stack, square
+from tests.kit.models.under_test import TORCH, core, shard, torch_is_wrong
+from tests.kit.ranks.harness import count, recorded, run
 
 Scaler = importlib.import_module(f"{core.__name__}.sharded_grad_scaler").ShardedGradScaler
 

@@ -10,15 +10,16 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from harness import raised_everywhere, run
-from models import PLAIN, Block, Case, Stack, Wide, blocks_and_root, built, case, floats, square
-from reference import Training, compare, groups, product, reduce_gradients, sgd
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
-from under_test import FSDP, TORCH, Strategy, core, shard, torch_is_wrong
+
+from tests.kit.models.models import PLAIN, Block, Case, Stack, Wide, blocks_and_root, built, case, floats, square
+from tests.kit.models.reference import Training, compare, groups, product, reduce_gradients, sgd
+from tests.kit.models.under_test import FSDP, TORCH, Strategy, core, shard, torch_is_wrong
+from tests.kit.ranks.harness import raised_everywhere, run
 
 if not TORCH:
     from shardckpt.core.comm.streams import FULL_BYTES

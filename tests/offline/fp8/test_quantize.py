@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import load_folder, read_case
-from command import run_here
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -18,6 +16,8 @@ import shardckpt
 from shardckpt.boxes import Box
 from shardckpt.errors import PrecisionError, ShardckptError, UsageError
 from shardckpt.offline.fp8 import block_scales
+from tests.kit.runs.cases import load_folder, read_case
+from tests.kit.runs.command import run_here
 
 FP8 = torch.float8_e4m3fn
 

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 import pytest
-from browser import PROGRAM, Page, open_browser
+
+from tests.kit.runs.browser import PROGRAM, Page, open_browser
 
 
 @pytest.fixture(scope="module")

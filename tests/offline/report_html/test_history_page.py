@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from browser import Page
-from command import run_here
-from native_writer import write_step
 
 import shardckpt
 from shardckpt.errors import TargetExistsError
@@ -17,6 +14,9 @@ from shardckpt.native.run_directory import step_name
 from shardckpt.offline.report_html.page import render_page, write_page
 from shardckpt.offline.run_history.history import describe_history
 from shardckpt.results import History, StepStats, TensorStats
+from tests.kit.runs.browser import Page
+from tests.kit.runs.command import run_here
+from tests.kit.writers.native_writer import write_step
 
 HOSTILE = "</script><script>document.title='owned'</script>"
 

@@ -8,7 +8,6 @@ import zlib
 
 import pytest
 import torch
-from browser import Page
 from safetensors.torch import save_file
 
 import shardckpt
@@ -18,6 +17,7 @@ from shardckpt.manifest import Manifest, Piece, Span, TensorEntry
 from shardckpt.offline.inspect import describe_manifest
 from shardckpt.offline.report_html.checkpoint_map import describe_checkpoint
 from shardckpt.offline.report_html.page import render_page, write_page
+from tests.kit.runs.browser import Page
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=document.title='owned'>"
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from browser import Page
 
 from shardckpt.offline.report_html.page import render_page, write_page
 from shardckpt.offline.run_history.prove import describe_proof
 from shardckpt.results import Divergence, Proof, Resume, StepProof
+from tests.kit.runs.browser import Page
 
 HOSTILE = "</script><script>document.title='owned'</script>"
 PROVEN = Resume("0mwtgz5lmk45jxm", 5.25, (9, 10), 2, 2, 3, "Net", "FSDP2", False, True)

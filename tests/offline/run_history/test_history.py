@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from command import run_here
-from native_writer import write_step
 
 import shardckpt
 from shardckpt.errors import CheckpointError, UsageError
 from shardckpt.native.run_directory import step_name
 from shardckpt.offline.run_history.bisect import parse_condition
 from shardckpt.readers.registry import open_checkpoint
+from tests.kit.runs.command import run_here
+from tests.kit.writers.native_writer import write_step
 
 module = import_module("shardckpt.offline.run_history.history")
 

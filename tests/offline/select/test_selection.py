@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import assert_same, load_folder, same_bits
 from safetensors.torch import save_file
 
 import shardckpt
 from shardckpt.errors import AmbiguousError, IncompleteError, NameCollisionError, UnsupportedError, UsageError
+from tests.kit.runs.cases import assert_same, load_folder, same_bits
 
 
 def saved(folder: Path, content: object, name: str = "a.pt") -> str:

@@ -12,10 +12,9 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "format" / "writers"))
 
-from deepspeed_writer import STEPS, Run, write
-
 import shardckpt
 from shardckpt.errors import UsageError
+from tests.kit.writers.deepspeed_writer import STEPS, Run, write
 
 WEIGHTS = {"a.w": torch.arange(35.0).view(5, 7) / 3, "b": torch.arange(4.0)}
 RUN = Run(

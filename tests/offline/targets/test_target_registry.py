@@ -9,11 +9,11 @@ import os
 from pathlib import Path
 
 import pytest
-from command import run_here
 
 import shardckpt
 from shardckpt.errors import UsageError
 from shardckpt.offline.targets.target_registry import BUILT_IN, choose_target, find_rank_target, load_targets
+from tests.kit.runs.command import run_here
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "writing.md"
 START, END = "<!-- table: tests/offline/targets/test_target_registry.py -->\n", "<!-- end of table -->\n"

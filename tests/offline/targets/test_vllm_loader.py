@@ -9,13 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import gguf_models
 import pytest
 import torch
-import vllm_models
 from safetensors.torch import load_file
 
 import shardckpt
+from tests.kit.models import gguf_models, vllm_models
 
 pytest.importorskip("vllm")
 

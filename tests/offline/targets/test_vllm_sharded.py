@@ -6,15 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import gguf_models
 import numpy as np
 import pytest
-import vllm_models
-from command import run_here
 from safetensors.numpy import save_file
 
 import shardckpt
 from shardckpt.errors import IncompleteError, ShardckptError, UnsupportedError, UsageError
+from tests.kit.models import gguf_models, vllm_models
+from tests.kit.runs.command import run_here
 
 BIASED = {
     **gguf_models.BIASES,

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from command import Outcome, run_here
-from harness import raised_everywhere, run
 
 import shardckpt
 from shardckpt.offline.write.parallel import share_out
+from tests.kit.ranks.harness import raised_everywhere, run
+from tests.kit.runs.command import Outcome, run_here
 
 ROWS = 64
 MODEL = {f"layers.{n}.w": torch.randn(ROWS, n + 1) for n in range(9)}

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from bucket import Bucket
 from safetensors.torch import save_file
 
 import shardckpt
 from shardckpt.native import payload
 from shardckpt.offline.targets import safetensors_files
+from tests.kit.stores.bucket import Bucket
 
 STATE = {f"t{i}": torch.arange(4.0) + i for i in range(3)}
 

@@ -5,13 +5,13 @@ import random
 
 import pytest
 import torch
-from dcp_writers import save, save_chunked
-from torch_writers import FORMS
 
 from shardckpt.errors import CheckpointError
 from shardckpt.manifest import Encoded, Span, Strided
 from shardckpt.readers.dcp import reader as dcp
 from shardckpt.storage.local import LocalStore
+from tests.kit.writers.dcp_writers import save, save_chunked
+from tests.kit.writers.torch_writers import FORMS
 
 ROUNDS = int(os.environ.get("SHARDCKPT_FUZZ_ROUNDS", "250"))
 """Mutations of each file; set it higher to search for longer."""

@@ -12,14 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp_of_torch
-from dcp_writers import Malicious, archive, edit_metadata, put_object, save, save_chunked, tensor_record
-from materialise import assert_model, assert_same, materialise, truth
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch_writers import choose_form
 
 from shardckpt import consolidate, verify
 from shardckpt.errors import (
@@ -37,6 +34,17 @@ from shardckpt.readers.dcp import reader as dcp
 from shardckpt.readers.dcp.storage_items import decode_head
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.store import read_bytes
+from tests.kit.writers.dcp_writers import (
+    Malicious,
+    archive,
+    edit_metadata,
+    put_object,
+    save,
+    save_chunked,
+    tensor_record,
+)
+from tests.kit.writers.materialise import assert_model, assert_same, materialise, truth
+from tests.kit.writers.torch_writers import choose_form
 
 CASES = (
     "dcp_fsdp2_llama_w2",

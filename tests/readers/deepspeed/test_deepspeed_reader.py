@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed_writer import STEPS, Run, dealt, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from materialise import assert_same, materialise, truth
 
 import shardckpt
 from shardckpt.errors import (
@@ -28,6 +26,8 @@ from shardckpt.plan.layout.coverage import require_complete
 from shardckpt.reader import Reader
 from shardckpt.readers.deepspeed import reader as deepspeed
 from shardckpt.readers.registry import detect, open_checkpoint, open_source
+from tests.kit.writers.deepspeed_writer import STEPS, Run, dealt, write
+from tests.kit.writers.materialise import assert_same, materialise, truth
 
 CASES = ("deepspeed_zero1_bf16_gpt2_w2", "deepspeed_zero2_bf16_nasty_w2", "deepspeed_zero3_bf16_llama_w2")
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from materialise import assert_same
-from test_deepspeed_reader import numbered, opened
 
 from shardckpt.errors import AmbiguousError, FormatError, IncompleteError, UnsupportedError
 from shardckpt.readers.registry import open_checkpoint
+from tests.kit.writers.materialise import assert_same
+from tests.readers.deepspeed.test_deepspeed_reader import numbered, opened
 
 START = "moe.deepspeed_moe.experts.deepspeed_experts."
 DENSE = {"a.weight": numbered(3, 5), "a.bias": numbered(3)}

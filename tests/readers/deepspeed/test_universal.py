@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from deepspeed_writer import write, write_universal
-from test_deepspeed_reader import RUN, assert_is, opened
 
 import shardckpt
 from shardckpt.errors import FormatError, IncompleteError
 from shardckpt.readers.deepspeed import reader as deepspeed
 from shardckpt.readers.deepspeed import universal
 from shardckpt.readers.registry import detect, open_checkpoint, open_source
+from tests.kit.writers.deepspeed_writer import write, write_universal
+from tests.readers.deepspeed.test_deepspeed_reader import RUN, assert_is, opened
 
 
 @pytest.mark.parametrize("world", [1, 2, 5])

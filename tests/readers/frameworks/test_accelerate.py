@@ -2,10 +2,7 @@
 
 import pytest
 import torch
-from dcp_writers import Malicious, save
-from materialise import assert_model, assert_same, truth
 from safetensors.torch import load_file, save_file
-from share_writers import as_rank, dtensor, sharded
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardckpt
@@ -16,6 +13,9 @@ from shardckpt.reader import Evidence, Source
 from shardckpt.readers.frameworks import accelerate
 from shardckpt.readers.registry import detect
 from shardckpt.storage.local import LocalStore
+from tests.kit.writers.dcp_writers import Malicious, save
+from tests.kit.writers.materialise import assert_model, assert_same, truth
+from tests.kit.writers.share_writers import as_rank, dtensor, sharded
 
 CASES = (
     "accelerate_fsdp1_full_gpt2_w2",
@@ -120,7 +120,7 @@ class TestForms:
         assert [p.box for p in reader.resolve(pieces)] == [p.box for p in pieces], "order is kept over several readers"
 
     def test_a_sharded_model_without_paths_in_its_metadata(self, tmp_path):
-        from dcp_writers import edit_metadata
+        from tests.kit.writers.dcp_writers import edit_metadata
 
         folder = save({"model": {"w.x": W}}, tmp_path / "pytorch_model_fsdp_0")
         edit_metadata(folder, lambda m: setattr(m, "planner_data", None))

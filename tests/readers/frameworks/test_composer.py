@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from dcp_writers import save
-from materialise import assert_same
 from safetensors.torch import load_file
 
 import shardckpt
@@ -16,6 +14,8 @@ from shardckpt.errors import FormatError, IncompleteError
 from shardckpt.manifest import UNREAD
 from shardckpt.plan.naming.sections import find_sections
 from shardckpt.readers.registry import open_checkpoint
+from tests.kit.writers.dcp_writers import save
+from tests.kit.writers.materialise import assert_same
 
 W = torch.arange(6.0).reshape(2, 3)
 OPTIM: dict[str, Any] = {"state": {"w": {"exp_avg": W + 1}}, "param_groups": [{"params": ["w"], "lr": 0.1}]}

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from dcp_writers import save
-from materialise import assert_same
 
 from shardckpt.errors import FormatError, IncompleteError
 from shardckpt.manifest import ObjectEntry
 from shardckpt.readers.dcp import reader as dcp
 from shardckpt.readers.frameworks.composite import SubReader, join
 from shardckpt.storage.local import LocalStore
+from tests.kit.writers.dcp_writers import save
+from tests.kit.writers.materialise import assert_same
 
 A, B = torch.arange(6.0).reshape(2, 3), torch.arange(4)
 

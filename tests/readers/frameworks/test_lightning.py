@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from dcp_writers import Malicious, save
-from materialise import assert_same, truth
 from safetensors.torch import load_file
 
 import shardckpt
@@ -14,6 +12,8 @@ from shardckpt.readers.dcp import reader as dcp
 from shardckpt.readers.frameworks import lightning
 from shardckpt.readers.registry import detect
 from shardckpt.storage.local import LocalStore
+from tests.kit.writers.dcp_writers import Malicious, save
+from tests.kit.writers.materialise import assert_same, truth
 
 CASE = "fabric_fsdp_sharded_gpt2_w2"
 W = torch.arange(6.0).reshape(2, 3)

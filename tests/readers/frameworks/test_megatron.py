@@ -6,19 +6,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-import megatron_writer
 import pytest
 import torch
-from dcp_writers import save
-from materialise import assert_same
 from safetensors.torch import load_file
-from samples import MODEL, SAMPLES
 
 import shardckpt
 from shardckpt.errors import UnknownFormatError, UnsupportedError
 from shardckpt.manifest import dotted
 from shardckpt.readers.frameworks import megatron
 from shardckpt.readers.registry import detect, open_checkpoint, open_source
+from tests.kit.writers import megatron_writer
+from tests.kit.writers.dcp_writers import save
+from tests.kit.writers.materialise import assert_same
+from tests.kit.writers.samples import MODEL, SAMPLES
 
 
 def test_it_is_dcp_with_what_all_ranks_share_beside(tmp_path: Path) -> None:

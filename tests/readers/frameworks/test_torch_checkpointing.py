@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from materialise import assert_same
-from samples import MODEL, OPTIM, SAMPLES
 
 from shardckpt.errors import CheckpointError, FormatError, IncompleteError, UnsafeError, UnsupportedError
 from shardckpt.plan.layout.coverage import require_complete
 from shardckpt.readers.frameworks import torch_checkpointing
 from shardckpt.readers.registry import detect, open_checkpoint, open_source
+from tests.kit.writers.materialise import assert_same
+from tests.kit.writers.samples import MODEL, OPTIM, SAMPLES
 
 
 @pytest.fixture

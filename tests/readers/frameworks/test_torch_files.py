@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from materialise import assert_same, truth
 
 from shardckpt.errors import CheckpointError, FormatError, IncompleteError, UnsafeError, UnsupportedError
 from shardckpt.reader import Evidence, Reader, Source
 from shardckpt.readers.frameworks.torch_files import HF_FORMAT, LOOSE_FORMAT
 from shardckpt.readers.registry import open_checkpoint
 from shardckpt.storage.local import LocalStore
+from tests.kit.writers.materialise import assert_same, truth
 
 MODEL = {f"layer.{i}.weight": torch.arange(float(i + 1)) for i in range(6)}
 

@@ -10,11 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from counting import open_counted
-from materialise import assert_same, truth
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file, save_model
-from share_writers import as_rank
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -25,6 +22,9 @@ from shardckpt.errors import CheckpointError, FormatError, IncompleteError, Over
 from shardckpt.readers.huggingface.index_files import read_json
 from shardckpt.readers.registry import detect, open_checkpoint, open_source
 from shardckpt.storage.resolve_url import open_store
+from tests.kit.stores.counting import open_counted
+from tests.kit.writers.materialise import assert_same, truth
+from tests.kit.writers.share_writers import as_rank
 
 
 def write(folder: Path, files: Mapping[str, Mapping[str, torch.Tensor]], index: object = None) -> str:

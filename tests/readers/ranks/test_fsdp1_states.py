@@ -12,8 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from materialise import assert_same
-from share_writers import as_rank, sharded
 
 from shardckpt.boxes import Box
 from shardckpt.errors import FormatError, NameCollisionError, OverlapError, UnsupportedError, UsageError
@@ -24,6 +22,8 @@ from shardckpt.readers.ranks.merge_dtensors import merge_dtensor_shards
 from shardckpt.readers.ranks.rank_files import RankFile
 from shardckpt.readers.registry import open_checkpoint
 from shardckpt.readers.torchsave.dtensor_spec import SHARDED_TENSOR, ShardInfo, ShardList
+from tests.kit.writers.materialise import assert_same
+from tests.kit.writers.share_writers import as_rank, sharded
 
 pytestmark = pytest.mark.filterwarnings("ignore:Please use DTensor:FutureWarning")
 Units = Mapping[str, Mapping[str, torch.Tensor]]

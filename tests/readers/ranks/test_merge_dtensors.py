@@ -11,11 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run
-from materialise import assert_same
-from rank_writers import FOUR, SLOTS, TWO, Ignoring, built, four_ranks, ignoring_ranks, truth, two_ranks
 from safetensors.torch import load_file, save_file
-from share_writers import as_rank, sharded
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -27,6 +23,20 @@ from shardckpt.readers.chunk_reader import read_blocks
 from shardckpt.readers.ranks.rank_files import parse_rank_names
 from shardckpt.readers.registry import open_checkpoint
 from shardckpt.readers.torchsave.pickle_series import PickleSeries
+from tests.kit.ranks.harness import run
+from tests.kit.writers.materialise import assert_same
+from tests.kit.writers.rank_writers import (
+    FOUR,
+    SLOTS,
+    TWO,
+    Ignoring,
+    built,
+    four_ranks,
+    ignoring_ranks,
+    truth,
+    two_ranks,
+)
+from tests.kit.writers.share_writers import as_rank, sharded
 
 
 @pytest.fixture(scope="module")

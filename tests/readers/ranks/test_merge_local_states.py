@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from materialise import assert_same
 
 from shardckpt.errors import CheckpointError, FormatError, IncompleteError, UnsupportedError
 from shardckpt.layout import DimLayout, FlatLayout, ParamSpec
@@ -20,6 +19,7 @@ from shardckpt.offline.verify import verify
 from shardckpt.plan.layout.coverage import require_complete
 from shardckpt.reader import Reader
 from shardckpt.readers.registry import open_checkpoint
+from tests.kit.writers.materialise import assert_same
 
 WORLD = 3
 FLAT = {"a": torch.arange(35.0).view(5, 7), "b": torch.arange(4.0), "c": torch.tensor(9.0)}

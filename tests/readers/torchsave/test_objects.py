@@ -7,7 +7,6 @@ from argparse import Namespace
 
 import pytest
 import torch
-from dcp_writers import Malicious, archive
 
 from shardckpt.encodings.pickle_reader import InstanceStub, TensorStub
 from shardckpt.errors import FormatError, UnsafeError, UnsupportedError
@@ -15,6 +14,7 @@ from shardckpt.manifest import Span
 from shardckpt.readers.torchsave import objects
 from shardckpt.readers.torchsave.objects import read_object
 from shardckpt.storage.local import LocalStore
+from tests.kit.writers.dcp_writers import Malicious, archive
 
 
 @pytest.fixture

@@ -21,9 +21,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from damage import change_bytes
 from lightning.fabric.utilities.data import AttributeDict
-from materialise import assert_same, materialise, raw_items, truth
 from omegaconf import OmegaConf
 
 import shardckpt
@@ -42,6 +40,8 @@ from shardckpt.reader import Evidence, Reader, Source
 from shardckpt.readers.frameworks.torch_files import FILE_FORMAT, open_file, recognize_file
 from shardckpt.readers.registry import open_checkpoint
 from shardckpt.storage.local import LocalStore
+from tests.kit.damage.damage import change_bytes
+from tests.kit.writers.materialise import assert_same, materialise, raw_items, truth
 
 ZIP, LEGACY = True, False
 

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import run
-from states import refused
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,6 +19,8 @@ from shardckpt.state import (
     optim_state_dict,
 )
 from shardckpt.state.adapters.model_index import has_mixed_wrapper
+from tests.kit.models.states import refused
+from tests.kit.ranks.harness import run
 
 SEGMENTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 

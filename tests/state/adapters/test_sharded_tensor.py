@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import raised_everywhere, run
-from states import FRONT_ENDS, Net, differing, flat, quiet, step, wrapper
 from torch.distributed import fsdp as theirs
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -21,6 +19,8 @@ from shardckpt.state import (
     to_names,
 )
 from shardckpt.state.keys.kinds import detect_kind, is_sharded_tensor, tensors
+from tests.kit.models.states import FRONT_ENDS, Net, differing, flat, quiet, step, wrapper
+from tests.kit.ranks.harness import raised_everywhere, run
 
 Theirs = theirs.FullyShardedDataParallel
 LOCAL, SHARDED = theirs.StateDictType.LOCAL_STATE_DICT, theirs.StateDictType.SHARDED_STATE_DICT

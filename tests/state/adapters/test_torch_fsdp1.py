@@ -6,8 +6,6 @@ import warnings
 
 import pytest
 import torch
-from harness import run
-from states import FRONT_ENDS, Net, differing, flat, step, whole, wrapper
 from torch.distributed import fsdp as theirs
 from torch.distributed.checkpoint import state_dict as functions
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,6 +19,8 @@ from shardckpt.state import (
     model_state_dict,
     optim_state_dict,
 )
+from tests.kit.models.states import FRONT_ENDS, Net, differing, flat, step, whole, wrapper
+from tests.kit.ranks.harness import run
 
 Theirs = theirs.FullyShardedDataParallel
 WHOLE = functions.StateDictOptions(full_state_dict=True)

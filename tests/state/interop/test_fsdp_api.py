@@ -8,8 +8,6 @@ import warnings
 
 import pytest
 import torch
-from harness import run
-from states import compiled
 from torch import nn
 from torch.distributed import fsdp as theirs
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -17,6 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from shardckpt import core as ours
 from shardckpt.state import model_state_dict
+from tests.kit.models.states import compiled
+from tests.kit.ranks.harness import run
 
 CPU = torch.device("cpu")
 

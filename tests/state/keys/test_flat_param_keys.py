@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from states import FRONT_ENDS, Net, differing, flat, step
 
 import shardckpt
 from shardckpt.errors import ShardckptError, UsageError
@@ -31,6 +29,8 @@ from shardckpt.state import (
     to_names,
     to_original_parameters,
 )
+from tests.kit.models.states import FRONT_ENDS, Net, differing, flat, step
+from tests.kit.ranks.harness import run
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 SHAPES = st.lists(st.integers(0, 3), max_size=3).map(tuple)

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run
-from states import Net, built, differing, flat, local, looked_at, step, whole
 from torch import nn
 
 from shardckpt.core import FullyShardedDataParallel
 from shardckpt.state import load_model_state_dict, load_optim_state_dict, model_state_dict, optim_state_dict
+from tests.kit.models.states import Net, built, differing, flat, local, looked_at, step, whole
+from tests.kit.ranks.harness import run
 
 MODES = {"inference": torch.inference_mode, "no grad": torch.no_grad}
 FACES = ("orig", "flat", "in place", "torch in place", "plain")

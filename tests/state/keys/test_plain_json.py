@@ -6,13 +6,13 @@ import math
 
 import pytest
 import torch
-from harness import run
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardckpt.core import fully_shard
 from shardckpt.state import load_model_state_dict, load_optim_state_dict, model_state_dict, optim_state_dict
 from shardckpt.state.keys import plain_json
+from tests.kit.ranks.harness import run
 
 VALUES = {"betas": (0.9, [1, (2,)]), 3: "int", "none": None, "flags": [True, 1, 1.0], "tuple": {"dict": ()}}
 

@@ -11,7 +11,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from harness import run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -20,6 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardckpt
 from shardckpt.core.modules.dtensors import wrap_local
+from tests.kit.ranks.harness import run
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "amsgrad": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, amsgrad=True, foreach=False),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 
 import torch
-from states import FRONT_ENDS, Net, differing, in_place, over, refused, whole
 from torch import nn
 from torch.distributed import fsdp as theirs
 
 from shardckpt.state import load_model_state_dict, model_state_dict
+from tests.kit.models.states import FRONT_ENDS, Net, differing, in_place, over, refused, whole
 
 
 class Announced(nn.Linear):

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run
 from torch import nn
 
 import shardckpt
 from shardckpt import core
+from tests.kit.ranks.harness import run
 
 Change = Callable[[nn.Sequential], Any]
 

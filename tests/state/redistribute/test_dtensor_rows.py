@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import run
-from states import differing
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -13,6 +11,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from shardckpt.state import load_model_state_dict, model_state_dict
 from shardckpt.state.redistribute.dtensor_rows import has_rows_everywhere
+from tests.kit.models.states import differing
+from tests.kit.ranks.harness import run
 
 
 def test_full_states_of_torchs_own_wrapping_hold_every_row_in_its_place() -> None:

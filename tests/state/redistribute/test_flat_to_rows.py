@@ -7,7 +7,6 @@ from math import prod
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from shardckpt.core.params.buffer_layout import FlatPacking
 from shardckpt.core.params.full_params import Staging
 from shardckpt.layout import FlatLayout, ParamSpec
 from shardckpt.state.redistribute.flat_to_rows import Rows, plan_exchange, rows_to_flat, start_flat_to_rows
+from tests.kit.ranks.harness import run
 
 SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=4)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from harness import run
 
 from shardckpt.core.comm.streams import FULL_BYTES
 from shardckpt.core.params.full_params import Staging
 from shardckpt.state.redistribute.rank_grid import Ranks
 from shardckpt.state.redistribute.scatter_from_rank0 import scatter_from_rank0
+from tests.kit.ranks.harness import run
 
 SIZES = ((6, 4), (6, 1), (0, 4))
 """Elements of each of two parameters that each of three ranks has."""

@@ -5,11 +5,11 @@ import shutil
 import tempfile
 
 import pytest
-from remote_suite import RemoteSuite
 
 from shardckpt.testing.store_suite import put
 from shardckpt.tiers.holder.holder_store import HolderStore
 from shardckpt.tiers.holder.holders import start_holder, stop_holders
+from tests.kit.stores.remote_suite import RemoteSuite
 
 RUN = "suite"
 MAX_BYTES = 64 << 20

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from forks import is_killed
-from harness import run
 
 from shardckpt import Checkpointer, Local
 from shardckpt.errors import StorageError, TargetExistsError, UsageError
 from shardckpt.storage.local import LocalStore
 from shardckpt.tiers.durability.run_record import RECORD
+from tests.kit.ranks.forks import is_killed
+from tests.kit.ranks.harness import run
 
 
 def make(folder: Path, **options: object) -> Checkpointer:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from harness import outcomes, run
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,6 +27,7 @@ from shardckpt.tiers.peers.open_peers import DoubledSteps, NodeTier, share_files
 from shardckpt.tiers.peers.peer_exchange import PeerExchange
 from shardckpt.tiers.peers.peer_store import PeerStore
 from shardckpt.tiers.peers.tier_files import TierFiles
+from tests.kit.ranks.harness import outcomes, run
 
 FOLDER, BLOCK = "step-00000001", 4
 

@@ -11,7 +11,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from gguf_models import CONFIG, MORE, Model, build_model, by_pairs, open_file, rename, write_model
 from safetensors.numpy import save_file
 
 import shardckpt
@@ -25,6 +24,7 @@ from shardckpt.errors import (
     UnsupportedError,
     UsageError,
 )
+from tests.kit.models.gguf_models import CONFIG, MORE, Model, build_model, by_pairs, open_file, rename, write_model
 
 TYPES = {"fp32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
 FILE_TYPES = {"fp32": 0, "f16": 1, "bf16": 32, "q8_0": 7}

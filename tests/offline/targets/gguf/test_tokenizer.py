@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gguf_models import build_model, open_file, write_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ import shardckpt
 from shardckpt.errors import FormatError
 from shardckpt.offline.targets.gguf.byte_level_bpe import _SPLITS as SPLITS
 from shardckpt.offline.targets.gguf.tokenizer import read_byte_fallback
+from tests.kit.models.gguf_models import build_model, open_file, write_model
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
 QWEN2 = next(regex for (regex, _), name in SPLITS.items() if name == "qwen2")

@@ -13,11 +13,11 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from native_writer import with_grouped_hashes, write_step
 
 import shardckpt
 from shardckpt.boxes import Box, full_box
 from shardckpt.checkpoint.save import session
+from tests.kit.writers.native_writer import with_grouped_hashes, write_step
 
 BOXES = {
     ("model", "w"): [(0, Box((0, 0), (3, 2))), (1, Box((3, 0), (3, 2))), (2, Box((0, 2), (6, 2)))],

@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dcp_writers import save, save_chunked
-from deepspeed_writer import Run, write_universal
-from deepspeed_writer import write as write_deepspeed
-from native_writer import write_step
 from safetensors.torch import save_file
-from share_writers import as_rank, dtensor, sharded
 from torch.distributed.device_mesh import init_device_mesh
-from torch_writers import FORMS
 
 from shardckpt.boxes import Box, full_box
 from shardckpt.layout import DimLayout, FlatLayout, ParamSpec
+from tests.kit.writers.dcp_writers import save, save_chunked
+from tests.kit.writers.deepspeed_writer import Run, write_universal
+from tests.kit.writers.deepspeed_writer import write as write_deepspeed
+from tests.kit.writers.native_writer import write_step
+from tests.kit.writers.share_writers import as_rank, dtensor, sharded
+from tests.kit.writers.torch_writers import FORMS
 
 Builder = Callable[[Path], Path]
 

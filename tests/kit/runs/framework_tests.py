@@ -1,8 +1,8 @@
 """Run the FSDP tests of a framework, with torch's classes and with ours, and compare the outcomes.
 
-    python tests/integrations/framework_tests.py accelerate CLONE    # of the version that is installed
-    python tests/integrations/framework_tests.py lightning CLONE
-    python tests/integrations/framework_tests.py torchtitan CLONE
+    python tests/kit/runs/framework_tests.py accelerate CLONE    # of the version that is installed
+    python tests/kit/runs/framework_tests.py lightning CLONE
+    python tests/kit/runs/framework_tests.py torchtitan CLONE
 
 Without a GPU, the tests of Accelerate that ask for one are run all the same; those of Lightning are skipped. Tests that
 download a model fail without a network. The tests of torchtitan start processes, in which the classes are ours as well;

@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch_writers import ALONE
+
+from tests.kit.writers.torch_writers import ALONE
 
 
 def save(state: Mapping[str, Any], folder: Path, **options: Any) -> Path:

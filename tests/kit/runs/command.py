@@ -16,7 +16,7 @@ from shardckpt_cli.app import build_command
 from shardckpt_cli.exits import run_main
 
 _COMMAND = build_command()
-_ROOT = Path(__file__).resolve().parents[2]
+_ROOT = Path(__file__).resolve().parents[3]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT), str(_ROOT / "cli")])}
 
 

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import Case, square
-from stepping import whole_dtensors
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils import _pytree as pytree
-from under_test import LOW, is_unit, no_sync
+
+from tests.kit.models.models import Case, square
+from tests.kit.models.under_test import LOW, is_unit, no_sync
+from tests.kit.ranks.stepping import whole_dtensors
 
 SEGMENTS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 Grad = torch.Tensor | None

@@ -33,7 +33,7 @@ class NoServerError(Exception):
 def find_azurite() -> str:
     """Return the program `azurite-blob`: the one that SHARDCKPT_AZURITE names, of node_modules, or on PATH."""
     named = os.environ.get("SHARDCKPT_AZURITE")
-    beside = Path(__file__).resolve().parents[2] / "node_modules" / ".bin" / "azurite-blob"
+    beside = Path(__file__).resolve().parents[3] / "node_modules" / ".bin" / "azurite-blob"
     for found in (named, beside if beside.exists() else None, shutil.which("azurite-blob")):
         if found:
             return str(found)

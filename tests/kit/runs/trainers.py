@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerators import be_rank, kill, wait_for
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from shardckpt.integrations.transformers import ShardckptCallback
+from tests.kit.runs.accelerators import be_rank, kill, wait_for
 
 STEPS, BATCH = 8, 12  # two epochs of four steps; the samples of a step do not depend on the number of ranks
 FSDP = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "state_dict_type": "SHARDED_STATE_DICT"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 
 import torch
-from harness import run
 from torch import nn
 from torch.distributed import fsdp as theirs
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -16,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardckpt import core as ours
 from shardckpt.errors import ShardckptError
 from shardckpt.state import model_state_dict, optim_state_dict
+from tests.kit.ranks.harness import run
 
 
 class Block(nn.Module):

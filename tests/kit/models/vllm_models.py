@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-import gguf_models
 import numpy as np
 from numpy.typing import NDArray
 
 from shardckpt.dtypes import TORCH_NAMES
 from shardckpt.encodings.element_values import numpy_dtype
+from tests.kit.models import gguf_models
 
 Tensors = dict[str, NDArray[Any]]
 CONFIG = {**gguf_models.CONFIG, "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}

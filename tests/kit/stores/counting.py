@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from read_only import ReadOnlyStore
-
 from shardckpt.reader import Reader, Source
 from shardckpt.readers.registry import detect
 from shardckpt.storage.resolve_url import kind, open_store, split
 from shardckpt.storage.store import Read, Store, WrappedStore
+from tests.kit.stores.read_only import ReadOnlyStore
 
 
 class CountingStore(ReadOnlyStore, WrappedStore):

@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817  (as everybody calls it)
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, StateDictType, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch_limits import SHARDS_UNEVEN_ROWS_TWICE
+
+from tests.kit.models.torch_limits import SHARDS_UNEVEN_ROWS_TWICE
 
 CPU = torch.device("cpu")
 TWO = (

@@ -1,6 +1,6 @@
 """Ranks for the tests of a GPU: new processes, since a process that was forked after CUDA was used cannot use it.
 
-python tests/gpu/gpu_ranks.py FOLDER RANK WORLD BACKEND DEVICE SCENARIO
+python tests/kit/ranks/gpu_ranks.py FOLDER RANK WORLD BACKEND DEVICE SCENARIO
 """
 
 from __future__ import annotations

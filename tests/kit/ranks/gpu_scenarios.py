@@ -11,10 +11,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import sim
 import torch
 import torch.distributed as dist
-from models import Stack
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -22,6 +20,8 @@ from torch.distributed.tensor import DTensor
 import shardckpt
 from shardckpt import core, state
 from shardckpt.core.params.unsharded_params import UnshardedParams
+from tests.kit.models.models import Stack
+from tests.kit.ranks import sim
 
 CYCLES = 100_000_000  # of a GPU's clock: about 50 ms
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -10,13 +10,13 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import harness
 import pytest
 import torch
 import torch.distributed as dist
 
 from shardckpt.checkpoint.rank_link import TorchLink
 from shardckpt.errors import RankError
+from tests.kit.ranks import harness
 
 WORLD = 3
 LIMIT_S = 4.0

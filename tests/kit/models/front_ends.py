@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import Case, Sharder, built, square
-from reference import Group, Training, differs, groups, mismatches, reduce_gradients
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch_limits import full_tensor
-from under_test import Strategy, core, no_sync, shard, wrap
+
+from tests.kit.models.models import Case, Sharder, built, square
+from tests.kit.models.reference import Group, Training, differs, groups, mismatches, reduce_gradients
+from tests.kit.models.torch_limits import full_tensor
+from tests.kit.models.under_test import Strategy, core, no_sync, shard, wrap
 
 FRONT_ENDS = ("flat", "orig", "in place")
 

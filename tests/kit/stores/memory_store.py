@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from read_only import ReadOnlyStore
-
 from shardckpt.errors import MissingFileError, TruncatedError
 from shardckpt.storage.store import Capabilities, Listed, Read, check_name
+from tests.kit.stores.read_only import ReadOnlyStore
 
 
 class MemoryStore(ReadOnlyStore):

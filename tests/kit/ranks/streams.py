@@ -46,9 +46,9 @@ Clock = dict[int, int]
 Place = tuple[tuple[str, int, str], ...]
 """File, line and function of the frames of this project, the innermost first."""
 
-_ROOT = Path(__file__).resolve().parents[2]
+_ROOT = Path(__file__).resolve().parents[3]
 _SOURCES = (f"{_ROOT}/shardckpt/", f"{_ROOT}/tests/")
-_NOT_PLACES = (__file__, f"{_ROOT}/tests/core/harness.py")
+_NOT_PLACES = (__file__, f"{_ROOT}/tests/kit/ranks/harness.py")
 _WITHOUT_READS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_", "resize_"}
 """Operations that look at no element of their arguments."""
 _WITHOUT_WRITES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_", "resize_"}

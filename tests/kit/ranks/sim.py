@@ -24,15 +24,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import harness
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from tests.kit.ranks import harness
+
 NAME = "shardckpt_sim"
 SOURCE = pathlib.Path(__file__).with_name("sim.cpp")
-CONSTRAINTS = pathlib.Path(__file__).resolve().parents[2] / "constraints.txt"
+CONSTRAINTS = pathlib.Path(__file__).resolve().parents[3] / "constraints.txt"
 FLAGS = ("-std=c++17", "-O0", "-fPIC", "-shared", "-w", f"-DSIM_MODULE={NAME}")
 
 # ------------------------------------------------------------------------------------------------------------ build

@@ -28,17 +28,17 @@ import torch
 # What is imported when it is first used, by optimizers, wrappers, states and saves: once here, not in every rank.
 import torch._dynamo
 import torch.distributed as dist
-from forks import make_forks_cheap
-from stepping import keep_known_shapes, step_local_tensors
-from streams import checked
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch_limits import find_reason
 
 import shardckpt.checkpointer
 import shardckpt.state.interop.torch_dcp_api  # noqa: F401
 from shardckpt import core
+from tests.kit.models.torch_limits import find_reason
+from tests.kit.ranks.forks import make_forks_cheap
+from tests.kit.ranks.stepping import keep_known_shapes, step_local_tensors
+from tests.kit.ranks.streams import checked
 
 for _name in ("torch.profiler._cupti_monitor", "torch.utils.serialization"):
     with contextlib.suppress(ImportError):  # torch 2.6 has no such modules

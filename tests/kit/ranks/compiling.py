@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import harness  # noqa: F401  # starts autograd before torch compiles
 import torch
 from torch import nn
 
