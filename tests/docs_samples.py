@@ -12,6 +12,8 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `tests.kit`
+
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import LlamaForCausalLM
@@ -30,8 +32,6 @@ def example() -> ModuleType:
 
 def rank_files(folder: Path) -> None:
     """Write what two ranks save by themselves: `local` (FSDP1), `ranks` (FSDP2), `verl-step`, `accelerate-step`."""
-    tests = Path(__file__).resolve().parent
-    sys.path[:0] = [str(tests / "core"), str(tests / "format" / "writers")]
     from tests.kit.ranks import harness
     from tests.kit.writers import rank_writers
 
@@ -82,7 +82,7 @@ def main(folder: Path) -> None:
     model.load_state_dict(state["model"])
     model.save_pretrained(folder / "shards", max_shard_size="2MB")
     shutil.rmtree(work)
-    shutil.copytree(Path(__file__).parent / "format" / "golden" / "1" / "small", folder / "golden")
+    shutil.copytree(Path(__file__).parent / "native" / "golden" / "1" / "small", folder / "golden")
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def choose_weights(
     if not found:
         odd = sum(ends_in_smaller_blocks(tensors[name].shape) for name in tensors if is_linear(name, tensors[name]))
         raise UsageError(
-            "found no weights to quantize",
+            "there are no weights to quantize",
             found=f"{len(tensors)} tensors{f', {odd} with a width that {BLOCK[0]} does not divide' if odd else ''}",
             fix="Choose them by globs.",
         )

@@ -1,7 +1,7 @@
 """Faults that were reproduced in other libraries (A1 to A18, N1 to N7 of the reference): here they are right.
 
-A5 to A9, A14 to A16 and A18 are about merging and reading and have their tests in tests/convert and tests/format; N5 is
-about saves that go on in the background.
+A5 to A9, A14 to A16 and A18 are about merging and reading: tests/offline and tests/readers have their tests; N5 is about
+saves that go on in the background.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ EQUIVALENT = {
     "core.runtime.root_state:RootState.prepare_all_gather:wait": HOST,
     "core.runtime.fsdp_unit:UnitParams.finish_gradients:wait": HOST,
     "core.runtime.fsdp_unit:UnitParams.finish_reduction:wait": HOST,
-    "core.comm.direct_all_gather:DirectMessages._wait_for:wait": "devices with streams do not use it",
+    "core.comm.collectives:DirectMessages._wait_for:wait": "devices with streams do not use it",
     "core.params.gradient_reduction:GradientReducer.reset_after_error:wait": (
         "the gradient is dropped, and the backend keeps its tensors until it is done"
     ),
@@ -141,8 +141,8 @@ EQUIVALENT = {
 """Calls that may be taken away, and why."""
 
 FOUND: dict[str, tuple[Scenario, Style]] = {
-    "checkpoint.save.side_streams:SideStreams.copying:wait_stream": (scenarios.copies_for_a_background_save, EACH),
-    "checkpoint.save.side_streams:SideStreams.copying:wait_event": (scenarios.copies_for_a_background_save, EACH),
+    "checkpoint.save.staging:SideStreams.copying:wait_stream": (scenarios.copies_for_a_background_save, EACH),
+    "checkpoint.save.staging:SideStreams.copying:wait_event": (scenarios.copies_for_a_background_save, EACH),
     "core.comm.collectives:Pending.wait:wait": (scenarios.trains, FLAT),
     "core.comm.streams:DeviceStreams.make_gathers_wait:wait_event": (scenarios.steps_on_a_stream, EACH),
     "core.comm.streams:DeviceStreams.make_gathers_wait:wait_stream": (scenarios.trains, FLAT),
@@ -285,8 +285,8 @@ FOUND: dict[str, tuple[Scenario, Style]] = {
 """Each call that orders streams, and a scenario in which it is missed."""
 
 EVENTS_FOUND: dict[str, tuple[Scenario, Style]] = {
-    "checkpoint.save.side_streams:SideStreams.copying:record_event": (scenarios.copies_for_a_background_save, EACH),
-    "checkpoint.save.side_streams:SideStreams.record_events:record_event": (
+    "checkpoint.save.staging:SideStreams.copying:record_event": (scenarios.copies_for_a_background_save, EACH),
+    "checkpoint.save.staging:SideStreams.record_events:record_event": (
         scenarios.copies_for_a_background_save,
         EACH,
     ),
@@ -310,7 +310,7 @@ EVENTS_FOUND: dict[str, tuple[Scenario, Style]] = {
 
 CONTEXTS_FOUND: dict[str, tuple[Scenario, Style]] = {
     "checkpoint.save.staging:StagingArea.fill:copying": (scenarios.copies_for_a_background_save, EACH),
-    "checkpoint.save.side_streams:SideStreams.copying:use_stream": (scenarios.copies_for_a_background_save, EACH),
+    "checkpoint.save.staging:SideStreams.copying:use_stream": (scenarios.copies_for_a_background_save, EACH),
     "core.params.tensor_extension:ExtendedParams.reshard:use_gather_stream": (
         scenarios.drops_extended_parameters_that_are_gathered,
         EACH,

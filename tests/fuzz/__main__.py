@@ -9,13 +9,13 @@ import time
 import traceback
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "format" / "writers")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from shardckpt.errors import ShardckptError  # noqa: E402  (the samples' folder is not on the path yet)
+from shardckpt.errors import ShardckptError
 
-from .mutations import VALUES, Edit, apply  # noqa: E402
-from .structures import restructure  # noqa: E402
-from .targets import TARGETS  # noqa: E402
+from .mutations import VALUES, Edit, apply
+from .structures import restructure
+from .targets import TARGETS
 
 _SECONDS = 3.0
 """What one run may take, with a second for each megabyte: three times what is promised, for a busy machine."""

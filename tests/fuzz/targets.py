@@ -203,7 +203,7 @@ def _lying_header(which: int, data: bytes) -> None:
 
 
 _RUN = "memory://fuzz/run"
-_GOLDEN = Path(__file__).parents[1] / "format" / "golden" / "1"
+_GOLDEN = Path(__file__).parents[1] / "native" / "golden" / "1"
 
 
 @cache

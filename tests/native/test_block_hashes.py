@@ -103,7 +103,7 @@ def test_repair_compares_them_with_those_of_the_old_manifest(tmp_path: Path, is_
     if is_right:
         assert shardckpt.repair(str(step)).problems == ()
     else:
-        with pytest.raises(shardckpt.errors.ChecksumError, match="bytes are not those"):
+        with pytest.raises(shardckpt.errors.ChecksumError, match="bytes differ from the step's manifest"):
             shardckpt.repair(str(step))
 
 

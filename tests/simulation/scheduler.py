@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -87,9 +88,15 @@ class Task:
         """Return where the task is, for a report."""
         frame = self.runner.find_frame() if self.runner is not None else None
         stack = traceback.extract_stack(frame) if frame is not None else []
-        shown = [each for each in stack if "/testing/simulation/" not in each.filename]
+        shown = [each for each in stack if not _is_of_simulator(each.filename)]
         lines = " < ".join(f"{each.name}:{each.lineno}" for each in shown[: -_SHOWN_FRAMES - 1 : -1])
         return f"{self.name} waits for {self.waits_for or 'its turn'} at {lines}"
+
+
+def _is_of_simulator(file: str) -> bool:
+    """Return True if a file belongs to the simulator, and is none of its tests."""
+    folder, name = os.path.split(file)
+    return folder == os.path.dirname(__file__) and not name.startswith("test_")
 
 
 class WaitingTasks:

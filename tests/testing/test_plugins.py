@@ -510,7 +510,7 @@ def test_a_reader_that_answers_later_is_read(site: Path, folder: Path, monkeypat
 MANIFESTS: dict[str, tuple[str | None, str, str]] = {
     "an unknown kind of checksum": (
         None,
-        "iter([__import__('shardckpt.reader').format.reader.Checksum('0.npy', 0, 9, 'md5', 1)])",
+        "iter([__import__('shardckpt.reader').reader.Checksum('0.npy', 0, 9, 'md5', 1)])",
         "0.npy has checksums with an unknown algorithm: md5",
     ),
     "checksums that fail": (None, "(1 / 0 for _ in 'a')", "failed to list its checksums"),

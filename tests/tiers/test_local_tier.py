@@ -422,7 +422,7 @@ def test_a_folder_of_steps_whose_run_is_unknown_is_not_used_until_its_record_is_
     ck, found = make(tmp_path), "missing" if owner is None else "damaged"
     assert restore(ck) is None
     is_another = owner == b'{"run": "abc"}'
-    text = "steps of another run" if is_another else rf"is unknown: \.shardckpt-tier\.json is {found}"
+    text = "steps of another run" if is_another else rf"belong to an unknown run: \.shardckpt-tier\.json is {found}"
     with pytest.warns(UserWarning, match=text) as warned:
         save(ck, 2)
     assert [step.number for step in shardckpt.ls(local).complete] == [1]

@@ -273,7 +273,7 @@ def test_captures_of_a_run_that_goes_on_in_an_emptied_root_are_claimed_and_resto
     save(ck, 10)
     save(ck, 11)
     empty(root, has_record=has_record)
-    with pytest.warns(UserWarning, match=r"all steps in .*run are gone while the run goes on: .* restored") as warned:
+    with pytest.warns(UserWarning, match=r"all steps in .*run are gone while the run continues: .* restored") as warned:
         if is_claimed:
             ck.wait(11, survives="process")
         else:
@@ -344,7 +344,7 @@ def test_captures_behind_an_emptied_root_that_did_not_take_the_record_are_restor
     assert not ck.durability(11).survives
     (root / RECORD).rmdir()
     monkeypatch.setattr(known_root.KnownRoot, "look", lambda _: None)
-    with pytest.warns(UserWarning, match="are gone while the run goes on"):
+    with pytest.warns(UserWarning, match="are gone while the run continues"):
         save(ck, 12)
     assert restore(root) == 12
 

@@ -170,13 +170,13 @@ def test_another_model_is_refused_on_every_rank(written: Path) -> None:
 
 @pytest.mark.parametrize("read", [shardckpt.load, shardckpt.open])
 def test_without_a_model_they_are_refused_with_the_way_out(read: Callable[[Path], Any], written: Path) -> None:
-    way_out = r"no file has the shapes.*load\({.model.: model}, path\).*consolidate SRC DST --shapes-from"
+    way_out = r"no file has their members' shapes.*load\({.model.: model}, path\).*consolidate SRC DST --shapes-from"
     with pytest.raises(UsageError, match=way_out):
         read(written / "local-flat")
 
 
 def test_a_state_without_a_model_is_refused(written: Path) -> None:
-    with pytest.raises(UsageError, match="no file has the shapes"):
+    with pytest.raises(UsageError, match="no file has their members' shapes"):
         shardckpt.load({"model": built().state_dict()}, written / "local-flat")
 
 

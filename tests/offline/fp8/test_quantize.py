@@ -173,7 +173,7 @@ def test_weights_that_are_left_are_named_with_the_reason(tmp_path: Path) -> None
     assert stacked.startswith("not quantized, since experts are stacked: m.experts.up of [2, 4, 4] (")
     kept = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
     assert sorted(kept) == ["b", "c", "m.experts"]
-    with pytest.raises(UsageError, match="no weights to quantize; found 1 tensors, 1 of a width that 128"):
+    with pytest.raises(UsageError, match="no weights to quantize; found 1 tensors, 1 with a width that 128"):
         shardckpt.convert(write(tmp_path / "odd", b=torch.ones(300, 2)), tmp_path / "no", quantize="fp8-block")
 
 

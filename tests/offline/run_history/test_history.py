@@ -217,7 +217,7 @@ def test_what_is_left_out_is_counted(verb: list[str], run_with_generators: Path)
     found = run_here(name, place, *options)
     assert "rng" not in found.out
     assert found.err.startswith(
-        "left out: 5 tensors of counters (of steps, of batches), single numbers beside the model and states of"
+        "left out: 5 tensors with counters (steps, batches), single numbers outside the model and random"
     )
     assert "--part all" in found.err
     asked = run_here(name, place, *options, "--part", "all")

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "format" / "writers"))
 
 import shardckpt
 from shardckpt.errors import UsageError
