@@ -1,6 +1,6 @@
 """Faults that were reproduced in other libraries (A1 to A18, N1 to N7 of the reference): here they are right.
 
-A5 to A9, A14 to A16 and A18 are about merging and reading: tests/offline and tests/readers have their tests; N5 is about
+A5 to A9, A14 to A16 and A18 are about merging and reading: see tests/offline and tests/readers; N5 is about
 saves that go on in the background.
 """
 

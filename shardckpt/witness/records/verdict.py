@@ -543,7 +543,10 @@ _FIX_STATE: Mapping[tuple[str, str], str] = {
     ),
     ("schedule", "load"): "Put the schedule into the state, create it before restore, and change no setting after it",
     ("schedule", "step"): "Put the schedule into the state that is saved and restored, and step it as often as before",
-    ("unsaved", "load"): "The state_dict leaves this buffer out: register it with persistent=True, or save it beside",
+    (
+        "unsaved",
+        "load",
+    ): "The state_dict omits this buffer: register it with persistent=True, or save it separately",
     ("state", "load"): "Put this value into the state that is saved and restored",
     ("state", "step"): "Look for what updates this value differently after a resume",
 }
