@@ -53,7 +53,7 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what only `make test-full` runs, and begin with the tests that take long.
+    """Mark what only `make test-all` runs, and begin with the tests that take long.
 
     What a worker has left is given to others, a test that has begun is not.
     """

@@ -1,4 +1,4 @@
-"""Which tests `make test` leaves to `make test-full`: combinations beyond a covering set, and what a faster test shows.
+"""Which tests `make test` leaves to `make test-all`: combinations beyond a covering set, and what a faster test shows.
 
 The product of behaviors and settings (front ends, strategies, numbers of ranks) takes most of the time of the suite.
 Of each module that forks ranks, and of `OTHERS`, `make test` runs each test function, each value of each parameter, and
@@ -55,7 +55,7 @@ def read_table(text: str) -> dict[str, str]:
 
 
 SHOWN_FASTER = read_table(TABLE.read_text(encoding="utf-8"))
-"""Tests that only `make test-full` runs, by patterns of their ids; the faster test that shows the same."""
+"""Tests that only `make test-all` runs, by patterns of their ids; the faster test that shows the same."""
 _FILES = {pattern.partition("::")[0] for pattern in SHOWN_FASTER}
 CHOICES = pytest.StashKey[dict[Path, Choice]]()
 """Where the configuration of pytest keeps the choice from each module."""
@@ -83,7 +83,7 @@ def mark_full(items: Iterable[pytest.Item], root: Path) -> dict[Path, Choice]:
 
 
 def find_faster(nodeid: str) -> str | None:
-    """Return the faster test that shows the same, if only `make test-full` runs this one."""
+    """Return the faster test that shows the same, if only `make test-all` runs this one."""
     name = nodeid.removeprefix("tests/")
     if name.partition("::")[0] not in _FILES:
         return None

@@ -1,4 +1,4 @@
-"""`make test` runs a covering set: each function, each value and each pair of values; `make test-full` the rest."""
+"""`make test` runs a covering set: each function, each value and each pair of values; `make test-all` the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`make test-repeat`: each run is counted, failures stop nothing, and the exit code says whether all runs passed."""
+"""`tests/repeat.py`: each run is counted, failures stop nothing, and the exit code says whether all runs passed."""
 
 import subprocess
 import sys

@@ -169,7 +169,7 @@ def pairwise(turn: int, **axes: tuple) -> list[Row]:
 
 @STYLES
 def test_every_three_settings_together_on_two_ranks(style):
-    """Of the full product, which `make test-slow` trains, a tenth."""
+    """Of the full product, which `pytest -m slow` trains, a tenth."""
     turn = 101 * list(Style).index(style)
     table(2, [mixed(row) for row in covering({**AXES, "style": (style,)}, turn, strength=3)])
 

@@ -1,4 +1,4 @@
-"""The engine, states and saves on one GPU: `make test-gpu`. Every test is skipped without one.
+"""The engine, states and saves on one GPU: `pytest -m gpu`. Every test is skipped without one.
 
 NCCL does not put two ranks on one GPU: it runs with one rank, and several ranks share the GPU over gloo.
 """

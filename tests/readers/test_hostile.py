@@ -103,7 +103,7 @@ Damage = TypeVar("Damage")
 def dealt(key: tuple[str, str], damages: Iterable[Damage]) -> list[Damage]:
     """Return the damages that a sample meets: those of `WHOLE` meet all, of the others three neighbours together.
 
-    One reader of pickles, one of archives and one of safetensors serve every format. `make test-slow` does each damage
+    One reader of pickles, one of archives and one of safetensors serve every format. `pytest -m slow` does each damage
     to each sample.
     """
     turn = ALL.index(key)

@@ -1,4 +1,4 @@
-"""Run the suite of `make test-full` with several versions of torch and of Python, and write a table of the counts.
+"""Run the suite of `make test-all` with several versions of torch and of Python, and write a table of the counts.
 
     python tests/versions/matrix.py [--pair PYTHON:TORCH ...] [--root FOLDER] [--table FILE] [-- ARGUMENTS OF PYTEST]
     python tests/versions/matrix.py --pair PYTHON:TORCH --reports FOLDER -- ARGUMENTS OF PYTEST
@@ -33,7 +33,7 @@ from tests.repeat import Counts, count_outcomes, read_outcomes
 ROOT = Path(__file__).resolve().parents[2]
 CROSS_VERSION = Path(__file__).with_name("cross_version.py")
 FAST = "not slow and not gpu"
-BEGIN, END = "<!-- matrix: written by make matrix -->\n", "<!-- matrix: end -->\n"
+BEGIN, END = "<!-- matrix: written by tests/versions/matrix.py -->\n", "<!-- matrix: end -->\n"
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def run_checked(command: list[str], **environment: str) -> None:
 
 
 def run_suite(python: Path, arguments: list[str]) -> Counts:
-    """Run what `make test-full` runs with an environment's Python."""
+    """Run what `make test-all` runs with an environment's Python."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [str(python), "-m", "pytest", "-q", "-m", FAST, f"--junit-xml={report}", *arguments]

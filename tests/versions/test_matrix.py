@@ -1,4 +1,4 @@
-"""`make matrix`: pairs are parsed, pins are kept except torch's, and rows replace those of the same pairs."""
+"""`tests/versions/matrix.py`: pairs are parsed, pins are kept except torch's, and rows replace those of the same pairs."""
 
 from __future__ import annotations
 

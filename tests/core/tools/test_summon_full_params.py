@@ -68,7 +68,7 @@ def every(which: Case) -> list[Combination]:
 
 
 CHOICES = pytest.mark.parametrize("choose", [paired, pytest.param(every, marks=pytest.mark.slow)])
-"""Which combinations of strategies and kinds of parameters a case meets: pairs, or all in `make test-slow`."""
+"""Which combinations of strategies and kinds of parameters a case meets: pairs, or all in `pytest -m slow`."""
 
 
 def can(which: Case, orig: bool) -> bool:

@@ -1,4 +1,4 @@
-"""Blocks of seeds for comparisons with random settings: `make test` runs the first, `make test-full` 60 seeds."""
+"""Blocks of seeds for comparisons with random settings: `make test` runs the first, `make test-all` 60 seeds."""
 
 from __future__ import annotations
 
