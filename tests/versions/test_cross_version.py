@@ -1,4 +1,4 @@
-"""Checkpoints that one torch wrote are read by another: `tests/versions/matrix.py` runs the script with several, this with one."""
+"""Checkpoints that one torch wrote are read by another: `matrix.py` runs the script with several, this with one."""
 
 from __future__ import annotations
 

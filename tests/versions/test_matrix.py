@@ -1,4 +1,4 @@
-"""`tests/versions/matrix.py`: pairs are parsed, pins are kept except torch's, and rows replace those of the same pairs."""
+"""`matrix.py`: pairs are parsed, pins are kept except torch's, and rows replace those of the same pairs."""
 
 from __future__ import annotations
 
