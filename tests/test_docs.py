@@ -31,6 +31,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 import pytest
+import torch.distributed as dist
 from shardckpt_cli import start
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -281,6 +282,7 @@ class TestPages:
         monkeypatch.chdir(folder)
         monkeypatch.setenv("BUCKET", s3_bucket)
         wrong = [each for part in ([begun] if begun else []) + [page] for each in self.run_part(part, folder)]
+        assert not dist.is_initialized(), "end the page with `dist.destroy_process_group()`: later tests need their own"
         assert not wrong, "\n\n".join(map(str, wrong))
 
     def run_part(self, page: Path, folder: Path) -> list[Ran]:

@@ -10,7 +10,16 @@ import pytest
 
 from shardckpt import events
 from shardckpt.errors import UsageError
-from shardckpt.events import OperationEvent, PruneEvent, SaveEvent, emit, record_operation, subscribe
+from shardckpt.events import (
+    OperationEvent,
+    PruneEvent,
+    SaveEvent,
+    emit,
+    operations,
+    record_operation,
+    run_events,
+    subscribe,
+)
 from shardckpt.storage.retry import retry
 
 
@@ -103,7 +112,5 @@ def test_an_event_is_json() -> None:
 
 
 def test_all_kinds_of_events_are_public() -> None:
-    kinds = {name for name in events.__all__ if name.endswith("OperationEvent") and name != "OnEvent"}
-    import shardckpt
-
-    assert kinds == {name for name in shardckpt.__all__ if name.endswith("OperationEvent")}
+    kinds = {name for module in (operations, run_events) for name in vars(module) if name.endswith("Event")}
+    assert kinds == {name for name in events.__all__ if name.endswith("Event") and name != "OnEvent"}

@@ -14,7 +14,7 @@ import tempfile
 import traceback
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "core"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `tests.kit`
 
 import torch._dynamo  # noqa: F401  what an optimizer imports at its first step
 import transformers  # noqa: F401
