@@ -1,7 +1,7 @@
 """Checkpoints for sharded PyTorch training: read any format, write safetensors.
 
-Names are loaded on first use, so that `import shardckpt` is cheap and never imports torch. The names in `checkpoint`
-and `state` need torch: without it they raise MissingTorchError, and all other names work.
+Names are loaded on first use, so that `import shardckpt` is cheap and never imports torch. Names that train, save
+or load need torch: without it they raise MissingTorchError, and all other names work.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Implement `tiers` and `stop_tiers`: this user's capture holders on this node."""
+"""Implement `list_tiers` and `stop_tiers`: this user's capture holders on this node."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class HungHolderInfo:
 
 @dataclass(frozen=True, slots=True)
 class TierList:
-    """Result of `tiers`.
+    """Result of `list_tiers`.
 
     Attributes:
         holders: This user's holders on this node, by run.
