@@ -95,7 +95,8 @@ class JoinedPublication(Publication):
 
     def rollback(self) -> None:
         """Remove this process's unfinished files; never raises."""
-        # Finished files stay: the process that started the publication may have committed them, or may do so late. Its rollback removes them.
+        # Finished files stay: the process that started the publication may have committed them, or may do so late.
+        # Its rollback removes them.
         for writer in self._writers:
             writer.abort()
 
