@@ -410,15 +410,19 @@ class TestIncompleteSteps:
 def make_newer(folder: Path, kind: str) -> None:
     """Turn a step into one of a later version, or with a feature that nobody here knows."""
     line = json.loads((folder / "COMMIT").read_text().splitlines()[0])
-    line |= {"version": 2} if kind == "version" else {"features": ["compression"]}
+    line |= {"version": {"version": 2}, "pair": {"version": [1, 0]}}.get(kind, {"features": ["compression"]})
     raw = (json.dumps(line, separators=(",", ":")) + "\n").encode()
     (folder / "COMMIT").write_bytes(raw + hashlib.sha256(raw).hexdigest().encode() + b"\n")
 
 
-SAYS = {"version": "version 2 of the format", "feature": "feature 'compression'"}
+SAYS = {
+    "version": "version 2 of the format",
+    "pair": r"version \[1, 0\] of the format",
+    "feature": "feature 'compression'",
+}
 
 
-@pytest.mark.parametrize("kind", ["version", "feature"])
+@pytest.mark.parametrize("kind", ["version", "pair", "feature"])
 class TestStepsOfANewerVersion:
     """A step that this version cannot read is a step: nothing replaces, removes or silently passes over it."""
 

@@ -278,7 +278,7 @@ def _build_error(kind: str, text: str, rank: int) -> ShardckptError:
     # In a usage error every rank made the wrong call.
     known = getattr(errors, kind, None)
     if isinstance(known, type) and issubclass(known, UsageError):
-        return known(text)
+        return UsageError(text) if known is errors.MismatchError else known(text)  # that one takes a list of problems
     return RankError(text, rank=rank)
 
 

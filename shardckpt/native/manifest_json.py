@@ -47,7 +47,6 @@ OPTIMIZERS = "optimizers"
 
 _MANIFEST_FIELDS: Mapping[str, type] = {
     "format": str,
-    "version": int,
     "save": str,
     "about": dict,
     "topology": dict,
@@ -120,7 +119,7 @@ def decode_manifest(data: bytes | bytearray, *, where: object = "") -> ManifestC
     raw = read_fields(parse_json(data, where=str(where)), _MANIFEST_FIELDS, where)
     if raw["format"] != "shardckpt manifest":
         raise field_error("this is not a manifest", raw["format"], "shardckpt manifest", where)
-    require_version(raw["version"], where)
+    require_version(raw.get("version"), where)
     bases = _read_bases(raw.get("bases", []), where)
     files = read_files(raw["files"], [base.url for base in bases], where)
     arrays = _read_arrays(raw, len(files), where)

@@ -102,12 +102,15 @@ def read_sha256(value: object, whose: str, where: object) -> str:
 
 
 def require_version(value: object, where: object) -> None:
-    """Check the format's version."""
-    if read_integer(value, "version", where, below=_MAX_INT) != VERSION:
+    """Refuse every version but ours, whatever form it has: a step that we cannot read is never taken for damaged."""
+    if value is None:
+        raise FormatError("the field 'version' is missing", where=where)
+    if type(value) is not int or value != VERSION:
+        found = format_value(value)
         raise UnsupportedError(
-            f"this step has version {value} of the format",
+            f"this step has version {found} of the format",
             where=where,
-            found=value,
+            found=found,
             expected=VERSION,
             fix=NEWER,
         )

@@ -44,10 +44,10 @@ def _describe(name: str, header: Header, where: str) -> DescribedFile:
         raise FormatError("this is not a shardckpt payload file", where=where, expected=f"`{KEY}` in its metadata")
     raw = read_fields(
         parse_json(header.metadata[KEY].encode("utf-8", "surrogatepass"), where=where),
-        {"version": int, "save": str, "chunks": list},
+        {"save": str, "chunks": list},
         where,
     )
-    require_version(raw["version"], where)
+    require_version(raw.get("version"), where)
     chunks = tuple(_chunk(entry, where) for entry in raw["chunks"])
     check_paths(list({str(chunk.path): chunk.path for chunk in chunks}.values()), where)
     offsets, at = [], 0

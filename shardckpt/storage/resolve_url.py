@@ -174,7 +174,8 @@ def open_remote(url: str) -> ObjectStore:
 
 def _is_held(url: str) -> bool:
     """Return True if a store of `_STORES` opens a URL."""
-    return url.partition("://")[0] in _STORES
+    scheme, mark, _ = url.partition("://")
+    return bool(mark) and scheme in _STORES
 
 
 def _open_held(url: str) -> _HeldStore:

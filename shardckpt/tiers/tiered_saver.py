@@ -173,22 +173,34 @@ class TieredSaver:
             opened = self._open_tiers(places, share)
             for tier in opened:  # their holders answer, so a capture that was left continues
                 tier.settle_before_next()
-        if opened:
-            source, *targets = opened
-            rank = coordinator.rank
-            capture = self._promoter.note_capture(places.number, source)
-            before_commit.act = partial(self._promoter.note_commit, places.number, source, capture)
+            if opened:
+                self._capture_in(opened, places, state, notes, given, before_commit)
 
-            def promote(number: int) -> None:
-                for target in targets:
-                    if target.is_spread:
-                        target.apply_rules()
-                    self._promoter.add(Promotion(number, source, target, rank, capture))
-                if not rank:
-                    self._finder.known.look()
+    def _capture_in(
+        self,
+        opened: Sequence[CaptureTier],
+        places: _Places,
+        state: Any,
+        notes: RunNotes,
+        given: Mapping[str, Any],
+        before_commit: _CommitNote,
+    ) -> None:
+        """Capture a step in the first of some tiers, and promote it to the others. Collective."""
+        source, *targets = opened
+        share, rank = NodeShare(*places.share), get_channels(self._finder.group).main.rank
+        capture = self._promoter.note_capture(places.number, source)
+        before_commit.act = partial(self._promoter.note_commit, places.number, source, capture)
 
-            source.capture(places.number, state, notes, _choose_copy_options(given), share, promote)
-            self._captured_in = self._list_captured(places, source, targets)
+        def promote(number: int) -> None:
+            for target in targets:
+                if target.is_spread:
+                    target.apply_rules()
+                self._promoter.add(Promotion(number, source, target, rank, capture))
+            if not rank:
+                self._finder.known.look()
+
+        source.capture(places.number, state, notes, _choose_copy_options(given), share, promote)
+        self._captured_in = self._list_captured(places, source, targets)
 
     def _open_again(self, number: int) -> dict[str, str]:
         """Make ready the tiers that were ready at the last step, so that ranks agree only on changes; return faults."""

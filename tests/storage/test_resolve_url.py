@@ -1,12 +1,13 @@
 """What a user types is taken for the place it names."""
 
 import os
+from pathlib import Path
 
 import pytest
 
 from shardckpt.errors import UsageError
 from shardckpt.storage.local import LocalStore
-from shardckpt.storage.resolve_url import kind, local_path, mount_store, open_store, split
+from shardckpt.storage.resolve_url import kind, local_path, mount_store, open_place, open_store, split
 from tests.kit.stores.bucket import Bucket
 
 
@@ -144,3 +145,8 @@ def test_a_url_with_one_slash_is_no_folder(url, tmp_path, monkeypatch):
 def test_a_protocol_in_capitals_is_corrected():
     with pytest.raises(UsageError, match="Write it with small letters: s3://bucket/x"):
         open_store("S3://bucket/x")
+
+
+def test_a_relative_path_may_have_the_name_of_a_scheme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert isinstance(open_place("shardckpt-memory"), LocalStore) and kind("shardckpt-memory") == "missing"

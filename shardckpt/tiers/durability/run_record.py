@@ -17,6 +17,7 @@ RECORD = ".shardckpt-run.json"  # name of the record's file in the root
 
 _MAX_BYTES = 1 << 16
 
+_MAX_BRANCH = 10**9  # the manifest's branch has at most nine digits
 _MAX_STARTS = 64  # maximum starts in a record: memory keeps the last few's captures
 
 # Records are filled up with spaces to a multiple of this; one with 64 failed steps has fewer bytes.
@@ -106,7 +107,7 @@ def _is_attempt(found: object) -> bool:
 
 
 def _decode_start(found: Any) -> CapturingStart:
-    if isinstance(found, list) and [*map(type, found)] == [str, int] and found[1] >= 0:
+    if isinstance(found, list) and [*map(type, found)] == [str, int] and 0 <= found[1] < _MAX_BRANCH:
         return CapturingStart(*found)
     return NO_START
 

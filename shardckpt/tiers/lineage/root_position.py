@@ -48,7 +48,7 @@ class RootPosition(NamedTuple):
         try:
             committed, started, _, before = json.loads(text)
             return cls(*map(_read_order, (committed, started, before)))
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, OverflowError, RecursionError):
             return None
 
     @staticmethod
@@ -57,7 +57,7 @@ class RootPosition(NamedTuple):
         try:
             _, _, attempt, _ = json.loads(text)
             return str(attempt)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             return ""
 
     def leads_to(self, newest: tuple[int, int], *, is_empty: bool) -> bool:

@@ -22,7 +22,7 @@ from shardckpt.tiers.durability.run_record import (
 ATTEMPTS = st.lists(st.builds(Attempt, st.integers(), st.integers(), st.integers())).map(tuple)
 
 
-STARTS = st.builds(CapturingStart, st.text(), st.integers(0))
+STARTS = st.builds(CapturingStart, st.text(), st.integers(0, 10**9 - 1))
 LOST = st.just(NOTHING_LOST) | st.builds(LostSteps, st.text(min_size=1), st.integers(0), st.integers(0))
 
 
