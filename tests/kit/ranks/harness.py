@@ -284,6 +284,7 @@ def _rank(
     torch.set_num_threads(1)
     stack = (folder / f"stack.{rank}").open("w")
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    faulthandler.disable()  # enabled twice, it would keep handlers that another test may have replaced
     faulthandler.enable(file=stack, all_threads=True)
     _TRACE = (folder / f"trace.{rank}").open("wb", buffering=0)
     _LOG.clear()
