@@ -33,7 +33,6 @@ MAX_BYTES = 1 << 62  # upper limit of a stated file size, larger than any real f
 
 NEWER = "Read it with a newer release of shardckpt."
 
-_MAX_INT = (1 << 63) - 1
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _SAVE = re.compile(r"[0-9a-z]{1,64}")
 _SHA256 = re.compile("[0-9a-f]{64}")
