@@ -28,7 +28,7 @@ OTHERS = (
     "storage/test_kill_matrix.py",
 )
 """Modules that do not import `RANKS` and whose tests kill, damage or train at many places."""
-RANKS = "harness"
+RANKS = "tests.kit.ranks.harness"
 """The module whose functions fork ranks."""
 TABLE = Path(__file__).with_name("shown_faster.txt")
 OUTSIDE = ("slow", "gpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import re
 from collections.abc import Sequence
@@ -11,7 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.covering import CHOICES, SHOWN_FASTER, TEST, Settings, choose_covering, find_faster, is_matching
+from tests.covering import (
+    CHOICES,
+    OTHERS,
+    RANKS,
+    SHOWN_FASTER,
+    TEST,
+    Settings,
+    choose_covering,
+    find_faster,
+    is_matching,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 BEHAVIORS = st.fixed_dictionaries(
@@ -52,6 +63,11 @@ def test_the_suite_is_covered_in_pairs(request: pytest.FixtureRequest) -> None:
     """Of the modules that this run has collected, which are all in `make test`."""
     choices = request.config.stash[CHOICES].values()
     assert [find_pairs(choice.every) - find_pairs(choice.chosen) for choice in choices] == [set()] * len(choices)
+
+
+def test_modules_that_fork_ranks_are_found_by_the_module_they_import() -> None:
+    assert importlib.util.find_spec(RANKS) is not None
+    assert [path for path in OTHERS if not (ROOT / "tests" / path).is_file()] == []
 
 
 def test_what_a_faster_test_shows_names_a_test_that_make_test_runs() -> None:
