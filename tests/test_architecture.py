@@ -172,13 +172,13 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
     "checkpoint": (
         {"stateful"},
         {"planning"},
-        {"rendezvous", "background_thread"},
-        {"rank_link"},
+        {"rank_link", "background_thread"},
         {"coordinator"},
         {"load"},
-        {"incremental"},
+        {"base_checkpoint"},
+        {"dedup"},
         {"save"},
-        {"run", "dcp_storage"},
+        {"run", "dcp_storage_reader", "dcp_storage_writer"},
     ),
     "offline": (
         {"results"},

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardckpt import errors
-from shardckpt.checkpoint.rank_link import RankLink, Transfer, link_ranks
-from shardckpt.checkpoint.rendezvous import LOST_RANK_FIX
+from shardckpt.checkpoint.rank_link import LOST_RANK_FIX, RankLink, Transfer, link_ranks
 from shardckpt.errors import RankError, ShardckptError, UsageError, describe_with_class
 
 ProcessGroup: TypeAlias = "dist.ProcessGroup | RankLink"  # ranks of a save or a load

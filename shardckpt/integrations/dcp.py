@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from shardckpt import ShardckptError
-from shardckpt.checkpoint.dcp_storage.storage_reader import StorageReader
-from shardckpt.checkpoint.dcp_storage.storage_writer import StorageWriter
+from shardckpt.checkpoint.dcp_storage_reader import StorageReader
+from shardckpt.checkpoint.dcp_storage_writer import StorageWriter
 from shardckpt.events import LoadEvent, Recorder, SaveEvent, emit, record_operation
 
 __all__ = ["StorageReader", "StorageWriter", "async_save", "load", "save"]

@@ -15,7 +15,7 @@ from torch import nn
 
 import shardckpt
 from shardckpt import Checkpointer
-from shardckpt.checkpoint.incremental.dedup import BaseDedup
+from shardckpt.checkpoint.dedup import BaseDedup
 from shardckpt.checkpoint.save import session
 from shardckpt.core import fully_shard
 from shardckpt.errors import (

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import shardckpt
-from shardckpt.checkpoint.planning.value_mismatch import build_mismatch_error
+from shardckpt.checkpoint.planning.rank_report import build_mismatch_error
 from tests.kit.models.states import refused
 from tests.kit.ranks.harness import run
 

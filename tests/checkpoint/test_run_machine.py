@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardckpt
-from shardckpt.checkpoint.incremental.dedup import BaseHints
+from shardckpt.checkpoint.dedup import BaseHints
 from shardckpt.checkpoint.load import source
 from shardckpt.checkpoint.rank_link import RankLink
 from shardckpt.checkpoint.save.staging import StagingArea

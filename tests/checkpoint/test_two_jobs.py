@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 
 import shardckpt
-from shardckpt.checkpoint.dcp_storage import storage_writer
+from shardckpt.checkpoint import dcp_storage_writer
 from shardckpt.checkpoint.save import session
 from shardckpt.errors import ShardckptError, StorageError, TargetExistsError
 from shardckpt.native.commit import COMMIT
@@ -181,7 +181,7 @@ def test_files_that_somebody_removed_are_missed_before_the_commit(s3_bucket: str
     assert verify(url).ok
 
 
-@pytest.mark.parametrize("writer", [session, storage_writer], ids=["save", "torch"])
+@pytest.mark.parametrize("writer", [session, dcp_storage_writer], ids=["save", "torch"])
 @pytest.mark.parametrize("how", ["run", "files", "manifest"])
 def test_a_run_that_is_removed_while_its_step_is_committed_gets_no_step(
     tmp_path: Path, writer: Any, how: str, monkeypatch: pytest.MonkeyPatch
@@ -203,7 +203,7 @@ def test_a_run_that_is_removed_while_its_step_is_committed_gets_no_step(
         if writer is session:
             shardckpt.save(state(MINE), run / "step-1")
         else:
-            torch_dcp.save(state(MINE), storage_writer=storage_writer.StorageWriter(run / "step-1"), no_dist=True)
+            torch_dcp.save(state(MINE), storage_writer=dcp_storage_writer.StorageWriter(run / "step-1"), no_dist=True)
 
     monkeypatch.setattr(writer, name, remove)
     with pytest.raises(

@@ -64,7 +64,7 @@ EVENTS_WAITED_FOR: dict[str, Scenario] = {
 """Each event that the host waits for, and a scenario in which it is missed."""
 
 THREADS: dict[str, Scenario] = {
-    "checkpoint.incremental.dedup:chunk_digests:use": (1, transfers.compare_on_a_stream, (FOLDER,)),
+    "checkpoint.dedup:chunk_digests:use": (1, transfers.compare_on_a_stream, (FOLDER,)),
     "checkpoint.load.uploads:UploadBuffers.take:use": (1, transfers.load_on_a_stream, (FOLDER,)),
 }
 """Each stream that threads take over from their caller, and a scenario in which it is missed."""

@@ -330,7 +330,7 @@ SERIAL = {
     "core.fsdp2.fully_shard:_run_on_stream:use_stream",
 }
 """Choices without which everything runs on the stream of the computation: in order, and not beside it."""
-ON_THREADS = {"checkpoint.incremental.dedup:chunk_digests:use", "checkpoint.load.uploads:UploadBuffers.take:use"}
+ON_THREADS = {"checkpoint.dedup:chunk_digests:use", "checkpoint.load.uploads:UploadBuffers.take:use"}
 """Choices of threads, which `test_host_waits` takes away."""
 
 

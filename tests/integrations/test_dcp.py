@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import shardckpt
 import shardckpt.integrations.dcp as dcp
-from shardckpt.checkpoint.dcp_storage.storage_writer import StorageWriter
+from shardckpt.checkpoint.dcp_storage_writer import StorageWriter
 from shardckpt.events import OperationEvent, subscribe
 from tests.kit.ranks.harness import outcomes, raised_everywhere, run
 

@@ -11,12 +11,12 @@ from itertools import chain, islice
 import torch
 
 from shardckpt.boxes import Box, contiguous_blocks, narrow_to_box, shift
-from shardckpt.checkpoint.load import torch_casts
 from shardckpt.checkpoint.load.uploads import (
     PINNED_BYTES,
     PlacedUpload,
     Upload,
     UploadBuffers,
+    copy_cast,
     copy_to_device,
     place_uploads,
 )
@@ -355,7 +355,7 @@ def _buffer(tensor: torch.Tensor, entry: TensorEntry) -> tuple[memoryview, Calla
         return flat_bytes(tensor), None
     staged = torch.empty(tuple(tensor.shape), dtype=stored)
     delivered = getattr(torch, entry.dtype)
-    put = copy_to_device if has_pinned_copies(tensor.device) else torch_casts.put
+    put = copy_to_device if has_pinned_copies(tensor.device) else copy_cast
 
     def finish() -> None:
         put(staged.to(delivered) if delivered != stored else staged, tensor, entry)

@@ -1,7 +1,8 @@
-"""Upload elements to devices through two pinned buffers, in turn."""
+"""Cast loaded elements, and upload them to devices through two pinned buffers, in turn."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,12 +14,12 @@ from typing import NamedTuple
 import torch
 
 from shardckpt.boxes import Box, contiguous_blocks, full_box, narrow_to_box
-from shardckpt.checkpoint.load import torch_casts
 from shardckpt.checkpoint.stateful.tensor_bytes import STAGED_BYTES
 from shardckpt.devices import CurrentStreams, Event, has_pinned_memory, record_event
-from shardckpt.manifest import TensorEntry
+from shardckpt.errors import PrecisionError
+from shardckpt.manifest import TensorEntry, dotted
 
-__all__ = ["PINNED_BYTES", "PlacedUpload", "Upload", "UploadBuffers", "copy_to_device", "place_uploads"]
+__all__ = ["PINNED_BYTES", "PlacedUpload", "Upload", "UploadBuffers", "copy_cast", "copy_to_device", "place_uploads"]
 
 PINNED_BYTES = 64 << 20  # maximum bytes of each of the two buffers into which files are read
 
@@ -72,7 +73,7 @@ class PlacedUpload:
         """Start the copy to the device, on the current stream."""
         values, entry = self.values, self.upload.entry
         if self.cast is not None:
-            torch_casts.put(values.to(getattr(torch, entry.dtype)), self.cast, entry)
+            copy_cast(values.to(getattr(torch, entry.dtype)), self.cast, entry)
             values = self.cast
         with torch.no_grad():
             self.upload.tensor.copy_(values, non_blocking=True)
@@ -124,7 +125,7 @@ def copy_to_device(values: torch.Tensor, tensor: torch.Tensor, entry: TensorEntr
     """Copy elements to a device on the current stream, and wait for the copy."""
     if values.dtype != tensor.dtype:
         cast = torch.empty(tuple(tensor.shape), dtype=tensor.dtype)
-        torch_casts.put(values, cast, entry)
+        copy_cast(values, cast, entry)
         values = cast
     most = max(STAGED_BYTES // values.element_size(), 1)
     buffers = [_pinned_bytes(min(STAGED_BYTES, values.nbytes)) for _ in range(_BUFFERS)]
@@ -154,3 +155,67 @@ def _take(buffer: torch.Tensor, at: int, shape: tuple[int, ...], dtype: torch.dt
 
 def _pinned_bytes(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=has_pinned_memory())
+
+
+def copy_cast(values: torch.Tensor, into: torch.Tensor, entry: TensorEntry) -> None:
+    """Copy elements to a target and cast them; a value that its dtype cannot represent is an error."""
+    with torch.no_grad():
+        lost = _copy(values, into)
+    if lost is not None:
+        raise PrecisionError(
+            "a value does not fit the type that it is cast to",
+            where=dotted(entry.path),
+            found=f"{values[lost].flatten()[0].item()} of {_name(values)}",
+            expected=_name(into),
+            fix="Load it in a wider type." if into.is_complex() or not values.is_complex() else "Load it as complex.",
+        )
+
+
+def _copy(values: torch.Tensor, into: torch.Tensor) -> torch.Tensor | None:
+    """Copy elements; return a mask for elements that changed too much, or None."""
+    if values.is_complex() and not into.is_complex():
+        lost = values.imag != 0  # NaN too
+        return lost if lost.any() else _copy(values.real, into)
+    if into.is_complex() and values.dtype != into.dtype:
+        parts = torch.view_as_real(into)
+        if values.is_complex():
+            lost_parts = _copy(torch.view_as_real(values.resolve_conj()), parts)
+            return None if lost_parts is None else lost_parts.any(-1)
+        parts[..., 1] = 0
+        return _copy(values, parts[..., 0])
+    into.copy_(values)
+    if _holds_all(into.dtype, values.dtype):
+        return None
+    lost = _lost(values, into.to(values.device))
+    return lost if lost.any() else None
+
+
+def _holds_all(wanted: torch.dtype, stored: torch.dtype) -> bool:
+    """Return True if a real dtype represents another's values, up to rounding."""
+    if stored in (wanted, torch.bool):
+        return True
+    if wanted.is_floating_point:
+        most = torch.finfo(stored).max if stored.is_floating_point else torch.iinfo(stored).max
+        return torch.finfo(wanted).max >= most
+    if wanted == torch.bool or stored.is_floating_point:
+        return False
+    room, used = torch.iinfo(wanted), torch.iinfo(stored)
+    return room.min <= used.min and used.max <= room.max
+
+
+def _lost(values: torch.Tensor, cast: torch.Tensor) -> torch.Tensor:
+    """Return a mask for elements that changed by more than rounding."""
+    if cast.dtype.is_floating_point:
+        wide = values.double()
+        return wide.isfinite() & (~cast.float().isfinite() | (wide.abs() > _largest(cast.dtype)))
+    return ~((cast.double() - values.double()).abs() < 1)
+
+
+def _largest(dtype: torch.dtype) -> float:
+    """Return the largest number that rounds to a dtype's maximum; some saturate."""
+    info = torch.finfo(dtype)
+    return info.max + info.eps / 2 * 2.0 ** (math.frexp(info.max)[1] - 1)
+
+
+def _name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

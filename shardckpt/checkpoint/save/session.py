@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
+from shardckpt.checkpoint.base_checkpoint import BaseRemovedError
 from shardckpt.checkpoint.coordinator import Channels, Coordinator
-from shardckpt.checkpoint.incremental.base_checkpoint import BaseRemovedError
-from shardckpt.checkpoint.incremental.dedup import BaseDedup, BaseHints, FrozenParamCache, open_base_dedup
+from shardckpt.checkpoint.dedup import BaseDedup, BaseHints, FrozenParamCache, open_base_dedup
 from shardckpt.checkpoint.planning.cached_save import (
     CachedSave,
     PlanCache,
@@ -29,9 +29,11 @@ from shardckpt.checkpoint.planning.cached_save import (
 from shardckpt.checkpoint.planning.rank_report import (
     RankReport,
     build_contents,
+    build_mismatch_error,
     build_report,
     digest_values,
     require_one_path,
+    value_digests,
 )
 from shardckpt.checkpoint.planning.save_plan import (
     GlobalSavePlan,
@@ -41,9 +43,7 @@ from shardckpt.checkpoint.planning.save_plan import (
     create_local_plan,
     create_single_rank_plan,
 )
-from shardckpt.checkpoint.planning.value_mismatch import build_mismatch_error, value_digests
-from shardckpt.checkpoint.save.chunk_meter import measure_chunk
-from shardckpt.checkpoint.save.payload_writer import Source, iter_contents, write_payloads
+from shardckpt.checkpoint.save.payload_writer import Source, iter_contents, measure_chunk, write_payloads
 from shardckpt.checkpoint.save.replica_digests import ReplicaDigests, ReplicatedBox
 from shardckpt.checkpoint.stateful.flatten import FlattenedState, flatten_state
 from shardckpt.checkpoint.stateful.state_trace import StateTrace, trace_state

@@ -13,8 +13,8 @@ from torch import nn
 
 import shardckpt
 from shardckpt.boxes import full_box
-from shardckpt.checkpoint.save import chunk_meter
-from shardckpt.checkpoint.save.chunk_meter import ChunkMeter
+from shardckpt.checkpoint.save import payload_writer
+from shardckpt.checkpoint.save.payload_writer import ChunkMeter
 from shardckpt.core import fully_shard
 from shardckpt.native.payload import PayloadChunk
 from shardckpt.offline import stats as offline_stats
@@ -205,7 +205,7 @@ class TestOtherNumbersOfWriters:
 
 @pytest.mark.parametrize("nbytes", [1, 3, 7, 64])
 def test_elements_that_are_split_between_two_writes_count_once(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_meter, "_PART_BYTES", 16)
+    monkeypatch.setattr(payload_writer, "_PART_BYTES", 16)
     tensors = [torch.arange(9, dtype=torch.int8), torch.arange(5.0), torch.empty(0), torch.tensor([1 + 1j])]
     chunks = [
         PayloadChunk((str(at),), tuple(t.shape), str(t.dtype).removeprefix("torch."), full_box(tuple(t.shape)))

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardckpt.checkpoint.load.torch_casts import put
+from shardckpt.checkpoint.load.uploads import copy_cast
 from shardckpt.dtypes import FLOATS, TORCH_NAMES
 from shardckpt.encodings.element_values import numpy_dtype
 from shardckpt.errors import PrecisionError
@@ -111,7 +111,7 @@ def test_the_range_of_a_type_is_the_same_for_a_conversion_and_a_load(dtype: str)
     ):
         cast(values, dtype)
     with pytest.raises(PrecisionError, match="does not fit the type"):
-        put(values, torch.empty(2, dtype=getattr(torch, dtype)), entry)
+        copy_cast(values, torch.empty(2, dtype=getattr(torch, dtype)), entry)
     assert not cast(values, dtype, allow_overflow=True)[1].float().isfinite()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import xxhash
 
 from shardckpt.boxes import Box
-from shardckpt.checkpoint.incremental.base_checkpoint import (
+from shardckpt.checkpoint.base_checkpoint import (
     BaseCheckpoint,
     BaseReferences,
     has_all_files,

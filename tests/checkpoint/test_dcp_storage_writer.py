@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, DefaultSavePlanner, Metadata, SavePlan
 
 import shardckpt
-from shardckpt.checkpoint.dcp_storage.storage_reader import StorageReader
-from shardckpt.checkpoint.dcp_storage.storage_writer import StorageWriter
+from shardckpt.checkpoint.dcp_storage_reader import StorageReader
+from shardckpt.checkpoint.dcp_storage_writer import StorageWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -1,1 +1,0 @@
-"""Storage of `torch.distributed.checkpoint`: write steps with its planners, and read checkpoints of every format."""

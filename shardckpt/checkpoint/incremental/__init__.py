@@ -1,1 +1,0 @@
-"""Incremental saves, which refer to unchanged chunks of a base checkpoint."""
