@@ -33,7 +33,7 @@ import shardckpt
 from shardckpt.core import fully_shard
 from shardckpt.witness.digests import digest_batch, digest_random_states
 from shardckpt.witness.environment import describe_environment
-from shardckpt.witness.files.record_json import encode_record
+from shardckpt.witness.files.record_file import encode_record
 from shardckpt.witness.rank_message import RankStep, encode_rank_step, merge_rank_steps
 from shardckpt.witness.records.step_records import TensorDigest, WitnessRecord
 from shardckpt.witness.state_digests import StateReader

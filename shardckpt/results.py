@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from shardckpt.readers.registry import FormatInfo, FormatList
     from shardckpt.tiers.tier_list import HolderInfo, HungHolderInfo, TierList
     from shardckpt.witness.prove_resume import ResumeReport
-    from shardckpt.witness.records.proofs import Proof, StepProof
-    from shardckpt.witness.records.resumes import Resume
+    from shardckpt.witness.records.resumes import Proof, Resume, StepProof
 
 _HOMES = {
     "shardckpt.checkpoint.save.handle": (
@@ -97,11 +96,11 @@ _HOMES = {
         "TierList",
     ),
     "shardckpt.witness.prove_resume": ("ResumeReport",),
-    "shardckpt.witness.records.proofs": (
+    "shardckpt.witness.records.resumes": (
         "Proof",
+        "Resume",
         "StepProof",
     ),
-    "shardckpt.witness.records.resumes": ("Resume",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

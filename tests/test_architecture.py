@@ -153,7 +153,7 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
         {"fsdp2"},
     ),
     "state": ({"redistribute"}, {"keys"}, {"adapters"}, {"model"}, {"optim"}, {"local", "interop"}),
-    "plan": ({"naming", "layout", "data"}, {"optim"}, {"rules"}),
+    "plan": ({"naming", "layout", "data_positions"}, {"optim"}, {"rules"}),
     "storage": ({"linux_syscalls", "orphans", "store"}, {"local"}),
     "encodings": ({"value_stats"}, {"budget"}),
     "readers": (

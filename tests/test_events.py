@@ -15,8 +15,8 @@ from shardckpt.events import (
     PruneEvent,
     SaveEvent,
     emit,
-    operations,
     record_operation,
+    recorder,
     run_events,
     subscribe,
 )
@@ -112,5 +112,5 @@ def test_an_event_is_json() -> None:
 
 
 def test_all_kinds_of_events_are_public() -> None:
-    kinds = {name for module in (operations, run_events) for name in vars(module) if name.endswith("Event")}
-    assert kinds == {name for name in events.__all__ if name.endswith("Event") and name != "OnEvent"}
+    kinds = {name for module in (recorder, run_events) for name in vars(module) if name.endswith("Event")}
+    assert kinds == {name for name in events.__all__ if name.endswith("Event")}

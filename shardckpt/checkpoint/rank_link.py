@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from shardckpt.errors import RankError
-from shardckpt.shared_store.time_limit import run_within
+from shardckpt.shared_store.store_group import run_within
 from shardckpt.storage.linux_syscalls import lower_priority
 from shardckpt.torch_features import get_group_store
 

@@ -7,9 +7,8 @@ from shardckpt.errors import require_torch
 require_torch("shardckpt.data")
 
 from shardckpt.data.batch_sampler import ElasticBatchSampler
-from shardckpt.data.dataset_streams import DatasetStreams
-from shardckpt.data.stream_loader import ElasticStreamLoader
-from shardckpt.plan.data.positions import DataPosition, InexactPositionError
+from shardckpt.data.stream_loader import DatasetStreams, ElasticStreamLoader
+from shardckpt.plan.data_positions import DataPosition, InexactPositionError
 
 __all__ = [
     "DataPosition",

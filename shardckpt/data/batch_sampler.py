@@ -1,22 +1,34 @@
-"""Batches from a map-style data set, which continue exactly on any number of ranks."""
+"""Batches from a map-style data set, which continue exactly on any number of ranks, in an order that a seed gives."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from shardckpt.errors import UsageError
 from shardckpt.events.warn_user import warn_user
-from shardckpt.plan.data.positions import BatchPlan, DataPosition, SavedPosition, require_count, require_integer
-from shardckpt.plan.data.sample_order import SampleOrder
+from shardckpt.plan.data_positions import BatchPlan, DataPosition, SavedPosition, require_count, require_integer
 
 _BATCHES_AT_A_TIME = 16  # batches whose samples are looked up together
+
+_Indices = np.ndarray[Any, np.dtype[np.int64]]
+
+# Names in stored positions; another algorithm needs another name.
+_SHUFFLED, _SEQUENTIAL = "swap-or-not-32", "sequential"
+
+_ROUNDS = 32
+_MAX_SAMPLES = 1 << 62
+_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+_SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(63))
 
 
 class _WorkerSeeds:
@@ -238,3 +250,57 @@ def find_replica(rank: int | None, num_replicas: int | None) -> tuple[int, int]:
     if not 0 <= rank < num_replicas:
         raise UsageError(f"rank must be from 0 to {num_replicas - 1}, got {rank}")
     return rank, num_replicas
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """Each epoch's order; it depends only on these values and the epoch."""
+
+    # The shuffle is swap-or-not (Hoang, Morris, Rogaway 2012) with 32 rounds. Each place is computed by itself, so no
+    # permutation is in memory. It is specified here, so every torch version gives the same order.
+
+    samples: int
+    seed: int = 0
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.samples < _MAX_SAMPLES:
+            raise UsageError(f"the number of samples must be from 1 to 2**62, got {self.samples}")
+
+    @property
+    def name(self) -> str:
+        """Name in stored positions."""
+        return _SHUFFLED if self.shuffle else _SEQUENTIAL
+
+    def take(self, epoch: int, parts: Sequence[range]) -> list[list[int]]:
+        """Return sample indices for ranges of places in an epoch's order."""
+        places = np.concatenate([np.arange(part.start, part.stop, dtype=np.int64) for part in parts])
+        found = _shuffle(places, self.samples, self.seed, epoch) if self.shuffle else places
+        ends = np.cumsum([len(part) for part in parts])[:-1]
+        return [batch.tolist() for batch in np.split(found, ends)]
+
+
+def _shuffle(places: _Indices, samples: int, seed: int, epoch: int) -> _Indices:
+    """Apply an epoch's permutation to places."""
+    for pivot, key in _derive_keys(samples, seed, epoch):
+        partners = pivot - places
+        partners[partners < 0] += samples
+        places = np.where(_toss(np.maximum(places, partners), key), partners, places)
+    return places
+
+
+@lru_cache(maxsize=8)
+def _derive_keys(samples: int, seed: int, epoch: int) -> list[tuple[int, np.uint64]]:
+    """Return each round's pivot and key."""
+    stream = hashlib.shake_128(f"shardckpt {samples} {seed} {epoch}".encode()).digest(16 * _ROUNDS)
+    keys = np.frombuffer(stream, "<u8").reshape(_ROUNDS, 2)
+    return list(zip((keys[:, 0] % np.uint64(samples)).tolist(), keys[:, 1], strict=True))
+
+
+def _toss(places: _Indices, key: np.uint64) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Return one random bit for each place: the top bit of splitmix64's output."""
+    mixed = places.astype(np.uint64) ^ key
+    mixed = (mixed ^ (mixed >> _SHIFTS[0])) * _MIX[0]
+    mixed = (mixed ^ (mixed >> _SHIFTS[1])) * _MIX[1]
+    tossed: np.ndarray[Any, np.dtype[np.bool_]] = (mixed >> _SHIFTS[2]).astype(np.bool_)
+    return tossed

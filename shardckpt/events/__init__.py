@@ -12,10 +12,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardckpt.events.operations import LoadEvent, OperationEvent, SaveEvent
     from shardckpt.events.recorder import (
+        LoadEvent,
         OnEvent,
+        OperationEvent,
         Recorder,
+        SaveEvent,
         count_retry,
         deliver,
         emit,
@@ -56,7 +58,7 @@ __all__ = [
     "subscribe",
 ]
 
-_HOMES = ("shardckpt.events.recorder", "shardckpt.events.operations", "shardckpt.events.run_events")
+_HOMES = ("shardckpt.events.recorder", "shardckpt.events.recorder", "shardckpt.events.run_events")
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from shardckpt.events.operations import OperationEvent
+from shardckpt.events.recorder import OperationEvent
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,7 @@ from shardckpt.storage.store import Store, SubfolderStore
 from shardckpt.storage.thread_pool import ThreadPool
 from shardckpt.tiers.durability.durability_list import list_durability
 from shardckpt.witness.files.step_witness import CaptureWitness, read_capture_witnesses, read_step_witness
-from shardckpt.witness.records.proofs import StepProof
-from shardckpt.witness.records.resumes import StepVerdict
+from shardckpt.witness.records.resumes import StepProof, StepVerdict
 
 _SHOWN = 8
 _AT_ONCE = 8

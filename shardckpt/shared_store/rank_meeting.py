@@ -24,8 +24,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from shardckpt.errors import RankError, UsageError
 from shardckpt.events.warn_user import warn_user
 from shardckpt.groups import Group, LocalGroup, current_group
-from shardckpt.shared_store.store_group import SILENCE_S, TOKENS, RankStore, StoreGroup
-from shardckpt.shared_store.time_limit import run_within
+from shardckpt.shared_store.store_group import SILENCE_S, TOKENS, RankStore, StoreGroup, run_within
 
 MEETING_S = 300.0  # seconds that ranks wait for each other to come
 NOTICE_S = 10.0  # seconds after which a waiting rank names the ranks it waits for

@@ -11,11 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from shardckpt.errors import RankError, ShardckptError
 from shardckpt.groups import Group
-from shardckpt.shared_store.time_limit import run_within
 
 T = TypeVar("T")
 
@@ -232,3 +232,31 @@ def _split(data: bytes) -> list[bytes]:
 
 def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0]
+
+
+def run_within(seconds: float, work: Callable[[], T]) -> T:
+    """Return a function's result, or raise its exception or TimeoutError, within a time limit."""
+    ended: SimpleQueue[Callable[[], T]] = SimpleQueue()
+
+    # The main thread can handle signals while another thread, abandoned at the limit, runs the call.
+    def run() -> None:
+        try:
+            value = work()
+        except BaseException as error:  # noqa: BLE001  (raised by whoever waits)
+            ended.put(_raiser(error))
+        else:
+            ended.put(lambda: value)
+
+    threading.Thread(target=run, name="time limit", daemon=True).start()
+    try:
+        result = ended.get(timeout=seconds)
+    except Empty:
+        raise TimeoutError(f"no answer after {seconds:g} s") from None
+    return result()
+
+
+def _raiser(error: BaseException) -> Callable[[], Any]:
+    def raise_it() -> Any:
+        raise error
+
+    return raise_it

@@ -11,8 +11,7 @@ import torch
 from shardckpt.devices import is_gpu_used
 from shardckpt.torch_features import find_accelerator
 from shardckpt.witness.records.step_records import Environment
-from shardckpt.witness.records.tolerance import loss_rtol
-from shardckpt.witness.state_digests import StateOnRank
+from shardckpt.witness.state_digests import StateOnRank, loss_rtol
 from shardckpt.witness.trained_objects import TrainedObjects
 
 _VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "NCCL_ALGO", "NCCL_PROTO")

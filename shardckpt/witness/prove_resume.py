@@ -18,12 +18,11 @@ from shardckpt.divergence import Divergence
 from shardckpt.errors import UsageError, require_bools
 from shardckpt.witness.digests import digest_batch, digest_random_states
 from shardckpt.witness.environment import describe_environment
-from shardckpt.witness.first_use import FirstUse
 from shardckpt.witness.rank_message import RankStep, encode_rank_step, merge_rank_steps, read_float
 from shardckpt.witness.reachable import digest_reachable
 from shardckpt.witness.records.step_records import NO_FLOAT, Observation, StepRecord, WitnessRecord
 from shardckpt.witness.records.verdict import find_divergence
-from shardckpt.witness.state_digests import StateReader
+from shardckpt.witness.state_digests import FirstUse, StateReader
 from shardckpt.witness.trained_objects import find_trained_objects
 
 # One training step: returns None, the loss, or a dict with some of `loss`, `grad_norm` and `batch`.

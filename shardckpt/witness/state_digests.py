@@ -1,11 +1,12 @@
-"""Digest a state: its models, optimizers, schedules and scalers on this rank."""
+"""Digest a state: its models, optimizers, schedules and scalers on this rank, also when it is first used."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import sqrt
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,10 +22,13 @@ from shardckpt.state.adapters.model_index import modules
 from shardckpt.state.local.tensor_shards import TensorShards
 from shardckpt.witness.digests import digest_bytes, digest_tensors
 from shardckpt.witness.records.step_records import Part, Setting, StateDigests, TensorDigest
-from shardckpt.witness.records.tolerance import LossFactors
 from shardckpt.witness.trained_objects import TrainedObjects
 
 _RATES = ("lr", "initial_lr")  # settings of param groups that a schedule changes
+
+_LAMBDA = 4.0
+_UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+_ACCUMULATED = 2.0**-24  # kernels sum in float32 or better
 
 
 @dataclass(frozen=True)
@@ -210,3 +214,66 @@ def _describe_params(params: Iterable[TensorShards]) -> LossFactors:
         dtypes.add(dtype_name(array.dtype))
         largest, count = max(largest, *array.shape, 1), count + 1
     return LossFactors(tuple(sorted(dtypes)), largest, count)
+
+
+class LossFactors(NamedTuple):
+    """Model properties on which rounding errors depend."""
+
+    dtypes: tuple[str, ...] = ()  # parameter dtypes
+    largest: int = 1  # largest parameter dimension
+    number: int = 0  # parameters
+
+
+def loss_rtol(params: LossFactors) -> float:
+    """Return the relative loss difference that reordered sums explain in one step."""
+    # Summing n terms in any order has a relative error up to about `lambda * sqrt(n) * u` (Higham and Mary, "A new
+    # approach to probabilistic rounding error analysis", SIAM J. Sci. Comput. 41(5), 2019, theorem 2.4). Each sum
+    # exceeds it with probability `2 * exp(-lambda**2 / 2)`. Here n is a layer's longest sum (the largest parameter
+    # dimension) times the number of parameters, as each feeds the next. Layers round their results once more to the
+    # parameters' dtype.
+    stored = max(
+        (_UNIT_ROUNDOFF.get(dtype, _UNIT_ROUNDOFF["bfloat16"]) for dtype in params.dtypes), default=_ACCUMULATED
+    )
+    count = max(params.number, 1)
+    sums = min(stored, _ACCUMULATED) * sqrt(params.largest * count)
+    rounding = stored * sqrt(count) if stored > _ACCUMULATED else 0.0
+    return _LAMBDA * (sums + rounding)
+
+
+class FirstUse:
+    """A restored state's digests when its optimizer takes the first step."""
+
+    # At that time parameters are as in the forward pass, and settings as in the step.
+
+    def __init__(self, objects: TrainedObjects, digest: Callable[[], StateOnRank]) -> None:
+        self._digest = digest
+        self._has_looked = False
+        self._digests: StateDigests | None = None
+        self._fault: Exception | None = None
+        self._hooks = [
+            optim.register_step_pre_hook(self._look) for optim in map(_unwrap, objects.optimizers) if optim is not None
+        ]
+
+    def _look(self, *_args: object) -> None:
+        if self._has_looked or torch.compiler.is_compiling():  # a compiled step cannot digest
+            return
+        self._has_looked = True
+        try:
+            self._digests = self._digest().digests
+        except Exception as error:  # noqa: BLE001  (sent to every rank with the step)
+            self._fault = error
+
+    def end(self) -> StateDigests | None:
+        """Stop waiting for the step; return its digests, or raise the error."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if self._fault is not None:
+            raise self._fault
+        return self._digests
+
+
+def _unwrap(optim: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+    """Return the optimizer that has hooks, which wrappers such as accelerate's may lack; None without one."""
+    inner = optim if hasattr(optim, "_optimizer_step_pre_hooks") else getattr(optim, "optimizer", None)
+    return inner if hasattr(inner, "_optimizer_step_pre_hooks") else None

@@ -23,9 +23,7 @@ from shardckpt.native.commit import find_save
 from shardckpt.native.run_directory import step_name
 from shardckpt.witness.digests import SampleDigests, digest_batch, digest_random_states
 from shardckpt.witness.environment import describe_environment
-from shardckpt.witness.files.record_file import read_record, write_record
-from shardckpt.witness.files.record_json import decode_record, encode_record
-from shardckpt.witness.first_use import FirstUse
+from shardckpt.witness.files.record_file import decode_record, encode_record, read_record, write_record
 from shardckpt.witness.rank_message import (
     MergedStep,
     RankStep,
@@ -41,7 +39,7 @@ from shardckpt.witness.records.step_records import (
 )
 from shardckpt.witness.records.verdict import find_divergence, relative_difference
 from shardckpt.witness.resume_log import ResumeLog
-from shardckpt.witness.state_digests import StateOnRank, StateReader
+from shardckpt.witness.state_digests import FirstUse, StateOnRank, StateReader
 from shardckpt.witness.trained_objects import TrainedObjects, find_trained_objects
 from shardckpt.witness.witness import Witness
 

@@ -23,7 +23,7 @@ HEAVY = (
     "pydantic",
     "importlib.metadata",
     "multiprocessing",
-    "shardckpt.events.operations",
+    "shardckpt.events.recorder",
     "shardckpt.events.run_events",
     "shardckpt.witness.records",
     "shardckpt.offline.results.comparison",

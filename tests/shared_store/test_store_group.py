@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shardckpt.errors import RankError
 from shardckpt.shared_store import store_group
-from shardckpt.shared_store.store_group import RankStore, StoreGroup
+from shardckpt.shared_store.store_group import RankStore, StoreGroup, run_within
 
 
 def on_ranks(world: int, work: Callable[[StoreGroup], Any], store: Any = None, silence_s: float = 20.0) -> list[Any]:
@@ -197,3 +197,13 @@ def test_a_store_that_does_not_answer_counts_as_lost_after_its_limit() -> None:
     with pytest.raises(RankError, match=r"is lost: no answer after 0\.1 s"):
         StoreGroup(RankStore(stopped, 0.1), 1, 2).all_gather(b"")
     stopped.goes_on.set()
+
+
+def test_work_that_ends_in_time_gives_its_value_or_raises_its_error() -> None:
+    assert run_within(5.0, lambda: 7) == 7
+    with pytest.raises(KeyError, match="no such"):
+        run_within(5.0, lambda: {}["no such"])
+    go = threading.Event()
+    with pytest.raises(TimeoutError, match=r"no answer after 0\.05 s"):
+        run_within(0.05, go.wait)
+    go.set()

@@ -18,8 +18,7 @@ from shardckpt.witness.files.step_witness import (
     read_removed_witnesses,
     read_step_witness,
 )
-from shardckpt.witness.records.proofs import Proof, StepProof
-from shardckpt.witness.records.resumes import Resume
+from shardckpt.witness.records.resumes import Proof, Resume, StepProof
 
 _AT_ONCE = 8
 

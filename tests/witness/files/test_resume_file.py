@@ -16,18 +16,16 @@ from shardckpt.errors import CheckpointError, ChecksumError, FormatError, Unsafe
 from shardckpt.native.run_directory import CAPTURE_RESUMES, resumes_name, step_name
 from shardckpt.storage.local import LocalStore
 from shardckpt.witness.files.resume_file import (
+    SavedResumes,
     add_capture_resume,
     add_resumes,
     copy_resumes,
-    read_capture_resumes,
-    read_resumes,
-)
-from shardckpt.witness.files.resume_json import (
-    SavedResumes,
     decode_capture_resumes,
     decode_resumes,
     encode_capture_resumes,
     encode_resumes,
+    read_capture_resumes,
+    read_resumes,
 )
 from shardckpt.witness.files.step_witness import read_capture_witnesses
 from shardckpt.witness.records.resumes import MAX_RESUMES, CaptureResume, Resume

@@ -18,8 +18,8 @@ from shardckpt.witness.records.step_records import (
     WitnessRecord,
     float_bits,
 )
-from shardckpt.witness.records.tolerance import LossFactors, loss_rtol
 from shardckpt.witness.records.verdict import find_divergence
+from shardckpt.witness.state_digests import LossFactors, loss_rtol
 
 SAVED, FIRST, SECOND = 8, 9, 10
 

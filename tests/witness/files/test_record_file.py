@@ -15,9 +15,8 @@ import pytest
 from shardckpt.errors import CheckpointError, ChecksumError, FormatError, UnsupportedError
 from shardckpt.native.run_directory import witness_name
 from shardckpt.storage.local import LocalStore
-from shardckpt.witness.files import record_json
-from shardckpt.witness.files.record_file import copy_record, read_record, write_record
-from shardckpt.witness.files.record_json import decode_record, encode_record
+from shardckpt.witness.files import record_file
+from shardckpt.witness.files.record_file import copy_record, decode_record, encode_record, read_record, write_record
 from shardckpt.witness.records.step_records import (
     BatchDigests,
     Environment,
@@ -95,7 +94,7 @@ def test_a_table_that_expands_a_thousandfold_is_refused_early() -> None:
 def test_a_table_behind_those_that_use_up_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     content = json.loads(encode_record(make_record(2)))
     first = len(zlib.decompress(base64.b64decode(content["tables"][0])))
-    monkeypatch.setattr(record_json, "_MAX_TEXT", first)
+    monkeypatch.setattr(record_file, "_MAX_TEXT", first)
     with pytest.raises(FormatError, match="too large"):
         decode_record(json.dumps(content).encode(), where="x")
 

@@ -1,1 +1,0 @@
-"""Data positions: sample order, batches per step, streams per rank."""
