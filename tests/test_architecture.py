@@ -148,7 +148,7 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
         {"params"},
         {"registration"},
         {"runtime"},
-        {"setup", "tools", "wrap", "comm_hooks"},
+        {"materialize", "tools", "wrap", "comm_hooks"},
         {"fsdp1"},
         {"fsdp2"},
     ),

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from shardckpt.core.errors import StateProviderMissing
     from shardckpt.core.fsdp1.wrapper import FullyShardedDataParallel
     from shardckpt.core.fsdp2.fully_shard import FSDPModule, fully_shard, register_fsdp_forward_method, share_comm_ctx
+    from shardckpt.core.materialize import sync_module_states
     from shardckpt.core.modules.fqn_and_params import mark_incompatible
     from shardckpt.core.params.mesh_placement import (
         DataParallelMeshDims,
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from shardckpt.core.registration.base import FlatParameter
     from shardckpt.core.runtime.fsdp_unit import UnshardHandle
     from shardckpt.core.runtime.root_state import GradientReductionHandle
-    from shardckpt.core.setup.materialize import sync_module_states
     from shardckpt.core.tools.clip_grad_norm import clip_grad_norm_
     from shardckpt.core.tools.grad_scaler import ShardedGradScaler
     from shardckpt.core.tools.replace_torch_fsdp import replace_torch_fsdp
@@ -89,7 +89,7 @@ _HOMES = {
     "shardckpt.core.registration.base": ("FlatParameter",),
     "shardckpt.core.runtime.fsdp_unit": ("UnshardHandle",),
     "shardckpt.core.runtime.root_state": ("GradientReductionHandle",),
-    "shardckpt.core.setup.materialize": ("sync_module_states",),
+    "shardckpt.core.materialize": ("sync_module_states",),
     "shardckpt.core.tools.clip_grad_norm": ("clip_grad_norm_",),
     "shardckpt.core.tools.grad_scaler": ("ShardedGradScaler",),
     "shardckpt.core.tools.replace_torch_fsdp": ("replace_torch_fsdp",),

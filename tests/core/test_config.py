@@ -231,7 +231,7 @@ def test_without_a_default_group():
 def test_parameters_on_several_devices_or_on_another_than_was_said(devices, device_id, kind, words):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from shardckpt.core.setup import materialize
+    from shardckpt.core import materialize
 
     module = nn.Module()
     with FakeTensorMode():

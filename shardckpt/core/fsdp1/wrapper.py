@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardckpt.core import comm_hooks
+from shardckpt.core import comm_hooks, materialize
 from shardckpt.core.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from shardckpt.core.comm import process_groups
 from shardckpt.core.comm.collectives import CommHook
 from shardckpt.core.config import Offload, Precision, TrainingState, UnitConfig
 from shardckpt.core.errors import ArgumentError, ArgumentTypeError, BusyError, SettingsDifferError, StateError
 from shardckpt.core.fsdp1.state_dict_api import StateStatics, register_with_torch_dcp
-from shardckpt.core.modules.compile_guard import compiler_disabled, compiler_disabled_shallow
+from shardckpt.core.modules.autograd_hooks import compiler_disabled, compiler_disabled_shallow
 from shardckpt.core.modules.fqn_and_params import (
     WRAPPED,
     Name,
@@ -39,12 +39,12 @@ from shardckpt.core.params.param_bucket import Bucket, ShardSpec
 from shardckpt.core.registration.base import ParamRegistration
 from shardckpt.core.registration.flat_param import FlatParamRegistration
 from shardckpt.core.registration.orig_params import OrigParamsRegistration
+from shardckpt.core.runtime import traversal
 from shardckpt.core.runtime.fsdp_unit import FSDPUnit, Phase, UnshardHandle
 from shardckpt.core.runtime.mixed_precision import Buffers
 from shardckpt.core.runtime.root_state import RootState
 from shardckpt.core.runtime.traversal import ShardedModule
-from shardckpt.core.setup import materialize, shared_params
-from shardckpt.core.tools import clip_grad_norm, flat_param_view
+from shardckpt.core.tools import clip_grad_norm, summon_full_params
 from shardckpt.core.tools import summon_full_params as summon
 from shardckpt.core.wrap import Policy, auto_wrap
 
@@ -231,7 +231,7 @@ class FullyShardedDataParallel(StateStatics):
     def _restore_shared_units(module: nn.Module) -> list[FullyShardedDataParallel]:
         """Restore and return nested instances whose parameters other instances share."""
         owners = {instance._unit: instance for instance in _instances(module)}
-        return [owners[unit] for unit in shared_params.restore_shared_units(module, list(owners))]
+        return [owners[unit] for unit in traversal.restore_shared_units(module, list(owners))]
 
     def _rebuild_unit(self) -> None:
         module = self._fsdp_wrapped_module
@@ -584,7 +584,7 @@ class FullyShardedDataParallel(StateStatics):
                 )
             instance._assert_state(TrainingState.IDLE)
         self._ensure_root_state()
-        with flat_param_view.register_flat_params(
+        with summon_full_params.register_flat_params(
             [(instance._fsdp_wrapped_module, instance._unit) for instance in instances], FLAT_PARAM
         ):
             yield

@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardckpt.core import materialize
 from shardckpt.core.comm.collectives import CustomCollectives, ShardGroup
 from shardckpt.core.config import Precision, UnitConfig
 from shardckpt.core.errors import ArgumentError, StateError
 from shardckpt.core.fsdp1.wrapper import FullyShardedDataParallel
-from shardckpt.core.modules.compile_guard import compiler_disabled
+from shardckpt.core.modules.autograd_hooks import compiler_disabled
 from shardckpt.core.modules.fqn_and_params import (
     Identity,
     Name,
@@ -41,10 +42,9 @@ from shardckpt.core.params.tensor_extension import ExtensionBucket, needs_extens
 from shardckpt.core.policies import MixedPrecisionPolicy
 from shardckpt.core.registration.base import ParamRegistration
 from shardckpt.core.registration.dtensor_params import DTensorRegistration, ExtensionRegistration
-from shardckpt.core.runtime import mixed_precision
+from shardckpt.core.runtime import mixed_precision, traversal
 from shardckpt.core.runtime.fsdp_unit import FSDPUnit
 from shardckpt.core.runtime.root_state import RootState
-from shardckpt.core.setup import materialize, shared_params
 
 STATE = "_shardckpt_sharded"  # attribute of a module that stores its `FSDPState`
 
@@ -133,7 +133,7 @@ class FSDPState:
         self._param_dtypes: dict[Identity, torch.dtype | None] = {}
         module = self._one_module
         owners: dict[FSDPUnit, FSDPState] = {nested.unit: nested for nested in fsdp_states_below(module)}
-        reopened = [owners[unit] for unit in shared_params.restore_shared_units(module, list(owners))]
+        reopened = [owners[unit] for unit in traversal.restore_shared_units(module, list(owners))]
         with ties_below(module):
             for state in reopened:
                 state._set_unit(state._build_unit(state.unit.config))

@@ -36,7 +36,7 @@ from shardckpt.core.fsdp2.fsdp_state import (
     fsdp_states_below,
     get_fsdp_state,
 )
-from shardckpt.core.modules.compile_guard import compiler_disabled_shallow
+from shardckpt.core.modules.autograd_hooks import compiler_disabled_shallow
 from shardckpt.core.params.mesh_placement import (
     DataParallelMeshDims,
     DataParallelMeshInfo,

@@ -1,22 +1,56 @@
-"""Autograd hooks for saved tensors, gradients and the end of backward; profiler ranges."""
+"""Autograd hooks for saved tensors, gradients and the end of backward; what profilers and torch.compile see."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 from weakref import WeakMethod
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
-from shardckpt.core.modules.compile_guard import compiler_disabled
-from shardckpt.torch_features import get_saved_tensor_hooks
+from shardckpt.torch_features import disable_compiler, get_saved_tensor_hooks
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+_DISABLED: list[tuple[type, str, bool]] = []
 
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
+
+
+class _CompilerDisabled:
+    """Stand-in for a method while its class is created, to record the class."""
+
+    def __init__(self, function: Callable[..., Any], shallow: bool) -> None:
+        self._function = function
+        self._shallow = shallow
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        setattr(owner, name, self._function)
+        _DISABLED.append((owner, name, self._shallow))
+
+
+def compiler_disabled(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Disable compilation for a method and for the functions that it calls."""
+    return cast(Callable[_P, _T], _CompilerDisabled(method, shallow=False))
+
+
+def compiler_disabled_shallow(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Disable compilation for a method, but not for the functions that it calls."""
+    return cast(Callable[_P, _T], _CompilerDisabled(method, shallow=True))
+
+
+def apply_compiler_disable() -> None:
+    """Apply `torch.compiler.disable` to all marked methods, before a module with units is compiled."""
+    # Not at import: torch then imports its compiler, which takes a second. Optimizers import it too.
+    while _DISABLED:
+        owner, name, nested = _DISABLED.pop()
+        setattr(owner, name, disable_compiler(owner.__dict__[name], recursive=not nested))
 
 
 def queue_backward_callback(function: Callable[[], None]) -> None:

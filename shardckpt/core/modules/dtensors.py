@@ -1,4 +1,4 @@
-"""DTensors around local tensors on any device; the DTensors' full tensors."""
+"""DTensors around local tensors on any device; the DTensors' full tensors; the memory order of dense tensors."""
 
 from __future__ import annotations
 
@@ -135,3 +135,19 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
         own = tensor.to_local()
     return own.wait() if isinstance(own, AsyncCollectiveTensor) else own
+
+
+def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return a dense tensor's dimensions from slowest to fastest; empty if row-major."""
+    if tensor.is_contiguous():
+        return ()
+    steps = tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=lambda d: (-steps[d], d)))
+    return order if tensor.permute(order).is_contiguous() else ()
+
+
+def view_in_order(flat: torch.Tensor, shape: Sequence[int], order: tuple[int, ...]) -> torch.Tensor:
+    """Return a view of a 1-D tensor, whose elements are in memory order, with a shape and that order."""
+    if not order:
+        return flat.view(shape)
+    return flat.view([shape[d] for d in order]).permute([order.index(d) for d in range(len(order))])

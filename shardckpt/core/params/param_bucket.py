@@ -15,9 +15,8 @@ from shardckpt.core.comm.collectives import CommHook, CustomCollectives, ShardGr
 from shardckpt.core.comm.rank_checks import InitialChecksums
 from shardckpt.core.config import Offload, Precision
 from shardckpt.core.modules.fqn_and_params import Name, ParamInfo
-from shardckpt.core.params.buffer_layout import DimPacking, FlatPacking, Packing
+from shardckpt.core.params.buffer_layout import BucketLayout, DimPacking, FlatPacking, Packing, StoredShard
 from shardckpt.core.params.gradient_reduction import GradientReducer
-from shardckpt.core.params.stored_shard import BucketLayout, StoredShard
 from shardckpt.core.params.unsharded_params import ParamPlacement, UnshardedParams
 from shardckpt.layout import ALIGNMENT, Layout
 

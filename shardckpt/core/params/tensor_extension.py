@@ -25,10 +25,9 @@ from shardckpt.core.errors import ExtensionError
 from shardckpt.core.modules.autograd_hooks import profile_range
 from shardckpt.core.modules.fqn_and_params import ParamInfo
 from shardckpt.core.modules.pytree import tensors
-from shardckpt.core.params.buffer_layout import DimPacking, Packing
+from shardckpt.core.params.buffer_layout import BucketLayout, DimPacking, Packing, StoredShard
 from shardckpt.core.params.mesh_placement import MeshPlacement
 from shardckpt.core.params.param_bucket import Bucket, ShardSpec
-from shardckpt.core.params.stored_shard import BucketLayout, StoredShard
 from shardckpt.core.params.unsharded_params import ParamPlacement, UnshardedParams
 from shardckpt.core.policies import MixedPrecisionPolicy
 from shardckpt.devices import get_current_stream, record_stream

@@ -12,8 +12,7 @@ from torch import nn
 from shardckpt.core.comm.collectives import AllGatherOp, Pending, ShardGroup, allocate
 from shardckpt.core.comm.streams import ResizableStorage, get_device_streams
 from shardckpt.core.modules.autograd_hooks import GradientWatch, profile_range
-from shardckpt.core.params.buffer_layout import Packing
-from shardckpt.core.params.stored_shard import BucketLayout, StoredShard
+from shardckpt.core.params.buffer_layout import BucketLayout, Packing, StoredShard
 from shardckpt.devices import Event, get_current_stream, record_stream
 
 

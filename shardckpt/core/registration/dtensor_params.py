@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from shardckpt.core.modules.fqn_and_params import Name, find_user_param
 from shardckpt.core.params.buffer_layout import isolate_storage
-from shardckpt.core.params.grad_accum import add_gradient_to, assign_gradient, copy_gradient
-from shardckpt.core.params.gradient_reduction import ReducedGrad
+from shardckpt.core.params.gradient_reduction import ReducedGrad, add_gradient_to, assign_gradient, copy_gradient
 from shardckpt.core.params.param_bucket import Bucket
 from shardckpt.core.params.tensor_extension import ExtensionBucket, is_extended, is_possibly_extended, move_functions
 from shardckpt.core.params.unsharded_params import ParamPlacement

@@ -10,8 +10,7 @@ from torch import nn
 
 from shardckpt.core.errors import StateError
 from shardckpt.core.modules.fqn_and_params import Name, ParamLocation, put, register
-from shardckpt.core.params.grad_accum import add_gradient_to, assign_gradient, copy_gradient
-from shardckpt.core.params.gradient_reduction import ReducedGrad
+from shardckpt.core.params.gradient_reduction import ReducedGrad, add_gradient_to, assign_gradient, copy_gradient
 from shardckpt.core.params.param_bucket import Bucket
 from shardckpt.core.registration.base import ShardedPlaceholder, mark_flat
 from shardckpt.core.registration.unsharded_grads import UnshardedGradRegistration

@@ -10,15 +10,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardckpt.core.modules.fqn_and_params import Name, ParamLocation, find_user_param, register
-from shardckpt.core.params.grad_accum import (
+from shardckpt.core.params.gradient_reduction import (
     EngineHook,
+    ReducedGrad,
     add_gradient_to,
     assign_gradient,
     copy_gradient,
     get_gradient_hooks,
     restore_gradient,
 )
-from shardckpt.core.params.gradient_reduction import ReducedGrad
 from shardckpt.core.params.param_bucket import Bucket
 from shardckpt.core.registration.base import PerParamRegistration
 from shardckpt.core.registration.unsharded_grads import UnshardedGradRegistration

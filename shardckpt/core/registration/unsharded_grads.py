@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardckpt.core.errors import StateError
 from shardckpt.core.modules.fqn_and_params import Name
-from shardckpt.core.params.grad_accum import restore_gradient
+from shardckpt.core.params.gradient_reduction import restore_gradient
 from shardckpt.core.params.param_bucket import Bucket
 from shardckpt.core.registration.base import ParamRegistration, StepObservers
 

@@ -36,11 +36,14 @@ from torch import nn
 from shardckpt.core.comm.streams import DeviceStreams, RateLimiter, get_device_streams
 from shardckpt.core.config import UnitConfig
 from shardckpt.core.errors import ExtensionError
-from shardckpt.core.modules.autograd_hooks import BufferOwners, leave_inference_mode, profile_range
-from shardckpt.core.modules.compile_guard import apply_compiler_disable
+from shardckpt.core.modules.autograd_hooks import (
+    BufferOwners,
+    apply_compiler_disable,
+    leave_inference_mode,
+    profile_range,
+)
 from shardckpt.core.modules.fqn_and_params import Name, ParamInfo, register
-from shardckpt.core.params.grad_accum import has_gradient_hooks, is_read_at_once
-from shardckpt.core.params.gradient_reduction import PendingFlags, ReducedGrad
+from shardckpt.core.params.gradient_reduction import PendingFlags, ReducedGrad, has_gradient_hooks, is_read_at_once
 from shardckpt.core.params.param_bucket import Bucket
 from shardckpt.core.registration.base import ParamRegistration
 from shardckpt.core.runtime import mixed_precision

@@ -14,8 +14,13 @@ from shardckpt.core.comm import rank_checks
 from shardckpt.core.comm.streams import RateLimiter
 from shardckpt.core.errors import DoubleBackwardError, StateError, TransformError
 from shardckpt.core.modules import autograd_hooks
-from shardckpt.core.modules.autograd_hooks import BufferOwners, PostBackward, profile_range
-from shardckpt.core.modules.compile_guard import compiler_disabled, compiler_disabled_shallow
+from shardckpt.core.modules.autograd_hooks import (
+    BufferOwners,
+    PostBackward,
+    compiler_disabled,
+    compiler_disabled_shallow,
+    profile_range,
+)
 from shardckpt.core.modules.fqn_and_params import clean
 from shardckpt.core.modules.pytree import find_grad_tensors, mapped
 from shardckpt.core.runtime import mixed_precision

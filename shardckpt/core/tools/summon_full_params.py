@@ -1,4 +1,4 @@
-"""Full parameters outside forward and backward, for all units or one by one."""
+"""Full parameters outside forward and backward, for all units or one by one; flat parameters over their shards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardckpt.core.modules import autograd_hooks
 from shardckpt.core.modules.dtensors import gather_full_tensor
 from shardckpt.core.modules.fqn_and_params import ParamInfo, clean, is_held
 from shardckpt.core.params.full_params import FullValues, gather_full, gather_some, scatter_full, write_shard
-from shardckpt.core.registration.base import ParamRegistration, ShardedPlaceholder
+from shardckpt.core.registration.base import ParamRegistration, ShardedPlaceholder, mark_flat
 from shardckpt.core.runtime.fsdp_unit import FSDPUnit, Phase
 from shardckpt.core.runtime.traversal import ShardedModule
 
@@ -327,3 +327,33 @@ def _name(member: ParamInfo, names: Mapping[nn.Module, str]) -> str:
 
 def _complete(tensor: torch.Tensor) -> torch.Tensor:
     return gather_full_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+@contextmanager
+def register_flat_params(units: Sequence[tuple[nn.Module, FSDPUnit]], name: str) -> Generator[None, None, None]:
+    """Register flat parameters instead of the original ones inside the context."""
+    # A flat parameter aliases the shard, so the original parameters have its changes afterwards.
+    homes = {home: unit.registrations for home, unit in units}
+    places = [p for _, unit in units for member in unit.params.members for p in member.places]
+    before = {module: dict(module._parameters) for module in [*homes, *(place.module for place in places)]}
+    for _, unit in units:
+        unit.reshard()
+    for place in places:
+        place.module._parameters.pop(place.attribute, None)
+    flats = []
+    for home, registrations in homes.items():
+        for index, registration in enumerate(registrations):
+            bucket = registration.bucket
+            flat = mark_flat(nn.Parameter(bucket.shard.data, requires_grad=bucket.trainable))
+            home._parameters[f"{name}_{index}" if index else name] = flat
+            flats.append((flat, registration))
+    try:
+        yield
+    finally:
+        for module, registered in before.items():
+            module._parameters.clear()
+            module._parameters.update(registered)
+        for flat, registration in flats:
+            if flat.data_ptr() != registration.bucket.shard.data_ptr():
+                registration.bucket.shard.data.copy_(flat.data)
+            registration.register_sharded()

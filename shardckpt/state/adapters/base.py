@@ -1,29 +1,19 @@
-"""Interface for adapters, which get and set state for sharded tensors.
-
-`engine_flat` and `engine_dtensor` are for the engine's units, with a common base in `engine_bucket`. `dtensor` is for
-all other DTensors, such as torch's `fully_shard` makes, and `replicated` for plain tensors. `torch_fsdp1` handles
-models under torch's own wrapper through torch's public functions.
-
-*Packed* values are this rank's shards for all entries in one tensor: a bucket's 1-D shard, or a DTensor's local part.
-An optimizer's moments have their parameters' layout, and use the same functions.
-"""
+"""Base of the adapters, and the one for plain tensors, with or without `DistributedDataParallel`."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from shardckpt.core.modules.dtensors import MeshPlacements, get_mesh_placements, local
+from shardckpt.core.params.full_params import Staging
 from shardckpt.state.redistribute.rank_grid import Ranks
-
-if TYPE_CHECKING:
-    from shardckpt.core.params.full_params import Staging
 
 Tensors = Sequence[torch.Tensor | None]  # one tensor per entry, or per exposed parameter; None to skip it
 
@@ -284,3 +274,47 @@ def broadcast_from_rank0(
         received.copy_(value)
     ranks.broadcast_from_rank0(received)
     return received
+
+
+class ReplicatedAdapter(ParameterAdapter):
+    """Adapter for one parameter with all elements on every rank."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Return False: every rank has all elements."""
+        return False
+
+    @property
+    def device(self) -> torch.device:
+        """The parameter's device."""
+        return self._parameter.device
+
+    def placements(self) -> list[MeshPlacements | None]:
+        """Return None for the parameter, which is not sharded."""
+        return [None]
+
+    @property
+    def packed(self) -> torch.Tensor:
+        """The parameter itself."""
+        return self._parameter.detach()
+
+    def pack(self, parts: Tensors, dtype: torch.dtype, staging: Staging | None = None) -> torch.Tensor:  # noqa: ARG002
+        """Return the only part."""
+        return torch.zeros_like(self.packed, dtype=dtype) if parts[0] is None else parts[0].to(dtype)
+
+    def empty_like(self, position: int, dtype: torch.dtype) -> torch.Tensor:  # noqa: ARG002
+        """Return an uninitialized tensor with the parameter's shape."""
+        return torch.empty_like(self.packed, dtype=dtype)
+
+    def to_full(self, packed: torch.Tensor, staging: Staging, *, first_only: bool) -> Iterable[torch.Tensor] | None:  # noqa: ARG002
+        """Return `packed` itself, without communication."""
+        return None if first_only and not self.ranks.is_first else [packed]
+
+    def from_full(self, values: Tensors, into: Tensors) -> None:
+        """Copy the value."""
+        copy_parts(values, into)
+
+    def from_rank0(self, values: Tensors | None, into: Tensors, dtype: torch.dtype, staging: Staging) -> None:  # noqa: ARG002
+        """Broadcast the value from rank 0."""
+        if into[0] is not None:
+            into[0].copy_(self.broadcast_full(values, dtype))

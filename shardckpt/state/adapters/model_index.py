@@ -25,13 +25,12 @@ from shardckpt.core.registration.orig_params import OrigParamsRegistration
 from shardckpt.core.runtime.fsdp_unit import FSDPUnit
 from shardckpt.core.runtime.traversal import ShardedModule, units
 from shardckpt.errors import UsageError
-from shardckpt.state.adapters.base import Entry, ShardingAdapter
+from shardckpt.state.adapters.base import Entry, ReplicatedAdapter, ShardingAdapter
 from shardckpt.state.adapters.dtensor import DTensorAdapter
-from shardckpt.state.adapters.engine_dtensor import EngineDTensorAdapter
+from shardckpt.state.adapters.engine_bucket import EngineDTensorAdapter
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
 from shardckpt.state.adapters.flat_shard_check import FlatShards
 from shardckpt.state.adapters.name_collision import build_collision
-from shardckpt.state.adapters.replicated import ReplicatedAdapter
 from shardckpt.state.redistribute.rank_grid import Ranks
 
 EXTRA = "_extra_state"

@@ -21,8 +21,7 @@ from shardckpt.plan.optim import optim_keys
 from shardckpt.plan.optim.param_groups import settings
 from shardckpt.state.adapters import sharded_tensor
 from shardckpt.state.adapters.model_index import index_model
-from shardckpt.state.keys.inference import outside_inference_mode
-from shardckpt.state.keys.kinds import StateKind, get_metadata, is_sharded_tensor
+from shardckpt.state.keys.kinds import StateKind, get_metadata, is_sharded_tensor, outside_inference_mode
 from shardckpt.state.model import nn_module_hooks
 from shardckpt.state.model.load_model_state_dict import refuse_other_layout
 from shardckpt.state.optim import load_optim_state_dict

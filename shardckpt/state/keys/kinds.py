@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardckpt.core.modules.autograd_hooks import leave_inference_mode
 from shardckpt.errors import UsageError
 
 KEY = "shardckpt"  # key in a state dict's `_metadata` for its kind and layout
 VERSION = 1  # version of the metadata under `KEY`
 _FLAT = "_flat_param"  # flat parameters' name in torch's wrapper
+
+_Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 class LocalStateError(UsageError):
@@ -112,3 +117,22 @@ def tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, (list, tuple)):
         return [tensor for item in value for tensor in tensors(item)]
     return []
+
+
+def outside_inference_mode(function: _Call) -> _Call:
+    """Make a function leave inference mode first, unless its model was made there."""
+    # Tensors that are made in inference mode cannot be written after it, so an optimizer could not use such a state.
+    # Views of DTensors raise there. If the model itself was made in inference mode, its parameters can be written only
+    # there.
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        model: nn.Module = args[0] if args else kwargs["model"]
+        if any(parameter.is_inference() for parameter in model.parameters()):
+            return function(*args, **kwargs)
+        with leave_inference_mode():
+            return function(*args, **kwargs)
+
+    return cast("_Call", call)

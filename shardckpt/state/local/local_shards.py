@@ -10,9 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardckpt.boxes import full_box, shift
-from shardckpt.core.modules.dtensors import local
+from shardckpt.core.modules.dtensors import local, view_in_order
 from shardckpt.core.modules.fqn_and_params import clean
-from shardckpt.core.modules.memory_order import view_in_order
 from shardckpt.layout import DimLayout, FlatLayout, ParamSpec
 from shardckpt.state.adapters import torch_fsdp1
 from shardckpt.state.adapters.base import ShardingAdapter

@@ -12,13 +12,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 
 from shardckpt.boxes import Box
-from shardckpt.core.modules.dtensors import local, wrap_local
-from shardckpt.core.modules.memory_order import memory_order
+from shardckpt.core.modules.dtensors import local, memory_order, wrap_local
 from shardckpt.errors import UnsupportedError
 from shardckpt.plan.optim.param_groups import match_settings, settings
+from shardckpt.state.adapters.base import ReplicatedAdapter
 from shardckpt.state.adapters.engine_bucket import EngineBucketAdapter
 from shardckpt.state.adapters.model_index import ModelIndex, index_complete_model
-from shardckpt.state.adapters.replicated import ReplicatedAdapter
 from shardckpt.state.keys.kinds import tensors
 from shardckpt.state.keys.slots import LARGEST_NOTE, OpaqueStateError, UnequalSteps, is_placed_as, largest
 from shardckpt.state.local.local_shards import LocalModel, get_adapter_shards, get_member_shards

@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from shardckpt.boxes import Box, Shape, chunk_range, full_box
-from shardckpt.core.modules.dtensors import get_mesh_placements, local, sort_by_split_order
-from shardckpt.core.modules.memory_order import memory_order, view_in_order
+from shardckpt.core.modules.dtensors import get_mesh_placements, local, memory_order, sort_by_split_order, view_in_order
 from shardckpt.errors import UnsupportedError
 
 

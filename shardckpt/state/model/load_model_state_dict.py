@@ -28,12 +28,11 @@ from shardckpt.state.adapters.model_index import (
     unwrap,
 )
 from shardckpt.state.adapters.name_collision import clean_keys
-from shardckpt.state.keys import plain_json
-from shardckpt.state.keys.inference import outside_inference_mode
-from shardckpt.state.keys.kinds import StateKind, detect_kind, get_metadata
+from shardckpt.state.keys import validation
+from shardckpt.state.keys.kinds import StateKind, detect_kind, get_metadata, outside_inference_mode
 from shardckpt.state.keys.validation import digest, validate_input
 from shardckpt.state.model import module_hooks
-from shardckpt.state.model.layout_check import check_kind, check_rank, check_units
+from shardckpt.state.model.model_state_dict import check_kind, check_rank, check_units
 from shardckpt.state.redistribute.rank_grid import Ranks
 from shardckpt.torch_features import shard_replicated
 
@@ -144,7 +143,7 @@ def _mismatch_error(problems: Sequence[str]) -> StateMismatchError:
 def _broadcast_extra(given: _IncomingModelState, group: Group) -> dict[str, Any]:
     """Broadcast rank 0's extra state. Collective."""
     data = group.broadcast(given.extra_as_json() if group.rank == 0 else None)
-    return given.extra if group.rank == 0 else dict(plain_json.decode(data))
+    return given.extra if group.rank == 0 else dict(validation.decode(data))
 
 
 def _broadcast_keys(keys: Keys, group: Group) -> Keys:
@@ -216,7 +215,7 @@ class _IncomingModelState:
     def extra_as_json(self) -> bytes:
         """Return the extra state as JSON for other ranks; pickled objects are not sent."""
         try:
-            return plain_json.encode(self.extra)
+            return validation.encode(self.extra)
         except (TypeError, ValueError) as error:
             raise StateMismatchError(
                 f"extra state on rank 0 alone cannot be sent to the other ranks: {error}",

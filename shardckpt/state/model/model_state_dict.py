@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor
 
 from shardckpt.core.fsdp1.state_dict_api import register_with_torch_dcp
 from shardckpt.core.modules.dtensors import gather_full_tensor, local
+from shardckpt.core.modules.fqn_and_params import clean
 from shardckpt.core.params.full_params import Staging
 from shardckpt.groups import Group, LocalGroup, TorchGroup
 from shardckpt.state.adapters import torch_fsdp1
 from shardckpt.state.adapters.base import ShardingAdapter
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
 from shardckpt.state.adapters.model_index import ModelIndex, index_complete_model, reshard_all, unwrap
-from shardckpt.state.keys.inference import outside_inference_mode
-from shardckpt.state.keys.kinds import KEY, VERSION, StateKind, parse_kind_to_take
+from shardckpt.state.keys.kinds import KEY, VERSION, StateKind, outside_inference_mode, parse_kind_to_take
 from shardckpt.state.model import module_hooks
 
 
@@ -203,3 +203,67 @@ def unit_metadata(adapter: ShardingAdapter) -> dict[str, Any]:
         for entry in adapter.entries
     ]
     return {"entries": entries, **adapter.layout_metadata()}
+
+
+def check_kind(note: Mapping[str, Any], kind: StateKind) -> list[str]:
+    """Return a problem if a state is LOCAL and should not be, or the reverse."""
+    saved_kind = note.get("kind", kind.name)
+    if saved_kind == kind.name or StateKind.LOCAL.name not in (saved_kind, kind.name):
+        return []
+    return [f"kind mismatch: it was taken as {saved_kind}, not as {kind.name}"]
+
+
+def check_rank(note: Mapping[str, Any]) -> list[str]:
+    """Return a problem if another rank saved a LOCAL state."""
+    group = world()
+    if not note or (note.get("world"), note.get("rank")) == (group.size, group.rank):
+        return []
+    return [
+        f"it was taken by rank {note.get('rank')} of {note.get('world')}, this is rank {group.rank} of {group.size}: "
+        "take a FULL or SHARDED one, or merge the rank files with `shardckpt consolidate`"
+    ]
+
+
+def check_units(note: Mapping[str, Any], index: ModelIndex) -> list[str]:
+    """Return how a LOCAL state's layouts differ from a model's."""
+    theirs = note.get("units")
+    if theirs is None:
+        return []
+    mine = units_metadata(index)
+    if theirs == mine:
+        return []
+    ours = _index_layouts(mine)
+    if any(ours == _index_layouts(theirs, prefix) for prefix in ("", "module.")):
+        return []
+    return [
+        f"it was taken from {len(theirs)} units that hold {_names(theirs)}, here are {len(ours)} that hold "
+        f"{_names(ours.values())}: take a FULL or SHARDED one, or merge the rank files with `shardckpt consolidate`"
+    ]
+
+
+def _index_layouts(units: Iterable[Mapping[str, Any]], prefix: str = "") -> dict[str, Mapping[str, Any]]:
+    """Return sharded tensors' layouts by first FQN in the unsharded model."""
+
+    def plain(name: str) -> str:
+        return clean(name).removeprefix(prefix)
+
+    layouts: dict[str, Mapping[str, Any]] = {}
+    for unit in units:
+        entries = [
+            {**item, "name": plain(item["name"]), "aliases": sorted(map(plain, item.get("aliases", ())))}
+            for item in unit["entries"]
+        ]
+        if unit.get("layout") is not None:
+            flat = unit.get("flat")
+            layout = {**unit["layout"], "params": [_without_names(item) for item in unit["layout"]["params"]]}
+            layouts[entries[0]["name"]] = {**unit, "layout": layout, "entries": entries, "flat": flat and plain(flat)}
+    return layouts
+
+
+def _without_names(param: Mapping[str, Any]) -> dict[str, Any]:
+    """Remove names from a parameter's layout: they are relative to the unit, but entries' names to the model."""
+    return {key: value for key, value in param.items() if key not in ("name", "aliases")}
+
+
+def _names(units: Iterable[Mapping[str, Any]]) -> str:
+    return " | ".join("+".join(entry["name"] for entry in unit["entries"]) for unit in units)[:200]

@@ -22,9 +22,8 @@ from shardckpt.state.adapters.base import Entry, ShardingAdapter, are_sharded_as
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
 from shardckpt.state.adapters.model_index import ModelIndex, index_complete_model, reshard_all, unwrap
 from shardckpt.state.adapters.sharded_tensor import optim_state_to_dtensors
-from shardckpt.state.keys import plain_json
-from shardckpt.state.keys.inference import outside_inference_mode
-from shardckpt.state.keys.kinds import StateKind, detect_kind, get_metadata, tensors
+from shardckpt.state.keys import validation
+from shardckpt.state.keys.kinds import StateKind, detect_kind, get_metadata, outside_inference_mode, tensors
 from shardckpt.state.keys.slots import (
     LARGEST_NOTE,
     PLAIN,
@@ -44,7 +43,7 @@ from shardckpt.state.keys.slots import (
     with_largest,
 )
 from shardckpt.state.keys.validation import check_form, digest, validate_input
-from shardckpt.state.model.layout_check import check_kind, check_rank, check_units
+from shardckpt.state.model.model_state_dict import check_kind, check_rank, check_units
 from shardckpt.state.optim.optim_state_dict import AdapterParams, OptimizerLike, OptimizerParams, map_optimizer_params
 
 # For a parameter without saved state: no state ("skip"), zeros, or an error.
@@ -204,7 +203,7 @@ def _pack_for_broadcast(
 def _pack(survey: str, changes: Sequence[Mapping[str, Any]]) -> bytes:
     """Return rank 0's survey and settings as bytes for the other ranks."""
     try:
-        return plain_json.encode([survey, [dict(change) for change in changes]])
+        return validation.encode([survey, [dict(change) for change in changes]])
     except TypeError as error:
         raise UsageError(
             f"a group's settings cannot be sent to the other ranks: {error}",
@@ -214,7 +213,7 @@ def _pack(survey: str, changes: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def _unpack(data: bytes) -> tuple[Survey, list[dict[str, Any]]]:
-    survey, changes = plain_json.decode(data)
+    survey, changes = validation.decode(data)
     return unpack_survey(survey.encode()), changes
 
 

@@ -22,8 +22,7 @@ from shardckpt.state.adapters import torch_fsdp1
 from shardckpt.state.adapters.base import ShardingAdapter
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
 from shardckpt.state.adapters.model_index import ModelIndex, index_complete_model, reshard_all, unwrap
-from shardckpt.state.keys.inference import outside_inference_mode
-from shardckpt.state.keys.kinds import StateKind, parse_kind_to_take
+from shardckpt.state.keys.kinds import StateKind, outside_inference_mode, parse_kind_to_take
 from shardckpt.state.keys.slots import (
     Form,
     OpaqueStateError,

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardckpt.boxes import chunk_box, chunk_range
-from shardckpt.core.modules.memory_order import view_in_order
+from shardckpt.core.modules.dtensors import view_in_order
 from shardckpt.core.params.full_params import Staging
 from shardckpt.layout import FlatLayout, ParamSpec, ShardRun
 

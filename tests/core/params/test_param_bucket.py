@@ -8,8 +8,8 @@ from torch import nn
 from shardckpt.core.comm.collectives import ShardGroup
 from shardckpt.core.comm.streams import FULL_BYTES
 from shardckpt.core.config import Offload, Precision
+from shardckpt.core.modules.dtensors import memory_order
 from shardckpt.core.modules.fqn_and_params import Name, managed_parameters
-from shardckpt.core.modules.memory_order import memory_order
 from shardckpt.core.params.param_bucket import Bucket, ShardSpec
 from tests.kit.ranks.harness import run
 

@@ -18,8 +18,8 @@ from tests.kit.models.under_test import FSDP, TORCH, Strategy, core, shard, torc
 from tests.kit.ranks.harness import count, recorded, run
 
 if not TORCH:
+    from shardckpt.core import materialize
     from shardckpt.core.comm.collectives import ShardGroup
-    from shardckpt.core.setup import materialize
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from shardckpt.core import fully_shard
 from shardckpt.state import load_model_state_dict, load_optim_state_dict, model_state_dict, optim_state_dict
-from shardckpt.state.keys import plain_json
+from shardckpt.state.keys import validation
 from tests.kit.ranks.harness import run
 
 VALUES = {"betas": (0.9, [1, (2,)]), 3: "int", "none": None, "flags": [True, 1, 1.0], "tuple": {"dict": ()}}
@@ -30,14 +30,14 @@ class Noted(nn.Linear):
 
 
 def test_values_keep_their_types() -> None:
-    again = plain_json.decode(plain_json.encode([VALUES, -math.inf, torch.tensor([0.1], dtype=torch.bfloat16)]))
+    again = validation.decode(validation.encode([VALUES, -math.inf, torch.tensor([0.1], dtype=torch.bfloat16)]))
     assert repr(again[:2]) == repr([VALUES, -math.inf])
     assert again[2].dtype == torch.bfloat16 and torch.equal(again[2], torch.tensor([0.1], dtype=torch.bfloat16))
 
 
 def test_other_values_are_refused() -> None:
     with pytest.raises(TypeError, match="an object with class set is not"):
-        plain_json.encode({"a": [{1}]})
+        validation.encode({"a": [{1}]})
 
 
 def test_extra_state_and_settings_of_rank_0_arrive_as_they_are() -> None:

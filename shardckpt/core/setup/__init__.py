@@ -1,1 +1,0 @@
-"""Preparation for sharding: materialization, ignored and shared parameters."""
