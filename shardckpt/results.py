@@ -22,8 +22,7 @@ if TYPE_CHECKING:
         TensorDifference,
         ValueDifference,
     )
-    from shardckpt.offline.results.contents import FileInfo, Inspection, TensorInfo, Verification
-    from shardckpt.offline.results.problems import FileRange, Problem
+    from shardckpt.offline.results.contents import FileInfo, FileRange, Inspection, Problem, TensorInfo, Verification
     from shardckpt.offline.results.tensor_stats import (
         Bisection,
         History,
@@ -66,13 +65,11 @@ _HOMES = {
     ),
     "shardckpt.offline.results.contents": (
         "FileInfo",
+        "FileRange",
         "Inspection",
+        "Problem",
         "TensorInfo",
         "Verification",
-    ),
-    "shardckpt.offline.results.problems": (
-        "FileRange",
-        "Problem",
     ),
     "shardckpt.offline.results.tensor_stats": (
         "Bisection",

@@ -184,13 +184,12 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
         {"results"},
         {"write"},
         {"select"},
-        {"fp8"},
         {"targets", "compare", "report_html"},
         {"verify", "stats"},
         {"prune"},
         {"run_history"},
     ),
-    "integrations": ({"damaged_step", "local_folders", "step_removal"}, {"accelerate", "lightning", "transformers"}),
+    "integrations": ({"local_folders"}, {"accelerate", "lightning", "transformers"}),
 }
 
 # Third-party libraries and the packages that may know of them.
@@ -245,7 +244,7 @@ LATE_IMPORTS: dict[tuple[str, str], str] = {
     ("shardckpt.state.adapters.flat_shard_check", "shardckpt.core.params.param_bucket"): TENSORS_ALONE,
     ("shardckpt.state.adapters.flat_shard_check", "shardckpt.core.registration.base"): TENSORS_ALONE,
     ("shardckpt.state.adapters.flat_shard_check", "shardckpt.layout"): TENSORS_ALONE,
-    ("shardckpt.readers.opened.numpy_stubs", "numpy"): "0.07 s; most files have no arrays",
+    ("shardckpt.readers.opened.state_tree", "numpy"): "0.07 s; most files have no arrays",
     ("shardckpt.readers.chunk_reader", "numpy"): "0.07 s; pieces that are read as they are need none",
     ("shardckpt.tiers.holder.holder_store", "numpy"): "0.07 s; processes that only read need none",
     ("shardckpt.readers.registry", "shardckpt.native.commit"): "only the format of a checkpoint is imported",
@@ -260,7 +259,7 @@ LATE_IMPORTS: dict[tuple[str, str], str] = {
         "shardckpt.offline.consolidate",
         "shardckpt.offline.write.parallel",
     ): "ranks speak through torch; one process needs none",
-    ("shardckpt.offline.consolidate", "shardckpt.offline.fp8.quantize"): "NumPy; most checkpoints hold no fp8",
+    ("shardckpt.offline.consolidate", "shardckpt.offline.select.block_scales"): "NumPy; most checkpoints hold no fp8",
     ("shardckpt.offline.select.selection", "numpy"): "0.07 s; most optimizers have no such values",
     ("shardckpt.offline.select.selection", "shardckpt.readers.remap"): "most conversions have no rules",
     ("shardckpt.offline.write.numpy_casts", "numpy"): "0.07 s; what casts nothing needs none",
@@ -274,7 +273,6 @@ LATE_IMPORTS: dict[tuple[str, str], str] = {
         "shardckpt.offline.select.selection",
         "shardckpt.offline.select.group_settings",
     ): "most conversions write no optimizer",
-    ("shardckpt.offline.select.selection", "shardckpt.plan.optim.match_ids"): "most conversions write no optimizer",
     (
         "shardckpt.offline.select.selection",
         "shardckpt.plan.optim.optimizer_state",

@@ -114,7 +114,7 @@ MODULES_TWICE: dict[str, int] = {
 }
 """Names of modules that several packages have, with how many do."""
 
-MODULES_IN_A_FOLDER: dict[str, int] = {"shardckpt/native": 13}
+MODULES_IN_A_FOLDER: dict[str, int] = {}
 """Folders of more than `MOST_MODULES` modules, with how many they hold."""
 
 MOST_MODULES = 12

@@ -20,13 +20,22 @@ from shardckpt.dtypes import nbytes
 from shardckpt.encodings.value_stats import STATS_BYTES
 from shardckpt.errors import CheckpointError, IncompleteError, MissingFileError, UnsupportedError, UsageError
 from shardckpt.manifest import Path, Span, TensorEntry, dotted
-from shardckpt.native.base_refs import Base, is_same_folder, refer_to, resolve_base
 from shardckpt.native.commit import COMMIT, read_commit
 from shardckpt.native.manifest_json import PartialManifest
 from shardckpt.native.payload import GROUP_BYTES, GroupHasher, PayloadChunk
 from shardckpt.native.reader import NativeReader
-from shardckpt.native.records import DIGEST_BYTES, ArrayRecord, FileRecord, group_files_by_base, plain_name
-from shardckpt.plan.naming.peft_names import to_base_name
+from shardckpt.native.records import (
+    DIGEST_BYTES,
+    ArrayRecord,
+    Base,
+    FileRecord,
+    group_files_by_base,
+    is_same_folder,
+    plain_name,
+    refer_to,
+    resolve_base,
+)
+from shardckpt.plan.naming.weights import to_base_name
 from shardckpt.readers.chunk_reader import PieceReader, ReadItem
 from shardckpt.storage.orphans import PARTIAL, list_owned
 from shardckpt.storage.resolve_url import file_version, local_path, open_store

@@ -23,11 +23,10 @@ from shardckpt.checkpoint.stateful.tensor_bytes import tensor_bytes, view_box
 from shardckpt.devices import CurrentStreams
 from shardckpt.errors import UsageError
 from shardckpt.manifest import Path, TensorEntry, dotted
-from shardckpt.native.base_refs import Base
 from shardckpt.native.commit import MAX_BASES
 from shardckpt.native.manifest_json import PartialManifest
 from shardckpt.native.payload import PayloadChunk
-from shardckpt.native.records import FileRecord
+from shardckpt.native.records import Base, FileRecord
 from shardckpt.plan.layout.write_plan import TensorSpec
 from shardckpt.state.local.tensor_shards import TensorShards
 from shardckpt.storage.thread_pool import ThreadPool

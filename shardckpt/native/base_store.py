@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from shardckpt.errors import CheckpointError, MissingFileError, ShardckptError, UsageError
-from shardckpt.native.base_refs import Base, may_open, resolve_base, sibling
 from shardckpt.native.commit import COMMIT, read_commit
+from shardckpt.native.records import Base, may_open, resolve_base, sibling
 from shardckpt.reader import NamedBases, PathText
 from shardckpt.storage.resolve_url import open_store
 from shardckpt.storage.store import Capabilities, Read, Store, WrappedStore

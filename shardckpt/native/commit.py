@@ -24,8 +24,7 @@ from shardckpt.errors import (
     UnsafeError,
     UnsupportedError,
 )
-from shardckpt.native import base_refs
-from shardckpt.native.base_refs import require_base_url
+from shardckpt.native import records
 from shardckpt.native.manifest_json import ManifestContents, decode_manifest
 from shardckpt.native.payload import HF_INDEX, VERSION, encode_canonical
 from shardckpt.native.records import (
@@ -41,6 +40,7 @@ from shardckpt.native.records import (
     read_list,
     read_save,
     read_sha256,
+    require_base_url,
     require_version,
 )
 from shardckpt.storage.replaceable import FolderKind
@@ -52,7 +52,7 @@ MANIFEST_SUFFIX = ".manifest.json"
 WRITTEN = re.compile(rf"[0-9a-z]{{15}}(-[0-9]{{5,}}-[0-9]{{2,}}\.safetensors|{re.escape(MANIFEST_SUFFIX)})")
 
 BRANCH = "run.branch"  # key in a manifest's `about` for the field `branch` of `COMMIT`
-FEATURES: frozenset[str] = frozenset({base_refs.FEATURE})  # features that this reader supports
+FEATURES: frozenset[str] = frozenset({records.FEATURE})  # features that this reader supports
 
 MAX_COMMIT_BYTES = 1 << 26
 MAX_MANIFEST_BYTES = 1 << 29
@@ -100,7 +100,7 @@ def encode_commit(save: str, manifest: bytes, files: Iterable[FileRecord], branc
     content = {
         "format": "shardckpt",
         "version": VERSION,
-        "features": [base_refs.FEATURE] if bases else [],
+        "features": [records.FEATURE] if bases else [],
         "save": save,
         "manifest": [manifest_name(save), len(manifest), hashlib.sha256(manifest).hexdigest()],
         "files": [[f.name, f.nbytes] for f in files if not f.base],
@@ -139,7 +139,7 @@ def decode_commit(data: bytes, *, where: object = "") -> Commit:
     require_small("the manifest", manifest_bytes, MAX_MANIFEST_BYTES, where)
     save = read_save(raw["save"], where)
     bases = _files_by_base(raw.get("bases", []), where)
-    if bool(bases) != (base_refs.FEATURE in features):
+    if bool(bases) != (records.FEATURE in features):
         raise FormatError("the commit mark's features do not fit its bases", where=where)
     branch = read_integer(raw.get("branch", 0), "branch", where, below=MAX_BYTES)
     return Commit(save, plain_name(name, where), manifest_bytes, sha256, sizes, features, bases, branch)

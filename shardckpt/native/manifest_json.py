@@ -12,11 +12,11 @@ from shardckpt.encodings.safetensors import parse_json, require_affordable
 from shardckpt.encodings.value_stats import STATS_BYTES, ValueStats
 from shardckpt.errors import FormatError, UnsafeError, UnsupportedError
 from shardckpt.manifest import Path, dotted
-from shardckpt.native.base_refs import Base, require_base_url
 from shardckpt.native.payload import VERSION, PayloadFile, encode_canonical
 from shardckpt.native.records import (
     DIGEST_BYTES,
     ArrayRecord,
+    Base,
     FileRecord,
     arrays_json,
     digests_json,
@@ -31,6 +31,7 @@ from shardckpt.native.records import (
     read_path,
     read_save,
     read_sha256,
+    require_base_url,
     require_version,
     stats_json,
     with_piece_data,

@@ -20,7 +20,6 @@ from shardckpt.errors import (
     UnsupportedError,
     UsageError,
 )
-from shardckpt.native.base_refs import is_same_folder, resolve_base
 from shardckpt.native.commit import (
     COMMIT,
     MANIFEST_SUFFIX,
@@ -32,7 +31,7 @@ from shardckpt.native.commit import (
 )
 from shardckpt.native.manifest_json import ManifestContents, decode_manifest
 from shardckpt.native.payload import HF_INDEX
-from shardckpt.native.records import group_files_by_base
+from shardckpt.native.records import group_files_by_base, is_same_folder, resolve_base
 from shardckpt.storage.orphans import PARTIAL, is_partial, remove_orphan
 from shardckpt.storage.replaceable import is_ignored
 from shardckpt.storage.resolve_url import local_path, open_store, split

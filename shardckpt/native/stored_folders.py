@@ -8,11 +8,10 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 
 from shardckpt.errors import ChecksumError, UnsupportedError
-from shardckpt.native.base_refs import sibling
 from shardckpt.native.commit import COMMIT, STEP, Commit, decode_commit, read_contents, read_mark
 from shardckpt.native.payload import GROUP_BYTES
 from shardckpt.native.reader import find_hashes
-from shardckpt.native.records import FileRecord
+from shardckpt.native.records import FileRecord, sibling
 from shardckpt.native.run_directory import RunDirectory
 from shardckpt.native.verified_store import Hashed, VerifiedStore
 from shardckpt.storage.publication import Publication

@@ -19,17 +19,17 @@ from shardckpt.offline.select.config_files import (
     add_kept_files,
     drop_adapter_config,
     find_config_files,
+    load_param_shapes,
     with_values,
 )
 from shardckpt.offline.select.options import ConversionParams, Options, parse_dtype, parse_globs, parse_memory
-from shardckpt.offline.select.param_shapes import load_param_shapes
 from shardckpt.offline.select.selection import Selection, read_param_names, select
 from shardckpt.offline.targets.base import CONFIG_FILES, Conversion, drop_unsupported, require_quantization
 from shardckpt.offline.targets.target_registry import DEFAULT, choose_target
 from shardckpt.offline.write.conversion import ConversionPlan, PlannedFiles, Stopwatch, run_conversion, write_alone
 from shardckpt.offline.write.report import Report
-from shardckpt.plan.fp8_blocks import DTYPE as FP8
-from shardckpt.plan.naming.peft_names import BASE_PARTS, WAY_TO_BASE
+from shardckpt.plan.naming.weights import BASE_PARTS, WAY_TO_BASE
+from shardckpt.plan.quantized_weights import DTYPE as FP8
 from shardckpt.readers.registry import open_reader, open_source
 from shardckpt.storage.publish import require_apart
 from shardckpt.storage.resolve_url import as_url, kind
@@ -229,9 +229,9 @@ def _with_warning_of_peft(selection: Selection) -> Selection:
 
 
 def _import_fp8() -> ModuleType:
-    from shardckpt.offline.fp8 import quantize  # noqa: PLC0415  (needs NumPy; most checkpoints hold no fp8)
+    from shardckpt.offline.select import block_scales  # noqa: PLC0415  (needs NumPy; most checkpoints hold no fp8)
 
-    return quantize
+    return block_scales
 
 
 def _rekey(selection: Selection, options: Options) -> Selection:

@@ -21,9 +21,8 @@ from shardckpt.errors import (
     require_bools,
 )
 from shardckpt.events.progress import Meter, OnProgress
-from shardckpt.native.base_refs import may_open, resolve_base, sibling
 from shardckpt.native.commit import COMMIT, STEP
-from shardckpt.native.records import FileRecord
+from shardckpt.native.records import FileRecord, may_open, resolve_base, sibling
 from shardckpt.native.run_directory import RunDirectory, is_saved_name, read_referred_files, read_run
 from shardckpt.native.stored_folders import StoredFolder, read_blocks, read_stored_run, read_stored_step, write_commit
 from shardckpt.native.verified_store import VerifiedStore

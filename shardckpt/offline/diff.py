@@ -27,7 +27,7 @@ from shardckpt.offline.compare.leaves import (
     have_same_types,
 )
 from shardckpt.offline.compare.tensor_distance import compare_tensors
-from shardckpt.offline.report_html.page import render_page, require_report_target, write_page
+from shardckpt.offline.report_html import render_page, require_report_target, write_page
 from shardckpt.offline.results.comparison import (
     Comparison,
     LayerDifference,
@@ -36,9 +36,8 @@ from shardckpt.offline.results.comparison import (
     ValueDifference,
 )
 from shardckpt.offline.results.contents import describe_entry
-from shardckpt.offline.select.config_files import find_config_files
+from shardckpt.offline.select.config_files import find_config_files, load_param_shapes
 from shardckpt.offline.select.options import Part, parse_globs, parse_part
-from shardckpt.offline.select.param_shapes import load_param_shapes
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.naming import fqn as names
 from shardckpt.plan.rules.rules import Rule

@@ -25,12 +25,11 @@ from shardckpt.offline.select.options import MergeParams, parse_dtype
 from shardckpt.offline.select.selection import Selection
 from shardckpt.offline.write.report import Report
 from shardckpt.plan.adapter import LowRank, Merge, list_changed, plan_merge
-from shardckpt.plan.fp8_blocks import TRANSPOSED
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.layout.output_files import Change, OutputTensor
 from shardckpt.plan.naming.fqn import is_embedding, is_head, name_model, read_tie
 from shardckpt.plan.naming.sections import Sections
-from shardckpt.plan.quantized_weights import QUANTIZATION_CONFIG, find_quantized
+from shardckpt.plan.quantized_weights import QUANTIZATION_CONFIG, TRANSPOSED, find_quantized
 from shardckpt.reader import Reader
 from shardckpt.readers.chunk_reader import PieceReader, ReadItem, same_bits
 from shardckpt.readers.huggingface.index_files import read_json

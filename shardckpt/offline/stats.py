@@ -14,9 +14,15 @@ from shardckpt.errors import require_bools
 from shardckpt.manifest import TensorEntry, split_numbers
 from shardckpt.offline.compare.canonical import read_canonical
 from shardckpt.offline.compare.tensor_distance import BLOCK_BYTES, read_values
-from shardckpt.offline.results.tensor_stats import LayerStats, Statistics, TensorStats, find_layer
+from shardckpt.offline.results.tensor_stats import (
+    LayerStats,
+    Statistics,
+    TensorStats,
+    describe_values,
+    find_layer,
+    find_stored_stats,
+)
 from shardckpt.offline.select.options import parse_globs, parse_part
-from shardckpt.offline.write.stored_stats import describe_values, find_stored_stats
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.naming.fqn import select_names
 from shardckpt.reader import NamedBases, Reader

@@ -13,7 +13,7 @@ from shardckpt.boxes import Shape
 from shardckpt.errors import AmbiguousError, FormatError, UnsupportedError, UsageError
 from shardckpt.plan.module_patterns import MatchBudget, ModulePattern
 from shardckpt.plan.naming.fqn import is_embedding, is_head, require_unique
-from shardckpt.plan.naming.peft_names import BASE_PARTS, WAY_TO_BASE
+from shardckpt.plan.naming.weights import BASE_PARTS, WAY_TO_BASE
 
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(

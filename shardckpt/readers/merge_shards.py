@@ -19,8 +19,8 @@ from shardckpt.manifest import Lazy, Manifest, ObjectEntry, Path, Piece, TensorE
 from shardckpt.plan.naming.sections import find_sections, model_paths
 from shardckpt.plan.naming.weights import names as list_other_weights
 from shardckpt.readers.torchsave.replicas import combine_values, find_replicas, join_replicas
+from shardckpt.readers.torchsave.storages import LEAVE_OUT, UnreadableTensor
 from shardckpt.readers.torchsave.tensor_views import slice_layout
-from shardckpt.readers.torchsave.unreadable import LEAVE_OUT, UnreadableTensor
 
 KEEP_ONE_SAVE = "Keep each save alone in its own folder."
 OTHER_SAVE = "The files are from different saves (keep each save in its own folder), or one is damaged."

@@ -24,7 +24,7 @@ from shardckpt.encodings.zip_archive import walk_front
 from shardckpt.errors import CheckpointError, FormatError, TruncatedError, UnsafeError, UnsupportedError, show
 from shardckpt.native.commit import COMMIT
 from shardckpt.native.manifest_json import ManifestContents, decode_manifest, encode_manifest
-from shardckpt.native.recovery import read_described
+from shardckpt.offline.repair import read_described
 from shardckpt.reader import Source
 from shardckpt.readers.registry import detect
 from tests.encodings.test_pickle_reader import pairs_of_one_hash

@@ -34,7 +34,7 @@ from shardckpt.native.manifest_json import decode_manifest
 from shardckpt.native.payload import encode_canonical
 from shardckpt.native.reader import build_manifest
 from shardckpt.native.records import FileRecord
-from shardckpt.native.recovery import read_described, rebuild_manifest
+from shardckpt.offline.repair import read_described, rebuild_manifest
 from shardckpt.offline.select.options import Options
 from shardckpt.offline.select.selection import select
 from shardckpt.plan.layout.output_files import parse_size

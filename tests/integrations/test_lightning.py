@@ -124,10 +124,10 @@ def test_training_resumes_on_other_numbers_of_ranks_with_another_sharding(tmp_pa
 
 def keep_the_best(rank: int, world: int, folder: Path, background: bool) -> dict[str, Any]:
     """Log a score after each epoch; what is kept, and what was complete whenever a step was about to be removed."""
-    from shardckpt.integrations import step_removal
+    from shardckpt.integrations import local_folders
     from tests.kit.runs import lightning_trainers as trainers
 
-    complete, prune = [], step_removal.prune
+    complete, prune = [], local_folders.prune
 
     def watch(root: str, steps: set[int]) -> None:
         complete.append([[step.number for step in shardckpt.ls(root).complete], sorted(steps)])
@@ -137,9 +137,9 @@ def keep_the_best(rank: int, world: int, folder: Path, background: bool) -> dict
         time.sleep(0.1)
         deliver(self, event)
 
-    step_removal.prune = watch
-    deliver = step_removal.StepRemoval.take_event
-    step_removal.StepRemoval.take_event = deliver_late
+    local_folders.prune = watch
+    deliver = local_folders.StepRemoval.take_event
+    local_folders.StepRemoval.take_event = deliver_late
     scores = iter((0.5, 0.2, 0.4, 0.6, 0.3, 0.9))
     trainers.Net.validation_step = lambda self, *_: self.log_dict({"score": next(scores, 0.25), "step": 77.0})
     saving = {"monitor": "score", "save_top_k": 2, "every_n_train_steps": None, "background": background}
@@ -188,11 +188,11 @@ def test_the_last_step_stays_beside_the_best(tmp_path: Path) -> None:
 
 def train_with_scores(rank: int, world: int, folder: Path, kill_at: str) -> list[int]:
     """Train six epochs from the newest step, with growing scores; the best steps. Perhaps end in the third save."""
-    from shardckpt.integrations import step_removal
+    from shardckpt.integrations import local_folders
     from tests.kit.runs import lightning_trainers as trainers
 
     if kill_at == "removal":  # which follows the save of step 12
-        step_removal.prune = lambda *_, **__: trainers.kill()
+        local_folders.prune = lambda *_, **__: trainers.kill()
     trainers.Net.validation_step = lambda self, *_: self.log("score", 1.0 - self.global_step / 24)
     killers = [trainers.Acting(16, trainers.kill)] if kill_at == "save" else []
     saving = {"monitor": "score", "save_top_k": 2, "save_last": True, "every_n_train_steps": None, "background": False}

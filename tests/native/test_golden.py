@@ -21,7 +21,7 @@ from shardckpt.native.commit import COMMIT, encode_commit, manifest_name
 from shardckpt.native.manifest_json import decode_manifest, encode_manifest
 from shardckpt.native.payload import KEY, plan_payloads
 from shardckpt.native.reader import NativeReader
-from shardckpt.native.recovery import read_described
+from shardckpt.offline.repair import read_described
 from shardckpt.readers.registry import open_checkpoint
 from tests.kit.writers.golden_state import based, before_based, full, large, large_based, small
 from tests.kit.writers.materialise import assert_same

@@ -8,7 +8,7 @@ import pytest
 
 from shardckpt.errors import UnsupportedError, UsageError
 from shardckpt.manifest import TensorEntry
-from shardckpt.plan.fp8_blocks import choose_weights, count_blocks, find_scaled, plan_config
+from shardckpt.plan.quantized_weights import choose_weights, count_blocks, find_scaled, plan_config
 
 LINEAR = [
     "model.layers.0.self_attn.q_proj.weight",

@@ -17,8 +17,8 @@ from shardckpt.readers.merge_shards import (
     require_one_save,
     slice_shard,
 )
+from shardckpt.readers.torchsave.storages import UnreadableTensor
 from shardckpt.readers.torchsave.tensor_views import LegacyView, View
-from shardckpt.readers.torchsave.unreadable import UnreadableTensor
 
 ROWS = [Box((2 * i, 0), (2, 3)) for i in range(3)]
 PATH = ("model", "w")

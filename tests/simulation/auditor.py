@@ -9,8 +9,8 @@ from typing import Any
 
 from shardckpt.checkpoint.load.load import load
 from shardckpt.errors import ShardckptError
-from shardckpt.native.base_refs import resolve_base
 from shardckpt.native.commit import COMMIT, Commit, decode_commit
+from shardckpt.native.records import resolve_base
 from shardckpt.native.step_copies import ROOT, Durability
 from shardckpt.storage.resolve_url import open_store
 from shardckpt.tiers.durability.run_record import read_run_record

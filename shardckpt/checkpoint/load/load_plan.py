@@ -18,8 +18,8 @@ from shardckpt.encodings.tagged_json import MAX_DEPTH
 from shardckpt.errors import UsageError
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.plan.naming.fqn import make_cleaner
-from shardckpt.plan.naming.peft_names import to_file_name
 from shardckpt.plan.naming.sections import find_sections, model_paths
+from shardckpt.plan.naming.weights import to_file_name
 from shardckpt.readers.opened.state_tree import ForeignValue
 from shardckpt.state.keys.slots import UnequalSteps
 from shardckpt.state.local.tensor_shards import LocalShard, TensorShards, end_address, has_own_elements

@@ -40,8 +40,7 @@ from shardckpt.checkpoint.stateful.variant import EXTRAS, Variant
 from shardckpt.encodings.tagged_json import path_key
 from shardckpt.errors import UsageError
 from shardckpt.manifest import Path, TensorEntry, dotted
-from shardckpt.readers.opened.numpy_stubs import read_numpy
-from shardckpt.readers.opened.state_tree import ForeignValue, TensorRef, iter_refs
+from shardckpt.readers.opened.state_tree import ForeignValue, TensorRef, iter_refs, read_numpy
 from shardckpt.state.adapters.flat_shard_check import FlatShards
 from shardckpt.state.keys.kinds import is_sharded_tensor
 from shardckpt.state.local.tensor_shards import get_tensor_shards

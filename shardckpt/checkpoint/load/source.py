@@ -25,7 +25,7 @@ from shardckpt.plan.naming.sections import split_flat_names
 from shardckpt.reader import NamedBases, ParamShapes, Reader, missing_shapes_error
 from shardckpt.readers.opened.state_tree import TensorRef, build_tree, fill_tree, find, iter_refs
 from shardckpt.readers.registry import open_checkpoint
-from shardckpt.readers.torchsave.unreadable import find_value
+from shardckpt.readers.torchsave.storages import find_value
 from shardckpt.state.local.tensor_shards import LocalShard, TensorShards, empty_in_order
 from shardckpt.storage.store import Read, Store
 

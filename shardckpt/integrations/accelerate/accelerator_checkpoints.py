@@ -20,10 +20,11 @@ from shardckpt import RNGState
 from shardckpt.checkpoint.coordinator import get_channels
 from shardckpt.checkpoint.save.async_save import AsyncSaveParams, require_known_options
 from shardckpt.errors import UnsupportedError, UsageError
-from shardckpt.integrations.accelerate.loop_state import LoaderPosition, LoopState
 from shardckpt.integrations.accelerate.state_folders import (
     STEP,
     Folder,
+    LoaderPosition,
+    LoopState,
     NumberedFolders,
     as_text,
     describe_missing,
@@ -32,8 +33,7 @@ from shardckpt.integrations.accelerate.state_folders import (
     is_url,
     make_folder,
 )
-from shardckpt.integrations.damaged_step import name_earlier
-from shardckpt.integrations.local_folders import list_names
+from shardckpt.integrations.local_folders import list_names, name_earlier
 from shardckpt.results import ResumeReport, SaveHandle
 from shardckpt.witness.framework_drill import run_drill
 

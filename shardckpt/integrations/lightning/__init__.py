@@ -6,7 +6,7 @@ from shardckpt.errors import require_packages
 
 require_packages("shardckpt.integrations.lightning", "torch", "lightning", install="'shardckpt[lightning]'")
 
+from shardckpt.integrations.lightning.lightning_step import ModelCheckpointParams
 from shardckpt.integrations.lightning.model_checkpoint import ShardckptModelCheckpoint
-from shardckpt.integrations.lightning.model_checkpoint_params import ModelCheckpointParams
 
 __all__ = ["ModelCheckpointParams", "ShardckptModelCheckpoint"]

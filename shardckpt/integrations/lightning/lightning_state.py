@@ -16,8 +16,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from shardckpt import Checkpointer, PerRank, RNGState, load, load_model_state_dict, model_state_dict
-from shardckpt.integrations.damaged_step import name_earlier_step
-from shardckpt.integrations.local_folders import require_access
+from shardckpt.integrations.local_folders import name_earlier_step, require_access
 
 __all__ = [
     "COMMIT",

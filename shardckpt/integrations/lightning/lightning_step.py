@@ -1,20 +1,34 @@
-"""A training step for Lightning's Trainer that can run again, on one batch."""
+"""What steps need from Lightning: strategies, arguments of `ModelCheckpoint`, a training step that can run again."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from datetime import timedelta
+from typing import Any, Literal, TypedDict
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    SingleDeviceXLAStrategy,
+    Strategy,
+    XLAStrategy,
+)
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 
 from shardckpt import RNGState
-from shardckpt.errors import UsageError
+from shardckpt.errors import UnsupportedError, UsageError
 from shardckpt.witness.framework_drill import drill_folder, require_proven, run_drill
 
-__all__ = ["LightningStep", "require_steps_for_drill"]
+__all__ = ["LightningStep", "ModelCheckpointParams", "require_steps_for_drill", "require_supported_strategy"]
+
+_STRATEGIES = (SingleDeviceStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy)
+_OTHER_SUBCLASSES = (DeepSpeedStrategy, XLAStrategy, SingleDeviceXLAStrategy)
 
 
 class LightningStep:
@@ -88,3 +102,30 @@ def require_steps_for_drill(trainer: Trainer) -> None:
     )
     if found:
         raise UsageError("a drill needs steps of one batch and one optimizer, which Lightning updates", found=found)
+
+
+def require_supported_strategy(strategy: Strategy) -> None:
+    """Raise UnsupportedError unless a step can have the strategy's models and optimizers."""
+    if not isinstance(strategy, _STRATEGIES) or isinstance(strategy, _OTHER_SUBCLASSES):
+        raise UnsupportedError(
+            "ShardckptModelCheckpoint does not support this strategy",
+            found=type(strategy).__name__,
+            expected=", ".join(each.__name__ for each in _STRATEGIES),
+            fix="Use ModelCheckpoint: shardckpt reads the checkpoints of DeepSpeed and many others.",
+        )
+
+
+class ModelCheckpointParams(TypedDict, total=False):
+    """Keyword parameters of Lightning's `ModelCheckpoint`, which documents them, except those that name files."""
+
+    monitor: str | None
+    verbose: bool
+    save_last: bool | Literal["link"] | None
+    save_top_k: int
+    save_on_exception: bool
+    save_weights_only: bool
+    mode: Literal["min", "max"]
+    every_n_train_steps: int | None
+    train_time_interval: timedelta | None
+    every_n_epochs: int | None
+    save_on_train_epoch_end: bool | None

@@ -30,10 +30,13 @@ from shardckpt.integrations.lightning.lightning_state import (
     pop_strange_hparams,
     replace_methods,
 )
-from shardckpt.integrations.lightning.lightning_step import LightningStep, require_steps_for_drill
-from shardckpt.integrations.lightning.model_checkpoint_params import ModelCheckpointParams
-from shardckpt.integrations.lightning.supported_strategies import require_supported_strategy
-from shardckpt.integrations.step_removal import StepRemoval
+from shardckpt.integrations.lightning.lightning_step import (
+    LightningStep,
+    ModelCheckpointParams,
+    require_steps_for_drill,
+    require_supported_strategy,
+)
+from shardckpt.integrations.local_folders import StepRemoval
 from shardckpt.results import SaveHandle
 
 __all__ = ["ShardckptModelCheckpoint"]

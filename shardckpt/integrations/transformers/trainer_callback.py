@@ -22,18 +22,20 @@ from typing_extensions import Unpack
 from shardckpt import Checkpointer, RNGState
 from shardckpt.checkpoint.save.async_save import StepSaveParams, require_known_options
 from shardckpt.errors import UnsupportedError, UsageError, require_bools
-from shardckpt.integrations.step_removal import StepRemoval
-from shardckpt.integrations.transformers.step_rotation import choose_removed
+from shardckpt.integrations.local_folders import StepRemoval
 from shardckpt.integrations.transformers.trainer_folder import (
+    TrainerStep,
     find_newest_folder,
     has_fsdp_model,
     is_trainer_folder,
     load_step,
     load_trainer_folder,
     load_weights,
+    require_steps_for_drill,
     unwrap_optimizer,
 )
 from shardckpt.integrations.transformers.trainer_state import (
+    choose_removed,
     collect_metrics,
     dump_state,
     finish_without_removal,
@@ -42,7 +44,6 @@ from shardckpt.integrations.transformers.trainer_state import (
     require_methods,
     require_resume_from,
 )
-from shardckpt.integrations.transformers.trainer_step import TrainerStep, require_steps_for_drill
 from shardckpt.results import SaveHandle
 
 __all__ = ["ShardckptCallback"]

@@ -1,10 +1,10 @@
-"""A Trainer's state in a step: its text, its metrics and its best step's path."""
+"""A Trainer's state in a step: its text, its metrics its best step's path, and the steps that it removes."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from shardckpt import Checkpointer
 from shardckpt.errors import UnsupportedError, UsageError
 
 __all__ = [
+    "choose_removed",
     "collect_metrics",
     "dump_state",
     "finish_without_removal",
@@ -87,3 +88,12 @@ def finish_without_removal(
         return original(*args, **kwargs)
     finally:
         arguments.save_total_limit = limit
+
+
+def choose_removed(numbers: Sequence[int], limit: int | None, best: int | None) -> list[int]:
+    """Return the steps to remove, oldest first, as the Trainer chooses its folders: never the newest or the best."""
+    if limit is None or limit <= 0:
+        return []
+    protected = {best, *numbers[-1:]}.intersection(numbers)  # both stay with a limit of 1, too
+    others = [number for number in numbers if number not in protected]
+    return others[: max(len(numbers) - max(limit, len(protected)), 0)]

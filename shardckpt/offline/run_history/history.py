@@ -11,7 +11,7 @@ from typing import Any
 from shardckpt.errors import MissingFileError, ShardckptError, SourceNotFoundError, escape
 from shardckpt.manifest import split_numbers
 from shardckpt.offline.prune import StepInfo, ls
-from shardckpt.offline.report_html.page import render_page, require_report_target, write_page
+from shardckpt.offline.report_html import render_page, require_report_target, write_page
 from shardckpt.offline.results.tensor_stats import STATS, History, StepStats, TensorStats
 from shardckpt.offline.select.options import parse_globs, parse_part
 from shardckpt.offline.stats import stats

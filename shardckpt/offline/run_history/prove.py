@@ -8,7 +8,7 @@ from typing import Any
 from shardckpt.errors import escape
 from shardckpt.native.run_directory import StepFolder, step_number
 from shardckpt.offline.prune import describe_captures, describe_steps, open_run
-from shardckpt.offline.report_html.page import render_page, require_report_target, write_page
+from shardckpt.offline.report_html import render_page, require_report_target, write_page
 from shardckpt.storage.resolve_url import as_url
 from shardckpt.storage.store import Store
 from shardckpt.storage.thread_pool import ThreadPool

@@ -9,9 +9,9 @@ from typing import Literal, TypedDict
 
 from shardckpt.dtypes import FLOATS, QUANTIZED, SHORT_NAMES
 from shardckpt.errors import UsageError, require_bools
-from shardckpt.plan.fp8_blocks import METHOD
 from shardckpt.plan.layout.output_files import parse_size
 from shardckpt.plan.naming.weights import Weights
+from shardckpt.plan.quantized_weights import METHOD
 from shardckpt.reader import NamedBases
 
 _SWITCHES = ("allow_overflow", "allow_loss", "overwrite", "dry_run", "parallel")

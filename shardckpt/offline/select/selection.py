@@ -121,7 +121,7 @@ def _read_groups(state: optimizer_state.OptimizerState) -> dict[str, Any]:
 def _warn_of_order(state: optimizer_state.OptimizerState | None) -> tuple[str, ...]:
     if state is None or not state.is_by_order:
         return ()
-    from shardckpt.plan.optim.match_ids import BY_ORDER  # noqa: PLC0415  (as in `_read_groups`)
+    from shardckpt.plan.optim.optimizer_state import BY_ORDER  # noqa: PLC0415  (as in `_read_groups`)
 
     return (BY_ORDER,)
 

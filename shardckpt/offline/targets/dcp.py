@@ -18,8 +18,7 @@ from shardckpt.manifest import Path, dotted
 from shardckpt.native.payload import PayloadChunk
 from shardckpt.offline.select.selection import Selection
 from shardckpt.offline.targets.base import FRESH, Conversion, PlannedRanks, RankOptions, Target
-from shardckpt.offline.targets.checkpoint_content import Content, full_content
-from shardckpt.offline.targets.torch_archive import can_pickle
+from shardckpt.offline.targets.torch_archive import Content, can_pickle, full_content
 from shardckpt.offline.write.conversion import Layout, PlannedFiles
 from shardckpt.offline.write.stream import FileSink, OutputFile, TensorPart, TensorStream
 from shardckpt.plan.layout.output_files import OutputTensor

@@ -17,8 +17,7 @@ from shardckpt.encodings.pickle_writer import GlobalCall, GlobalName
 from shardckpt.errors import UsageError
 from shardckpt.manifest import Path, dotted, unflatten
 from shardckpt.offline.targets.base import PlannedRanks, RankOptions
-from shardckpt.offline.targets.checkpoint_content import Content, full_content
-from shardckpt.offline.targets.torch_archive import archive_file
+from shardckpt.offline.targets.torch_archive import Content, archive_file, full_content
 from shardckpt.offline.write.conversion import Layout, PlannedFiles
 from shardckpt.offline.write.stream import OutputFile, TensorPart
 from shardckpt.plan.layout.output_files import OutputTensor

@@ -38,11 +38,11 @@ from shardckpt.native.payload import (
 from shardckpt.native.reader import NativeReader
 from shardckpt.native.records import ArrayRecord, make_record
 from shardckpt.native.run_directory import read_referred_files
+from shardckpt.offline.results.tensor_stats import find_piece_stats, merge_piece_stats
 from shardckpt.offline.select.group_settings import plain_value
 from shardckpt.offline.select.selection import Selection
 from shardckpt.offline.targets.base import Conversion, PlannedRanks, RankOptions, Target, describe_lost, require_allowed
 from shardckpt.offline.write.conversion import FinalFiles, Hashes, Layout, PlannedFiles
-from shardckpt.offline.write.stored_stats import find_piece_stats, merge_piece_stats
 from shardckpt.offline.write.stream import FileSink, OutputFile, TensorPart, TensorStream
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.layout.output_files import OutputTensor

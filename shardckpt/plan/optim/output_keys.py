@@ -9,8 +9,8 @@ from typing import Any, Literal
 from shardckpt.errors import UsageError
 from shardckpt.layout import FlatLayout, ParamSpec
 from shardckpt.manifest import Path, TensorEntry
+from shardckpt.plan.layout.copy_plan import permute
 from shardckpt.plan.layout.output_files import OutputTensor
-from shardckpt.plan.layout.piece_views import permute
 from shardckpt.plan.optim.flat_params import FlatUnit, has_scalars, pack_state
 from shardckpt.plan.optim.optim_keys import GROUPS, STATE, Key, flatten, number_names, rename_params, to_paths
 

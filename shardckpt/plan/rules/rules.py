@@ -14,7 +14,7 @@ from shardckpt.boxes import Box, Shape
 from shardckpt.dtypes import FLOATS, bits
 from shardckpt.errors import NameCollisionError, UsageError
 from shardckpt.manifest import Piece, TensorEntry
-from shardckpt.plan.layout.piece_views import narrow, permute, shift_pieces, squeeze, unsqueeze
+from shardckpt.plan.layout.copy_plan import narrow, permute, shift_pieces, squeeze, unsqueeze
 from shardckpt.plan.rules.patterns import Match, Pattern
 
 EACH = 0  # for `groups`: as many groups as a dimension has elements

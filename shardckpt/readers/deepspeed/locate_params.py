@@ -11,10 +11,9 @@ from typing import NamedTuple, NoReturn
 
 from shardckpt.boxes import Shape
 from shardckpt.errors import FormatError, UnsupportedError
-from shardckpt.readers.deepspeed import zero_partition as layout
+from shardckpt.readers.deepspeed import zero_files as layout
 from shardckpt.readers.deepspeed.state_files import ModelState, PartitionOptimState, StateFileContents
-from shardckpt.readers.deepspeed.zero_files import StateFiles
-from shardckpt.readers.deepspeed.zero_partition import PartitionRun
+from shardckpt.readers.deepspeed.zero_files import PartitionRun, StateFiles
 
 # Names of expert parameters in `deepspeed.moe`.
 _EXPERT = re.compile(r"(?P<start>.*\.deepspeed_experts\.)(?P<local>\d{1,6})(?P<rest>\..*)", re.DOTALL)

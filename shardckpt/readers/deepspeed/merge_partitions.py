@@ -8,11 +8,10 @@ from math import prod
 from shardckpt.boxes import Box, Shape
 from shardckpt.errors import FormatError
 from shardckpt.manifest import ObjectEntry, Path, TensorEntry
-from shardckpt.readers.deepspeed import zero_partition as layout
+from shardckpt.readers.deepspeed import zero_files as layout
 from shardckpt.readers.deepspeed.locate_params import DataParallelRanks, TrainedParam
 from shardckpt.readers.deepspeed.state_files import ModelState, Slot, read_groups
-from shardckpt.readers.deepspeed.zero_files import optim_file_name, part_file_name
-from shardckpt.readers.deepspeed.zero_partition import PartitionRun
+from shardckpt.readers.deepspeed.zero_files import PartitionRun, optim_file_name, part_file_name
 from shardckpt.readers.merge_shards import (
     OTHER_SAVE,
     ManifestBuilder,

@@ -20,8 +20,8 @@ from shardckpt.reader import Evidence, Format, Reader, Source
 from shardckpt.readers.dcp import reader as dcp
 from shardckpt.readers.frameworks.composite import SubReader, join
 from shardckpt.readers.huggingface import reader as hf
-from shardckpt.readers.ranks.fsdp1_metadata import read_metadata
-from shardckpt.readers.ranks.merged_reader import MergedTorchReader, merge_rank_files
+from shardckpt.readers.ranks.fsdp1_flat_param import read_metadata
+from shardckpt.readers.ranks.merge_local_states import MergedTorchReader, merge_rank_files
 from shardckpt.readers.ranks.rank_files import RankFile
 from shardckpt.readers.torchsave.reader import open_files
 

@@ -16,7 +16,7 @@ from shardckpt.encodings.pickle_reader import Limits, load
 from shardckpt.errors import FormatError, IncompleteError, UnsafeError, UnsupportedError
 from shardckpt.manifest import Manifest, Path, dotted
 from shardckpt.reader import Evidence, Format, Reader, Source
-from shardckpt.readers.ranks.merged_reader import MergedTorchReader
+from shardckpt.readers.ranks.merge_local_states import MergedTorchReader
 from shardckpt.readers.ranks.rank_files import RankFile
 from shardckpt.readers.torchsave.reader import open_files
 from shardckpt.storage.store import read_bytes

@@ -15,8 +15,8 @@ from shardckpt.readers.huggingface.index_files import (
     two_files_error,
     unindexed_error,
 )
-from shardckpt.readers.ranks.fsdp1_metadata import read_metadata
-from shardckpt.readers.ranks.merged_reader import merge_rank_files
+from shardckpt.readers.ranks.fsdp1_flat_param import read_metadata
+from shardckpt.readers.ranks.merge_local_states import merge_rank_files
 from shardckpt.readers.torchsave.reader import CONFIGURATION, SUFFIXES, TorchReader, looks_like_torch, open_files
 from shardckpt.storage.store import Store
 

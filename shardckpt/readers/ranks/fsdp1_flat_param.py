@@ -1,7 +1,13 @@
-"""One flat parameter by torch's FSDP1: the ranks' chunks, its members' locations."""
+"""One flat parameter by torch's FSDP1: the ranks' chunks, its members' locations, and metadata files for them.
+
+The files are named `flat_param_metadata_rank{r}.json`. torch writes no such files. A job that saves LOCAL states can
+write the fields in `FlatParameter` as `{"world_size", "rank", "handles": [{"module", "fqns", "shapes", "shared_params":
+[[name, first name], ...]}, ...]}`, with names relative to `module`.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,10 +15,15 @@ from math import prod
 
 from shardckpt.boxes import Box, Shape, chunk_range
 from shardckpt.dtypes import bits
+from shardckpt.encodings.budget import check_list, check_shape, check_text, require_small
+from shardckpt.encodings.safetensors import parse_json
 from shardckpt.errors import FormatError
 from shardckpt.layout import ALIGNMENT, FlatLayout, ParamSpec
 from shardckpt.manifest import Lazy, Path, TensorEntry
+from shardckpt.plan.naming.fqn import strip_wrappers
+from shardckpt.reader import ParamShapes
 from shardckpt.readers.merge_shards import (
+    KEEP_ONE_SAVE,
     ManifestBuilder,
     Shard,
     join_entries,
@@ -22,11 +33,15 @@ from shardckpt.readers.merge_shards import (
 )
 from shardckpt.readers.ranks.rank_files import RankContent
 from shardckpt.readers.torchsave.dtensor_spec import ShardInfo, ShardList
+from shardckpt.storage.store import Read, Store
 
 FLAT = "_flat_param"
 
 # Rank in the sharding group to the file that contains its part, and the part.
 Fragments = dict[int, tuple[RankContent, TensorEntry]]
+
+_NAME = re.compile(r"flat_param_metadata_rank\d{1,9}\.json")
+_MAX_BYTES = 1 << 26
 
 
 def join_parts(path: Path, found: Iterable[tuple[int, RankContent, TensorEntry]]) -> Fragments:
@@ -177,3 +192,42 @@ def storage_key(entry: TensorEntry) -> int | None:
     """Return where a tensor's storage starts in its file; None if it is empty."""
     layout = entry.pieces[0].layout if entry.pieces else None
     return layout.offset if isinstance(layout, Lazy) and layout.nbytes else None
+
+
+def read_metadata(store: Store, sizes: Mapping[str, int]) -> ParamShapes | None:
+    """Read the parameter shapes from metadata files; None if there are none."""
+    names = sorted(name for name in sizes if _NAME.fullmatch(name))
+    for name in names:
+        require_small("a metadata file", sizes[name], _MAX_BYTES, f"{store.url}/{name}")
+    buffers = {name: bytearray(sizes[name]) for name in names}
+    store.read([Read(name, 0, memoryview(buffer)) for name, buffer in buffers.items()])
+    first: tuple[str, ParamShapes] | None = None
+    for name, raw in buffers.items():
+        known = _parse(parse_json(bytes(raw), where=f"{store.url}/{name}"), f"{store.url}/{name}")
+        if first is None:
+            first = (name, known)
+        elif (known.shapes, known.units, known.aliases) != (first[1].shapes, first[1].units, first[1].aliases):
+            raise FormatError(f"{first[0]} and {name} store different layouts", where=store.url, fix=KEEP_ONE_SAVE)
+    return first[1] if first else None
+
+
+def _parse(value: object, where: str) -> ParamShapes:
+    shapes: dict[str, Shape] = {}
+    units: dict[str, Sequence[str]] = {}
+    aliases: dict[str, str] = {}
+    for handle in check_list(value.get("handles") if isinstance(value, dict) else None, where):
+        fields = handle if isinstance(handle, dict) else {}
+        module = strip_wrappers(check_text(fields.get("module"), where))
+        prefix = f"{module}." if module else ""
+        names = [strip_wrappers(prefix + check_text(name, where)) for name in check_list(fields.get("fqns"), where)]
+        sizes = [check_shape(shape, where) for shape in check_list(fields.get("shapes"), where)]
+        if len(names) != len(sizes) or len(set(names)) < len(names) or shapes.keys() & set(names):
+            raise FormatError("a unit must have one shape for each name, each name once", where=where, found=module)
+        shapes |= dict(zip(names, sizes, strict=True))
+        units[prefix + FLAT] = names
+        for pair in check_list(fields.get("shared_params", []), where):
+            tied = [strip_wrappers(prefix + check_text(name, where)) for name in check_list(pair, where)[:2]]
+            if len(tied) < 2:
+                raise FormatError("a tie must name two parameters", where=where, found=str(pair)[:80])
+            aliases[tied[0]] = tied[1]
+    return ParamShapes(shapes, where, aliases, units)

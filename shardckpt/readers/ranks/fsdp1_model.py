@@ -26,7 +26,7 @@ from shardckpt.readers.ranks.fsdp1_flat_param import (
 )
 from shardckpt.readers.ranks.rank_files import RankContent, RankGroup
 from shardckpt.readers.torchsave.dtensor_spec import SHARDED_TENSOR, ShardInfo
-from shardckpt.readers.torchsave.unreadable import UnreadableTensor
+from shardckpt.readers.torchsave.storages import UnreadableTensor
 
 GIVE_SHAPES = (
     "Give --shapes-from SRC, any checkpoint of the same model that holds full tensors, or load into the model."

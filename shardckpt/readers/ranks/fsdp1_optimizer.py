@@ -10,7 +10,7 @@ from math import comb, prod
 from shardckpt.errors import FormatError
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.plan.naming.fqn import strip_wrappers
-from shardckpt.plan.optim.match_ids import BY_ORDER, GIVE_NAMES, match_by_kind, match_in_order
+from shardckpt.plan.optim.optimizer_state import BY_ORDER, GIVE_NAMES, match_by_kind, match_in_order
 from shardckpt.reader import ParamShapes
 from shardckpt.readers.merge_shards import ManifestBuilder, join_entries
 from shardckpt.readers.ranks.fsdp1_flat_param import FlatParamUnit, join_parts

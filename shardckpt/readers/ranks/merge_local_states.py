@@ -13,9 +13,11 @@ from itertools import islice
 from typing import Any, NoReturn
 
 from shardckpt.boxes import Box, Shape
+from shardckpt.encodings.budget import gc_paused
 from shardckpt.errors import FormatError, UnsupportedError
 from shardckpt.layout import DimLayout, FlatLayout
 from shardckpt.manifest import Manifest, Path, Piece, TensorEntry, dotted
+from shardckpt.reader import ParamShapes, Reader
 from shardckpt.readers.merge_shards import (
     MAX_MISSING,
     OTHER_SAVE,
@@ -32,8 +34,11 @@ from shardckpt.readers.merge_shards import (
     slice_shard,
     split_content,
 )
+from shardckpt.readers.ranks.fsdp1_model import has_flat_parameters
 from shardckpt.readers.ranks.local_state_metadata import Known, Member, RankState, RankUnit, group_units, parse
-from shardckpt.readers.ranks.rank_files import GROUPS, STATE
+from shardckpt.readers.ranks.merge_dtensors import merge_dtensor_shards
+from shardckpt.readers.ranks.rank_files import GROUPS, STATE, RankFile, parse_rank_names
+from shardckpt.readers.torchsave.reader import TorchReader
 from shardckpt.readers.torchsave.replicas import combine_values
 from shardckpt.readers.torchsave.tensor_views import RankNote
 
@@ -299,3 +304,45 @@ class _LocalStateMerger:
     ) -> NoReturn:
         fix = OTHER_SAVE if kind is FormatError else "Save it as FULL or SHARDED."
         raise kind(what, where=self._builder.url, found=found, expected=expected, fix=fix)
+
+
+class MergedTorchReader(TorchReader):
+    """Reads merged rank files, and can merge again after shapes become known."""
+
+    def __init__(self, apart: TorchReader, files: Sequence[RankFile], known: ParamShapes | None = None) -> None:
+        manifest = merge_dtensor_shards(apart.manifest, apart.shards, files, apart.store.url, known)
+        super().__init__(apart.store, manifest, apart.archives)
+        self._apart = apart
+        self._files = files
+        self._known = known
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the files contain flat parameters."""
+        return has_flat_parameters(self._apart.shards)
+
+    @property
+    def needs_param_shapes(self) -> bool:
+        """Whether the files contain flat parameters without known shapes."""
+        return self.is_flat and self._known is None
+
+    def with_param_shapes(self, known: ParamShapes) -> Reader:
+        """Return a reader with the given shapes; metadata files in the folder take precedence."""
+        if self._known is not None:
+            known = replace(self._known, ids=known.ids or self._known.ids)
+        if not self.is_flat or not known.shapes:
+            return self
+        return MergedTorchReader(self._apart, self._files, known)
+
+
+def merge_rank_files(reader: TorchReader, known: ParamShapes | None = None) -> TorchReader:
+    """Return a reader for the merged tensors; the same reader without rank files."""
+    with gc_paused():
+        if reader.notes:
+            return reader.with_manifest(merge_local_states(reader.manifest, reader.notes, reader.store.url))
+        if not reader.shards:
+            return reader
+        names = list(reader.manifest.files)
+        if len(names) == 1:
+            return MergedTorchReader(reader, [RankFile(names[0], (), (), 0)], known)
+        return MergedTorchReader(reader, parse_rank_names(names, {str(path[0]) for path in reader.shards}), known)

@@ -35,12 +35,12 @@ from shardckpt.readers.torchsave.storages import (
     UNORDERED,
     StorageRef,
     Storages,
+    UnreadableTensor,
     big_endian_error,
     element_bytes,
     require_little,
 )
 from shardckpt.readers.torchsave.tensor_views import LegacyView, RankNote, StateTree, View, ZipView
-from shardckpt.readers.torchsave.unreadable import UnreadableTensor
 from shardckpt.storage.store import Read, Store, read_bytes
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")

@@ -1,12 +1,15 @@
-"""Storages that a torch pickle refers to: their names, dtypes and byte order."""
+"""Storages that a torch pickle refers to: their names, dtypes and byte order; marks for what cannot be read."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardckpt.dtypes import bits, is_known
 from shardckpt.encodings.pickle_reader import StorageType
 from shardckpt.errors import FormatError, UnsupportedError
+from shardckpt.manifest import Lazy, Path, TensorEntry, dotted
 
 # Record that marks tensors in another order than the model's, such as from a sorted source. Torch ignores it.
 UNORDERED = ".shardckpt-unordered"
@@ -14,6 +17,8 @@ UNORDERED = ".shardckpt-unordered"
 MAX_ELEMENTS = 1 << 60  # elements in a tensor or storage: more than any machine holds
 
 _QUANTISED_BYTES = {"quint8": 1, "qint8": 1, "qint32": 4, "quint4x2": 1, "quint2x4": 1}
+
+LEAVE_OUT = "Leave it out with --exclude, or save it dense."
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,3 +91,35 @@ def big_endian_error(where: str, found: object) -> UnsupportedError:
         expected="little",
         fix="Load and save it again with torch on a little-endian machine.",
     )
+
+
+class UnreadableTensor(NamedTuple):
+    """Marks a tensor or value that cannot be read."""
+
+    path: Path  # in the saved state
+    kind: str  # for messages
+    fix: str = LEAVE_OUT  # what the user can do
+    is_value: bool = False  # a value that contains tensors, such as a module
+
+    def content_key(self) -> Hashable:
+        """Return the same key for all: none can be read."""
+        return UnreadableTensor
+
+    def full_checksum(self, size: int) -> None:
+        """Return None: the checksum is unknown."""
+
+    def error(self, where: str) -> UnsupportedError:
+        """Return the error for reading the tensor."""
+        return UnsupportedError(
+            f"{dotted(self.path)!r} is {self.kind}",
+            where=where,
+            expected="a dense tensor",
+            fix=self.fix,
+        )
+
+
+def find_value(entry: TensorEntry) -> UnreadableTensor | None:
+    """Return an entry's mark if it is a value with tensors that only its own library can read."""
+    layout = entry.pieces[0].layout if entry.pieces else None
+    detail = layout.detail if isinstance(layout, Lazy) else None
+    return detail if isinstance(detail, UnreadableTensor) and detail.is_value else None

@@ -15,8 +15,7 @@ from shardckpt.encodings.zip_archive import ZipEntry
 from shardckpt.errors import FormatError, UnsupportedError, escape
 from shardckpt.manifest import Lazy, ObjectEntry, Path, Piece, TensorEntry, dotted
 from shardckpt.readers.torchsave.dtensor_spec import DTENSOR, SHARDED_TENSOR, ShardInfo, ShardParser
-from shardckpt.readers.torchsave.storages import MAX_ELEMENTS, StorageRef
-from shardckpt.readers.torchsave.unreadable import LEAVE_OUT, UnreadableTensor
+from shardckpt.readers.torchsave.storages import LEAVE_OUT, MAX_ELEMENTS, StorageRef, UnreadableTensor
 
 _TENSOR_LIKE = {
     "torch._utils._rebuild_qtensor": "a quantised tensor",

@@ -7,8 +7,7 @@ import pytest
 import shardckpt
 from shardckpt.boxes import Box, full_box
 from shardckpt.manifest import Encoded, Lazy, Manifest, Piece, Span, Strided, TensorEntry
-from shardckpt.offline.inspect import describe_manifest
-from shardckpt.offline.report_html.checkpoint_map import FileExtent, describe_checkpoint, find_file_extent
+from shardckpt.offline.inspect import FileExtent, describe_checkpoint, describe_manifest, find_file_extent
 from shardckpt.readers.registry import open_checkpoint
 
 

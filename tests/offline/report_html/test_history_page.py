@@ -11,7 +11,7 @@ import torch
 import shardckpt
 from shardckpt.errors import TargetExistsError
 from shardckpt.native.run_directory import step_name
-from shardckpt.offline.report_html.page import render_page, write_page
+from shardckpt.offline.report_html import render_page, write_page
 from shardckpt.offline.run_history.history import describe_history
 from shardckpt.results import History, StepStats, TensorStats
 from tests.kit.runs.browser import Page

@@ -14,9 +14,8 @@ import shardckpt
 from shardckpt.boxes import full_box
 from shardckpt.errors import TargetExistsError, UsageError
 from shardckpt.manifest import Manifest, Piece, Span, TensorEntry
-from shardckpt.offline.inspect import describe_manifest
-from shardckpt.offline.report_html.checkpoint_map import describe_checkpoint
-from shardckpt.offline.report_html.page import render_page, write_page
+from shardckpt.offline.inspect import describe_checkpoint, describe_manifest
+from shardckpt.offline.report_html import render_page, write_page
 from tests.kit.runs.browser import Page
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=document.title='owned'>"

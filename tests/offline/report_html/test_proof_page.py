@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardckpt.offline.report_html.page import render_page, write_page
+from shardckpt.offline.report_html import render_page, write_page
 from shardckpt.offline.run_history.prove import describe_proof
 from shardckpt.results import Divergence, Proof, Resume, StepProof
 from tests.kit.runs.browser import Page

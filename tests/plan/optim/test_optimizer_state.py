@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import combinations, permutations
 
 import pytest
 from hypothesis import given
@@ -12,7 +15,14 @@ from shardckpt.boxes import full_box
 from shardckpt.errors import AmbiguousError, FormatError, NameCollisionError, UsageError
 from shardckpt.manifest import Path, Piece, Span, TensorEntry
 from shardckpt.plan.naming.fqn import make_cleaner
-from shardckpt.plan.optim.optimizer_state import OptimizerState, RawOptimizer, key_by_name
+from shardckpt.plan.optim.optimizer_state import (
+    OptimizerState,
+    RawOptimizer,
+    has_match,
+    key_by_name,
+    match_by_kind,
+    match_in_order,
+)
 
 MODEL: dict[str, tuple[int, ...]] = {"a.w": (2, 3), "a.b": (3,), "c": (5,)}
 
@@ -246,3 +256,47 @@ def test_tensors_in_odd_places_are_a_format_error(path: Path) -> None:
 def test_keys_that_are_neither_name_nor_id_are_a_format_error(key: object) -> None:
     with pytest.raises(FormatError):
         key_by_name(raw({("state", key, "m"): (1,)}, {("param_groups",): []}), MODEL)  # type: ignore[dict-item]
+
+
+KINDS = st.sampled_from([None, 1, 2])
+
+
+def list_matches(wanted: list[int | None], choices: Iterable[tuple[tuple[str, int], ...]]) -> list[list[str]]:
+    """Return the names of the choices that fit what is wanted, one by one."""
+    return [
+        [name for name, _ in chosen]
+        for chosen in choices
+        if all(want in (None, kind) for want, (_, kind) in zip(wanted, chosen, strict=True))
+    ]
+
+
+@given(wanted=st.lists(KINDS, max_size=4), offered=st.lists(st.sampled_from([1, 2, 3]), max_size=6))
+def test_a_match_in_order_is_given_only_where_it_is_the_only_one(wanted: list[int | None], offered: list[int]) -> None:
+    named = [(f"n{i}", kind) for i, kind in enumerate(offered)]
+    ways = list_matches(wanted, combinations(named, len(wanted)))
+    assert match_in_order([wanted], named) == (ways if len(ways) == 1 else None)
+
+
+@given(wanted=st.lists(KINDS, max_size=4), offered=st.lists(st.sampled_from([1, 2, 3]), max_size=5))
+def test_a_match_by_kind_is_the_only_one_in_any_order(wanted: list[int | None], offered: list[int]) -> None:
+    named = [(f"n{i}", kind) for i, kind in enumerate(offered)]
+    ways = list_matches(wanted, permutations(named, len(wanted)))
+    assert match_by_kind(wanted, named) == (ways[0] if len(ways) == 1 else None)
+    if None not in wanted:
+        assert has_match(wanted, named) == bool(ways)
+
+
+def test_groups_take_names_one_after_the_other() -> None:
+    offered = [("a.w", 1), ("a.b", 2), ("c.w", 1), ("c.b", 2)]
+    assert match_in_order([[2, 2], [1, 1]], offered) == [["a.b", "c.b"], ["a.w", "c.w"]]
+    assert match_in_order([[1], [1]], offered) is None
+    assert match_in_order([[1, 2, 1, 2, 1]], offered) is None
+
+
+def test_many_groups_cost_no_product_of_their_numbers() -> None:
+    count = 20_000
+    offered = [pair for i in range(count) for pair in ((f"w{i}", "same"), (f"b{i}", i))]
+    started = time.process_time()
+    match = match_in_order([["same", i] for i in range(count)], offered)
+    assert match is not None and match[-1] == [f"w{count - 1}", f"b{count - 1}"]
+    assert time.process_time() - started < 10

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from shardckpt.boxes import Box
 from shardckpt.manifest import Lazy, Piece
 from shardckpt.readers.torchsave.replicas import find_replicas, join_replicas, list_replicas
-from shardckpt.readers.torchsave.unreadable import UnreadableTensor
+from shardckpt.readers.torchsave.storages import UnreadableTensor
 
 BOX = Box((0,), (2,))
 

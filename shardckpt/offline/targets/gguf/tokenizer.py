@@ -12,8 +12,16 @@ from shardckpt.encodings.gguf import MetadataValue
 from shardckpt.encodings.safetensors import parse_json
 from shardckpt.errors import FormatError, ShardckptError, UnsupportedError, describe_with_class
 from shardckpt.offline.select.config_files import ConfigFiles
-from shardckpt.offline.targets.gguf.byte_level_bpe import is_byte_level, read_byte_level
-from shardckpt.offline.targets.gguf.vocabulary import BYTE, NORMAL, UNKNOWN, AddedToken, TokenTable, Vocabulary
+from shardckpt.offline.targets.gguf.vocabulary import (
+    BYTE,
+    NORMAL,
+    UNKNOWN,
+    AddedToken,
+    TokenTable,
+    Vocabulary,
+    is_byte_level,
+    read_byte_level,
+)
 from shardckpt.storage.store import read_bytes
 
 JSON, MODEL, SETTINGS = "tokenizer.json", "tokenizer.model", "tokenizer_config.json"

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import shardckpt
 from shardckpt.errors import FormatError
-from shardckpt.offline.targets.gguf.byte_level_bpe import _SPLITS as SPLITS
 from shardckpt.offline.targets.gguf.tokenizer import read_byte_fallback
+from shardckpt.offline.targets.gguf.vocabulary import _SPLITS as SPLITS
 from tests.kit.models.gguf_models import build_model, open_file, write_model
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}

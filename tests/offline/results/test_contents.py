@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 
 from shardckpt.errors import ChecksumError, FormatError, MissingFileError, TruncatedError
-from shardckpt.offline.results.problems import Problem, ProblemKind, find_rank, from_error
+from shardckpt.offline.results.contents import Problem, ProblemKind, find_rank, from_error
 from shardckpt.plan.layout.coverage import FaultKind
 
 

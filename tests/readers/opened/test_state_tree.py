@@ -11,7 +11,7 @@ import pytest
 
 from shardckpt.encodings import pickle_reader
 from shardckpt.encodings.pickle_stubs import InstanceStub
-from shardckpt.readers.opened.numpy_stubs import read_numpy
+from shardckpt.readers.opened.state_tree import read_numpy
 
 ARRAYS = {
     "integers": np.arange(3),

@@ -11,8 +11,8 @@ import pytest
 
 from shardckpt.errors import CheckpointError, FormatError, UnsafeError
 from shardckpt.reader import ParamShapes
-from shardckpt.readers.ranks import fsdp1_metadata
-from shardckpt.readers.ranks.fsdp1_metadata import read_metadata
+from shardckpt.readers.ranks import fsdp1_flat_param
+from shardckpt.readers.ranks.fsdp1_flat_param import read_metadata
 from shardckpt.storage.local import LocalStore
 
 NOTE: dict[str, Any] = {
@@ -45,7 +45,7 @@ def test_where_there_is_none_nothing_is_told(tmp_path: Path) -> None:
 
 
 def test_a_note_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fsdp1_metadata, "_MAX_BYTES", 10)
+    monkeypatch.setattr(fsdp1_flat_param, "_MAX_BYTES", 10)
     with pytest.raises(UnsafeError, match="too large"):
         read(tmp_path, NOTE)
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 import shardckpt
 from shardckpt.boxes import Box
 from shardckpt.errors import PrecisionError, ShardckptError, UsageError
-from shardckpt.offline.fp8 import block_scales
+from shardckpt.offline.select import block_scales
 from tests.kit.runs.cases import load_folder, read_case
 from tests.kit.runs.command import run_here
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardckpt.errors import UnsafeError, UsageError
-from shardckpt.native.base_refs import is_base_url, may_open, refer_to, resolve_base
+from shardckpt.native.records import is_base_url, may_open, refer_to, resolve_base
 
 NONE = ["", "..", "../", "../..", "../../etc", "../a/b", "../a/../..", "one", "./one", "../a\0b", 7, None]
 """What is no reference."""

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardckpt.readers.deepspeed import zero_partition as layout
+from shardckpt.readers.deepspeed import zero_files as layout
 
 WORLDS = st.integers(1, 16)
 NUMELS = st.lists(st.integers(0, 40), min_size=1, max_size=6)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardckpt.plan.naming.peft_names import to_base_name, to_file_name
+from shardckpt.plan.naming.weights import to_base_name, to_file_name
 
 PREFIX = "base_model.model."
 
