@@ -13,10 +13,9 @@ from typing_extensions import Unpack
 
 from shardckpt.checkpoint.coordinator import get_channels
 from shardckpt.checkpoint.load.load import LoadParams, load
-from shardckpt.checkpoint.run.save_schedule import SaveSchedule, require_signals
+from shardckpt.checkpoint.run.save_schedule import SaveSchedule, StepRetention, require_signals
 from shardckpt.checkpoint.run.step_finder import StepFinder, require_step_number
 from shardckpt.checkpoint.run.step_restore import RestoredStep, restore_step, warn_of_faults
-from shardckpt.checkpoint.run.step_retention import StepRetention
 from shardckpt.checkpoint.run.step_saver import StepSaver, check_options, join_on_event
 from shardckpt.checkpoint.save.async_save import AsyncSaveParams
 from shardckpt.checkpoint.save.handle import SaveHandle

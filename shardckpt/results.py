@@ -22,7 +22,16 @@ if TYPE_CHECKING:
         TensorDifference,
         ValueDifference,
     )
-    from shardckpt.offline.results.contents import FileInfo, FileRange, Inspection, Problem, TensorInfo, Verification
+    from shardckpt.offline.results.contents import (
+        FileInfo,
+        FileRange,
+        Inspection,
+        Problem,
+        Report,
+        TensorInfo,
+        Verification,
+        WrittenFile,
+    )
     from shardckpt.offline.results.tensor_stats import (
         Bisection,
         History,
@@ -31,7 +40,6 @@ if TYPE_CHECKING:
         StepStats,
         TensorStats,
     )
-    from shardckpt.offline.write.report import Report, WrittenFile
     from shardckpt.readers.registry import FormatInfo, FormatList
     from shardckpt.tiers.tier_list import HolderInfo, HungHolderInfo, TierList
     from shardckpt.witness.prove_resume import ResumeReport
@@ -68,8 +76,10 @@ _HOMES = {
         "FileRange",
         "Inspection",
         "Problem",
+        "Report",
         "TensorInfo",
         "Verification",
+        "WrittenFile",
     ),
     "shardckpt.offline.results.tensor_stats": (
         "Bisection",
@@ -78,10 +88,6 @@ _HOMES = {
         "Statistics",
         "StepStats",
         "TensorStats",
-    ),
-    "shardckpt.offline.write.report": (
-        "Report",
-        "WrittenFile",
     ),
     "shardckpt.readers.registry": (
         "FormatInfo",

@@ -557,7 +557,7 @@ class TestTheChecksCanFail:
             ("shardckpt.readers.huggingface.reader", "def f():\n    from shardckpt.offline import consolidate"),
             (
                 "shardckpt.readers.huggingface.reader",
-                "if TYPE_CHECKING:\n    from shardckpt.offline.write.report import Report",
+                "if TYPE_CHECKING:\n    from shardckpt.offline.results.contents import Report",
             ),
             ("shardckpt.storage.local", "from ..plan import naming"),
             ("shardckpt.readers.huggingface.reader", "import shardckpt"),

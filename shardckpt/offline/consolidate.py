@@ -13,6 +13,7 @@ from typing import Any
 
 from shardckpt.errors import UsageError, require_keywords, require_torch
 from shardckpt.events.progress import OnProgress
+from shardckpt.offline.results.contents import Report
 from shardckpt.offline.select.config_files import (
     ADAPTER_CONFIG,
     CONFIG,
@@ -27,7 +28,6 @@ from shardckpt.offline.select.selection import Selection, read_param_names, sele
 from shardckpt.offline.targets.base import CONFIG_FILES, Conversion, drop_unsupported, require_quantization
 from shardckpt.offline.targets.target_registry import DEFAULT, choose_target
 from shardckpt.offline.write.conversion import ConversionPlan, PlannedFiles, Stopwatch, run_conversion, write_alone
-from shardckpt.offline.write.report import Report
 from shardckpt.plan.naming.weights import BASE_PARTS, WAY_TO_BASE
 from shardckpt.plan.quantized_weights import DTYPE as FP8
 from shardckpt.readers.registry import open_reader, open_source

@@ -20,10 +20,10 @@ from shardckpt.errors import NameCollisionError, UnsupportedError, UsageError
 from shardckpt.events.progress import OnProgress
 from shardckpt.manifest import TensorEntry
 from shardckpt.offline.consolidate import export, parse_options
+from shardckpt.offline.results.contents import Report
 from shardckpt.offline.select.config_files import ADAPTER_CONFIG, TIE
 from shardckpt.offline.select.options import MergeParams, parse_dtype
 from shardckpt.offline.select.selection import Selection
-from shardckpt.offline.write.report import Report
 from shardckpt.plan.adapter import LowRank, Merge, list_changed, plan_merge
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.layout.output_files import Change, OutputTensor

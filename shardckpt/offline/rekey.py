@@ -11,9 +11,9 @@ from typing_extensions import Unpack
 from shardckpt.errors import UsageError
 from shardckpt.events.progress import OnProgress
 from shardckpt.offline.consolidate import export, parse_options
+from shardckpt.offline.results.contents import Report
 from shardckpt.offline.select.options import RekeyParams
 from shardckpt.offline.select.selection import Selection, read_param_names
-from shardckpt.offline.write.report import Report
 from shardckpt.plan.optim.output_keys import Keys, rekey_state
 from shardckpt.readers.huggingface.index_files import SUFFIX
 from shardckpt.storage.resolve_url import as_url

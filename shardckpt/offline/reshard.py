@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from shardckpt.errors import UsageError, require_bools
 from shardckpt.events.progress import OnProgress
 from shardckpt.manifest import dotted
+from shardckpt.offline.results.contents import Report
 from shardckpt.offline.select.config_files import load_param_shapes
 from shardckpt.offline.select.options import DEFAULT_MEMORY_BYTES, parse_globs, parse_memory
 from shardckpt.offline.targets.base import RankOptions
 from shardckpt.offline.targets.target_registry import find_rank_target
 from shardckpt.offline.write.conversion import ConversionPlan, Stopwatch, run_conversion
-from shardckpt.offline.write.report import Report
 from shardckpt.plan.layout.output_files import parse_size
 from shardckpt.reader import NamedBases
 from shardckpt.readers.registry import open_checkpoint

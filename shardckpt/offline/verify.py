@@ -23,9 +23,16 @@ from shardckpt.errors import (
 from shardckpt.events.progress import Meter, OnProgress
 from shardckpt.manifest import Encoded, Lazy, Manifest, dotted
 from shardckpt.native.payload import GROUP_BYTES, BlockHasher, group_hashes
-from shardckpt.offline.results.contents import FileRange, Problem, Verification, from_error, from_fault, missing_file
+from shardckpt.offline.results.contents import (
+    NO_SHAPES,
+    FileRange,
+    Problem,
+    Verification,
+    from_error,
+    from_fault,
+    missing_file,
+)
 from shardckpt.offline.select.config_files import load_param_shapes
-from shardckpt.offline.write.report import NO_SHAPES
 from shardckpt.plan.layout.coverage import faults, locate
 from shardckpt.reader import XXH3, XXH3_OF_BLOCKS, Checksum, NamedBases, Reader, Source
 from shardckpt.readers.registry import open_checkpoint, open_reader, open_source

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from shardckpt.checkpoint.coordinator import Coordinator, get_channels, has_lost_rank
-from shardckpt.checkpoint.run.step_retention import StepRetention
+from shardckpt.checkpoint.run.save_schedule import StepRetention
 from shardckpt.checkpoint.save.async_save import SaveLane, start_async_save
 from shardckpt.checkpoint.save.handle import StepTask
 from shardckpt.checkpoint.save.save import RunNotes, SaveParams

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,9 @@ from shardckpt.checkpoint.coordinator import Coordinator, get_channels
 from shardckpt.checkpoint.load.load import load
 from shardckpt.checkpoint.save.save import save
 from shardckpt.divergence import Divergence
-from shardckpt.errors import UsageError, require_bools
+from shardckpt.errors import ResumeDivergence, UsageError, require_bools
+from shardckpt.events.warn_user import warn_user
+from shardckpt.storage.resolve_url import open_store, split
 from shardckpt.witness.digests import digest_batch, digest_random_states
 from shardckpt.witness.environment import describe_environment
 from shardckpt.witness.rank_message import RankStep, encode_rank_step, merge_rank_steps, read_float
@@ -236,3 +238,45 @@ def _read_results(results: Any) -> Mapping[str, Any]:
             expected="loss, grad_norm, batch",
         )
     return results
+
+
+def run_drill(train_step: Callable[[], Any], state: Any, path: str, *, steps: int = 2) -> ResumeReport:
+    """Save a state, train, restore, train again and compare, as `prove_resume`; then restore the state. Collective."""
+    # A drill that fails leaves its checkpoints, which the next one replaces. One step is trained before: DDP orders its
+    # buckets after its first backward pass, and libraries choose their kernels.
+    require_train_step(train_step, steps)
+    start = f"{path}/start"
+    save(state, start, overwrite=True)
+    train_step()
+    load(state, start)
+    report = prove_resume(train_step, state, f"{path}/resume", steps=steps, overwrite=True)
+    load(state, start)
+    _remove(path)
+    return report
+
+
+def drill_folder(run: str) -> str:
+    """Return the folder for a run's drills; it is hidden, so that a run with nothing else in it counts as new."""
+    return f"{run}/.drill"
+
+
+def require_proven(report: ResumeReport) -> None:
+    """Raise a drill's divergence; warn if the state lacks values, though no result depends on them."""
+    missing = ", ".join(report.missing)
+    if report.divergence is not None:
+        found = report.divergence
+        sentence = f"{found.sentence}; not restored: {missing}" if missing else found.sentence
+        raise ResumeDivergence(replace(found, sentence=sentence), report.path)
+    if missing and get_channels(None).main.rank == 0:
+        warn_user(f"training changes values that a resume does not restore: {missing}")
+
+
+def _remove(path: str) -> None:
+    """Remove the drill's checkpoints, once all ranks have read them. Collective."""
+    folder, name = split(path)
+
+    def decide(messages: list[bytes]) -> list[bytes]:
+        open_store(folder).delete_folder(name)
+        return messages
+
+    get_channels(None).main.coordinate(f"removing {path}", b"", decide)

@@ -122,7 +122,7 @@ def test_a_removal_that_fails_gives_an_event_with_the_error(tmp_path: Path) -> N
     ck = shardckpt.Checkpointer(tmp_path, keep_last=1, on_event=seen.append)
     ck.save(1, STATE)
     failing = patch(
-        "shardckpt.checkpoint.run.step_retention.apply_retention", side_effect=shardckpt.errors.StorageError("x")
+        "shardckpt.checkpoint.run.save_schedule.apply_retention", side_effect=shardckpt.errors.StorageError("x")
     )
     with failing, pytest.warns(UserWarning, match="could not be removed"):
         ck.save(2, STATE)

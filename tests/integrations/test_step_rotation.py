@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 def test_the_same_steps_stay_as_of_the_trainer(is_best: list[bool], is_saved: list[bool], limit: int | None) -> None:
     from transformers.trainer_utils import rotate_checkpoints
 
-    from shardckpt.integrations.transformers.trainer_state import choose_removed
+    from shardckpt.integrations.transformers.trainer_folder import choose_removed
 
     numbers: list[int] = []
     best = None

@@ -12,9 +12,8 @@ import torch.distributed as dist
 
 from shardckpt.checkpoint.coordinator import get_channels, resolve_process_group
 from shardckpt.checkpoint.load.load import load
-from shardckpt.checkpoint.run.save_schedule import BackgroundSave, SaveSchedule
+from shardckpt.checkpoint.run.save_schedule import BackgroundSave, SaveSchedule, StepRetention
 from shardckpt.checkpoint.run.step_finder import NO_STEP, SHOWN, StepFault, StepFinder, require_step_number
-from shardckpt.checkpoint.run.step_retention import StepRetention
 from shardckpt.checkpoint.save.async_save import async_save
 from shardckpt.checkpoint.save.handle import SaveHandle, StepTask
 from shardckpt.checkpoint.save.save import RunNotes, SaveParams, read_notes, save

@@ -35,7 +35,7 @@ from shardckpt.integrations.accelerate.state_folders import (
 )
 from shardckpt.integrations.local_folders import list_names, name_earlier
 from shardckpt.results import ResumeReport, SaveHandle
-from shardckpt.witness.framework_drill import run_drill
+from shardckpt.witness.prove_resume import run_drill
 
 __all__ = ["AcceleratorCheckpoints", "register"]
 

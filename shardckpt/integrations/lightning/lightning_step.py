@@ -23,7 +23,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 
 from shardckpt import RNGState
 from shardckpt.errors import UnsupportedError, UsageError
-from shardckpt.witness.framework_drill import drill_folder, require_proven, run_drill
+from shardckpt.witness.prove_resume import drill_folder, require_proven, run_drill
 
 __all__ = ["LightningStep", "ModelCheckpointParams", "require_steps_for_drill", "require_supported_strategy"]
 

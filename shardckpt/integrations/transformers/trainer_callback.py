@@ -25,24 +25,22 @@ from shardckpt.errors import UnsupportedError, UsageError, require_bools
 from shardckpt.integrations.local_folders import StepRemoval
 from shardckpt.integrations.transformers.trainer_folder import (
     TrainerStep,
+    choose_removed,
+    collect_metrics,
+    dump_state,
     find_newest_folder,
+    finish_without_removal,
     has_fsdp_model,
     is_trainer_folder,
     load_step,
     load_trainer_folder,
     load_weights,
-    require_steps_for_drill,
-    unwrap_optimizer,
-)
-from shardckpt.integrations.transformers.trainer_state import (
-    choose_removed,
-    collect_metrics,
-    dump_state,
-    finish_without_removal,
     note_best_step,
     require_attached,
     require_methods,
     require_resume_from,
+    require_steps_for_drill,
+    unwrap_optimizer,
 )
 from shardckpt.results import SaveHandle
 

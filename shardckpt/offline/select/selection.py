@@ -21,9 +21,9 @@ from shardckpt.errors import (
 )
 from shardckpt.layout import FlatLayout
 from shardckpt.manifest import UNREAD, Manifest, Path, TensorEntry, dotted
+from shardckpt.offline.results.contents import NO_SHAPES
 from shardckpt.offline.select.config_files import TIE
 from shardckpt.offline.select.options import Options, parse_dtype
-from shardckpt.offline.write.report import NO_SHAPES
 from shardckpt.plan.layout.coverage import faults, locate
 from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.plan.naming import fqn as names

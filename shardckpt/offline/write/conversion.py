@@ -14,7 +14,7 @@ from typing import TypeVar
 from shardckpt.encodings.safetensors_check import create_checked
 from shardckpt.errors import UsageError
 from shardckpt.events.progress import Meter, OnProgress
-from shardckpt.offline.write.report import Report, WrittenFile
+from shardckpt.offline.results.contents import Report, WrittenFile
 from shardckpt.offline.write.stream import (
     RESERVED_BYTES,
     CountingWriter,
