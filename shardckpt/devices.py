@@ -155,17 +155,15 @@ def is_capturing(device: torch.device) -> bool:
     return has_streams(device) and _streams.is_capturing(device)
 
 
-def record_event(device: torch.device, stream: Stream | None = None) -> Event | None:
+def record_event(device: torch.device) -> Event | None:
     """Return an event after the operations queued so far; None without streams."""
-    if not has_streams(device):
-        return None
-    return (stream or get_current_stream(device)).record_event()
+    return get_current_stream(device).record_event() if has_streams(device) else None
 
 
-def record_stream(tensor: torch.Tensor, stream: Stream | None = None) -> None:
-    """Record that a stream uses another stream's tensor, so that its memory is reused only after that."""
+def record_stream(tensor: torch.Tensor) -> None:
+    """Record that this stream uses another stream's tensor, so that its memory is reused only after that."""
     if has_streams(tensor.device):
-        _streams.record(tensor, stream or get_current_stream(tensor.device))
+        _streams.record(tensor, get_current_stream(tensor.device))
 
 
 class CurrentStreams:

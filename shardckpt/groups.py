@@ -231,8 +231,6 @@ def _pad_to_tensor(data: bytes, nbytes: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(data.ljust(nbytes, b"\0")), dtype=torch.uint8)
 
 
-def current_group(group: dist.ProcessGroup | None = None) -> Group:
-    """Return this process's group: the torch process group if initialized, else a group with one rank."""
-    if dist.is_available() and dist.is_initialized():
-        return TorchGroup(group)
-    return LocalGroup()
+def current_group() -> Group:
+    """Return this process's group: torch's default process group if initialized, else a group with one rank."""
+    return TorchGroup() if dist.is_available() and dist.is_initialized() else LocalGroup()

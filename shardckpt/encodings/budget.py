@@ -290,10 +290,10 @@ def check_text(value: object, where: str = "") -> str:
     return value
 
 
-def check_count(value: object, most: int = MAX_ELEMENTS, where: str = "") -> int:
+def check_count(value: object, most: int = MAX_ELEMENTS) -> int:
     """Return an integer from 0 to `most`."""
     if type(value) is not int or not 0 <= value <= most:
-        raise FormatError("a number is not an integer, negative or too large", where=where, found=value)
+        raise FormatError("a number is not an integer, negative or too large", found=value)
     return value
 
 

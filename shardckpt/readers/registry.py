@@ -111,11 +111,6 @@ _FOLDERS = {True: 500, False: 64}  # maximum folders to search, local and remote
 _NAMES = 100_000  # maximum names to read in these folders
 
 
-def load_formats() -> tuple[Format, ...]:
-    """Return all built-in formats."""
-    return tuple(built_in.load() for built_in in BUILT_IN)
-
-
 def iter_formats() -> Iterator[Format]:
     """Return all formats in the order in which they are tried."""
     return _iter_formats(lambda _: True)

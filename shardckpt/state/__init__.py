@@ -15,8 +15,7 @@ from shardckpt.core.lazy_names import load_on_first_use
 
 if TYPE_CHECKING:
     from shardckpt.errors import StateMismatchError
-    from shardckpt.plan.optim.flat_params import FlatUnit
-    from shardckpt.plan.optim.optim_keys import flatten, nest, to_ids, to_names
+    from shardckpt.plan.optim.optim_keys import FlatUnit, flatten, nest, to_ids, to_names
     from shardckpt.plan.optim.param_groups import ConflictError
     from shardckpt.state.adapters.torch_fsdp1 import ForeignShardingError
     from shardckpt.state.keys.flat_param_keys import flat_units, to_flat_parameters, to_original_parameters
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
     from shardckpt.state.optim.optim_state_dict import ForeignParameterError, optim_state_dict
 
 _HOMES = {
-    "shardckpt.plan.optim.flat_params": ("FlatUnit",),
-    "shardckpt.plan.optim.optim_keys": ("flatten", "nest", "to_ids", "to_names"),
+    "shardckpt.plan.optim.optim_keys": ("FlatUnit", "flatten", "nest", "to_ids", "to_names"),
     "shardckpt.plan.optim.param_groups": ("ConflictError",),
     "shardckpt.state.adapters.torch_fsdp1": ("ForeignShardingError",),
     "shardckpt.state.keys.flat_param_keys": ("flat_units", "to_flat_parameters", "to_original_parameters"),

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardckpt.errors import ShardckptError
-from shardckpt.readers.registry import load_formats
+from shardckpt.readers.registry import BUILT_IN
 
 from .mutations import Edit, apply, damages
 from .targets import TARGETS
@@ -16,7 +16,7 @@ READERS = {name.split()[0] for name in TARGETS}
 
 
 def test_every_registered_reader_is_a_target() -> None:
-    assert {form.name for form in load_formats()} <= READERS
+    assert {form.load().name for form in BUILT_IN} <= READERS
 
 
 @pytest.mark.parametrize("name", TARGETS)

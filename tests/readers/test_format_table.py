@@ -19,12 +19,12 @@ import shardckpt
 from shardckpt.errors import ShardckptError
 from shardckpt.offline.targets import target_registry
 from shardckpt.reader import Format
-from shardckpt.readers.registry import detect, load_formats, open_checkpoint, open_source
+from shardckpt.readers.registry import BUILT_IN, detect, open_checkpoint, open_source
 from tests.kit.writers.samples import MODEL, OPTIM, SAMPLES
 from tests.kit.writers.torch_writers import FORMS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "formats.md"
-FORMATS = load_formats()
+FORMATS = tuple(each.load() for each in BUILT_IN)
 TARGETS = [name for name in target_registry.BUILT_IN if name not in ("gguf", "vllm-sharded")]
 """Targets of any model; the others know architectures by their config."""
 

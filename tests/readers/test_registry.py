@@ -23,7 +23,7 @@ from shardckpt.errors import (
 )
 from shardckpt.reader import Evidence, Source
 from shardckpt.readers import registry as detect_module
-from shardckpt.readers.registry import BUILT_IN, checkpoint_in, detect, load_formats, open_checkpoint, open_source
+from shardckpt.readers.registry import BUILT_IN, checkpoint_in, detect, open_checkpoint, open_source
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.store import Listed
 from tests.kit.writers.native_writer import write_step
@@ -234,7 +234,7 @@ def test_nothing_there_is_told_apart(tmp_path: Path) -> None:
 
 
 def test_formats_have_names_of_their_own() -> None:
-    formats = load_formats()
+    formats = [each.load() for each in BUILT_IN]
     assert [form.name for form in formats] == [built_in.name for built_in in BUILT_IN]
     assert len({form.name for form in formats}) == len({form.title for form in formats}) == len(formats)
 

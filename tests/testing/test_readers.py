@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardckpt.reader import Format
-from shardckpt.readers.registry import load_formats
+from shardckpt.readers.registry import BUILT_IN
 from shardckpt.testing import ReaderSuite
 from tests.kit.writers.samples import SAMPLES
 
@@ -22,9 +22,9 @@ def build_suite(form: Format) -> type[ReaderSuite]:
     return type("Suite", (ReaderSuite,), {"form": form, "checkpoint": checkpoint})
 
 
-for each in load_formats():
+for each in (built_in.load() for built_in in BUILT_IN):
     globals()["Test" + each.name.title().replace("-", "")] = build_suite(each)
 
 
 def test_every_format_has_samples() -> None:
-    assert {form.name for form in load_formats()} == set(SAMPLES)
+    assert {form.load().name for form in BUILT_IN} == set(SAMPLES)

@@ -136,11 +136,6 @@ def encode_rows(rows: Iterable[BoxRow]) -> bytes:
     return _join_message(_encode_names(tuple(names)), counts.tobytes() + numbers.tobytes())
 
 
-def decode_rows(data: bytes) -> list[BoxRow]:
-    """Invert `encode_rows`."""
-    return PackedRows.decode(data).unpack()
-
-
 # Most ranks have the same arrays, so their names are encoded and decoded only once.
 
 

@@ -11,8 +11,18 @@ from shardckpt.layout import FlatLayout, ParamSpec
 from shardckpt.manifest import Path, TensorEntry
 from shardckpt.plan.layout.copy_plan import permute
 from shardckpt.plan.layout.output_files import OutputTensor
-from shardckpt.plan.optim.flat_params import FlatUnit, has_scalars, pack_state
-from shardckpt.plan.optim.optim_keys import GROUPS, STATE, Key, flatten, number_names, rename_params, to_paths
+from shardckpt.plan.optim.optim_keys import (
+    GROUPS,
+    STATE,
+    FlatUnit,
+    Key,
+    flatten,
+    has_scalars,
+    number_names,
+    pack_state,
+    rename_params,
+    to_paths,
+)
 
 Keys = Literal["names", "ids", "flat", "flat-parameters"]
 # Entries in `param_groups.json`: the kind of parameter keys (by default names), values that are not tensors, a

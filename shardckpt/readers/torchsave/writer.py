@@ -116,9 +116,7 @@ class TorchArchive:
     nbytes: int
 
 
-def plan_archive(
-    value: object, storages: Sequence[Storage] = (), *, root: str = "archive", keeps_order: bool = True
-) -> TorchArchive:
+def plan_archive(value: object, storages: Sequence[Storage] = (), *, keeps_order: bool = True) -> TorchArchive:
     """Plan a file's layout. Pass the storages' bytes to `ArchiveWriter` in the order of `storages`."""
 
     def special(each: object, path: Path) -> object:
@@ -134,12 +132,12 @@ def plan_archive(
     records: list[_Record] = []
     at = 0
     for name, content in fixed:
-        records.append(_Record(f"{root}/{name}".encode(), content, len(content), at, b""))
+        records.append(_Record(f"archive/{name}".encode(), content, len(content), at, b""))
         at = records[-1].end
     for number, storage in enumerate(storages):
-        records.append(_storage_record(f"{root}/data/{number}".encode(), storage.nbytes, at))
+        records.append(_storage_record(f"archive/data/{number}".encode(), storage.nbytes, at))
         at = records[-1].end
-    records.append(_Record(f"{root}/version".encode(), b"3\n", 2, at, b""))
+    records.append(_Record(b"archive/version", b"3\n", 2, at, b""))
     directory = sum(_CENTRAL.size + len(r.name) + len(_central_extra(r)) for r in records)
     start = records[-1].end
     return TorchArchive(tuple(records), start + directory + len(_end(len(records), directory, start)))

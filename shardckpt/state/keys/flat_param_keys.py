@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardckpt.errors import UsageError
 from shardckpt.layout import FlatLayout, ParamSpec, from_json
-from shardckpt.plan.optim.flat_params import FlatUnit, has_scalars, pack_state, split_groups, split_slots
-from shardckpt.plan.optim.optim_keys import to_names
+from shardckpt.plan.optim.optim_keys import FlatUnit, has_scalars, pack_state, split_groups, split_slots, to_names
 from shardckpt.plan.optim.param_groups import match_settings, settings
 from shardckpt.state.keys.kinds import KEY, VERSION, get_metadata
 from shardckpt.state.keys.slots import OpaqueStateError, copy_value

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shardckpt.boxes import Box
 from shardckpt.plan.layout import box_codec
-from shardckpt.plan.layout.box_codec import BoxRow, decode_rows, encode_rows
+from shardckpt.plan.layout.box_codec import BoxRow, PackedRows, encode_rows
 
 
 @st.composite
@@ -22,7 +22,7 @@ def rows(draw: st.DrawFn) -> BoxRow:
 
 @given(st.lists(rows(), max_size=4))
 def test_rows_come_out_as_they_went_in(given_: list[BoxRow]) -> None:
-    found = decode_rows(encode_rows(given_))
+    found = PackedRows.decode(encode_rows(given_)).unpack()
     assert found == given_
     assert all(type(box) is Box and type(row.path) is tuple for row in found for box in row.boxes)
 
@@ -33,7 +33,7 @@ def test_ranks_with_the_same_arrays_share_their_names(monkeypatch: pytest.Monkey
     monkeypatch.setattr(box_codec.json, "loads", lambda data: parsed.append(data) or loads(data))
     names = [("only", "here", n) for n in range(50)]
     told = [encode_rows(BoxRow(p, (8, 4), "float32", (Box((rank, 0), (1, 4)),)) for p in names) for rank in range(8)]
-    found = [decode_rows(each) for each in told]
+    found = [PackedRows.decode(each).unpack() for each in told]
     assert [rank[7].boxes for rank in found] == [(Box((rank, 0), (1, 4)),) for rank in range(8)]
     assert len(parsed) == 1
     assert all(rank[7].path is found[0][7].path for rank in found)

@@ -16,15 +16,18 @@ from shardckpt.boxes import full_box
 from shardckpt.errors import FormatError, NameCollisionError, UsageError
 from shardckpt.layout import FlatLayout, ParamSpec
 from shardckpt.manifest import Piece, Span, TensorEntry
-from shardckpt.plan.optim.flat_params import FlatUnit, pack_state, split_groups, split_slots
 from shardckpt.plan.optim.optim_keys import (
+    FlatUnit,
     Nested,
     flatten,
     from_paths,
     is_flattened,
     nest,
+    pack_state,
     rename_params,
+    split_groups,
     split_key,
+    split_slots,
     to_ids,
     to_names,
     to_paths,
