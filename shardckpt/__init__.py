@@ -57,18 +57,12 @@ _HOMES = {
     "shardckpt.checkpoint.stateful.stateful": ("PerRank",),
     "shardckpt.checkpoint.stateful.variant": ("Variant",),
     "shardckpt.checkpointer": ("Checkpointer",),
-    "shardckpt.offline.consolidate": (
-        "consolidate",
-        "convert",
-    ),
+    "shardckpt.offline.consolidate": ("consolidate", "convert"),
     "shardckpt.offline.copy": ("copy",),
     "shardckpt.offline.diff": ("diff",),
     "shardckpt.offline.inspect": ("inspect",),
     "shardckpt.offline.merge_adapter": ("merge_adapter",),
-    "shardckpt.offline.prune": (
-        "ls",
-        "prune",
-    ),
+    "shardckpt.offline.prune": ("ls", "prune"),
     "shardckpt.offline.rekey": ("rekey",),
     "shardckpt.offline.repair": ("repair",),
     "shardckpt.offline.reshard": ("reshard",),
@@ -87,10 +81,7 @@ _HOMES = {
     "shardckpt.state.optim.optim_state_dict": ("optim_state_dict",),
     "shardckpt.tiers.local_folder": ("Local",),
     "shardckpt.tiers.peer_memory": ("PeerMemory",),
-    "shardckpt.tiers.tier_list": (
-        "list_tiers",
-        "stop_tiers",
-    ),
+    "shardckpt.tiers.tier_list": ("list_tiers", "stop_tiers"),
     "shardckpt.witness.prove_resume": ("prove_resume",),
     "shardckpt.witness.witness": ("Witness",),
 }

@@ -23,10 +23,7 @@ from shardckpt.checkpoint.save.save import SaveParams
 from shardckpt.errors import UsageError, require_bools
 from shardckpt.events import OnEvent, require_on_event
 from shardckpt.native.run_directory import step_name
-from shardckpt.native.step_copies import (
-    Durability,
-    require_durable,
-)
+from shardckpt.native.step_copies import Durability, require_durable
 from shardckpt.plan.retention import Retention, RetentionParams
 from shardckpt.tiers.capture_tier import CaptureTier
 from shardckpt.tiers.lineage.claims import DurabilityClaims

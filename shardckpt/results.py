@@ -46,23 +46,12 @@ if TYPE_CHECKING:
     from shardckpt.witness.records.resumes import Proof, Resume, StepProof
 
 _HOMES = {
-    "shardckpt.checkpoint.save.handle": (
-        "SaveHandle",
-        "SaveTimings",
-    ),
+    "shardckpt.checkpoint.save.handle": ("SaveHandle", "SaveTimings"),
     "shardckpt.divergence": ("Divergence",),
     "shardckpt.events.progress": ("Progress",),
-    "shardckpt.native.step_copies": (
-        "Durability",
-        "StepCopy",
-    ),
+    "shardckpt.native.step_copies": ("Durability", "StepCopy"),
     "shardckpt.offline.copy": ("Copied",),
-    "shardckpt.offline.prune": (
-        "Pruned",
-        "StepInfo",
-        "StepList",
-        "UnfinishedFolder",
-    ),
+    "shardckpt.offline.prune": ("Pruned", "StepInfo", "StepList", "UnfinishedFolder"),
     "shardckpt.offline.repair": ("Repair",),
     "shardckpt.offline.results.comparison": (
         "Comparison",
@@ -89,21 +78,10 @@ _HOMES = {
         "StepStats",
         "TensorStats",
     ),
-    "shardckpt.readers.registry": (
-        "FormatInfo",
-        "FormatList",
-    ),
-    "shardckpt.tiers.tier_list": (
-        "HolderInfo",
-        "HungHolderInfo",
-        "TierList",
-    ),
+    "shardckpt.readers.registry": ("FormatInfo", "FormatList"),
+    "shardckpt.tiers.tier_list": ("HolderInfo", "HungHolderInfo", "TierList"),
     "shardckpt.witness.prove_resume": ("ResumeReport",),
-    "shardckpt.witness.records.resumes": (
-        "Proof",
-        "Resume",
-        "StepProof",
-    ),
+    "shardckpt.witness.records.resumes": ("Proof", "Resume", "StepProof"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -12,12 +12,7 @@ from typing import Any
 import xxhash
 
 from shardckpt.boxes import Box
-from shardckpt.checkpoint.base_checkpoint import (
-    BaseCheckpoint,
-    BaseReferences,
-    has_all_files,
-    merge_block_hashes,
-)
+from shardckpt.checkpoint.base_checkpoint import BaseCheckpoint, BaseReferences, has_all_files, merge_block_hashes
 from shardckpt.checkpoint.planning.save_plan import GlobalSavePlan, RankSavePlan
 from shardckpt.checkpoint.stateful.tensor_bytes import tensor_bytes, view_box
 from shardckpt.devices import CurrentStreams

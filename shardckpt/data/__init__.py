@@ -10,10 +10,4 @@ from shardckpt.data.batch_sampler import ElasticBatchSampler
 from shardckpt.data.stream_loader import DatasetStreams, ElasticStreamLoader
 from shardckpt.plan.data_positions import DataPosition, InexactPositionError
 
-__all__ = [
-    "DataPosition",
-    "DatasetStreams",
-    "ElasticBatchSampler",
-    "ElasticStreamLoader",
-    "InexactPositionError",
-]
+__all__ = ["DataPosition", "DatasetStreams", "ElasticBatchSampler", "ElasticStreamLoader", "InexactPositionError"]

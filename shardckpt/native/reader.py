@@ -17,12 +17,7 @@ from shardckpt.errors import FormatError, ShardckptError
 from shardckpt.manifest import Manifest, ObjectEntry, Path, TensorEntry, dotted
 from shardckpt.native.base_store import BasedStore, FoundBases, find_bases
 from shardckpt.native.commit import COMMIT, MANIFEST_SUFFIX, Commit, read_commit, read_contents
-from shardckpt.native.manifest_json import (
-    KEEPS_ORDER,
-    ManifestContents,
-    read_memory_orders,
-    read_optimizers,
-)
+from shardckpt.native.manifest_json import KEEPS_ORDER, ManifestContents, read_memory_orders, read_optimizers
 from shardckpt.native.payload import BLOCK_BYTES, GROUP_BYTES, KEY
 from shardckpt.native.records import ArrayRecord, FileRecord
 from shardckpt.native.verified_store import Hashed, VerifiedStore

@@ -20,15 +20,7 @@ from shardckpt.errors import (
     UnsupportedError,
     UsageError,
 )
-from shardckpt.native.commit import (
-    COMMIT,
-    MANIFEST_SUFFIX,
-    WRITTEN,
-    Commit,
-    is_of_save,
-    read_commit,
-    read_contents,
-)
+from shardckpt.native.commit import COMMIT, MANIFEST_SUFFIX, WRITTEN, Commit, is_of_save, read_commit, read_contents
 from shardckpt.native.manifest_json import ManifestContents, decode_manifest
 from shardckpt.native.payload import HF_INDEX
 from shardckpt.native.records import group_files_by_base, is_same_folder, resolve_base

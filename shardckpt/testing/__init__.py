@@ -9,11 +9,7 @@ import pytest
 pytest.register_assert_rewrite(*(f"shardckpt.testing.{name}_suite" for name in ("reader", "store", "target")))
 
 from shardckpt.testing.reader_suite import ReaderSuite
-from shardckpt.testing.resume_across import (
-    ResumeAcrossReport,
-    ScriptError,
-    prove_resume_across,
-)
+from shardckpt.testing.resume_across import ResumeAcrossReport, ScriptError, prove_resume_across
 from shardckpt.testing.store_suite import StoreSuite
 from shardckpt.testing.target_suite import TargetSuite
 

@@ -24,19 +24,8 @@ from shardckpt.native.run_directory import step_name
 from shardckpt.witness.digests import SampleDigests, digest_batch, digest_random_states
 from shardckpt.witness.environment import describe_environment
 from shardckpt.witness.files.record_file import decode_record, encode_record, read_record, write_record
-from shardckpt.witness.rank_message import (
-    MergedStep,
-    RankStep,
-    encode_rank_step,
-    merge_rank_steps,
-    read_float,
-)
-from shardckpt.witness.records.step_records import (
-    BatchDigests,
-    Observation,
-    StateDigests,
-    WitnessRecord,
-)
+from shardckpt.witness.rank_message import MergedStep, RankStep, encode_rank_step, merge_rank_steps, read_float
+from shardckpt.witness.records.step_records import BatchDigests, Observation, StateDigests, WitnessRecord
 from shardckpt.witness.records.verdict import find_divergence, relative_difference
 from shardckpt.witness.resume_log import ResumeLog
 from shardckpt.witness.state_digests import FirstUse, StateOnRank, StateReader

@@ -13,13 +13,7 @@ import torch.distributed as dist
 
 from shardckpt.checkpoint.coordinator import Coordinator, get_channels
 from shardckpt.errors import TargetExistsError, UnsupportedError, UsageError
-from shardckpt.native.run_directory import (
-    RunDirectory,
-    StepFolder,
-    read_run,
-    read_step,
-    step_name,
-)
+from shardckpt.native.run_directory import RunDirectory, StepFolder, read_run, read_step, step_name
 from shardckpt.native.step_copies import (
     ROOT,
     StepCopy,

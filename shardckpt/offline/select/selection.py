@@ -12,13 +12,7 @@ from shardckpt.dtypes import FLOATS
 from shardckpt.encodings.element_values import numpy_dtype
 from shardckpt.encodings.pickle_stubs import PerRankValue
 from shardckpt.encodings.safetensors import parse_json
-from shardckpt.errors import (
-    AmbiguousError,
-    FormatError,
-    IncompleteError,
-    UnsupportedError,
-    UsageError,
-)
+from shardckpt.errors import AmbiguousError, FormatError, IncompleteError, UnsupportedError, UsageError
 from shardckpt.layout import FlatLayout
 from shardckpt.manifest import UNREAD, Manifest, Path, TensorEntry, dotted
 from shardckpt.offline.results.contents import NO_SHAPES

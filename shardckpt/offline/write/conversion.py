@@ -15,13 +15,7 @@ from shardckpt.encodings.safetensors_check import create_checked
 from shardckpt.errors import UsageError
 from shardckpt.events.progress import Meter, OnProgress
 from shardckpt.offline.results.contents import Report, WrittenFile
-from shardckpt.offline.write.stream import (
-    RESERVED_BYTES,
-    CountingWriter,
-    MemoryBudget,
-    OutputFile,
-    TensorStream,
-)
+from shardckpt.offline.write.stream import RESERVED_BYTES, CountingWriter, MemoryBudget, OutputFile, TensorStream
 from shardckpt.offline.write.worker_pool import WorkerPool, count_threads, limit_threads, report_missing_threads
 from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.reader import Reader

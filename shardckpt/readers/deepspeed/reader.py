@@ -13,14 +13,7 @@ from collections.abc import Mapping, Sequence
 from shardckpt.boxes import Shape
 from shardckpt.dtypes import nbytes
 from shardckpt.encodings.codecs import DecodedStream
-from shardckpt.errors import (
-    AmbiguousError,
-    CheckpointError,
-    FormatError,
-    IncompleteError,
-    UnsupportedError,
-    UsageError,
-)
+from shardckpt.errors import AmbiguousError, CheckpointError, FormatError, IncompleteError, UnsupportedError, UsageError
 from shardckpt.manifest import Encoded, ObjectEntry, Path, Piece, Span, TensorEntry
 from shardckpt.plan.optim.param_groups import merge_groups
 from shardckpt.reader import Evidence, Format, Reader, Source

@@ -9,12 +9,7 @@ from dataclasses import replace
 from shardckpt.errors import IncompleteError, describe_missing
 from shardckpt.manifest import Path, TensorEntry
 from shardckpt.reader import Evidence, Format, Reader, Source
-from shardckpt.readers.huggingface.index_files import (
-    old_index_warning,
-    read_index,
-    two_files_error,
-    unindexed_error,
-)
+from shardckpt.readers.huggingface.index_files import old_index_warning, read_index, two_files_error, unindexed_error
 from shardckpt.readers.ranks.fsdp1_flat_param import read_metadata
 from shardckpt.readers.ranks.merge_local_states import merge_rank_files
 from shardckpt.readers.torchsave.reader import CONFIGURATION, SUFFIXES, TorchReader, looks_like_torch, open_files

@@ -12,13 +12,7 @@ from math import prod
 from typing import NamedTuple
 
 from shardckpt.boxes import Box, Shape, chunk_range, full_box, shift, strides
-from shardckpt.encodings.budget import (
-    MAX_DIMENSIONS,
-    check_count,
-    check_counts,
-    check_list,
-    check_shape,
-)
+from shardckpt.encodings.budget import MAX_DIMENSIONS, check_count, check_counts, check_list, check_shape
 from shardckpt.encodings.pickle_reader import Dtype, InstanceStub, TensorStub
 from shardckpt.errors import FormatError, UnsupportedError, escape
 

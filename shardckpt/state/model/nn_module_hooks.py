@@ -22,12 +22,7 @@ from shardckpt.core.registration.flat_param import FlatParamRegistration
 from shardckpt.core.registration.orig_params import OrigParamsRegistration
 from shardckpt.core.runtime.fsdp_unit import FSDPUnit
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
-from shardckpt.state.adapters.model_index import (
-    get_bucket_mesh,
-    get_process_groups,
-    has_mixed_wrapper,
-    index_model,
-)
+from shardckpt.state.adapters.model_index import get_bucket_mesh, get_process_groups, has_mixed_wrapper, index_model
 from shardckpt.state.keys.kinds import KEY, StateKind
 from shardckpt.state.model import module_hooks
 from shardckpt.state.model.model_state_dict import local_metadata, unit_metadata
