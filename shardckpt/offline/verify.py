@@ -16,12 +16,13 @@ from shardckpt.errors import (
     ChecksumError,
     FormatError,
     MissingFileError,
+    OverlapError,
     UnsafeError,
     UsageError,
     escape,
 )
 from shardckpt.events.progress import Meter, OnProgress
-from shardckpt.manifest import Encoded, Lazy, Manifest, dotted
+from shardckpt.manifest import Encoded, Lazy, Manifest, TensorEntry, dotted
 from shardckpt.native.payload import GROUP_BYTES, BlockHasher, group_hashes
 from shardckpt.offline.results.contents import (
     NO_SHAPES,
@@ -167,6 +168,8 @@ def _containers(reader: Reader) -> list[Problem]:
         readable = [entry for entry in entries if not find_value(entry)] or entries  # a warning names the others
         lazy = [entry for entry in readable if any(isinstance(piece.layout, Lazy) for piece in entry.pieces)]
         located = locate(reader, reader.manifest, lazy)
+    except OverlapError:
+        return _list_different(reader, lazy)
     except CheckpointError as error:
         return [from_error(error, reader.store.url)]
     unknown = {
@@ -184,6 +187,19 @@ def _containers(reader: Reader) -> list[Problem]:
         if isinstance(layout, Encoded) and layout.codec not in CODECS
     }
     return list(unknown.values())
+
+
+def _list_different(reader: Reader, entries: Iterable[TensorEntry]) -> list[Problem]:
+    """Return a problem for each tensor that differs between ranks."""
+    problems: list[Problem] = []
+    for entry in entries:
+        try:
+            locate(reader, reader.manifest, [entry])
+        except CheckpointError as error:
+            problems.append(replace(from_error(error, reader.store.url), tensors=(dotted(entry.path),)))
+        if len(problems) == _MAX_FAULTS:
+            break
+    return problems
 
 
 def _checksums(reader: Reader, on_progress: OnProgress | None) -> tuple[int, list[Problem], tuple[str, ...]]:

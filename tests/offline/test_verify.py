@@ -46,6 +46,22 @@ def test_the_checksums_of_torch_archives_are_compared(tmp_path: Path) -> None:
     assert problem.file == "a.pt"
 
 
+@pytest.mark.parametrize("legacy", [False, True])
+def test_each_tensor_that_differs_between_ranks_is_listed(legacy: bool, tmp_path: Path) -> None:
+    for rank in range(2):
+        with as_rank(rank, 2):
+            weight = dtensor(torch.arange(4.0), init_device_mesh("cpu", (2,)))
+        plain = {"a": torch.full((3,), float(rank)), "b": torch.ones(3), "c": torch.full((5,), float(rank))}
+        state = {"model": {"w": weight, **plain}}
+        torch.save(state, tmp_path / f"rank{rank}.pt", _use_new_zipfile_serialization=not legacy)
+    problems = shardckpt.verify(tmp_path).problems
+    assert [(problem.kind, problem.tensors) for problem in problems] == [
+        ("overlap", ("model.a",)),
+        ("overlap", ("model.c",)),
+    ]
+    assert all(problem.file == "rank1.pt" and "rank0.pt" in problem.found for problem in problems)
+
+
 def test_every_missing_piece_is_listed(fixtures: Path, tmp_path: Path) -> None:
     source = tmp_path / "src"
     shutil.copytree(fixtures / "dcp_fsdp2_llama_w2" / "ckpt", source)

@@ -141,8 +141,9 @@ def test_replicas_that_differ_are_refused(name: str, legacy: bool, tmp_path: Pat
     assert verify(str(tmp_path)).ok
     state[name] = state[name] + 1
     torch.save(state, tmp_path / f"rank{rank}.pt", _use_new_zipfile_serialization=not legacy)
-    [problem] = verify(str(tmp_path)).problems
-    assert problem.kind == "overlap" and f"rank{rank}.pt" in problem.message
+    problems = verify(str(tmp_path)).problems
+    assert problems and all(each.kind == "overlap" and f"rank{rank}.pt" in each.message for each in problems)
+    assert {each.tensors for each in problems} == {(n,) for n in ((*FLAT, "tied") if name == "_flat" else [name])}
 
 
 def optimizer_state(rank: int, flat: str | None) -> OrderedDict[str, Any]:
