@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
@@ -28,9 +29,12 @@ from shardckpt.errors import (
 )
 from shardckpt.native.run_directory import RunDirectory, step_name
 from shardckpt.native.stored_folders import StoredFolder
+from shardckpt.storage import local_publication
 from shardckpt.storage.store import Store
+from tests.kit.ranks.forks import is_killed
 from tests.kit.runs.command import run_here
 from tests.kit.stores.bucket import Bucket, Dead, broken_at
+from tests.kit.stores.disk import watched
 
 copying = import_module("shardckpt.offline.copy")
 
@@ -261,6 +265,42 @@ def test_a_copy_that_is_killed_at_any_request_leaves_complete_steps_and_can_be_r
             break
     print(f"killed at each of {requests} requests")
     assert requests > 15
+
+
+def test_a_killed_copy_over_another_save_leaves_a_step_where_folders_cannot_be_exchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before each rename: the run lists its old step or the new one, and a second copy completes it."""
+    for name, value in (("new", 1.0), ("old", 2.0)):
+        Checkpointer(tmp_path / name).save(1, {"w": torch.full((9,), value)})
+    target, found = tmp_path / "there", []
+    for k in range(1, 99):
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(tmp_path / "old", target)
+
+        def copy_and_die(k: int = k) -> None:
+            left = [k]
+
+            def before(name: str, _: object) -> None:
+                left[0] -= name in ("rename", "replace")
+                if not left[0]:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            with watched(before, lambda *_: None), pytest.MonkeyPatch.context() as patch:
+                patch.setattr(local_publication, "exchange", lambda *_: False)
+                shardckpt.copy(tmp_path / "new", target, overwrite=True)
+
+        was_killed = is_killed(copy_and_die)
+        assert step_name(1) in os.listdir(target), f"rename {k}"
+        state = {"w": torch.zeros(9)}
+        assert Checkpointer(target).restore(state) == 1, f"rename {k}"
+        found.append(state["w"][0].item())
+        monkeypatch.setattr(local_publication, "exchange", lambda *_: False)
+        shardckpt.copy(tmp_path / "new", target, overwrite=True)
+        assert files(target).items() >= files(tmp_path / "new").items(), f"rename {k}"
+        if not was_killed:
+            break
+    assert set(found) == {1.0, 2.0} and len(found) > 2
 
 
 def test_a_repeated_copy_keeps_the_good_files_of_an_interrupted_one(source: Path, run_url: str) -> None:
