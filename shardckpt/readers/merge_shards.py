@@ -18,7 +18,14 @@ from shardckpt.errors import AmbiguousError, FormatError
 from shardckpt.manifest import Lazy, Manifest, ObjectEntry, Path, Piece, TensorEntry, dotted
 from shardckpt.plan.naming.sections import find_sections, model_paths
 from shardckpt.plan.naming.weights import names as list_other_weights
-from shardckpt.readers.torchsave.replicas import combine_values, find_replicas, join_replicas
+from shardckpt.reader import Reader
+from shardckpt.readers.torchsave.replicas import (
+    Replicas,
+    combine_values,
+    find_different_pieces,
+    find_replicas,
+    join_replicas,
+)
 from shardckpt.readers.torchsave.storages import LEAVE_OUT, UnreadableTensor
 from shardckpt.readers.torchsave.tensor_views import slice_layout
 
@@ -116,8 +123,6 @@ class ManifestBuilder:
 
     def build_manifest(self, source: Manifest, format_name: str) -> Manifest:
         """Return the merged checkpoint's manifest; files and warnings are kept."""
-        _move_rank_values(self.content, source)
-        self.warnings += _list_different(self.content)
         return replace(
             source,
             format=format_name,
@@ -193,40 +198,54 @@ def merge_equal(
     return ObjectEntry(path, combine_values(path, zip(files, values, strict=True)))
 
 
-def _move_rank_values(content: PathContent, source: Manifest) -> None:
-    """Replace full tensors that are known to differ between ranks by `PerRankValue`, except weights and optimizers."""
-    values = {path: value for path, entry in content.tensors.items() if (value := _find_rank_value(entry))}
-    if not values:
-        return
-    merged = replace(source, tensors=content.tensors, objects=content.objects)
+def move_rank_values(reader: Reader, merged: Manifest) -> Manifest:
+    """Replace full tensors that differ between ranks by `PerRankValue`, except weights and optimizers; warn of all."""
+    moved = _find_rank_values(reader, merged)
+    tensors = {path: entry for path, entry in merged.tensors.items() if path not in moved}
+    objects = {**merged.objects, **{path: ObjectEntry(path, value) for path, value in moved.items()}}
+    return replace(
+        merged,
+        tensors=tensors,
+        objects=objects,
+        aliases={alias: path for alias, path in merged.aliases.items() if not {alias, path} & moved.keys()},
+        warnings=(*merged.warnings, *_list_different(tensors, objects)),
+    )
+
+
+def _find_rank_values(reader: Reader, merged: Manifest) -> dict[Path, PerRankValue]:
+    """Return the values for tensors that each rank has in full, and that are known to differ."""
+    full = {path: found for path, entry in merged.tensors.items() if (found := _find_full_replicas(entry))}
+    if not full:
+        return {}
     try:
-        found = find_sections(merged)
+        sections = find_sections(merged)
     except AmbiguousError:
-        return  # any subtree may be a model
-    weights = set(model_paths(merged, found))
-    kept = (*found.optimizers, *((name,) for name in list_other_weights(merged)))
-    for path, value in values.items():
-        if path not in weights and not any(path[: len(root)] == root for root in kept):
-            del content.tensors[path]
-            content.objects[path] = ObjectEntry(path, value)
-    content.aliases = {
-        alias: path for alias, path in content.aliases.items() if {alias, path} <= content.tensors.keys()
+        return {}  # any subtree may be a model
+    weights = set(model_paths(merged, sections))
+    kept = (*sections.optimizers, *((name,) for name in list_other_weights(merged)))
+    others = {
+        path: replicas
+        for path, replicas in full.items()
+        if path not in weights and not any(path[: len(root)] == root for root in kept)
+    }
+    different = find_different_pieces(reader, list(others.values()))
+    return {
+        path: PerRankValue(replicas.pieces[0].file, piece.file)
+        for (path, replicas), piece in zip(others.items(), different, strict=True)
+        if piece is not None
     }
 
 
-def _find_rank_value(entry: TensorEntry) -> PerRankValue | None:
-    """Return the value for a tensor that ranks have in full, if it is known to differ."""
-    if len(entry.pieces) != 1 or entry.pieces[0].box.size != entry.shape:
-        return None
-    [piece] = entry.pieces
-    other = _find_different(piece)
-    return None if other is None else PerRankValue(piece.file, other.file)
+def _find_full_replicas(entry: TensorEntry) -> Replicas | None:
+    """Return the replicas of a tensor that each rank has in full; None if it has none."""
+    is_full = len(entry.pieces) == 1 and entry.pieces[0].box.size == entry.shape
+    return find_replicas(entry.pieces[0]) if is_full else None
 
 
-def _list_different(content: PathContent) -> Iterator[str]:
+def _list_different(tensors: Mapping[Path, TensorEntry], objects: Mapping[Path, ObjectEntry]) -> Iterator[str]:
     """Yield a warning that names the tensors and values that are known to differ between ranks."""
-    names = [dotted(path) for path, entry in content.tensors.items() if any(map(_find_different, entry.pieces))]
-    names += [dotted(path) for path, entry in content.objects.items() if isinstance(entry.value, PerRankValue)]
+    names = [dotted(path) for path, entry in tensors.items() if any(map(_find_different, entry.pieces))]
+    names += [dotted(path) for path, entry in objects.items() if isinstance(entry.value, PerRankValue)]
     if names:
         more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
         yield f"{', '.join(names[:_MAX_SHOWN])}{more}: the values differ between ranks and cannot be read"

@@ -35,7 +35,7 @@ from shardckpt.readers.deepspeed.state_files import (
     read_optim_state,
 )
 from shardckpt.readers.deepspeed.zero_files import StateFiles, find_folder, is_part, sort_files
-from shardckpt.readers.merge_shards import ManifestBuilder, join_entries, merge_equal
+from shardckpt.readers.merge_shards import ManifestBuilder, join_entries, merge_equal, move_rank_values
 from shardckpt.readers.torchsave.reader import TorchReader, open_files
 from shardckpt.storage.store import Read, Store
 
@@ -85,7 +85,8 @@ def open_states(store: Store, files: StateFiles, warnings: tuple[str, ...] = ())
         builder.unread.append("optimizers for experts and pipeline stages that ZeRO did not shard")
         builder.warnings.append(f"{builder.unread[-1]} are not read")
     put_loop_state(builder, contents, [*files.models.values(), *files.parts.values()])
-    return reader.with_manifest(builder.build_manifest(reader.manifest, FORMAT.name))
+    merged = builder.build_manifest(reader.manifest, FORMAT.name)
+    return reader.with_manifest(move_rank_values(reader, merged))
 
 
 def _read_ranks(reader: TorchReader, contents: StateFileContents, files: StateFiles, mp: int) -> DataParallelRanks:

@@ -22,7 +22,7 @@ from shardckpt.readers.deepspeed.locate_params import DataParallelRanks, build_r
 from shardckpt.readers.deepspeed.merge_partitions import MASTER, MODEL, OPTIMIZER, merge_frozen, tie_shared
 from shardckpt.readers.deepspeed.state_files import ModelState, StateFileContents, read_groups, read_model_state
 from shardckpt.readers.deepspeed.zero_files import find_folder, read_tag, sort_files
-from shardckpt.readers.merge_shards import ManifestBuilder, slice_shard
+from shardckpt.readers.merge_shards import ManifestBuilder, move_rank_values, slice_shard
 from shardckpt.readers.torchsave.reader import open_files
 from shardckpt.storage.store import Store
 
@@ -70,7 +70,8 @@ def open_source(source: Source) -> Reader:
     merger.put_model()
     merger.put_optimizer(shared if shared in sizes else None)
     deepspeed.put_loop_state(builder, contents, files)
-    return reader.with_manifest(builder.build_manifest(reader.manifest, FORMAT.name))
+    merged = builder.build_manifest(reader.manifest, FORMAT.name)
+    return reader.with_manifest(move_rank_values(reader, merged))
 
 
 def _folder(source: Source) -> str | None:

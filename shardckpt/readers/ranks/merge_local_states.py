@@ -29,6 +29,7 @@ from shardckpt.readers.merge_shards import (
     label_rank_file,
     merge_equal,
     merge_shards,
+    move_rank_values,
     note_missing_ranks,
     require_one_save,
     slice_shard,
@@ -311,7 +312,7 @@ class MergedTorchReader(TorchReader):
 
     def __init__(self, apart: TorchReader, files: Sequence[RankFile], known: ParamShapes | None = None) -> None:
         manifest = merge_dtensor_shards(apart.manifest, apart.shards, files, apart.store.url, known)
-        super().__init__(apart.store, manifest, apart.archives)
+        super().__init__(apart.store, move_rank_values(apart, manifest), apart.archives)
         self._apart = apart
         self._files = files
         self._known = known
@@ -339,7 +340,8 @@ def merge_rank_files(reader: TorchReader, known: ParamShapes | None = None) -> T
     """Return a reader for the merged tensors; the same reader without rank files."""
     with gc_paused():
         if reader.notes:
-            return reader.with_manifest(merge_local_states(reader.manifest, reader.notes, reader.store.url))
+            merged = merge_local_states(reader.manifest, reader.notes, reader.store.url)
+            return reader.with_manifest(move_rank_values(reader, merged))
         if not reader.shards:
             return reader
         names = list(reader.manifest.files)

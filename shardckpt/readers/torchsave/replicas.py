@@ -1,7 +1,8 @@
 """Tensor boxes and other values that several ranks' files contain, and that must be equal.
 
 Pieces become one piece if their checksums prove them equal. A `Replicas` keeps the others, and `resolve_replicas`
-compares them where their bytes are read; opening a checkpoint reads none of them.
+compares them where their bytes are read. Opening a checkpoint reads only small ones that may be per-rank values, such
+as generator states, and that no checksum decides.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from shardckpt.boxes import full_box
-from shardckpt.dtypes import nbytes
+from shardckpt.dtypes import bits, nbytes
 from shardckpt.encodings.pickle_stubs import InstanceStub, PerRankValue
-from shardckpt.errors import OverlapError
+from shardckpt.errors import CheckpointError, OverlapError
 from shardckpt.manifest import Lazy, Path, Piece, TensorEntry
 from shardckpt.plan.optim.optim_keys import GROUPS
 from shardckpt.plan.optim.param_groups import merge_groups
 from shardckpt.reader import Reader
-from shardckpt.readers.chunk_reader import have_equal_blocks
+from shardckpt.readers.chunk_reader import PieceReader, ReadItem, have_equal_blocks
+
+_SMALL_BYTES = 8192  # maximum bytes of a value to compare when a checkpoint is opened; a generator's state has 5,056
 
 _NAME_ALL = (
     "Ranks with different tensors (experts, pipeline stages) must name them differently, or save DTensors on a mesh"
@@ -104,6 +107,37 @@ def _require_equal(reader: Reader, replicas: Replicas, first: Piece, others: Ite
                 found=f"other values for {first.box} than in {first.file}",
                 fix=_NAME_ALL,
             )
+
+
+def find_different_pieces(reader: Reader, values: Sequence[Replicas]) -> list[Piece | None]:
+    """Return for each the first piece that is known to differ from the piece to use."""
+    found = [each.find_different() for each in values]
+    small = [at for at, each in enumerate(values) if found[at] is None and _is_small(each)]
+    try:
+        contents = _read_pieces(reader, [values[at] for at in small])
+    except CheckpointError:  # whoever reads them gets the error
+        return found
+    for at, blocks in zip(small, contents, strict=True):
+        found[at] = next((p for p, raw in zip(values[at].pieces, blocks, strict=True) if raw != blocks[0]), None)
+    return found
+
+
+def _is_small(replicas: Replicas) -> bool:
+    volume = replicas.pieces[0].box.volume
+    return bits(replicas.dtype) % 8 == 0 and nbytes(replicas.dtype, volume) <= _SMALL_BYTES
+
+
+def _read_pieces(reader: Reader, values: Sequence[Replicas]) -> list[list[bytearray]]:
+    """Return the bytes of all pieces, read in one batch."""
+    contents = [[bytearray(nbytes(each.dtype, p.box.volume)) for p in each.pieces] for each in values]
+    resolved = iter(reader.resolve([piece for each in values for piece in each.pieces]))
+    items = [
+        ReadItem((next(resolved),), piece.box, each.dtype, memoryview(raw))
+        for each, blocks in zip(values, contents, strict=True)
+        for piece, raw in zip(each.pieces, blocks, strict=True)
+    ]
+    PieceReader(reader.store).fill(items)
+    return contents
 
 
 def _content_key(piece: Piece) -> Hashable:
