@@ -400,10 +400,10 @@ def build_run(
     retention = StepRetention(rules, finder, on_event)
     saver = StepSaver(finder, retention, schedule, dedup=dedup, on_event=on_event)
     session = open_session(witness, finder, on_event)
-    saver.on_saved = session.begin_record
+    saver.on_saved = session.start_record
     if tiered is None:
         return RunParts(finder, saver, retention, session)
-    tiered_saver = TieredSaver(saver, schedule, tiers, tiered, Promoter(on_event), session.begin_record)
+    tiered_saver = TieredSaver(saver, schedule, tiers, tiered, Promoter(on_event), session.start_record)
     return RunParts(finder, tiered_saver, retention, session)
 
 

@@ -43,7 +43,7 @@ from shardckpt.native.payload import PayloadChunk, PayloadFile, arrange_files, b
 from shardckpt.native.run_directory import read_referred_files
 from shardckpt.readers.opened.state_tree import TensorRef, iter_refs
 from shardckpt.storage.publication import Publication, keep_no_file
-from shardckpt.storage.publish import JoinedPublication, begin, require_files
+from shardckpt.storage.publish import JoinedPublication, require_files, start_publication
 from shardckpt.storage.resolve_url import as_url
 from shardckpt.torchrun import has_second_core
 
@@ -146,7 +146,7 @@ class StorageWriter(storage.StorageWriter):
                 "planners that cache plans are not supported", fix="Pass DefaultSavePlanner(enable_plan_caching=False)."
             )
         url, self._save = as_url(self.checkpoint_id), new_save_id()
-        self._publication = begin(
+        self._publication = start_publication(
             url,
             STEP,
             overwrite=self._overwrite,

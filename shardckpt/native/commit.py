@@ -278,6 +278,6 @@ def _committed_names(store: Store, sizes: Mapping[str, int]) -> Collection[str]:
 STEP = FolderKind(
     "one shardckpt checkpoint",
     payload=WRITTEN,
-    beside=re.compile(f"{re.escape(COMMIT)}|{re.escape(HF_INDEX)}"),
+    other_names=re.compile(f"{re.escape(COMMIT)}|{re.escape(HF_INDEX)}"),
     members=_committed_names,
 )

@@ -34,7 +34,7 @@ def publish(
     """Open a publication: leaving the block commits, an exception rolls back."""
     # On a disk, files are written next to the target, and a rename replaces it. Without rename, files get their final
     # names when they are closed, old content stays readable, and `last` is written after all others.
-    publication = begin(
+    publication = start_publication(
         url, kind, overwrite=overwrite, needed_bytes=needed_bytes, last=last, prefix=prefix, find_kept=find_kept
     )
     try:
@@ -45,7 +45,7 @@ def publish(
         raise
 
 
-def begin(
+def start_publication(
     url: str,
     kind: Kind,
     *,

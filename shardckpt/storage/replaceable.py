@@ -35,7 +35,7 @@ class FolderKind:
     Attributes:
         title: Name for such a checkpoint in messages.
         payload: Names that only such a checkpoint's files have; every checkpoint has at least one.
-        beside: Other names that a save of this kind writes.
+        other_names: Other names that a save of this kind writes.
         renewed: Names that the new result also has, so that any old file with such a name may be replaced.
         members: Returns the names that the checkpoint itself lists, from the store and its top-level files' sizes.
             Raises ShardckptError if the checkpoint must not be replaced.
@@ -44,7 +44,7 @@ class FolderKind:
 
     title: str
     payload: re.Pattern[str]
-    beside: re.Pattern[str] = re.compile(r"(?!)")
+    other_names: re.Pattern[str] = re.compile(r"(?!)")
     renewed: frozenset[str] = field(default=frozenset())
     members: Callable[[Store, Mapping[str, int]], Collection[str]] = _no_names
     is_one: Callable[[bytes], bool] | None = None
@@ -90,7 +90,7 @@ def find_replaceable_files(kind: FolderKind, store: Store, list_folder: ListFold
         holding += [folder] if inside else []
     if len(holding) > 1:
         raise _other_content(kind, _as_folders(holding), where)
-    is_rest = bool(listed) and not holding and all(map(kind.beside.fullmatch, counting))
+    is_rest = bool(listed) and not holding and all(map(kind.other_names.fullmatch, counting))
     is_one = is_rest or any(map(kind.payload.fullmatch, files))
     if any(not is_ignored(name) for name in files) and not is_one:
         raise _other_content(kind, [*counting, *_as_folders(holding)], where)
@@ -139,7 +139,7 @@ def _find_other_content(kind: FolderKind, store: Store, sizes: Mapping[str, int]
 
 
 def _belongs(name: str, kind: FolderKind, listed: Collection[str]) -> bool:
-    is_payload = kind.payload.fullmatch(name) or kind.beside.fullmatch(name)
+    is_payload = kind.payload.fullmatch(name) or kind.other_names.fullmatch(name)
     return is_payload is not None or name in kind.renewed or name in listed
 
 

@@ -15,7 +15,7 @@ from shardckpt.events.warn_user import warn_user
 from shardckpt.native.commit import find_save
 from shardckpt.native.payload import new_save_id
 from shardckpt.witness.files.resume_file import add_capture_resume, add_resumes
-from shardckpt.witness.records.resumes import CaptureResume, Resume, add_compared_step, begin_resume
+from shardckpt.witness.records.resumes import CaptureResume, Resume, add_compared_step, start_resume
 from shardckpt.witness.records.step_records import Environment, WitnessRecord
 from shardckpt.witness.records.verdict import explain_topology
 
@@ -42,7 +42,7 @@ class ResumeLog:
 
     def start(self, restored: RestoredStep, record: WitnessRecord, ranks: int) -> None:
         """Start the log of a resume."""
-        resume = begin_resume(record, resume_id=new_save_id(), began_at=time.time(), ranks=ranks)
+        resume = start_resume(record, resume_id=new_save_id(), began_at=time.time(), ranks=ranks)
         self._compared = _Compared(restored, record.environment, resume)
         self._write(restored, resume)
 

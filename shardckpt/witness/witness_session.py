@@ -52,7 +52,7 @@ class NoWitness:
     def add_step(self, step: int, loss: Any, grad_norm: Any, batch: Any) -> None:
         """Do nothing."""
 
-    def begin_record(self, number: int, state: Any, places: Sequence[SavedPlace]) -> None:
+    def start_record(self, number: int, state: Any, places: Sequence[SavedPlace]) -> None:
         """Do nothing."""
 
     def start_comparison(self, restored: RestoredStep, state: Any) -> None:
@@ -94,11 +94,11 @@ class WitnessSession(NoWitness):
         if not self._due:
             self._start = None  # releases the state
 
-    def begin_record(self, number: int, state: Any, places: Sequence[SavedPlace]) -> None:
+    def start_record(self, number: int, state: Any, places: Sequence[SavedPlace]) -> None:
         """Record the steps after a save."""
         last_step, batch = self._last
         last = digest_batch(batch) if last_step == number and batch is not None else None
-        self._begin(number, state, last)
+        self._open_record(number, state, last)
         for step in range(number + 1, number + self._options.steps + 1):
             self._due.setdefault(step, set()).add(number)
         own = places if self._coordinator.rank == 0 else [place for place in places if place.has_own_record]
@@ -113,7 +113,7 @@ class WitnessSession(NoWitness):
         ranks, found = self._coordinator.size, self._find_record(restored)
         steps = self._finder.ask_rank0("reading the witness", lambda: self._records.start(restored, found, ranks))
         if steps:
-            self._begin(restored.number, state, None)
+            self._open_record(restored.number, state, None)
             self._due.update({step: {restored.number} for step in steps})
             if self._start is not None and self._options.deep:
                 self._first_use = FirstUse(self._start.objects, partial(self._start.reader.digest, is_deep=True))
@@ -152,7 +152,7 @@ class WitnessSession(NoWitness):
     def _coordinator(self) -> Coordinator:
         return get_channels(self._finder.group).main
 
-    def _begin(self, number: int, state: Any, last_batch: SampleDigests | None) -> None:
+    def _open_record(self, number: int, state: Any, last_batch: SampleDigests | None) -> None:
         try:
             self._end_first_use()
             objects = find_trained_objects(state)

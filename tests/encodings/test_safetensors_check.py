@@ -22,7 +22,7 @@ from shardckpt.encodings.safetensors import HeaderTensor, encode_header
 from shardckpt.encodings.safetensors_check import HeaderCopy, create_checked, require_readable
 from shardckpt.errors import FormatError
 from shardckpt.storage.local import LocalStore
-from shardckpt.storage.publish import JoinedPublication, begin, publish
+from shardckpt.storage.publish import JoinedPublication, publish, start_publication
 from tests.kit.stores.kinds import FILE, FOLDER
 
 F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
@@ -214,7 +214,7 @@ class TestPublishing:
             self.write(str(tmp_path / "folder"), RIGHT)
 
     def test_a_rank_that_joined_checks_its_files_too(self, tmp_path: Path) -> None:
-        first = begin(str(tmp_path / "out"), FOLDER, overwrite=False, needed_bytes=0)
+        first = start_publication(str(tmp_path / "out"), FOLDER, overwrite=False, needed_bytes=0)
         joined = JoinedPublication(first.staging_url)
         with pytest.raises(FormatError), create_checked(joined, "model.safetensors") as writer:
             writer.write(BROKEN)

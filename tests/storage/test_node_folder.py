@@ -10,7 +10,7 @@ from shardckpt.errors import TargetExistsError, UnsafeError, UsageError
 from shardckpt.native.commit import COMMIT, STEP
 from shardckpt.storage import local
 from shardckpt.storage.node_folder import find_folder, name_folder
-from shardckpt.storage.publish import JoinedPublication, begin
+from shardckpt.storage.publish import JoinedPublication, start_publication
 from shardckpt.storage.resolve_url import kind, mount_store, open_store
 from shardckpt.storage.store import read_bytes
 
@@ -74,7 +74,7 @@ def test_files_are_written_into_a_folder_whose_url_or_path_is_mounted_for_reads(
 def test_a_result_that_is_rolled_back_leaves_no_empty_folder_and_no_file_of_another(tmp_path):
     url = name_folder("abc", str(tmp_path)) + "/step-00000001"
     for other in ("", "of another save"):
-        publication = begin(url, STEP, overwrite=True, needed_bytes=0, last=COMMIT, prefix="0123")
+        publication = start_publication(url, STEP, overwrite=True, needed_bytes=0, last=COMMIT, prefix="0123")
         with publication.create("0123-00000-00.safetensors") as writer:
             writer.write(b"data")
         if other:

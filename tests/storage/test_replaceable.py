@@ -16,7 +16,7 @@ from shardckpt.storage.store import Listed
 KIND = FolderKind(
     "one checkpoint of a test",
     payload=re.compile(r"data-\d\.bin|deep/data-\d\.bin"),
-    beside=re.compile("INDEX"),
+    other_names=re.compile("INDEX"),
     renewed=frozenset({"config.json"}),
 )
 
@@ -109,7 +109,7 @@ def test_the_file_that_lists_a_checkpoint_may_go_without_the_rest_but_not_with_o
     def members(store: LocalStore, sizes: Mapping[str, int]) -> list[str]:
         return ["extra"] if "INDEX" in sizes else []
 
-    kind = FolderKind("one", payload=re.compile("data"), beside=re.compile("INDEX"), members=members)
+    kind = FolderKind("one", payload=re.compile("data"), other_names=re.compile("INDEX"), members=members)
     assert {*found(Folder(["INDEX", ".DS_Store"]), kind)} == {"INDEX", ".DS_Store"}
     for names in (["INDEX", "extra"], ["INDEX", "other"], ["INDEX", "sub/data.txt"], ["extra"]):
         with pytest.raises(TargetExistsError):

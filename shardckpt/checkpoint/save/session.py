@@ -76,7 +76,7 @@ from shardckpt.native.records import FileRecord, make_record
 from shardckpt.native.run_directory import read_referred_files
 from shardckpt.plan.layout.box_codec import pack_message, unpack_message
 from shardckpt.storage.publication import FindKept, Publication
-from shardckpt.storage.publish import JoinedPublication, begin, find_missing_files, require_files
+from shardckpt.storage.publish import JoinedPublication, find_missing_files, require_files, start_publication
 from shardckpt.storage.resolve_url import open_store
 from shardckpt.torchrun import has_second_core
 
@@ -611,7 +611,7 @@ class SavePlanner:
         base = _open_base(options, plan)
         cache = planned if planned.save else replace(planned, save=save_id)
         self.started = _StartedSave(cache, build(save_id), base)
-        self.publication = begin(
+        self.publication = start_publication(
             options.path,
             STEP,
             overwrite=options.overwrite,

@@ -238,7 +238,7 @@ def _rows(tensor: OutputTensor, world_size: int, rank: int) -> Iterable[Box]:
 _KIND = FolderKind(
     "one DCP checkpoint",
     payload=re.compile(rf"__\d+_\d+{FRESH}\.distcp"),
-    beside=re.compile(re.escape(METADATA)),
+    other_names=re.compile(re.escape(METADATA)),
 )
 TARGET = Target(
     name="dcp",

@@ -253,7 +253,7 @@ def _steps(reader: Reader, params: Mapping[str, _Param]) -> int:
 _KIND = FolderKind(
     "one universal checkpoint of DeepSpeed",
     payload=re.compile(r"global_step\d+_universal/(zero/([^/]+/)?[^/]+|[^/]+_model_states)\.pt"),
-    beside=re.compile(re.escape(LATEST)),
+    other_names=re.compile(re.escape(LATEST)),
 )
 TARGET = Target(
     name="deepspeed-universal",

@@ -106,7 +106,7 @@ def _folder_kind(stem: str) -> FolderKind:
     return FolderKind(
         "one checkpoint of safetensors files",
         payload=re.compile(rf"({stem}|optimizer){SHARD}\.safetensors"),
-        beside=re.compile(
+        other_names=re.compile(
             rf"({stem}|optimizer)\.safetensors\.index\.json|param_groups{FRESH}\.json|{CONFIG_FILES.pattern}"
         ),
         is_one=looks_like_safetensors,

@@ -131,7 +131,7 @@ def _folder_kind(stem: str) -> FolderKind:
     return FolderKind(
         "one checkpoint of torch files",
         payload=re.compile(rf"{stem}{SHARD}\.bin|optimizer\.bin"),
-        beside=re.compile(rf"{stem}\.bin\.index\.json|{CONFIG_FILES.pattern}"),
+        other_names=re.compile(rf"{stem}\.bin\.index\.json|{CONFIG_FILES.pattern}"),
         is_one=looks_like_torch,
     )
 

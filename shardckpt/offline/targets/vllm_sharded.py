@@ -127,7 +127,7 @@ def _find_dtype(name: str, recipe: Recipe, tensors: Mapping[str, OutputTensor]) 
 _KIND = FolderKind(
     "one checkpoint for vLLM's sharded_state loader",
     payload=re.compile(rf"model-rank-\d+-part-\d+{FRESH}\.safetensors"),
-    beside=CONFIG_FILES,
+    other_names=CONFIG_FILES,
     is_one=looks_like_safetensors,
 )
 TARGET = Target(

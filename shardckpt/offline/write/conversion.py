@@ -138,7 +138,7 @@ class ConversionPlan:
     copied_from: Store | None = None
 
     def publish_with(self, function: Callable[..., _Publication]) -> _Publication:
-        """Call `publish` or `begin` in `storage.publish` for the target."""
+        """Call `publish` or `start_publication` in `storage.publish` for the target."""
         files, target, kind = self.files, self.report.target, self.files.kind
         if isinstance(kind, FolderKind):
             kind = replace(kind, renewed=frozenset(self.copied))

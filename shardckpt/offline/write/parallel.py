@@ -15,7 +15,7 @@ from shardckpt.offline.write.conversion import ConversionPlan, Hashes, Layout, S
 from shardckpt.offline.write.stream import OutputFile
 from shardckpt.shared_store.rank_meeting import join_ranks
 from shardckpt.storage.publication import Publication
-from shardckpt.storage.publish import JoinedPublication, begin, require_files
+from shardckpt.storage.publish import JoinedPublication, require_files, start_publication
 
 _SEPARATOR = "\0"
 
@@ -46,7 +46,7 @@ def _publish_together(group: Group, plan: ConversionPlan, on_progress: OnProgres
     try:
         with group.collective("preparing the target"):
             if group.rank == 0:
-                publication = plan.publish_with(begin)
+                publication = plan.publish_with(start_publication)
         names = (publication.unique_suffix, plan.files.save_id, publication.staging_url) if publication else ()
         message = _SEPARATOR.join(names).encode("utf-8", "surrogateescape")  # a local path may be any bytes
         received = group.broadcast(message).decode("utf-8", "surrogateescape")

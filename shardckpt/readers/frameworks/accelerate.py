@@ -66,9 +66,9 @@ def open_source(source: Source) -> Reader:
     parts = list(_parts(source, slots, {**full, **ranked}, full))
     if ranked:
         parts.append(SubReader(_open_rank_files(source, slots, ranked), partial(_below, "", "")))
-    beside = {name: source.listing[name].size for name in source.files if _BESIDE.fullmatch(name)}
+    other_files = {name: source.listing[name].size for name in source.files if _BESIDE.fullmatch(name)}
     warnings = [f"{', '.join(ignored[:4])} are next to the FSDP model and are ignored"] if ignored else []
-    return join(FORMAT.name, source.store, parts, beside, warnings, ignored)
+    return join(FORMAT.name, source.store, parts, other_files, warnings, ignored)
 
 
 def _open_rank_files(source: Source, slots: Mapping[str, str], sizes: Mapping[str, int]) -> Reader:

@@ -57,8 +57,8 @@ def open_source(source: Source) -> Reader:
         else:
             reader = open_files(store, {name: source.listing[name].size}, {name: ()}, FORMAT.name)
             parts.append(SubReader(reader, partial(_below, slot)))
-    beside = {_LOOP: source.listing[_LOOP].size} if _LOOP in source.files else {}
-    return join(FORMAT.name, store, parts, beside)
+    other_files = {_LOOP: source.listing[_LOOP].size} if _LOOP in source.files else {}
+    return join(FORMAT.name, store, parts, other_files)
 
 
 def _below(slot: str, path: Path) -> Path:

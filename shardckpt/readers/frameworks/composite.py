@@ -96,7 +96,7 @@ def join(
     format_name: str,
     store: Store,
     parts: Sequence[SubReader],
-    beside: Mapping[str, int],
+    other_files: Mapping[str, int],
     warnings: Sequence[str] = (),
     unread: Sequence[str] = (),
 ) -> CompositeReader:
@@ -104,7 +104,7 @@ def join(
     tensors: dict[Path, TensorEntry] = {}
     objects: dict[Path, ObjectEntry] = {}
     aliases: dict[Path, Path] = {}
-    files: dict[str, int] = dict(beside)
+    files: dict[str, int] = dict(other_files)
     metadata: dict[str, str] = {}
     owners: dict[str, Reader] = {}
     for reader, move in parts:
@@ -116,7 +116,9 @@ def join(
         files |= manifest.files
         metadata |= manifest.metadata
         owners |= dict.fromkeys(manifest.files, reader)
-    loose: dict[Path, ObjectEntry] = {(n,): ObjectEntry((n,), UNREAD, n, Span(0, size)) for n, size in beside.items()}
+    loose: dict[Path, ObjectEntry] = {
+        (n,): ObjectEntry((n,), UNREAD, n, Span(0, size)) for n, size in other_files.items()
+    }
     _add(objects, loose, store)
     noted = (*chain.from_iterable(part.reader.manifest.warnings for part in parts), *warnings)
     missing = tuple(chain.from_iterable(part.reader.manifest.missing for part in parts))
@@ -138,7 +140,7 @@ def join(
     )
 
     def again(changed: Sequence[SubReader]) -> CompositeReader:
-        return join(format_name, store, changed, beside, warnings, unread)
+        return join(format_name, store, changed, other_files, warnings, unread)
 
     return CompositeReader(store, manifest, owners, parts, again)
 

@@ -48,8 +48,8 @@ def open_source(source: Source) -> Reader:
     stacked = [dotted(path) for path in part.reader.manifest.tensors if _STACKED.fullmatch(dotted(path))]
     many = f"{len(stacked)} tensors hold all layers on their first axis: `unstack` of --rules splits them"
     warnings = [f"{many}; the first is {stacked[0]}"] if stacked else []
-    beside = {COMMON: source.listing[COMMON].size} if COMMON in source.files else {}
-    return join(FORMAT.name, source.store, [part], beside, warnings)
+    other_files = {COMMON: source.listing[COMMON].size} if COMMON in source.files else {}
+    return join(FORMAT.name, source.store, [part], other_files, warnings)
 
 
 FORMAT = Format(

@@ -52,16 +52,16 @@ def open_source(source: Source) -> Reader:
     world, items = _read_items(metadata, where)
     ranked = list(_files(items, world, source, where))
     known = {file.name for file in ranked}
-    beside = {
+    other_files = {
         name: _FILE.fullmatch(name) for name in source.files if name not in known and not name.startswith(METADATA)
     }
-    alone = {name: str(match["item"]) for name, match in beside.items() if match and int(match["rank"]) == 0}
+    alone = {name: str(match["item"]) for name, match in other_files.items() if match and int(match["rank"]) == 0}
     prefixes: dict[str, Path] = {file.name: file.prefix for file in ranked}
     prefixes |= {name: (item,) for name, item in alone.items()}
     sizes = {name: source.listing[name].size for name in prefixes}
     reader = MergedTorchReader(open_files(source.store, sizes, prefixes, FORMAT.name, allow_shards=True), ranked)
     _check_shapes(reader.manifest, items, where)
-    others = [name for name, match in beside.items() if match and int(match["rank"]) > 0]
+    others = [name for name, match in other_files.items() if match and int(match["rank"]) > 0]
     note = (f"{others[0]} and {len(others) - 1} more are other ranks' own and are not read",) if others else ()
     manifest = reader.manifest
     reader.manifest = replace(manifest, format=FORMAT.name, warnings=(*manifest.warnings, *note))

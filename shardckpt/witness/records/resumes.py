@@ -68,7 +68,7 @@ class CaptureResume:
     resume: Resume
 
 
-def begin_resume(record: WitnessRecord, *, resume_id: str, began_at: float, ranks: int) -> Resume:
+def start_resume(record: WitnessRecord, *, resume_id: str, began_at: float, ranks: int) -> Resume:
     """Return a resume that was not compared yet."""
     steps, before = tuple(step.step for step in record.steps), record.environment
     return Resume(resume_id, began_at, steps, 0, before.world, ranks, before.style[:_MAX_CHARACTERS])

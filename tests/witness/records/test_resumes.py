@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardckpt.divergence import Divergence
-from shardckpt.witness.records.resumes import MAX_RESUMES, add_compared_step, begin_resume, find_verdict, merge_resumes
+from shardckpt.witness.records.resumes import MAX_RESUMES, add_compared_step, find_verdict, merge_resumes, start_resume
 from shardckpt.witness.records.step_records import Environment, StepRecord, WitnessRecord
 
 BEFORE = Environment(2, 7, "Net", True, 1e-4, {}, {})
 RECORD = WitnessRecord("0123456789abcde", 8, BEFORE, (StepRecord(9), StepRecord(10)))
 FOUND = Divergence("schedule", 9, "optim.lr", "optim.lr is 1", "Put it into the state", (0,))
-NEW = begin_resume(RECORD, resume_id="0mwtgz5lmk45jxm", began_at=5.0, ranks=2)
+NEW = start_resume(RECORD, resume_id="0mwtgz5lmk45jxm", began_at=5.0, ranks=2)
 
 
 def test_a_resume_is_proven_after_the_last_recorded_step() -> None:
