@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 def copy(
     src: Annotated[str, typer.Argument(metavar="SRC", help="Folder with a step or a run: path or URL.")],
     dst: Annotated[str, typer.Argument(metavar="DST", help="Folder to write: path or URL.")],
-    dry_run: options.ShortDryRun = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check source and target, and print the plan; write nothing.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace steps in DST that differ.")] = False,
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,

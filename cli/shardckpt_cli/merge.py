@@ -32,7 +32,7 @@ def merge_adapter(
     max_shard_size: options.ShortMaxShardSize = "5GB",
     max_memory: options.ShortMaxMemory = "256MiB",
     config_from: Annotated[str, typer.Option("--config-from", help="Folder with config and tokenizer files.")] = "",
-    dry_run: options.ShortDryRun = False,
+    dry_run: options.DryRun = False,
     overwrite: options.Overwrite = False,
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,

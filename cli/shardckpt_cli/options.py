@@ -228,7 +228,8 @@ MaxMemory = Annotated[
     ),
 ]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", rich_help_panel="Where", help="Check everything and print the plan; write nothing.")
+    bool,
+    typer.Option("--dry-run", rich_help_panel="Where", help="Check the source and print the plan; write nothing."),
 ]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", rich_help_panel="Where", help="Replace a checkpoint in the same format at DST.")
@@ -258,9 +259,6 @@ ShortMaxShardSize = Annotated[
 ]
 ShortMaxMemory = Annotated[
     str, typer.Option("--max-memory", metavar="SIZE", rich_help_panel="Machine", help="Memory beyond the start-up.")
-]
-ShortDryRun = Annotated[
-    bool, typer.Option("--dry-run", rich_help_panel="Where", help="Check everything; write nothing.")
 ]
 
 # printing

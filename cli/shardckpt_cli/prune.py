@@ -49,9 +49,9 @@ def prune(
     dry_run: _Dry = False,
     as_json: options.AllAsJson = False,
 ) -> None:
-    """Remove steps that no rule keeps; the newest one stays.
+    """Remove steps that no rule keeps.
 
-    Files of saves that died a day ago go, too. The newest complete step stays.
+    The newest complete step always stays. Files of saves that died a day ago go, too.
     """
     import shardckpt
     from shardckpt.errors import escape

@@ -14,7 +14,7 @@ def repair(
     save: Annotated[str, typer.Option("--save", help="The save's id, if SRC has several complete saves.")] = "",
     rehash: Annotated[bool, typer.Option("--rehash", help="Accept bytes that do not match the manifest.")] = False,
     base: options.Base = None,
-    dry_run: options.ShortDryRun = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check every byte; write nothing.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Rebuild a step's manifest and COMMIT from complete files."""

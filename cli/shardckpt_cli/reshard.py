@@ -25,7 +25,7 @@ def reshard(
     allow_loss: Annotated[
         bool, typer.Option("--allow-loss", help="Leave out values that the format cannot hold.")
     ] = False,
-    dry_run: options.ShortDryRun = False,
+    dry_run: options.DryRun = False,
     overwrite: options.Overwrite = False,
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
