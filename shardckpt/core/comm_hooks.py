@@ -50,7 +50,14 @@ def check(
 
 
 class DefaultState:
-    """The ranks and two divisors for `allreduce_hook` and `reduce_scatter_hook`."""
+    """The ranks and two divisors for `allreduce_hook` and `reduce_scatter_hook`.
+
+    Args:
+        process_group: Process group that reduces.
+
+    Raises:
+        ArgumentError: `process_group` is None.
+    """
 
     __slots__: ClassVar[list[str]] = [
         "gradient_postdivide_factor",
@@ -81,7 +88,12 @@ class DefaultState:
 
 
 class LowPrecisionState(DefaultState):
-    """State for the compressing hooks."""
+    """State for the compressing hooks.
+
+    Args:
+        process_group: Process group that reduces.
+        parameter_type: Dtype of the parameters, and so of the averaged gradients.
+    """
 
     __slots__: ClassVar[list[str]] = ["parameter_type"]
 
@@ -91,7 +103,12 @@ class LowPrecisionState(DefaultState):
 
 
 def allreduce_hook(state: DefaultState, grad: torch.Tensor) -> None:
-    """Replace a gradient by the mean over ranks. Collective."""
+    """Replace a gradient by the mean over ranks. Collective.
+
+    Args:
+        state: Ranks and divisors.
+        grad: 1-D gradient, changed in place.
+    """
     if state.gradient_predivide_factor > 1:
         grad.div_(state.gradient_predivide_factor)
     ShardGroup(None, state.process_group).all_reduce(grad, "reduce a gradient by a hook").wait()
@@ -100,7 +117,13 @@ def allreduce_hook(state: DefaultState, grad: torch.Tensor) -> None:
 
 
 def reduce_scatter_hook(state: DefaultState, grad: torch.Tensor, output: torch.Tensor) -> None:
-    """Fill `output` with this rank's shard of the mean over ranks; the content of `grad` is lost. Collective."""
+    """Fill `output` with this rank's shard of the mean over ranks. Collective.
+
+    Args:
+        state: Ranks and divisors.
+        grad: 1-D gradient with all ranks' shards in rank order; its content is lost.
+        output: 1-D shard for this rank.
+    """
     if state.gradient_predivide_factor > 1:
         grad.div_(state.gradient_predivide_factor)
     ShardGroup(state.process_group).reduce_scatter(output, grad, "reduce a gradient by a hook").wait()
@@ -109,12 +132,24 @@ def reduce_scatter_hook(state: DefaultState, grad: torch.Tensor, output: torch.T
 
 
 def fp16_compress_hook(state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
-    """Average a gradient in float16, to halve the communication. Collective."""
+    """Average a gradient in float16, to halve the communication. Collective.
+
+    Args:
+        state: Ranks, divisors and the parameters' dtype.
+        grad: 1-D gradient; changed in place if `output` is None, else its content is lost.
+        output: 1-D shard for this rank's part of the mean; None with NO_SHARD.
+    """
     _compressed(torch.float16, state, grad, output)
 
 
 def bf16_compress_hook(state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
-    """Average a gradient in bfloat16, to halve the communication. Collective."""
+    """Average a gradient in bfloat16, to halve the communication. Collective.
+
+    Args:
+        state: Ranks, divisors and the parameters' dtype.
+        grad: 1-D gradient; changed in place if `output` is None, else its content is lost.
+        output: 1-D shard for this rank's part of the mean; None with NO_SHARD.
+    """
     _compressed(torch.bfloat16, state, grad, output)
 
 

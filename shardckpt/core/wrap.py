@@ -27,7 +27,14 @@ def always_wrap_policy(*_: Any, **__: Any) -> bool:
 def lambda_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
-    """Wrap the modules for which `lambda_fn` is true."""
+    """Wrap the modules for which `lambda_fn` is true.
+
+    Args:
+        module: Module to decide on.
+        recurse: True to decide whether to go into the module, False to decide whether to wrap it.
+        nonwrapped_numel: Number of parameter elements in the module that are not wrapped.
+        lambda_fn: Returns True for a module to wrap.
+    """
     del nonwrapped_numel
     return True if recurse else bool(lambda_fn(module))
 
@@ -35,7 +42,14 @@ def lambda_auto_wrap_policy(
 def transformer_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: Iterable[type[nn.Module]]
 ) -> bool:
-    """Wrap the instances of the given classes."""
+    """Wrap the instances of the given classes.
+
+    Args:
+        module: Module to decide on.
+        recurse: True to decide whether to go into the module, False to decide whether to wrap it.
+        nonwrapped_numel: Number of parameter elements in the module that are not wrapped.
+        transformer_layer_cls: Classes to wrap.
+    """
     del nonwrapped_numel
     return True if recurse else isinstance(module, tuple(transformer_layer_cls))
 
@@ -56,7 +70,16 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: set[type[nn.Module]] | None = None,
     exclude_wrap_modules: set[type[nn.Module]] | None = None,
 ) -> bool:
-    """Wrap modules with at least `min_num_params` elements, without wrapped children."""
+    """Wrap modules with at least `min_num_params` elements, without wrapped children.
+
+    Args:
+        module: Module to decide on.
+        recurse: True to decide whether to go into the module, False to decide whether to wrap it.
+        nonwrapped_numel: Number of parameter elements in the module that are not wrapped.
+        min_num_params: Minimum number of elements.
+        force_leaf_modules: Classes not to go into; MultiheadAttention by default.
+        exclude_wrap_modules: Classes not to wrap; ModuleList and ModuleDict by default.
+    """
     leaves = force_leaf_modules if force_leaf_modules is not None else {nn.MultiheadAttention}
     excluded = exclude_wrap_modules if exclude_wrap_modules is not None else {nn.ModuleList, nn.ModuleDict}
     large = nonwrapped_numel >= min_num_params
@@ -70,7 +93,11 @@ size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type
 
 
 class ModuleWrapPolicy:
-    """Policy that wraps every instance of given classes."""
+    """Policy that wraps every instance of given classes.
+
+    Args:
+        module_classes: Classes to wrap.
+    """
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
         self._module_classes = set(module_classes)
@@ -91,7 +118,11 @@ class ModuleWrapPolicy:
 
 
 class CustomPolicy:
-    """Policy that wraps the modules for which a function returns True or settings."""
+    """Policy that wraps the modules for which a function returns True or settings.
+
+    Args:
+        lambda_fn: Returns False or True for a module, or a dict with the settings that differ from the root's.
+    """
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
         self._lambda_fn = lambda_fn
@@ -123,7 +154,15 @@ _DEFAULTS: ContextVar[tuple[Callable[..., nn.Module], dict[str, Any]] | None] = 
 
 @contextmanager
 def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
-    """Enable `wrap` inside the context, which cannot be nested."""
+    """Enable `wrap` inside the context, which cannot be nested.
+
+    Args:
+        wrapper_cls: Wrapper class for `wrap`.
+        wrapper_kwargs: Settings for the wrapper.
+
+    Raises:
+        NestedContextError: The context is inside another one.
+    """
     if _DEFAULTS.get() is not None:
         raise NestedContextError("You are already within an autowrap context and we do not support nested contexts")
     token = _DEFAULTS.set((wrapper_cls, wrapper_kwargs))
@@ -134,7 +173,15 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """Return a module wrapped with the settings from `enable_wrap`, if inside it."""
+    """Return a module wrapped with the settings from `enable_wrap`, if inside it.
+
+    Args:
+        module: Module to wrap.
+        wrap_overrides: Settings that override the context's.
+
+    Returns:
+        The wrapper; outside the context, the module itself.
+    """
     defaults = _DEFAULTS.get()
     if defaults is None:
         return module
