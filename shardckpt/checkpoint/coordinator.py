@@ -340,7 +340,7 @@ def has_lost_rank(group: ProcessGroup | None) -> bool:
 
 def get_channels(group: ProcessGroup | None, refusal: Exception | None = None) -> Channels:
     """Return a process group's channels. Collective if they have to be created."""
-    # The first call creates them, and the first call after a rank is lost.
+    # The first call for a group creates the channels; so does the first call after the group has lost a rank.
     key = resolve_process_group(group)
     if key is None:
         return ALONE

@@ -30,7 +30,7 @@ _UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
 class GgufTensor(HeaderTensor):
     """A tensor in a file's header. Its dtype is a key of `TENSOR_TYPES`."""
 
-    # Its shape starts with the slowest dimension, and is stored in reverse.
+    # The shape starts with the slowest dimension; the file stores the dimensions in reverse.
 
     __slots__ = ()
 

@@ -51,7 +51,7 @@ _PERMANENT = {
 # Exceptions in aiohttp, botocore, urllib3 and paramiko for interrupted connections.
 _TRANSIENT_NAMES = re.compile("Timeout|Connect|Incomplete|Payload|HTTPClient|Protocol|Throttl")
 
-# Their exceptions for connections that were not made.
+# Exceptions in the same libraries for connections that were not made.
 _UNREACHABLE_NAMES = {
     "ClientConnectorError",
     "ConnectionTimeoutError",

@@ -174,7 +174,8 @@ def _model(manifest: Manifest, foreign: Set[Path]) -> Path:
 
 def _is_flat(manifest: Manifest, foreign: Set[Path]) -> bool:
     """Return True if the tensors at the top level are a model's state dict."""
-    # Otherwise there are a few numbers next to subtrees. A state dict's names contain dots, and it has most elements.
+    # A state dict's names contain dots, and its tensors have most elements. Other tensors at the top level are a few
+    # numbers next to subtrees.
     if any("." in str(path[0]) for path in manifest.tensors if len(path) == 1):
         return True
     loose = [entry for path, entry in manifest.tensors.items() if len(path) == 1]

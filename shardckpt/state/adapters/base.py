@@ -145,7 +145,7 @@ class ShardingAdapter(ABC):
     def empty_like(self, position: int, dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialized tensor for an optimizer slot, with zeros as padding."""
 
-    # --------------------------------------------------------------------------------------------------- out of it
+    # ----------------------------------------------------------------------------------- from packed parameters
 
     @abstractmethod
     def to_full(self, packed: torch.Tensor, staging: Staging, *, first_only: bool) -> Iterable[torch.Tensor] | None:
@@ -185,7 +185,7 @@ class ShardingAdapter(ABC):
         entries = self.to_sharded(packed, staging)
         return lambda: entries
 
-    # ----------------------------------------------------------------------------------------------------- into it
+    # ----------------------------------------------------------------------------------- into packed parameters
 
     @abstractmethod
     def from_full(self, values: Tensors, into: Tensors) -> None:

@@ -418,8 +418,8 @@ def _on_device(value: Any, device: torch.device) -> Any:
 
 def _beside(parameter: DTensor, slot: SavedSlot) -> DTensor:
     """Return a target for a saved tensor with another shape than its DTensor parameter."""
-    # It is sharded like the parameter in dimensions with equal length, and replicated in others: any placements are
-    # correct.
+    # The target is sharded like the parameter in dimensions with equal length, and replicated in others. Any placements
+    # would be correct; these need little memory.
     mesh, placements = parameter.device_mesh, list(parameter.placements)
     if len(slot.shape) != parameter.dim() or any(type(placement) not in (Shard, Replicate) for placement in placements):
         placements = [Replicate()] * mesh.ndim

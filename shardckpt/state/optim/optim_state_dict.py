@@ -74,8 +74,8 @@ class AdapterParams:
 
     def is_saving(self, position: int) -> bool:
         """Return True if this rank's optimizer state for an exposed parameter is saved."""
-        # Without elements it is not: the optimizer never updates it, so its step count stays behind. One rank saves a
-        # parameter without elements on any rank.
+        # A rank without elements does not save the state: its optimizer never updates the parameter, so its step count
+        # stays behind. If no rank has elements, one rank saves the state.
         return self.has_part(position) or self.adapter.is_reporting_rank(position)
 
     @property

@@ -213,9 +213,9 @@ def _check_state_before(pair: _Pair) -> Divergence | None:
 
 def _check_state_in_use(pair: _Pair) -> Divergence | None:
     """Explain other results by the state at the optimizer's first step; buffers have changed by then."""
-    # A step may set a learning rate or change a parameter before the optimizer runs. Then its results are equal, or the
-    # setting equals the recorded one after the step. Values that are missing here were in the state after the load, and
-    # moved elsewhere for the step.
+    # A step may set a learning rate or change a parameter before the optimizer runs. Then the step's results are equal,
+    # or the setting equals the recorded one after the step. Values that `used` lacks were in the state after the load,
+    # and moved elsewhere for the step.
     recorded, used, after = pair.recorded.before, pair.now.used, pair.recorded.after
     if recorded is None or used is None or not _has_other_results(pair):
         return None
