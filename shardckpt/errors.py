@@ -359,7 +359,7 @@ class MismatchError(StateMismatchError, UsageError):
         note: Another sentence for the message.
 
     Attributes:
-        problems: All mismatches, one sentence each.
+        problems: All mismatches on this rank, one sentence each; empty if another rank has them.
     """
 
     def __init__(
@@ -375,7 +375,20 @@ class MismatchError(StateMismatchError, UsageError):
             fix += f" {note}"
         super().__init__(f"the checkpoint does not fit in {len(problems)} place{'s' * (len(problems) != 1)}", fix=fix)
 
+    @classmethod
+    def on_other_rank(cls, text: str) -> MismatchError:
+        """Return the error for a mismatch on another rank, given its text; `problems` is empty.
+
+        Args:
+            text: The other rank's error, and the rank.
+        """
+        error = cls(())
+        ShardckptError.__init__(error, text)
+        return error
+
     def __str__(self) -> str:
+        if not self._shown:
+            return super().__str__()
         listed, length = [], 0
         for problem in map(escape, self._shown):
             length += len(problem)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shardckpt import errors
 from shardckpt.checkpoint.rank_link import LOST_RANK_FIX, RankLink, Transfer, link_ranks
-from shardckpt.errors import RankError, ShardckptError, UsageError, describe_with_class
+from shardckpt.errors import MismatchError, RankError, ShardckptError, UsageError, describe_with_class
 
 ProcessGroup: TypeAlias = "dist.ProcessGroup | RankLink"  # ranks of a save or a load
 
@@ -255,7 +255,8 @@ def _encode_failure(step: str, failure: Exception) -> bytes:
     if isinstance(failure, RankError):
         return f"{failure.rank}\n{_encode_error(failure).decode()}".encode()
     kind, text = _encode_error(failure).decode().split("\n", 1)
-    return f"0\n{kind}\n{step} failed on rank 0: {text}".encode()
+    named = text if text.startswith(f"{step} failed on rank ") else f"{step} failed on rank 0: {text}"
+    return f"0\n{kind}\n{named}".encode()
 
 
 def _raise_failed(step: str, messages: Sequence[bytes]) -> None:
@@ -277,7 +278,7 @@ def _build_error(kind: str, text: str, rank: int) -> ShardckptError:
     # In a usage error every rank made the wrong call.
     known = getattr(errors, kind, None)
     if isinstance(known, type) and issubclass(known, UsageError):
-        return UsageError(text) if known is errors.MismatchError else known(text)  # that one takes a list of problems
+        return known.on_other_rank(text) if issubclass(known, MismatchError) else known(text)
     return RankError(text, rank=rank)
 
 

@@ -719,11 +719,13 @@ class TestFailures:
 
         def body(rank: int, world: int):
             into = torch.zeros(3 + (rank == 1), dtype=torch.int64)
-            with pytest.raises(shardckpt.errors.UsageError, match="size mismatch for t"):
+            with pytest.raises(shardckpt.errors.MismatchError, match="size mismatch for t") as caught:
                 shardckpt.load({"t": into}, tmp_path / "c")
-            return int(into.sum())
+            return int(into.sum()), str(caught.value)
 
-        assert run(2, body) == [0, 0]
+        (first, told), (second, own), last = run(3, body)
+        assert (first, second) == (0, 0) and last == (first, told)
+        assert told.endswith(f" failed on rank 1: {own}") and told.count("failed on rank") == 1
 
 
 class TestStores:
