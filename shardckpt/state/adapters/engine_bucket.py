@@ -15,6 +15,7 @@ from shardckpt.core.params.full_params import Staging, concat_shards, gather_cop
 from shardckpt.core.params.param_bucket import Bucket
 from shardckpt.core.registration.base import ParamRegistration
 from shardckpt.core.registration.dtensor_params import DTensorRegistration
+from shardckpt.errors import UnsupportedError
 from shardckpt.state.adapters.base import Entry, ShardingAdapter, Tensors, broadcast_from_rank0, copy_parts
 from shardckpt.state.redistribute.dtensor_rows import has_rows_everywhere, scatter_from_rank0
 from shardckpt.state.redistribute.rank_grid import Ranks
@@ -193,6 +194,18 @@ class EngineDTensorAdapter(EngineBucketAdapter):
     def local_parts(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """Return each parameter's part."""
         return super().parts(packed)
+
+    def to_full(self, packed: torch.Tensor, staging: Staging, *, first_only: bool) -> Iterable[torch.Tensor] | None:
+        """Gather the bucket; refuse a tensor subclass on all ranks, before a collective fails on its elements."""
+        if type(packed).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            raise UnsupportedError(
+                "a FULL state cannot contain this sharded parameter",
+                where=self.entries[0].name,
+                found=f"a tensor of the class {type(packed).__name__}",
+                expected="a dense tensor",
+                fix="Take the SHARDED state, or dequantize the parameter before it is sharded.",
+            )
+        return super().to_full(packed, staging, first_only=first_only)
 
     def empty_like(self, position: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a DTensor around new memory."""

@@ -101,6 +101,7 @@ def model_state_dict(
         UsageError: The kind is unknown, or `rank0_only` with another kind than FULL; or a parameter is a flat
             parameter's shard, whose wrapper is around the model.
         NameCollisionError: Two tensors have one name without wrapper segments.
+        UnsupportedError: FULL, and a parameter that `fully_shard` sharded has a tensor subclass, such as NF4.
     """
     kind = parse_kind_to_take(kind, rank0_only=rank0_only)
     model = unwrap(model)

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import shardckpt
+from shardckpt import core
 from shardckpt.errors import UnsupportedError
 from shardckpt.integrations import dcp
 from tests.kit.models.states import refused
@@ -120,6 +121,19 @@ def test_local_tensors_of_a_subclass_are_refused_on_all_ranks(tmp_path: Path) ->
         for way, text in told.items():
             assert "0.weight" in text and "NF4Tensor" in text, (way, text)
     assert not list(tmp_path.rglob("COMMIT"))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_full_state_of_a_sharded_subclass_is_refused_by_name_on_all_ranks(world: int) -> None:
+    def body(rank: int, world: int) -> None:
+        model = net()
+        nf4(model)
+        core.fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+        with pytest.raises(UnsupportedError, match=r"0\.weight.*FULL.*NF4Tensor.*SHARDED"):
+            shardckpt.model_state_dict(model)
+        assert isinstance(shardckpt.model_state_dict(model, "SHARDED")["0.weight"], DTensor)
+
+    run(world, body)
 
 
 def test_a_local_tensor_that_is_still_on_its_way_is_saved_once_it_is_there(tmp_path: Path) -> None:
