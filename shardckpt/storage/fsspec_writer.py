@@ -15,7 +15,7 @@ from fsspec.asyn import AsyncFileSystem
 from shardckpt.errors import ShardckptError, TargetExistsError
 from shardckpt.storage.publication import files_removed_error
 from shardckpt.storage.range_cache import MAX_REQUEST
-from shardckpt.storage.retry import remote_error, retry
+from shardckpt.storage.retry import remote_error, renew_credentials, retry
 from shardckpt.storage.sftp import SftpFiles
 from shardckpt.storage.store import ClosingWriter, Read, Store
 
@@ -136,6 +136,7 @@ class ObjectWriter(FsspecWriter):
                 return
             mode = "xb" if self._is_new and self._can_create else "wb"
             self._file = self._fs.open(self._path, mode, block_size=PART_BYTES)
+            renew_credentials(self._file)
             part, self._kept = bytes(self._kept), bytearray()
         self._file.write(part)
         if self._written > PART_BYTES * _PARTS and not getattr(self._fs, "fixed_upload_size", False):

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from shardckpt.errors import MissingFileError, ShardckptError, StorageError, describe_with_class
 from shardckpt.events import count_retry
@@ -137,6 +137,25 @@ def _needs_new_credentials(error: BaseException) -> bool:
         if isinstance(response, dict) and response.get("Error", {}).get("Code") in _NO_LONGER_VALID:
             return True
     return False
+
+
+def renew_credentials(file: Any) -> None:
+    """Make an S3 upload read the credentials again, once for each request that S3 refuses because of them."""
+    # A part cannot be written again through the file: it keeps parts that S3 has, and would send them twice.
+    request = getattr(file, "_call_s3", None)
+    if request is None:
+        return
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return request(*args, **kwargs)
+        except Exception as error:
+            if not (_needs_new_credentials(error) and _read_credentials()):
+                raise
+            count_retry()
+            return request(*args, **kwargs)
+
+    file._call_s3 = call
 
 
 def _read_credentials() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import uuid
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from botocore.exceptions import ClientError
 from shardckpt.errors import MissingFileError, SourceNotFoundError, StorageError
 from shardckpt.offline.inspect import inspect
 from shardckpt.storage import fsspec_store, retry
+from shardckpt.storage.fsspec_writer import PART_BYTES
 from shardckpt.storage.resolve_url import kind, open_store
 from shardckpt.storage.store import Store, read_bytes
 
@@ -198,3 +200,33 @@ def test_credentials_of_s3_that_expire_are_read_again(tmp_path: Path, monkeypatc
     write_key("NEW")
     write_file(store, "b", b"2")
     assert read_bytes(store, "b", 0, 1) == b"2"
+
+
+@pytest.mark.usefixtures("_has_new_connections", "s3_server")
+@pytest.mark.parametrize("refused", ["CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload"])
+def test_credentials_that_expire_during_a_multipart_upload_are_read_again(
+    refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    credentials = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    call, sent = AioBaseClient._make_api_call, list[str]()
+
+    async def refuse_old(self: Any, operation: str, arguments: Any) -> Any:
+        keys = await self._request_signer._credentials.get_frozen_credentials()
+        sent.append(operation)
+        if operation == refused and sent.count(operation) == 1 + (refused == "UploadPart"):
+            credentials.write_text("[default]\naws_access_key_id=NEW\naws_secret_access_key=x\n")
+        if credentials.read_text().count("NEW") and keys.access_key == "OLD":
+            error = {"Error": {"Code": "ExpiredToken", "Message": "The provided token has expired."}}
+            raise ClientError(error, operation)
+        return await call(self, operation, arguments)
+
+    credentials.write_text("[default]\naws_access_key_id=OLD\naws_secret_access_key=x\n")
+    store = open_store(f"s3://{new_bucket()}/run")
+    monkeypatch.setattr(AioBaseClient, "_make_api_call", refuse_old)
+    data = random.Random(0).randbytes(2 * PART_BYTES + 5)
+    write_file(store, "large", data)
+    assert sent.count("UploadPart") >= 2 and "CompleteMultipartUpload" in sent
+    assert read_bytes(store, "large", 0, len(data)) == data
