@@ -1,4 +1,4 @@
-"""docs/architecture.md draws the packages as the sources are: layers, purposes, and who imports whom.
+"""docs/architecture.md draws the packages as the contracts in pyproject.toml have them: layers, and who imports whom.
 
 `UPDATE_DOCS=1 pytest tests/test_architecture_page.py` writes the drawing into the page.
 """
@@ -6,46 +6,42 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
+import itertools
 import os
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 START, END = "<!-- drawing: tests/test_architecture_page.py -->\n", "<!-- end of drawing -->\n"
-ORDER = (
-    "testing",
-    "integrations",
-    "data",
-    "tiers",
-    "witness",
-    "checkpoint",
-    "offline",
-    "state",
-    "readers",
-    "native",
-    "encodings",
-    "plan",
-    "storage",
-    "core",
-    "shared_store",
-    "events",
-)
+CONFIGURATION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT: dict[str, Any] = CONFIGURATION["project"]
+CONTRACTS: list[dict[str, Any]] = CONFIGURATION["tool"]["importlinter"]["contracts"]
 
 
-def load_tables() -> ModuleType:
-    """Return `test_architecture`, whose tables are what the drawing shows."""
-    path = Path(__file__).with_name("test_architecture.py")
-    spec = importlib.util.spec_from_file_location("architecture_tables", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+def list_importers() -> dict[str, set[str]]:
+    """Return who may import each module or library that a contract protects."""
+    rules = [rule for rule in CONTRACTS if rule["type"] == "protected"]
+    return {name: {*rule["allowed_importers"]} for rule in rules for name in rule["protected_modules"]}
+
+
+def list_layers() -> dict[str, list[list[str]]]:
+    """Return the layers of each package, the highest first."""
+    rules = [rule for rule in CONTRACTS if rule["type"] == "layers"]
+    return {rule["containers"][0]: [re.split(r" [|:] ", layer) for layer in rule["layers"]] for rule in rules}
+
+
+IMPORTERS, LAYERS = list_importers(), list_layers()
+NAMES = list(itertools.chain.from_iterable(LAYERS["shardckpt"]))
+"""The packages and modules below `shardckpt`, the highest first."""
+PACKAGES = [name for name in NAMES if (ROOT / "shardckpt" / name).is_dir()]
 
 
 def read_purpose(folder: Path) -> str:
@@ -61,39 +57,35 @@ def list_modules(folder: Path) -> list[str]:
     return own + [f"{each.name}/{name}" for each in below for name in list_modules(each)]
 
 
-def draw_package(name: str, tables: ModuleType) -> list[str]:
+def draw_package(name: str) -> list[str]:
     """Draw a package: its purpose, what it imports, and its sub-packages, the highest layer first."""
     folder = ROOT / "shardckpt" / name
-    arrows = [other for other in ORDER if other in tables.ARROWS[name]]
-    leaves = sorted(tables.ARROWS[name] - set(ORDER))
+    imported = [other for other in NAMES if f"shardckpt.{name}" in IMPORTERS[f"shardckpt.{other}"]]
+    imported += ["shardckpt"] * (f"shardckpt.{name}.**" in IMPORTERS["shardckpt"])
     lines = [f"### `shardckpt/{name}`", "", read_purpose(folder), ""]
-    lines += [f"Imports: {', '.join(f'`{each}`' for each in [*arrows, *leaves])}.", ""]
-    layers = tables.LAYERS.get(name, ())
+    lines += [f"Imports: {', '.join(f'`{each}`' for each in imported)}.", ""]
+    layers = LAYERS.get(f"shardckpt.{name}", [])
     if not layers:
-        modules = sorted(path.stem for path in folder.glob("*.py") if path.stem != "__init__")
-        return [*lines, f"Modules: {', '.join(modules)}.", ""]
-    listed = {each for layer in layers for each in layer}
-    above = sorted(path.stem for path in folder.glob("*.py") if path.stem not in {"__init__", *listed})
-    rows = [*([above] if above else []), *(sorted(layer) for layer in reversed(layers))]
+        return [*lines, f"Modules: {', '.join(list_modules(folder))}.", ""]
     lines += ["| layer | modules |", "|---|---|"]
-    for number, names in zip(range(len(rows), 0, -1), rows, strict=True):
+    for number, names in zip(range(len(layers), 0, -1), layers, strict=True):
         for each in names:
             if (folder / each).is_dir():
-                inside = list_modules(folder / each)
-                lines.append(f"| {number} | **{each}/** {read_purpose(folder / each)} ({', '.join(inside)}) |")
+                inside = ", ".join(list_modules(folder / each))
+                lines.append(f"| {number} | **{each}/** {read_purpose(folder / each)} ({inside}) |")
         single = [each for each in names if not (folder / each).is_dir()]
         if single:
             lines.append(f"| {number} | {', '.join(single)} |")
     return [*lines, ""]
 
 
-def draw(tables: ModuleType) -> str:
+def draw() -> str:
     """Draw all packages, the highest first."""
-    return "\n".join(line for name in ORDER for line in draw_package(name, tables))
+    return "\n".join(line for name in PACKAGES for line in draw_package(name))
 
 
 def test_the_page_draws_the_packages_as_they_are() -> None:
-    text, drawing = PAGE.read_text(encoding="utf-8"), draw(load_tables())
+    text, drawing = PAGE.read_text(encoding="utf-8"), draw()
     head, _, rest = text.partition(START)
     drawn, _, tail = rest.partition(END)
     if drawn != drawing and os.environ.get("UPDATE_DOCS"):
@@ -102,9 +94,10 @@ def test_the_page_draws_the_packages_as_they_are() -> None:
     assert drawn == drawing, "UPDATE_DOCS=1 pytest tests/test_architecture_page.py draws it anew"
 
 
-def test_every_package_is_drawn() -> None:
-    packages = {path.parent.name for path in (ROOT / "shardckpt").glob("*/__init__.py")}
-    assert packages == set(ORDER)
+def test_contracts_say_who_imports_each_package_and_the_layers_of_each_folder() -> None:
+    assert {f"shardckpt.{name}" for name in NAMES} <= set(IMPORTERS)
+    folders = {f"shardckpt.{path.parent.parent.name}" for path in (ROOT / "shardckpt").glob("*/*/__init__.py")}
+    assert folders <= set(LAYERS)
 
 
 def read_stories() -> dict[str, tuple[set[str], set[str]]]:
