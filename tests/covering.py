@@ -2,8 +2,9 @@
 
 The product of behaviors and settings (front ends, strategies, numbers of ranks) takes most of the time of the suite.
 Of each module that forks ranks, and of `OTHERS`, `make test` runs each test function, each value of each parameter, and
-each pair of values that any of its tests brings together. Other combinations get the mark `full`, as do the tests in
-`shown_faster.txt`.
+each pair of values that any of its tests brings together. Other combinations get the mark `full`, as do tests with the
+mark `shown_by(faster, *values)`: `faster` is the id of a test that shows the same, from `tests/`, from its module
+(`::test_a`) or from its function (`[1]`). With `values`, patterns of values in brackets, only these get the mark.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ OTHERS = (
 """Modules that do not import `RANKS` and whose tests kill, damage or train at many places."""
 RANKS = "tests.kit.ranks.harness"
 """The module whose functions fork ranks."""
-TABLE = Path(__file__).with_name("shown_faster.txt")
 OUTSIDE = ("slow", "gpu")
 """Marks of tests that are not among those to choose from."""
 TEST = "test function"
@@ -47,16 +47,6 @@ class Choice:
     chosen: Sequence[Settings]
 
 
-def read_table(text: str) -> dict[str, str]:
-    """Return the faster test of each pattern of a table with two lines an entry, the second indented."""
-    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
-    assert all(line.startswith("    ") == bool(number % 2) for number, line in enumerate(lines))
-    return {pattern: faster.strip() for pattern, faster in zip(lines[::2], lines[1::2], strict=True)}
-
-
-SHOWN_FASTER = read_table(TABLE.read_text(encoding="utf-8"))
-"""Tests that only `make test-all` runs, by patterns of their ids; the faster test that shows the same."""
-_FILES = {pattern.partition("::")[0] for pattern in SHOWN_FASTER}
 CHOICES = pytest.StashKey[dict[Path, Choice]]()
 """Where the configuration of pytest keeps the choice from each module."""
 
@@ -67,7 +57,7 @@ def mark_full(items: Iterable[pytest.Item], root: Path) -> dict[Path, Choice]:
     for item in items:
         if any(item.get_closest_marker(mark) for mark in OUTSIDE):
             continue
-        if find_faster(item.nodeid) is not None:
+        if is_shown_faster(item):
             item.add_marker(pytest.mark.full)
         elif is_covered(item, root):
             modules[item.path].append(item)
@@ -82,21 +72,15 @@ def mark_full(items: Iterable[pytest.Item], root: Path) -> dict[Path, Choice]:
     return choices
 
 
-def find_faster(nodeid: str) -> str | None:
-    """Return the faster test that shows the same, if only `make test-all` runs this one."""
-    name = nodeid.removeprefix("tests/")
-    if name.partition("::")[0] not in _FILES:
-        return None
-    return next((faster for pattern, faster in SHOWN_FASTER.items() if is_matching(name, pattern)), None)
+def is_shown_faster(item: pytest.Item) -> bool:
+    """Return True if a mark names a faster test that shows the same as this test, or as this test with its values."""
+    values = item.nodeid.partition("[")[2].removesuffix("]")
+    return any(is_matching(values, *mark.args[1:]) for mark in item.iter_markers("shown_by"))
 
 
-def is_matching(name: str, pattern: str) -> bool:
-    """Return True if a test's id is that of `pattern`, whose brackets are the test's own and whose `*` is any text."""
-    function, bracket, values = pattern.partition("[")
-    own, _, given = name.partition("[")
-    if not bracket:
-        return own == function or own.startswith(f"{function}::")
-    return own == function and fnmatch.fnmatchcase(given, values.replace("[", "[[]"))
+def is_matching(values: str, *patterns: str) -> bool:
+    """Return True if no patterns are given, or one matches; brackets are text, and `*` is any text."""
+    return not patterns or any(fnmatch.fnmatchcase(values, each.replace("[", "[[]")) for each in patterns)
 
 
 def is_covered(item: pytest.Item, root: Path) -> bool:

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.covering import (
-    CHOICES,
-    OTHERS,
-    RANKS,
-    SHOWN_FASTER,
-    TEST,
-    Settings,
-    choose_covering,
-    find_faster,
-    is_matching,
-)
+from tests.covering import CHOICES, OTHERS, RANKS, TEST, Settings, choose_covering, is_matching
 
 ROOT = Path(__file__).resolve().parents[1]
 BEHAVIORS = st.fixed_dictionaries(
@@ -70,21 +61,35 @@ def test_modules_that_fork_ranks_are_found_by_the_module_they_import() -> None:
     assert [path for path in OTHERS if not (ROOT / "tests" / path).is_file()] == []
 
 
-def test_what_a_faster_test_shows_names_a_test_that_make_test_runs() -> None:
+def find_marks(path: Path) -> Iterator[tuple[str, str, list[str]]]:
+    """Yield each mark `shown_by` of a module: what has it, the id of the faster test, and the patterns of values."""
+    module = path.relative_to(ROOT / "tests").as_posix()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        name = getattr(node, "name", "")
+        calls = getattr(node, "decorator_list", ()) or getattr(node, "values", ())
+        for call in calls:
+            if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "shown_by":
+                faster, *patterns = map(ast.literal_eval, call.args)
+                own = f"{module}::{name}{faster}" if faster.startswith("[") else f"{module}{faster}"
+                yield f"{module}::{name}", own if faster.startswith(("[", "::")) else faster, patterns
+
+
+def test_a_faster_test_exists_and_make_test_runs_it() -> None:
+    marks = [mark for path in (ROOT / "tests").rglob("test_*.py") for mark in find_marks(path)]
     missing = []
-    for pattern, faster in SHOWN_FASTER.items():
-        for name in (pattern, faster):
-            path, _, functions = name.partition("[")[0].partition("::")
-            source = (ROOT / "tests" / path).read_text(encoding="utf-8")
-            missing += [name for each in functions.split("::") if not re.search(rf"(def|class) {each}\b", source)]
-        missing += [f"{faster} is left out, too"] * (find_faster(f"tests/{faster}") is not None)
+    for slower, faster, _ in marks:
+        function, _, values = faster.removesuffix("]").partition("[")
+        path, _, names = function.partition("::")
+        source = (ROOT / "tests" / path).read_text(encoding="utf-8")
+        missing += [faster for each in names.split("::") if not re.search(rf"(def|class) {each}\b", source)]
+        own = {f"{path}::{each}" for each in names.split("::")}
+        left_out = any(name in own and is_matching(values, *patterns) for name, _, patterns in marks)
+        missing += [f"{faster}, which {slower} names, is left out, too"] * left_out
     assert missing == []
 
 
-def test_patterns_are_ids_of_tests_of_which_some_or_all_values_are_left_out() -> None:
-    assert is_matching("a.py::test_b[x-1]", "a.py::test_b")
-    assert is_matching("a.py::test_b[x-1]", "a.py::test_b[x-*]")
-    assert is_matching("a.py::test_b[x[1]-1]", "a.py::test_b[x[1]-*]")
-    assert is_matching("a.py::TestC::test_b[x-1]", "a.py::TestC")
-    assert not is_matching("a.py::test_b[x-1]", "a.py::test_b[y-*]")
-    assert not is_matching("a.py::test_bc", "a.py::test_b")
+def test_patterns_are_values_of_a_test_of_which_some_or_all_are_left_out() -> None:
+    assert is_matching("x-1")
+    assert is_matching("x-1", "x-*")
+    assert is_matching("x[1]-1", "y", "x[1]-*")
+    assert not is_matching("x-1", "y-*")

@@ -269,6 +269,21 @@ class TestPages:
     def test_every_block_runs_or_says_why_not(self, page: Path) -> None:
         assert unexplained(page.read_text(encoding="utf-8")) == []
 
+    @pytest.mark.shown_by(
+        "checkpoint/load/test_stateful_fill.py::test_the_tutorials_object_is_resumed_on_other_numbers_of_ranks",
+        "README.md",
+    )
+    @pytest.mark.shown_by(
+        "offline/test_consolidate.py::test_model_optimizer_and_groups_come_out_bit_for_bit",
+        "docs/consolidate.md",
+        "docs/from-deepspeed.md",
+        "docs/from-fsdp.md",
+    )
+    @pytest.mark.shown_by(
+        "tiers/test_several_nodes.py::test_with_a_copy_the_loss_of_any_node_is_survived_on_other_numbers_of_ranks",
+        "docs/incidents.md",
+    )
+    @pytest.mark.shown_by("checkpoint/test_stores.py::test_two_ranks_save_overwrite_and_restore", "docs/s3.md")
     @pytest.mark.long
     @each_page([page for page in PAGES if page not in CONTINUES.values()])
     def test_what_it_shows_is_what_happens(

@@ -46,6 +46,7 @@ def test_what_cannot_be_run_is_refused(arguments: tuple[str, ...]) -> None:
     assert exit_code("consolidate", *arguments) == 2
 
 
+@pytest.mark.shown_by("::test_what_cannot_be_run_is_refused")
 def test_a_wrong_output_stops_the_run(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     inputs = FOLDER / "inputs.py"

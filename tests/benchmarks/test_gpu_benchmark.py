@@ -19,6 +19,7 @@ def gpu():
         yield script
 
 
+@pytest.mark.shown_by("::test_limits_of_a_step")
 @needs_torch_fully_shard_on_cpu
 def test_a_small_run_on_the_cpu_prints_every_table():
     done = run_script("gpu", "--device", "cpu", *SMALL)

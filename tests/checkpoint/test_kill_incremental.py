@@ -168,6 +168,7 @@ def test_so_it_is_of_a_save_in_the_background(tmp_path: Path) -> None:
     assert operations >= 20
 
 
+@pytest.mark.shown_by("::test_so_it_is_on_a_store_without_rename")
 @pytest.mark.filterwarnings("ignore:step .* is saved, but old ones")
 def test_so_it_is_of_one_on_s3(s3: Faulty, s3_bucket: str) -> None:
     fs = fsspec.filesystem("s3")
@@ -187,6 +188,7 @@ def test_so_it_is_of_one_on_s3(s3: Faulty, s3_bucket: str) -> None:
     assert made >= 20
 
 
+@pytest.mark.shown_by("::test_killed_at_any_operation_every_complete_step_loads")
 class TestMutants:
     def test_removing_all_of_a_step_turns_it_red(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(run_directory.RunDirectory, "referred", lambda self, but=(): {})

@@ -368,6 +368,8 @@ def s3_matrix(s3: Faulty, place: str, save: Save, look: Look, stride: int) -> in
     return request_matrix(arm, heal, place, save, look, stride)
 
 
+@pytest.mark.shown_by("::test_without_rename_steps_are_saved_and_removed_so_too", "steps")
+@pytest.mark.shown_by("[overwrite]", "async")
 @pytest.mark.filterwarnings("ignore:step .* is saved, but old ones")
 @pytest.mark.parametrize(
     ("save", "look", "stride"),
@@ -399,6 +401,7 @@ def test_on_s3_a_first_save_is_there_or_not(s3: Faulty, s3_bucket: str) -> None:
     assert k > 8
 
 
+@pytest.mark.shown_by("::test_a_kill_leaves_the_old_or_the_new_and_the_next_save_succeeds")
 class TestMutants:
     """The matrices would be worth nothing if they stayed green for these."""
 

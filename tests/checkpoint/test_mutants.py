@@ -166,6 +166,7 @@ def test_what_is_checked_holds(check: Check, tmp_path: Path) -> None:
     check(tmp_path)
 
 
+@pytest.mark.shown_by("::test_what_is_checked_holds")
 @pytest.mark.parametrize(("mutant", "check"), CAUGHT, ids=lambda each: each.__name__)
 def test_a_wrong_save_is_caught(mutant: Mutant, check: Check, tmp_path: Path, monkeypatch) -> None:
     mutant(monkeypatch)

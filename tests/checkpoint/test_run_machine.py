@@ -374,6 +374,7 @@ def the_state_is_not_copied(patch: pytest.MonkeyPatch) -> None:
 MUTANTS = (pruning_deletes_bases, every_chunk_is_unchanged, hashes_are_not_checked, the_state_is_not_copied)
 
 
+@pytest.mark.shown_by("::test_a_run_has_what_the_model_has")
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_a_mutant_is_found(mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant(monkeypatch)

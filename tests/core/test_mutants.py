@@ -102,6 +102,7 @@ CAUGHT: list[tuple[Callable[[pytest.MonkeyPatch], None], Check]] = [
 ]
 
 
+@pytest.mark.shown_by("core/test_sharding.py::test_a_rank_holds_its_share_between_iterations")
 @STYLES
 @pytest.mark.parametrize(("mutant", "check"), CAUGHT, ids=lambda each: each.__name__)
 def test_a_wrong_engine_is_caught(mutant, check, style, monkeypatch):

@@ -56,6 +56,7 @@ def fail_at_each_allocation(rank: int, world: int, front_end: str) -> tuple[set[
     return errors, kept, wrong
 
 
+@pytest.mark.shown_by("[in place]", "orig", "flat")
 @FRONTS
 def test_an_iteration_that_ran_out_of_memory_recovers_without_memory(front_end):
     for errors, kept, wrong in sim.ranks(2, fail_at_each_allocation, front_end):

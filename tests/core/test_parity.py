@@ -167,6 +167,7 @@ def pairwise(turn: int, **axes: tuple) -> list[Row]:
     return [mixed(row) for row in covering({**AXES, **axes}, turn)]
 
 
+@pytest.mark.shown_by("::test_every_two_settings_together_on_two_ranks")
 @STYLES
 def test_every_three_settings_together_on_two_ranks(style):
     """Of the full product, which `pytest -m slow` trains, a tenth."""
@@ -187,6 +188,7 @@ def test_every_two_settings_together_on_replicas_of_groups():
     table(4, pairwise(3, strategy=HYBRID))
 
 
+@pytest.mark.shown_by("[0]", "1")
 @pytest.mark.parametrize("part", range(2))
 def test_every_case_on_one_rank(part):
     table(1, [(which, row) for which in CASES[part::2] for row in turns(which, 1, STRATEGIES)])
@@ -215,6 +217,7 @@ def on_more_ranks(world: int, strategies: tuple[Strategy, ...], is_wanted: Calla
     return [row for row in rows if is_wanted(row[0])]
 
 
+@pytest.mark.shown_by("core/test_hybrid.py::test_four_ranks_train_as_the_unsharded_model", "replicas")
 @pytest.mark.parametrize(("world", "strategies"), [(3, STRATEGIES), (4, HYBRID)], ids=["three", "replicas"])
 def test_cases_on_more_ranks(world, strategies):
     """Three ranks divide no size evenly; four are replicas of groups."""
@@ -247,6 +250,7 @@ def turns(which: Case, world: int, strategies: tuple[Strategy, ...]) -> list[dic
     ]
 
 
+@pytest.mark.shown_by("[2-*]", "4-*")
 @pytest.mark.parametrize(("world", "answers"), [(2, (1, 2)), (4, (1, 2, 4))])
 def test_full_parameters_kept_as_slices(world, answers):
     """`reshard_after_forward` as a number: a bool in all but name on two ranks, a slice of the whole on four."""
@@ -295,6 +299,7 @@ def test_two_ranks_give_the_bits_of_the_unsharded_model():
     assert run(2, body)[0] == []
 
 
+@pytest.mark.shown_by("[nested]", "mlp", "called three times")
 @pytest.mark.parametrize("name", ["mlp", "nested", "called three times", "checkpoint(unit)"])
 def test_prefetch_and_limiter_change_no_number(name):
     before, after = core.BackwardPrefetch.BACKWARD_PRE, core.BackwardPrefetch.BACKWARD_POST

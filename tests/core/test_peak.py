@@ -94,6 +94,7 @@ def torch_peaks(rank: int, world: int, *settings: Any) -> dict[str, int]:
     return peaks(torch_fsdp, *settings)
 
 
+@pytest.mark.shown_by("[flat-*]", "orig-*")
 @pytest.mark.parametrize(
     ("low", "reduce"), [(None, None), (torch.bfloat16, torch.float32)], ids=["fp32", "bf16, sums in fp32"]
 )

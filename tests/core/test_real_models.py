@@ -304,6 +304,7 @@ MODULES = [
 ]
 
 
+@pytest.mark.shown_by("[*-3]", "*-2")
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("which", MODULES, ids=str)
 def test_modules_train_as_unsharded_ones(which, world):
@@ -400,6 +401,7 @@ def compiled_whole(model: nn.Module, sharder: Sharder) -> nn.Module:
 COMPILED = [compiled_units, units_of_compiled, compiled_whole]
 
 
+@pytest.mark.shown_by("[compiled_units]", "units_of_compiled", "compiled_whole")
 @pytest.mark.parametrize("cut", COMPILED, ids=lambda cut: cut.__name__)
 def test_compiled_models_train_as_plain_ones(cut):
     warm_up()

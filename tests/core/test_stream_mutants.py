@@ -359,10 +359,12 @@ def survivors(world: int, wanted: dict[str, tuple[Scenario, Style]], names: froz
 FOUR = {site: row for site, row in FOUND.items() if row[0] in scenarios.FOUR_RANKS}
 
 
+@pytest.mark.shown_by("core/test_streams.py::test_all_accesses_are_ordered")
 def test_each_call_that_orders_streams_is_missed_when_it_is_gone():
     assert survivors(2, {site: row for site, row in FOUND.items() if site not in FOUR}) == set()
 
 
+@pytest.mark.shown_by("core/test_streams.py::test_all_accesses_of_several_groups_are_ordered")
 def test_each_call_that_orders_streams_of_several_groups_is_missed_when_it_is_gone():
     assert survivors(4, FOUR) == set()
 

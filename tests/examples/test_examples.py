@@ -127,7 +127,59 @@ def run() -> Iterator[Run]:
         server.stdin.close()
 
 
-@pytest.mark.parametrize(("name", "arguments", "said"), [(name, *run) for name, runs in RUNS.items() for run in runs])
+SHOWN_BY = {
+    "accelerate_training.py": pytest.mark.shown_by(
+        "integrations/test_accelerate.py::test_a_killed_training_resumes_bit_for_bit"
+    ),
+    "async_s3.py": pytest.mark.shown_by("checkpoint/test_stores.py::test_two_ranks_save_overwrite_and_restore"),
+    "consolidate_fsdp2.py": pytest.mark.shown_by(
+        "offline/test_consolidate.py::test_model_optimizer_and_groups_come_out_bit_for_bit"
+    ),
+    "dcp_drop_in.py": pytest.mark.shown_by(
+        "integrations/test_dcp.py::test_ranks_save_and_load_as_torch_does_on_any_number_of_them"
+    ),
+    "demo.py": pytest.mark.shown_by(
+        "checkpoint/test_resume.py::test_training_that_resumes_is_training_that_was_never_interrupted"
+    ),
+    "elastic_resume.py": pytest.mark.shown_by(
+        "data/test_witnessed_resume.py::test_on_1_2_and_3_ranks_the_witness_finds_no_difference"
+    ),
+    "ema.py": pytest.mark.shown_by(
+        "checkpoint/stateful/test_variant.py::test_averages_are_saved_as_they_are_sharded_and_come_back"
+    ),
+    "lightning_trainer.py": pytest.mark.shown_by(
+        "integrations/test_lightning.py::test_a_killed_training_resumes_bit_for_bit"
+    ),
+    "lora.py": pytest.mark.shown_by(
+        "checkpoint/test_trainable_only.py::TestOnRanks::test_the_base_is_left_where_it_is_and_read_from_there"
+    ),
+    "survive.py": pytest.mark.shown_by(
+        "tiers/test_several_nodes.py::test_with_a_copy_the_loss_of_any_node_is_survived_on_other_numbers_of_ranks"
+    ),
+    "torchft_recovery.py": pytest.mark.shown_by(
+        "integrations/test_torchft.py::test_another_process_receives_a_state_also_if_it_asks_early"
+    ),
+    "torchtitan_manager.py": pytest.mark.shown_by(
+        "integrations/test_torchtitan.py::test_a_killed_training_resumes_bit_for_bit_and_keeps_the_latest_steps"
+    ),
+    "transformers_trainer.py": pytest.mark.shown_by(
+        "integrations/test_transformers.py::test_a_killed_training_and_one_of_the_trainer_resume_bit_for_bit"
+    ),
+    "save_and_load.py": pytest.mark.shown_by(
+        "checkpoint/test_ranks.py::TestElastic::test_saved_at_four_by_any_face_and_loaded_by_all_at_one_two_and_three"
+    ),
+    "train_fsdp.py": pytest.mark.shown_by("core/test_parity.py::test_every_case_on_two_ranks"),
+    "train_fully_shard.py": pytest.mark.shown_by(
+        "core/fsdp2/test_fully_shard.py::test_training_equals_that_of_the_unsharded_model"
+    ),
+}
+"""What an example calls is tested by itself, and so are its imports."""
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [pytest.param(name, *run, marks=SHOWN_BY.get(name, ())) for name, runs in RUNS.items() for run in runs],
+)
 def test_an_example_runs(run: Run, name: str, arguments: list[str], said: tuple[str, ...], tmp_path: Path) -> None:
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
         pytest.skip(f"{NEEDS[name]} is not installed")
@@ -151,6 +203,7 @@ def test_six_incidents_under_torchrun_change_no_loss(run: Run, arguments: list[s
     assert f"and those of jobs resumed by hand: {EQUAL}" in done["out"]
 
 
+@pytest.mark.shown_by("::test_what_an_example_imports_of_the_package_is_there")
 def test_an_example_that_fails_is_told(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "broken.py"
     file.write_text("print('so far')\nraise SystemExit('a rank failed')\n")

@@ -35,6 +35,7 @@ def test_a_save_is_followed_by_a_step(tmp_path, front_end):
     assert sim.ranks(1, scenarios.save_behind_a_sleep, "sim", front_end, str(tmp_path)) == [(True, True)]
 
 
+@pytest.mark.shown_by("::test_states_are_taken_and_loaded")
 def test_ranks_are_new_processes():
     assert gpu_ranks.run(1, "gloo", "cpu", "train", "in place", 2) == [[]]
 

@@ -104,6 +104,9 @@ def train_and_save(rank: int, world: int, kind: str, ours: Path, alone: Path) ->
     return training.losses
 
 
+@pytest.mark.shown_by(
+    "checkpoint/test_ranks.py::TestElastic::test_saved_at_four_by_any_face_and_loaded_by_all_at_one_two_and_three"
+)
 def test_training_resumes_on_other_numbers_of_ranks_with_another_sharding(tmp_path: Path) -> None:
     folders = (tmp_path / "ours", tmp_path / "alone")
     for saved, world, kind in (("fsdp2", 1, "ddp"), ("ddp", 3, "fsdp1"), ("fsdp1", 2, "fsdp2")):

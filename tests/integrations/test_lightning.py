@@ -114,6 +114,9 @@ def losses_without_dropout(rank: int, world: int, kind: str, folder: Path, ckpt_
     return (losses / world).tolist()
 
 
+@pytest.mark.shown_by(
+    "checkpoint/test_ranks.py::TestElastic::test_saved_at_four_by_any_face_and_loaded_by_all_at_one_two_and_three"
+)
 def test_training_resumes_on_other_numbers_of_ranks_with_another_sharding(tmp_path: Path) -> None:
     (expected, _) = run(2, losses_without_dropout, "fsdp2", tmp_path / "two", None)
     step = str(tmp_path / "two" / "run" / "step-00000003")
@@ -386,6 +389,7 @@ def train_in_a_bucket(rank: int, world: int, folder: Path, root: str) -> tuple[l
     return list(net.losses), callback.best_model_path
 
 
+@pytest.mark.shown_by("checkpoint/test_stores.py::test_two_ranks_save_overwrite_and_restore")
 def test_steps_may_be_in_a_bucket(s3_bucket: str, tmp_path: Path) -> None:
     ((losses, best),) = run(1, train_in_a_bucket, tmp_path, f"{s3_bucket}/run")
     assert losses == [4, 5, 6, 7, 8]

@@ -95,6 +95,7 @@ def after(step: int, losses: dict[int, Any]) -> dict[int, Any]:
     return {each: loss for each, loss in losses.items() if each > step}
 
 
+@pytest.mark.shown_by("[fsdp2]", "ddp", "fsdp1")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_killed_training_and_one_of_the_trainer_resume_bit_for_bit(kind: str, tmp_path: Path) -> None:
     expected = run(2, losses_of_trainer_alone, kind, tmp_path)
@@ -121,6 +122,9 @@ def train_and_resume(rank: int, world: int, kind: str, folder: Path, resume: str
     return trainers.train(rank, world, kind, folder, resume, dropout=0.0, save_steps=4)
 
 
+@pytest.mark.shown_by(
+    "checkpoint/test_ranks.py::TestElastic::test_saved_at_four_by_any_face_and_loaded_by_all_at_one_two_and_three"
+)
 def test_training_resumes_on_other_numbers_of_ranks_with_another_sharding(tmp_path: Path) -> None:
     (expected, _) = run(2, train_and_resume, "fsdp2", tmp_path / "two", None)
     step = str(tmp_path / "two" / "run" / "step-00000004")

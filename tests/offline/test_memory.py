@@ -95,6 +95,13 @@ def flat(folder: Path) -> None:
 ALL = [(by_columns, "", 8), (whole, "", 8), (whole, "dtype='bf16', ", 4), (transposed, "", 3), (flat, "", 3)]
 
 
+@pytest.mark.shown_by(
+    "[by columns-4 threads]",
+    "whole-4 threads",
+    "cast-4 threads",
+    "flat-4 threads",
+)
+@pytest.mark.shown_by("[transposed-4 threads]", "transposed-1 thread")
 @pytest.mark.parametrize(("jobs", "cap"), [(1, CAP), (4, CAP_OF_4)], ids=["1 thread", "4 threads"])
 @pytest.mark.parametrize(("make", "options", "times"), ALL, ids=["by columns", "whole", "cast", "transposed", "flat"])
 def test_a_tensor_of_many_times_the_cap_is_written_under_it(
@@ -115,6 +122,7 @@ def test_the_measure_sees_a_tensor_that_is_held(tmp_path: Path) -> None:
     assert added_bytes(src, f"data = open({str(src / 'model.safetensors')!r}, 'rb').read()") > 7 * CAP
 
 
+@pytest.mark.shown_by("[*-1 thread]", "*-4 threads")
 @pytest.mark.parametrize(("jobs", "cap"), [(1, CAP), (4, CAP_OF_4)], ids=["1 thread", "4 threads"])
 @pytest.mark.parametrize("to", ["torch", "dcp"])
 def test_other_formats_are_written_under_the_cap_too(to: str, jobs: int, cap: int, tmp_path: Path) -> None:

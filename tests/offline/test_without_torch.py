@@ -72,6 +72,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return dict(zip(ways, (each["results"] for each in found), strict=True))
 
 
+@pytest.mark.shown_by("[some]", "all")
 @pytest.mark.long
 @pytest.mark.parametrize("results", ["some", "all"], indirect=True)
 @pytest.mark.timeout(600)  # two processes, each with thousands of files

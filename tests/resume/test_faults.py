@@ -66,6 +66,13 @@ def train_and_resume(rank: int, world: int, style: str, root: Path) -> dict[str,
         return {name: resume_with(fault, style, rank, world, root / fault.net) for name, fault in faults.items()}
 
 
+@pytest.mark.shown_by("[plain]", "ddp")
+@pytest.mark.shown_by(
+    "[fully_shard]",
+    "originals",
+    "torch fsdp2",
+    "wrapper",
+)
 @pytest.mark.parametrize("style", STYLES)
 def test_each_fault_is_named_on_every_rank_and_a_clean_resume_is_not(style: str, tmp_path: Path) -> None:
     world = WORLDS.get(style, 2)

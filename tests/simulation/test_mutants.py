@@ -318,6 +318,7 @@ def test_each_mutant_is_found_by_a_seed_that_make_test_runs() -> None:
     assert max(MUTANTS.values()) < FEW
 
 
+@pytest.mark.shown_by("simulation/test_histories.py::test_all_invariants_hold_in_every_history")
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_a_mutant_is_found(mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     first = MUTANTS[mutant]

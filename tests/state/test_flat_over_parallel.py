@@ -52,6 +52,8 @@ def looked_at(model: nn.Module, optim) -> dict:
     return {**model_state_dict(model, "FULL"), **flat(optim_state_dict(model, optim, "FULL"))}
 
 
+@pytest.mark.shown_by("[True-6]", "True-8")
+@pytest.mark.shown_by("[False-6]", "False-8")
 @pytest.mark.parametrize("hidden", [8, 6])
 @pytest.mark.parametrize("original", [True, False])
 def test_sharded_states_lie_over_both_meshes_and_come_back(tmp_path: Path, original: bool, hidden: int) -> None:

@@ -69,6 +69,9 @@ CAUGHT = [
 ]
 
 
+@pytest.mark.shown_by(
+    "state/test_optimizer_state.py::test_training_goes_on_from_a_loaded_state_as_if_it_had_not_stopped"
+)
 @pytest.mark.parametrize(("mutant", "check"), CAUGHT, ids=lambda each: each.__name__)
 def test_a_wrong_state_is_caught(mutant, check, monkeypatch):
     mutant(monkeypatch)

@@ -306,6 +306,7 @@ def test_every_strategy_goes_round_in_every_precision_on_both_front_ends():
     assert run(2, body, timeout=240) == [[]] * 2
 
 
+@pytest.mark.shown_by("::test_every_form_goes_round_and_training_goes_on_bit_for_bit", "4")
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_states_of_any_number_of_ranks_go_to_any_other(world, left):
     """Faces take turns, so that each goes to each."""

@@ -66,6 +66,7 @@ def goes_round(rank, world, front_end, offloads, device) -> Any:
     return found
 
 
+@pytest.mark.shown_by("[*-offloaded]", "*-two ranks")
 @pytest.mark.parametrize(
     ("world", "offloads"), [(1, False), (2, False), (2, True)], ids=["one rank", "two ranks", "offloaded"]
 )

@@ -387,6 +387,7 @@ def test_without_rename_a_reader_sees_the_old_the_new_or_nothing(how, old, index
     assert requests >= 5
 
 
+@pytest.mark.shown_by("::TestOnDisk::test_a_kill_leaves_the_old_or_the_new_and_the_next_run_succeeds")
 class TestMutants:
     """The matrices would be worth nothing if they stayed green for these."""
 

@@ -214,6 +214,8 @@ def assert_no_difference(name: str, rows: list[tuple[str, bool]]) -> None:
     assert run(2, body) == [[], []]
 
 
+@pytest.mark.shown_by("[nested]", "called three times")
+@pytest.mark.shown_by("[used on some ranks]", "part of the outputs by rank")
 @pytest.mark.parametrize("name", TRAPS)
 def test_ranks_that_differ_inside_units_are_no_difference(name):
     """On each front end; each front end frees and keeps over the names."""

@@ -431,6 +431,7 @@ def beside(parameter: DTensor) -> Shard:
     return Shard(1 if any(p == Shard(0) for p in parameter.placements) else 0)
 
 
+@pytest.mark.shown_by("core/fsdp2/test_fully_shard.py::test_dtensors_on_the_mesh_of_everything_train_as_whole_ones")
 def test_dtensors_on_any_mesh_of_everything_train_as_whole_ones() -> None:
     """On each mesh, parameters are freed after forward or kept until backward, in turn."""
     train_dtensors([(row, at % 2 == 0 and row[2].shard is not None) for at, row in enumerate(EVERYTHING)])

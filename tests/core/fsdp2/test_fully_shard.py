@@ -304,6 +304,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.shown_by("[3]", "4")
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_training_equals_that_of_the_unsharded_model(world: int) -> None:
     def body(rank: int, world: int) -> None:
