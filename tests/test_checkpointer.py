@@ -745,7 +745,7 @@ class TestRetention:
         with pytest.raises(TargetExistsError, match="other content"):
             ck.save(1, state(), overwrite=True)
 
-    def test_an_older_branch_that_left_other_content_is_no_newer_step_that_cannot_be_loaded(self, tmp_path):
+    def test_an_older_branch_with_other_content_is_no_newer_step_that_cannot_be_loaded(self, tmp_path):
         ck = saved(Checkpointer(tmp_path, keep_last=1), 9)
         (folder(tmp_path, 9) / "thesis.txt").write_text("mine")
         saved(Checkpointer(tmp_path), 3)

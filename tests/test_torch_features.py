@@ -126,7 +126,7 @@ class TestHooksOfSavedTensors:
 
 
 @pytest.mark.parametrize("recursive", [True, False])
-def test_a_method_that_is_not_compiled_keeps_its_self_where_a_compiler_asks_for_the_innermost_function(
+def test_a_method_that_is_not_compiled_keeps_its_self_in_its_innermost_function(
     monkeypatch: pytest.MonkeyPatch, *, recursive: bool
 ) -> None:
     def disable(function: Any, *, recursive: bool) -> Any:

@@ -178,7 +178,7 @@ class TestForGood:
             shardckpt.load(url)
 
 
-def test_a_step_of_which_any_file_is_gone_or_cut_is_refused_and_the_one_before_restored(tmp_path: Path) -> None:
+def test_a_step_with_a_lost_or_cut_file_is_refused_and_the_one_before_restored(tmp_path: Path) -> None:
     ck = shardckpt.Checkpointer(tmp_path)
     ck.save(1, state(1))
     ck.save(2, state(2))

@@ -164,7 +164,7 @@ def test_messages_of_any_size_arrive_and_short_ones_are_one_packet() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a priority belongs to the process")
-def test_the_threads_of_a_link_for_the_background_have_a_low_priority_and_those_of_others_have_not() -> None:
+def test_only_a_link_for_the_background_has_threads_of_low_priority() -> None:
     def body(rank: int, world: int) -> list[set[int]]:
         own, found = os.getpriority(os.PRIO_PROCESS, 0), []
         for has_low_priority in (True, False):

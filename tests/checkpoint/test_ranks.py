@@ -307,9 +307,7 @@ class TestTensors:
             assert "a.sum" in raised.message and "partial" in raised.message
         assert os.listdir(tmp_path) == []
 
-    def test_rows_of_a_strided_shard_that_follows_no_split_are_refused_on_all_ranks_by_name(
-        self, tmp_path: Path
-    ) -> None:
+    def test_rows_of_a_strided_shard_without_a_split_are_refused_by_name_on_all_ranks(self, tmp_path: Path) -> None:
         def body(rank: int, world: int) -> None:
             mesh, columns = init_device_mesh("cpu", (2,)), torch.arange(24.0).view(4, 6)[:, 3 * rank : 3 * rank + 3]
             rows = DTensor.from_local(columns.reshape(-1), mesh, [_StridedShard(0, split_factor=4)], run_check=False)

@@ -202,7 +202,7 @@ def test_a_rank_that_missed_the_end_of_a_save_does_not_spoil_the_next(tmp_path: 
     assert [differs(tmp_path / f"{version}", KINDS["full"](version)) for version in (1, 3, 4)] == [[]] * 3
 
 
-def test_a_rank_that_cannot_reach_the_place_to_write_is_named_and_the_next_save_works(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_reach_the_folder_is_named_and_the_next_save_works(tmp_path: Path) -> None:
     def body(rank: int, world: int) -> str:
         with (
             pytest.raises((shardckpt.errors.RankError, RefusedError)) as caught,

@@ -220,9 +220,7 @@ class TestValues:
         shardckpt.load(state, tmp_path / "c")
         assert torch.equal(row, torch.arange(4.0)) and state["mask"].stride() == (0, 1)
 
-    def test_an_expanded_buffer_that_cannot_hold_what_was_saved_is_told_before_anything_changes(
-        self, tmp_path: Path
-    ) -> None:
+    def test_an_expanded_buffer_that_cannot_hold_the_saved_one_is_named_before_a_change(self, tmp_path: Path) -> None:
         class Masked(nn.Linear):
             def __init__(self, mask: torch.Tensor) -> None:
                 super().__init__(2, 2)
@@ -855,7 +853,7 @@ class TestReading:
         assert not torch.equal(shardckpt.load(tmp_path / "c", verify=False)["deep"]["t"], tensor)
 
     @pytest.mark.parametrize("verify", ["read", "full"])
-    def test_damage_that_is_met_midway_is_said_to_leave_a_mixture_unless_it_is_looked_for_first(
+    def test_damage_met_midway_leaves_a_mixture_unless_it_is_looked_for_first(
         self, tmp_path: Path, verify: str
     ) -> None:
         tensor = self.saved(tmp_path)

@@ -120,7 +120,7 @@ def save_before_the_device_is_used(path: Any, folder: str) -> Any:
     return early, waits, lines
 
 
-def test_buffers_made_before_the_device_is_used_are_pinned_anew_with_a_line_in_the_log(tmp_path):
+def test_buffers_made_before_the_first_use_of_the_device_are_pinned_anew_and_logged(tmp_path):
     path = sim.library()
     [(early, waits, lines)] = harness.run(1, lambda rank, world: save_before_the_device_is_used(path, str(tmp_path)))
     assert (early, waits) == ([], [0, 0])
@@ -177,5 +177,5 @@ def hash_replicas(rank: int, world: int) -> Any:
     return unfinished, sim.unfinished(), on_device.by_group() == on_host.by_group(), len(on_host.by_group()[7])
 
 
-def test_digests_of_replicas_on_a_device_are_those_on_the_host_once_they_are_finished():
+def test_digests_of_replicas_on_a_device_are_those_on_the_host_once_finished():
     assert sim.ranks(1, hash_replicas) == [(2, 0, True, 3)]

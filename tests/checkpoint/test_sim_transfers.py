@@ -162,7 +162,7 @@ def compare_on_a_stream(rank: int, world: int, folder: str) -> Any:
     return found == {stream.stream_id}
 
 
-def test_the_threads_that_compare_with_a_base_copy_on_the_current_stream_of_their_caller(tmp_path):
+def test_threads_that_compare_with_a_base_copy_on_their_callers_current_stream(tmp_path):
     assert sim.ranks(1, compare_on_a_stream, str(tmp_path)) == [True]
 
 

@@ -100,7 +100,7 @@ def test_one_wins_and_the_other_is_told(url: str, moment: str, overwrite: bool, 
     assert shardckpt.load(url)["step"] == 7
 
 
-def test_of_two_first_saves_one_is_told_though_the_other_ends_right_before_its_last_request(
+def test_of_two_first_saves_one_fails_though_the_other_ends_before_its_last_request(
     s3_bucket: str, s3_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other one's files are copied into place when the request for `COMMIT` has left this process."""

@@ -235,7 +235,7 @@ def test_a_unit_that_was_prefetched_and_not_called_has_the_values_of_the_next_st
 
 
 @pytest.mark.parametrize("variable", [True, False], ids=["variable", "data"])
-def test_a_parameter_with_a_gradient_that_is_replaced_after_such_a_forward_is_taken_over(variable: bool):
+def test_a_parameter_with_a_gradient_replaced_after_such_a_forward_is_taken_over(variable: bool):
     def body(rank: int, world: int) -> bool:
         model = shard(nn.Linear(5, 7), use_orig_params=True)
         model(torch.ones(2, 5)).sum().backward()
@@ -312,7 +312,7 @@ class Thin(nn.Module):
 @STYLES
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("guard", [torch.no_grad, torch.enable_grad])
-def test_a_unit_that_runs_by_itself_has_the_values_of_a_step_that_most_ranks_cannot_see(
+def test_a_unit_that_runs_alone_has_the_values_of_a_step_that_few_ranks_see(
     style: Style, strategy: Strategy, guard: Any
 ):
     def body(rank: int, world: int) -> list[float]:
@@ -344,7 +344,7 @@ class Scale(nn.Module):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_unit_that_is_called_behind_a_penalty_over_another_one_leaves_its_gradients(strategy: Strategy):
+def test_a_unit_called_behind_a_penalty_over_another_one_leaves_its_gradients(strategy: Strategy):
     def body(rank: int, world: int) -> list[list[float]]:
         apply, net = sharder(Style.ORIGINAL, strategy), nn.Sequential(Scale(), Scale())
         net[0], net[1] = apply(net[0]), apply(net[1])

@@ -42,7 +42,7 @@ def test_collectives_are_recorded_with_sizes_and_order():
     assert run(2, body) == [(expected, 2)] * 2
 
 
-def test_the_name_of_the_ranks_group_does_not_depend_on_groups_that_could_not_be_made(monkeypatch):
+def test_the_name_of_the_ranks_group_does_not_depend_on_groups_that_failed(monkeypatch):
     def body(rank, world):
         return dist.group.WORLD.group_name
 
@@ -98,7 +98,7 @@ def test_a_crash_in_native_code_is_told_with_its_stack():
     assert "test_harness.py" in str(raised.value)
 
 
-def test_ranks_that_begin_at_different_times_join_however_short_the_groups_timeout_is():
+def test_ranks_that_begin_at_different_times_join_however_short_the_timeout_is():
     def body(rank, world):
         dist.barrier()
         return dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds()

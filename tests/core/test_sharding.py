@@ -423,7 +423,7 @@ def test_backward_prefetch_pre_gathers_before_the_gradients_of_the_unit_behind()
         assert backward.index(f"gather blocks.{index - 1}") < backward.index(f"grad blocks.{index}")
 
 
-def test_backward_prefetch_post_gathers_after_the_gradients_and_before_their_reduction():
+def test_backward_prefetch_post_gathers_between_the_gradients_and_their_reduction():
     events = both(backward_prefetch=core.BackwardPrefetch.BACKWARD_POST)
     backward = events[events.index("run blocks.3") + 1 :]
     for index in (3, 2, 1):
@@ -446,7 +446,7 @@ def test_forward_prefetch_gathers_the_next_unit_before_this_one_runs(forward_pre
     assert early == [forward_prefetch] * 3
 
 
-def test_fully_shard_gathers_what_comes_next_in_backward_before_the_gradients_of_the_unit_behind():
+def test_fully_shard_gathers_the_next_unit_of_backward_before_gradients_of_the_last():
     events = both(style=Style.EACH)
     backward = events[events.index("run blocks.3") + 1 :]
     for index in (3, 2, 1):

@@ -381,7 +381,7 @@ def note_rows(rank: int, world: int, front_end: str, is_low: bool, device: str) 
 
 @pytest.mark.parametrize("is_low", [False, True], ids=["fp32", "bf16"])
 @FRONTS
-def test_rows_of_reduce_scatters_are_aligned_on_a_device_and_shards_are_those_of_the_cpu(front_end, is_low):
+def test_reduce_scatters_have_aligned_rows_on_a_device_and_shards_as_on_the_cpu(front_end, is_low):
     on_device, on_cpu = on_both(2, note_rows, front_end, is_low)
     assert [rows for rows, _ in on_device] == [{0}] * 2
     assert [sizes for _, sizes in on_device] == [sizes for _, sizes in on_cpu]

@@ -120,7 +120,7 @@ def test_on_1_2_and_3_ranks_the_witness_finds_no_difference(saved_by: int, tmp_p
         assert run(world, train_elastically, tmp_path, accumulate) == [None] * world
 
 
-def test_a_resume_at_the_last_step_of_an_epoch_draws_the_seeds_of_workers_as_the_saved_run(tmp_path: Path) -> None:
+def test_a_resume_at_the_end_of_an_epoch_draws_the_seeds_of_workers_as_the_saved_run(tmp_path: Path) -> None:
     for _ in range(2):
         assert run(1, train_elastically, tmp_path, 1, 4) == [None]
 
@@ -134,7 +134,7 @@ def test_with_streams_the_witness_finds_no_difference_on_1_2_and_3_ranks(tmp_pat
 @pytest.mark.parametrize(
     ("batch", "skipped", "found"), [(12, 0, "repeated"), (12, 4, "skipped"), (6, 3, "other samples")]
 )
-def test_the_witness_names_what_a_distributed_sampler_does_on_another_number_of_ranks(
+def test_the_witness_names_what_a_distributed_sampler_does_on_other_ranks(
     batch: int, skipped: int, found: str, tmp_path: Path
 ) -> None:
     assert run(2, train_with_a_plain_sampler, tmp_path) == [None] * 2

@@ -281,7 +281,7 @@ def test_lists_of_lists_are_refused_before_they_are_made() -> None:
     assert peak_of(lambda: parse_json(body, where="x")) < 1 << 20
 
 
-def test_brackets_are_counted_only_in_a_text_that_is_long_enough_to_exceed_the_budget() -> None:
+def test_brackets_are_counted_only_in_a_text_long_enough_to_exceed_the_budget() -> None:
     class Text(bytes):
         counted = 0
 

@@ -516,7 +516,7 @@ def test_persistent_ids_go_to_the_caller() -> None:
 
 
 @pytest.mark.parametrize("protocol", [2, 4, 5])
-def test_the_error_of_a_pickle_that_ends_early_has_its_length_and_the_byte_where_reading_stopped(protocol: int) -> None:
+def test_the_error_of_a_pickle_that_ends_early_has_its_length_and_the_last_byte_read(protocol: int) -> None:
     longest = 40  # bytes of an instruction
     raw = pickle.dumps({f"name-{number}": [number, number * 1.5] for number in range(60)}, protocol=protocol)
     for cut in range(len(raw)):
@@ -535,7 +535,7 @@ def test_a_pickle_that_is_shorter_than_its_frame_is_refused() -> None:
         load(bytes(raw), where="f")
 
 
-def test_the_byte_of_an_error_is_counted_from_the_begin_of_the_file_in_each_of_several_pickles() -> None:
+def test_the_byte_of_an_error_counts_from_the_start_of_a_file_with_several_pickles() -> None:
     first, second = pickle.dumps([1, 2], protocol=2), pickle.dumps({"a": 1}, protocol=2)
     _, at = load_at(first + second[:-1], 0, where="f")
     with pytest.raises(TruncatedError, match=f"f, byte {len(first) + len(second) - 1}: "):

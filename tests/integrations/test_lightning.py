@@ -429,7 +429,7 @@ def fill_the_disk(rank: int, world: int, folder: Path) -> None:
         fit(rank, world, "one", folder, None, full, saving=saving, max_epochs=3, num_sanity_val_steps=0)
 
 
-def test_a_save_that_fails_in_the_background_is_raised_at_the_end_and_removes_no_step(tmp_path: Path) -> None:
+def test_a_background_save_that_fails_is_raised_at_the_end_and_removes_no_step(tmp_path: Path) -> None:
     run(1, fill_the_disk, tmp_path)
     assert [step.number for step in shardckpt.ls(tmp_path / "run").complete] == [4, 8]
 

@@ -140,7 +140,7 @@ def test_repair_gives_the_same_files(step: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "lengths"), [("small", [8, 8]), ("large", [8 * 3]), ("grouped", [8]), ("large-based", [8, 8 * 3])]
 )
-def test_each_block_has_a_hash_also_in_a_base_and_each_group_where_there_are_too_many(
+def test_each_block_has_a_hash_also_in_a_base_or_each_group_if_there_are_too_many(
     name: str, lengths: list[int]
 ) -> None:
     files = opened(GOLDEN / name).contents.files

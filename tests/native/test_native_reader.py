@@ -453,7 +453,7 @@ def test_json_that_nests_for_ever_is_refused(tmp_path: Path) -> None:
         open_checkpoint(str(tmp_path))
 
 
-def test_one_payload_file_can_be_opened_like_any_other_and_what_is_made_of_it_is_no_step(tmp_path: Path) -> None:
+def test_one_payload_file_opens_like_any_other_and_its_conversion_is_no_step(tmp_path: Path) -> None:
     write_step(tmp_path / "src", state(), alone=("model",))
     index = json.loads((tmp_path / "src" / "model.safetensors.index.json").read_text())
     shardckpt.consolidate(str(tmp_path / "src" / index["weight_map"]["a.w"]), str(tmp_path / "out"))

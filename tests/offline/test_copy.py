@@ -247,7 +247,7 @@ class TestStep:
         assert shardckpt.copy(tmp_path / "step", tmp_path / "copy").present == ("copy",)
 
 
-def test_a_copy_that_is_killed_at_any_request_leaves_complete_steps_and_can_be_repeated(
+def test_a_copy_killed_at_any_request_leaves_complete_steps_and_can_be_repeated(
     source: Path, run_url: str, tmp_path: Path
 ) -> None:
     requests = 0

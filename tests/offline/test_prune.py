@@ -346,7 +346,7 @@ def kill_matrix(folder: Path) -> int:
     return k - 1
 
 
-def test_a_prune_that_is_killed_at_any_operation_leaves_every_step_whole_or_not_at_all(
+def test_a_prune_killed_at_any_operation_leaves_every_step_complete_or_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     operations = kill_matrix(tmp_path)

@@ -126,7 +126,7 @@ def test_arrays_of_a_lost_file_are_missed_though_nothing_else_names_them(tmp_pat
         shardckpt.repair(str(folder))
 
 
-def test_without_the_file_that_carries_the_nest_tensors_come_back_and_a_warning_says_what_is_lost(
+def test_without_the_file_of_the_nest_tensors_return_and_a_warning_names_the_rest(
     tmp_path: Path,
 ) -> None:
     whole = {

@@ -150,7 +150,7 @@ class TestSavedPositions:
 
 
 @given(streams=st.integers(1, 200), ranks=st.integers(1, 64))
-def test_on_1_to_64_ranks_streams_are_divided_evenly_or_refused_with_numbers_that_fit(streams: int, ranks: int) -> None:
+def test_on_1_to_64_ranks_streams_are_split_evenly_or_refused_with_numbers_that_fit(streams: int, ranks: int) -> None:
     try:
         plan = StreamPlan(streams, ranks)
     except UsageError as error:

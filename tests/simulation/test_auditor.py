@@ -46,14 +46,14 @@ def test_a_copy_in_the_root_is_claimed_of_the_attempt_that_is_there(content: int
     claim(auditor, content)
 
 
-def test_a_copy_in_the_root_is_not_claimed_of_an_attempt_that_another_one_has_replaced() -> None:
+def test_a_copy_in_the_root_is_not_claimed_of_an_attempt_that_was_replaced() -> None:
     auditor = build_auditor(NEW)
     auditor.start_claim(CALL, 1, (), None)
     with pytest.raises(HistoryError, match="attempt 1001 of step 1 is claimed in the root, which does not have it"):
         claim(auditor, OLD)
 
 
-def test_a_copy_in_the_root_may_be_replaced_or_removed_between_the_question_and_the_answer() -> None:
+def test_a_copy_in_the_root_may_change_or_go_between_the_question_and_the_answer() -> None:
     auditor = build_auditor(OLD)
     auditor.start_claim(CALL, 1, (), None)
     put_in_root(auditor, NEW)

@@ -75,7 +75,7 @@ def test_copies_on_disks_of_two_nodes_survive_the_loss_of_one() -> None:
     assert subjects(history, "restored", "job2") == ["step 1"] * 2
 
 
-def test_a_power_loss_of_all_nodes_leaves_the_old_promotion_or_the_one_that_overwrites_it() -> None:
+def test_a_power_loss_of_all_nodes_leaves_the_old_promotion_or_the_new_one() -> None:
     """Step 1 is saved again: at the fault one disk has the marks of the new save, and the other those of the old."""
     scenario = replace(ON_TWO, saves=1, overwrite_every=1)
     events = run_history(1, scenario).events
@@ -101,5 +101,5 @@ def test_the_files_of_an_overwritten_promotion_go_once_every_node_has_the_new_on
     assert saved[3] < of_first[0] < saved[5], "by the save after both promotions"
 
 
-def test_a_restored_capture_is_claimed_apart_from_an_earlier_attempt_whose_step_in_the_root_is_damaged() -> None:
+def test_a_restored_capture_is_claimed_apart_from_an_earlier_damaged_attempt() -> None:
     assert run_history(1_176_826).failure is None

@@ -60,7 +60,7 @@ def test_a_copied_capture_stays_until_a_later_start_has_copied_another() -> None
     assert subjects(history, "restored", of="final") == ["step 1"] * 2
 
 
-def test_captures_of_a_job_without_some_nodes_are_newer_than_those_that_it_could_not_read() -> None:
+def test_captures_of_a_job_without_some_nodes_are_newer_than_those_it_could_not_read() -> None:
     """The third start has a part of step 2: it begins anew, and captures another step 1."""
     places = ((0, 1), (0, 1), (0,), (0, 1))
     history = run_history(1, replace(ON_TWO, memory_bytes=1 << 30, copies=0, worlds=(2, 2, 1, 2), places=places))
@@ -95,7 +95,7 @@ def test_a_claimed_capture_of_one_node_may_go_for_later_ones_on_three() -> None:
     assert run_history(508_181).failure is None
 
 
-def test_captures_after_a_part_of_the_nodes_are_newer_though_the_clock_of_the_node_is_late() -> None:
+def test_captures_after_a_part_of_the_nodes_are_newer_though_a_clock_is_late() -> None:
     """The second start has a part of step 1, and captures another one; its clock is behind that of the first start."""
     places = ((0, 1), (1,), (0, 1))
     scenario = replace(ON_TWO, memory_bytes=1 << 30, copies=0, worlds=(2, 1, 2), places=places)
@@ -128,7 +128,7 @@ def test_a_capture_stays_until_all_nodes_have_the_one_that_overwrites_it() -> No
     assert subjects(history, "restored", of="job1") == ["step 1"] * 2
 
 
-def test_a_job_that_is_killed_while_it_overwrites_a_capture_leaves_the_old_one_or_the_new_one() -> None:
+def test_a_job_killed_while_it_overwrites_a_capture_leaves_the_old_or_the_new_one() -> None:
     """The files of a capture without copies are on one node each."""
     places = ((0, 1), (0, 1))
     scenario = replace(ON_TWO, memory_bytes=1 << 30, copies=0, worlds=(2, 2), places=places, overwrite_every=1)
@@ -143,7 +143,7 @@ def test_a_job_that_is_killed_while_it_overwrites_a_capture_leaves_the_old_one_o
     assert run_history(720_037).failure is None
 
 
-def test_a_capture_that_is_saved_again_survives_no_loss_of_a_node_from_its_marks_to_its_copies() -> None:
+def test_a_capture_saved_again_survives_no_loss_of_a_node_between_marks_and_copies() -> None:
     """Before and after that, the earlier save or the later one survives."""
     places = ((0, 1), (0, 1))
     scenario = replace(ON_TWO, memory_bytes=1 << 30, worlds=(2, 2), places=places, overwrite_every=1)

@@ -12,7 +12,7 @@ def subjects(history: SimulatedHistory, verb: str, of: str) -> list[str]:
 
 
 @pytest.mark.parametrize("most", [1, 2])
-def test_a_step_after_which_the_run_fails_is_passed_over_and_its_number_is_saved_again(most: int) -> None:
+def test_a_step_after_which_the_run_fails_is_passed_over_and_saved_again(most: int) -> None:
     worlds = (2, 1, 2, 1)[: most + 2]
     history = run_history(1, Scenario("disk", worlds=worlds, saves=2, most_failed=most, bad_step=2))
     assert history.failure is None

@@ -244,7 +244,7 @@ def test_what_fails_on_one_rank_leaves_both_optimizers_as_they_were():
     over(("torch in place",), body)
 
 
-def test_models_under_torchs_own_wrapper_are_checked_too_before_torch_changes_anything():
+def test_models_under_torchs_own_wrapper_are_checked_before_torch_changes_anything():
     def body(rank, world, front_end):
         torch.manual_seed(rank)
         model = wrapper(theirs, use_orig_params=front_end == "orig")(Net((1,)))

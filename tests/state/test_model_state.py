@@ -116,7 +116,7 @@ def keep_plain(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("spread", [shard_parallel_parts, replicate_as_dtensors, keep_plain])
-def test_iteration_for_the_first_rank_gives_other_ranks_neither_parameters_nor_buffers(spread):
+def test_iteration_for_rank_0_gives_other_ranks_neither_parameters_nor_buffers(spread):
     def body(rank, world):
         warnings.simplefilter("ignore")
         plain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))

@@ -292,7 +292,7 @@ def test_named_optimizers_keep_their_names():
 
 
 @pytest.mark.parametrize("flags", [{"capturable": True}, {"fused": True}, {}])
-def test_scalars_lie_beside_their_parameters_where_the_optimizer_runs_on_the_device_alone(flags):
+def test_scalars_are_beside_their_parameters_if_the_optimizer_is_on_the_device_only(flags):
     """A state that was moved to the CPU to be saved; the device of another kind is the one without memory."""
     net = torch.nn.Linear(3, 2)
     optim = torch.optim.AdamW(net.parameters(), lr=0.1)

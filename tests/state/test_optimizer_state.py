@@ -147,7 +147,7 @@ def test_g1_groups_in_another_order_keep_their_own_settings_and_moments():
     over(STYLES, body)
 
 
-def test_a_rank_without_elements_of_a_parameter_gets_the_saved_step_where_its_optimizer_made_a_state_at_once():
+def test_a_rank_without_elements_gets_the_saved_step_if_its_optimizer_has_a_state():
     def body(rank, world, style):
         model = sharded(Net(), style)
         optim = torch.optim.Adagrad(model.parameters(), lr=0.1)

@@ -34,7 +34,7 @@ def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_a_file_that_is_removed_while_its_folder_is_listed_is_not_listed_as_an_empty_one(store, tmp_path, monkeypatch):
+def test_a_file_removed_while_its_folder_is_listed_is_not_listed_as_an_empty_one(store, tmp_path, monkeypatch):
     for name in ("a.bin", "b.bin"):
         put(store, name, b"1")
     os.symlink("nowhere", tmp_path / "root" / "c.bin")

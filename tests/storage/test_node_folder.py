@@ -32,7 +32,7 @@ def test_a_url_leads_to_the_folder_that_this_process_has_given_it(tmp_path):
     assert kind(f"{url}/step-00000001") == "missing" and find_folder(str(tmp_path)) is None
 
 
-def test_a_power_failure_does_not_take_a_folder_whose_maker_was_killed_before_it_was_synced(
+def test_a_power_failure_leaves_a_folder_whose_maker_was_killed_before_its_sync(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "run").mkdir()
@@ -45,7 +45,7 @@ def test_a_power_failure_does_not_take_a_folder_whose_maker_was_killed_before_it
     assert synced.count(str(tmp_path)) == 1
 
 
-def test_a_file_that_has_to_be_new_is_refused_if_its_name_is_used_and_names_stay_below_the_folder(tmp_path):
+def test_a_file_that_must_be_new_has_an_unused_name_and_names_stay_below_the_folder(tmp_path):
     store = open_store(name_folder("abc", str(tmp_path)))
     write(store, "COMMIT", b"1", is_new=True)
     with pytest.raises(TargetExistsError):

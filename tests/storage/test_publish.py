@@ -652,7 +652,7 @@ class TestWithoutRename:
         assert puts[-1].endswith(LAST)
         assert len(puts) == 3
 
-    def test_the_old_stays_whole_while_fresh_names_are_written_then_its_last_file_goes_first(self, target):
+    def test_the_old_stays_complete_while_new_names_are_written_then_its_last_file_goes(self, target):
         publish_files(target, OLD)
         with publish(target, FOLDER, overwrite=True, needed_bytes=0, last=LAST) as publication:
             put(publication, LAST, b"new index")
@@ -729,7 +729,7 @@ def test_a_result_is_made_safe_before_and_after_its_rename(tmp_path, monkeypatch
     assert shown[2:] == ["sub", ".out.partial", "rename", tmp_path.name]
 
 
-def test_a_power_failure_does_not_take_a_folder_whose_maker_was_killed_before_it_was_synced(
+def test_a_power_failure_leaves_a_folder_whose_maker_was_killed_before_its_sync(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "runs" / "run").mkdir(parents=True)

@@ -105,7 +105,7 @@ def test_what_a_checkpoint_lists_itself_may_go() -> None:
         found(Folder(["data", "extra", "other"]), kind)
 
 
-def test_the_file_that_lists_a_checkpoint_may_go_without_the_rest_but_not_with_other_files() -> None:
+def test_the_file_that_lists_a_checkpoint_may_go_alone_but_not_with_other_files() -> None:
     def members(store: LocalStore, sizes: Mapping[str, int]) -> list[str]:
         return ["extra"] if "INDEX" in sizes else []
 

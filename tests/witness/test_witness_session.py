@@ -134,7 +134,7 @@ def test_slots_that_move_to_other_memory_are_read_there(tmp_path: Path) -> None:
     other.train()
 
 
-def test_a_parameter_that_was_replaced_between_a_restore_and_its_steps_is_seen_by_deep_ones(tmp_path: Path) -> None:
+def test_deep_witnesses_see_a_parameter_replaced_between_a_restore_and_its_steps(tmp_path: Path) -> None:
     job(tmp_path, deep=2).train(saved_at=SAVED_AT)
     other = resumed(tmp_path, deep=2)
     other.train(SAVED_AT + 1)
@@ -391,7 +391,7 @@ def count_calls(rank: int, world: int, folder: Path) -> dict[str, list[int]]:
     return counts
 
 
-def test_a_save_has_no_message_for_its_witness_and_each_recorded_step_has_one_each_way(tmp_path: Path) -> None:
+def test_a_save_has_no_message_for_its_witness_and_a_recorded_step_has_one_each_way(tmp_path: Path) -> None:
     for counts in run(2, count_calls, tmp_path):
         with_witness, without = counts["with"], counts["without"]
         assert with_witness[0] == without[0], "the save itself sends nothing more"

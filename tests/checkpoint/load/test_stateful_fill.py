@@ -220,7 +220,7 @@ def test_what_nobody_knows_how_to_cut_is_told_before_anything_changes(tmp_path: 
     assert run(2, body) == [[], []]
 
 
-def test_a_sharded_tensor_that_the_checkpoint_lacks_is_missed_before_anything_changes(tmp_path: Path) -> None:
+def test_a_sharded_tensor_that_the_checkpoint_lacks_is_named_before_a_change(tmp_path: Path) -> None:
     class Holder:
         def __init__(self, state) -> None:
             self.state, self.calls = state, 0
@@ -426,7 +426,7 @@ def test_an_object_whose_tensor_overlaps_a_part_of_another_gets_one_of_its_own(t
     assert part.weights["rows"].tolist() == [-1, -1]
 
 
-def test_an_object_that_shared_the_memory_of_a_model_when_saved_shares_it_after_the_load(tmp_path: Path) -> None:
+def test_an_object_that_was_saved_sharing_memory_with_a_model_shares_it_again(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     shardckpt.save({"model": model, "best": Best(model)}, tmp_path / "step")
     loaded = nn.Linear(2, 2)

@@ -73,7 +73,7 @@ class TestAFork:
             stack.enter_context(SaveSchedule(None).watch((signal.SIGTERM,)))
             assert exit_of_forked(after=leave) == 1
 
-    def test_another_signal_that_ended_it_by_default_is_ignored_as_schedulers_send_it_to_all(self):
+    def test_another_signal_that_would_end_it_is_ignored_as_schedulers_send_it_to_all(self):
         with handled(signal.SIGUSR1, signal.SIG_DFL), SaveSchedule(None).watch((signal.SIGUSR1,)):
             assert exit_of_forked(signal.SIGUSR1) == 0
 

@@ -239,7 +239,7 @@ class TestWithoutThreads:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a priority belongs to the process")
-def test_the_threads_of_a_save_in_the_background_run_below_the_training_and_those_of_another_save_beside_it(
+def test_threads_of_a_background_save_have_a_lower_priority_than_those_of_another(
     tmp_path: Path,
 ) -> None:
     own = os.getpriority(os.PRIO_PROCESS, 0)
@@ -758,7 +758,7 @@ def test_captures_of_several_ranks_let_others_copy_first_and_other_saves_do_not(
     assert run(2, body) == [[False, True]] * 2
 
 
-def test_a_background_save_that_failed_without_a_text_is_named_by_the_class_of_its_error(tmp_path: Path):
+def test_a_background_save_that_failed_without_a_text_is_named_by_its_error_class(tmp_path: Path):
     class StoppedError(Exception):
         pass
 

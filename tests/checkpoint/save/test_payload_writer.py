@@ -133,9 +133,7 @@ def test_the_writing_thread_hashes_each_block_right_before_it_writes_it(recorded
     assert recorded.written == [first, *[GROUP_BYTES] * 4, BYTES - first - 4 * GROUP_BYTES]
 
 
-def test_beside_python_code_a_slice_is_written_by_one_call_and_hashed_by_few_tasks_on_threads(
-    recorded: Recorded, clock: Clock
-) -> None:
+def test_beside_python_code_one_call_writes_a_slice_and_few_tasks_hash_it(recorded: Recorded, clock: Clock) -> None:
     """There each call that releases the interpreter's lock waits for it."""
     clock.step = 1.0
     payload = write(recorded).payload

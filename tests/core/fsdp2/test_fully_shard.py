@@ -170,7 +170,7 @@ def test_signatures_are_torchs() -> None:
     assert set(vars(core.MixedPrecisionPolicy()).items()) >= set(vars(torch_fsdp.MixedPrecisionPolicy()).items())
 
 
-def test_a_module_is_sharded_in_place_and_its_class_becomes_one_that_is_also_an_fsdp_module() -> None:
+def test_a_module_is_sharded_in_place_and_becomes_an_fsdp_module_too() -> None:
     def body(rank: int, world: int) -> None:
         model = Tower()
         names = [name for name, _ in model.named_parameters()]
@@ -724,7 +724,7 @@ class Forked(nn.Module):
         return self.left(x) if left else self.right(x)
 
 
-def test_parameters_unused_on_some_ranks_get_the_mean_and_those_unused_on_all_zeros_if_wanted() -> None:
+def test_parameters_unused_on_some_ranks_get_the_mean_and_unused_ones_wanted_zeros() -> None:
     def body(rank: int, world: int) -> None:
         for zeros in (True, False):
             if TORCH and not zeros:

@@ -108,7 +108,7 @@ def copies_of_a_step(rank: int, world: int, offloads: bool, device: str) -> tupl
 
 
 @OFFLOADS
-def test_the_host_waits_for_no_copy_but_those_of_offloaded_gradients_which_the_handle_waits_for(offloads):
+def test_the_host_waits_for_copies_of_offloaded_gradients_alone_as_the_handle_does(offloads):
     assert sim.ranks(2, copies_of_a_step, offloads, "sim") == [(0, 0)] * 2
 
 

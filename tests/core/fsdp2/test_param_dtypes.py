@@ -70,7 +70,7 @@ def batch(rank: int) -> torch.Tensor:
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(rank))
 
 
-def test_a_parameter_computes_and_is_averaged_in_its_stored_dtype_while_inputs_and_others_are_cast() -> None:
+def test_a_parameter_keeps_its_stored_dtype_while_inputs_and_other_ones_are_cast() -> None:
     def body(rank: int, world: int) -> None:
         torch.manual_seed(0)
         model, called = Scaled(), []
@@ -93,7 +93,7 @@ def test_a_parameter_computes_and_is_averaged_in_its_stored_dtype_while_inputs_a
 
 
 @pytest.mark.skipif(TORCH, reason="torch does not take parameters over")
-def test_the_override_is_not_asked_again_if_a_unit_above_takes_a_shared_parameter_over() -> None:
+def test_the_override_is_asked_once_if_a_unit_above_takes_a_shared_parameter_over() -> None:
     def body(rank: int, world: int) -> None:
         model, called = Pair(), []
         model.outer.weight = model.inner.weight

@@ -587,7 +587,7 @@ def test_a_parameter_that_is_replaced_inside_is_taken(orig):
 
 @BOTH
 @torch_is_wrong("edits in place persist, and the new value is lost without a word")
-def test_without_shards_a_parameter_that_is_replaced_inside_is_taken_without_writeback_too(orig):
+def test_without_shards_a_parameter_replaced_inside_is_taken_without_writeback_too(orig):
     def body(rank, world):
         plain, model = cut(PLAIN, use_orig_params=orig, sharding_strategy=Strategy.NO_SHARD)
         with FSDP.summon_full_params(model, writeback=False):
@@ -774,7 +774,7 @@ def test_a_wrapper_around_fully_shard_and_a_forward_inside():
 
 
 @torch_is_wrong("summon_full_params knows the wrapper only")
-def test_tensor_parallel_parameters_keep_their_placement_inside_and_are_whole_in_iteration():
+def test_tensor_parallel_parameters_keep_their_placement_and_are_full_in_iteration():
     def body(rank, world):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         torch.manual_seed(1)

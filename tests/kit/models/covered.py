@@ -130,7 +130,7 @@ COVERED = {
     ),
     "FSDPModule.set_force_sum_reduction_for_comms": "test_arguments.py::test_sums_only_give_the_same_mean",
     "FSDPModule.set_reduce_scatter_unused_params": (
-        "fsdp2/test_fully_shard.py::test_parameters_unused_on_some_ranks_get_the_mean_and_those_unused_on_all_zeros_if_wanted"
+        "fsdp2/test_fully_shard.py::test_parameters_unused_on_some_ranks_get_the_mean_and_unused_ones_wanted_zeros"
     ),
     "FSDPModule.set_reduce_scatter_max_input_buffers": (
         "fsdp2/test_fully_shard.py::test_more_reductions_may_be_under_way"

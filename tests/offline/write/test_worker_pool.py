@@ -54,7 +54,7 @@ def wait_until(is_true: Callable[[], bool]) -> None:
         time.sleep(0.0005)
 
 
-def test_threads_plan_the_tasks_of_one_file_and_those_of_several_are_planned_where_they_are_written() -> None:
+def test_threads_plan_the_tasks_of_one_file_and_writers_plan_those_of_several() -> None:
     def plan(planners: set[int]) -> Iterator[PoolTask[int]]:
         for _ in range(40):
             planners.add(threading.get_ident())

@@ -400,7 +400,7 @@ def test_a_slot_and_a_parameter_of_one_name_are_both_read(has_index: bool, tmp_p
     assert shapes == {("model", "x/m"): (1,), ("optimizer", "state", "x", "m"): (2,)}
 
 
-def test_files_that_are_left_out_without_an_index_are_not_said_to_be_missing_from_one(tmp_path: Path) -> None:
+def test_files_that_are_left_out_without_an_index_are_not_missing_from_one(tmp_path: Path) -> None:
     url = write(tmp_path, {"model.safetensors": {"w": ones()}, "consolidated.safetensors": {"v": ones()}})
     [warning] = open_checkpoint(url).manifest.warnings
     assert warning == "1 safetensors file is no part of model.safetensors and is ignored: consolidated.safetensors"

@@ -131,7 +131,7 @@ def test_what_a_state_dict_gives_load_state_dict_takes(orig, kind):
     assert run(2, body) == [(True, [], [], {"note": 7})] * 2
 
 
-def test_compiled_and_recomputing_modules_load_by_names_with_or_without_segments_of_wrappers():
+def test_compiled_and_recomputing_modules_load_by_names_with_or_without_wrappers():
     def body(rank, world):
         quiet()
         torch.manual_seed(0)

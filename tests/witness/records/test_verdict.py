@@ -222,7 +222,7 @@ def test_another_dtype_is_a_matter_of_precision() -> None:
     assert told(verdict(replace(STEP, before=replace(STATE, tensors=half)))) == ("precision", "model.w")
 
 
-def test_the_optimizer_is_named_if_the_state_has_none_and_parameters_differ_after_equal_gradients() -> None:
+def test_the_optimizer_is_named_if_only_parameters_differ_after_equal_gradients() -> None:
     bare = StateDigests({"model.w": TENSORS["model.w"]}, {})
     other = StateDigests({"model.w": TENSORS["model.w"]._replace(digest=9)}, {})
     recorded = replace(RECORD, steps=(replace(STEP, before=bare, after=bare),))
