@@ -81,7 +81,7 @@ def size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("step-*/*.safetensors"))
 
 
-def test_each_node_has_its_part_and_any_number_of_ranks_restores_it_each_pulling_what_its_node_lacks(tmp_path):
+def test_each_node_has_its_part_and_ranks_of_any_number_pull_what_their_node_lacks(tmp_path):
     root = tmp_path / "run"
     assert run(4, train, root, "aabb", (1, 2), {}) == [({"local": ["process"]}, [])] * 4
     for node in "ab":
@@ -167,7 +167,7 @@ def flip(file: Path) -> None:
     file.write_bytes(data)
 
 
-def test_a_damaged_byte_on_another_node_is_told_once_with_its_node_and_path_and_what_was_restored(tmp_path):
+def test_a_damaged_byte_on_another_node_is_one_warning_with_node_path_and_step(tmp_path):
     root, options = tmp_path / "run", {"keep_last": 2}
     run(4, train, root, "aabb", (1, 2), options)
     step = folder_of(root, "b") / "step-00000002"
@@ -226,7 +226,7 @@ def test_each_node_promotes_its_part_and_copies_of_memory_are_copies_on_disks_to
         assert [each[0] for each in run(len(nodes), resume, root, nodes, options)] == [expected] * len(nodes)
 
 
-def test_a_step_that_no_tier_has_as_a_whole_is_restored_from_parts_in_memory_and_on_disks(tmp_path):
+def test_a_step_that_no_tier_has_complete_is_restored_from_parts_of_several(tmp_path):
     root, options = tmp_path / "run", {"memory": {}, "every": 2}
     claims = {"memory": ["process"], "local": ["process"]}
     assert [copies for copies, _ in run(2, train, root, "ab", (2,), options)] == [claims] * 2
@@ -255,7 +255,7 @@ def damage_memory(name: str) -> None:
     HolderStore.read = read_flipped
 
 
-def test_a_damaged_block_is_read_from_the_next_tier_and_its_copy_is_not_claimed_any_more(tmp_path):
+def test_a_damaged_block_is_read_from_the_next_tier_and_its_copy_loses_its_claim(tmp_path):
     root, options = tmp_path / "run", {"memory": {}}
     run(2, train, root, "aa", (1,), options)
     damaged = max(file.name for file in (folder_of(root, "a") / "step-00000001").glob("*.safetensors"))
@@ -324,7 +324,7 @@ def test_a_folder_that_nodes_share_is_one_place_and_one_warning(tmp_path):
     assert [step.number for step in shardckpt.ls(tmp_path / "one-folder").complete] == [1]
 
 
-def test_a_node_whose_folder_cannot_be_written_is_one_warning_and_steps_are_captured_again_later(tmp_path):
+def test_a_node_with_a_read_only_folder_is_one_warning_and_captures_again_later(tmp_path):
     root = tmp_path / "run"
 
     def body(rank: int, world: int) -> list:
@@ -383,9 +383,7 @@ def test_a_holder_of_one_node_that_hangs_is_replaced_with_one_warning_there(tmp_
 
 
 @pytest.mark.usefixtures("short_limits")
-def test_while_the_holder_of_one_node_hangs_and_cannot_be_ended_all_capture_into_folders_with_one_warning(
-    tmp_path, monkeypatch
-):
+def test_while_one_holder_hangs_and_cannot_be_ended_all_capture_into_folders(tmp_path, monkeypatch):
     monkeypatch.setattr(holder_processes, "read_peer_pid", lambda _: 0)  # it runs in another container
     found = run(2, capture_beside_hung_holder, tmp_path / "run")
     assert [(claims, ["rank 1" in text for text in texts]) for claims, texts in found] == [
@@ -441,7 +439,7 @@ def save_beside_stopped_capture(rank: int, world: int, root: Path) -> tuple:
 
 
 @pytest.mark.filterwarnings("ignore:steps are not captured in memory")
-def test_a_holder_that_stops_in_a_capture_costs_the_next_one_and_no_save_waits_for_its_time_limit(tmp_path):
+def test_a_holder_that_stops_in_a_capture_costs_the_next_one_and_no_save_waits(tmp_path):
     found = run(2, save_beside_stopped_capture, tmp_path / "run")
     claims = [["memory"], ["local"], ["memory", "local"]]
     assert found == [(True, claims, [3]), (True, claims, [])]

@@ -58,7 +58,7 @@ def test_a_step_survives_a_killed_trainer_as_a_step_that_every_command_reads(tmp
     assert copies[0].path == str(local / "step-00000004")
 
 
-def test_a_step_that_is_restored_from_memory_is_claimed_where_its_own_attempt_is_if_the_root_is_damaged(tmp_path):
+def test_a_step_restored_from_memory_is_claimed_by_its_attempt_if_the_root_is_bad(tmp_path):
     """Local and root have an earlier attempt; the manifest in the root, which would tell so, cannot be read."""
 
     def begin() -> Checkpointer:
@@ -83,7 +83,7 @@ def test_a_step_that_is_restored_from_memory_is_claimed_where_its_own_attempt_is
     assert [copy.tier for copy in ck.durability(2).copies] == ["memory"]
 
 
-def test_captures_of_a_start_that_began_anew_elsewhere_count_before_older_ones_with_higher_numbers(tmp_path):
+def test_captures_of_a_start_that_began_anew_count_before_older_higher_numbers(tmp_path):
     """The root was emptied, and the next start ran on another machine; then both machines meet."""
     local, away = tmp_path / "local", tmp_path / "away"
     save(make(tmp_path), 1, 2)
@@ -167,7 +167,7 @@ def test_a_step_that_was_captured_here_leaves_when_copies_of_newer_ones_come(tmp
     assert [step.number for step in shardckpt.ls(tmp_path / "local").complete] == [3]
 
 
-def test_a_damaged_copy_falls_to_the_next_copy_then_to_the_step_before_each_with_a_word(tmp_path):
+def test_a_damaged_copy_falls_to_the_next_then_to_the_step_before_each_with_a_word(tmp_path):
     save(make(tmp_path, keep_last=3, save_every=2), 1, 2, 3)
     events: list[FallbackEvent] = []
     ck = make(tmp_path, on_event=lambda event: events.append(event) if isinstance(event, FallbackEvent) else None)
@@ -258,7 +258,7 @@ def test_a_step_of_another_job_on_the_run_is_not_a_copy_of_the_own_one(tmp_path)
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("is_behind_memory", [False, True])
 @pytest.mark.parametrize(("before", "expected"), [("local", 3), ("root", 3), ("nothing", None), ("the same", 4)])
-def test_a_step_of_the_folder_that_is_passed_over_is_one_warning_and_one_event_with_node_path_and_fault(
+def test_a_step_of_the_folder_that_is_passed_over_is_one_warning_and_one_event(
     tmp_path, before, expected, damage, is_behind_memory
 ):
     events: list[object] = []
@@ -335,7 +335,7 @@ def test_a_folder_that_is_lost_is_not_claimed_and_the_next_capture_makes_it_agai
     assert ck.durability(2).survives == {"process"} and restore(make(tmp_path)) == 2
 
 
-def test_a_claim_that_turns_out_false_is_withdrawn_with_an_event_and_one_that_retention_ended_is_not(tmp_path):
+def test_a_false_claim_is_withdrawn_with_an_event_and_one_ended_by_retention_is_not(tmp_path):
     events: list[WithdrawalEvent] = []
 
     def note(event: shardckpt.events.OperationEvent) -> None:
@@ -383,9 +383,7 @@ def test_a_full_disk_of_the_tier_is_one_warning_and_the_root_has_its_steps(
     assert ck.durability(9).copies[-1].tier == "local", "after failures, an attempt is made again"
 
 
-def test_a_start_whose_folder_is_read_only_is_one_warning_and_later_starts_do_not_miss_its_captures(
-    tmp_path, monkeypatch, caplog
-):
+def test_a_start_with_a_read_only_folder_is_one_warning_and_keeps_its_captures(tmp_path, monkeypatch, caplog):
     save(make(tmp_path), 1)
     assert restore(make(tmp_path)) == 1
     ck = make(tmp_path, save_every=3)
@@ -410,9 +408,7 @@ def test_the_folder_of_another_run_is_neither_read_nor_changed(tmp_path, caplog)
 
 
 @pytest.mark.parametrize("owner", [None, b"", b"{", b"[1]", b"[" * 70_000, b'{"run": 3}', b'{"run": "abc"}', b"\xff"])
-def test_a_folder_of_steps_whose_run_is_unknown_is_not_used_until_its_record_is_written_as_the_warning_says(
-    tmp_path, owner
-):
+def test_a_folder_of_an_unknown_run_is_used_once_its_record_is_written_as_warned(tmp_path, owner):
     local = tmp_path / "local"
     save(make(tmp_path), 1)
     record = local / ".shardckpt-tier.json"
@@ -463,7 +459,7 @@ def test_steps_of_a_course_that_was_given_up_are_dropped(tmp_path):
     assert shardckpt.ls(tmp_path / "local").complete == ()
 
 
-def test_steps_of_a_course_that_was_given_up_are_not_restored_if_they_cannot_be_removed(tmp_path, monkeypatch):
+def test_steps_of_a_course_given_up_are_not_restored_if_they_cannot_be_removed(tmp_path, monkeypatch):
     def fail(*_: object) -> None:
         raise StorageError("Input/output error", where=str(tmp_path / "local"))
 
@@ -473,7 +469,7 @@ def test_steps_of_a_course_that_was_given_up_are_not_restored_if_they_cannot_be_
     assert restore(make(tmp_path)) is None
 
 
-def test_an_overwrite_that_the_root_does_not_have_is_restored_if_the_step_there_is_damaged(tmp_path):
+def test_an_overwrite_that_the_root_lacks_is_restored_if_the_step_there_is_damaged(tmp_path):
     ck, step = make(tmp_path, save_every=1), tmp_path / "run" / "step-00000002"
     save(ck, 2)
     shutil.copytree(step, tmp_path / "kept")
@@ -526,9 +522,7 @@ def test_a_tier_whose_captures_could_not_be_compared_is_not_used(tmp_path, monke
     assert Checkpointer(tmp_path / "run", tiers=tiers, save_every=100).restore(state) == 2 and state["step"] == 22
 
 
-def test_a_start_that_has_seen_an_emptied_root_before_its_first_capture_is_restored_though_it_never_looks_again(
-    tmp_path, monkeypatch
-):
+def test_a_start_that_saw_an_emptied_root_before_its_first_capture_is_restored(tmp_path, monkeypatch):
     save(make(tmp_path, save_every=2), 2)
     ck = make(tmp_path, save_every=100, keep_last=1)
     assert restore(ck) == 2
@@ -541,7 +535,7 @@ def test_a_start_that_has_seen_an_emptied_root_before_its_first_capture_is_resto
     assert restore(make(tmp_path)) == 3
 
 
-def test_a_capture_is_not_restored_while_a_newer_save_of_its_step_in_the_root_cannot_be_read(tmp_path, monkeypatch):
+def test_a_capture_is_not_restored_while_a_newer_save_in_the_root_cannot_be_read(tmp_path, monkeypatch):
     save(make(tmp_path, save_every=1), 2)
     Checkpointer(tmp_path / "run").save(2, make_state(22), overwrite=True)
 

@@ -104,7 +104,7 @@ def test_a_restore_that_finds_no_capture_of_the_last_start_says_so(tmp_path, cap
     assert "it completed none (see its log), this start has other machines, or the holders have ended" in caplog.text
 
 
-def test_a_restore_that_tries_several_steps_says_once_that_it_finds_no_capture_of_the_last_start(tmp_path, caplog):
+def test_a_restore_that_tries_several_steps_warns_once_of_the_last_starts_captures(tmp_path, caplog):
     save(make(tmp_path / "run", save_every=1, every=2), 1, 2)
     kill_holder()
     flip_file(max((tmp_path / "run" / "step-00000002").glob("*.safetensors")))
@@ -113,7 +113,7 @@ def test_a_restore_that_tries_several_steps_says_once_that_it_finds_no_capture_o
     assert caplog.text.count("no capture of the last start") == 1
 
 
-def test_a_step_that_was_captured_survives_a_killed_trainer_and_the_root_has_its_own_steps(tmp_path):
+def test_a_captured_step_survives_a_killed_trainer_and_the_root_has_its_own_steps(tmp_path):
     def train() -> None:
         ck = make(tmp_path / "run", every=2, save_every=4)
         assert [step for step in range(1, 10) if ck.should_save(step)] == [2, 4, 6, 8]
@@ -132,7 +132,7 @@ strides = pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mar
 
 
 @strides
-def test_a_trainer_that_is_killed_at_any_request_leaves_the_old_capture_or_the_new_one(tmp_path, stride):
+def test_a_trainer_killed_at_any_request_leaves_the_old_capture_or_the_new_one(tmp_path, stride):
     number, was_killed, found = 1 - stride, True, []
     while was_killed:
         number += stride
@@ -158,7 +158,7 @@ def test_a_trainer_that_is_killed_at_any_request_leaves_the_old_capture_or_the_n
 
 
 @strides
-def test_training_goes_on_if_the_holder_is_killed_at_any_request_and_nothing_false_is_claimed(tmp_path, stride):
+def test_training_goes_on_without_false_claims_if_the_holder_is_killed_anytime(tmp_path, stride):
     number, is_over = 1 - stride, False
     while not is_over:
         number += stride
@@ -228,9 +228,7 @@ def test_after_an_older_step_is_restored_its_successors_are_newer_than_all_captu
     assert restore(tmp_path / "run") == 6
 
 
-def test_captures_that_a_start_in_an_emptied_root_could_not_reach_are_not_restored_over_its_steps(
-    tmp_path, monkeypatch, caplog
-):
+def test_captures_that_a_start_in_an_emptied_root_cannot_reach_replace_no_step(tmp_path, monkeypatch, caplog):
     root = tmp_path / "run"
     save(make(root, save_every=2, keep_last=3), 1, 2, 3)
     shutil.rmtree(root)
@@ -292,7 +290,7 @@ def test_captures_of_a_run_that_goes_on_in_an_emptied_root_are_claimed_and_resto
     assert restore(root) is None, "what a start has captured before the root was emptied and no start went on"
 
 
-def test_captures_that_followed_other_steps_than_those_that_the_root_lost_are_dropped(tmp_path):
+def test_captures_that_followed_other_steps_than_the_root_lost_are_dropped(tmp_path):
     root = tmp_path / "run"
     ck = make(root, save_every=10)
     save(ck, 10)
@@ -334,7 +332,7 @@ def test_a_claim_is_withdrawn_if_the_emptied_root_does_not_take_the_record(tmp_p
     assert restore(root) is None
 
 
-def test_captures_behind_an_emptied_root_that_did_not_take_the_record_are_restored_once_it_does(tmp_path, monkeypatch):
+def test_captures_are_restored_once_an_emptied_root_takes_their_record(tmp_path, monkeypatch):
     root = tmp_path / "run"
     ck = make(root, save_every=10)
     save(ck, 10)
@@ -349,7 +347,7 @@ def test_captures_behind_an_emptied_root_that_did_not_take_the_record_are_restor
     assert restore(root) == 12
 
 
-def test_a_restored_capture_is_not_claimed_in_an_emptied_root_and_those_of_this_start_are(tmp_path):
+def test_in_an_emptied_root_captures_of_this_start_are_claimed_but_no_restored_one(tmp_path):
     root, events = tmp_path / "run", []
     save(make(root, save_every=10), 10)
     save(make(root, save_every=10), 11)
@@ -495,7 +493,7 @@ def test_an_older_copy_of_a_step_that_could_not_be_captured_again_is_not_claimed
         ck.wait(8, survives="process")
 
 
-def test_a_holder_whose_socket_was_removed_is_not_claimed_and_the_next_capture_starts_another(tmp_path):
+def test_a_holder_without_its_socket_is_not_claimed_and_the_next_capture_starts_one(tmp_path):
     ck = make(tmp_path / "run")
     save(ck, 1)
     (holder,) = shardckpt.list_tiers().holders
@@ -514,7 +512,7 @@ def test_a_holder_waits_for_more_than_the_days_that_the_system_waits_at_once(tmp
 
 
 @pytest.mark.usefixtures("short_limits")
-def test_a_holder_that_hangs_costs_the_next_capture_with_one_warning_and_is_replaced_with_another(tmp_path):
+def test_a_hung_holder_costs_the_next_capture_with_one_warning_and_is_replaced(tmp_path):
     events: list[object] = []
     ck = make(tmp_path / "run", save_every=4, on_event=events.append)
     save(ck, 1)
@@ -534,7 +532,7 @@ def test_a_holder_that_hangs_costs_the_next_capture_with_one_warning_and_is_repl
 
 
 @pytest.mark.usefixtures("short_limits")
-def test_a_holder_that_answers_later_costs_the_captures_meanwhile_and_keeps_the_others(tmp_path):
+def test_a_holder_that_answers_late_costs_the_captures_meanwhile_and_keeps_others(tmp_path):
     ck = make(tmp_path / "run", keep_last=2)
     save(ck, 1)
     (holder,) = shardckpt.list_tiers().holders
@@ -566,7 +564,7 @@ def test_a_new_start_restores_an_older_step_and_replaces_a_holder_that_hangs(tmp
 
 
 @pytest.mark.usefixtures("short_limits")
-def test_a_holder_that_hangs_and_cannot_be_ended_costs_one_time_limit_and_one_warning(tmp_path, monkeypatch):
+def test_a_hung_holder_that_cannot_be_ended_costs_one_time_limit_and_one_warning(tmp_path, monkeypatch):
     monkeypatch.setattr(holders, "read_peer_pid", lambda _: 0)  # it runs in another container
     ck = make(tmp_path / "run", save_every=4)
     save(ck, 1)
@@ -681,7 +679,7 @@ def test_a_fault_of_the_state_is_raised_not_taken_for_one_of_the_memory(tmp_path
     assert restore(tmp_path / "run") == 2
 
 
-def test_a_failed_save_in_the_root_is_due_again_and_raised_by_the_next_one_and_captures_go_on(tmp_path, monkeypatch):
+def test_a_failed_save_in_the_root_is_due_again_while_captures_go_on(tmp_path, monkeypatch):
     ck = make(tmp_path / "run", save_every=2)
     save(ck, 1)
     with monkeypatch.context() as full:
@@ -893,9 +891,7 @@ def test_a_save_that_waits_for_the_capture_before_it_has_an_event(tmp_path, monk
     assert waits == [(2, True)]
 
 
-def test_a_root_that_cannot_be_read_for_a_moment_does_not_lose_the_capture_of_a_step_that_it_has_too(
-    tmp_path, monkeypatch
-):
+def test_a_root_unreadable_for_a_moment_does_not_lose_the_capture_of_its_own_step(tmp_path, monkeypatch):
     save(make(tmp_path / "run", save_every=2), 2)
     read = known_root.read_about
 
@@ -912,7 +908,7 @@ def test_a_root_that_cannot_be_read_for_a_moment_does_not_lose_the_capture_of_a_
     assert [holder.steps for holder in shardckpt.list_tiers().holders] == [(2,)]
 
 
-def test_a_forked_process_saves_without_tiers_and_is_refused_with_those_of_its_parent(tmp_path):
+def test_a_forked_process_saves_without_tiers_and_is_refused_with_its_parents(tmp_path):
     ck, plain = make(tmp_path / "run"), Checkpointer(tmp_path / "plain")
     save(ck, 1)
 

@@ -132,7 +132,7 @@ def test_a_step_stays_in_memory_until_it_is_copied_and_leaves_then(tmp_path, mon
     assert [holder.steps for holder in shardckpt.list_tiers().holders] == [(7,)] and run.list_local() == [2]
 
 
-def test_if_a_tier_is_too_slow_the_oldest_step_is_given_up_with_an_event_and_training_goes_on(tmp_path, monkeypatch):
+def test_a_tier_that_is_too_slow_gives_up_its_oldest_step_with_an_event(tmp_path, monkeypatch):
     run, may_copy = Run(tmp_path), threading.Event()
     begin_a_copy(run, may_copy, monkeypatch)
     run.save(4, 6, 8, 9)
@@ -235,7 +235,7 @@ def test_a_copy_does_not_replace_a_later_save_of_its_step_in_the_folder(tmp_path
     assert shardckpt.load(run.local / "step-00000002")["step"] == 22
 
 
-def test_a_process_that_restored_nothing_claims_no_copy_of_an_earlier_save_of_the_step(tmp_path):
+def test_a_process_that_restored_nothing_claims_no_copy_of_an_earlier_save(tmp_path):
     run = Run(tmp_path)
     run.save(2)
     run.ck.wait()
@@ -245,7 +245,7 @@ def test_a_process_that_restored_nothing_claims_no_copy_of_an_earlier_save_of_th
     assert [copy.tier for copy in Run(tmp_path).ck.durability(2).copies] == ["local"]
 
 
-def test_a_save_into_the_folder_is_committed_behind_a_copy_that_replaces_its_step_at_this_moment(tmp_path, monkeypatch):
+def test_a_save_into_the_folder_commits_after_a_copy_that_replaces_its_step(tmp_path, monkeypatch):
     run, is_replacing, may_end = Run(tmp_path), threading.Event(), threading.Event()
     write = stored_folders.write_commit
 

@@ -50,7 +50,7 @@ def resume(rank: int, world: int, root: Path, nodes: str, options: dict) -> tupl
     return step, is_step(into, step or 0), *((store.own_bytes, store.pulled_bytes) for store in stores)
 
 
-def test_ranks_on_two_nodes_capture_into_their_own_holders_and_other_numbers_of_ranks_restore_it(tmp_path):
+def test_ranks_on_two_nodes_capture_into_their_holders_and_other_ranks_restore_it(tmp_path):
     assert run(4, train, tmp_path / "run", "aabb", (1, 2, 3), {}) == [["process"]] * 4
     for node in "ab":
         (holder,) = holders(node)
@@ -141,7 +141,7 @@ def test_a_capture_of_which_a_node_is_lost_is_neither_claimed_nor_restored(tmp_p
     assert [each[:2] for each in run(4, resume, root, "aabb", {})] == [(2, True)] * 4
 
 
-def test_a_node_without_a_holder_is_one_warning_with_an_event_and_steps_are_captured_again_later(tmp_path):
+def test_a_node_without_a_holder_is_one_warning_and_event_and_captures_again_later(tmp_path):
     def body(rank: int, world: int) -> list:
         enter("ab"[rank])
         events: list[object] = []
@@ -167,7 +167,7 @@ def test_a_node_without_a_holder_is_one_warning_with_an_event_and_steps_are_capt
     assert run(2, body) == [[set(), {"process"}, [True], [1]], [set(), {"process"}, [], []]]
 
 
-def test_ranks_agree_twice_on_a_capture_once_all_nodes_were_ready_and_three_times_before_or_after_a_failure(tmp_path):
+def test_ranks_agree_twice_on_a_capture_and_three_times_unless_all_nodes_were_ready(tmp_path):
     def body(rank: int, world: int) -> tuple:
         enter("aab"[rank])
         events, agreements = [], []
@@ -346,7 +346,7 @@ def flip_what_is_sent() -> None:
     peer_exchange._PieceSender._read = flipped
 
 
-def test_a_copy_that_arrives_damaged_is_not_acknowledged_and_the_copied_capture_before_it_is_kept(tmp_path):
+def test_a_copy_that_arrives_damaged_is_not_acknowledged_and_the_one_before_is_kept(tmp_path):
     root = tmp_path / "run"
 
     def body(rank: int, world: int) -> tuple:

@@ -23,7 +23,7 @@ def places(draw, name):
 
 
 @given(places("memory"), places("root"))
-def test_the_newest_step_that_can_be_loaded_is_chosen_and_its_successors_are_newer_than_all(held, root):
+def test_the_newest_step_that_loads_is_chosen_and_its_successors_are_newer_than_all(held, root):
     chosen = choose_newest([held, root])
     loadable = [place for place in (held, root) if place.save is not None]
     if not loadable:
@@ -35,7 +35,7 @@ def test_the_newest_step_that_can_be_loaded_is_chosen_and_its_successors_are_new
     assert (chosen.branch, chosen.number) >= newest if chosen.order == newest else chosen.branch > newest[0]
 
 
-def test_of_a_step_that_a_start_saved_twice_the_last_attempt_is_chosen_if_it_can_be_loaded():
+def test_of_a_step_that_a_start_saved_twice_the_last_attempt_is_chosen_if_it_loads():
     order, names = (
         (0, 2),
         {"memory": "a-1-x", "local": "a-2-x", "other start": "b-1-x", "other text": "a-x", "none": ""},
@@ -60,14 +60,14 @@ def find(found: str, *captures: Capture) -> tuple[str, set[str]]:
     return find_attempt(FoundStep([], 2, IN_ROOT.name, found, order=(0, 2)), captures, IN_ROOT)
 
 
-def test_the_saves_of_an_attempt_are_its_captures_and_the_step_of_the_root_that_is_known_to_be_of_it():
+def test_the_saves_of_an_attempt_are_its_captures_and_its_known_step_in_the_root():
     memory, local = (Capture(name, (0, 2), FIRST, is_in_root=True) for name in ("memory", "local"))
     assert find("memory", memory, local) == (FIRST, {"memory", "local", "root"})
     assert find("root", memory, local) == (FIRST, {"memory", "local", "root"})
     assert find("root", memory._replace(order=(0, 1)), local._replace(is_of_run=False)) == ("", {"root"})
 
 
-def test_captures_of_another_attempt_than_the_found_one_do_not_count_if_the_root_cannot_be_read():
+def test_captures_of_another_attempt_do_not_count_if_the_root_cannot_be_read():
     memory, local = Capture("memory", (0, 2), SECOND), Capture("local", (0, 2), FIRST)
     assert find("memory", memory, local) == (SECOND, {"memory"})
     assert find("local", memory, local) == (FIRST, {"local"})

@@ -102,7 +102,7 @@ def test_a_fault_of_a_resume_from_a_tier_is_named_with_the_copy(kinds: str, tmp_
     assert [each.verdict for each in shardckpt.prove(tmp_path / "run").captures] == ["diverged"]
 
 
-def test_a_step_in_all_places_has_its_record_beside_each_copy_under_the_id_of_its_save(tmp_path: Path) -> None:
+def test_a_step_in_all_places_has_its_record_by_each_copy_under_the_id_of_its_save(tmp_path: Path) -> None:
     made = job(tmp_path, "ml", save_every=SAVED_AT)
     made.train(STEPS, SAVED_AT, in_background=True)
     made.checkpointer.wait()
@@ -184,9 +184,7 @@ def resume_with_copies(
 
 
 @pytest.mark.parametrize("nodes", ["bc", "cb"])
-def test_a_resume_without_the_node_of_rank_0_is_compared_with_the_record_of_another_node(
-    nodes: str, tmp_path: Path
-) -> None:
+def test_a_resume_without_rank_0s_node_is_compared_with_the_record_of_another_node(nodes: str, tmp_path: Path) -> None:
     assert all("died" in (each.waits or "") for each in outcomes(2, train_with_copies, tmp_path, "ab"))
     kill_holder("a")
     (start, found), (other_start, none) = run(2, resume_with_copies, tmp_path, nodes, "fault")

@@ -164,7 +164,7 @@ def test_a_holder_that_is_stopped_by_a_signal_is_an_error_within_the_time_limit(
     HolderStore(URL).create("a").abort()
 
 
-def test_more_bytes_than_the_maximum_are_refused_and_the_name_of_the_limit_is_in_the_message():
+def test_more_bytes_than_the_maximum_are_refused_with_the_name_of_the_limit():
     start(1000)
     with (
         pytest.raises(NoSpaceError, match=r"expected at most 1000 bytes.*max_bytes"),
@@ -378,7 +378,7 @@ def test_without_a_folder_for_temporary_files_there_is_no_folder_of_sockets(monk
             start()
 
 
-def test_machines_that_share_the_folder_for_temporary_files_have_holders_of_their_own(tmp_path, monkeypatch):
+def test_machines_that_share_the_folder_for_temporary_files_have_their_own_holders(tmp_path, monkeypatch):
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     own, boot_id = socket_folder(), tmp_path / "boot_id"

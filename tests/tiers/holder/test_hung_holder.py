@@ -186,7 +186,7 @@ def test_a_start_replaces_a_holder_that_hangs_and_names_its_process():
     assert start_holder(RUN, 1 << 20, last="COMMIT") == 0
 
 
-def test_one_start_waits_for_a_holder_that_hangs_and_those_during_the_check_send_no_request(monkeypatch):
+def test_one_start_waits_for_a_hung_holder_and_others_meanwhile_send_no_request(monkeypatch):
     hang(start())
     requests, go_on, ask = [], threading.Event(), holder_connection.HolderConnection._ask
     end_hung = holders._end_hung_holder
@@ -221,7 +221,7 @@ def test_a_holder_that_answers_the_second_request_is_not_replaced(monkeypatch):
     assert [entry.name for entry in HolderStore(URL).list()] == ["step-1"]
 
 
-def test_a_process_whose_holder_was_replaced_by_another_process_reaches_the_new_one_at_once():
+def test_a_process_whose_holder_was_replaced_by_another_reaches_the_new_one_at_once():
     store = HolderStore(URL)
     hang(start())
     with pytest.raises(StorageError, match="does not answer"):
@@ -231,7 +231,7 @@ def test_a_process_whose_holder_was_replaced_by_another_process_reaches_the_new_
     store.create("a").abort()
 
 
-def test_a_request_on_the_connection_to_a_killed_holder_goes_to_the_next_one_but_not_that_of_a_writer():
+def test_a_request_to_a_killed_holder_goes_to_the_next_one_unless_a_writer_sends_it():
     kill(start())
     start_elsewhere()
     writer = HolderStore(URL).create("a")
@@ -249,7 +249,7 @@ def test_many_clients_may_wait_for_a_holder_that_hangs():
     assert found.pid
 
 
-def test_a_holder_for_which_too_many_wait_is_listed_without_its_process_and_the_error_says_how_to_find_it(monkeypatch):
+def test_a_holder_with_too_many_waiting_is_listed_with_a_way_to_find_its_process(monkeypatch):
     hang(start())
 
     def refuse(*_):

@@ -65,7 +65,7 @@ def test_a_start_in_doubt_does_not_replace_the_record_of_another_one(open_root):
     assert read_run_record(open_root()) == record
 
 
-def test_only_captures_of_the_start_that_went_on_survive_the_loss_of_the_steps_that_they_followed(open_root):
+def test_only_captures_of_the_start_that_went_on_survive_the_loss_of_earlier_steps(open_root):
     start, other = LastStart(open_root), LastStart(open_root)
     assert not start.record_lost((0, 10)), "nothing was captured"
     start.record(0)
@@ -110,7 +110,7 @@ def test_captures_of_earlier_starts_count_only_below_those_of_the_last_one(open_
     assert start.find_replaced(captured) == set(), "nothing of the last start is left"
 
 
-def test_of_several_saves_of_a_step_those_of_the_last_start_count_then_those_of_this_run(open_root):
+def test_of_several_saves_of_a_step_the_last_starts_count_then_those_of_this_run(open_root):
     last, other, elsewhere = LastStart(open_root), LastStart(open_root), LastStart(open_root)
     other.record(1)
     last.record(0)
@@ -152,7 +152,7 @@ def test_captures_of_starts_that_captured_for_this_root_are_known_to_later_start
     assert not later.has_captured(elsewhere.make_attempt())
 
 
-def test_starts_whose_captures_were_found_without_a_record_are_known_from_the_next_capture_on(open_root, tmp_path):
+def test_starts_found_by_captures_without_a_record_are_known_from_the_next_capture(open_root, tmp_path):
     found, last = LastStart(open_root), LastStart(open_root)
     last.record(0)
     (tmp_path / RECORD).unlink()

@@ -49,7 +49,7 @@ def restore(ck: Checkpointer, **options: object) -> tuple[int | None, bool]:
     return step, is_passed_over is not None
 
 
-def test_a_step_after_whose_restore_the_run_was_killed_twice_is_passed_over_and_the_run_goes_on(tmp_path):
+def test_a_step_after_whose_restore_the_run_was_killed_twice_is_passed_over(tmp_path):
     save(make(tmp_path), 1, 2, 3)
 
     def die_after_restore() -> None:
@@ -64,7 +64,7 @@ def test_a_step_after_whose_restore_the_run_was_killed_twice_is_passed_over_and_
     assert restore(make(tmp_path)) == (4, False), "what was saved since is newer than the step that was passed over"
 
 
-def test_the_number_of_a_step_that_is_passed_over_is_saved_again_and_that_of_another_is_not(tmp_path):
+def test_only_the_number_of_a_step_that_is_passed_over_is_saved_again(tmp_path):
     def start() -> Checkpointer:
         return Checkpointer(tmp_path, max_failed_restores=1)
 

@@ -29,7 +29,7 @@ def test_captures_belong_to_a_root_that_has_what_they_followed_or_lost_it(newest
 
 
 @pytest.mark.parametrize("is_empty", [True, False])
-def test_captures_before_the_first_step_of_the_root_belong_to_a_root_without_complete_steps(is_empty):
+def test_captures_before_the_roots_first_step_belong_to_a_root_without_steps(is_empty):
     assert RootPosition().leads_to(NO_STEP, is_empty=is_empty)
     assert RootPosition(started=(0, 100)).leads_to(NO_STEP, is_empty=is_empty)
     assert RootPosition(committed=(0, 50)).leads_to(NO_STEP, is_empty=is_empty) is not is_empty

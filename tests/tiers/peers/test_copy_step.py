@@ -143,7 +143,7 @@ def test_a_full_disk_is_left_with_the_files_of_this_save_that_were_there_for_oth
     assert {path.name: path.read_bytes() for path in (far / STEP).iterdir()} == before
 
 
-def test_a_copy_whose_commit_is_there_keeps_its_files_although_the_disk_fails_after_it(tmp_path, monkeypatch):
+def test_a_copy_with_a_commit_keeps_its_files_although_the_disk_fails_after_it(tmp_path, monkeypatch):
     close = LocalWriter.close
 
     def fail_late(self: LocalWriter) -> None:
@@ -165,9 +165,7 @@ class UncachedStore(LocalStore):
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_step_that_is_saved_again_during_its_copy_does_not_give_the_copy_marks_of_files_that_it_lacks(
-    tmp_path, monkeypatch, when
-):
+def test_a_step_saved_again_during_its_copy_gives_it_no_marks_of_files_that_it_lacks(tmp_path, monkeypatch, when):
     near, far = tmp_path / "near", tmp_path / "far"
     copy_files, older = copy_step._copy_files, torch.arange(4.0)
     shardckpt.save({"w": older}, near / STEP)

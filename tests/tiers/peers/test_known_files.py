@@ -118,7 +118,7 @@ def test_a_rank_that_asks_sees_the_files_and_copies_of_the_catalog(reports, tier
         assert known.find(f"{step}/other") is None
 
 
-def test_a_rank_asks_once_for_files_that_its_node_lacks_and_never_for_the_names_of_a_complete_step():
+def test_a_rank_asks_once_for_files_that_its_node_lacks_and_never_for_complete_steps():
     save, folder = SAVES[0], f"memory/{STEPS[0]}"
     files = name_files(save)
     own = {name: files[name] for name in (COMMIT, manifest_name(save), f"{save}-x")}

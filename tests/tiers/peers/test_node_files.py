@@ -31,7 +31,7 @@ def reports(draw):
 
 
 @given(reports())
-def test_a_step_survives_the_loss_of_machines_exactly_if_every_file_is_on_more_of_them(ranks):
+def test_a_step_survives_a_loss_of_machines_exactly_if_each_file_is_on_more_of_them(ranks):
     catalog = NodeCatalog.from_reports(ranks)
     assert NodeCatalog.decode(catalog.encode()) == catalog
     places = {name: {r.node.machine for r in ranks if name in r.steps[FOLDER].files} for name in NAMES}
@@ -50,7 +50,7 @@ def test_files_of_an_older_save_of_a_step_do_not_count():
     assert catalog.count_machines(FOLDER) == 0 and catalog.count_machines("step-00000009") == 0
 
 
-def test_an_older_save_counts_while_its_files_are_all_there_and_those_of_the_newer_are_not():
+def test_an_older_save_counts_while_only_it_has_all_files():
     """An overwrite was interrupted after the first node had its marks."""
     new = NodeReport(Node("a", "a"), {FOLDER: NodeStep("0002", 2, {"y": 1}, branch=1)})
     old = NodeReport(Node("b", "b"), {FOLDER: NodeStep("0001", 1, {"x": 1})})

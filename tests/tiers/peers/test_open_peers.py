@@ -25,7 +25,7 @@ def catalogs(draw):
 
 
 @given(catalogs())
-def test_a_step_is_in_its_nearest_tier_with_all_copies_of_its_save_and_none_of_another(catalog):
+def test_a_step_is_in_its_nearest_tier_with_all_copies_of_its_save_alone(catalog):
     planned = plan_folders(catalog, TIERS)
     seen = [source for folders in planned.values() for sources in folders.values() for source in sources]
     assert sorted(seen) == sorted(catalog.files), "each folder is read once"
@@ -45,7 +45,7 @@ def test_a_step_is_in_its_nearest_tier_with_all_copies_of_its_save_and_none_of_a
 
 
 @given(catalogs())
-def test_ranks_are_told_which_steps_the_nodes_have_together_and_whether_they_have_all_files(catalog):
+def test_ranks_learn_which_steps_the_nodes_have_together_and_if_they_have_all_files(catalog):
     shared = find_shared_steps(catalog, TIERS)
     for tier, folders in plan_folders(catalog, TIERS).items():
         assert {folder: step.sources for folder, step in shared[tier].items()} == folders

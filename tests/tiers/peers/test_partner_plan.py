@@ -36,7 +36,7 @@ def test_every_node_of_one_rack_keeps_as_many_copies_as_every_other(count, copie
 
 
 @given(clusters(), st.integers(0, 3), st.data())
-def test_after_the_copies_each_file_is_on_as_many_machines_as_there_are_up_to_the_number(nodes, copies, data):
+def test_after_the_copies_each_file_is_on_all_machines_up_to_the_number(nodes, copies, data):
     names = [f"f{number}" for number in range(5)]
     held = [dict.fromkeys(sorted(data.draw(st.sets(st.sampled_from(names)))), 7) for _ in nodes]
     ranks = [*range(len(nodes)), *data.draw(st.lists(st.integers(0, len(nodes) - 1), max_size=4))]

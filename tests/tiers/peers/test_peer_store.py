@@ -115,7 +115,7 @@ def test_ranks_read_files_of_all_nodes_and_only_those_of_others_cross_the_networ
     assert run(4, body) == [on_a, on_a, on_b, on_c]
 
 
-def test_a_file_that_a_node_has_lost_is_read_from_the_next_one_and_an_error_if_none_has_it(tmp_path):
+def test_a_file_that_a_node_lost_is_read_from_the_next_one_or_is_an_error(tmp_path):
     held = {"a": [0, 1], "b": [0], "c": []}
     write_nodes(tmp_path, held)
     (tmp_path / "a" / FOLDER / "f0").unlink()
@@ -188,7 +188,7 @@ def test_a_folder_that_rank_0_deletes_disappears_on_all_nodes(tmp_path):
     assert run(2, body) == [[], []]
 
 
-def test_a_rank_that_does_not_take_part_ends_the_reads_of_the_others_within_the_time_limit(tmp_path):
+def test_a_rank_that_takes_no_part_ends_the_reads_of_others_within_the_time_limit(tmp_path):
     held = {"a": [0], "b": [1], "c": [2]}
     write_nodes(tmp_path, held)
 
