@@ -230,6 +230,16 @@ def check_ceilings(table: str, counts: Mapping[str, int]) -> None:
     assert not fallen, f"{table}: fewer; lower the ceilings"
 
 
+MOST_OF_A_NAME = 80
+"""The most characters in the name of a test: its class has the scenario, its name the claim."""
+
+
+def test_names_of_tests_are_short() -> None:
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py")]
+    names = [name for text in texts for name in re.findall(r"def (test_\w+)", text)]
+    assert [name for name in names if len(name) > MOST_OF_A_NAME] == []
+
+
 PLAIN = ("handed", "heard", "laid", "lay", "lie", "lying", "nobody", "room", "said", "tell", "told", "whoever")
 """Banned words that stand for nothing of the field: plain English uses the noun or the verb that is meant."""
 
