@@ -526,11 +526,6 @@ def deep(model: nn.Module, shard: Sharder) -> nn.Module:
     return blocks_and_root(model, shard)
 
 
-def blocks_in_plain_root(model: nn.Module, shard: Sharder) -> nn.Module:
-    """All that has parameters is a unit but the ends; for models without parameters of their own at the top."""
-    return blocks_and_root(model, shard)
-
-
 def embedding_too(model: nn.Module, shard: Sharder) -> nn.Module:
     """The embedding is a unit; the head, tied to it, is left to the root."""
     model.embed = shard(model.embed)

@@ -116,8 +116,3 @@ def is_unit(module: nn.Module) -> bool:
 def torch_is_wrong(reason: str) -> pytest.MarkDecorator:
     """A test that torch's engine fails or hangs in: ours must pass."""
     return pytest.mark.skipif(TORCH, reason=f"torch is wrong: {reason}")
-
-
-def engine_lacks(reason: str) -> pytest.MarkDecorator:
-    """A test that our engine does not pass yet; torch's is asked all the same."""
-    return pytest.mark.xfail(not TORCH, reason=reason, strict=True)
