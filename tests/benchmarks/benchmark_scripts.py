@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -31,6 +31,17 @@ def imported(name: str) -> Iterator[ModuleType]:
         sys.path.remove(str(FOLDER))
         for script in FOLDER.glob("*.py"):
             sys.modules.pop(script.stem, None)
+
+
+def script_fixture(name: str) -> Callable[..., Iterator[ModuleType]]:
+    """Return a fixture that imports a script for a test."""
+
+    @pytest.fixture
+    def script() -> Iterator[ModuleType]:
+        with imported(name) as module:
+            yield module
+
+    return script
 
 
 def exit_code(name: str, *arguments: str) -> object:

@@ -6,13 +6,9 @@ import sys
 
 import pytest
 
-from tests.benchmarks.benchmark_scripts import imported, run_script
+from tests.benchmarks.benchmark_scripts import run_script, script_fixture
 
-
-@pytest.fixture
-def step():
-    with imported("engine_step") as script:
-        yield script
+step = script_fixture("engine_step")
 
 
 @pytest.mark.slow

@@ -7,16 +7,13 @@ import sys
 import pytest
 import torch
 
-from tests.benchmarks.benchmark_scripts import imported, run_script
+from tests.benchmarks.benchmark_scripts import run_script, script_fixture
 from tests.kit.models.torch_limits import needs_torch_fully_shard_on_cpu
 
 SMALL = ["--layers", "1", "--hidden", "32", "--tokens", "8", "--batch", "1", "--megabytes", "1", "--rounds", "1"]
 
 
-@pytest.fixture
-def gpu():
-    with imported("gpu") as script:
-        yield script
+gpu = script_fixture("gpu")
 
 
 @pytest.mark.shown_by("::test_limits_of_a_step")

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.benchmarks.benchmark_scripts import exit_code, imported, run_script
+from tests.benchmarks.benchmark_scripts import exit_code, run_script, script_fixture
 
 SMALL = ["--size", "2MB", "--many", "50", "--very-many", "50", "--rounds", "1", "--fsync", "neither"]
 
 
-@pytest.fixture
-def module():
-    with imported("save_load") as script:
-        yield script
+module = script_fixture("save_load")
 
 
 @pytest.mark.slow

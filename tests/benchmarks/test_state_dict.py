@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.benchmarks.benchmark_scripts import exit_code, imported, run_script
+from tests.benchmarks.benchmark_scripts import exit_code, run_script, script_fixture
 
 SMALL = ["--size", "50K", "--trained", "50K", "--many", "100", "--rounds", "1"]
 
 
-@pytest.fixture
-def states():
-    with imported("state_dict") as script:
-        yield script
+states = script_fixture("state_dict")
 
 
 FACES = {

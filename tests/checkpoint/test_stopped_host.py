@@ -6,7 +6,6 @@ import datetime
 import multiprocessing
 import os
 import signal
-import socket
 import time
 from pathlib import Path
 
@@ -16,15 +15,10 @@ import torch.distributed as dist
 
 import shardckpt
 import shardckpt.checkpointer
+from tests.kit.stores.servers import free_port
 
 FORK = multiprocessing.get_context("fork")
 TIMEOUT = 4.0  # a busy machine needs a second and more for what comes before the stop
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def rank_body(rank: int, port: int, path: Path, how: str, told) -> None:

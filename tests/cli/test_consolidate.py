@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.kit.runs.command import ENVIRONMENT, finish, run, start
+from tests.kit.stores.servers import free_port
 
 RANK = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
 OF_TORCHRUN = {**RANK, "MASTER_PORT": "29999", "TORCHELASTIC_RUN_ID": "none"}
@@ -85,12 +85,6 @@ def test_the_note_is_left_out_on_request(option: str, src: Path, tmp_path: Path)
     assert done.code == 0
     assert "note: " not in done.err
     assert (tmp_path / "out" / "model.safetensors").exists()
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def test_ranks_share_the_work_on_request_whoever_started_them(src: Path, tmp_path: Path) -> None:

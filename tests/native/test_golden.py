@@ -20,12 +20,10 @@ from shardckpt.encodings.value_stats import ValueStats
 from shardckpt.native.commit import COMMIT, encode_commit, manifest_name
 from shardckpt.native.manifest_json import decode_manifest, encode_manifest
 from shardckpt.native.payload import KEY, plan_payloads
-from shardckpt.native.reader import NativeReader
 from shardckpt.offline.repair import read_described
-from shardckpt.readers.registry import open_checkpoint
 from tests.kit.writers.golden_state import based, before_based, full, large, large_based, small
 from tests.kit.writers.materialise import assert_same
-from tests.kit.writers.native_writer import scalar
+from tests.kit.writers.native_writer import opened, scalar
 
 GOLDEN = Path(__file__).parent / "golden" / "1"
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "format.schema.json").read_text(encoding="utf-8"))
@@ -47,12 +45,6 @@ STEPS = {
 @pytest.fixture(params=STEPS)
 def step(request: pytest.FixtureRequest) -> Path:
     return GOLDEN / request.param
-
-
-def opened(step: Path) -> NativeReader:
-    reader = open_checkpoint(str(step))
-    assert isinstance(reader, NativeReader)
-    return reader
 
 
 def truth(step: Path) -> dict[Any, Any]:

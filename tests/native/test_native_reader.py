@@ -27,10 +27,9 @@ from shardckpt.errors import (
 )
 from shardckpt.native.commit import COMMIT, encode_commit, manifest_name
 from shardckpt.native.payload import BLOCK_BYTES, KEY
-from shardckpt.native.reader import NativeReader
 from shardckpt.readers.registry import detect, open_checkpoint, open_source
 from tests.kit.writers.materialise import assert_same
-from tests.kit.writers.native_writer import SAVE, commit, write_step
+from tests.kit.writers.native_writer import SAVE, commit, opened, write_step
 
 W = torch.arange(24.0).reshape(6, 4)
 
@@ -53,12 +52,6 @@ CUT = {
         (rank, box) for rank, (a, b) in enumerate([(0, 9), (9, 24)]) for box in flat_to_boxes((6, 4), a, b)
     ],
 }
-
-
-def opened(folder: Path) -> NativeReader:
-    reader = open_checkpoint(str(folder))
-    assert isinstance(reader, NativeReader)
-    return reader
 
 
 @pytest.mark.parametrize("boxes", [None, CUT], ids=["one writer", "three writers"])

@@ -18,16 +18,10 @@ from shardckpt.native.reader import NativeReader
 from shardckpt.readers.registry import open_checkpoint
 from tests.kit.writers.golden_state import BOXES, full
 from tests.kit.writers.materialise import materialise
-from tests.kit.writers.native_writer import write_step
+from tests.kit.writers.native_writer import opened, write_step
 from tests.kit.writers.samples import SAMPLES
 
 ALL = [(name, variant) for name, variants in SAMPLES.items() for variant in variants]
-
-
-def opened(folder: Path) -> NativeReader:
-    reader = open_checkpoint(str(folder))
-    assert isinstance(reader, NativeReader)
-    return reader
 
 
 def nest(reader: NativeReader) -> Any:

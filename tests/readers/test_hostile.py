@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from shardckpt.native.payload import HF_INDEX
 from shardckpt.readers.registry import BUILT_IN
 from tests.kit.runs.command import ENVIRONMENT, Outcome, run_here
-from tests.kit.writers.dcp_writers import edit_metadata, put_object
+from tests.kit.writers.dcp_writers import archive, edit_metadata, put_object
 from tests.kit.writers.samples import MODEL, SAMPLES
 
 ALL = [(name, variant) for name, variants in SAMPLES.items() for variant in variants]
@@ -520,16 +520,16 @@ def test_pickles_in_slices_never_run(name: str, form: str, tmp_path: Path) -> No
     """In the archive of a tensor's slice."""
     sample = fresh(tmp_path, *form.split("-"))
     content = evil(sample.canary)[name]
-    archive = swapped_in_zip(zip_of(torch.ones(6, 4)), content)
+    slices = swapped_in_zip(archive(torch.ones(6, 4)), content)
 
     def redirect(metadata: Any) -> None:
         index = MetadataIndex("model.a.w", torch.Size([0, 0]))
         info = metadata.storage_data[index]
         plain = {"transform_descriptors": None} if hasattr(info, "transform_descriptors") else {}
-        place = {"relative_path": "evil.distcp", "offset": 0, "length": len(archive)}
+        place = {"relative_path": "evil.distcp", "offset": 0, "length": len(slices)}
         metadata.storage_data[index] = replace(info, **place, **plain)
 
-    (sample.folder / "evil.distcp").write_bytes(archive)
+    (sample.folder / "evil.distcp").write_bytes(slices)
     edit_metadata(sample.folder, redirect)
     assert check(sample, f"{name} in a slice", expect="refused")["inspect"].code == 0
 
@@ -555,14 +555,8 @@ def test_objects_that_nobody_needs_are_not_even_opened(form: str, tmp_path: Path
     assert found["inspect"].code == 0
 
 
-def zip_of(value: Any) -> bytes:
-    out = io.BytesIO()
-    torch.save(value, out)
-    return out.getvalue()
-
-
 def zip_with(content: bytes) -> bytes:
-    return swapped_in_zip(zip_of(1), content)
+    return swapped_in_zip(archive(1), content)
 
 
 # Headers of safetensors files

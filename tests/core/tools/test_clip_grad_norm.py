@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.kit.models.models import PLAIN, Block, Stack, built, case, square
-from tests.kit.models.reference import groups, here, mine, mismatches, product, reduce_gradients
+from tests.kit.models.reference import groups, here, mine, mismatches, product, reduce_gradients, roughly
 from tests.kit.models.torch_limits import full_tensor
 from tests.kit.models.under_test import FSDP, TORCH, Strategy, Style, core, shard, sharder, torch_is_wrong
 from tests.kit.ranks.harness import count, raised_everywhere, recorded, run
@@ -27,10 +27,6 @@ ORDERS = (2.0, 1.0, 2.5, math.inf)
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=2e-5, atol=1e-7)
-
-
-def roughly(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-3)
 
 
 def bits(value: torch.Tensor) -> list[bytes]:

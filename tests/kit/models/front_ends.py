@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests.kit.models.models import Case, Sharder, built, square
-from tests.kit.models.reference import Group, Training, differs, groups, mismatches, reduce_gradients
+from tests.kit.models.reference import Group, Training, differs, groups, mismatches, reduce_gradients, roughly
 from tests.kit.models.torch_limits import full_tensor
 from tests.kit.models.under_test import Strategy, core, no_sync, shard, wrap
 
@@ -68,7 +68,7 @@ def full(value: torch.Tensor) -> torch.Tensor:
 def train(which: Case, model: nn.Module, plain: nn.Module, how: Training, front_end: str) -> list[str]:
     """Train both side by side; return differences of losses, gradients and parameters, equal on every rank."""
     if any(p.dtype in (torch.bfloat16, torch.float16) for p in plain.parameters()):
-        how = dataclasses.replace(how, close=_roughly)
+        how = dataclasses.replace(how, close=roughly)
     ours, theirs = how.stepper(model), how.stepper(plain)
     rank, wrong = dist.get_rank(), differing(model, plain, front_end, how.close)
     for step in range(how.steps):
@@ -94,10 +94,6 @@ def train(which: Case, model: nn.Module, plain: nn.Module, how: Training, front_
         ours.zero_grad()
         theirs.zero_grad()
     return wrong
-
-
-def _roughly(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-3)
 
 
 def twins(which: Case, front_end: str, **settings: Any) -> tuple[nn.Module, nn.Module]:

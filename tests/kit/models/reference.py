@@ -254,7 +254,7 @@ def differs(name: str, found: Grad, wanted: Grad, close: Callable[..., Any]) -> 
     return []
 
 
-def _roughly(found: torch.Tensor, wanted: torch.Tensor) -> None:
+def roughly(found: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-3)
 
 
@@ -345,7 +345,7 @@ def compare(
     """Train both side by side and tell where losses, gradients or parameters part, with the step."""
     shared = groups(model, plain, orig)
     if any(p.dtype in (torch.bfloat16, torch.float16) for p in plain.parameters()) or (how.low and how.micro > 1):
-        how = dataclasses.replace(how, close=_roughly)  # sums of gradients are made in their own type, or may be
+        how = dataclasses.replace(how, close=roughly)  # sums of gradients are made in their own type, or may be
     ours, theirs = how.stepper(model), how.stepper(plain)
     backward = _in_low(plain) if how.low else functools.partial(_backward, plain)
     differing = functools.partial(

@@ -89,7 +89,7 @@ def sftp(folder: Path) -> Iterator[tuple[str, int, Path]]:
     if os.getuid() == 0:  # it insists on this folder then, which lies in memory and goes with the machine
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
     for last in (False, False, True):
-        port = _free_port()
+        port = free_port()
         (folder / "sshd_config").write_text(_settings(folder, port))
         with _running([program, "-D", "-e", "-f", str(folder / "sshd_config")], folder) as process:
             try:
@@ -129,7 +129,8 @@ def _banner(port: int) -> str:
         return connection.recv(100).decode().strip().removeprefix("SSH-2.0-").replace("_", " ").split(" Debian")[0]
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that no process listens on."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return int(taken.getsockname()[1])

@@ -23,7 +23,9 @@ from shardckpt.native.manifest_json import (
     merge_partials,
 )
 from shardckpt.native.payload import HF_INDEX, BlockHasher, PayloadChunk, PayloadFile, hf_index, plan_payloads
+from shardckpt.native.reader import NativeReader
 from shardckpt.native.records import ArrayRecord, make_record
+from shardckpt.readers.registry import open_checkpoint
 
 Boxes = Mapping[TreePath, Sequence[tuple[int, Box]]]
 SAVE = "0mwqkzsavex3s13"
@@ -122,6 +124,13 @@ def write_step(
         files = (*files, make_record(HF_INDEX, index, checksums=checksums))
     commit(folder, change(replace(contents, files=files, arrays=arrays)))
     return folder
+
+
+def opened(folder: Path) -> NativeReader:
+    """Open a step of the native format."""
+    reader = open_checkpoint(str(folder))
+    assert isinstance(reader, NativeReader)
+    return reader
 
 
 def commit(folder: Path, contents: ManifestContents) -> None:
