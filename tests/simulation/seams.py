@@ -63,7 +63,7 @@ _LATE = (  # modules imported on first use
     "shardckpt.state.local.optim_shards",
 )
 
-_READS_BACK = "shardckpt.encodings.safetensors"  # uses the builtin `open`
+_READS_BACK = "shardckpt.encodings.safetensors_check"  # uses the builtin `open`
 
 
 _MAX_BUFFER_BYTES = 1 << 16
