@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from math import pi
 from typing import Any
 
-from shardckpt.encodings.gguf import MetadataValue
 from shardckpt.errors import FormatError, UnsupportedError
+from shardckpt.offline.targets.gguf.gguf_header import MetadataValue
 
 _USUAL_THETA = 10000.0  # rotary base for configs that name none
 _INTEGER_END, _NUMBER_END = 1 << 32, 3e38  # exclusive limits: GGUF stores 32 bits

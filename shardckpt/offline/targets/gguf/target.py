@@ -9,12 +9,19 @@ from dataclasses import dataclass, replace
 
 from shardckpt.boxes import Box
 from shardckpt.dtypes import block_elements
-from shardckpt.encodings.gguf import TENSOR_TYPES, GgufTensor, MetadataValue, encode_header, looks_like_gguf, padding
 from shardckpt.errors import IncompleteError, UnsupportedError, UsageError
 from shardckpt.offline.select.config_files import CONFIG
 from shardckpt.offline.select.options import Options
 from shardckpt.offline.select.selection import Selection
 from shardckpt.offline.targets.base import Conversion, Target
+from shardckpt.offline.targets.gguf.gguf_header import (
+    TENSOR_TYPES,
+    GgufTensor,
+    MetadataValue,
+    encode_header,
+    looks_like_gguf,
+    padding,
+)
 from shardckpt.offline.targets.gguf.hyperparameters import (
     EMBEDDING,
     OUTPUT,

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardckpt.encodings.gguf import MetadataValue
 from shardckpt.encodings.safetensors import parse_json
 from shardckpt.errors import FormatError, ShardckptError, UnsupportedError, describe_with_class
 from shardckpt.offline.select.config_files import ConfigFiles
+from shardckpt.offline.targets.gguf.gguf_header import MetadataValue
 from shardckpt.offline.targets.gguf.vocabulary import (
     BYTE,
     NORMAL,

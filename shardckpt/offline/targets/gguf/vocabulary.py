@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardckpt.encodings.gguf import MetadataValue
 from shardckpt.errors import UnsupportedError
+from shardckpt.offline.targets.gguf.gguf_header import MetadataValue
 
 # Token kinds, as llama.cpp and sentencepiece number them.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)

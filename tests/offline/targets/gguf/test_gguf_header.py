@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardckpt.encodings.gguf import GgufTensor, encode_header, looks_like_gguf, padding
 from shardckpt.errors import UnsupportedError
+from shardckpt.offline.targets.gguf.gguf_header import GgufTensor, encode_header, looks_like_gguf, padding
 
 
 def test_a_header_is_the_bytes_of_the_specification() -> None:
