@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 Cause = Literal["batch", "random state", "parameter", "precision", "optimizer", "schedule", "state", "loss"]
 
 
 Since = Literal["load", "use", "step"]
+
+Rank = Annotated[int, range(1 << 20)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class Divergence:
     name: str
     sentence: str
     fix: str
-    ranks: tuple[int, ...] = ()
+    ranks: tuple[Rank, ...] = ()
     since: Since = "step"
 
     def __str__(self) -> str:

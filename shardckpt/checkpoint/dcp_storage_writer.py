@@ -28,13 +28,14 @@ from shardckpt.checkpoint.stateful.flatten import encoded
 from shardckpt.checkpoint.stateful.state_stream import take_tensors
 from shardckpt.checkpoint.stateful.stateful import check_tensor, dtype_name, require_memory
 from shardckpt.checkpoint.stateful.tensor_bytes import iter_bytes
+from shardckpt.encodings import typed_json
 from shardckpt.errors import UnsupportedError, UsageError
 from shardckpt.manifest import Path, dotted, unflatten
 from shardckpt.native.commit import COMMIT, STEP, encode_commit, manifest_name
 from shardckpt.native.manifest_json import (
-    KEEPS_ORDER,
     ManifestContents,
     PartialManifest,
+    Topology,
     build_partial,
     encode_manifest,
     merge_partials,
@@ -225,8 +226,8 @@ class StorageWriter(storage.StorageWriter):
             self._save,
             files,
             arrays,
-            encoded(unflatten(saved, url, has_lists=True), lambda ref: numbers[ref.path]),
-            topology={"world_size": len(ranks), **({} if known else {KEEPS_ORDER: False})},
+            tree=encoded(unflatten(saved, url, has_lists=True), lambda ref: numbers[ref.path]),
+            topology={"world_size": len(ranks), **typed_json.encode(Topology(keeps_order=bool(known)))},
             about={**ABOUT, **self._about},
         )
         manifest = encode_manifest(contents)

@@ -10,9 +10,10 @@ import hashlib
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Annotated, Literal, NamedTuple
 
 from shardckpt.encodings.budget import require_small
-from shardckpt.encodings.safetensors import parse_json
+from shardckpt.encodings.typed_json import OMITTED, JsonForm, dump, load, must_be
 from shardckpt.errors import (
     CheckpointError,
     ChecksumError,
@@ -24,24 +25,19 @@ from shardckpt.errors import (
     UnsafeError,
     UnsupportedError,
 )
-from shardckpt.native import records
 from shardckpt.native.manifest_json import ManifestContents, decode_manifest
-from shardckpt.native.payload import HF_INDEX, VERSION, encode_canonical
+from shardckpt.native.payload import HF_INDEX, VERSION
 from shardckpt.native.records import (
-    MAX_BYTES,
+    FEATURE,
     NEWER,
+    BaseUrl,
+    Count,
+    FileName,
     FileRecord,
-    field_error,
+    SaveId,
+    Sha256,
+    Version,
     group_files_by_base,
-    plain_name,
-    read_fields,
-    read_fixed,
-    read_integer,
-    read_list,
-    read_save,
-    read_sha256,
-    require_base_url,
-    require_version,
 )
 from shardckpt.storage.replaceable import FolderKind
 from shardckpt.storage.store import Store, SubfolderStore, as_copied, read_bytes
@@ -52,29 +48,62 @@ MANIFEST_SUFFIX = ".manifest.json"
 WRITTEN = re.compile(rf"[0-9a-z]{{15}}(-[0-9]{{5,}}-[0-9]{{2,}}\.safetensors|{re.escape(MANIFEST_SUFFIX)})")
 
 BRANCH = "run.branch"  # key in a manifest's `about` for the field `branch` of `COMMIT`
-FEATURES: frozenset[str] = frozenset({records.FEATURE})  # features that this reader supports
+FEATURES: frozenset[str] = frozenset({FEATURE})  # features that this reader supports
 
 MAX_COMMIT_BYTES = 1 << 26
 MAX_MANIFEST_BYTES = 1 << 29
 MAX_BASES = 4096  # maximum base folders of a step, each of which is looked up when the step is opened
 
+
+def _read_feature(value: object) -> str:
+    if not isinstance(value, str):
+        raise must_be("text", value)
+    if value not in FEATURES:
+        raise UnsupportedError(f"this step needs the feature {value!r}, which this release does not know", fix=NEWER)
+    return value
+
+
 _REPAIR = "Restore the step from another copy, or rebuild its marks with `shardckpt repair`."
 _RESTORE = "Load the step before it, restore this one from another copy, or rebuild its marks with `shardckpt repair`."
 
 
+class ManifestFile(NamedTuple):
+    """The manifest as `COMMIT` names it."""
+
+    name: FileName
+    nbytes: Count
+    sha256: Sha256
+
+
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Content of `COMMIT`."""
+    """Content of `COMMIT`, in the JSON's order."""
 
-    save: str  # id of the save
-    manifest: str  # file name of the manifest
-    manifest_bytes: int  # size of the manifest in bytes
-    manifest_sha256: str  # SHA-256 of the manifest, in hexadecimal digits
-    files: Mapping[str, int]  # every other file's name to its size in bytes
-    features: tuple[str, ...] = ()  # features that a reader must support
+    format: Literal["shardckpt"] = field(default="shardckpt", kw_only=True)
+    version: Version = field(default=VERSION, kw_only=True)
+    features: tuple[Annotated[str, JsonForm(_read_feature)], ...]  # features that a reader must support
+    save: SaveId
+    stored: Annotated[ManifestFile, "manifest"]
+    files: Mapping[FileName, Count]  # every other file's name to its size in bytes
     # Reference to each base folder, to the names and sizes of the files there.
-    bases: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    branch: int = 0  # number of times that the run had returned to an older step before this save
+    bases: Annotated[Mapping[BaseUrl, Mapping[FileName, Count]], OMITTED] = field(default_factory=dict)
+    # Number of times that the run had returned to an older step before this save.
+    branch: Annotated[Count, OMITTED] = 0
+
+    @property
+    def manifest(self) -> str:
+        """File name of the manifest."""
+        return self.stored.name
+
+    @property
+    def manifest_bytes(self) -> int:
+        """Size of the manifest in bytes."""
+        return self.stored.nbytes
+
+    @property
+    def manifest_sha256(self) -> str:
+        """SHA-256 of the manifest, in hexadecimal digits."""
+        return self.stored.sha256
 
 
 def manifest_name(save: str) -> str:
@@ -97,17 +126,9 @@ def encode_commit(save: str, manifest: bytes, files: Iterable[FileRecord], branc
     """Return the bytes for `COMMIT`."""
     files = list(files)
     bases = group_files_by_base(files)
-    content = {
-        "format": "shardckpt",
-        "version": VERSION,
-        "features": [records.FEATURE] if bases else [],
-        "save": save,
-        "manifest": [manifest_name(save), len(manifest), hashlib.sha256(manifest).hexdigest()],
-        "files": [[f.name, f.nbytes] for f in files if not f.base],
-        **({"bases": [[url, list(map(list, named.items()))] for url, named in bases.items()]} if bases else {}),
-        **({"branch": branch} if branch else {}),
-    }
-    line = encode_canonical(content) + b"\n"
+    stored = ManifestFile(manifest_name(save), len(manifest), hashlib.sha256(manifest).hexdigest())
+    sizes = {f.name: f.nbytes for f in files if not f.base}
+    line = dump(Commit((FEATURE,) if bases else (), save, stored, sizes, bases, branch)) + b"\n"
     return line + hashlib.sha256(line).hexdigest().encode("ascii") + b"\n"
 
 
@@ -126,60 +147,13 @@ def decode_commit(data: bytes, *, where: object = "") -> Commit:
             expected=stored[:80].decode("ascii", "replace").strip(),
             fix=_REPAIR,
         )
-    raw = parse_json(data[: end - 1], where=str(where))
-    if not isinstance(raw, dict) or raw.get("format") != "shardckpt":
-        raise FormatError("this is not a shardckpt commit mark", where=where)
-    require_version(raw.get("version"), where)
-    raw = read_fields(raw, {"features": list, "save": str, "manifest": list, "files": list}, where)
-    features = _features(raw["features"], where)
-    name, size, digest = read_fixed(raw["manifest"], 3, "manifest", where)
-    sha256 = read_sha256(digest, "the manifest's digest", where)
-    sizes = _sizes(raw["files"], where)
-    manifest_bytes = read_integer(size, "manifest", where, below=MAX_BYTES)
-    require_small("the manifest", manifest_bytes, MAX_MANIFEST_BYTES, where)
-    save = read_save(raw["save"], where)
-    bases = _files_by_base(raw.get("bases", []), where)
-    if bool(bases) != (records.FEATURE in features):
+    commit = load(Commit, data[: end - 1], where=str(where), is_open=True)
+    require_small("the manifest", commit.manifest_bytes, MAX_MANIFEST_BYTES, where)
+    if len(commit.bases) > MAX_BASES:
+        raise UnsafeError("too many bases", where=where, found=len(commit.bases), expected=MAX_BASES)
+    if bool(commit.bases) != (FEATURE in commit.features):
         raise FormatError("the commit mark's features do not fit its bases", where=where)
-    branch = read_integer(raw.get("branch", 0), "branch", where, below=MAX_BYTES)
-    return Commit(save, plain_name(name, where), manifest_bytes, sha256, sizes, features, bases, branch)
-
-
-def _sizes(value: object, where: object) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for entry in read_list(value, "files", where):
-        file, nbytes = read_fixed(entry, 2, "files", where)
-        if plain_name(file, where) in sizes:
-            raise field_error("a file is listed twice", file, "", where)
-        sizes[file] = read_integer(nbytes, "files", where, below=MAX_BYTES)
-    return sizes
-
-
-def _files_by_base(value: object, where: object) -> dict[str, dict[str, int]]:
-    bases: dict[str, dict[str, int]] = {}
-    entries = read_list(value, "bases", where)
-    if len(entries) > MAX_BASES:
-        raise UnsafeError("too many bases", where=where, found=len(entries), expected=MAX_BASES)
-    for entry in entries:
-        url, files = read_fixed(entry, 2, "bases", where)
-        if require_base_url(url, where) in bases:
-            raise field_error("a base is listed twice", url, "", where)
-        bases[url] = _sizes(files, where)
-    return bases
-
-
-def _features(value: object, where: object) -> tuple[str, ...]:
-    features = read_list(value, "features", where)
-    for name in features:
-        if not isinstance(name, str):
-            raise field_error("a feature has no name", name, "", where)
-        if name not in FEATURES:
-            raise UnsupportedError(
-                f"this step needs the feature {name!r}, which this release does not know",
-                where=where,
-                fix=NEWER,
-            )
-    return tuple(features)
+    return commit
 
 
 def read_mark(store: Store, sizes: Mapping[str, int]) -> bytes:

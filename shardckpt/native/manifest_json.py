@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Literal
 
-from shardckpt.encodings.budget import check_paths
 from shardckpt.encodings.safetensors import parse_json, require_affordable
+from shardckpt.encodings.typed_json import OMITTED, UNSTORED, decode, dump, encode
 from shardckpt.encodings.value_stats import STATS_BYTES, ValueStats
 from shardckpt.errors import FormatError, UnsafeError, UnsupportedError
 from shardckpt.manifest import Path, dotted
@@ -17,93 +17,76 @@ from shardckpt.native.records import (
     DIGEST_BYTES,
     ArrayRecord,
     Base,
+    Count,
     FileRecord,
-    arrays_json,
-    digests_json,
-    field_error,
-    files_json,
-    read_arrays,
-    read_fields,
-    read_files,
-    read_fixed,
-    read_integer,
-    read_list,
-    read_path,
-    read_save,
-    read_sha256,
-    require_base_url,
-    require_version,
-    stats_json,
-    with_piece_data,
+    SaveId,
+    Version,
+    build_table,
+    read_table,
 )
 
-# Key of `topology`: false if arrays were converted from a checkpoint in another order than the state dicts.
-KEEPS_ORDER = "keeps_order"
 
-# Key of `topology`: `[index, [dimensions from the slowest to the fastest]]` of arrays not row-major in memory.
-MEMORY_ORDERS = "memory_orders"
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Fields in a manifest's `topology` that readers use; others are free."""
 
-# Key of `topology`: paths of optimizers whose own `state_dict()` has other keys than `state` and `param_groups`.
-OPTIMIZERS = "optimizers"
+    keeps_order: Annotated[bool, OMITTED] = True  # whether the arrays are in the state dicts' order
+    # Dimensions from the slowest to the fastest, by the index of an array that was not row-major in memory.
+    memory_orders: Annotated[Mapping[Count, tuple[Count, ...]], OMITTED] = field(default_factory=dict)
+    # Paths of optimizers whose own `state_dict()` has other keys than `state` and `param_groups`.
+    optimizers: Annotated[tuple[Path, ...], OMITTED] = ()
 
-_MANIFEST_FIELDS: Mapping[str, type] = {
-    "format": str,
-    "save": str,
-    "about": dict,
-    "topology": dict,
-    "files": list,
-    "arrays": list,
-    "ties": list,
-    "nest": object,
-}
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """First fields of a manifest."""
+
+    format: Literal["shardckpt manifest"] = "shardckpt manifest"
+    version: Version = VERSION
 
 
 @dataclass(frozen=True, slots=True)
 class ManifestContents:
-    """A manifest's fields."""
+    """A manifest's fields, in the JSON's order except for `files` and `arrays`, whose form is a `PieceTable`."""
 
-    save: str  # id of the save
-    files: tuple[FileRecord, ...]  # every file of the step except the manifest and `COMMIT`
-    arrays: tuple[ArrayRecord, ...]  # arrays in the order of the saved state
-    tree: object = None  # saved state as tagged JSON, with tensors as indexes. Stored under the key `nest`
-    ties: Mapping[Path, int] = field(default_factory=dict)  # further path of an array to its index
-    topology: Mapping[str, object] = field(default_factory=dict)  # JSON value that describes the ranks
-    about: Mapping[str, str] = field(default_factory=dict)  # text by name, which describes the writer
-    bases: tuple[Base, ...] = ()  # folders that contain some of the files
+    save: SaveId
+    files: Annotated[tuple[FileRecord, ...], UNSTORED] = ()  # all except the manifest and `COMMIT`
+    arrays: Annotated[tuple[ArrayRecord, ...], UNSTORED] = ()  # in the order of the saved state
+    about: Mapping[str, str] = field(default_factory=dict, kw_only=True)  # describes the writer
+    topology: Mapping[str, object] = field(default_factory=dict, kw_only=True)  # describes the ranks
+    bases: Annotated[tuple[Base, ...], OMITTED] = field(default=(), kw_only=True)  # folders with some of the files
+    ties: Mapping[Path, Count] = field(default_factory=dict, kw_only=True)  # further path of an array to its index
     # Path to a model's further weights, such as averaged ones, to the model's path; None if it was not saved.
-    variants: Mapping[Path, Path | None] = field(default_factory=dict)
+    variants: Annotated[Mapping[Path, Path | None], OMITTED] = field(default_factory=dict, kw_only=True)
+    # Saved state as tagged JSON, with tensors as indexes.
+    tree: Annotated[object, "nest"] = field(default=None, kw_only=True)
 
     def carried(self) -> dict[str, object]:
         """Return the content that payload headers lack, for `plan_payloads(carry=...)`."""
-        return {
-            "arrays": [list(a.path) for a in self.arrays],
-            "nest": self.tree,
-            "ties": [[list(path), index] for path, index in self.ties.items()],
-            "topology": dict(self.topology),
-            "about": dict(self.about),
-            **_variants_json(self.variants),
-        }
+        fields = encode(replace(self, bases=()))
+        first = {"arrays": [list(a.path) for a in self.arrays], **{name: fields.pop(name) for name in _CARRIED_FIRST}}
+        return first | {name: fields[name] for name in fields if name != "save"}
+
+    def require_consistent(self, where: object) -> ManifestContents:
+        """Check the fields that refer to arrays; return the contents."""
+        paths = {record.path for record in self.arrays}
+        for path, index in self.ties.items():
+            if path in paths or index >= len(self.arrays):
+                what = "a path in 'ties' must be new and refer to an array"
+                raise FormatError(what, where=where, found=f"{dotted(path)}: {index}")
+        return self
+
+
+_CARRIED_FIRST = ("nest", "ties", "topology", "about")
+_AFTER_ARRAYS = ("ties", "variants", "nest")
 
 
 def encode_manifest(contents: ManifestContents) -> bytes:
     """Return the manifest's bytes."""
-    data = encode_canonical(
-        {
-            "format": "shardckpt manifest",
-            "version": VERSION,
-            "save": contents.save,
-            "about": dict(contents.about),
-            "topology": dict(contents.topology),
-            **({"bases": [list(base) for base in contents.bases]} if contents.bases else {}),
-            "files": files_json(contents.files, [base.url for base in contents.bases]),
-            "arrays": arrays_json(contents.arrays),
-            **digests_json(contents.arrays),
-            **stats_json(contents.arrays),
-            "ties": [[list(path), index] for path, index in contents.ties.items()],
-            **_variants_json(contents.variants),
-            "nest": contents.tree,
-        }
-    )
+    table = build_table(contents.files, contents.arrays, [base.url for base in contents.bases])
+    fields = encode(_Head()) | encode(contents)
+    last = {name: fields.pop(name) for name in _AFTER_ARRAYS if name in fields}
+    data = encode_canonical(fields | encode(table) | last)
     try:
         require_affordable(data, where="")
     except UnsafeError as error:
@@ -117,99 +100,24 @@ def encode_manifest(contents: ManifestContents) -> bytes:
 
 def decode_manifest(data: bytes | bytearray, *, where: object = "") -> ManifestContents:
     """Parse a manifest and check every field."""
-    raw = read_fields(parse_json(data, where=str(where)), _MANIFEST_FIELDS, where)
-    if raw["format"] != "shardckpt manifest":
-        raise field_error("this is not a manifest", raw["format"], "shardckpt manifest", where)
-    require_version(raw.get("version"), where)
-    bases = _read_bases(raw.get("bases", []), where)
-    files = read_files(raw["files"], [base.url for base in bases], where)
-    arrays = _read_arrays(raw, len(files), where)
-    if not all(isinstance(v, str) for v in raw["about"].values()):
-        raise field_error("`about` maps no names to text", raw["about"], "", where)
-    return ManifestContents(
-        save=read_save(raw["save"], where),
-        files=files,
-        arrays=arrays,
-        tree=raw["nest"],
-        ties=read_ties(raw["ties"], [a.path for a in arrays], where),
-        topology=raw["topology"],
-        about=raw["about"],
-        bases=bases,
-        variants=read_variants(raw.get("variants", []), where),
-    )
+    raw = parse_json(data, where=str(where))
+    decode(_Head, raw, where=where, is_open=True)
+    contents = decode(ManifestContents, raw, where=where, is_open=True)
+    urls = [base.url for base in contents.bases]
+    if len(set(urls)) != len(urls) or any(bool(base.save) != bool(base.sha256) for base in contents.bases):
+        raise FormatError("a base is listed twice, or has only a save or a SHA-256", where=where, found=urls)
+    files, arrays = read_table(raw, where, urls)
+    return replace(contents, files=files, arrays=arrays).require_consistent(where)
 
 
-def _read_arrays(raw: Mapping[str, Any], files: int, where: object) -> tuple[ArrayRecord, ...]:
-    arrays = read_arrays(raw["arrays"], files, where)
-    return with_piece_data(arrays, raw, where)
-
-
-def _variants_json(variants: Mapping[Path, Path | None]) -> dict[str, object]:
-    rows = [[list(path), None if of is None else list(of)] for path, of in variants.items()]
-    return {"variants": rows} if rows else {}
-
-
-def read_memory_orders(contents: ManifestContents, where: object) -> dict[int, tuple[int, ...]]:
-    """Check and return the arrays' memory orders, by index."""
-    found: dict[int, tuple[int, ...]] = {}
-    for entry in read_list(contents.topology.get(MEMORY_ORDERS, []), MEMORY_ORDERS, where):
-        index, dims = read_fixed(entry, 2, MEMORY_ORDERS, where)
-        number = read_integer(index, MEMORY_ORDERS, where, below=len(contents.arrays))
-        rank = len(contents.arrays[number].shape)
-        order = [
-            read_integer(d, MEMORY_ORDERS, where, below=rank) for d in read_fixed(dims, rank, MEMORY_ORDERS, where)
-        ]
-        if len(set(order)) != rank:
-            raise field_error(f"an entry in {MEMORY_ORDERS!r} must be a permutation", order, "", where)
-        found[number] = tuple(order)
+def read_topology(contents: ManifestContents, where: object) -> Topology:
+    """Check and return the fields in `topology` that readers use."""
+    found = decode(Topology, contents.topology, where=where, is_open=True)
+    for index, order in found.memory_orders.items():
+        if index >= len(contents.arrays) or sorted(order) != [*range(len(contents.arrays[index].shape))]:
+            what = "an entry in 'memory_orders' must be an array's index and a permutation"
+            raise FormatError(what, where=where, found=f"{index}: {order}")
     return found
-
-
-def read_optimizers(contents: ManifestContents, where: object) -> tuple[Path, ...]:
-    """Check and return the paths to optimizers with their own keys."""
-    return tuple(read_path(raw, where) for raw in read_list(contents.topology.get(OPTIMIZERS, []), OPTIMIZERS, where))
-
-
-def read_variants(value: object, where: object) -> dict[Path, Path | None]:
-    """Check and return the paths to further weights."""
-    found: dict[Path, Path | None] = {}
-    for path, of in _read_by_path(value, "variants", (), where):
-        found[path] = None if of is None else read_path(of, where)
-    return found
-
-
-def read_ties(value: object, paths: Sequence[Path], where: object) -> dict[Path, int]:
-    """Check and return arrays' further paths."""
-    rows = _read_by_path(value, "ties", paths, where)
-    return {path: read_integer(index, "ties", where, below=len(paths)) for path, index in rows}
-
-
-def _read_by_path(value: object, name: str, taken: Sequence[Path], where: object) -> Iterator[tuple[Path, object]]:
-    """Yield a field's rows, each a path and a value; paths must be unique and not in `taken`."""
-    rows = [read_fixed(entry, 2, name, where) for entry in read_list(value, name, where)]
-    paths = [read_path(raw, where) for raw, _ in rows]
-    check_paths(paths, where)
-    seen = set(taken)
-    for path, (_, other) in zip(paths, rows, strict=True):
-        if path in seen:
-            raise field_error(f"a path in {name!r} stands twice", dotted(path), "", where)
-        seen.add(path)
-        yield path, other
-
-
-def _read_bases(value: object, where: object) -> tuple[Base, ...]:
-    bases = tuple(_read_base(entry, where) for entry in read_list(value, "bases", where))
-    if len({base.url for base in bases}) != len(bases):
-        raise FormatError("a base is listed twice", where=where)
-    return bases
-
-
-def _read_base(entry: object, where: object) -> Base:
-    url, save, sha256 = read_fixed(entry, 3, "bases", where)
-    if save == sha256 == "":
-        return Base(require_base_url(url, where))
-    sha256 = read_sha256(sha256, "base digest", where)
-    return Base(require_base_url(url, where), read_save(save, where), sha256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,15 +164,12 @@ def build_partial(written: Sequence[WrittenPayload]) -> PartialManifest:
 def encode_partial(written: Sequence[WrittenPayload]) -> bytes:
     """Encode a writer's file records for the rank that commits."""
     part = build_partial(written)
-    arrays = {"arrays": arrays_json(part.arrays), **digests_json(part.arrays), **stats_json(part.arrays)}
-    return encode_canonical({"files": files_json(part.files, ()), **arrays})
+    return dump(build_table(part.files, part.arrays))
 
 
 def decode_partial(data: bytes, *, where: object = "") -> PartialManifest:
     """Decode what `encode_partial` returned."""
-    raw = read_fields(parse_json(data, where=str(where)), {"files": list, "arrays": list}, where)
-    files = read_files(raw["files"], (), where)
-    return PartialManifest(files, _read_arrays(raw, len(files), where))
+    return PartialManifest(*read_table(parse_json(data, where=str(where)), where))
 
 
 def merge_partials(

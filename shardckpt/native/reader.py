@@ -17,7 +17,7 @@ from shardckpt.errors import FormatError, ShardckptError
 from shardckpt.manifest import Manifest, ObjectEntry, Path, TensorEntry, dotted
 from shardckpt.native.base_store import BasedStore, FoundBases, find_bases
 from shardckpt.native.commit import COMMIT, MANIFEST_SUFFIX, Commit, read_commit, read_contents
-from shardckpt.native.manifest_json import KEEPS_ORDER, ManifestContents, read_memory_orders, read_optimizers
+from shardckpt.native.manifest_json import ManifestContents, Topology, read_topology
 from shardckpt.native.payload import BLOCK_BYTES, GROUP_BYTES, KEY
 from shardckpt.native.records import ArrayRecord, FileRecord
 from shardckpt.native.verified_store import Hashed, VerifiedStore
@@ -146,12 +146,11 @@ def find_hashes(file: FileRecord) -> Hashed | None:
 class _Entries(Mapping[Path, TensorEntry]):
     """Arrays by path; pieces are created on demand, since a step may have a million."""
 
-    def __init__(self, contents: ManifestContents, where: str) -> None:
+    def __init__(self, contents: ManifestContents, topology: Topology) -> None:
         self._places = [file.place for file in contents.files]
         self._records: dict[Path, ArrayRecord] = {record.path: record for record in contents.arrays}
         self._records |= {path: contents.arrays[index] for path, index in contents.ties.items()}
-        orders = read_memory_orders(contents, where)
-        self._orders = {contents.arrays[index].path: order for index, order in orders.items()}
+        self._orders = {contents.arrays[index].path: order for index, order in topology.memory_orders.items()}
         self._built: dict[Path, TensorEntry] = {}
 
     def __getitem__(self, path: Path) -> TensorEntry:
@@ -202,18 +201,19 @@ def build_manifest(
     if bases is not None:
         files.update(bases.sizes)
         notes += bases.notes
+    topology = read_topology(contents, store.url)
     return Manifest(
         format="native",
         files=files,
         elsewhere={} if bases is None else bases.folders,
         closed={} if bases is None else bases.closed,
-        tensors=_Entries(contents, store.url),
+        tensors=_Entries(contents, topology),
         objects=_objects(contents, store.url),
         variants={dotted(path): (path, of) for path, of in contents.variants.items()},
         aliases={path: contents.arrays[index].path for path, index in contents.ties.items()},
         warnings=tuple(notes),
-        keeps_order=contents.topology.get(KEEPS_ORDER) is not False,
-        optimizers=read_optimizers(contents, store.url),
+        keeps_order=topology.keeps_order,
+        optimizers=topology.optimizers,
     )
 
 

@@ -1,4 +1,4 @@
-"""Records of a native step's files, arrays and base folders, and fields in its JSON.
+"""Records of a native step's files, arrays and base folders, and their form in JSON.
 
 Pieces are stored as concatenated integer rows, `[file, offset, *box offset, *box size]`, since a manifest may have a
 million of them.
@@ -10,14 +10,16 @@ import os
 import re
 import reprlib
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from shardckpt.boxes import Box, Shape
 from shardckpt.dtypes import bits, is_known
 from shardckpt.encodings.budget import check_paths
-from shardckpt.encodings.safetensors import require_dims
+from shardckpt.encodings.safetensors import MAX_DIMS, require_dims
+from shardckpt.encodings.typed_json import OMITTED, UNSTORED, JsonForm, decode, must_be
 from shardckpt.encodings.value_stats import STATS_BYTES
 from shardckpt.errors import FormatError, UnsafeError, UnsupportedError, UsageError
 from shardckpt.manifest import Path, Piece, Span, dotted
@@ -29,8 +31,6 @@ MAX_BYTES = 1 << 62  # upper limit of a stated file size, larger than any real f
 NEWER = "Read it with a newer release of shardckpt."
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
-_SAVE = re.compile(r"[0-9a-z]{1,64}")
-_SHA256 = re.compile("[0-9a-f]{64}")
 
 FEATURE = "bases"  # feature in `COMMIT` that a reader needs if files of the step are in other folders
 
@@ -40,81 +40,34 @@ _HOST = re.compile(r"((?:[A-Za-z][A-Za-z0-9+.\-]*::)*[A-Za-z][A-Za-z0-9+.\-]*://
 _LONGEST = 4096
 
 
-def read_fields(value: object, kinds: Mapping[str, type], where: object) -> dict[str, Any]:
-    """Return a JSON object that has the given fields."""
-    if not isinstance(value, dict):
-        raise field_error("not a JSON object", value, "", where)
-    for name, kind in kinds.items():
-        if name not in value:
-            raise FormatError(f"the field {name!r} is missing", where=where)
-        if not isinstance(value[name], kind):
-            raise field_error(f"the field {name!r} must be a {kind.__name__}", value[name], "", where)
-    return value
-
-
-def read_list(value: object, name: str, where: object) -> list[Any]:
-    """Return a list. Raises FormatError for any other value."""
-    if not isinstance(value, list):
-        raise field_error(f"{name!r} must be a list", value, "", where)
-    return value
-
-
-def read_fixed(value: object, length: int, name: str, where: object) -> list[Any]:
-    """Return a list with a given length. Raises FormatError for any other value."""
-    if not isinstance(value, list) or len(value) != length:
-        raise field_error(f"invalid entry in {name!r}", value, f"a list with {length} values", where)
-    return value
-
-
-def read_integer(value: object, name: str, where: object, *, below: int) -> int:
-    """Return an integer in `[0, below)`. Raises FormatError for any other value."""
-    if type(value) is not int or not 0 <= value < below:
-        raise field_error(f"invalid number in {name!r}", value, f"0 to {below - 1}", where)
-    return value
-
-
-def read_path(value: object, where: object) -> Path:
-    """Return a path, which JSON stores as a list with texts and integers."""
-    for key in read_list(value, "path", where):
-        if type(key) is not str and type(key) is not int:
-            raise field_error("a path must be a list with texts and integers", value, "", where)
-    return tuple(value)  # type: ignore[arg-type]
-
-
-def plain_name(value: object, where: object) -> str:
+def plain_name(value: object, where: object = "") -> str:
     """Return a file's name if it is directly in the step's folder."""
     if not isinstance(value, str) or not _PLAIN_NAME.fullmatch(value):
         raise UnsafeError("this name is not a file's in the step's folder", where=where, found=format_value(value))
     return value
 
 
-def read_save(value: object, where: object) -> str:
-    """Return a save's id. Raises FormatError for any other value."""
-    if not isinstance(value, str) or not _SAVE.fullmatch(value):
-        raise field_error("invalid save id", value, "digits and small letters", where)
-    return value
-
-
-def read_sha256(value: object, whose: str, where: object) -> str:
-    """Return a SHA-256 in hexadecimal digits. Raises FormatError for any other value."""
-    if not isinstance(value, str) or not _SHA256.fullmatch(value):
-        raise field_error(f"invalid {whose}", value, "64 hexadecimal digits", where)
-    return value
-
-
-def require_version(value: object, where: object) -> None:
+def _require_version(value: object) -> int:
     """Refuse every version but ours, whatever form it has: a step that we cannot read is never taken for damaged."""
-    if value is None:
-        raise FormatError("the field 'version' is missing", where=where)
     if type(value) is not int or value != VERSION:
         found = format_value(value)
-        raise UnsupportedError(
-            f"this step has version {found} of the format",
-            where=where,
-            found=found,
-            expected=VERSION,
-            fix=NEWER,
-        )
+        what = f"this step has version {found} of the format"
+        raise UnsupportedError(what, found=found, expected=VERSION, fix=NEWER)
+    return value
+
+
+def _read_dtype(value: object) -> str:
+    if not isinstance(value, str) or not is_known(value):
+        raise UnsupportedError("an array has an unknown type", found=format_value(value), fix=NEWER)
+    return value
+
+
+def _read_numbers(value: Any) -> array[int]:
+    """Return integers in `[0, 2^64)`; `plan.coverage` checks their meaning."""
+    try:
+        return array("Q", value if type(value) is list else [None])
+    except (TypeError, OverflowError) as error:
+        raise must_be("a list of counts", value) from error
 
 
 def format_value(value: object) -> str:
@@ -122,9 +75,20 @@ def format_value(value: object) -> str:
     return value if isinstance(value, str) else reprlib.repr(value)  # reprlib shortens before it formats
 
 
-def field_error(what: str, found: object, expected: str, where: object) -> FormatError:
-    """Return the error for a field with an unexpected value."""
-    return FormatError(what, where=where, found=format_value(found), expected=expected)
+# Forms of fields
+
+if TYPE_CHECKING:
+    _Array = array[int]
+else:
+    _Array = array  # no generic class at run time
+Version = Annotated[int, JsonForm(_require_version)]
+SaveId = Annotated[str, re.compile("[0-9a-z]{1,64}")]
+Sha256 = Annotated[str, re.compile("[0-9a-f]{64}")]
+FileName = Annotated[str, JsonForm(plain_name)]
+Dtype = Annotated[str, JsonForm(_read_dtype)]
+Count = Annotated[int, range(MAX_BYTES)]
+Numbers = Annotated[_Array, JsonForm(_read_numbers, array.tolist)]
+Counts = Annotated[Shape, JsonForm(lambda value: tuple(_read_numbers(value)), list)]
 
 
 DIGEST_BYTES = 16  # bytes of a chunk's xxh3-128
@@ -163,11 +127,11 @@ class ArrayRecord(NamedTuple):
     """One array in a step."""
 
     path: Path  # path in the saved state
-    dtype: str  # dtype in torch's spelling
-    shape: Shape
-    rows: array[int]  # for each piece: file index, byte offset, box offset, box size
-    digests: bytes = b""  # concatenated xxh3-128 of the pieces; empty if not computed
-    stats: bytes = b""  # concatenated packed statistics of the pieces' values; empty if not computed
+    dtype: Dtype  # dtype in torch's spelling
+    shape: Counts
+    rows: Numbers  # for each piece: file index, byte offset, box offset, box size
+    digests: Annotated[bytes, UNSTORED] = b""  # concatenated xxh3-128 of the pieces; empty if not computed
+    stats: Annotated[bytes, UNSTORED] = b""  # concatenated packed statistics of the pieces; empty if not computed
 
     @property
     def width(self) -> int:
@@ -211,58 +175,72 @@ def group_files_by_base(files: Iterable[FileRecord]) -> dict[str, dict[str, int]
 # JSON form
 
 
-def files_json(files: Sequence[FileRecord], bases: Sequence[str]) -> list[object]:
-    """Return files as JSON values, with group hashes if there were too many block hashes."""
-    number = {url: at for at, url in enumerate(bases)}
+_SOME = range(1, MAX_BYTES)
+
+
+class FileRow(NamedTuple):
+    """A file in JSON."""
+
+    name: FileName
+    nbytes: Count
+    hashes: bytes | None
+    base: Annotated[Count, OMITTED] = -1  # index of its base; negative for the step's own folder
+
+
+@dataclass(frozen=True, slots=True)
+class PieceTable:
+    """Files and arrays in JSON."""
+
+    files: tuple[FileRow, ...]
+    arrays: tuple[ArrayRecord, ...]
+    digests: Annotated[tuple[bytes, ...], _SOME, OMITTED] = ()  # for each array; empty if no array has any
+    stats: Annotated[tuple[bytes, ...], _SOME, OMITTED] = ()
+
+
+def build_table(files: Sequence[FileRecord], arrays: Sequence[ArrayRecord], bases: Sequence[str] = ()) -> PieceTable:
+    """Return files and arrays in JSON, with group hashes if there were too many block hashes."""
     if sum(len(f.hashes or b"") for f in files) > MAX_HASH_BYTES:
         files = [f.with_groups() for f in files]
-    return [
-        [f.name, f.nbytes, None if f.hashes is None else f.hashes.hex(), *([number[f.base]] if f.base else [])]
-        for f in files
-    ]
+    number = {url: at for at, url in enumerate(bases)}
+    return PieceTable(
+        tuple(FileRow(f.name, f.nbytes, f.hashes, number.get(f.base, -1)) for f in files),
+        tuple(arrays),
+        tuple(a.digests for a in arrays) if any(a.digests for a in arrays) else (),
+        tuple(a.stats for a in arrays) if 0 < sum(len(a.stats) for a in arrays) <= MAX_STATS_BYTES else (),
+    )
 
 
-def arrays_json(arrays: Iterable[ArrayRecord]) -> list[object]:
-    """Return arrays as JSON values, without digests."""
-    return [[list(a.path), a.dtype, list(a.shape), a.rows.tolist()] for a in arrays]
-
-
-def digests_json(arrays: Sequence[ArrayRecord]) -> dict[str, object]:
-    """Return the JSON field with the arrays' digests; empty without any."""
-    return {"digests": [a.digests.hex() for a in arrays]} if any(a.digests for a in arrays) else {}
-
-
-def stats_json(arrays: Sequence[ArrayRecord]) -> dict[str, object]:
-    """Return the JSON field with the arrays' statistics; empty without any, or with too many."""
-    if not 0 < sum(len(a.stats) for a in arrays) <= MAX_STATS_BYTES:
-        return {}
-    return {"stats": [a.stats.hex() for a in arrays]}
-
-
-def read_files(value: object, bases: Sequence[str], where: object) -> tuple[FileRecord, ...]:
-    """Check and return files."""
-    files = tuple(_read_file(entry, bases, where) for entry in read_list(value, "files", where))
+def read_table(
+    value: object, where: object, bases: Sequence[str] = ()
+) -> tuple[tuple[FileRecord, ...], tuple[ArrayRecord, ...]]:
+    """Return files and arrays from a JSON object with a table's fields, and check them."""
+    table = decode(PieceTable, value, where=where, is_open=True)
+    files = tuple(_check_file(row, bases, where) for row in table.files)
     if len({(f.base, f.name) for f in files}) != len(files):
         raise FormatError("a file is listed twice", where=where)
-    return files
+    arrays = table.arrays
+    check_paths([record.path for record in arrays], where)
+    if len({record.path for record in arrays}) != len(arrays):
+        raise FormatError("an array is listed twice", where=where)
+    for record in arrays:
+        _check_array(record, len(files), where)
+    if not table.digests and not table.stats:
+        return files, arrays
+    digests = _check_piece_data(table.digests, arrays, DIGEST_BYTES, "digests", where)
+    stats = _check_piece_data(table.stats, arrays, STATS_BYTES, "stats", where)
+    fields = zip(arrays, digests, stats, strict=True)
+    return files, tuple(record._replace(digests=mine, stats=its) for record, mine, its in fields)
 
 
-def _read_file(entry: object, bases: Sequence[str], where: object) -> FileRecord:
-    base = ""
-    if isinstance(entry, list) and len(entry) == 4 and bases:
-        base = bases[read_integer(entry[3], "files", where, below=len(bases))]
-        entry = entry[:3]
-    name, size, digests = read_fixed(entry, 3, "files", where)
-    size = read_integer(size, "files", where, below=MAX_BYTES)
-    if digests is None and base:
-        raise field_error("a file in a base has no hashes", name, "hashes: nothing else says that it is the one", where)
-    if digests is None:
-        return FileRecord(plain_name(name, where), size, None)
-    lengths = [2 * _count_hash_bytes(size, each) for each in (BLOCK_BYTES, GROUP_BYTES)]
-    if not isinstance(digests, str) or len(digests) not in lengths:
-        expected = f"{lengths[0]} digits, or {lengths[1]}"
-        raise field_error(f"{str(name)[:200]!r} has hashes that do not fit its size", "", expected, where)
-    return FileRecord(plain_name(name, where), size, _from_hex(digests, "a hash", where), base)
+def _check_file(row: FileRow, bases: Sequence[str], where: object) -> FileRecord:
+    if row.base >= 0 and (row.base >= len(bases) or row.hashes is None):
+        what = f"{row.name!r} must be in a base that is listed, and have hashes"  # nothing else identifies the file
+        raise FormatError(what, where=where, found=format_value(row))
+    lengths = [_count_hash_bytes(row.nbytes, each) for each in (BLOCK_BYTES, GROUP_BYTES)]
+    if row.hashes is not None and len(row.hashes) not in lengths:
+        expected = f"{2 * lengths[0]} digits, or {2 * lengths[1]}"
+        raise FormatError(f"{row.name!r} has hashes that do not fit its size", where=where, expected=expected)
+    return FileRecord(row.name, row.nbytes, row.hashes, bases[row.base] if row.base >= 0 else "")
 
 
 def _count_hash_bytes(nbytes: int, hashed_bytes: int) -> int:
@@ -270,80 +248,27 @@ def _count_hash_bytes(nbytes: int, hashed_bytes: int) -> int:
     return HASH_BYTES * -(-nbytes // hashed_bytes)
 
 
-def read_arrays(value: object, files: int, where: object) -> tuple[ArrayRecord, ...]:
-    """Check and return arrays, without digests."""
-    arrays = tuple(_read_array(entry, files, where) for entry in read_list(value, "arrays", where))
-    check_paths([a.path for a in arrays], where)
-    if len({a.path for a in arrays}) != len(arrays):
-        raise FormatError("an array is listed twice", where=where)
-    return arrays
-
-
-def _read_array(entry: object, files: int, where: object) -> ArrayRecord:
-    raw_path, dtype, raw_shape, raw_rows = read_fixed(entry, 4, "arrays", where)
-    path = read_path(raw_path, where)
-    shape, rows = tuple(_integers(raw_shape, where)), _integers(raw_rows, where)
-    if not isinstance(dtype, str) or not is_known(dtype):
-        raise UnsupportedError(f"array {dotted(path)!r} has an unknown type", where=where, found=dtype, fix=NEWER)
-    require_dims(dotted(path), shape, where)
+def _check_array(record: ArrayRecord, files: int, where: object) -> None:
+    _, _, shape, rows, *_ = record
     width = 2 + 2 * len(shape)
+    if len(shape) > MAX_DIMS:
+        require_dims(dotted(record.path), shape, where)
     if len(rows) % width or (rows and max(rows[::width]) >= files):
-        raise FormatError(f"{dotted(path)!r} has pieces that are not rows", where=where)
-    return ArrayRecord(path, dtype, shape, rows)
+        raise FormatError(f"{dotted(record.path)!r} has pieces that are not rows", where=where)
 
 
-def _integers(value: object, where: object) -> array[int]:
-    """Return a list of integers in `[0, 2^64)`; `plan.coverage` checks their meaning."""
-    try:
-        found: array[int] = array("Q", read_list(value, "numbers", where))
-    except (TypeError, OverflowError, ValueError) as error:
-        raise field_error("not a list of counts", value, "", where) from error
-    return found
-
-
-def with_piece_data(arrays: tuple[ArrayRecord, ...], raw: Mapping[str, Any], where: object) -> tuple[ArrayRecord, ...]:
-    """Return arrays with their pieces' digests and statistics, each if stored."""
-
-    def read(name: str, nbytes: int) -> Iterable[bytes]:
-        return _read_of_pieces(raw[name], arrays, nbytes, name, where) if name in raw else [b""] * len(arrays)
-
-    if "digests" not in raw and "stats" not in raw:
-        return arrays
-    fields = zip(arrays, read("digests", DIGEST_BYTES), read("stats", STATS_BYTES), strict=True)
-    return tuple(record._replace(digests=digests, stats=stats) for record, digests, stats in fields)
-
-
-def _read_of_pieces(
-    texts: object, arrays: Sequence[ArrayRecord], nbytes: int, name: str, where: object
-) -> Iterator[bytes]:
-    """Yield a field's bytes for each array: `nbytes` for each piece, or none."""
-    for record, text in zip(arrays, read_fixed(texts, len(arrays), name, where), strict=True):
-        length = 2 * nbytes * (len(record.rows) // record.width)
-        if not isinstance(text, str) or len(text) not in (0, length):
-            raise field_error(
-                f"{dotted(record.path)!r} has {name} that do not fit its pieces", "", f"{length} digits", where
-            )
-        yield _from_hex(text, f"an entry in {name!r}", where)
-
-
-def _from_hex(text: str, what: str, where: object) -> bytes:
-    """Return the bytes for hexadecimal digits. Raises FormatError for other text."""
-    try:
-        found = bytes.fromhex(text)
-    except ValueError:
-        found = b""
-    if 2 * len(found) != len(text):  # `fromhex` skips white space
-        raise field_error(f"{what} is not a hexadecimal number", text[:40], "", where)
-    return found
-
-
-class Base(NamedTuple):
-    """A folder that a step refers to."""
-
-    # `../NAME` for a folder next to the step, so that both can be moved together; else absolute.
-    url: str
-    save: str = ""  # id of the save that wrote the folder; empty for a checkpoint of another format
-    sha256: str = ""  # SHA-256 of its manifest, in hexadecimal digits; empty if `save` is
+def _check_piece_data(
+    data: Sequence[bytes], arrays: Sequence[ArrayRecord], nbytes: int, name: str, where: object
+) -> Sequence[bytes]:
+    """Return each array's data: `nbytes` for each piece, or none."""
+    if len(data or arrays) != len(arrays):
+        raise FormatError(f"the field {name!r} must have an entry for each array", where=where, found=len(data))
+    for record, mine in zip(arrays, data, strict=False):
+        length = nbytes * (len(record.rows) // record.width)
+        if len(mine) not in (0, length):
+            what = f"{dotted(record.path)!r} has {name} that do not fit its pieces"
+            raise FormatError(what, where=where, expected=f"{2 * length} digits")
+    return data or [b""] * len(arrays)
 
 
 def is_base_url(url: object) -> bool:
@@ -359,6 +284,28 @@ def sibling(url: str) -> str | None:
     return match[1] if match and match[1] not in {".", ".."} else None
 
 
+def require_base_url(url: object, where: object = "") -> str:
+    """Return a reference to a base. Raises UnsafeError for any other text."""
+    if not isinstance(url, str) or not is_base_url(url):
+        what, found = "this is not a reference to a base", url if isinstance(url, str) else reprlib.repr(url)
+        raise UnsafeError(what, where=where, found=found, expected="../NAME, or absolute")
+    return url
+
+
+BaseUrl = Annotated[str, JsonForm(require_base_url)]
+
+
+class Base(NamedTuple):
+    """A folder that a step refers to."""
+
+    # `../NAME` for a folder next to the step, so that both can be moved together; else absolute.
+    url: BaseUrl
+    # Id of the save that wrote the folder; empty for a checkpoint of another format.
+    save: Annotated[str, re.compile("[0-9a-z]{0,64}")] = ""
+    # SHA-256 of its manifest, in hexadecimal digits; empty if `save` is.
+    sha256: Annotated[str, re.compile("([0-9a-f]{64})?")] = ""
+
+
 def _parent(url: str) -> tuple[str, str]:
     """Return a folder's parent, with links resolved, and the folder's name there."""
     path = local_path(url)
@@ -366,14 +313,6 @@ def _parent(url: str) -> tuple[str, str]:
         return os.path.split(os.path.realpath(path))
     parent, _, name = url.rstrip("/").rpartition("/")
     return parent, name
-
-
-def require_base_url(url: object, where: object) -> str:
-    """Return a reference to a base. Raises UnsafeError for any other text."""
-    if not isinstance(url, str) or not is_base_url(url):
-        what, found = "this is not a reference to a base", url if isinstance(url, str) else reprlib.repr(url)
-        raise UnsafeError(what, where=where, found=found, expected="../NAME, or absolute")
-    return url
 
 
 def resolve_base(step: str, url: str) -> str:

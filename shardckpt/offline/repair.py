@@ -6,15 +6,15 @@ import os
 import re
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, NamedTuple
 
 from shardckpt.boxes import Box
-from shardckpt.dtypes import is_known
 from shardckpt.encodings import tagged_json
 from shardckpt.encodings.budget import check_paths
 from shardckpt.encodings.safetensors import Header, parse_json, read_headers, require_dims
 from shardckpt.encodings.tagged_json import ArrayRef
+from shardckpt.encodings.typed_json import OMITTED, decode
 from shardckpt.errors import (
     AmbiguousError,
     CheckpointError,
@@ -36,17 +36,18 @@ from shardckpt.native.commit import (
     read_commit,
     read_contents,
 )
-from shardckpt.native.manifest_json import ManifestContents, decode_manifest, encode_manifest, read_ties, read_variants
+from shardckpt.native.manifest_json import ManifestContents, decode_manifest, encode_manifest
 from shardckpt.native.payload import GROUP_BYTES, HF_INDEX, KEY, BlockHasher, PayloadChunk
 from shardckpt.native.reader import build_manifest
 from shardckpt.native.records import (
     ArrayRecord,
+    Counts,
+    Dtype,
     FileRecord,
+    SaveId,
+    Version,
     group_files_by_base,
     make_record,
-    read_fields,
-    read_path,
-    require_version,
 )
 from shardckpt.offline.results.contents import Problem
 from shardckpt.plan.layout.coverage import require_complete
@@ -324,6 +325,24 @@ class _DescribedFile:
     carry: Mapping[str, Any]  # further content of the manifest; empty except in one file of a save
 
 
+class _ChunkRow(NamedTuple):
+    path: Path
+    dtype: Dtype
+    shape: Counts
+    offset: Counts  # of the box in the array
+    size: Counts
+
+
+@dataclass(frozen=True, slots=True)
+class _Description:
+    """A payload file's own description, in its header."""
+
+    version: Version
+    save: SaveId
+    chunks: tuple[_ChunkRow, ...]
+    carry: Annotated[Mapping[str, object], OMITTED] = field(default_factory=dict)
+
+
 def read_described(store: Store, sizes: Mapping[str, int]) -> list[_DescribedFile]:
     """Read the headers of payload files."""
     headers = read_headers(store, sizes)
@@ -333,13 +352,9 @@ def read_described(store: Store, sizes: Mapping[str, int]) -> list[_DescribedFil
 def _describe(name: str, header: Header, where: str) -> _DescribedFile:
     if KEY not in header.metadata:
         raise FormatError("this is not a shardckpt payload file", where=where, expected=f"`{KEY}` in its metadata")
-    raw = read_fields(
-        parse_json(header.metadata[KEY].encode("utf-8", "surrogatepass"), where=where),
-        {"save": str, "chunks": list},
-        where,
-    )
-    require_version(raw.get("version"), where)
-    chunks = tuple(_chunk(entry, where) for entry in raw["chunks"])
+    raw = parse_json(header.metadata[KEY].encode("utf-8", "surrogatepass"), where=where)
+    described = decode(_Description, raw, where=where, is_open=True)
+    chunks = tuple(_check_chunk(row, where) for row in described.chunks)
     check_paths(list({str(chunk.path): chunk.path for chunk in chunks}.values()), where)
     offsets, at = [], 0
     for chunk in chunks:
@@ -348,22 +363,17 @@ def _describe(name: str, header: Header, where: str) -> _DescribedFile:
     expected = [(offset, offset + chunk.nbytes) for offset, chunk in zip(offsets, chunks, strict=True)]
     if sorted(expected) != sorted((start, end) for _, _, start, end in header.tensors.values()):
         raise FormatError("the file's own description does not fit its header", where=where)
-    carry = read_fields(raw.get("carry", {}), {}, where)
     places = tuple(header.data_start + offset for offset in offsets)
-    return _DescribedFile(name, header.data_start + at, raw["save"], chunks, places, carry)
+    return _DescribedFile(name, header.data_start + at, described.save, chunks, places, described.carry)
 
 
-def _chunk(entry: Any, where: str) -> PayloadChunk:
-    try:
-        raw_path, dtype, *lists = entry
-        shape, offset, size = (tuple(array("Q", numbers)) for numbers in lists)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise FormatError("invalid chunk", where=where) from error
-    path, box = read_path(raw_path, where), Box(offset, size)
-    if not isinstance(dtype, str) or not is_known(dtype):
-        raise UnsupportedError(f"a chunk in {dotted(path)!r} has an unknown type", where=where, found=dtype)
+def _check_chunk(row: _ChunkRow, where: str) -> PayloadChunk:
+    path, dtype, shape, offset, size = row
+    box = Box(offset, size)
     if not len(shape) == len(offset) == len(size):
-        raise FormatError(f"a chunk in {dotted(path)!r} has other dimensions", where=where, found=(offset, size))
+        raise FormatError(
+            f"a chunk in {dotted(path)!r} has other dimensions", where=where, found=(box.offset, box.size)
+        )
     require_dims(dotted(path), shape, where)
     if not box.within(shape):
         raise FormatError(f"a chunk is outside {dotted(path)!r}", where=where, found=str(box), expected=shape)
@@ -386,17 +396,13 @@ def rebuild_manifest(
     if carry is None:
         note = "the file with the saved state is gone: values that are not tensors and tied names are lost"
         tree = tagged_json.encode(unflatten({path: ArrayRef(number) for number, path in enumerate(found)}, where))
-        return ManifestContents(save, records, tuple(found.values()), tree), (note,)
-    fields = read_fields(carry, {"arrays": list, "ties": list, "topology": dict, "about": dict}, where)
-    order = [read_path(path, where) for path in fields["arrays"]]
+        return ManifestContents(save, records, tuple(found.values()), tree=tree), (note,)
+    order = decode(tuple[Path, ...], carry.get("arrays"), where=where)
     check_paths(order, where)
     _require_all(order, found, where)
-    ties = read_ties(fields["ties"], order, where)
+    contents = decode(ManifestContents, {**carry, "save": save}, where=where, is_open=True)
     arrays = tuple(found[path] for path in order)
-    variants = read_variants(fields.get("variants", []), where)
-    return ManifestContents(
-        save, records, arrays, carry.get("nest"), ties, fields["topology"], fields["about"], variants=variants
-    ), ()
+    return replace(contents, files=records, arrays=arrays).require_consistent(where), ()
 
 
 def _require_all(order: Sequence[Path], found: Mapping[Path, object], where: str) -> None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, NamedTuple
 
 from shardckpt.checkpoint.planning.save_plan import GlobalSavePlan
 from shardckpt.checkpoint.stateful.flatten import FlattenedState, encoded
 from shardckpt.encodings import tagged_json
 from shardckpt.encodings.tagged_json import ArrayRef, NamedValue
+from shardckpt.encodings.typed_json import UNSTORED, decode, encode
 from shardckpt.errors import UsageError
 from shardckpt.manifest import Path, dotted
-from shardckpt.native.manifest_json import MEMORY_ORDERS, OPTIMIZERS, ManifestContents
+from shardckpt.native.manifest_json import ManifestContents, Topology
 from shardckpt.native.payload import encode_canonical
 from shardckpt.plan.layout.box_codec import pack_message, unpack_message
 from shardckpt.readers.opened.state_tree import TensorRef
@@ -22,8 +23,7 @@ from shardckpt.readers.opened.state_tree import TensorRef
 SHOWN = 5  # maximum number of names in an error; others are only counted
 
 
-@dataclass(frozen=True)
-class RankSubtree:
+class RankSubtree(NamedTuple):
     """Subtree of a state in a rank's report."""
 
     json: object  # tagged JSON, with arrays as their position in `arrays`
@@ -53,11 +53,11 @@ class RankSubtree:
 class RankReport:
     """A rank's first message in a save."""
 
-    cached: str  # id of the save whose cached plan still fits this rank; empty if the local plan is sent
-    local_plan: bytes  # encoded local plan; empty if the cached plan fits
-    values: str  # digest of the plain values that are equal on every rank
-    optional_values: Mapping[Path, RankSubtree]  # values that other ranks may not have
-    per_rank_values: Mapping[Path, RankSubtree]  # values that each rank saves for itself
+    cached: str = ""  # id of the save whose cached plan still fits this rank; empty if the local plan is sent
+    local_plan: Annotated[bytes, UNSTORED] = b""  # encoded local plan, after the JSON; empty if the cached plan fits
+    values: str = ""  # digest of the plain values that are equal on every rank
+    optional_values: Mapping[Path, RankSubtree] = field(default_factory=dict)  # values that other ranks may not have
+    per_rank_values: Mapping[Path, RankSubtree] = field(default_factory=dict)  # values that each rank saves for itself
     path: str = ""  # target path or URL of the save
     # Whether the state fits the cached save without being flattened; `values` is then the digest of the trace's values.
     is_traced: bool = False
@@ -66,24 +66,13 @@ class RankReport:
 
     def encode(self) -> bytes:
         """Return the report as bytes."""
-        head = [self.cached, self.values, _rows(self.optional_values), _rows(self.per_rank_values), self.path]
-        orders = [[list(path), list(order)] for path, order in self.orders.items()]
-        return pack_message([*head, self.is_traced, orders], self.local_plan)
+        return pack_message(encode(self), self.local_plan)
 
     @classmethod
     def decode(cls, data: bytes) -> RankReport:
         """Return the report from the bytes of `encode`."""
-        (cached, values, optional_values, per_rank_values, path, is_traced, orders), local_plan = unpack_message(data)
-        return cls(
-            cached,
-            local_plan,
-            values,
-            _parts(optional_values),
-            _parts(per_rank_values),
-            path,
-            is_traced,
-            {tuple(at): tuple(order) for at, order in orders},
-        )
+        fields, local_plan = unpack_message(data)
+        return replace(decode(cls, fields, where="a rank's report"), local_plan=local_plan)
 
 
 def build_report(flattened: FlattenedState) -> RankReport:
@@ -91,7 +80,7 @@ def build_report(flattened: FlattenedState) -> RankReport:
     optional_values = {path: RankSubtree.encode(value, path) for path, value in flattened.optional_values.items()}
     per_rank_values = {path: RankSubtree.encode(value, path) for path, value in flattened.per_rank_values.items()}
     orders = {path: order for path, array in flattened.arrays.items() if (order := array.order)}
-    return RankReport("", b"", "", optional_values, per_rank_values, orders=orders)
+    return RankReport(optional_values=optional_values, per_rank_values=per_rank_values, orders=orders)
 
 
 def require_one_path(reports: Sequence[RankReport]) -> None:
@@ -103,14 +92,6 @@ def require_one_path(reports: Sequence[RankReport]) -> None:
             found=paths,
             fix="Choose the name on one rank and broadcast it: a time or a random part differs between ranks.",
         )
-
-
-def _rows(parts: Mapping[Path, RankSubtree]) -> list[object]:
-    return [[list(path), part.json, [list(p) for p in part.arrays]] for path, part in parts.items()]
-
-
-def _parts(rows: Sequence[Any]) -> dict[Path, RankSubtree]:
-    return {tuple(path): RankSubtree(tree, [tuple(p) for p in arrays]) for path, tree, arrays in rows}
 
 
 def digest_values(flattened: FlattenedState) -> str:
@@ -170,20 +151,16 @@ def build_contents(
             _at(tree, path)[rank] = item.decode()
     numbers = plan.numbers
     orders = {numbers[path]: order for report in reversed(reports) for path, order in report.orders.items()}
-    rows = [[number, list(order)] for number, order in sorted(orders.items())]
+    topology = Topology(memory_orders=dict(sorted(orders.items())), optimizers=tuple(flattened.optimizers))
     return ManifestContents(
         save,
         (),
         plan.records,
-        encoded(tree, lambda item: numbers[item.path]),
-        {path: numbers[path] for path in plan.ties},
-        {
-            "world_size": len(reports),
-            **({MEMORY_ORDERS: rows} if rows else {}),
-            **({OPTIMIZERS: [list(path) for path in flattened.optimizers]} if flattened.optimizers else {}),
-        },
-        {**ABOUT, **custom_metadata},
+        about={**ABOUT, **custom_metadata},
+        topology={"world_size": len(reports), **encode(topology)},
+        ties={path: numbers[path] for path in plan.ties},
         variants=dict(flattened.variants),
+        tree=encoded(tree, lambda item: numbers[item.path]),
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from shardckpt.boxes import Box, Shape, chunk_box, full_box
 from shardckpt.dtypes import bits, is_known
+from shardckpt.encodings import typed_json
 from shardckpt.encodings.pickle_stubs import PerRankValue
 from shardckpt.encodings.tagged_json import ArrayRef, encode
 from shardckpt.encodings.value_stats import ValueStats
@@ -18,9 +19,8 @@ from shardckpt.errors import UnsupportedError
 from shardckpt.manifest import UNREAD, Path, dotted, unflatten
 from shardckpt.native.commit import COMMIT, STEP, encode_commit, manifest_name
 from shardckpt.native.manifest_json import (
-    KEEPS_ORDER,
-    MEMORY_ORDERS,
     ManifestContents,
+    Topology,
     WrittenPayload,
     build_partial,
     encode_manifest,
@@ -113,9 +113,7 @@ def build_full_tree(reader: Reader, *, allow_loss: bool) -> NativeTree:
     require_allowed(lost, TARGET.title, allow_loss=allow_loss)
     notes = [f"left out: {what}" for what in lost]
     tree = encode(unflatten({**refs, **values}, reader.store.url))
-    topology: dict[str, object] = {"source": manifest.format}
-    if not manifest.keeps_order:
-        topology[KEEPS_ORDER] = False
+    topology = {"source": manifest.format, **typed_json.encode(Topology(keeps_order=manifest.keeps_order))}
     return NativeTree(arrays, tree, ties, topology, (*manifest.warnings, *notes))
 
 
@@ -133,7 +131,7 @@ def build_selected_tree(selection: Selection) -> NativeTree:
     }
     refs = {path: ArrayRef(number) for path, number in (*numbers.items(), *ties.items())}
     tree = encode(unflatten({**refs, **values}, "the selection", has_lists=True))
-    return NativeTree(arrays, tree, ties, {} if selection.keeps_order else {KEEPS_ORDER: False})
+    return NativeTree(arrays, tree, ties, typed_json.encode(Topology(keeps_order=selection.keeps_order)))
 
 
 def _values(reader: Reader) -> tuple[dict[Path, object], list[str]]:
@@ -228,10 +226,17 @@ def plan_step(tree: NativeTree, writers: int, *, most_bytes: int, save: str, mod
     ]
     plan = plan_save(held)
     records = tuple(ArrayRecord(path, t.dtype, t.shape, array("Q")) for path, t in arrays.items())
-    orders = [[at, [*t.entry.order]] for at, t in enumerate(arrays.values()) if t.entry.order]
-    topology = {**tree.topology, "world_size": writers, **({MEMORY_ORDERS: orders} if orders else {})}
-    about = {"writer": "shardckpt"}
-    contents = ManifestContents(save, (), records, tree.json, tree.ties, topology, about, variants=tree.variants)
+    orders = {at: t.entry.order for at, t in enumerate(arrays.values()) if t.entry.order}
+    contents = ManifestContents(
+        save,
+        (),
+        records,
+        about={"writer": "shardckpt"},
+        topology={**tree.topology, "world_size": writers, **typed_json.encode(Topology(memory_orders=orders))},
+        ties=tree.ties,
+        variants=tree.variants,
+        tree=tree.json,
+    )
     payloads = []
     for writer, tasks in enumerate(plan.tasks):
         chunks = [PayloadChunk(*plan.arrays[task.array], task.box) for task in tasks]

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
-from shardckpt.divergence import Divergence
-from shardckpt.witness.records.step_records import Environment, WitnessRecord
+from shardckpt.divergence import Divergence, Rank
+from shardckpt.native.records import SaveId
+from shardckpt.witness.records.step_records import Environment, StepNumber, WitnessRecord
 
 Verdict = Literal["proven", "diverged", "unproven"]
 StepVerdict = Literal["proven", "diverged", "unproven", "no record"]
 
 MAX_RESUMES = 64  # per step; the newest are kept
 
+_MAX_SECONDS = 10**12
 _MAX_CHARACTERS = 1000
 _MAX_RANKS = 64
 
@@ -37,12 +39,12 @@ class Resume:
         divergence: The first difference; None without one.
     """
 
-    id: str
-    began_at: float
-    steps: tuple[int, ...]
-    compared: int
-    rank_count_before: int
-    rank_count: int
+    id: SaveId
+    began_at: Annotated[float, range(_MAX_SECONDS)]
+    steps: tuple[StepNumber, ...]
+    compared: StepNumber
+    rank_count_before: Rank
+    rank_count: Rank
     style_before: str
     style: str = ""
     has_equal_layout: bool | None = None
@@ -61,10 +63,10 @@ class Resume:
 class CaptureResume:
     """A resume from a tier's capture, which may be gone before anybody asks for the verdict."""
 
-    number: int  # captured step
+    number: StepNumber  # captured step
     tier: str
     path: str  # path or URL
-    save: str  # id of the save that captured it
+    save: SaveId  # id of the save that captured it
     resume: Resume
 
 

@@ -9,8 +9,24 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
+from shardckpt.divergence import Rank
+from shardckpt.encodings.typed_json import JsonForm, must_be
+
+
+def _from_hex(value: object) -> float:
+    try:
+        number = float.fromhex(value) if isinstance(value, str) else -1.0
+    except (ValueError, OverflowError):
+        number = -1.0
+    if not number >= 0.0:
+        raise must_be("a number from 0 in hexadecimal digits", value)
+    return number
+
+
+StepNumber = Annotated[int, range(10**18)]
+HexFloat = Annotated[float, JsonForm(_from_hex, float.hex)]
 RankValues = tuple[int, ...]  # one number per rank, in rank order
 
 # Part of a state that a name belongs to: `unsaved` buffers are not saved, `state` is all else that the user saves.
@@ -104,11 +120,11 @@ class StepRecord:
 class Environment:
     """Machine, ranks and settings that a step ran with."""
 
-    world: int
+    world: Annotated[Rank, range(1, 1 << 20)]
     layout: int  # digest over the boxes that each rank holds
     style: str  # how the model is sharded, for messages
     is_deterministic: bool  # whether the run says that a step gives the same bits each time
-    rtol: float  # relative loss difference that reordered sums explain
+    rtol: HexFloat  # relative loss difference that reordered sums explain
     versions: Mapping[str, str]  # libraries and devices, by name
     flags: Mapping[str, str]  # flags that change a step's result, by name
 

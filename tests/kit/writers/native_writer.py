@@ -103,7 +103,8 @@ def write_step(
     folder.mkdir(parents=True, exist_ok=True)
     nest = Nest(value)
     records = tuple(ArrayRecord(path, dtype_name(t), tuple(t.shape), array("Q")) for path, t in nest.arrays.items())
-    contents = ManifestContents(save, (), records, nest.json, nest.ties, {"world_size": 2}, {"shardckpt": "0.1.0"})
+    topology, about = {"world_size": 2}, {"shardckpt": "0.1.0"}
+    contents = ManifestContents(save, (), records, about=about, topology=topology, ties=nest.ties, tree=nest.json)
     plan = {path: (boxes or {}).get(path) or [(0, full_box(tuple(t.shape)))] for path, t in nest.arrays.items()}
     writers = 1 + max((writer for placed in plan.values() for writer, _ in placed), default=0)
     parts = []

@@ -12,18 +12,16 @@ from typing import Any
 import pytest
 
 from shardckpt.divergence import Divergence
+from shardckpt.encodings.typed_json import dump, load
 from shardckpt.errors import CheckpointError, ChecksumError, FormatError, UnsafeError, UnsupportedError
 from shardckpt.native.run_directory import CAPTURE_RESUMES, resumes_name, step_name
 from shardckpt.storage.local import LocalStore
 from shardckpt.witness.files.resume_file import (
+    SavedCaptureResumes,
     SavedResumes,
     add_capture_resume,
     add_resumes,
     copy_resumes,
-    decode_capture_resumes,
-    decode_resumes,
-    encode_capture_resumes,
-    encode_resumes,
     read_capture_resumes,
     read_resumes,
 )
@@ -43,13 +41,13 @@ def store(tmp_path: Path) -> LocalStore:
 
 def test_resumes_are_decoded_as_they_were() -> None:
     saved = SavedResumes(SAVE, (PROVEN, DIVERGED))
-    assert decode_resumes(encode_resumes(saved), where="x") == saved
+    assert load(SavedResumes, dump(saved), where="x") == saved
 
 
 def test_a_file_of_the_most_and_longest_resumes_is_small() -> None:
     found = replace(FOUND, name="x" * 1000, sentence="x" * 1000, fix="x" * 1000, ranks=(100_000,) * 64)
     resume = replace(DIVERGED, steps=(10**9,) * 64, divergence=found)
-    assert len(encode_resumes(SavedResumes(SAVE, (resume,) * MAX_RESUMES))) < 1 << 19
+    assert len(dump(SavedResumes(SAVE, (resume,) * MAX_RESUMES))) < 1 << 19
 
 
 def test_a_resume_replaces_an_earlier_one_with_its_id(store: LocalStore) -> None:
@@ -107,10 +105,10 @@ def test_damaged_resumes_from_captures_are_a_fault_and_stay(store: LocalStore, t
     with pytest.raises(ChecksumError):
         add_capture_resume(store, CAPTURED)
     for change in ({"number": -1}, {"save": "?"}, {"resume": {}}, {"tier": 1}, {"path": None}):
-        content = json.loads(encode_capture_resumes((CAPTURED,)))
+        content = json.loads(dump(SavedCaptureResumes((CAPTURED,))))
         content["captures"][0].update(change)
         with pytest.raises(CheckpointError):
-            decode_capture_resumes(json.dumps(content).encode(), where="x")
+            load(SavedCaptureResumes, json.dumps(content).encode(), where="x")
 
 
 def test_a_flipped_bit_and_a_file_of_megabytes_are_refused(store: LocalStore, tmp_path: Path) -> None:
@@ -131,7 +129,7 @@ def test_a_flipped_bit_and_a_file_of_megabytes_are_refused(store: LocalStore, tm
 @pytest.mark.parametrize("seed", range(60))
 def test_a_value_of_another_kind_is_refused_with_a_typed_error(seed: int) -> None:
     dice = random.Random(seed)
-    content = json.loads(encode_resumes(SavedResumes(SAVE, (PROVEN, DIVERGED))))
+    content = json.loads(dump(SavedResumes(SAVE, (PROVEN, DIVERGED))))
     place: Any = content
     while True:
         key = dice.choice(list(place) if isinstance(place, dict) else range(len(place)))
@@ -140,14 +138,14 @@ def test_a_value_of_another_kind_is_refused_with_a_typed_error(seed: int) -> Non
         place = place[key]
     place[key] = dice.choice([None, -1, 10**30, "?", [], {}, [[[]]], True, 1.5, 1e300])
     with contextlib.suppress(CheckpointError):
-        decoded = decode_resumes(json.dumps(content).encode(), where="x")
-        assert decode_resumes(encode_resumes(decoded), where="x") == decoded
+        decoded = load(SavedResumes, json.dumps(content).encode(), where="x")
+        assert load(SavedResumes, dump(decoded), where="x") == decoded
 
 
 def test_an_unknown_cause_is_refused() -> None:
     strange = replace(DIVERGED, divergence=replace(FOUND, cause="weather"))
-    with pytest.raises(FormatError, match="unknown cause"):
-        decode_resumes(encode_resumes(SavedResumes(SAVE, (strange,))), where="x")
+    with pytest.raises(FormatError, match=r"resumes\[0\]\.divergence\.cause: must be one of .*; found weather"):
+        load(SavedResumes, dump(SavedResumes(SAVE, (strange,))), where="x")
 
 
 @pytest.mark.parametrize(
@@ -159,6 +157,6 @@ def test_an_unknown_cause_is_refused() -> None:
     ],
 )
 def test_what_this_version_does_not_know_is_refused(change: dict[str, Any], error: type[Exception]) -> None:
-    content = json.loads(encode_resumes(SavedResumes(SAVE, ())))
+    content = json.loads(dump(SavedResumes(SAVE, ())))
     with pytest.raises(error):
-        decode_resumes(json.dumps({**content, **change}).encode(), where="x")
+        load(SavedResumes, json.dumps({**content, **change}).encode(), where="x")
