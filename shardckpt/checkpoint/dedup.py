@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import xxhash
 
@@ -16,6 +16,7 @@ from shardckpt.checkpoint.base_checkpoint import BaseCheckpoint, BaseReferences,
 from shardckpt.checkpoint.planning.save_plan import GlobalSavePlan, RankSavePlan
 from shardckpt.checkpoint.stateful.tensor_bytes import tensor_bytes, view_box
 from shardckpt.devices import CurrentStreams
+from shardckpt.encodings.typed_json import JsonForm
 from shardckpt.errors import UsageError
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.native.commit import MAX_BASES
@@ -55,6 +56,16 @@ def chunk_digests(chunks: Sequence[PayloadChunk], arrays: Mapping[Path, TensorSh
         return list(pool.map(digest, chunks))
 
 
+def _pack_digests(digests: Mapping[int, bytes]) -> list[object]:
+    return [list(digests), b"".join(digests.values()).hex()]
+
+
+def _unpack_digests(value: Any) -> dict[int, bytes]:
+    positions, digits = value
+    data = bytes.fromhex(digits)
+    return {at: data[16 * n : 16 * n + 16] for n, at in enumerate(positions)}
+
+
 @dataclass(frozen=True)
 class BaseHints:
     """Facts about the base that rank 0 sends one rank."""
@@ -63,23 +74,11 @@ class BaseHints:
     # Key that changes with the locations of frozen parameters in the base; empty without frozen parameters.
     key: str = ""
     # xxh3-128 of the base's bytes of a chunk, by position of the chunk in the rank's plan.
-    digests: Mapping[int, bytes] = field(default_factory=dict)
+    digests: Annotated[Mapping[int, bytes], JsonForm(_unpack_digests, _pack_digests)] = field(default_factory=dict)
     # Sizes in bytes, by name, of files in the base; each rank hashes a share of their blocks.
     files: Mapping[str, int] = field(default_factory=dict)
     # Positions of chunks in `digests` whose statistics the save stores and the base lacks.
     unmeasured: Sequence[int] = ()
-
-    def to_json(self) -> list[object]:
-        """Return the hints as JSON."""
-        digits = b"".join(self.digests.values()).hex()
-        return [self.url, self.key, list(self.digests), digits, dict(self.files), list(self.unmeasured)]
-
-    @classmethod
-    def from_json(cls, values: Sequence[Any]) -> BaseHints:
-        """Return the hints that `to_json` returned."""
-        url, key, positions, digits, files, unmeasured = values
-        data = bytes.fromhex(digits)
-        return cls(url, key, {at: data[16 * n : 16 * n + 16] for n, at in enumerate(positions)}, files, unmeasured)
 
     def unchanged(self, chunks: Sequence[PayloadChunk], arrays: Mapping[Path, TensorShards]) -> tuple[int, ...]:
         """Return the positions of chunks that are equal in the base."""

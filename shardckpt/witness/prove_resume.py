@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -15,6 +14,7 @@ from shardckpt.checkpoint.coordinator import Coordinator, get_channels
 from shardckpt.checkpoint.load.load import load
 from shardckpt.checkpoint.save.save import save
 from shardckpt.divergence import Divergence
+from shardckpt.encodings import typed_json
 from shardckpt.errors import ResumeDivergence, UsageError, require_bools
 from shardckpt.events.warn_user import warn_user
 from shardckpt.storage.resolve_url import open_store, split
@@ -129,6 +129,22 @@ def require_train_step(train_step: object, steps: object) -> None:
         raise UsageError("`train_step` must be a function", found=repr(train_step))
 
 
+class _RankRuns(NamedTuple):
+    """A rank's steps in both runs."""
+
+    first: list[str]  # messages of `encode_rank_step`
+    second: list[str]
+    missing: list[str]  # values that the restore left out
+    has_restored: bool
+
+
+class _Comparison(NamedTuple):
+    """Rank 0's comparison."""
+
+    found: Divergence | None  # the first difference
+    missing: tuple[str, ...]
+
+
 class _Drill:
     """One drill on this rank."""
 
@@ -185,27 +201,27 @@ class _Drill:
 
     def compare(
         self, first: list[bytes], second: list[bytes], missing: list[str], *, has_restored: bool
-    ) -> tuple[Divergence | None, tuple[str, ...]]:
+    ) -> _Comparison:
         """Return the first difference, and the values that are missing on any rank. Collective."""
         runs = [[part.decode("ascii") for part in run] for run in (first, second)]
-        own = json.dumps([*runs, missing, has_restored]).encode("ascii")
+        own = typed_json.dump(_RankRuns(runs[0], runs[1], missing, has_restored))
 
         def decide(messages: list[bytes]) -> list[bytes]:
-            ranks = [json.loads(message) for message in messages]
-            names = list(dict.fromkeys(name for rank in ranks for name in rank[2]))
+            ranks = [typed_json.load(_RankRuns, each, where=f"rank {rank}") for rank, each in enumerate(messages)]
+            names = list(dict.fromkeys(name for rank in ranks for name in rank.missing))
             once, again = (
-                [merge_rank_steps([r[at][i].encode() for r in ranks]) for i in range(len(first))] for at in (0, 1)
+                [merge_rank_steps([each.encode() for each in step]) for step in zip(*runs, strict=True)]
+                for runs in ([rank.first for rank in ranks], [rank.second for rank in ranks])
             )
             record = WitnessRecord("drill", 0, once[0].environment, tuple(each.record for each in once))
             steps = (find_divergence(record, Observation(each.environment, each.record)) for each in again)
             found = next((each for each in steps if each is not None), None)
-            if found is None and not any(rank[3] for rank in ranks):
+            if found is None and not any(rank.has_restored for rank in ranks):
                 _require_content(record.steps, names)
-            return [json.dumps([None if found is None else asdict(found), names]).encode()] * len(messages)
+            return [typed_json.dump(_Comparison(found, tuple(names)))] * len(messages)
 
-        raw, names = json.loads(self._coordinator.coordinate("comparing the steps", own, decide))
-        found = None if raw is None else Divergence(**{**raw, "ranks": tuple(raw["ranks"])})
-        return found, tuple(names)
+        answer = self._coordinator.coordinate("comparing the steps", own, decide)
+        return typed_json.load(_Comparison, answer, where="rank 0's answer")
 
 
 def _require_content(steps: Sequence[StepRecord], missing: Sequence[str]) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +15,7 @@ from shardckpt.checkpoint.run.step_finder import StepFinder, require_step_number
 from shardckpt.checkpoint.run.step_restore import RestoredStep
 from shardckpt.checkpoint.run.step_saver import SavedPlace
 from shardckpt.divergence import Divergence
+from shardckpt.encodings.typed_json import dump, load
 from shardckpt.errors import CheckpointError, ResumeDivergence, StorageError, UsageError
 from shardckpt.events import OnEvent
 from shardckpt.events.warn_user import warn_user
@@ -186,29 +186,28 @@ class WitnessSession(NoWitness):
 
         def decide(messages: list[bytes]) -> list[bytes]:
             found = self._records.add(merge_rank_steps([each.removeprefix(_WANTS_RECORDS) for each in messages]))
-            divergence = None if found is None else asdict(found)
-            answers = {False: json.dumps([divergence, []]).encode() if found else b""}
+            answers = {False: dump(_StepAnswer(found)) if found else b""}
             if any(each.startswith(_WANTS_RECORDS) for each in messages):
-                answers[True] = json.dumps([divergence, self._records.encode_newest(number)]).encode()
+                answers[True] = dump(_StepAnswer(found, self._records.encode_newest(number)))
             return [answers[each.startswith(_WANTS_RECORDS)] for each in messages]
 
         del self._due[number]
         answer = self._coordinator.coordinate(f"the witness of step {number}", message, decide)
         if answer:
-            raw, records = json.loads(answer)
+            finding, records = load(_StepAnswer, answer, where="rank 0's answer")
             self._records.take(records)
-            if raw is not None:
-                self._act_on(Divergence(**{**raw["divergence"], "ranks": tuple(raw["divergence"]["ranks"])}), raw)
+            if finding is not None:
+                self._act_on(finding)
 
     @property
     def _has_own_records(self) -> bool:
         """Whether this rank, which is not rank 0, keeps copies of records on its node."""
         return self._coordinator.rank > 0 and self._records.is_open
 
-    def _act_on(self, divergence: Divergence, raw: dict[str, Any]) -> None:
-        error = ResumeDivergence(divergence, raw["where"])
-        if self._options.on_divergence == "raise" and not raw["is_noise"]:
-            self._due = {step: rest for step, saved in self._due.items() if (rest := saved - {raw["number"]})}
+    def _act_on(self, finding: _Finding) -> None:
+        error = ResumeDivergence(finding.divergence, finding.where)
+        if self._options.on_divergence == "raise" and not finding.is_noise:
+            self._due = {step: rest for step, saved in self._due.items() if (rest := saved - {finding.number})}
             self._start = self._start if self._due else None
             raise error
         if self._coordinator.rank == 0:
@@ -263,6 +262,13 @@ class _Finding:
     number: int  # number of the restored step
     where: str  # path or URL of the restored step
     is_noise: bool  # whether the run says that it is not deterministic, and only results differ
+
+
+class _StepAnswer(NamedTuple):
+    """Rank 0's answer to a step."""
+
+    finding: _Finding | None
+    records: Sequence[tuple[int, str]] = ()  # records to write, by the number of their saved step
 
 
 _WANTS_RECORDS = b"+"  # prefix of the message of a rank that keeps copies of records on its node

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from shardckpt.checkpoint.coordinator import Coordinator, get_channels
+from shardckpt.encodings.typed_json import decode
 from shardckpt.errors import TargetExistsError, UnsupportedError, UsageError
 from shardckpt.native.run_directory import RunDirectory, StepFolder, read_run, read_step, step_name
 from shardckpt.native.step_copies import (
@@ -59,13 +60,6 @@ class FoundStep(NamedTuple):
     newest: tuple[int, int] = NO_STEP  # order of the newest complete step, which may be another one
     path: str = ""  # path or URL of its folder
     tier_faults: Sequence[StepFault] = ()  # faults of steps in tiers that are passed over for this one, or for none
-
-    @classmethod
-    def from_json(cls, fields: Sequence[Any]) -> FoundStep:
-        """Return the step from its fields after JSON."""
-        found = cls(*fields)
-        faults, tier_faults = ([StepFault(*fault) for fault in each] for each in (found.faults, found.tier_faults))
-        return found._replace(faults=faults, tier_faults=tier_faults)
 
     @property
     def key(self) -> StepKey:
@@ -162,7 +156,7 @@ class StepFinder:
     def find_step(self, wanted: int | None, passed: Collection[StepKey], fault: Exception | None) -> FoundStep:
         """Return the newest loadable step. Collective."""
         answer = self.ask_rank0("looking for a step", lambda: self._find_tried(wanted, passed), fault)
-        return FoundStep.from_json(answer)
+        return decode(FoundStep, answer, where="rank 0's answer")
 
     def _find_tried(self, wanted: int | None, passed: Collection[StepKey]) -> FoundStep:
         """Return the newest loadable step; pass over failed ones if there is another. On rank 0."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from shardckpt.checkpoint.base_checkpoint import BaseRemovedError
 from shardckpt.checkpoint.coordinator import Channels, Coordinator
@@ -49,6 +49,7 @@ from shardckpt.checkpoint.stateful.flatten import FlattenedState, flatten_state
 from shardckpt.checkpoint.stateful.state_trace import StateTrace, trace_state
 from shardckpt.checkpoint.stateful.stateful import as_root, require_state
 from shardckpt.encodings.budget import gc_paused
+from shardckpt.encodings.typed_json import UNSTORED, decode, encode
 from shardckpt.encodings.value_stats import ValueStats
 from shardckpt.errors import CheckpointError, MissingFileError, SourceNotFoundError, UnknownFormatError
 from shardckpt.events import FallbackEvent, OnEvent, Recorder, SaveEvent, record_operation
@@ -118,25 +119,20 @@ class PlanResponse:
 
     save: str  # id
     place: str  # location to write to
-    rank_plan: RankSavePlan | None  # plan of the chunks to write; None for the cached plan
+    # Plan of the chunks to write, after the JSON; None for the cached plan.
+    rank_plan: Annotated[RankSavePlan | None, UNSTORED] = None
     hints: BaseHints | None = None  # facts about the base; None without a base
 
     def encode(self) -> bytes:
         """Return the response as bytes."""
-        hints = None if self.hints is None else self.hints.to_json()
-        rank_plan = b"" if self.rank_plan is None else self.rank_plan.encode()
-        return pack_message([self.save, self.place, self.rank_plan is not None, hints], rank_plan)
+        return pack_message(encode(self), b"" if self.rank_plan is None else self.rank_plan.encode())
 
     @classmethod
     def decode(cls, data: bytes) -> PlanResponse:
         """Return the response from the bytes of `encode`."""
-        (save_id, place, has_plan, hints), rank_plan = unpack_message(data)
-        return cls(
-            save_id,
-            place,
-            RankSavePlan.decode(rank_plan) if has_plan else None,
-            None if hints is None else BaseHints.from_json(hints),
-        )
+        fields, rank_plan = unpack_message(data)
+        response = decode(cls, fields, where="rank 0's answer")
+        return replace(response, rank_plan=RankSavePlan.decode(rank_plan) if rank_plan else None)
 
 
 class Saver:
