@@ -102,7 +102,7 @@ GOOD: dict[str, Any] = {
     "by_name": {"k": ["c", 0]},
     "by_path": [[["a", 0], None], [["b"], ["c"]]],
     "pair": [1, "x"],
-    "names": ["y"],
+    "names": ["a", "b", "c", "d", "e"],
     "digest": "00ff",
     "rate": 0.5,
     "is_open": True,
