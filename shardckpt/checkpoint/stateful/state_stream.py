@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,11 +25,10 @@ from shardckpt.devices import record_event
 from shardckpt.dtypes import is_known
 from shardckpt.encodings import tagged_json
 from shardckpt.encodings.budget import require_small
-from shardckpt.encodings.safetensors import parse_json
 from shardckpt.encodings.tagged_json import MAX_DEPTH, ArrayRef, NamedValue, path_key
+from shardckpt.encodings.typed_json import dump, load
 from shardckpt.errors import ChecksumError, FormatError, NoMemoryError, UnsupportedError, UsageError
 from shardckpt.manifest import Path, dotted
-from shardckpt.native.payload import encode_canonical
 from shardckpt.readers.opened.state_tree import TensorRef
 
 MAGIC = b"shardckS"
@@ -43,18 +42,27 @@ _DIGEST_BYTES = 8
 Read = Callable[[memoryview], object]  # fills a buffer with the next bytes of a stream, or raises an exception
 
 
+_Shape = Annotated[tuple[Annotated[int, range(_MAX_BYTES)], ...], range(_MAX_DIMS + 1)]
+
+
 class _Row(NamedTuple):
     """A tensor in a stream."""
 
     path: Path  # path in the state
     dtype: str  # dtype in torch's spelling
-    shape: tuple[int, ...]  # shape of this rank's elements
+    shape: _Shape  # shape of this rank's elements
     sharding: str  # text that describes the sharding of a DTensor; empty for other tensors
 
     @property
     def nbytes(self) -> int:
         """Element bytes."""
         return prod(self.shape) * _torch_dtype(self).itemsize
+
+
+@dataclass(frozen=True)
+class _Header:
+    tensors: Sequence[_Row]
+    state: object  # tagged JSON, with tensors as their position
 
 
 @dataclass(frozen=True)
@@ -94,10 +102,10 @@ def build_stream(state: Any) -> StateStream:
             event.synchronize()
     numbers = {path: number for number, path in enumerate(tensors)}
     rows = [
-        [list(path), dtype_name(tensor.dtype), list(tensor.shape), _describe_sharding(found[path])]
+        _Row(path, dtype_name(tensor.dtype), tuple(tensor.shape), _describe_sharding(found[path]))
         for path, tensor in tensors.items()
     ]
-    header = encode_canonical({"tensors": rows, "state": encoded(tree, lambda ref: numbers[ref.path])})
+    header = dump(_Header(rows, encoded(tree, lambda ref: numbers[ref.path])))
     if len(header) > MAX_HEADER_BYTES:
         raise UnsupportedError(
             "the state's values that are not tensors are too large to send",
@@ -117,7 +125,8 @@ def read_stream(read: Read, target: Any = None, where: str = "", check: Callable
     """Return the state that a stream contains."""
     # Elements are used only after the hash of their block was checked. If the stream fails later, tensors of the target
     # are filled in part.
-    rows, json = _read_header(read, where, check)
+    header = _read_header(read, where, check)
+    rows = header.tensors
     own: dict[Path, torch.Tensor] = {}
     take_tensors(target, (), own)
     for row in rows:
@@ -142,7 +151,7 @@ def read_stream(read: Read, target: Any = None, where: str = "", check: Callable
         except (TypeError, RuntimeError) as error:
             raise FormatError("numpy has no such array", where=where, found=dtype_name(tensor.dtype)) from error
 
-    return tagged_json.decode(json, decode_ref, where=where)
+    return tagged_json.decode(header.state, decode_ref, where=where)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -158,7 +167,7 @@ def _describe_sharding(tensor: torch.Tensor | None) -> str:
     return f"{tuple(tensor.shape)} {tensor.placements} on {tuple(mesh.shape)} at {mesh.get_coordinate()}"
 
 
-def _read_header(read: Read, where: str, check: Callable[[], None]) -> tuple[list[_Row], object]:
+def _read_header(read: Read, where: str, check: Callable[[], None]) -> _Header:
     prefix = _read_bytes(read, 16)
     if prefix[:8] != MAGIC:
         raise FormatError("this is not a state stream", where=where, found=bytes(prefix[:8]))
@@ -166,31 +175,12 @@ def _read_header(read: Read, where: str, check: Callable[[], None]) -> tuple[lis
     require_small("the stream header", length, MAX_HEADER_BYTES, where)
     body = _read_bytes(read, length)
     _check(xxhash.xxh3_64(prefix + body).digest(), _read_bytes(read, _DIGEST_BYTES), where)
-    header = parse_json(body, where=where)
-    if not isinstance(header, dict) or not isinstance(header.get("tensors"), list) or "state" not in header:
-        raise FormatError("the stream header lacks a field", where=where)
-    rows = []
-    for row in header["tensors"]:
+    header = load(_Header, body, where=where)
+    for row in header.tensors:
         check()
-        rows.append(_read_row(row, where))
-    return rows, header["state"]
-
-
-def _read_row(row: object, where: str) -> _Row:
-    if isinstance(row, list) and len(row) == 4:
-        path, dtype, shape, sharding = row
-        are_lists = isinstance(path, list) and isinstance(shape, list) and len(shape) <= _MAX_DIMS
-        if (
-            are_lists
-            and isinstance(dtype, str)
-            and isinstance(sharding, str)
-            and all(type(key) in (str, int) for key in path)
-            and all(type(size) is int and 0 <= size < _MAX_BYTES for size in shape)
-        ):
-            read = _Row(tuple(path), dtype, tuple(shape), sharding)
-            if read.nbytes < _MAX_BYTES:
-                return read
-    raise FormatError("the stream header has an invalid tensor", where=where, found=str(row)[:80])
+        if row.nbytes >= _MAX_BYTES:
+            raise FormatError("the stream header has a tensor that is too large", where=where, found=row)
+    return header
 
 
 def _torch_dtype(row: _Row) -> torch.dtype:

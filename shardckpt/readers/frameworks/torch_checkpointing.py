@@ -7,11 +7,11 @@ saved without a resharder are not in the metadata: the lowest rank's files are r
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from shardckpt.encodings import typed_json
 from shardckpt.encodings.pickle_reader import Limits, load
 from shardckpt.errors import FormatError, IncompleteError, UnsafeError, UnsupportedError
 from shardckpt.manifest import Manifest, Path, dotted
@@ -135,15 +135,9 @@ def _check_shapes(manifest: Manifest, items: Mapping[str, Mapping[object, object
                 )
 
 
-def _keys(text: object, where: str) -> list[str | int]:
+def _keys(text: object, where: str) -> Path:
     """Return a path's keys, which the metadata stores as a JSON list."""
-    try:
-        keys = json.loads(text) if isinstance(text, str) else None
-    except (ValueError, RecursionError):
-        keys = None
-    if not isinstance(keys, list) or not all(type(key) in (str, int) for key in keys):
-        raise FormatError("a path in the metadata must be a list of keys", where=where, found=text)
-    return keys
+    return typed_json.load(Path, text.encode("utf-8", "surrogatepass") if isinstance(text, str) else b"", where=where)
 
 
 def _shape(groups: object) -> tuple[int, ...] | None:

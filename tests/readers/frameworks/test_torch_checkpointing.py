@@ -79,7 +79,7 @@ def test_a_missing_file_is_named(folder: Path) -> None:
         (
             lambda s: s["metadata"]["model"]["nested_path_to_metadata"].update({"[{}]": []}),
             FormatError,
-            "must be a list of keys",
+            "must be a list with texts and integers; found [{}]",
         ),
         (
             lambda s: s["metadata"]["model"]["nested_path_to_metadata"]['["a.w"]'][0]["sharding_metadata"][
