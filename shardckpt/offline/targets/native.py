@@ -74,21 +74,17 @@ def plan_ranks(reader: Reader, options: RankOptions) -> PlannedRanks:
 
     nbytes, paths = sum(tensor.nbytes for tensor in tree.arrays.values()), list(tree.arrays)
     files = PlannedFiles(STEP, COMMIT, plan_layout, nbytes, read_referred_files, new_save_id())
-    return PlannedRanks(files, tree.arrays, {path: paths[at] for path, at in tree.ties.items()}, tree.warnings)
+    return PlannedRanks(files, tree.arrays, {path: paths[at] for path, at in tree.contents.ties.items()}, tree.warnings)
 
 
 @dataclass(frozen=True, slots=True)
 class NativeTree:
-    """A state to save: arrays and tagged JSON."""
+    """A state to save: arrays, and the manifest's other content."""
 
-    # Arrays by path, each once, in the order of their indexes in `json`; their pieces are located.
+    # Arrays by path, each once, in the order of their indexes in the manifest; their pieces are located.
     arrays: Mapping[Path, OutputTensor]
-    json: object  # nested state as tagged JSON
-    ties: Mapping[Path, int] = field(default_factory=dict)  # further path of an array to its index
-    topology: Mapping[str, object] = field(default_factory=dict)  # JSON value that describes the ranks
+    contents: ManifestContents  # manifest without a save, files and arrays
     warnings: tuple[str, ...] = ()  # oddities and omitted values, one sentence each
-    # Path to a model's further weights, to the model's path; None if it was not saved.
-    variants: Mapping[Path, Path | None] = field(default_factory=dict)
     # Stored statistics for the pieces of arrays whose values are written as they are.
     piece_stats: Mapping[Path, Mapping[Box, ValueStats]] = field(default_factory=dict)
 
@@ -104,8 +100,7 @@ def build_full_tree(reader: Reader, *, allow_loss: bool) -> NativeTree:
     entries = locate(reader, manifest, [manifest.tensors[path] for path in paths])
     arrays = {path: OutputTensor(dotted(path), e, e.dtype) for path, e in zip(paths, entries, strict=True)}
     if isinstance(reader, NativeReader):
-        contents = reader.contents
-        return NativeTree(arrays, contents.tree, contents.ties, contents.topology, manifest.warnings, contents.variants)
+        return NativeTree(arrays, replace(reader.contents, bases=()), manifest.warnings)
     numbers = {path: number for number, path in enumerate(paths)}
     ties = {path: numbers[kept] for path, kept in manifest.aliases.items()}
     refs = {path: ArrayRef(numbers[manifest.aliases.get(path, path)]) for path in manifest.tensors}
@@ -114,7 +109,8 @@ def build_full_tree(reader: Reader, *, allow_loss: bool) -> NativeTree:
     notes = [f"left out: {what}" for what in lost]
     tree = encode(unflatten({**refs, **values}, reader.store.url))
     topology = {"source": manifest.format, **typed_json.encode(Topology(keeps_order=manifest.keeps_order))}
-    return NativeTree(arrays, tree, ties, topology, (*manifest.warnings, *notes))
+    contents = ManifestContents("", topology=topology, ties=ties, tree=tree)
+    return NativeTree(arrays, contents, (*manifest.warnings, *notes))
 
 
 def build_selected_tree(selection: Selection) -> NativeTree:
@@ -131,7 +127,8 @@ def build_selected_tree(selection: Selection) -> NativeTree:
     }
     refs = {path: ArrayRef(number) for path, number in (*numbers.items(), *ties.items())}
     tree = encode(unflatten({**refs, **values}, "the selection", has_lists=True))
-    return NativeTree(arrays, tree, ties, typed_json.encode(Topology(keeps_order=selection.keeps_order)))
+    topology = typed_json.encode(Topology(keeps_order=selection.keeps_order))
+    return NativeTree(arrays, ManifestContents("", topology=topology, ties=ties, tree=tree))
 
 
 def _values(reader: Reader) -> tuple[dict[Path, object], list[str]]:
@@ -227,16 +224,9 @@ def plan_step(tree: NativeTree, writers: int, *, most_bytes: int, save: str, mod
     plan = plan_save(held)
     records = tuple(ArrayRecord(path, t.dtype, t.shape, array("Q")) for path, t in arrays.items())
     orders = {at: t.entry.order for at, t in enumerate(arrays.values()) if t.entry.order}
-    contents = ManifestContents(
-        save,
-        (),
-        records,
-        about={"writer": "shardckpt"},
-        topology={**tree.topology, "world_size": writers, **typed_json.encode(Topology(memory_orders=orders))},
-        ties=tree.ties,
-        variants=tree.variants,
-        tree=tree.json,
-    )
+    topology = {**tree.contents.topology, "world_size": writers, **typed_json.encode(Topology(memory_orders=orders))}
+    about = {"writer": "shardckpt"}
+    contents = replace(tree.contents, save=save, files=(), arrays=records, about=about, topology=topology)
     payloads = []
     for writer, tasks in enumerate(plan.tasks):
         chunks = [PayloadChunk(*plan.arrays[task.array], task.box) for task in tasks]
