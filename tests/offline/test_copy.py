@@ -267,7 +267,7 @@ def test_a_copy_killed_at_any_request_leaves_complete_steps_and_can_be_repeated(
     assert requests > 15
 
 
-def test_a_killed_copy_over_another_save_leaves_a_step_where_folders_cannot_be_exchanged(
+def test_a_killed_copy_leaves_a_step_where_folders_cannot_be_exchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed before each rename: the run lists its old step or the new one, and a second copy completes it."""
