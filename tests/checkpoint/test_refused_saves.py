@@ -173,17 +173,17 @@ def test_nothing_is_kept_of_a_save_before_all_ranks_have_committed_it(tmp_path: 
     def body(rank: int, world: int) -> list[str]:
         shardckpt.save(KINDS["full"](1), tmp_path / "base")
         saver = saver_for(None)
-        kept = (saver.rank_plan_cache, saver.plan_cache, saver.frozen_params)
+        kept = (saver.cached_saves, saver.frozen_params)
         changes = []
         for number, phase in enumerate(PHASES):
             path = tmp_path / ("base" if phase == "target" else f"{number}")
             failing = 1 if phase in ("capture", "transfer") else 0
             with pytest.raises((RefusedError, shardckpt.ShardckptError)), refused(phase, rank == failing):
                 shardckpt.save(changed(KINDS["half"](2), phase, rank), path)
-            now = (saver.rank_plan_cache, saver.plan_cache, saver.frozen_params)
+            now = (saver.cached_saves, saver.frozen_params)
             changes += [phase for before, after in zip(kept, now, strict=True) if before is not after]
         shardckpt.save(KINDS["half"](3), tmp_path / "last")
-        assert saver.rank_plan_cache is not kept[0]
+        assert saver.cached_saves is not kept[0]
         return changes
 
     assert run(2, body) == [[], []]

@@ -1,9 +1,9 @@
-"""Reuse the last plan and manifest for a state with other tensors and values."""
+"""Reuse the plan and manifest of a committed save for a state with other tensors and values."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from shardckpt.boxes import Box, Shape
 from shardckpt.checkpoint.planning.rank_report import ABOUT, RankReport, digest_tree
 from shardckpt.checkpoint.planning.save_plan import GlobalSavePlan, LocalSavePlan, RankSavePlan
 from shardckpt.checkpoint.stateful.flatten import FlattenedState
-from shardckpt.checkpoint.stateful.state_trace import StateTrace
+from shardckpt.checkpoint.stateful.state_trace import StateTrace, StructureKey
 from shardckpt.checkpoint.stateful.stateful import to_named_value
 from shardckpt.checkpoint.stateful.tensor_bytes import find_memory, view_box
 from shardckpt.encodings.tagged_json import encode
@@ -42,26 +42,10 @@ class CachedArray(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CachedSave:
-    """Save without its tensors, on one rank, to repeat for similar states."""
-
-    description: tuple[object, ...]  # description of the states that it fits
-    rank: RankPlanCache  # plan of this rank, with the id of the save, which is the same on all ranks
-    model: Path | None  # path of the first model; None without a model
-    arrays: Mapping[Path, CachedArray]  # locations of the arrays
-    manifest: CachedManifest | None  # plan of all ranks and manifest, on rank 0; None on other ranks
-
-    def fits(self, trace: StateTrace) -> bool:
-        """Return True if a state has this save's names, layouts and shared memory."""
-        return self.description == trace.description
-
-
-@dataclass(frozen=True)
 class CachedManifest:
-    """A save's manifest and plan."""
+    """A save's manifest, whose values each later save replaces."""
 
-    cache: PlanCache  # plan of all ranks
-    contents: ManifestContents  # manifest without files; each save replaces the values in it
+    contents: ManifestContents  # without files
     places: tuple[ValuePlace, ...]  # locations of the values, in the order of the trace
 
     def build_contents(self, save: str, trace: StateTrace, custom_metadata: Mapping[str, str]) -> ManifestContents:
@@ -70,6 +54,20 @@ class CachedManifest:
         for place, value in zip(self.places, values, strict=True):
             place.container[place.key] = value
         return replace(self.contents, save=save, about={**ABOUT, **custom_metadata})
+
+
+@dataclass(frozen=True)
+class CachedSave:
+    """Committed save without its tensors, on one rank, to repeat for similar states."""
+
+    save: str  # id, which is the same on all ranks
+    key: StructureKey | LocalSavePlan  # structure of the states that it fits; those without a trace have a plan alone
+    local_plan: LocalSavePlan
+    rank_plan: RankSavePlan
+    plan: GlobalSavePlan | None  # on rank 0
+    model: Path | None = None  # path of the first model; None without a model
+    arrays: Mapping[Path, CachedArray] = field(default_factory=dict)  # locations of the arrays in a trace
+    manifest: CachedManifest | None = None  # on rank 0, for states with a trace
 
 
 def digest_traced_values(trace: StateTrace) -> str:
@@ -83,14 +81,12 @@ class TracedState:
     """State that fits a cached save, without copies: valid until the state changes."""
 
     def __init__(self, cached_save: CachedSave, trace: StateTrace) -> None:
-        self._cached_save, self._tensors = cached_save, trace.local_tensors
-        self.model = cached_save.model
-        self.rank_plan = cached_save.rank.rank_plan
-        self.ties = cached_save.rank.local_plan.ties
+        self.cached_save, self.trace, self._tensors = cached_save, trace, trace.local_tensors
+        self.model, self.ties = cached_save.model, cached_save.local_plan.ties
 
     def views(self, chunks: Sequence[PayloadChunk]) -> Iterable[torch.Tensor]:
         """Return the elements of chunks, as views of this rank's tensors."""
-        tensors, arrays = self._tensors, self._cached_save.arrays
+        tensors, arrays = self._tensors, self.cached_save.arrays
         views = []
         for chunk in chunks:
             _, _, position, box = arrays[chunk.path]
@@ -109,7 +105,7 @@ class TracedState:
     def arrays(self) -> dict[Path, TensorShards]:
         """Arrays by path, in state order."""
         arrays = {}
-        for path, (shape, dtype, position, box) in self._cached_save.arrays.items():
+        for path, (shape, dtype, position, box) in self.cached_save.arrays.items():
             if position is None or box is None:
                 arrays[path] = TensorShards(shape, dtype, ())
             else:
@@ -117,25 +113,20 @@ class TracedState:
         return arrays
 
 
-def cache_save(
-    rank: RankPlanCache,
-    trace: StateTrace,
-    flattened: FlattenedState,
-    cache: PlanCache | None,
-    contents: ManifestContents | None,
-) -> CachedSave | None:
-    """Return a cached save; None if a trace is not sufficient to save the state again."""
+def add_trace(
+    cached: CachedSave, trace: StateTrace | None, flattened: FlattenedState, contents: ManifestContents | None
+) -> CachedSave:
+    """Return a save that fits all states with a trace's key, if the trace is sufficient to save them."""
     # In a state with a trace every rank has all values, and all parameters are written.
-    arrays = _find_arrays(trace, flattened.arrays)
-    if arrays is None:
-        return None
-    manifest = None
-    if cache is not None and contents is not None:
-        places = _find_places(trace, contents.tree)
-        if places is None:
-            return None
-        manifest = CachedManifest(cache, contents, places)
-    return CachedSave(trace.description, rank, flattened.model, arrays, manifest)
+    if trace is None or (arrays := _find_arrays(trace, flattened.arrays)) is None:
+        return cached
+    cached = replace(cached, key=trace.key, model=flattened.model, arrays=arrays)
+    if contents is None:
+        return cached
+    places = _find_places(trace, contents.tree)
+    if places is None:
+        return replace(cached, key=cached.local_plan)
+    return replace(cached, manifest=CachedManifest(contents, places))
 
 
 def _find_arrays(trace: StateTrace, arrays: Mapping[Path, TensorShards]) -> dict[Path, CachedArray] | None:
@@ -192,37 +183,22 @@ def _encode(value: object, path: Path) -> object:
     return encode(value, path, lambda value, _: to_named_value(value))
 
 
-@dataclass(frozen=True)
-class RankPlanCache:
-    """One rank's last committed plan."""
-
-    save: str  # id of the save with this plan
-    local_plan: LocalSavePlan  # arrays of this rank in that save
-    rank_plan: RankSavePlan  # chunks that this rank wrote
+def find_cached(reports: Sequence[RankReport], saves: Iterable[CachedSave]) -> CachedSave | None:
+    """Return the save whose plan every rank has cached; None if some rank has other arrays."""
+    ids = {report.cached for report in reports}
+    return next((each for each in saves if ids == {each.save}), None)
 
 
-@dataclass(frozen=True)
-class PlanCache:
-    """The last committed plan for all ranks, on rank 0."""
-
-    save: str  # id of the save with this plan
-    local_plans: tuple[LocalSavePlan, ...]  # arrays of each rank in that save, in rank order
-    plan: GlobalSavePlan  # chunks that each rank wrote
-
-
-def is_cached(reports: Sequence[RankReport], cache: PlanCache | None) -> bool:
-    """Return True if every rank has the cached plan's arrays, and its own part cached."""
-    return cache is not None and all(not report.local_plan and report.cached == cache.save for report in reports)
-
-
-def collect_local_plans(reports: Sequence[RankReport], cache: PlanCache | None) -> tuple[LocalSavePlan, ...] | None:
+def collect_local_plans(reports: Sequence[RankReport], saves: Iterable[CachedSave]) -> tuple[LocalSavePlan, ...] | None:
     """Return all ranks' local plans, received or cached; None if one is neither."""
+    plans = {each.save: each.plan for each in saves}
     local_plans = []
     for rank, report in enumerate(reports):
+        plan = plans.get(report.cached)
         if report.local_plan:
             local_plans.append(LocalSavePlan.decode(report.local_plan))
-        elif cache is not None and report.cached == cache.save:
-            local_plans.append(cache.local_plans[rank])
+        elif plan is not None:
+            local_plans.append(plan.local_plans[rank])
         else:
             return None
     return tuple(local_plans)

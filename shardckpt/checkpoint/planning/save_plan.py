@@ -179,6 +179,7 @@ class GlobalSavePlan:
     replica_groups: Sequence[ReplicaGroup]  # groups of ranks with the same elements, by number
     nbytes: int  # number of bytes of all chunks to write
     frozen: tuple[TensorSpec, ...] = ()  # arrays that are not written, because the base has them
+    local_plans: tuple[LocalSavePlan, ...] = field(default=(), compare=False)  # what was planned, in rank order
 
     @cached_property
     def numbers(self) -> Mapping[Path, int]:
@@ -196,8 +197,10 @@ def create_global_plan(local_plans: Sequence[LocalSavePlan]) -> GlobalSavePlan:
     """Plan a save that writes every element once and divides replicas among ranks."""
     packed = [plan.arrays.rows for plan in local_plans if isinstance(plan.arrays, _PackedTensors)]
     if len(packed) == len(local_plans) and all(rows.names == packed[0].names for rows in packed):
-        return _plan_packed(local_plans, packed)
-    return _plan_unpacked(local_plans, [0] * len(local_plans))
+        plan = _plan_packed(local_plans, packed)
+    else:
+        plan = _plan_unpacked(local_plans, [0] * len(local_plans))
+    return replace(plan, local_plans=tuple(local_plans))
 
 
 def _plan_packed(local_plans: Sequence[LocalSavePlan], packed: Sequence[PackedRows]) -> GlobalSavePlan:
@@ -296,7 +299,7 @@ def create_single_rank_plan(local_plan: LocalSavePlan) -> GlobalSavePlan:
     order = tuple(chunk.path for chunk in chunks)
     specs = tuple(TensorSpec(chunk.path, chunk.shape, chunk.dtype) for chunk in rank_plan.frozen)
     written = sum(chunk.nbytes for chunk in rank_plan.chunks)
-    return GlobalSavePlan((rank_plan,), order, local_plan.ties, (), written, specs)
+    return GlobalSavePlan((rank_plan,), order, local_plan.ties, (), written, specs, (local_plan,))
 
 
 def _counted(local_plans: Sequence[LocalSavePlan]) -> list[list[LocalTensor]]:

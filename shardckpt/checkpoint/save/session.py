@@ -18,13 +18,11 @@ from shardckpt.checkpoint.coordinator import Channels, Coordinator
 from shardckpt.checkpoint.dedup import BaseDedup, BaseHints, FrozenParamCache, open_base_dedup
 from shardckpt.checkpoint.planning.cached_save import (
     CachedSave,
-    PlanCache,
-    RankPlanCache,
     TracedState,
-    cache_save,
+    add_trace,
     collect_local_plans,
     digest_traced_values,
-    is_cached,
+    find_cached,
 )
 from shardckpt.checkpoint.planning.rank_report import (
     RankReport,
@@ -119,7 +117,7 @@ class PlanResponse:
 
     save: str  # id
     place: str  # location to write to
-    # Plan of the chunks to write, after the JSON; None for the cached plan.
+    # Plan of the chunks to write, after the JSON; None in a message for the cached plan.
     rank_plan: Annotated[RankSavePlan | None, UNSTORED] = None
     hints: BaseHints | None = None  # facts about the base; None without a base
 
@@ -136,12 +134,10 @@ class PlanResponse:
 
 
 class Saver:
-    """Saves for one group of ranks, and caches the last committed plan."""
+    """Saves for one group of ranks, and caches the last committed saves."""
 
     def __init__(self, channels: Channels) -> None:
         self.channels = channels
-        self.rank_plan_cache: RankPlanCache | None = None  # last committed plan of this rank
-        self.plan_cache: PlanCache | None = None  # of all ranks, on rank 0
         self.cached_saves: tuple[CachedSave, ...] = ()  # without tensors, latest first
         self.frozen_params = FrozenParamCache()
 
@@ -174,29 +170,19 @@ class Saver:
             with recorder.phase("publish"):
                 session.commit(planned, written)
 
-    def report(self, flattened: FlattenedState, local_plan: LocalSavePlan, path: str) -> RankReport:
-        """Return this rank's report, with its local plan unless the cached plan fits."""
-        report = replace(build_report(flattened), values=digest_values(flattened), path=path)
-        cache = self.rank_plan_cache
-        if cache is not None and cache.local_plan.equals(local_plan):
-            return replace(report, cached=cache.save)
-        return replace(report, local_plan=local_plan.encode())
+    def find_plan(self, local_plan: LocalSavePlan) -> CachedSave | None:
+        """Return the latest save with a local plan."""
+        return next((each for each in self.cached_saves if each.local_plan.equals(local_plan)), None)
 
-    def remember(self, planned: PlannedSave, plan_cache: PlanCache | None, cached_save: CachedSave | None) -> None:
+    def remember(self, planned: PlannedSave, cached_save: CachedSave) -> None:
         """Cache a save that all ranks have committed."""
         if planned.frozen_params is not None:
             self.frozen_params = planned.frozen_params
-        rank_plan = planned.response.rank_plan
-        if rank_plan is not None:  # otherwise the plan is cached already
-            self.rank_plan_cache = RankPlanCache(planned.response.save, planned.local_plan, rank_plan)
-            self.plan_cache = plan_cache
-        if cached_save is not None:
-            others = [cached for cached in self.cached_saves if cached is not cached_save]
-            self.cached_saves = (cached_save, *others[: _MAX_CACHED_SAVES - 1])
+        others = [each for each in self.cached_saves if each.key != cached_save.key]
+        self.cached_saves = (cached_save, *others[: _MAX_CACHED_SAVES - 1])
 
     def forget(self) -> None:
-        """Drop the cached plan."""
-        self.rank_plan_cache = self.plan_cache = None
+        """Drop the cached saves."""
         self.cached_saves = ()
 
 
@@ -218,7 +204,6 @@ class PlannedSave:
 
     response: PlanResponse
     rank_plan: RankSavePlan  # chunks that this rank writes
-    local_plan: LocalSavePlan
     model: Path | None  # path of the model, if the checkpoint is a Hugging Face folder too; otherwise None
     frozen_params: FrozenParamCache | None  # None without a base
 
@@ -270,14 +255,14 @@ class _OpenedState:
     root: Any  # as `as_root` returns it
     objects: Mapping[int, Any]  # what `state_dict` returned, by object id
     trace: StateTrace | None  # None if the plan depends on more than the trace
-    cached_save: CachedSave | None  # fits the state
+    traced: TracedState | None  # None if no cached save fits the state
 
 
 @dataclass(frozen=True)
 class _StartedSave:
     """Rank 0's knowledge about a running save."""
 
-    cache: PlanCache  # plan of all ranks, to cache after they have committed the save
+    plan: GlobalSavePlan
     contents: ManifestContents  # without pieces
     base: BaseDedup | None
 
@@ -319,21 +304,17 @@ class SaveSession:
         is_alone = self._coordinator.size == 1
         planner = SavePlanner(self._saver, self._options)
         try:
-            flattened, local_plan, response = planner.plan(state, refusal)
+            flattened, response = planner.plan(state, refusal)
         finally:
             self._publication, self._started = planner.publication, planner.started
             self._cached_save = planner.cached_save
-        rank_plan, cache = response.rank_plan, self._saver.rank_plan_cache
-        if isinstance(flattened, TracedState):
-            rank_plan = flattened.rank_plan
-        if rank_plan is None:
-            assert cache is not None, "a rank that has no plan cached receives one"
-            rank_plan = cache.rank_plan
+        rank_plan = response.rank_plan
+        assert rank_plan is not None, "a planner completes the response"
         needs_base = response.hints is not None or bool(rank_plan.frozen)
         # A folder that refers to files in other folders is not a Hugging Face folder.
         model = flattened.model if is_alone and response.hints is None else None
         frozen_params = self._saver.frozen_params.copy() if needs_base else None
-        return PlannedSave(response, rank_plan, local_plan, model, frozen_params), flattened
+        return PlannedSave(response, rank_plan, model, frozen_params), flattened
 
     def stage(self, planned: PlannedSave, flattened: PlannedState) -> StagedSave:
         """Plan the files that this rank writes, and compare the state with the base."""
@@ -394,8 +375,8 @@ class SaveSession:
         if answer == _BASE_REMOVED:
             url = planned.response.hints.url if planned.response.hints is not None else ""
             raise _base_removed_error(self._options.path, url)
-        cache = self._started.cache if self._started is not None else None
-        self._saver.remember(planned, cache, self._cached_save)
+        assert self._cached_save is not None, "it was planned"
+        self._saver.remember(planned, self._cached_save)
         if self._options.after_commit is not None:
             self._options.after_commit(self._last)
 
@@ -424,7 +405,7 @@ class SaveSession:
     ) -> bytes:
         """Compare replicas, commit, publish. On rank 0."""
         assert self._started is not None and self._publication is not None
-        plan, base = self._started.cache.plan, self._started.base
+        plan, base = self._started.plan, self._started.base
         digests, unchanged, hashes, stats = zip(*outcomes, strict=True)
         if _has_unequal_replicas(plan, digests):
             return _EXPLAIN
@@ -466,31 +447,25 @@ class SavePlanner:
         self._saver, self._coordinator, self._options = saver, saver.channels.main, options
         self.publication: Publication | None = None  # on rank 0
         self.started: _StartedSave | None = None  # on rank 0
-        self.cached_save: CachedSave | None = None  # fits the state, or is cached by the commit
+        self.cached_save: CachedSave | None = None  # to cache once the save is committed
+        self._known: CachedSave | None = None  # has the local plan of the flattened state
 
-    def plan(self, state: Any, refusal: Exception | None) -> tuple[PlannedState, LocalSavePlan, PlanResponse]:
+    def plan(self, state: Any, refusal: Exception | None) -> tuple[PlannedState, PlanResponse]:
         """Flatten the state, plan with the other ranks, start the publication. Collective."""
         plan = self._plan_alone if self._coordinator.size == 1 else self._exchange_plan
         return plan(state, refusal)
 
-    def _plan_alone(self, state: Any, refusal: Exception | None) -> tuple[PlannedState, LocalSavePlan, PlanResponse]:
+    def _plan_alone(self, state: Any, refusal: Exception | None) -> tuple[PlannedState, PlanResponse]:
         opened = self._open(state, refusal)
-        trace, cached_save = opened.trace, opened.cached_save
-        if trace is None or cached_save is None:
-            return self._flatten_alone(opened)
-        self.cached_save = cached_save
-        return TracedState(cached_save, trace), cached_save.rank.local_plan, self._start_again(trace, cached_save)[0]
-
-    def _flatten_alone(self, opened: _OpenedState) -> tuple[PlannedState, LocalSavePlan, PlanResponse]:
-        """Flatten and plan; cache the save for states that have the same trace."""
+        if opened.traced is not None:
+            (response,) = self._start_again(opened.traced)
+            return self._repeat(opened.traced, response)
         flattened, local_plan = self._flatten(opened)
-        planned = self._saver.plan_cache
-        if planned is None or not planned.local_plans[0].equals(local_plan):
-            planned = PlanCache("", (local_plan,), create_single_rank_plan(local_plan))
-        plan, reports, about = planned.plan, [build_report(flattened)], self._options.custom_metadata
-        (response,) = self._start(planned, lambda save: build_contents(save, flattened, plan, reports, about))
-        self._cache(opened.trace, flattened, local_plan, response)
-        return flattened, local_plan, response
+        known = None if self._known is None else self._known.plan
+        plan = create_single_rank_plan(local_plan) if known is None else known
+        reports, about = [build_report(flattened)], self._options.custom_metadata
+        (response,) = self._start(plan, lambda save: build_contents(save, flattened, plan, reports, about))
+        return flattened, self._cache(opened.trace, flattened, local_plan, response)
 
     def _open(self, state: Any, refusal: Exception | None) -> _OpenedState:
         """Trace the state, and find a cached save that it fits."""
@@ -499,48 +474,55 @@ class SavePlanner:
         require_state(state)
         root, objects = as_root(state), dict[int, Any]()
         trace = None if self._options.trainable_only else trace_state(root, objects)
-        fitting = (cached for cached in self._saver.cached_saves if trace is not None and cached.fits(trace))
-        return _OpenedState(root, objects, trace, next(fitting, None))
+        if trace is None:
+            return _OpenedState(root, objects, None, None)
+        fitting = next((each for each in self._saver.cached_saves if each.key == trace.key), None)
+        return _OpenedState(root, objects, trace, None if fitting is None else TracedState(fitting, trace))
+
+    def _repeat(self, traced: TracedState, response: PlanResponse) -> tuple[PlannedState, PlanResponse]:
+        self.cached_save = traced.cached_save
+        return traced, replace(response, rank_plan=traced.cached_save.rank_plan)
 
     def _flatten(self, opened: _OpenedState) -> tuple[FlattenedState, LocalSavePlan]:
         flattened = flatten_state(opened.root, self._coordinator.rank, self._coordinator.size, opened.objects)
-        return flattened, create_local_plan(flattened, trainable_only=self._options.trainable_only)
+        local_plan = create_local_plan(flattened, trainable_only=self._options.trainable_only)
+        self._known = self._saver.find_plan(local_plan)
+        return flattened, local_plan
 
     def _cache(
         self, trace: StateTrace | None, flattened: FlattenedState, local_plan: LocalSavePlan, response: PlanResponse
-    ) -> None:
-        """Prepare to cache the save once it is committed."""
-        cache = self._saver.rank_plan_cache
-        rank_plan = response.rank_plan or (cache.rank_plan if cache is not None else None)
-        if trace is not None and rank_plan is not None:
-            planned, contents = (None, None) if self.started is None else (self.started.cache, self.started.contents)
-            rank = RankPlanCache(response.save, local_plan, rank_plan)
-            self.cached_save = cache_save(rank, trace, flattened, planned, contents)
+    ) -> PlanResponse:
+        """Prepare to cache the save; return the response with this rank's plan."""
+        rank_plan = response.rank_plan
+        if rank_plan is None and self._known is not None:
+            rank_plan = self._known.rank_plan
+        assert rank_plan is not None, "a rank that has no plan cached receives one"
+        plan, contents = (None, None) if self.started is None else (self.started.plan, self.started.contents)
+        save = CachedSave(response.save, local_plan, local_plan, rank_plan, plan)
+        self.cached_save = add_trace(save, trace, flattened, contents)
+        return replace(response, rank_plan=rank_plan)
 
-    def _start_again(self, trace: StateTrace, cached_save: CachedSave) -> list[PlanResponse]:
+    def _start_again(self, traced: TracedState) -> list[PlanResponse]:
         """Publish a state that fits a cached save. On rank 0."""
-        manifest, about = cached_save.manifest, self._options.custom_metadata
-        assert manifest is not None, "rank 0 caches the manifest too"
-        return self._start(manifest.cache, lambda save: manifest.build_contents(save, trace, about))
+        plan, manifest, about = traced.cached_save.plan, traced.cached_save.manifest, self._options.custom_metadata
+        assert plan is not None and manifest is not None, "rank 0 caches them too"
+        return self._start(plan, lambda save: manifest.build_contents(save, traced.trace, about))
 
-    def _exchange_plan(self, state: Any, refusal: Exception | None) -> tuple[PlannedState, LocalSavePlan, PlanResponse]:
+    def _exchange_plan(self, state: Any, refusal: Exception | None) -> tuple[PlannedState, PlanResponse]:
         """Send a report about the state, and receive this rank's plan. Collective."""
         what = f"preparing to save to {self._options.path}"
         opened = capture_error(lambda: self._open(state, refusal))
-        if not isinstance(opened, Exception) and opened.trace is not None and opened.cached_save is not None:
+        if not isinstance(opened, Exception) and opened.traced is not None:
             # If all states fit one cached save, no rank flattens its own. Otherwise all do.
-            answer = self._ask_traced(what, opened.trace, opened.cached_save)
+            answer = self._ask_traced(what, opened.traced)
             if answer != _FLATTENED_NEEDED:
-                self.cached_save = opened.cached_save
-                traced = TracedState(opened.cached_save, opened.trace)
-                return traced, opened.cached_save.rank.local_plan, PlanResponse.decode(answer)
+                return self._repeat(opened.traced, PlanResponse.decode(answer))
         local = opened if isinstance(opened, Exception) else capture_error(partial(self._flatten, opened))
 
         def ask() -> bytes:
             if isinstance(local, Exception):
                 return self._coordinator.coordinate(what, local, decide)
-            report = capture_error(lambda: self._saver.report(*local, self._options.path).encode())
-            return self._coordinator.coordinate(what, report, decide)
+            return self._coordinator.coordinate(what, capture_error(lambda: self._report(*local).encode()), decide)
 
         def decide(messages: list[bytes]) -> list[bytes]:
             assert not isinstance(local, Exception), "this rank's error is raised before"
@@ -552,28 +534,33 @@ class SavePlanner:
             answer = ask()
         if answer == _LOCAL_PLANS_NEEDED:
             self._saver.forget()
+            self._known = None
             answer = ask()
         if answer == _EXPLAIN:
             self._coordinator.coordinate(what, value_digests(local[0]), _raise_values)
-        response = PlanResponse.decode(answer)
         assert not isinstance(opened, Exception), "its error is raised by then"
-        self._cache(opened.trace, *local, response)
-        return (*local, response)
+        return local[0], self._cache(opened.trace, *local, PlanResponse.decode(answer))
 
-    def _ask_traced(self, what: str, trace: StateTrace, cached_save: CachedSave) -> bytes:
+    def _report(self, flattened: FlattenedState, local_plan: LocalSavePlan) -> RankReport:
+        """Return this rank's report, with its local plan unless a cached one fits."""
+        report = replace(build_report(flattened), values=digest_values(flattened), path=self._options.path)
+        if self._known is None:
+            return replace(report, local_plan=local_plan.encode())
+        return replace(report, cached=self._known.save)
+
+    def _ask_traced(self, what: str, traced: TracedState) -> bytes:
         """Return rank 0's answer to a report that the state fits a cached save. Collective."""
 
         def report() -> bytes:
-            values = digest_traced_values(trace)
-            return RankReport(cached_save.rank.save, b"", values, {}, {}, self._options.path, is_traced=True).encode()
+            values, path = digest_traced_values(traced.trace), self._options.path
+            return RankReport(traced.cached_save.save, b"", values, {}, {}, path, is_traced=True).encode()
 
         def decide(messages: list[bytes]) -> list[bytes]:
             reports = [RankReport.decode(message) for message in messages]
             require_one_path(reports)
             if len({(report.is_traced, report.cached, report.values) for report in reports}) > 1:
                 return [_FLATTENED_NEEDED] * len(messages)
-            responses = self._start_again(trace, cached_save)
-            return [replace(response, rank_plan=None).encode() for response in responses]
+            return [replace(response, rank_plan=None).encode() for response in self._start_again(traced)]
 
         return self._coordinator.coordinate(what, capture_error(report), decide)
 
@@ -585,28 +572,26 @@ class SavePlanner:
             return [_FLATTENED_NEEDED] * len(messages)
         if len({report.values for report in reports}) > 1:
             return [_EXPLAIN] * len(messages)
-        known = self._saver.plan_cache
 
-        def start_with(planned: PlanCache) -> list[PlanResponse]:
+        def start(plan: GlobalSavePlan) -> list[PlanResponse]:
             about = self._options.custom_metadata
-            return self._start(planned, lambda save: build_contents(save, flattened, planned.plan, reports, about))
+            return self._start(plan, lambda save: build_contents(save, flattened, plan, reports, about))
 
-        if known is not None and is_cached(reports, known):
-            return [replace(response, rank_plan=None).encode() for response in start_with(known)]
-        local_plans = collect_local_plans(reports, known)
+        cached = find_cached(reports, self._saver.cached_saves)
+        if cached is not None and cached.plan is not None:
+            return [replace(response, rank_plan=None).encode() for response in start(cached.plan)]
+        local_plans = collect_local_plans(reports, self._saver.cached_saves)
         if local_plans is None:
             return [_LOCAL_PLANS_NEEDED] * len(messages)
-        planned = PlanCache("", local_plans, create_global_plan(local_plans))
-        return [response.encode() for response in start_with(planned)]
+        return [response.encode() for response in start(create_global_plan(local_plans))]
 
-    def _start(self, planned: PlanCache, build: Callable[[str], ManifestContents]) -> list[PlanResponse]:
+    def _start(self, plan: GlobalSavePlan, build: Callable[[str], ManifestContents]) -> list[PlanResponse]:
         """Start the publication, and return the answer to each rank. On rank 0."""
-        save_id, plan, options = new_save_id(), planned.plan, self._options
+        save_id, options = new_save_id(), self._options
         if options.on_begin is not None:
             options.on_begin(save_id)
         base = _open_base(options, plan)
-        cache = planned if planned.save else replace(planned, save=save_id)
-        self.started = _StartedSave(cache, build(save_id), base)
+        self.started = _StartedSave(plan, build(save_id), base)
         self.publication = start_publication(
             options.path,
             STEP,

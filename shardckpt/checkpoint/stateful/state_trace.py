@@ -36,12 +36,14 @@ from shardckpt.state.adapters.model_index import (
 )
 from shardckpt.state.keys.kinds import get_metadata
 
+StructureKey = tuple[object, ...]  # equal for states with the same plan
+
 
 @dataclass(frozen=True)
 class StateTrace:
     """A state's trace."""
 
-    description: tuple[object, ...]  # description of the structure, equal for states with the same plan
+    key: StructureKey
     tensors: list[torch.Tensor]  # tensors, in the order in which they were found
     local_tensors: list[torch.Tensor]  # the same tensors, with the local tensor in place of each DTensor
     values: list[tuple[Path, Any]]  # plain values, with their paths
@@ -54,8 +56,8 @@ def trace_state(state: Any, opened: dict[int, Any]) -> StateTrace | None:
         tracer.visit(state, ())
         structure = tracer.finish()
         local_tensors, shardings = _find_local_tensors(tracer.tensors)
-        description = (structure, shardings, *_describe(tracer.tensors, local_tensors))
-        return StateTrace(description, tracer.tensors, local_tensors, tracer.values)
+        key = (structure, shardings, *_describe(tracer.tensors, local_tensors))
+        return StateTrace(key, tracer.tensors, local_tensors, tracer.values)
     except _UntraceableError:
         return None
 
