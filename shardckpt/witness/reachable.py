@@ -16,7 +16,7 @@ import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardckpt.checkpoint.stateful.stateful import is_stateful
+from shardckpt.checkpoint.stateful.walk import WITH_STATE, LeafKind, find_kind
 from shardckpt.witness.digests import digest_random_states, digest_tensors
 
 _MAX_VALUES = 10_000  # maximum values that are looked at: a function may reach all of a program
@@ -93,12 +93,14 @@ def _get_module_name(function: Any) -> str:
     return str(getattr(function, "__module__", ""))
 
 
+_DIGESTED = WITH_STATE | {LeafKind.MODULE, LeafKind.TENSOR, LeafKind.ARRAY}
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+
 def _is_digested(value: Any) -> bool:
-    kinds = (nn.Module, torch.optim.Optimizer, torch.Tensor, np.ndarray, torch.Generator, random.Random)
-    generators = (np.random.Generator, np.random.RandomState)
     return (
-        isinstance(value, (*kinds, *generators, *_PLAIN, *_CONTAINERS))
-        or is_stateful(value)
+        find_kind(value) in _DIGESTED
+        or isinstance(value, (*_GENERATORS, *_PLAIN, *_CONTAINERS))
         or hasattr(value, "__next__")
         or not _attributes(value)
     )
@@ -154,21 +156,24 @@ class _Hasher:
         self._hasher.update(f"{text};".encode("utf-8", "replace"))
 
     def _add(self, value: Any) -> None:
+        kind = find_kind(value)
         if isinstance(value, _PLAIN):
             self._text(repr(value))
-        elif isinstance(value, torch.Tensor):
+        elif kind is LeafKind.TENSOR:
             own = value.to_local() if isinstance(value, DTensor) else value
             self._text((own.dtype, tuple(own.shape), digest_tensors([own.detach()]) if _has_elements(own) else ""))
-        elif isinstance(value, np.ndarray):
+        elif kind is LeafKind.ARRAY:
             self._text((value.dtype, value.shape, value.tobytes() if value.dtype != object else repr(value)))
         elif id(value) not in self._open:
             self._open.add(id(value))
-            self._add_object(value)
+            self._add_object(value, kind)
             self._open.discard(id(value))
 
-    def _add_object(self, value: Any) -> None:
-        if isinstance(value, nn.Module):
+    def _add_object(self, value: Any, kind: LeafKind) -> None:
+        if kind is LeafKind.MODULE:
             self._add({**dict(value.named_parameters()), **dict(value.named_buffers()), "training": value.training})
+        elif kind in WITH_STATE:
+            self._add(_get_state(value))
         elif isinstance(value, torch.Generator):
             self._add(value.get_state())
         elif isinstance(value, random.Random):
@@ -177,8 +182,6 @@ class _Hasher:
             self._text(value.bit_generator.state)
         elif isinstance(value, np.random.RandomState):
             self._text(repr(value.get_state(legacy=False)))
-        elif isinstance(value, torch.optim.Optimizer) or is_stateful(value):
-            self._add(_get_state(value))
         elif isinstance(value, Mapping):
             for key, item in value.items():
                 self._text(key if isinstance(key, _PLAIN) else "")

@@ -9,11 +9,11 @@ from operator import is_
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardckpt.checkpoint.stateful.flatten import FlattenedState, flatten_state
 from shardckpt.checkpoint.stateful.stateful import dtype_name
+from shardckpt.checkpoint.stateful.walk import Leaf, LeafKind, map_leaves
 from shardckpt.encodings.tagged_json import path_key
 from shardckpt.manifest import Path, dotted
 from shardckpt.plan.optim.param_groups import NAMES
@@ -111,18 +111,18 @@ def _list_values(objects: TrainedObjects) -> Iterator[object]:
 _FIXED = (torch.Tensor, bool, int, float, str, type(None))
 
 
-def _replace_tensors(value: Any) -> Any:
+def _replace_tensors(state: Any) -> Any:
     """Return a state's objects without models, and with optimizers' settings in their place."""
-    if isinstance(value, nn.Module):
-        return None
-    if isinstance(value, torch.optim.Optimizer):
-        groups = value.param_groups
-        return {"param_groups": [{k: v for k, v in group.items() if k not in NAMES} for group in groups]}
-    if isinstance(value, Mapping):
-        return {key: _replace_tensors(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_replace_tensors(item) for item in value]
-    return value
+
+    def take(leaf: Leaf) -> Any:
+        if leaf.kind is LeafKind.MODULE:
+            return None
+        if leaf.kind is LeafKind.OPTIMIZER:
+            groups = leaf.value.param_groups
+            return {"param_groups": [{k: v for k, v in group.items() if k not in NAMES} for group in groups]}
+        return leaf.value
+
+    return map_leaves(state, take)
 
 
 def _part(flat: FlattenedState, objects: TrainedObjects, path: Path) -> Part:

@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from shardckpt.checkpoint.stateful.stateful import as_root, is_stateful
-from shardckpt.encodings.tagged_json import path_key
-from shardckpt.manifest import Path, dotted
+from shardckpt.checkpoint.stateful.stateful import as_root
+from shardckpt.checkpoint.stateful.walk import WITH_STATE, LeafKind, find_kind, walk
+from shardckpt.manifest import Path, dotted, unflatten
 from shardckpt.state.adapters.model_index import modules
 from shardckpt.witness.records.step_records import Part
 
@@ -58,72 +58,60 @@ def find_trained_objects(state: Any) -> TrainedObjects:
     # Objects with their own `state_dict`, such as loaders, are not called: it may be slow, or change them. An optimizer
     # or a trained model in an attribute counts, and so does a schedule's optimizer.
     finder = _ObjectFinder()
-    kept = finder.visit(as_root(state), ())
-    if kept is None or isinstance(kept, dict):
-        kept = {**(kept or {}), **finder.find_attributes()}
-    return finder.build(kept)
+    for path, kind, value in walk(as_root(state)):
+        finder.add(value, path, kind)
+    return finder.build()
 
 
 class _ObjectFinder:
     """Finds the objects in one state that training changes."""
 
     def __init__(self) -> None:
+        self._kept: dict[Path, Any] = {}
         self._parts: dict[Path, Part] = {}
         self._found: dict[int, tuple[Path, Any]] = {}
         self._others: dict[Path, Any] = {}
 
-    def visit(self, value: Any, path: Path) -> Any:
-        """Return what training changes in a value; None if nothing is left."""
-        if self._add(value, path):
-            return value
-        if isinstance(value, Mapping):
-            inner = {key: self.visit(item, (*path, path_key(key))) for key, item in value.items()}
-            return {key: item for key, item in inner.items() if item is not None} or None
-        if isinstance(value, (list, tuple)):
-            listed = [self.visit(item, (*path, at)) for at, item in enumerate(value)]
-            return listed if any(item is not None for item in listed) else None
-        if path and is_stateful(value):
-            self._others[path] = value
-        return None
-
-    def _add(self, value: Any, path: Path) -> bool:
-        part = next((part for kind, part in _PARTS if isinstance(value, kind)), None)
-        if isinstance(value, torch.Tensor) and value.requires_grad:  # such as the master of a parameter
+    def add(self, value: Any, path: Path, kind: LeafKind) -> None:
+        """Add a leaf, if training changes it or if it has attributes that training may change."""
+        part = next((part for known, part in _PARTS if isinstance(value, known)), None)
+        if kind is LeafKind.TENSOR and value.requires_grad:  # such as the master of a parameter
             part = "parameter"
-        if part is None:
-            return False
-        self._parts[path] = part
-        self._found.setdefault(id(value), (path, value))
-        return True
+        if part is not None:
+            self._kept[path], self._parts[path] = value, part
+            self._found.setdefault(id(value), (path, value))
+        elif path and kind in WITH_STATE:
+            self._others[path] = value
 
-    def find_attributes(self) -> dict[str, Any]:
+    def _add_attributes(self) -> None:
         """Add optimizers, and the models that they train, from attributes of objects in the state."""
         attributes = list(_list_attributes(self._others))
-        kept = self._add_attributes((name, each) for name, each in attributes if isinstance(each, _OPTIMIZER))
+        self._add_new((name, each) for name, each in attributes if isinstance(each, _OPTIMIZER))
         trained = {id(parameter) for optim in self._list_found(_OPTIMIZER) for parameter in _list_params(optim)}
-        kept |= self._add_attributes(
+        self._add_new(
             (name, each)
             for name, each in attributes
             if isinstance(each, nn.Module) and any(id(parameter) in trained for parameter in each.parameters())
         )
         if self._list_found(nn.Module):  # a fresh optimizer is a fault that its schedule shows
             schedules = {path: each for path, each in self._found.values() if self._parts[path] == "schedule"}
-            kept |= self._add_attributes(
+            self._add_new(
                 (f"{dotted(path)}.optimizer", optim)
                 for path, each in schedules.items()
                 if isinstance(optim := getattr(each, "optimizer", None), _OPTIMIZER)
             )
-        return kept
 
-    def _add_attributes(self, attributes: Iterator[tuple[str, Any]]) -> dict[str, Any]:
-        new = {name: value for name, value in attributes if id(value) not in self._found}
-        return {name: value for name, value in new.items() if self._add(value, (name,))}
+    def _add_new(self, attributes: Iterator[tuple[str, Any]]) -> None:
+        for name, value in {name: each for name, each in attributes if id(each) not in self._found}.items():
+            self.add(value, (name,), find_kind(value))
 
     def _list_found(self, kind: type) -> list[Any]:
         return [each for _, each in self._found.values() if isinstance(each, kind)]
 
-    def build(self, kept: Any) -> TrainedObjects:
+    def build(self) -> TrainedObjects:
         """Return the objects that were found."""
+        if () not in self._kept:
+            self._add_attributes()
         models = {path: each for path, each in self._found.values() if isinstance(each, nn.Module)}
         parts = {
             (*path, name) if name else path: part for path, model in models.items() for name, part in modules(model)
@@ -133,7 +121,9 @@ class _ObjectFinder:
             for name, each in _list_attributes({**self._others, **parts})
             if isinstance(each, torch.Generator)
         }
-        return TrainedObjects(kept, self._parts, models, tuple(self._list_found(_OPTIMIZER)), generators)
+        return TrainedObjects(
+            unflatten(self._kept, has_lists=True), self._parts, models, tuple(self._list_found(_OPTIMIZER)), generators
+        )
 
 
 _OPTIMIZER = torch.optim.Optimizer

@@ -14,8 +14,6 @@ from shardckpt.boxes import Box
 from shardckpt.checkpoint.load.source import CheckpointSource, allocate
 from shardckpt.checkpoint.stateful.stateful import dtype_name, has_memory
 from shardckpt.encodings.pickle_stubs import PerRankValue
-from shardckpt.encodings.tagged_json import MAX_DEPTH
-from shardckpt.errors import UsageError
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.plan.naming.fqn import make_cleaner
 from shardckpt.plan.naming.sections import find_sections, model_paths
@@ -332,12 +330,6 @@ def _is_same_target(one: tuple[LoadItem, LocalShard], other: tuple[LoadItem, Loc
 def _can_fill(item: LoadItem, can_cast: bool) -> bool:
     """Return True if the saved array fits its target; otherwise there is a problem already."""
     return item.entry.shape == item.array.shape and (can_cast or item.entry.dtype == dtype_name(item.array.dtype))
-
-
-def require_depth(path: Path) -> None:
-    """Raise UsageError for a value that is nested too deep."""
-    if len(path) > MAX_DEPTH:
-        raise UsageError("nested too deep, or holds itself", where=dotted(path[:8]))
 
 
 def _fits(entry: TensorEntry, array: TensorShards) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,6 @@ from shardckpt.checkpoint.load.load_plan import (
     Put,
     Taker,
     model_names,
-    require_depth,
 )
 from shardckpt.checkpoint.load.source import CheckpointSource
 from shardckpt.checkpoint.load.stateful_fill import FilledMemory, hand_over
@@ -33,10 +31,10 @@ from shardckpt.checkpoint.stateful.stateful import (
     Stateful,
     check_tensor,
     get_state_dict,
-    is_optimizer,
-    is_stateful,
+    keeps_state_elsewhere,
 )
 from shardckpt.checkpoint.stateful.variant import EXTRAS, Variant
+from shardckpt.checkpoint.stateful.walk import LeafKind, find_kind, require_depth, walk
 from shardckpt.encodings.tagged_json import path_key
 from shardckpt.errors import UsageError
 from shardckpt.manifest import Path, TensorEntry, dotted
@@ -88,6 +86,17 @@ class _LoadPlanner:
         self._opened: set[Path] = set()  # paths of lists whose entries are visited
         self._shards = FlatShards()
         self._objects: list[tuple[int, Stateful, Path]] = []  # objects with tensors, each with the index of its value
+        self._methods: dict[LeafKind, Callable[[Any, Path, Put], None]] = {
+            LeafKind.VALUE: self._value,
+            LeafKind.TENSOR: self._tensor,
+            LeafKind.MODULE: self._module,
+            LeafKind.VARIANT: self._variant,
+            LeafKind.OPTIMIZER: self._optimizer,
+            LeafKind.PER_RANK: self._per_rank,
+            LeafKind.STATEFUL: self._stateful,
+            LeafKind.ARRAY: self._array,
+            LeafKind.CONTAINER: self._container,
+        }
 
     def find_unexpected(self) -> Iterator[Path]:
         """Yield the paths that only the checkpoint has."""
@@ -106,34 +115,27 @@ class _LoadPlanner:
 
     def visit(self, value: Any, path: Path, put: Put) -> None:
         """Plan to load a value and everything in it."""
-        require_depth(path)
+        self._methods[find_kind(value)](value, path, put)
+
+    def _tensor(self, value: torch.Tensor, path: Path, _put: Put) -> None:
         if is_sharded_tensor(value):
-            self._builder.add_array(path, path, get_tensor_shards(view_as_dtensor(value, path)))
-        elif isinstance(value, torch.Tensor):
+            value = view_as_dtensor(value, path)
+        else:
             check_tensor(value, path)
             require_no_flat_shard(value, path, self._shards)
-            self._builder.add_array(path, path, get_tensor_shards(value))
-        elif isinstance(value, nn.Module):
-            self._module(value, path)
-        elif is_optimizer(value):
-            self._optimizer(value, path)
-        elif isinstance(value, PerRank):
-            self._per_rank(value, path)
-        elif isinstance(value, Variant):
-            self._variant(value, path)
-        elif is_stateful(value):
-            self._stateful(value, path)
-        elif type(value) in (dict, OrderedDict) and value:
+        self._builder.add_array(path, path, get_tensor_shards(value))
+
+    def _container(self, value: Any, path: Path, put: Put) -> None:
+        require_depth(path)
+        if isinstance(value, dict) and value:
             for key, item in value.items():
                 self.visit(item, (*path, path_key(key)), _setter(value, key))
-        elif type(value) in (list, tuple) and _holds_objects(value):
+        elif not isinstance(value, dict) and _has_objects(value):
             self._sequence(value, path, put)
-        elif isinstance(value, np.ndarray):
-            self._numpy_array(value, path, put)
         else:
-            self._value_in_place(path, put, value)
+            self._value(value, path, put)
 
-    def _numpy_array(self, value: np.ndarray[Any, Any], path: Path, put: Put) -> None:
+    def _array(self, value: np.ndarray[Any, Any], path: Path, put: Put) -> None:
         """Plan to load an array: in place if the saved one fits, else as replacement."""
         check_array(value, path)
         is_fillable = value.flags.writeable and value.size and value.dtype.isnative
@@ -142,13 +144,13 @@ class _LoadPlanner:
         if entry is None and (found := self._pickled_array(path)) is not None:
             fits = found.shape == value.shape and (found.dtype.name == value.dtype.name or self._builder.options.cast)
             can_fill = bool(value.flags.writeable) and fits
-            self._value_in_place(path, partial(np.copyto, value, casting="unsafe") if can_fill else put, value)
+            self._value(value, path, partial(np.copyto, value, casting="unsafe") if can_fill else put)
         elif is_fillable and (put is _refuse or entry is None or self._fits(value, entry)):
             self._builder.add_array(path, path, get_tensor_shards(share_memory(value)))
         elif entry is not None and self._builder.options.is_own_only and self._builder.source.is_elsewhere(entry):
             self._builder.plan.taken.add(path)
         else:
-            self._value_in_place(path, put, value)
+            self._value(value, path, put)
 
     def _pickled_array(self, path: Path) -> np.ndarray[Any, Any] | None:
         """Return the array that a pickle has at a path, among its other values."""
@@ -164,8 +166,8 @@ class _LoadPlanner:
 
     def _sequence(self, value: Any, path: Path, put: Put) -> None:
         saved, is_there = self._builder.source.find(path)
-        if _is_row(saved, len(value)) and not _holds_objects(value, _OBJECTS):
-            self._value_in_place(path, put, value)  # one value of a pickle, such as the state of NumPy's generator
+        if _is_row(saved, len(value)) and not _has_objects(value, _PLAIN_KINDS):
+            self._value(value, path, put)  # one value of a pickle, such as the state of NumPy's generator
             return
         self._opened.add(path)
         if is_there and isinstance(saved, (list, tuple)) and len(saved) != len(value):
@@ -178,12 +180,12 @@ class _LoadPlanner:
         if isinstance(value, tuple) and put is not _refuse:
             self._builder.plan.values.append(Taker(path, None, lambda _: put(tuple(held))))
 
-    def _value_in_place(self, path: Path, put: Put, value: Any) -> None:
+    def _value(self, value: Any, path: Path, put: Put) -> None:
         if put is _refuse:
             put(value)
         self._builder.add_value(path, put)
 
-    def _stateful(self, value: Stateful, path: Path) -> None:
+    def _stateful(self, value: Stateful, path: Path, _put: Put) -> None:
         """Plan to fill an object's tensors in place, and to pass it the complete state."""
         saved, _ = self._builder.source.find(path)
         if next(iter_refs(saved), None) is None or not self._builder.wants(path):
@@ -219,9 +221,9 @@ class _LoadPlanner:
             )
         self._builder.plan.values[at] = taker._replace(tree=handover.tree)
 
-    def _variant(self, variant: Variant, path: Path) -> None:
+    def _variant(self, variant: Variant, path: Path, put: Put) -> None:
         if variant.module is not None:
-            self._module(variant.module, path)
+            self._module(variant.module, path, put)
         else:
             for name, array in variant.arrays(self._models.get(variant.of, path)).items():
                 self._builder.add_array((*path, name), (*path, name), array)
@@ -229,7 +231,7 @@ class _LoadPlanner:
             self.visit(value, (*path, name), _refuse)
         self._builder.plan.taken |= {(*path, name) for name in EXTRAS}
 
-    def _module(self, module: nn.Module, path: Path) -> None:
+    def _module(self, module: nn.Module, path: Path, _put: Put) -> None:
         from shardckpt.state.model.module_hooks import find_quantized  # noqa: PLC0415  (tensors alone need no engine)
 
         model = self._models.get(module, path)
@@ -255,14 +257,17 @@ class _LoadPlanner:
         self._builder.plan.is_collective |= model.index is None
         self._builder.plan.after.append(model.finish)
 
-    def _optimizer(self, optim: Any, path: Path) -> None:
+    def _optimizer(self, optim: Any, path: Path, put: Put) -> None:
+        if keeps_state_elsewhere(optim):
+            self._stateful(optim, path, put)
+            return
         from shardckpt.checkpoint.load.optim_load_plan import (  # noqa: PLC0415  (tensors alone need no engine)
             OptimizerLoadPlanner,
         )
 
         OptimizerLoadPlanner(self._builder, self._models, self._shards).plan(optim, path)
 
-    def _per_rank(self, value: PerRank, path: Path) -> None:
+    def _per_rank(self, value: PerRank, path: Path, _put: Put) -> None:
         saved, is_there = self._builder.source.find(path)
         if not is_there:
             self._builder.add_missing(path)
@@ -306,16 +311,11 @@ def _setter(container: Any, key: Any) -> Put:
     return put
 
 
-_OBJECTS = (torch.Tensor, nn.Module, PerRank, Variant)
+_PLAIN_KINDS = frozenset({LeafKind.VALUE, LeafKind.ARRAY})
 
 
-def _holds_objects(value: Any, kinds: tuple[type, ...] = (*_OBJECTS, np.ndarray)) -> bool:
-    return any(
-        isinstance(item, kinds)
-        or is_stateful(item)
-        or (type(item) in (list, tuple, dict, OrderedDict) and _holds_objects(_members(item), kinds))
-        for item in value
-    )
+def _has_objects(value: Any, plain: Set[LeafKind] = frozenset({LeafKind.VALUE})) -> bool:
+    return any(leaf.kind not in plain for leaf in walk(value))
 
 
 def _is_row(saved: object, length: int) -> bool:
@@ -333,7 +333,3 @@ def _iter_parts(value: Any, path: Path, arrays: Set[Path]) -> Iterator[Path]:
             yield from _iter_parts(part, (*path, at), arrays)
     elif path not in arrays:
         yield path
-
-
-def _members(value: Any) -> Iterable[Any]:
-    return list(value.values()) if isinstance(value, dict) else list(value)

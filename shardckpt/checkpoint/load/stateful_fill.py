@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardckpt.checkpoint.load.load_plan import LoadItem, is_same_source, require_depth
+from shardckpt.checkpoint.load.load_plan import LoadItem, is_same_source
 from shardckpt.checkpoint.stateful.flatten import view_as_dtensor
-from shardckpt.checkpoint.stateful.stateful import dtype_name, has_memory, is_optimizer, is_stateful
+from shardckpt.checkpoint.stateful.stateful import dtype_name, has_memory
+from shardckpt.checkpoint.stateful.walk import WITH_STATE, find_kind, require_depth, walk
 from shardckpt.encodings.tagged_json import path_key
 from shardckpt.manifest import Path, TensorEntry
 from shardckpt.readers.opened.state_tree import TensorRef
@@ -116,7 +117,7 @@ def hand_over(saved: Any, own: Any, path: Path, arrays: Mapping[Path, TensorEntr
     handover = match.made
     own = _expanded(own, path)
     handover.tree = match.visit(saved, own, path)
-    dtensors = list(_dtensors(own, path))
+    dtensors = [at for at, _, each in walk(own, path) if isinstance(each, DTensor) or is_sharded_tensor(each)]
     placed = {fill.path for fill in handover.fills}
     handover.missing = [place for place in dtensors if place not in placed]
     if not dtensors:
@@ -164,10 +165,10 @@ class _Match:
 
 def _expanded(own: Any, path: Path) -> Any:
     """Return a tree with objects replaced by their states."""
-    if is_optimizer(own) or is_stateful(own):
-        own = own.state_dict()
     require_depth(path)
-    if isinstance(own, Mapping):
+    if find_kind(own) in WITH_STATE:
+        own = own.state_dict()
+    if isinstance(own, Mapping):  # of any class: nothing but its items is needed
         return {key: _expanded(item, (*path, path_key(key))) for key, item in own.items()}
     if isinstance(own, (list, tuple)):
         return [_expanded(item, (*path, at)) for at, item in enumerate(own)]
@@ -193,15 +194,3 @@ def _can_be_filled(own: torch.Tensor, entry: TensorEntry) -> bool:
         and not (own.is_meta or own.is_inference() or own.is_quantized)
         and has_memory(own)
     )
-
-
-def _dtensors(own: Any, path: Path) -> Iterator[Path]:
-    """Yield the paths to DTensors in an object's state."""
-    if isinstance(own, DTensor) or is_sharded_tensor(own):
-        yield path
-    elif isinstance(own, dict):
-        for key, item in own.items():
-            yield from _dtensors(item, (*path, path_key(key)))
-    elif isinstance(own, list):
-        for at, item in enumerate(own):
-            yield from _dtensors(item, (*path, at))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -19,13 +17,13 @@ from shardckpt.checkpoint.stateful.stateful import (
     as_root,
     check_tensor,
     get_state_dict,
-    is_optimizer,
-    is_stateful,
+    keeps_state_elsewhere,
     require_memory,
     to_named_value,
 )
 from shardckpt.checkpoint.stateful.tensor_bytes import find_memory, view_box
 from shardckpt.checkpoint.stateful.variant import Variant
+from shardckpt.checkpoint.stateful.walk import Leaf, LeafKind, is_column, map_leaves, walk
 from shardckpt.encodings import tagged_json
 from shardckpt.encodings.tagged_json import NamedValue, encode_array_ref, path_key
 from shardckpt.errors import UnsupportedError, UsageError
@@ -85,22 +83,19 @@ class LocalModels:
         self._paths: dict[int, Path] = {}
         self._parameters: dict[str, nn.Parameter] = {}  # outside the models
         with torch.inference_mode(False):  # in inference mode a view of a DTensor raises
-            self._add_models(state, ())
+            for path, kind, value in walk(state, (), lambda container, _: not is_column(container, {torch.Tensor})):
+                if kind is LeafKind.MODULE:
+                    self._add_model(value, path)
+                elif kind is LeafKind.VARIANT:
+                    self._add_model(value.of, path)
+                    self._add_model(value.module, path)
+                elif type(value) is nn.Parameter:
+                    self._parameters[dotted(path)] = value
 
-    def _add_models(self, value: Any, path: Path) -> None:
-        if isinstance(value, nn.Module):
-            if id(value) not in self._models:
-                self._models[id(value)] = _unwrap_local_model(value, path)
-                self._paths[id(value)] = path
-        elif isinstance(value, Variant):
-            self._add_models(value.of, path)
-            self._add_models(value.module, path)
-        elif isinstance(value, (Mapping, list, tuple)) and len(path) < tagged_json.MAX_DEPTH:
-            for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
-                if type(item) is nn.Parameter:
-                    self._parameters[dotted((*path, path_key(key)))] = item
-                elif type(item) is not torch.Tensor:
-                    self._add_models(item, (*path, path_key(key)))
+    def _add_model(self, model: nn.Module | None, path: Path) -> None:
+        if model is not None and id(model) not in self._models:
+            self._models[id(model)] = _unwrap_local_model(model, path)
+            self._paths[id(model)] = path
 
     def __iter__(self) -> Iterator[LocalModel]:
         """Yield this rank's shards of each model, in state order."""
@@ -187,7 +182,7 @@ def flatten_state(state: Any, rank: int, world: int, opened: OpenedStates | None
 
 _SHOWN = 4  # maximum number of names in a warning
 
-_PLAIN_VALUES = frozenset({bool, int, float, complex, str, bytes, type(None)})
+_ALONE_PER_RANK = frozenset({LeafKind.MODULE, LeafKind.VARIANT, LeafKind.OPTIMIZER, LeafKind.PER_RANK})
 
 
 class _StateFlattener:
@@ -200,6 +195,17 @@ class _StateFlattener:
         self._kept: list[torch.Tensor] = []  # keeps ids unique
         self._shards = FlatShards()
         self._is_per_rank = False
+        self._methods: dict[LeafKind, Callable[[Any, Path], Any]] = {
+            LeafKind.VALUE: lambda value, _: value,
+            LeafKind.TENSOR: self._tensor,
+            LeafKind.MODULE: self._module,
+            LeafKind.VARIANT: self._variant,
+            LeafKind.OPTIMIZER: self._optimizer,
+            LeafKind.PER_RANK: self._per_rank,
+            LeafKind.STATEFUL: self._stateful,
+            LeafKind.CONTAINER: self._column,
+            LeafKind.ARRAY: lambda value, path: self._tensor(tensor_from_numpy(value, path), path, "numpy"),
+        }
 
     def run(self, state: Any) -> FlattenedState:
         self._made.tree = self._visit(state, ())
@@ -207,42 +213,27 @@ class _StateFlattener:
         return self._made
 
     def _visit(self, value: Any, path: Path) -> Any:
-        kind = type(value)
-        if kind in _PLAIN_VALUES:
-            return value
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value, path)
-        if kind is dict or kind is OrderedDict:
-            self._check_depth(path)
-            if not self._is_per_rank and has_peers() and get_metadata(value).get("kind"):
-                require_not_local(value, dotted(path))
-            visited = kind()
-            for key, item in value.items():
-                place = (*path, path_key(key))
-                visited[key] = self._tensor(item, place) if type(item) in PLAIN_TENSORS else self._visit(item, place)
-            return visited
-        if kind is list or kind is tuple:
-            self._check_depth(path)
-            return kind(self._visit(item, (*path, at)) for at, item in enumerate(value))
-        if self._is_per_rank and isinstance(value, (nn.Module, torch.optim.Optimizer, Variant, PerRank)):
+        return map_leaves(value, self._take, path, self._enter)
+
+    def _enter(self, container: Any, path: Path) -> bool:
+        if not self._is_per_rank and has_peers() and get_metadata(container).get("kind"):
+            require_not_local(container, dotted(path))
+        return not is_column(container)
+
+    def _take(self, leaf: Leaf) -> Any:
+        if self._is_per_rank and leaf.kind in _ALONE_PER_RANK:
             raise UnsupportedError(
-                f"an object of the class {type(value).__name__} cannot be inside PerRank with other things",
-                where=dotted(path),
+                f"an object of the class {type(leaf.value).__name__} cannot be inside PerRank with other things",
+                where=dotted(leaf.path),
                 fix="Wrap it alone: PerRank(it); or wrap its `state_dict()`.",
             )
-        if isinstance(value, nn.Module):
-            return self._module(value, path)
-        if isinstance(value, Variant):
-            return self._variant(value, path)
-        if is_optimizer(value):
-            return self._optimizer(value, path)
-        if isinstance(value, PerRank):
-            return self._per_rank(value, path)
-        if is_stateful(value):
-            return self._visit(self._get_state_dict(value, path), path)
-        if isinstance(value, np.ndarray):
-            return self._tensor(tensor_from_numpy(value, path), path, "numpy")
-        return value
+        return self._methods[leaf.kind](leaf.value, leaf.path)
+
+    def _column(self, column: dict[Any, Any], path: Path) -> Any:
+        return type(column)((key, self._tensor(item, (*path, path_key(key)))) for key, item in column.items())
+
+    def _stateful(self, value: Any, path: Path) -> Any:
+        return self._visit(self._get_state_dict(value, path), path)
 
     def _get_state_dict(self, value: Any, path: Path) -> Any:
         state = self._opened[id(value)] if id(value) in self._opened else get_state_dict(value, path)
@@ -251,10 +242,6 @@ class _StateFlattener:
         if isinstance(held, torch.optim.Optimizer) and not has_usual_keys:
             self._made.optimizers.append(path)
         return state
-
-    def _check_depth(self, path: Path) -> None:
-        if len(path) > tagged_json.MAX_DEPTH:
-            raise UnsupportedError("nested too deep, or holds itself", where=dotted(path[:8]))
 
     def _tensor(self, value: torch.Tensor, path: Path, kind: str = "tensor") -> TensorRef:
         is_plain = type(value) in PLAIN_TENSORS
@@ -339,6 +326,8 @@ class _StateFlattener:
         return tree
 
     def _optimizer(self, optim: torch.optim.Optimizer, path: Path) -> Any:
+        if keeps_state_elsewhere(optim):
+            return self._stateful(optim, path)
         from shardckpt.state.adapters import torch_fsdp1  # noqa: PLC0415  (tensors alone need no engine)
         from shardckpt.state.local.optim_shards import (  # noqa: PLC0415  (as above)
             find_unsaved_values,
@@ -354,7 +343,7 @@ class _StateFlattener:
             if model is None:
                 if not self._is_per_rank:
                     require_model_for(optim, path, self._shards)
-                return self._visit(self._get_state_dict(optim, path), path)
+                return self._stateful(optim, path)
             return self._visit(torch_fsdp1.full_optim_state(model, optim, offload=False, first_only=False), path)
         try:
             taken = local_optimizer(index, optim)

@@ -6,13 +6,11 @@ tensors' elements in blocks of 4 MiB, each with its hash after it. Hashes are xx
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Annotated, Any, NamedTuple
 
-import numpy as np
 import torch
 import xxhash
 from torch.distributed.tensor import DTensor
@@ -21,11 +19,12 @@ from shardckpt.checkpoint.stateful.flatten import encoded
 from shardckpt.checkpoint.stateful.numpy_arrays import tensor_from_numpy
 from shardckpt.checkpoint.stateful.stateful import check_tensor, dtype_name, from_named_value, require_memory
 from shardckpt.checkpoint.stateful.tensor_bytes import is_flat, iter_bytes, view_as_bytes
+from shardckpt.checkpoint.stateful.walk import Leaf, LeafKind, map_leaves
 from shardckpt.devices import record_event
 from shardckpt.dtypes import is_known
 from shardckpt.encodings import tagged_json
 from shardckpt.encodings.budget import require_small
-from shardckpt.encodings.tagged_json import MAX_DEPTH, ArrayRef, NamedValue, path_key
+from shardckpt.encodings.tagged_json import ArrayRef, NamedValue
 from shardckpt.encodings.typed_json import dump, load
 from shardckpt.errors import ChecksumError, FormatError, NoMemoryError, UnsupportedError, UsageError
 from shardckpt.manifest import Path, dotted
@@ -276,15 +275,13 @@ def _check(digest: bytes, expected: bytearray, where: str) -> None:
 
 def take_tensors(value: Any, path: Path, tensors: dict[Path, torch.Tensor]) -> Any:
     """Return a value with its tensors and arrays as `TensorRef`, also inside dicts, lists and tuples."""
-    is_array = isinstance(value, np.ndarray)
-    if is_array or isinstance(value, torch.Tensor):
-        tensors[path] = tensor_from_numpy(value, path) if is_array else value
-        check_tensor(tensors[path], path)
-        return TensorRef(path, "numpy" if is_array else "tensor")
-    if len(path) > MAX_DEPTH:  # or a container that contains itself; `encode` refuses it
-        return value
-    if type(value) in (dict, OrderedDict):
-        return type(value)((key, take_tensors(item, (*path, path_key(key)), tensors)) for key, item in value.items())
-    if type(value) in (list, tuple):
-        return type(value)(take_tensors(item, (*path, at), tensors) for at, item in enumerate(value))
-    return value
+
+    def take(leaf: Leaf) -> Any:
+        if leaf.kind not in (LeafKind.TENSOR, LeafKind.ARRAY):
+            return leaf.value
+        is_array = leaf.kind is LeafKind.ARRAY
+        tensors[leaf.path] = tensor_from_numpy(leaf.value, leaf.path) if is_array else leaf.value
+        check_tensor(tensors[leaf.path], leaf.path)
+        return TensorRef(leaf.path, "numpy" if is_array else "tensor")
+
+    return map_leaves(value, take, path)

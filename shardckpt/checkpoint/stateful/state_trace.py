@@ -1,14 +1,14 @@
-"""Trace a state: its tensors and values, and a description of its structure.
+"""Trace a state: its tensors, its values and its structure key.
 
-States with the same description have the same plan, names and layout, whatever their tensors and values are. Tracing
-is much faster than flattening, because it describes tensors in columns, not one by one.
+States with the same key have the same plan, names and layout, whatever their tensors and values are. Tracing is much
+faster than flattening, because it describes tensors in columns, not one by one.
 """
 
 from __future__ import annotations
 
 import os
-from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -20,10 +20,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardckpt.checkpoint.stateful.stateful import PLAIN_TENSORS, PerRank, get_state_dict, has_memory, is_stateful
+from shardckpt.checkpoint.stateful.stateful import PLAIN_TENSORS, get_state_dict, has_memory
 from shardckpt.checkpoint.stateful.tensor_bytes import find_memory
-from shardckpt.checkpoint.stateful.variant import Variant
-from shardckpt.encodings.tagged_json import MAX_DEPTH, path_key
+from shardckpt.checkpoint.stateful.walk import LeafKind, is_column, walk
 from shardckpt.manifest import Path
 from shardckpt.plan.optim.param_groups import NAMES
 from shardckpt.state.adapters.flat_shard_check import FlatShards, has_group, has_peers
@@ -53,7 +52,7 @@ def trace_state(state: Any, opened: dict[int, Any]) -> StateTrace | None:
     """Return a state's trace; None if its plan depends on more than a trace."""
     tracer = _Tracer(opened)
     try:
-        tracer.visit(state, ())
+        tracer.add(state, ())
         structure = tracer.finish()
         local_tensors, shardings = _find_local_tensors(tracer.tensors)
         key = (structure, shardings, *_describe(tracer.tensors, local_tensors))
@@ -66,9 +65,6 @@ class _UntraceableError(Exception):
     """A state's plan depends on more than a trace."""
 
 
-_DICTS = (dict, OrderedDict)
-_LISTS = (list, tuple)
-_VALUE = "value"
 _VALUES = frozenset(
     {bool, int, float, complex, str, bytes, type(None), set, frozenset, Counter, torch.dtype, torch.Size, torch.device}
 )
@@ -79,7 +75,7 @@ _BUFFERS: frozenset[type] = _TENSORS | {type(None)}
 
 
 class _Tracer:
-    """Visits a state in the flattened state's order."""
+    """Collects what the structure key, and later saves, need from a state's leaves."""
 
     def __init__(self, opened: dict[int, Any]) -> None:
         self.tensors: list[torch.Tensor] = []  # tensors, in the order of the visit
@@ -93,6 +89,15 @@ class _Tracer:
         self._closed: list[tuple[Any, Path]] = []
         self._optimizers: list[list[list[int]]] = []
         self._registered: set[int] = set()
+        # Leaves of other kinds have no trace.
+        self._methods: dict[LeafKind, Callable[[Any, Path], None]] = {
+            LeafKind.VALUE: self._add_value,
+            LeafKind.TENSOR: lambda tensor, _: self._add_tensors((tensor,), _TENSORS),
+            LeafKind.CONTAINER: lambda column, _: self._add_tensors(column.values(), _TENSORS),
+            LeafKind.MODULE: self._add_model,
+            LeafKind.OPTIMIZER: self._add_optimizer,
+            LeafKind.STATEFUL: self._add_object,
+        }
 
     def finish(self) -> list[object]:
         """Visit objects' states; return the structure, with the positions of optimizer parameters."""
@@ -100,7 +105,7 @@ class _Tracer:
         # finds the wrapper before it opens the first object.
         self._is_opened = True
         for value, path in self._closed:
-            self._visit_object(value, path)
+            self._add_object(value, path)
         _require(self._opened_models <= self._given_models)  # others are refused
         _require(self._registered <= set().union(*self._models))
         places = {id(tensor): at for at, tensor in enumerate(self.tensors)} if self._optimizers else {}
@@ -115,40 +120,40 @@ class _Tracer:
             _require(not any(map(shards.has_parameter, self.tensors)))
         return self._structure
 
-    def visit(self, value: Any, path: Path) -> None:
-        """Visit a value and everything in it."""
-        kind = type(value)
-        if kind in _TENSORS:
-            self._add_tensors((value,), _TENSORS)
-        elif kind in _VALUES or isinstance(value, np.generic):
-            _require(bool(path))
-            self._structure.append(_VALUE)
-            self.values.append((path, value))
-        elif kind in _DICTS:
-            self._visit_dict(value, path)
-        elif kind in _LISTS:
-            _require(len(path) <= MAX_DEPTH)
-            self._structure.append((kind, len(value)))
-            for at, item in enumerate(value):
-                self.visit(item, (*path, at))
-        elif isinstance(value, nn.Module):
-            (self._opened_models if self._is_opened else self._given_models).add(id(value))
-            self._models.append(set())
-            self._visit_module(unwrap(value), is_resharded=False)
-        elif isinstance(value, torch.optim.Optimizer):
-            self._visit_optimizer(value, path)
-        else:
-            _require(not isinstance(value, (PerRank, Variant)) and is_stateful(value))
-            if self._is_opened:
-                self._visit_object(value, path)
-            else:
-                self._structure.append(len(self._closed))
-                self._closed.append((value, path))
+    def add(self, state: Any, path: Path) -> None:
+        """Add a state's leaves, and those in objects after all others."""
+        for leaf in walk(state, path, self._enter):
+            _require(leaf.kind in self._methods)
+            self._methods[leaf.kind](leaf.value, leaf.path)
 
-    def _visit_object(self, value: Any, path: Path) -> None:
+    def _enter(self, container: Any, _path: Path) -> bool:
+        """Describe a container. A dict with tensors alone is one column."""
+        if not isinstance(container, dict):
+            self._structure.append((type(container), len(container)))
+            return True
+        _require(_KEYS.issuperset(map(type, container)))
+        _require(not (has_peers() and get_metadata(container).get("kind")))  # a LOCAL state is refused
+        self._structure.append((type(container), list(container)))
+        return not is_column(container, _TENSORS)
+
+    def _add_value(self, value: Any, path: Path) -> None:
+        _require(bool(path) and (type(value) in _VALUES or isinstance(value, np.generic)))
+        self._structure.append(LeafKind.VALUE)
+        self.values.append((path, value))
+
+    def _add_object(self, value: Any, path: Path) -> None:
+        if not self._is_opened:
+            self._structure.append(len(self._closed))
+            self._closed.append((value, path))
+            return
         if id(value) not in self._opened:
             self._opened[id(value)] = get_state_dict(value, path)
-        self.visit(self._opened[id(value)], path)
+        self.add(self._opened[id(value)], path)
+
+    def _add_model(self, model: nn.Module, _path: Path) -> None:
+        (self._opened_models if self._is_opened else self._given_models).add(id(model))
+        self._models.append(set())
+        self._add_module(unwrap(model), is_resharded=False)
 
     def _add_tensors(self, tensors: Iterable[torch.Tensor | None], kinds: frozenset[type]) -> None:
         types = list(map(type, tensors))
@@ -156,17 +161,7 @@ class _Tracer:
         self._structure.append(types)
         self.tensors.extend(tensor for tensor in tensors if tensor is not None)
 
-    def _visit_dict(self, value: Mapping[Any, Any], path: Path) -> None:
-        _require(len(path) <= MAX_DEPTH and _KEYS.issuperset(map(type, value)))
-        _require(not (has_peers() and get_metadata(value).get("kind")))  # a LOCAL state is refused
-        self._structure.append((type(value), list(value)))
-        if _TENSORS.issuperset(map(type, value.values())):
-            self._add_tensors(value.values(), _TENSORS)
-            return
-        for key, item in value.items():
-            self.visit(item, (*path, path_key(key)))
-
-    def _visit_module(self, module: nn.Module, *, is_resharded: bool) -> None:
+    def _add_module(self, module: nn.Module, *, is_resharded: bool) -> None:
         kind: Any = type(module)  # mypy confuses the class with its instances here
         if not is_plain_module(kind):
             _require(is_fully_sharded(kind))
@@ -187,7 +182,7 @@ class _Tracer:
             if child is None:
                 self._structure.append(None)
             else:
-                self._visit_module(child, is_resharded=is_resharded)
+                self._add_module(child, is_resharded=is_resharded)
 
     def _add_buckets(self, module: nn.Module) -> None:
         """Describe where parameters are in the buckets that the flattened state takes them from."""
@@ -198,7 +193,7 @@ class _Tracer:
         self._registered.update(map(id, parameters))
         self._structure.append(offsets)
 
-    def _visit_optimizer(self, optim: torch.optim.Optimizer, path: Path) -> None:
+    def _add_optimizer(self, optim: torch.optim.Optimizer, path: Path) -> None:
         _require(type(optim).state_dict is torch.optim.Optimizer.state_dict)
         # With these it is saved as its `state_dict()`, or refused.
         _require(all(isinstance(key, torch.Tensor) for key in optim.state))
@@ -207,9 +202,7 @@ class _Tracer:
         self._optimizers.append([list(map(id, group["params"])) for group in optim.param_groups])
         for at, group in enumerate(optim.param_groups):
             _require(type(group) is dict)
-            self._visit_dict(
-                {key: value for key, value in group.items() if key not in NAMES}, (*path, "param_groups", at)
-            )
+            self.add({key: value for key, value in group.items() if key not in NAMES}, (*path, "param_groups", at))
             for parameter in group["params"]:
                 self._add_slots(optim.state.get(parameter))
 

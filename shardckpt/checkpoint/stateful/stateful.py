@@ -113,22 +113,12 @@ def require_state(state: object) -> None:
         raise UsageError("the state must hold objects to save", found=repr(state), fix=fix)
 
 
-def is_optimizer(value: object) -> bool:
-    """Return True if an object is an optimizer with state for a model's parameters."""
-    return isinstance(value, torch.optim.Optimizer) and not _keeps_state_elsewhere(value)
-
-
-def _keeps_state_elsewhere(optim: torch.optim.Optimizer) -> bool:
+def keeps_state_elsewhere(optim: torch.optim.Optimizer) -> bool:
     """Return True if an optimizer returns other optimizers' state. Its own `state` is empty."""
     if type(optim).state_dict is torch.optim.Optimizer.state_dict or optim.state:
         return False
     state: Any = optim.state_dict()
     return any(tensors(value) for key, value in state.items() if not str(key).startswith("param_groups"))
-
-
-def is_stateful(value: object) -> bool:
-    """Return True if an object has `state_dict` and `load_state_dict`."""
-    return not isinstance(value, (type, nn.Module)) and isinstance(value, Stateful)
 
 
 def get_state_dict(value: Any, path: Path) -> Any:
