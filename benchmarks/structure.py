@@ -1,10 +1,10 @@
-"""Count the files and functions that a call enters, the sizes of classes and folders, and banned words.
+"""Count the files and functions that a call enters, and the sizes of classes and folders.
 
     python benchmarks/structure.py [--record]
 
-A profile hook traces each call, with a small model and a world size of one. It counts the distinct files and functions
-of the package, and the moves from one file to another. torch's DCP and `fully_shard` are traced in the same way. The
-other rows are counted in the sources.
+A profile hook traces each call, with a small model, its AdamW and a world size of one. It counts the distinct files and
+functions of the package, and the moves from one file to another. torch's DCP and `fully_shard` are traced in the same
+way. The other rows are counted in the sources.
 """
 
 from __future__ import annotations
@@ -81,7 +81,11 @@ def make_model() -> nn.Module:
 def trace_calls(folder: Path) -> list[tuple[str, Trace]]:
     """Trace saves, loads and one iteration of shardckpt and of torch, each after a warm-up."""
     rows = []
-    state = {"model": make_model().state_dict(), "step": 3}
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer, "step": 3}
     shardckpt.save(state, folder / "warm")
     shardckpt.load(state, folder / "warm")
     shardckpt.consolidate(folder / "warm", folder / "warm_full")
@@ -89,6 +93,7 @@ def trace_calls(folder: Path) -> list[tuple[str, Trace]]:
     rows.append(("load(state, path)", trace(lambda: shardckpt.load(state, folder / "native"), OURS)))
     rows.append(("load(path)", trace(lambda: shardckpt.load(folder / "native"), OURS)))
     rows.append(("consolidate(native)", trace(lambda: shardckpt.consolidate(folder / "native", folder / "a"), OURS)))
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 3}
     dcp.save(state, checkpoint_id=folder / "warm_dcp")
     shardckpt.consolidate(folder / "warm_dcp", folder / "warm_dcp_full")
     rows.append(("DCP save", trace(lambda: dcp.save(state, checkpoint_id=folder / "dcp"), TORCH_DCP)))
@@ -124,23 +129,15 @@ def measure_classes(folder: Path = Path(OURS)) -> list[tuple[int, int, str]]:
 
 
 def count_sources() -> list[str]:
-    """Return table rows about words, names, folders, classes and lines."""
+    """Return table rows about names, folders, classes and lines."""
     vocabulary = runpy.run_path(str(ROOT / "tests" / "test_vocabulary.py"))
     texts = vocabulary["read_sources"]()
     folders = Counter(str(Path(path).parent) for path in texts if Path(path).stem != "__init__")
     limited = {name: number for name, number in folders.items() if "storage" not in name and "cli" not in name}
     folder, modules = max(limited.items(), key=lambda entry: entry[1])
     sizes = measure_classes()
-    words = sum(vocabulary["count_words"](texts, vocabulary["BANNED"]).values())
-    phrases = sum(vocabulary["count_phrases"](texts, vocabulary["PHRASES"]).values())
-    prose = vocabulary["read_prose"]()
-    in_docs = sum(vocabulary["count_words"](prose, vocabulary["DOCS_BANNED"]).values())
-    in_docs += sum(vocabulary["count_phrases"](prose, vocabulary["DOCS_PHRASES"]).values())
     large = [size for size in sizes if size[0] > LARGE_CLASS_LINES or size[1] > LARGE_CLASS_METHODS]
     return [
-        f"| words that the glossary replaces | {words:,} |",
-        f"| phrases that plain English replaces | {phrases:,} |",
-        f"| the same words and phrases in documents, examples and benchmarks | {in_docs:,} |",
         f"| names of classes that several modules define | {len(vocabulary['count_classes_twice'](texts))} |",
         f"| names of modules that several packages have | {len(vocabulary['count_modules_twice'](texts))} |",
         f"| modules in the fullest folder | {modules} ({folder}) |",
