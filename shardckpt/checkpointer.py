@@ -11,7 +11,6 @@ from typing import Any, Literal, NamedTuple, SupportsFloat, TypeAlias
 import torch.distributed as dist
 from typing_extensions import Unpack
 
-from shardckpt.checkpoint.coordinator import get_channels
 from shardckpt.checkpoint.load.load import LoadParams, load
 from shardckpt.checkpoint.run.save_schedule import SaveSchedule, StepRetention, require_signals
 from shardckpt.checkpoint.run.step_finder import StepFinder, require_step_number
@@ -25,6 +24,7 @@ from shardckpt.events import OnEvent, require_on_event
 from shardckpt.native.run_directory import step_name
 from shardckpt.native.step_copies import Durability, require_durable
 from shardckpt.plan.retention import Retention, RetentionParams
+from shardckpt.ranks.process_group import get_ranks
 from shardckpt.tiers.capture_tier import CaptureTier
 from shardckpt.tiers.lineage.claims import DurabilityClaims
 from shardckpt.tiers.lineage.restore_attempts import open_attempts
@@ -319,7 +319,7 @@ class Checkpointer:
         Raises:
             RankError: Another rank is lost.
         """
-        return self._schedule.should_save(step, get_channels(self._group).main)
+        return self._schedule.should_save(step, get_ranks(self._group))
 
     def save_on_signal(self, *numbers: int) -> AbstractContextManager[None]:
         """Make signals request a last save, instead of ending the process.

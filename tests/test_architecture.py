@@ -94,6 +94,9 @@ MOST_LINES = 300
 """The most lines of a module in `integrations`, which people read before they depend on it."""
 
 USES_TORCH = list_importers()["torch"]
+# How ranks talk, without the transport that is torch.
+RANKS_WITHOUT_TORCH = ("bounded_store", "group", "linked_group", "store_group")
+
 TORCH_FREE = ("encodings", "native", "readers", "plan", "storage", "offline")
 WITH_RANKS = "shardckpt.offline.write.parallel"
 # Packages of a feature: the modules that offline verbs reach need no torch.
@@ -298,8 +301,8 @@ class TestDependencies:
 
     def test_an_offline_verb_that_reaches_training_is_found(self) -> None:
         graph = build_graph()
-        graph.add_import(importer="shardckpt.offline.diff", imported="shardckpt.groups")
-        assert "shardckpt.groups" in torch_free_modules(graph)
+        graph.add_import(importer="shardckpt.offline.diff", imported="shardckpt.ranks.torch_group")
+        assert "shardckpt.ranks.torch_group" in torch_free_modules(graph)
 
 
 class TestImportsStayLight:
@@ -308,6 +311,10 @@ class TestImportsStayLight:
         modules = {name for name in SOURCES if f"{name}.".startswith((*packages, "shardckpt_cli."))}
         modules |= {name for name in torch_free_modules(graph) if name.startswith(tuple(WINGS))}
         names = sorted(name for name in modules if not name.endswith("__main__") and name != WITH_RANKS)
+        assert "torch" not in loaded_by("\n".join(f"import {name}" for name in names))
+
+    def test_ranks_that_talk_over_a_store_or_are_alone_need_no_torch(self) -> None:
+        names = [f"shardckpt.ranks.{name}" for name in RANKS_WITHOUT_TORCH]
         assert "torch" not in loaded_by("\n".join(f"import {name}" for name in names))
 
     def test_loading_tensors_imports_neither_the_engine_nor_the_states_of_models(self, tmp_path: Path) -> None:

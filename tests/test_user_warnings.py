@@ -36,7 +36,7 @@ def define_calls(*modules: str) -> Callable[[], None]:
         ("lightning.pytorch.trainer",),
         ("transformers.trainer", "accelerate.accelerator"),
         ("torch.utils.data",),
-        ("contextlib", "shardckpt.groups", "concurrent.futures"),
+        ("contextlib", "shardckpt.ranks.group", "concurrent.futures"),
     ],
 )
 def test_a_warning_points_to_the_innermost_line_of_the_user(between: tuple[str, ...]) -> None:

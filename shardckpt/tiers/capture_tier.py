@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from shardckpt.checkpoint.coordinator import Coordinator, get_channels, has_lost_rank
 from shardckpt.checkpoint.run.save_schedule import StepRetention
 from shardckpt.checkpoint.save.async_save import SaveLane, start_async_save
 from shardckpt.checkpoint.save.handle import StepTask
@@ -21,6 +20,8 @@ from shardckpt.events.warn_user import warn_user
 from shardckpt.native.apply_retention import StepClock
 from shardckpt.native.run_directory import step_name
 from shardckpt.plan.retention import Retention
+from shardckpt.ranks.linked_group import LinkedGroup
+from shardckpt.ranks.process_group import get_ranks, has_lost_rank
 from shardckpt.storage.store import Store
 from shardckpt.tiers.holder.holder_connection import STALL_S, HolderBusyError
 from shardckpt.tiers.node_opening import NodeOpening, NodeShare
@@ -116,11 +117,11 @@ class CaptureTier(ABC):
         self.is_spread = share.nodes > 1
         return self.opening.open_nodes(number, share, is_open=is_open)
 
-    def finish(self, coordinator: Coordinator, number: int, share: NodeShare) -> None:
+    def finish(self, coordinator: LinkedGroup, number: int, share: NodeShare) -> None:
         """Complete a capture on all nodes after rank 0 committed it; remove older ones. Collective.
 
         Args:
-            coordinator: Coordinator for the capture's thread.
+            coordinator: Ranks for the capture's thread.
             number: Step number.
             share: This rank's part.
 
@@ -133,7 +134,7 @@ class CaptureTier(ABC):
             self.promoted.count_all()
             self.apply_rules(number, is_idle=True)
 
-    def replicate(self, coordinator: Coordinator, number: int) -> None:  # noqa: B027  (most tiers have no copies)
+    def replicate(self, coordinator: LinkedGroup, number: int) -> None:  # noqa: B027  (most tiers have no copies)
         """Copy a capture to other nodes, if the tier does. Collective."""
 
     def list_copied(self) -> Collection[str]:
@@ -190,9 +191,9 @@ class CaptureTier(ABC):
         Raises:
             Exception: The state cannot be saved. If the tier fails, this is a warning.
         """
-        has_retention = get_channels(self._group).main.rank == 0 and share.nodes == 1
+        has_retention = get_ranks(self._group).rank == 0 and share.nodes == 1
 
-        def finish(coordinator: Coordinator) -> None:
+        def finish(coordinator: LinkedGroup) -> None:
             if share.is_first and notes.require_replaceable is not None:
                 notes.require_replaceable()
             self.finish(coordinator, number, share)
@@ -219,7 +220,7 @@ class CaptureTier(ABC):
             handle = start_async_save(self._lane, state, self.target(number), given, **_limit_staging(options))
         except Exception as error:
             self._started = None
-            if has_lost_rank(self._group) or not _is_fault_of_tier(get_channels(self._group).main, error):
+            if has_lost_rank(self._group) or not _is_fault_of_tier(get_ranks(self._group), error):
                 raise
             self._withdraw(number, error)
         else:
@@ -246,7 +247,7 @@ class CaptureTier(ABC):
             self.settle()
         self._left = pending
         if has_waited:
-            rank, seconds = get_channels(self._group).main.rank, time.monotonic() - start
+            rank, seconds = get_ranks(self._group).rank, time.monotonic() - start
             emit(BackpressureEvent(self.path(pending.number), seconds, pending.number, rank), self._on_event)
 
     def settle(self) -> None:
@@ -297,12 +298,12 @@ class CaptureTier(ABC):
         """Emit that a step is not in this tier; on rank 0 warn too."""
         self.opening.is_ready = False
         self._emit_fallback(number, error)
-        if get_channels(self._group).main.rank == 0:
+        if get_ranks(self._group).rank == 0:
             self.note_failure(error)
 
     def _emit_fallback(self, number: int, error: Exception) -> None:
         """Emit that a step is not captured."""
-        rank = get_channels(self._group).main.rank
+        rank = get_ranks(self._group).rank
         emit(FallbackEvent(self.path(number), step=number, rank=rank, warnings=(describe(error),)), self._on_event)
 
     def note_success(self) -> None:
@@ -356,14 +357,14 @@ def _limit_staging(options: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"max_staging_bytes": max(budget // 4, LEAST_BUDGET_BYTES), **options}
 
 
-def _is_fault_of_tier(coordinator: Coordinator, error: Exception) -> bool:
+def _is_fault_of_tier(coordinator: LinkedGroup, error: Exception) -> bool:
     """Return True if a capture failed on all ranks because one rank's tier failed. Collective."""
     kind = b"tier" if isinstance(error, StorageError) else b"" if isinstance(error, RankError) else b"state"
 
     def decide(messages: list[bytes]) -> list[bytes]:
         return [b"" if b"state" in messages else b"tier"] * len(messages)
 
-    return bool(coordinator.coordinate("finding out why a capture failed", kind, decide))
+    return bool(coordinator.ask_rank0("finding out why a capture failed", kind, decide))
 
 
 class NodeRetention:

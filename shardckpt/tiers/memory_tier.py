@@ -7,7 +7,6 @@ from functools import cached_property, partial
 
 import torch.distributed as dist
 
-from shardckpt.checkpoint.coordinator import Coordinator
 from shardckpt.checkpoint.save.async_save import CAPTURES
 from shardckpt.checkpoint.save.staging import memory_size
 from shardckpt.events import OnEvent, ReplicateEvent, emit
@@ -16,6 +15,7 @@ from shardckpt.native.commit import COMMIT
 from shardckpt.native.run_directory import step_name
 from shardckpt.native.step_copies import MEMORY
 from shardckpt.plan.retention import Retention
+from shardckpt.ranks.linked_group import LinkedGroup
 from shardckpt.storage.resolve_url import open_remote
 from shardckpt.tiers.capture_tier import CaptureTier, TierPlace
 from shardckpt.tiers.durability.run_record import find_run_id
@@ -71,7 +71,7 @@ class MemoryTier(CaptureTier):
     def _max_bytes(self) -> int:
         return self._config.limit(memory_size())
 
-    def replicate(self, coordinator: Coordinator, number: int) -> None:
+    def replicate(self, coordinator: LinkedGroup, number: int) -> None:
         """Copy a capture to other nodes. Collective."""
         if self._config.copies:
             own, node, folder = self.place.open_own(), find_node(self._config.rack), step_name(number)

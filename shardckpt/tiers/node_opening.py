@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from shardckpt.checkpoint.coordinator import get_channels
 from shardckpt.errors import ShardckptError, StorageError
+from shardckpt.ranks.process_group import get_ranks
 from shardckpt.tiers.holder.holder_connection import HolderBusyError
 
 _BUSY = "busy: "  # starts the message of a rank whose node may take the next step, though not this one
@@ -50,14 +50,14 @@ class NodeOpening:
         return self.is_ready
 
     def _agree(self, number: int, share: NodeShare) -> bool:
-        coordinator = get_channels(self._group).main
+        coordinator = get_ranks(self._group)
         fault = self.find_fault() if share.is_first and coordinator.rank else ""
 
         def decide(messages: list[bytes]) -> list[bytes]:
             is_refused = self.refuse_on(number, enumerate(message.decode() for message in messages))
             return [b"" if is_refused else b"1"] * len(messages)
 
-        return bool(coordinator.coordinate(f"opening {self._root} on all nodes", fault.encode(), decide))
+        return bool(coordinator.ask_rank0(f"opening {self._root} on all nodes", fault.encode(), decide))
 
     def refuse_on(self, number: int, faults: Iterable[tuple[int, str]]) -> bool:
         """Refuse a step if a rank has a fault; return True if so. On rank 0."""

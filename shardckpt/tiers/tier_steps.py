@@ -6,11 +6,11 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-from shardckpt.checkpoint.coordinator import Coordinator
 from shardckpt.checkpoint.run.step_finder import FoundStep, PlaceReads, StepFault, find_next_branch
 from shardckpt.errors import CheckpointError, MissingFileError, RankError, ShardckptError
 from shardckpt.native.run_directory import AFTER, StepFolder, delete_steps, read_about, read_step, step_name
 from shardckpt.native.step_copies import FAILURES, StepCopy, describe_copy
+from shardckpt.ranks.linked_group import LinkedGroup
 from shardckpt.storage.store import Store
 from shardckpt.tiers.capture_tier import TierPlace
 from shardckpt.tiers.lineage.last_start import LastStart, read_number, read_start
@@ -78,7 +78,7 @@ class TierReads(PlaceReads):
         read = {tier: nbytes - self._before.get(tier, 0) for tier, nbytes in self._opened.tier_bytes.items()}
         return {tier: nbytes for tier, nbytes in read.items() if nbytes}
 
-    def share_faults(self, coordinator: Coordinator) -> list[StepFault]:
+    def share_faults(self, coordinator: LinkedGroup) -> list[StepFault]:
         """Return the faults of unread copies, on rank 0. Collective."""
         shared = self._opened.share_faults(coordinator)
         self.damaged = shared.files

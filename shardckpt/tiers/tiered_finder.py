@@ -14,7 +14,6 @@ from itertools import chain
 
 import torch.distributed as dist
 
-from shardckpt.checkpoint.coordinator import get_channels
 from shardckpt.checkpoint.run.step_finder import (
     NO_STEP,
     FoundStep,
@@ -38,6 +37,7 @@ from shardckpt.native.step_copies import (
     encode_copies,
     find_survived,
 )
+from shardckpt.ranks.process_group import get_ranks
 from shardckpt.tiers.capture_tier import TierPlace
 from shardckpt.tiers.lineage.known_root import KnownRoot
 from shardckpt.tiers.lineage.root_position import RootSteps
@@ -225,8 +225,8 @@ class TieredFinder(StepFinder):
             catalogs = [NodeCatalog.from_reports(column, wanted) for column in zip(*parts, strict=True)]
             return [json.dumps(encode_copies(self._list_all_copies(number, catalogs))).encode()] * len(messages)
 
-        coordinator, message = get_channels(self.group).main, json.dumps([reports, removed]).encode()
-        answer = coordinator.coordinate(f"asking for copies of {self.root}", message, decide)
+        coordinator, message = get_ranks(self.group), json.dumps([reports, removed]).encode()
+        answer = coordinator.ask_rank0(f"asking for copies of {self.root}", message, decide)
         return decode_durability(number, json.loads(answer)).copies
 
     def _warn_of_shared_folder(self, parts: Sequence[Sequence[NodeReport]]) -> None:

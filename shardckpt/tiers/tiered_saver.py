@@ -10,7 +10,6 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, SupportsFloat
 
-from shardckpt.checkpoint.coordinator import get_channels
 from shardckpt.checkpoint.run.save_schedule import SaveSchedule
 from shardckpt.checkpoint.run.step_finder import StepFault, require_step_number
 from shardckpt.checkpoint.run.step_saver import (
@@ -30,6 +29,7 @@ from shardckpt.errors import ShardckptError, UsageError
 from shardckpt.events import OperationEvent
 from shardckpt.native.commit import BRANCH
 from shardckpt.native.run_directory import AFTER
+from shardckpt.ranks.process_group import get_ranks
 from shardckpt.tiers.capture_tier import CaptureTier
 from shardckpt.tiers.node_opening import NodeShare
 from shardckpt.tiers.peer_memory import find_node_id
@@ -150,9 +150,9 @@ class TieredSaver:
 
     def _agree(self, message: bytes | Exception) -> _Places:
         """Agree where to save the step. Collective."""
-        coordinator = get_channels(self._finder.group).main
+        coordinator = get_ranks(self._finder.group)
         what = f"preparing to save a step of {self._finder.root}"
-        return _Places(*json.loads(coordinator.coordinate(what, message, self._choose)))
+        return _Places(*json.loads(coordinator.ask_rank0(what, message, self._choose)))
 
     def _capture(
         self,
@@ -168,7 +168,7 @@ class TieredSaver:
         for tier in self._tiers:
             if tier.place.name in places.common:
                 tier.promoted.count([PromotedStep(*step) for step in places.common[tier.place.name]])
-        coordinator = get_channels(self._finder.group).main
+        coordinator = get_ranks(self._finder.group)
         with coordinator.in_step():  # the other ranks wait for the next message of this one
             opened = self._open_tiers(places, share)
             for tier in opened:  # their holders answer, so a capture that was left continues
@@ -187,7 +187,7 @@ class TieredSaver:
     ) -> None:
         """Capture a step in the first of some tiers, and promote it to the others. Collective."""
         source, *targets = opened
-        share, rank = NodeShare(*places.share), get_channels(self._finder.group).main.rank
+        share, rank = NodeShare(*places.share), get_ranks(self._finder.group).rank
         capture = self._promoter.note_capture(places.number, source)
         before_commit.act = partial(self._promoter.note_commit, places.number, source, capture)
 
@@ -209,7 +209,7 @@ class TieredSaver:
 
     def _open_tiers(self, places: _Places, share: NodeShare) -> list[CaptureTier]:
         """Make the chosen tiers ready on all nodes; return those that can take the step. Collective."""
-        self._is_first = share.is_first and get_channels(self._finder.group).main.rank > 0
+        self._is_first = share.is_first and get_ranks(self._finder.group).rank > 0
         opened = []
         for index, tier in enumerate(self._tiers):
             if index not in places.tiers:

@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from shardckpt.checkpoint.coordinator import Coordinator, get_channels
 from shardckpt.checkpoint.load.load import load
 from shardckpt.checkpoint.save.save import save
 from shardckpt.divergence import Divergence
 from shardckpt.encodings import typed_json
 from shardckpt.errors import ResumeDivergence, UsageError, require_bools
 from shardckpt.events.warn_user import warn_user
+from shardckpt.ranks.linked_group import LinkedGroup
+from shardckpt.ranks.process_group import get_ranks
 from shardckpt.storage.resolve_url import open_store, split
 from shardckpt.witness.digests import digest_batch, digest_random_states
 from shardckpt.witness.environment import describe_environment
@@ -161,8 +162,8 @@ class _Drill:
         self.restored: dict[str, int] = {}  # digests of the values that a step uses, after the last load
 
     @property
-    def _coordinator(self) -> Coordinator:
-        return get_channels(self._process_group).main
+    def _coordinator(self) -> LinkedGroup:
+        return get_ranks(self._process_group)
 
     def resume(self) -> list[bytes]:
         """Restore the state, train, and return this rank's messages. Collective."""
@@ -220,7 +221,7 @@ class _Drill:
                 _require_content(record.steps, names)
             return [typed_json.dump(_Comparison(found, tuple(names)))] * len(messages)
 
-        answer = self._coordinator.coordinate("comparing the steps", own, decide)
+        answer = self._coordinator.ask_rank0("comparing the steps", own, decide)
         return typed_json.load(_Comparison, answer, where="rank 0's answer")
 
 
@@ -283,7 +284,7 @@ def require_proven(report: ResumeReport) -> None:
         found = report.divergence
         sentence = f"{found.sentence}; not restored: {missing}" if missing else found.sentence
         raise ResumeDivergence(replace(found, sentence=sentence), report.path)
-    if missing and get_channels(None).main.rank == 0:
+    if missing and get_ranks(None).rank == 0:
         warn_user(f"training changes values that a resume does not restore: {missing}")
 
 
@@ -295,4 +296,4 @@ def _remove(path: str) -> None:
         open_store(folder).delete_folder(name)
         return messages
 
-    get_channels(None).main.coordinate(f"removing {path}", b"", decide)
+    get_ranks(None).ask_rank0(f"removing {path}", b"", decide)

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardckpt.checkpoint.coordinator import Coordinator, get_channels
 from shardckpt.checkpoint.run.step_finder import StepFinder, require_step_number
 from shardckpt.checkpoint.run.step_restore import RestoredStep
 from shardckpt.checkpoint.run.step_saver import SavedPlace
@@ -21,6 +20,8 @@ from shardckpt.events import OnEvent
 from shardckpt.events.warn_user import warn_user
 from shardckpt.native.commit import find_save
 from shardckpt.native.run_directory import step_name
+from shardckpt.ranks.linked_group import LinkedGroup
+from shardckpt.ranks.process_group import get_ranks
 from shardckpt.witness.digests import SampleDigests, digest_batch, digest_random_states
 from shardckpt.witness.environment import describe_environment
 from shardckpt.witness.files.record_file import decode_record, encode_record, read_record, write_record
@@ -129,7 +130,7 @@ class WitnessSession(NoWitness):
             first = next((number for number, message in enumerate(messages) if message), 0)
             return [b"1" if number == first else b"" for number in range(len(messages))]
 
-        is_sender = self._coordinator.coordinate("looking for the witness", b"1" if record else b"", choose)
+        is_sender = self._coordinator.ask_rank0("looking for the witness", b"1" if record else b"", choose)
         found = record
 
         def receive(messages: list[bytes]) -> list[bytes]:
@@ -140,7 +141,7 @@ class WitnessSession(NoWitness):
             return [b""] * len(messages)
 
         own = encode_record(record) if record is not None and is_sender and rank > 0 else b""
-        self._coordinator.coordinate("sending the witness", own, receive)
+        self._coordinator.ask_rank0("sending the witness", own, receive)
         return found
 
     def write_finished(self) -> None:
@@ -149,8 +150,8 @@ class WitnessSession(NoWitness):
             self._records.write_finished()
 
     @property
-    def _coordinator(self) -> Coordinator:
-        return get_channels(self._finder.group).main
+    def _coordinator(self) -> LinkedGroup:
+        return get_ranks(self._finder.group)
 
     def _open_record(self, number: int, state: Any, last_batch: SampleDigests | None) -> None:
         try:
@@ -192,7 +193,7 @@ class WitnessSession(NoWitness):
             return [answers[each.startswith(_WANTS_RECORDS)] for each in messages]
 
         del self._due[number]
-        answer = self._coordinator.coordinate(f"the witness of step {number}", message, decide)
+        answer = self._coordinator.ask_rank0(f"the witness of step {number}", message, decide)
         if answer:
             finding, records = load(_StepAnswer, answer, where="rank 0's answer")
             self._records.take(records)

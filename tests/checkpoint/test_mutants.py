@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import shardckpt
-from shardckpt.checkpoint import coordinator
 from shardckpt.errors import ShardckptError
+from shardckpt.ranks.linked_group import LinkedGroup
 from shardckpt.storage import retry
 from shardckpt.storage.local import LocalWriter
 from tests.kit.ranks.harness import RanksError, raised_everywhere
@@ -135,7 +135,7 @@ def nothing_is_made_safe(patch: pytest.MonkeyPatch) -> None:
 
 def errors_stay_at_home(patch: pytest.MonkeyPatch) -> None:
     """A rank that fails tells nobody."""
-    whole = coordinator.Coordinator.coordinate
+    whole = LinkedGroup.ask_rank0
 
     def alone(self, what, say, decide):
         if not isinstance(say, Exception):
@@ -144,7 +144,7 @@ def errors_stay_at_home(patch: pytest.MonkeyPatch) -> None:
             whole(self, what, b"", decide)
         raise say
 
-    patch.setattr(coordinator.Coordinator, "coordinate", alone)
+    patch.setattr(LinkedGroup, "ask_rank0", alone)
 
 
 Check = Callable[[Path], None]

@@ -16,10 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardckpt
-from shardckpt.checkpoint.coordinator import Coordinator, get_channels
 from shardckpt.checkpoint.save import session
 from shardckpt.checkpoint.save.save import saver_for
 from shardckpt.offline.verify import verify
+from shardckpt.ranks.linked_group import LinkedGroup
+from shardckpt.ranks.process_group import get_ranks
 from shardckpt.storage.local_publication import LocalPublication
 from tests.kit.ranks.harness import run
 
@@ -241,7 +242,7 @@ def test_a_rank_that_was_interrupted_in_a_save_does_not_answer_for_the_next(
 
 def test_a_rank_of_which_a_round_was_interrupted_counts_as_lost(tmp_path: Path) -> None:
     def body(rank: int, world: int) -> tuple[bool, bool]:
-        coordinator: Coordinator = get_channels(None).main
+        coordinator: LinkedGroup = get_ranks(None)
         before = coordinator.has_lost_rank
         with pytest.raises(KeyboardInterrupt), coordinator.in_step():
             raise KeyboardInterrupt

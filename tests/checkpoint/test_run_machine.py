@@ -25,10 +25,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import shardckpt
 from shardckpt.checkpoint.dedup import BaseHints
 from shardckpt.checkpoint.load import source
-from shardckpt.checkpoint.rank_link import RankLink
 from shardckpt.checkpoint.save.staging import StagingArea
 from shardckpt.errors import CheckpointError, MissingFileError, NoCompleteCheckpoint, UnsupportedError
 from shardckpt.native import run_directory
+from shardckpt.ranks.linked_group import RankLink
 from tests.kit.ranks.forks import is_killed
 from tests.kit.stores.disk import killing_at
 

@@ -102,7 +102,7 @@ def test_ranks_share_the_work_on_request_whoever_started_them(src: Path, tmp_pat
 
 
 SETTINGS = """
-import shardckpt.shared_store.rank_meeting as meeting
+import shardckpt.ranks.meeting as meeting
 meeting.{setting}
 from shardckpt_cli.start import main
 main()

@@ -10,8 +10,8 @@ from math import inf
 
 import torch
 
-from shardckpt.checkpoint.rank_link import RankLink, Transfer
 from shardckpt.errors import RankError
+from shardckpt.ranks.linked_group import RankLink, Transfer
 from tests.simulation.scheduler import Process, Scheduler
 
 LATE_FRACTION = 1.5  # delay of a late message, as a fraction of the ranks' timeout
@@ -35,6 +35,7 @@ class SimulatedRanks:
     def __init__(self, scheduler: Scheduler, processes: Sequence[Process], timeout_s: float) -> None:
         self.scheduler, self.processes, self.timeout_s = scheduler, processes, timeout_s
         self._meetings: dict[int, Meeting] = {}
+        self.renewals = [0] * len(processes)  # links that each rank has made
 
     def link(self, rank: int) -> SimulatedLink:
         """Return a rank's link, to pass as `process_group`."""
@@ -55,7 +56,6 @@ class SimulatedLink(RankLink):
         self._ranks, self._meeting = ranks, ranks.meet(number)
         self._scheduler = ranks.scheduler
         self._broken: set[int] = set()
-        self._next = number
 
     def send_message(self, data: bytes, dst: int) -> None:
         """Send bytes; the network may lose, delay or repeat them."""
@@ -96,10 +96,11 @@ class SimulatedLink(RankLink):
         self._scheduler.wait(lambda: key in notes and not host.is_dead, f"note {key}", wait_s, (self._meeting, host))
         return "" if host.is_dead else notes.get(key, "")
 
-    def renew(self) -> RankLink:
+    def renew(self, *, has_low_priority: bool = False) -> RankLink:
         """Return a link with the next number, after all ranks have come."""
-        self._next += 1
-        number, size = self._next, self.size
+        del has_low_priority
+        self._ranks.renewals[self.rank] += 1
+        number, size = self._ranks.renewals[self.rank], self.size
         self._scheduler.step("meet", f"{self.rank}: link {number}")
         meeting = self._ranks.meet(number)
         arrived = meeting.arrived
@@ -107,7 +108,7 @@ class SimulatedLink(RankLink):
         if len(arrived) == size:
             self._scheduler.notify(meeting)
         if not self._scheduler.wait(lambda: len(arrived) == size, "all ranks", self._ranks.timeout_s, (meeting,)):
-            self._next -= 1
+            self._ranks.renewals[self.rank] -= 1
             arrived.discard(self.rank)
             missing = min(set(range(size)) - arrived - {self.rank}, default=-1)
             raise RankError(f"rank {missing} of {size} did not come in time", rank=missing)

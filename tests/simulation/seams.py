@@ -24,7 +24,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
-from shardckpt.checkpoint.coordinator import CHANNELS
 from shardckpt.checkpoint.save.async_save import CAPTURES, LOCAL_CAPTURES, SAVES, SaveLane
 from shardckpt.checkpoint.save.handle import PENDING_SAVE, PendingSave
 from shardckpt.checkpoint.save.save import SAVERS, SaverCache
@@ -33,6 +32,7 @@ from shardckpt.native.commit import decode_commit
 from shardckpt.native.manifest_json import ManifestContents, decode_manifest
 from shardckpt.native.step_copies import read_mounts
 from shardckpt.native.verified_store import BlockMemory
+from shardckpt.ranks.process_group import GROUPS
 from shardckpt.readers.registry import iter_formats
 from shardckpt.state.local.tensor_shards import get_tensor_shards
 from shardckpt.storage.linux_syscalls import exchange, lower_priority, start_writeback
@@ -172,7 +172,7 @@ class Machine:
             (find_node_id, lambda: self.process.node),
             (MOUNTED, _Owned(self.find_values_of_process, dict)),
             (PENDING_SAVE, pending),
-            (CHANNELS, WeakKeyDictionary()),
+            (GROUPS, WeakKeyDictionary()),
             (SAVERS, saves),
             (SAVES, self._own_lane(SAVES, pending, saves)),
             *(

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from shardckpt.checkpoint.coordinator import Coordinator
 from shardckpt.checkpoint.load import source
 from shardckpt.checkpoint.run import step_restore
 from shardckpt.checkpoint.run.step_saver import BaseFinder
@@ -18,6 +17,7 @@ from shardckpt.errors import StorageError
 from shardckpt.native import apply_retention, run_directory
 from shardckpt.native.run_directory import step_name
 from shardckpt.native.step_copies import PROCESS, StepCopy
+from shardckpt.ranks.linked_group import LinkedGroup
 from shardckpt.storage import local
 from shardckpt.storage.local_publication import LocalPublication
 from shardckpt.storage.publish import JoinedPublication
@@ -67,21 +67,21 @@ def pruning_deletes_bases(patch: pytest.MonkeyPatch) -> None:
 
 
 def ranks_are_answered_before_the_commit(patch: pytest.MonkeyPatch) -> None:
-    gather = Coordinator._gather_and_answer
+    ask = LinkedGroup.ask_rank0
 
     def early(self, step: str, message: Any, decide: Any) -> bytes:
-        if not step.startswith("saving to") or isinstance(message, Exception):
-            return gather(self, step, message, decide)
+        if self.rank or not step.startswith("saving to") or isinstance(message, Exception):
+            return ask(self, step, message, decide)
         kept: list[list[bytes]] = []
 
         def answer_first(messages: list[bytes]) -> list[bytes]:
             kept.append(messages)
             return [b""] * len(messages)
 
-        gather(self, step, message, answer_first)
-        return b"\0" + decide(kept[0])[0]
+        ask(self, step, message, answer_first)
+        return decide(kept[0])[0]
 
-    patch.setattr(Coordinator, "_gather_and_answer", early)
+    patch.setattr(LinkedGroup, "ask_rank0", early)
 
 
 def hashes_are_not_checked(patch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ def the_newest_step_may_go(patch: pytest.MonkeyPatch) -> None:
 def rank_0_alone_gives_the_verdict(patch: pytest.MonkeyPatch) -> None:
     """Damage that only another rank reads is not heard of."""
 
-    def decide_alone(coordinator: Coordinator, path: str, error: Exception) -> str:
+    def decide_alone(coordinator: LinkedGroup, path: str, error: Exception) -> str:
         message: bytes | Exception = str(error).encode() if isinstance(error, step_restore._DAMAGE) else b""
 
         def decide(messages: list[bytes]) -> list[bytes]:
@@ -144,13 +144,13 @@ def rank_0_alone_gives_the_verdict(patch: pytest.MonkeyPatch) -> None:
                 raise error
             return [messages[0]] * len(messages)
 
-        return coordinator.coordinate(f"loading {path}", message, decide).decode()
+        return coordinator.ask_rank0(f"loading {path}", message, decide).decode()
 
     patch.setattr(step_restore, "_agree_on_damage", decide_alone)
 
 
 def each_rank_decides_alone(patch: pytest.MonkeyPatch) -> None:
-    def decide_alone(coordinator: Coordinator, path: str, error: Exception) -> str:
+    def decide_alone(coordinator: LinkedGroup, path: str, error: Exception) -> str:
         if isinstance(error, step_restore._DAMAGE):
             return str(error)
         raise error

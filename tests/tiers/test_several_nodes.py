@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from shardckpt import Checkpointer, PeerMemory
-from shardckpt.checkpoint import coordinator
-from shardckpt.checkpoint.coordinator import Coordinator
 from shardckpt.checkpoint.load import tensor_loader
 from shardckpt.errors import RankError
 from shardckpt.events import FallbackEvent
+from shardckpt.ranks import torch_link
+from shardckpt.ranks.linked_group import LinkedGroup
 from shardckpt.tiers import memory_tier
 from shardckpt.tiers.peers import open_peers, peer_exchange
 from shardckpt.tiers.peers.peer_store import PeerStore
@@ -174,14 +174,14 @@ def test_ranks_agree_twice_on_a_capture_and_three_times_unless_all_nodes_were_re
         ck, folder, coordinate = (
             make(tmp_path / "run", on_event=events.append),
             tmp_path / "shardckpt-b",
-            Coordinator.coordinate,
+            LinkedGroup.ask_rank0,
         )
 
         def count(self, *args):
             agreements[-1] += threading.current_thread() is threading.main_thread()
             return coordinate(self, *args)
 
-        Coordinator.coordinate = count
+        LinkedGroup.ask_rank0 = count
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for step in range(1, 7):
@@ -241,8 +241,8 @@ def test_a_rank_that_dies_is_an_error_at_once_for_which_no_ranks_meet_again(tmp_
         dying = Dying(2 if rank and not is_behind else -1)
         ck.save(1, {**state(world, 1), "dying": dying})
         ck.wait()
-        meetings, meet = [], coordinator.new_coordinator
-        coordinator.new_coordinator = lambda *args, **options: meetings.append(args) or meet(*args, **options)
+        meetings, meet = [], torch_link.meet
+        torch_link.meet = lambda *args, **options: meetings.append(args) or meet(*args, **options)
         try:
             ck.save(2, {**state(world, 2), "dying": dying})
             if rank:

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from shardckpt import Checkpointer, PeerMemory
-from shardckpt.checkpoint.coordinator import Coordinator, get_channels
-from shardckpt.checkpoint.rank_link import TorchLink
 from shardckpt.checkpoint.save.staging import StagingArea
 from shardckpt.errors import RankError, StorageError, UsageError
 from shardckpt.events import FallbackEvent
+from shardckpt.ranks.linked_group import LinkedGroup
+from shardckpt.ranks.process_group import get_ranks
+from shardckpt.ranks.torch_link import TorchLink
 from shardckpt.tiers.tiered_saver import TieredSaver
 from tests.kit.ranks.harness import outcomes, run
 from tests.kit.runs.tier_runs import VALUES, enter, sharded_state
@@ -30,7 +31,7 @@ FILL = StagingArea.fill
 def recorded() -> Iterator[list[str]]:
     """Record the messages of the training thread: `expect`, `send`, `answer`, and `copy` for the copy of the state."""
     calls: list[str] = []
-    send, recv, expect = Coordinator._send_bytes, Coordinator._recv_bytes, TorchLink.expect_message
+    send, recv, expect = LinkedGroup._send_bytes, LinkedGroup._recv_bytes, TorchLink.expect_message
 
     def note(what: str) -> None:
         if threading.current_thread() is threading.main_thread():
@@ -54,8 +55,8 @@ def recorded() -> Iterator[list[str]]:
         return FILL(self, *args)
 
     with (
-        patch.object(Coordinator, "_send_bytes", sent),
-        patch.object(Coordinator, "_recv_bytes", received),
+        patch.object(LinkedGroup, "_send_bytes", sent),
+        patch.object(LinkedGroup, "_recv_bytes", received),
         patch.object(TorchLink, "expect_message", expected),
         patch.object(StagingArea, "fill", filled),
     ):
@@ -161,13 +162,13 @@ def test_a_rank_that_leaves_between_the_answer_and_its_part_counts_as_lost(tmp_p
     def body(rank: int, world: int) -> bool:
         ck = begin(rank, tmp_path / "run")
         if rank == 1:
-            channels = get_channels(None)
+            ranks = get_ranks(None)
             with (
                 patch.object(TieredSaver, "_open_tiers", side_effect=KeyboardInterrupt),
                 pytest.raises(KeyboardInterrupt),
             ):
                 ck.save(2, sharded_state(world, 2))
-            return channels.has_lost_rank
+            return ranks.is_broken
         with pytest.raises(RankError):
             ck.save(2, sharded_state(world, 2))
             ck.wait()

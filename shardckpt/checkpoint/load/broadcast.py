@@ -12,12 +12,11 @@ from itertools import chain
 
 import torch
 
-from shardckpt.checkpoint.coordinator import Coordinator
 from shardckpt.checkpoint.load.tensor_loader import PendingRead, ReadRequest
-from shardckpt.checkpoint.rank_link import Transfer
 from shardckpt.errors import RankError
 from shardckpt.events.progress import Meter
 from shardckpt.plan.layout.read_sharing import BroadcastGroup, FileSegments
+from shardckpt.ranks.linked_group import LinkedGroup, Transfer
 from shardckpt.storage.store import Read, Store
 from shardckpt.storage.thread_pool import ThreadPool
 
@@ -36,7 +35,7 @@ class BroadcastReader:
 
     def __init__(
         self,
-        coordinator: Coordinator,
+        coordinator: LinkedGroup,
         store: Store,
         segments: FileSegments,
         groups: Sequence[BroadcastGroup],

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 import numpy as np
 import torch.distributed as dist
 
-from shardckpt.checkpoint.coordinator import Coordinator, get_channels
 from shardckpt.checkpoint.load.broadcast import BroadcastReader
 from shardckpt.checkpoint.load.load_plan import LoadOptions, LoadPlan, Taker
 from shardckpt.checkpoint.load.load_planner import plan_load
@@ -54,6 +53,8 @@ from shardckpt.plan.layout.read_sharing import (
     decode_groups,
     encode_groups,
 )
+from shardckpt.ranks.linked_group import LinkedGroup
+from shardckpt.ranks.process_group import get_ranks
 from shardckpt.reader import NamedBases, ParamShapes
 from shardckpt.state.keys.slots import UnequalSteps, require_way_with_steps
 from shardckpt.storage.resolve_url import as_url
@@ -191,7 +192,7 @@ def load(
         order = _Order(_SourceArgs(as_url(path), verify, rules, key_map, _named(base)), options, broadcast_reads)
     except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
         order = error
-    coordinator = get_channels(process_group).main
+    coordinator = get_ranks(process_group)
     shown = order.source.path if isinstance(order, _Order) else str(path)
     sink = on_event if callable(on_event) else None
     with (
@@ -254,7 +255,7 @@ class LoadSession:
         ranges = ((name, offset, offset + len(buffer)) for name, offset, buffer in reads)
         return head + self.segments.wanted(ranges, self.saved.grain).tobytes()
 
-    def carry_out(self, coordinator: Coordinator, groups: Sequence[BroadcastGroup], failure: Exception | None) -> None:
+    def carry_out(self, coordinator: LinkedGroup, groups: Sequence[BroadcastGroup], failure: Exception | None) -> None:
         """Read all requests; broadcast segments that other ranks need too."""
         if not self.pending_reads:
             if failure is not None:
@@ -278,7 +279,7 @@ def _load_into(
     state: Any,
     path: Any,
     order: _Order | Exception,
-    coordinator: Coordinator,
+    coordinator: LinkedGroup,
     recorder: Recorder,
     on_progress: OnProgress | None,
 ) -> None:
@@ -293,7 +294,7 @@ def _load_into(
             message = session.encode_request()
         except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
             message = error
-        answer = coordinator.coordinate(f"fitting {path}", message, _shared)
+        answer = coordinator.ask_rank0(f"fitting {path}", message, _shared)
     assert session is not None, "what failed was raised by all"
     neighbors, is_collective = int.from_bytes(answer[:_COUNT_BYTES], "little"), answer[_COUNT_BYTES]
     groups = answer[_COUNT_BYTES + 1 :]
@@ -305,14 +306,14 @@ def _load_into(
         coordinator.expect_messages()
         values = _read(session, coordinator, decode_groups(groups) if groups else [])
         if is_collective:  # or ranks would wait in a collective for one that could not read
-            coordinator.coordinate(f"reading {path}", values if isinstance(values, Exception) else b"", _silent)
-        coordinator.coordinate(f"loading {path}", _finish(session, values), _silent)
+            coordinator.ask_rank0(f"reading {path}", values if isinstance(values, Exception) else b"", _silent)
+        coordinator.ask_rank0(f"loading {path}", _finish(session, values), _silent)
     if isinstance(order, _Order) and order.source.verify == "live":
         with recorder.phase("verify"):
             _check_live(state, path, session, coordinator)
 
 
-def _check_live(state: Any, path: Any, session: LoadSession, coordinator: Coordinator) -> None:
+def _check_live(state: Any, path: Any, session: LoadSession, coordinator: LinkedGroup) -> None:
     """Compare the state's memory with the checkpoint; if one rank fails, all raise its error. Collective."""
     from shardckpt.checkpoint.load.live_check import check_live  # noqa: PLC0415  (few loads ask for it)
 
@@ -322,10 +323,10 @@ def _check_live(state: Any, path: Any, session: LoadSession, coordinator: Coordi
         check_live(state, session.saved, items, coordinator.rank, coordinator.size)
     except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
         message = error
-    coordinator.coordinate(f"verifying the load from {path}", message, _silent)
+    coordinator.ask_rank0(f"verifying the load from {path}", message, _silent)
 
 
-def _open_session(state: Any, order: _Order, coordinator: Coordinator) -> LoadSession:
+def _open_session(state: Any, order: _Order, coordinator: LinkedGroup) -> LoadSession:
     """Plan the load and check it, without changing the state."""
     source, options, broadcast_reads = order
     models = LocalModels(state)  # first: collective under torch's wrapper, and what follows may fail on one rank alone
@@ -362,7 +363,7 @@ def _noting_mixed_state() -> Iterator[None]:
 
 
 def _read(
-    session: LoadSession, coordinator: Coordinator, groups: Sequence[BroadcastGroup]
+    session: LoadSession, coordinator: LinkedGroup, groups: Sequence[BroadcastGroup]
 ) -> Sequence[Taker] | Exception:
     """Fill the planned arrays; return the plan's values, or the error."""
     values, failure = [], None

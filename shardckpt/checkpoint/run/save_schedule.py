@@ -13,7 +13,6 @@ from functools import reduce
 from types import FrameType
 from typing import Any, Literal
 
-from shardckpt.checkpoint.coordinator import Coordinator
 from shardckpt.checkpoint.run.step_finder import SHOWN, StepFinder, find_unreadable, require_step_number
 from shardckpt.errors import CheckpointError, StorageError, UsageError, escape
 from shardckpt.events import OnEvent, PruneEvent, Recorder, emit
@@ -21,6 +20,7 @@ from shardckpt.events.warn_user import warn_user
 from shardckpt.native.apply_retention import StepClock, apply_retention
 from shardckpt.native.run_directory import RunDirectory, StepFolder, read_metrics, read_run
 from shardckpt.plan.retention import Retention, SavedStep, find_best, require_metric
+from shardckpt.ranks.linked_group import LinkedGroup
 from shardckpt.storage.store import Store
 
 _SIGNAL, _FAILURE = 1, 2
@@ -65,7 +65,7 @@ class SaveSchedule:
         if is_requested and not self.stop_requested:
             self.stop_requested = self._is_due = True
 
-    def should_save(self, step: Any, coordinator: Coordinator) -> bool:
+    def should_save(self, step: Any, coordinator: LinkedGroup) -> bool:
         """Return True if a step should be saved. Collective inside `watch`."""
         number, fault = 0, None
         try:
@@ -75,7 +75,7 @@ class SaveSchedule:
         if self._is_watching or coordinator.size == 1:
             has_failed = self._background is not None and self._background.has_failed
             flags = bytes([(_SIGNAL if self.has_signal else 0) | (_FAILURE if has_failed else 0)])
-            (answer,) = coordinator.coordinate("agreeing whether to save", fault or flags, _merge_flags)
+            (answer,) = coordinator.ask_rank0("agreeing whether to save", fault or flags, _merge_flags)
             self.set_requested(bool(answer & _SIGNAL))
             if answer & _FAILURE:  # the save failed on all ranks
                 self._last_step = self._background = None

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from shardckpt.checkpoint.coordinator import Coordinator, get_channels
 from shardckpt.encodings.typed_json import decode
 from shardckpt.errors import TargetExistsError, UnsupportedError, UsageError
 from shardckpt.native.run_directory import RunDirectory, StepFolder, read_run, read_step, step_name
@@ -24,6 +23,8 @@ from shardckpt.native.step_copies import (
     find_survived,
     read_mounts,
 )
+from shardckpt.ranks.linked_group import LinkedGroup
+from shardckpt.ranks.process_group import get_ranks
 from shardckpt.readers.run_start import describe_fault, require_start_of_run
 from shardckpt.storage.publication import target_exists_error
 from shardckpt.storage.resolve_url import as_place, fix_folder, local_path, open_store
@@ -75,7 +76,7 @@ class PlaceReads:
         """Bytes that this rank has read since `reset`, by tier; empty if all are from the step's own place."""
         return {}
 
-    def share_faults(self, coordinator: Coordinator) -> Sequence[StepFault]:  # noqa: ARG002  (of one place)
+    def share_faults(self, coordinator: LinkedGroup) -> Sequence[StepFault]:  # noqa: ARG002  (of one place)
         """Return the faults of copies that were not read, on rank 0. Collective."""
         return ()
 
@@ -130,7 +131,7 @@ class StepFinder:
         def decide(messages: list[bytes]) -> list[bytes]:
             return [json.dumps(answer()).encode()] * len(messages)
 
-        return json.loads(get_channels(self.group).main.coordinate(f"{what} of {self.root}", fault or b"", decide))
+        return json.loads(get_ranks(self.group).ask_rank0(f"{what} of {self.root}", fault or b"", decide))
 
     def list_complete(self) -> list[int]:
         """Return the complete steps' numbers, the oldest first. Collective."""

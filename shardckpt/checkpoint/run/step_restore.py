@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from shardckpt.checkpoint.coordinator import Coordinator, get_channels
 from shardckpt.checkpoint.load.load import MIXED, load
 from shardckpt.checkpoint.run.step_finder import SHOWN, PlaceReads, StepFault, StepFinder, StepKey
 from shardckpt.encodings.budget import gc_paused
@@ -24,6 +23,8 @@ from shardckpt.events import FallbackEvent, OnEvent, OperationEvent, RestoreEven
 from shardckpt.events.recorder import tolerated_errors
 from shardckpt.events.warn_user import warn_user
 from shardckpt.native.step_copies import ROOT
+from shardckpt.ranks.linked_group import LinkedGroup
+from shardckpt.ranks.process_group import get_ranks
 
 # Errors of steps that are damaged or that another process is removing.
 _DAMAGE = (CheckpointError, MissingFileError, SourceNotFoundError, UnknownFormatError)
@@ -55,7 +56,7 @@ def restore_step(
 ) -> tuple[RestoredStep | None, tuple[StepFault, ...]]:
     """Load the newest step that can be loaded; return it, with the faults of newer steps and copies. Collective."""
     # The step is None if the folder is missing or contains no checkpoint.
-    coordinator = get_channels(finder.group).main
+    coordinator = get_ranks(finder.group)
     with gc_paused(), record_operation(RestoreEvent, finder.root, on_event, rank=coordinator.rank) as recorder:
 
         def take_measurement(event: OperationEvent) -> None:
@@ -108,7 +109,7 @@ def _load_newest(
             damage = finder.locate_damage(path, damage)
             damages[latest.key] = StepFault(latest.number, damage)
             finder.find_finder(path).damaged.add(latest.save)
-            if get_channels(finder.group).main.rank == 0:
+            if get_ranks(finder.group).rank == 0:
                 emit(FallbackEvent(path, step=latest.number, warnings=(damage,)), on_event)
         else:
             removed_meanwhile += 1
@@ -131,7 +132,7 @@ def _build_no_checkpoint_error(
 
 def warn_of_faults(restored: RestoredStep | None, faults: Sequence[StepFault], group: dist.ProcessGroup | None) -> None:
     """Warn on rank 0 about unused newer steps and unused copies of the restored step."""
-    if faults and get_channels(group).main.rank == 0:
+    if faults and get_ranks(group).rank == 0:
         warn_user(_describe_restore(restored, faults))
 
 
@@ -164,14 +165,14 @@ def _load_step(finder: StepFinder, path: str, state: Any, options: Mapping[str, 
         with tolerated_errors():  # the restore continues, or fails with its own event
             load(state, path, process_group=finder.group, **options)
     except Exception as error:
-        coordinator = get_channels(finder.group).main
+        coordinator = get_ranks(finder.group)
         if is_last or coordinator.has_lost_rank:
             raise
         return _agree_on_damage(coordinator, path, error)
     return ""
 
 
-def _agree_on_damage(coordinator: Coordinator, path: str, error: Exception) -> str:
+def _agree_on_damage(coordinator: LinkedGroup, path: str, error: Exception) -> str:
     """Return the fault that a rank found; without one, raise this rank's error."""
     message: bytes | Exception = error
     if isinstance(error, _DAMAGE) and not isinstance(error, PrecisionError):
@@ -185,4 +186,4 @@ def _agree_on_damage(coordinator: Coordinator, path: str, error: Exception) -> s
             raise error
         return [damage] * len(messages)
 
-    return coordinator.coordinate(f"loading {path}", message, decide).decode()
+    return coordinator.ask_rank0(f"loading {path}", message, decide).decode()

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, SupportsFloat
 
 import torch.distributed as dist
 
-from shardckpt.checkpoint.coordinator import get_channels, resolve_process_group
 from shardckpt.checkpoint.load.load import load
 from shardckpt.checkpoint.run.save_schedule import BackgroundSave, SaveSchedule, StepRetention
 from shardckpt.checkpoint.run.step_finder import NO_STEP, SHOWN, StepFault, StepFinder, require_step_number
@@ -21,6 +20,7 @@ from shardckpt.errors import UsageError
 from shardckpt.events import OnEvent, OperationEvent, deliver, require_on_event
 from shardckpt.native.commit import BRANCH
 from shardckpt.native.run_directory import METRIC, manifest_fault, read_run, step_name
+from shardckpt.ranks.process_group import get_ranks, resolve_process_group
 
 
 class SavedPlace(NamedTuple):
@@ -78,7 +78,7 @@ class StepSaver:
         self.on_saved(number, state, [SavedPlace(self._finder, lambda: True)])
         if unranked:
             raise UsageError(unranked)
-        if get_channels(self._group).main.rank == 0:
+        if get_ranks(self._group).rank == 0:
             self._retention.apply(number)
 
     def async_save(
@@ -86,7 +86,7 @@ class StepSaver:
     ) -> SaveHandle:
         """Save a step in the background; as `Checkpointer.async_save`."""
         number, branch, unranked, given = self._start_save(async_save, step, metrics, options)
-        user_on_event, is_first = given.pop("on_event"), get_channels(self._group).main.rank == 0
+        user_on_event, is_first = given.pop("on_event"), get_ranks(self._group).rank == 0
         background = BackgroundSave()
 
         def on_event(event: OperationEvent) -> None:
@@ -152,7 +152,7 @@ class StepSaver:
         except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
             message = error
         what = f"preparing to save into {self._finder.root}"
-        answer = get_channels(self._group).main.coordinate(
+        answer = get_ranks(self._group).ask_rank0(
             what, message, lambda messages: self._prepare_on_rank0(messages, names, options.get("overwrite", False))
         )
         replaces, is_asked, unranked, branch = json.loads(answer)

@@ -173,9 +173,9 @@ def _copy_and_start(
             refusal = fault or _refusal(lane, on_busy)
         with task.phase("capture"):
             saver = lane.savers.get(group, refusal)
-            task.recorder.values["rank"] = saver.channels.main.rank
-            last = saver.channels.background_coordinator(group, lane.name, has_low_priority=lane.is_for_captures)
-            yields = lane.is_for_captures and saver.channels.main.size > 1
+            task.recorder.values["rank"] = saver.ranks.rank
+            last = saver.ranks.background(lane.name, has_low_priority=lane.is_for_captures)
+            yields = lane.is_for_captures and saver.ranks.size > 1
             copy = _Copy(task, SaveSession(saver, checked, last), StagingArea(lane.buffers, most), yields=yields)
             lane.pending.start(task, copy.abandon)
             planned, flattened = copy.plan(state, refusal)

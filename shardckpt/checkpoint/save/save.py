@@ -10,7 +10,6 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from typing_extensions import Unpack
 
-from shardckpt.checkpoint.coordinator import ALONE, Coordinator, ProcessGroup, get_channels, resolve_process_group
 from shardckpt.checkpoint.load.source import compile_key_map
 from shardckpt.checkpoint.save.handle import PENDING_SAVE
 from shardckpt.checkpoint.save.session import SaveOptions, Saver
@@ -18,6 +17,8 @@ from shardckpt.errors import UsageError, require_bools, require_keywords
 from shardckpt.events import OnEvent, SaveEvent, record_operation, require_on_event
 from shardckpt.native.commit import BRANCH
 from shardckpt.native.run_directory import AFTER, METRIC
+from shardckpt.ranks.linked_group import ALONE, LinkedGroup
+from shardckpt.ranks.process_group import ProcessGroup, get_ranks, resolve_process_group
 from shardckpt.storage.resolve_url import as_url
 
 GetBase = Callable[[], str | None]  # returns the path or URL of a save's base; None to save without one
@@ -142,7 +143,7 @@ def _read_hooks(custom_metadata: Any) -> tuple[Callable[[], object] | None, bool
     return notes.require_replaceable, notes.is_shared, notes.after_commit, notes.on_begin
 
 
-OnCommit = Callable[[Coordinator], object]  # called on every rank after a save's commit
+OnCommit = Callable[[LinkedGroup], object]  # called on every rank after a save's commit
 OnBegin = Callable[[str], object]  # called on rank 0 with the id of a save, before anything is written
 
 
@@ -189,14 +190,14 @@ class SaverCache:
         self._alone = Saver(ALONE)
 
     def get(self, group: dist.ProcessGroup | None, refusal: Exception | None = None) -> Saver:
-        """Return a process group's saver. Collective at the first call, which creates the channels."""
+        """Return a process group's saver. Collective at the first call, which links the ranks."""
         # `refusal` is raised if a rank is lost: the others cannot receive it.
-        channels, key = get_channels(group, refusal), resolve_process_group(group)
+        ranks, key = get_ranks(group, refusal), resolve_process_group(group)
         if key is None:
             return self._alone
         known = self._savers.get(key)
-        if known is None or known.channels is not channels:
-            known = self._savers[key] = Saver(channels)
+        if known is None or known.ranks is not ranks:
+            known = self._savers[key] = Saver(ranks)
         return known
 
 

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from shardckpt.checkpoint.base_checkpoint import BaseRemovedError
-from shardckpt.checkpoint.coordinator import Channels, Coordinator
 from shardckpt.checkpoint.dedup import BaseDedup, BaseHints, FrozenParamCache, open_base_dedup
 from shardckpt.checkpoint.planning.cached_save import (
     CachedSave,
@@ -74,6 +73,7 @@ from shardckpt.native.payload import (
 from shardckpt.native.records import FileRecord, make_record
 from shardckpt.native.run_directory import read_referred_files
 from shardckpt.plan.layout.box_codec import pack_message, unpack_message
+from shardckpt.ranks.linked_group import LinkedGroup
 from shardckpt.storage.publication import FindKept, Publication
 from shardckpt.storage.publish import JoinedPublication, find_missing_files, require_files, start_publication
 from shardckpt.storage.resolve_url import open_store
@@ -106,7 +106,7 @@ class SaveOptions:
     require_replaceable: Callable[[], object] | None = None
     is_shared: bool = True  # all ranks write to one place; otherwise each writes on its own node
     # Called on every rank after rank 0 has committed, with the coordinator of the commit. Collective.
-    after_commit: Callable[[Coordinator], object] | None = None
+    after_commit: Callable[[LinkedGroup], object] | None = None
     # Called on rank 0 with the id of the save, before anything is written.
     on_begin: Callable[[str], object] | None = None
 
@@ -136,8 +136,8 @@ class PlanResponse:
 class Saver:
     """Saves for one group of ranks, and caches the last committed saves."""
 
-    def __init__(self, channels: Channels) -> None:
-        self.channels = channels
+    def __init__(self, ranks: LinkedGroup) -> None:
+        self.ranks = ranks
         self.cached_saves: tuple[CachedSave, ...] = ()  # without tensors, latest first
         self.frozen_params = FrozenParamCache()
 
@@ -146,7 +146,7 @@ class Saver:
     ) -> None:
         """Save a state. Collective."""
         recorder = recorder or Recorder(SaveEvent, options.path)
-        rank = recorder.values["rank"] = self.channels.main.rank
+        rank = recorder.values["rank"] = self.ranks.rank
         try:
             self._save(state, options, recorder, refusal)
         except BaseRemovedError as error:
@@ -156,8 +156,8 @@ class Saver:
                 self._save(state, replace(options, base=lambda: None), recorder, refusal)
 
     def _save(self, state: Any, options: SaveOptions, recorder: Recorder, refusal: Exception | None) -> None:
-        session = SaveSession(self, options, self.channels.main)
-        with gc_paused(), self.channels.main.in_step(), session.rollback_on_error():
+        session = SaveSession(self, options, self.ranks)
+        with gc_paused(), self.ranks.in_step(), session.rollback_on_error():
             with recorder.phase("capture"):
                 planned, flattened = session.plan(state, refusal)
 
@@ -272,9 +272,9 @@ class SaveSession:
 
     # `write` and `commit` may run on another thread.
 
-    def __init__(self, saver: Saver, options: SaveOptions, last: Coordinator) -> None:
+    def __init__(self, saver: Saver, options: SaveOptions, last: LinkedGroup) -> None:
         # Nothing but the commit uses `last` until the save ends.
-        self._saver, self._coordinator, self._options, self._last = saver, saver.channels.main, options, last
+        self._saver, self._coordinator, self._options, self._last = saver, saver.ranks, options, last
         self._publication: Publication | None = None
         self._started: _StartedSave | None = None
         self._cached_save: CachedSave | None = None
@@ -371,7 +371,7 @@ class SaveSession:
         assert not isinstance(written, Exception), "this rank's error is raised by then"
         if answer == _EXPLAIN:
             digests = json.dumps(written.staged.replica_digests()).encode()
-            self._last.coordinate(what, digests, _raise_replicas)
+            self._last.ask_rank0(what, digests, _raise_replicas)
         if answer == _BASE_REMOVED:
             url = planned.response.hints.url if planned.response.hints is not None else ""
             raise _base_removed_error(self._options.path, url)
@@ -390,11 +390,11 @@ class SaveSession:
             return [self._publish(planned, written, outcomes, parts)] * len(messages)
 
         if isinstance(written, Exception):
-            return self._last.coordinate(what, written, decide)
+            return self._last.ask_rank0(what, written, decide)
         if self._coordinator.size == 1:
             return self._publish(planned, written, [written.outcome()], [])
         part = encode_partial(written.payloads) if self._coordinator.rank else b""
-        return self._last.coordinate(what, pack_message(written.outcome(), part), decide)
+        return self._last.ask_rank0(what, pack_message(written.outcome(), part), decide)
 
     def _publish(
         self,
@@ -444,7 +444,7 @@ class SavePlanner:
     """Plans one save together with the other ranks."""
 
     def __init__(self, saver: Saver, options: SaveOptions) -> None:
-        self._saver, self._coordinator, self._options = saver, saver.channels.main, options
+        self._saver, self._coordinator, self._options = saver, saver.ranks, options
         self.publication: Publication | None = None  # on rank 0
         self.started: _StartedSave | None = None  # on rank 0
         self.cached_save: CachedSave | None = None  # to cache once the save is committed
@@ -521,8 +521,8 @@ class SavePlanner:
 
         def ask() -> bytes:
             if isinstance(local, Exception):
-                return self._coordinator.coordinate(what, local, decide)
-            return self._coordinator.coordinate(what, capture_error(lambda: self._report(*local).encode()), decide)
+                return self._coordinator.ask_rank0(what, local, decide)
+            return self._coordinator.ask_rank0(what, capture_error(lambda: self._report(*local).encode()), decide)
 
         def decide(messages: list[bytes]) -> list[bytes]:
             assert not isinstance(local, Exception), "this rank's error is raised before"
@@ -537,7 +537,7 @@ class SavePlanner:
             self._known = None
             answer = ask()
         if answer == _EXPLAIN:
-            self._coordinator.coordinate(what, value_digests(local[0]), _raise_values)
+            self._coordinator.ask_rank0(what, value_digests(local[0]), _raise_values)
         assert not isinstance(opened, Exception), "its error is raised by then"
         return local[0], self._cache(opened.trace, *local, PlanResponse.decode(answer))
 
@@ -562,7 +562,7 @@ class SavePlanner:
                 return [_FLATTENED_NEEDED] * len(messages)
             return [replace(response, rank_plan=None).encode() for response in self._start_again(traced)]
 
-        return self._coordinator.coordinate(what, capture_error(report), decide)
+        return self._coordinator.ask_rank0(what, capture_error(report), decide)
 
     def _decide(self, messages: list[bytes], flattened: FlattenedState) -> list[bytes]:
         """Plan, and start the publication. On rank 0."""

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardckpt.core.errors import BackendError, DeviceMemoryError
 from shardckpt.devices import has_streams, is_device_error, is_out_of_memory
 from shardckpt.errors import RankError
-from shardckpt.groups import get_group_device
+from shardckpt.ranks.torch_group import get_group_device
 
 # Names, looked up at each call, so that a patched torch.distributed is used.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"

@@ -17,7 +17,6 @@ from typing_extensions import Unpack
 
 import shardckpt
 from shardckpt import RNGState
-from shardckpt.checkpoint.coordinator import get_channels
 from shardckpt.checkpoint.save.async_save import AsyncSaveParams, require_known_options
 from shardckpt.errors import UnsupportedError, UsageError
 from shardckpt.integrations.accelerate.state_folders import (
@@ -34,6 +33,7 @@ from shardckpt.integrations.accelerate.state_folders import (
     make_folder,
 )
 from shardckpt.integrations.local_folders import list_names, name_earlier
+from shardckpt.ranks.process_group import get_ranks
 from shardckpt.results import ResumeReport, SaveHandle
 from shardckpt.witness.prove_resume import run_drill
 
@@ -272,7 +272,7 @@ class AcceleratorCheckpoints:
 def _await_ranks(method: str) -> None:
     """Wait until all ranks have called a method: Accelerate's may be called on rank 0 alone under DDP. Collective."""
     # Collectives of the default group would meet the training's on other ranks.
-    get_channels(None).main.coordinate(f"accelerator.{method}", b"", lambda each: each)
+    get_ranks(None).ask_rank0(f"accelerator.{method}", b"", lambda each: each)
 
 
 def _number(kind: str, objects: Iterable[Any], kept: list[Any] | None = None) -> dict[str, Any]:

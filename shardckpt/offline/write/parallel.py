@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from heapq import heapify, heapreplace
 
 from shardckpt.events.progress import OnProgress
-from shardckpt.groups import Group
 from shardckpt.offline.write.conversion import ConversionPlan, Hashes, Layout, Stopwatch
 from shardckpt.offline.write.stream import OutputFile
-from shardckpt.shared_store.rank_meeting import join_ranks
+from shardckpt.ranks.group import Group
+from shardckpt.ranks.meeting import join_ranks
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.publish import JoinedPublication, require_files, start_publication
 

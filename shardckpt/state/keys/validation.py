@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shardckpt.errors import RankError, ShardckptError, StateMismatchError
-from shardckpt.groups import Group
+from shardckpt.ranks.group import Group
 from shardckpt.state.redistribute.rank_grid import Ranks
 
 _DIGEST = 16

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardckpt.core.modules.dtensors import gather_full_tensor, local
 from shardckpt.core.params.full_params import Staging
 from shardckpt.errors import ShardckptError, StateMismatchError
-from shardckpt.groups import Group
+from shardckpt.ranks.group import Group
 from shardckpt.state.adapters import sharded_tensor, torch_fsdp1
 from shardckpt.state.adapters.base import ShardingAdapter, are_sharded_as, broadcast_from_rank0
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter

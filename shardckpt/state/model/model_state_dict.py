@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -15,18 +14,13 @@ from shardckpt.core.fsdp1.state_dict_api import register_with_torch_dcp
 from shardckpt.core.modules.dtensors import gather_full_tensor, local
 from shardckpt.core.modules.fqn_and_params import clean
 from shardckpt.core.params.full_params import Staging
-from shardckpt.groups import Group, LocalGroup, TorchGroup
+from shardckpt.ranks.torch_group import current_group
 from shardckpt.state.adapters import torch_fsdp1
 from shardckpt.state.adapters.base import ShardingAdapter
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
 from shardckpt.state.adapters.model_index import ModelIndex, index_complete_model, reshard_all, unwrap
 from shardckpt.state.keys.kinds import KEY, VERSION, StateKind, outside_inference_mode, parse_kind_to_take
 from shardckpt.state.model import module_hooks
-
-
-def world() -> Group:
-    """Return the group of all ranks, or of this process alone."""
-    return TorchGroup(None) if dist.is_available() and dist.is_initialized() else LocalGroup()
 
 
 def iter_full_state_dict(
@@ -189,7 +183,8 @@ def with_metadata(state: OrderedDict[str, Any], kind: StateKind, index: ModelInd
 
 def local_metadata() -> dict[str, Any]:
     """Return the metadata that every LOCAL state has: version, kind and rank."""
-    return {"version": VERSION, "kind": StateKind.LOCAL.name, "rank": world().rank, "world": world().size}
+    group = current_group()
+    return {"version": VERSION, "kind": StateKind.LOCAL.name, "rank": group.rank, "world": group.size}
 
 
 def units_metadata(index: ModelIndex) -> list[dict[str, Any]]:
@@ -216,7 +211,7 @@ def check_kind(note: Mapping[str, Any], kind: StateKind) -> list[str]:
 
 def check_rank(note: Mapping[str, Any]) -> list[str]:
     """Return a problem if another rank saved a LOCAL state."""
-    group = world()
+    group = current_group()
     if not note or (note.get("world"), note.get("rank")) == (group.size, group.rank):
         return []
     return [

@@ -16,8 +16,9 @@ from torch.nn.parameter import is_lazy
 from shardckpt.core.modules.dtensors import gather_full_tensor, is_strided, local, wrap_local
 from shardckpt.core.params.full_params import Staging
 from shardckpt.errors import ShardckptError, StateMismatchError
-from shardckpt.groups import Group, TorchGroup, get_group_device
 from shardckpt.plan.optim.param_groups import settings
+from shardckpt.ranks.group import Group
+from shardckpt.ranks.torch_group import TorchGroup, get_group_device
 from shardckpt.state.adapters import torch_fsdp1
 from shardckpt.state.adapters.base import ShardingAdapter
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shardckpt.boxes import chunk_range
 from shardckpt.core.modules.dtensors import pad_rows, split_rows, view_as_flat_bytes
 from shardckpt.core.params.full_params import Staging
-from shardckpt.groups import current_device
+from shardckpt.ranks.torch_group import current_device
 from shardckpt.state.redistribute.flat_to_rows import all_to_all, pack, unpack
 from shardckpt.state.redistribute.rank_grid import Ranks
 

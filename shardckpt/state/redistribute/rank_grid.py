@@ -9,9 +9,9 @@ from math import prod
 import torch
 import torch.distributed as dist
 
-from shardckpt.groups import Group, LocalGroup, TorchGroup, get_group_device
-
-_LENGTH_BYTES = 8
+from shardckpt.ranks.group import Group
+from shardckpt.ranks.linked_group import ALONE
+from shardckpt.ranks.torch_group import TorchGroup, get_group_device
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Ranks:
     def group(self) -> Group:
         """Group for messages between these ranks."""
         if not self.axes:
-            return LocalGroup()
+            return ALONE
         return TorchGroup(self.axes[0]) if len(self.axes) == 1 else _Grid([TorchGroup(axis) for axis in self.axes])
 
     @property
@@ -74,28 +74,10 @@ class _Grid(Group):
 
     def __init__(self, axes: Sequence[Group]) -> None:
         self._axes = axes
-
-    @property
-    def rank(self) -> int:
-        """This rank's index, with the fastest axis last."""
-        rank = 0
-        for axis in self._axes:
-            rank = rank * axis.size + axis.rank
-        return rank
-
-    @property
-    def size(self) -> int:
-        """Ranks on all axes together."""
-        return prod(axis.size for axis in self._axes)
-
-    def all_gather(self, data: bytes) -> list[bytes]:
-        """Gather bytes with different lengths: first the lengths, then the padded bytes."""
-        lengths = [
-            int.from_bytes(data_length, "big")
-            for data_length in self.all_gather_equal(len(data).to_bytes(_LENGTH_BYTES, "big"))
-        ]
-        rows = self.all_gather_equal(data.ljust(max(lengths), b"\0")) if any(lengths) else [b""] * self.size
-        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+        self.size = prod(axis.size for axis in axes)
+        self.rank = 0  # with the fastest axis last
+        for axis in axes:
+            self.rank = self.rank * axis.size + axis.rank
 
     def all_gather_equal(self, data: bytes) -> list[bytes]:
         """Gather bytes with equal length along the fastest axis, then along the next axes."""
@@ -103,7 +85,3 @@ class _Grid(Group):
         for axis in reversed(self._axes):
             rows = b"".join(axis.all_gather_equal(rows))
         return [rows[at * len(data) : (at + 1) * len(data)] for at in range(self.size)]
-
-    def broadcast(self, data: bytes | None, source: int = 0) -> bytes:
-        """Broadcast bytes by an all-gather; messages are small."""
-        return self.all_gather(data if data is not None and self.rank == source else b"")[source]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardckpt.checkpoint.coordinator import get_channels
 from shardckpt.checkpoint.run.step_finder import StepFinder
 from shardckpt.events import OnEvent, WithdrawalEvent, emit
 from shardckpt.native.step_copies import Durability, StepCopy, find_survived_by
+from shardckpt.ranks.process_group import get_ranks
 
 _MAX_CLAIMS = 4096  # maximum number of steps whose claims are remembered
 
@@ -23,7 +23,7 @@ class DurabilityClaims:
         """Claim a step's complete copies, and withdraw earlier claims that are false now. Collective."""
         # A copy may be lost, or be on fewer machines than before.
         copies = self._finder.find_copies(step)
-        is_first = get_channels(self._finder.group).main.rank == 0
+        is_first = get_ranks(self._finder.group).rank == 0
         now = {(copy.path, copy.save): copy for copy in copies}
         for copy in self._claimed.pop(step, ()) if is_first else ():
             left = now.get((copy.path, copy.save))

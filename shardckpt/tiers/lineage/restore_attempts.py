@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from shardckpt.checkpoint.coordinator import get_channels
 from shardckpt.checkpoint.run.save_schedule import SaveSchedule
 from shardckpt.checkpoint.run.step_finder import StepFinder
 from shardckpt.errors import ShardckptError, UsageError
+from shardckpt.ranks.process_group import get_ranks
 from shardckpt.tiers.durability.run_record import RECORD, Attempt, read_run_record, write_run_record
 
 _LOG = logging.getLogger("shardckpt")
@@ -46,7 +46,7 @@ class RestoreAttempts:
 
     def start(self, order: tuple[int, int]) -> None:
         """Count a step's restore as failed, until a further step is completed."""
-        if not self._most or get_channels(self._finder.group).main.rank:
+        if not self._most or get_ranks(self._finder.group).rank:
             return
         before = [attempt.failures for attempt in self._read() if attempt[:2] == order]
         self._open = Attempt(*order, sum(before) + 1)

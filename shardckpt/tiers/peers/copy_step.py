@@ -10,11 +10,11 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import NamedTuple
 
-from shardckpt.checkpoint.coordinator import Coordinator
 from shardckpt.errors import RankError, ShardckptError, StorageError, describe
 from shardckpt.native.commit import Commit, find_save, read_commit, read_contents
 from shardckpt.native.reader import find_hashes
 from shardckpt.native.verified_store import VerifiedStore
+from shardckpt.ranks.linked_group import LinkedGroup
 from shardckpt.storage.store import ExtendedWriter, Read, Store, SubfolderStore, Writer
 from shardckpt.storage.thread_pool import ThreadPool
 from shardckpt.tiers.peers.known_files import KnownFiles, SharedStep, find_files
@@ -37,7 +37,7 @@ class CopiedStep(NamedTuple):
     faults: tuple[str, ...]  # why copies failed, equal on all ranks; empty if all copies exist
 
 
-def copy_step(coordinator: Coordinator, own: Store, node: Node, folder: str, copies: int) -> CopiedStep:
+def copy_step(coordinator: LinkedGroup, own: Store, node: Node, folder: str, copies: int) -> CopiedStep:
     """Copy a step's files that are on too few machines; wait until each copy is acknowledged or fails. Collective."""
     # All nodes have the step's marks already.
     start = time.monotonic()
@@ -67,14 +67,14 @@ def _know_files(order: CopyOrder, own: Store, report: NodeReport, folder: str) -
     return known
 
 
-def share_copy_orders(coordinator: Coordinator, report: NodeReport, folder: str, copies: int) -> CopyOrder:
+def share_copy_orders(coordinator: LinkedGroup, report: NodeReport, folder: str, copies: int) -> CopyOrder:
     """Return what this rank copies; rank 0 sends each rank only its part of the plan. Collective."""
 
     def decide(messages: list[bytes]) -> list[bytes]:
         catalog = NodeCatalog.from_reports([NodeReport.decode(message) for message in messages])
         return [order.encode() for order in plan_copy_orders(catalog, folder, copies)]
 
-    return CopyOrder.decode(coordinator.coordinate("planning copies on other nodes", report.encode(), decide))
+    return CopyOrder.decode(coordinator.ask_rank0("planning copies on other nodes", report.encode(), decide))
 
 
 class CopiedPart(NamedTuple):
@@ -173,13 +173,13 @@ def _write_next(pending: deque[_PendingRange], writer: Writer) -> None:
         writer.write(unwritten)
 
 
-def _share_faults(coordinator: Coordinator, folder: str, fault: str) -> tuple[str, ...]:
+def _share_faults(coordinator: LinkedGroup, folder: str, fault: str) -> tuple[str, ...]:
     """Return all ranks' faults. Collective."""
 
     def decide(messages: list[bytes]) -> list[bytes]:
         return [b"\n".join(message for message in messages if message)] * len(messages)
 
-    text = coordinator.coordinate(f"acknowledging the copies of {folder}", _encode_line(fault), decide)
+    text = coordinator.ask_rank0(f"acknowledging the copies of {folder}", _encode_line(fault), decide)
     return tuple(text.decode().splitlines())
 
 

@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 import torch
 
-from shardckpt.checkpoint.coordinator import Coordinator
 from shardckpt.errors import CheckpointError, MissingFileError, ShardckptError
 from shardckpt.native.apply_retention import StepClock
 from shardckpt.native.commit import COMMIT, Commit, decode_commit, read_commit
 from shardckpt.native.run_directory import StepFolder, is_step_name, resumes_name, witness_name
 from shardckpt.plan.layout.box_codec import pack_message, unpack_message
 from shardckpt.plan.retention import Retention, SavedStep, steps_to_delete, with_trusted_times
+from shardckpt.ranks.linked_group import LinkedGroup
 from shardckpt.storage.store import Store, SubfolderStore, read_bytes
 
 # Maximum number of nodes to which one node sends the marks: rank 0 does not send more in a larger job.
@@ -44,7 +44,7 @@ def plan_routes(is_wanted: Sequence[bool]) -> list[MarksRoute]:
     return routes
 
 
-def give_marks(coordinator: Coordinator, own: Store, folder: str, *, is_first: bool) -> None:
+def give_marks(coordinator: LinkedGroup, own: Store, folder: str, *, is_first: bool) -> None:
     """Write a step's manifest and `COMMIT` into all nodes' stores. Collective."""
     # Rank 0 has committed the step on its own node. Nodes pass the marks on to others.
     inside = SubfolderStore(own, folder)
@@ -56,7 +56,7 @@ def give_marks(coordinator: Coordinator, own: Store, folder: str, *, is_first: b
         packed = torch.frombuffer(bytearray(zlib.compress(read_marks(inside), _LEVEL)), dtype=torch.uint8)
         return [json.dumps([len(packed), *route]).encode() for route in plan_routes([*map(bool, messages)])]
 
-    answer = coordinator.coordinate(f"committing {inside.url}", b"1" if is_wanted else b"", decide)
+    answer = coordinator.ask_rank0(f"committing {inside.url}", b"1" if is_wanted else b"", decide)
     nbytes, source, targets = json.loads(answer)
     if is_wanted:
         packed = torch.empty(nbytes, dtype=torch.uint8)
@@ -70,7 +70,7 @@ def give_marks(coordinator: Coordinator, own: Store, folder: str, *, is_first: b
         result = error
     for work, target in sending:
         coordinator.wait(work, target)
-    coordinator.coordinate(f"committing {inside.url} on all nodes", result, lambda messages: messages)
+    coordinator.ask_rank0(f"committing {inside.url} on all nodes", result, lambda messages: messages)
     if is_first:  # until every node had the new marks, the files of older saves were needed too
         with suppress(ShardckptError):  # files that stay do no harm
             remove_other_files(inside)

@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from shardckpt.checkpoint.coordinator import Coordinator, get_channels
 from shardckpt.errors import ShardckptError
 from shardckpt.native.run_directory import AFTER, StepFolder, read_about
+from shardckpt.ranks.linked_group import LinkedGroup
+from shardckpt.ranks.process_group import get_ranks
 from shardckpt.storage.resolve_url import mount_store
 from shardckpt.storage.store import Store
 from shardckpt.tiers.peers.known_files import (
@@ -71,7 +72,7 @@ class OpenedTiers(NamedTuple):
         """Bytes that this rank has read, by tier."""
         return dict(sum((store.tier_bytes for store in self.stores.values()), Counter[str]()))
 
-    def share_faults(self, coordinator: Coordinator) -> SharedFaults:
+    def share_faults(self, coordinator: LinkedGroup) -> SharedFaults:
         """Share the faults that ranks have found in copies; rank 0 gets each once. Collective."""
         faults = [[*each] for store in self.stores.values() for each in store.list_faults()]
         merged: dict[tuple[int, str], tuple[str, str]] = {}
@@ -82,7 +83,7 @@ class OpenedTiers(NamedTuple):
                     merged.setdefault((node, name), (where, text))
             return [json.dumps([*merged]).encode()] * len(messages)
 
-        answer = coordinator.coordinate("sharing damaged copies", json.dumps(faults).encode(), decide)
+        answer = coordinator.ask_rank0("sharing damaged copies", json.dumps(faults).encode(), decide)
         files = frozenset(str(name) for node, name in json.loads(answer) if node == self.node)
         return SharedFaults(files, [(name.split("/")[1], *fault) for (_, name), fault in merged.items()])
 
@@ -97,7 +98,7 @@ def open_peers(
 ) -> Iterator[OpenedTiers]:
     """Open each tier's path or URL as one store with all nodes' files. Collective."""
     # Each rank reads files for the others until the end of the context, which all ranks must reach.
-    channels = get_channels(group)
+    ranks = get_ranks(group)
     own = TierFiles({tier.name: store for tier in tiers if (store := tier.open_own()) is not None})
     reports = {name: report_or_nothing(store, node) for name, store in own.stores.items()}
     report = NodeReport(
@@ -109,11 +110,11 @@ def open_peers(
             for folder, fault in each.faults.items()
         },
     )
-    shared = share_files(channels.main, own, report, tiers, DoubledSteps(partial(_read_after, own), choose))
+    shared = share_files(ranks, own, report, tiers, DoubledSteps(partial(_read_after, own), choose))
     if shared.is_alone and all(len(sources) < 2 for each in shared.known.values() for sources in each.sources.values()):
         yield OpenedTiers(shared.node, {}, shared.faults)  # files are read where they are
         return
-    rank = channels.main.rank
+    rank = ranks.rank
     stores = {name: PeerStore(own, known, rank, shared.urls[name]) for name, known in shared.known.items()}
 
     def delete(name: str) -> None:
@@ -129,7 +130,7 @@ def open_peers(
             stack.enter_context(mount_store(store.url, store))  # under the paths of rank 0
         exchange: PieceExchange = LoneExchange(delete, shared.find)
         if not shared.is_alone:
-            coordinator = channels.background_coordinator(group, "peers")
+            coordinator = ranks.background("peers")
             exchange = stack.enter_context(PeerExchange(coordinator, own, delete, shared.find))
         for store in stores.values():
             store.exchange = exchange
@@ -179,7 +180,7 @@ def _read_after(own: TierFiles, folder: str) -> str:
 
 
 def share_files(
-    coordinator: Coordinator,
+    coordinator: LinkedGroup,
     own: FileReader,
     report: NodeReport,
     tiers: Sequence[NodeTier],
@@ -213,11 +214,11 @@ def share_files(
         merged, faults = NodeCatalog.from_reports(reports, wanted), list_node_faults(reports)
         return _encode_answers(merged, tiers)
 
-    answer = coordinator.coordinate("finding files on all nodes", report.encode(), decide)
+    answer = coordinator.ask_rank0("finding files on all nodes", report.encode(), decide)
     if answer.startswith(_DOUBLED):  # nodes have several saves of one step
         folders = [folder for folder in json.loads(answer.removeprefix(_DOUBLED)) if folder in report.steps]
         held = {folder: (report.steps[folder].save, doubled.read(folder)) for folder in folders}
-        answer = coordinator.coordinate("comparing saves of steps on all nodes", json.dumps(held).encode(), compare)
+        answer = coordinator.ask_rank0("comparing saves of steps on all nodes", json.dumps(held).encode(), compare)
     line, text = answer.split(b"\n")
     (node, first_rank), (count, urls, shared) = map(int, line.split()), json.loads(text)
     is_alone = count == 1
@@ -268,14 +269,14 @@ def find_shared_steps(catalog: NodeCatalog, tiers: Sequence[str]) -> dict[str, d
     return {tier: {folder: describe(folder, held) for folder, held in each.items()} for tier, each in planned.items()}
 
 
-def share_most_copied(coordinator: Coordinator, report: NodeReport, folder: str) -> str:
+def share_most_copied(coordinator: LinkedGroup, report: NodeReport, folder: str) -> str:
     """Return on every rank the folder of the step on the most machines. Collective."""
 
     def decide(messages: list[bytes]) -> list[bytes]:
         catalog = NodeCatalog.from_reports([NodeReport.decode(message) for message in messages])
         return [catalog.find_most_copied(folder).encode()] * len(messages)
 
-    return coordinator.coordinate("finding the capture with the most copies", report.encode(), decide).decode()
+    return coordinator.ask_rank0("finding the capture with the most copies", report.encode(), decide).decode()
 
 
 def report_or_nothing(own: Store, node: Node) -> NodeReport:

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from shardckpt.checkpoint.background_thread import BackgroundThread
-from shardckpt.checkpoint.coordinator import Coordinator
-from shardckpt.checkpoint.rank_link import Transfer
 from shardckpt.errors import RankError, ShardckptError, StorageError
+from shardckpt.ranks.linked_group import LinkedGroup, Transfer
 from shardckpt.storage.store import MappedStore, Read
 from shardckpt.tiers.peers.exchange_round import (
     PIECE_BYTES,
@@ -100,7 +99,7 @@ class PeerExchange:
 
     def __init__(
         self,
-        coordinator: Coordinator,
+        coordinator: LinkedGroup,
         own: FileReader,
         on_delete: Callable[[str], None],
         on_ask: AskForFiles = lambda _names: FoundFiles(),
@@ -190,7 +189,7 @@ class PeerExchange:
             ]
 
         what = f"exchanging files of {self._own.url}"
-        answer = RoundAnswer.decode(self._coordinator.coordinate(what, request.encode(), decide))
+        answer = RoundAnswer.decode(self._coordinator.ask_rank0(what, request.encode(), decide))
         self._wait_s = NEXT_S if answer.accepted or questions else BUSY_S if answer.is_busy else IDLE_S
         for name in answer.deleted:
             self._on_delete(name)
@@ -253,7 +252,7 @@ class _StartedSend(NamedTuple):
 class _PieceSender:
     """Sends pieces of a node's files: from where they are, or through a little reused memory."""
 
-    def __init__(self, coordinator: Coordinator, own: FileReader) -> None:
+    def __init__(self, coordinator: LinkedGroup, own: FileReader) -> None:
         self._coordinator, self._own = coordinator, own
         # Used again: new memory costs more than a copy.
         self._rows = [torch.empty(PIECE_BYTES, dtype=torch.uint8) for _ in range(_MAX_SENDING)]

@@ -14,10 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardckpt
-from shardckpt.checkpoint.coordinator import Coordinator, new_coordinator
 from shardckpt.checkpoint.load import load as loading
 from shardckpt.checkpoint.load import tensor_loader
 from shardckpt.plan.layout import read_sharing
+from shardckpt.ranks.linked_group import LinkedGroup
+from shardckpt.ranks.process_group import link_group
 from shardckpt.storage.fsspec_store import FsspecStore
 from tests.kit.ranks.harness import outcomes, raised_everywhere, run
 from tests.kit.ranks.message_ends import ENDS, SIDES, VICTIMS, end_in_message, find_named_ranks, survive
@@ -123,8 +124,8 @@ def test_each_reads_for_itself_where_that_is_asked_for(step: Path) -> None:
 def test_a_folder_is_read_by_each_unless_it_is_said_to_be_remote(step: Path, broadcast_reads, sends: bool) -> None:
     def body(rank: int, world: int):
         posted = []
-        post = Coordinator.send
-        Coordinator.send = lambda self, row, to: posted.append(row.numel()) or post(self, row, to)
+        post = LinkedGroup.send
+        LinkedGroup.send = lambda self, row, to: posted.append(row.numel()) or post(self, row, to)
         state = empty()
         shardckpt.load(state, step, broadcast_reads=broadcast_reads)
         return max(posted, default=0) == SEGMENT, is_as_saved(state)
@@ -336,8 +337,8 @@ class TestFailures:
 
     def test_a_rank_that_waited_does_not_name_itself(self) -> None:
         def body(rank: int, world: int):
-            coordinator = new_coordinator()
-            coordinator.coordinate("begin", b"", lambda told: told)
+            coordinator = link_group()
+            coordinator.ask_rank0("begin", b"", lambda told: told)
             if rank == 2:
                 time.sleep(5.0)
                 os._exit(1)
@@ -347,7 +348,7 @@ class TestFailures:
                     coordinator.wait(coordinator.send(torch.zeros(SEGMENT, dtype=torch.uint8), 2), 2)
                 failure = raised.value
             with pytest.raises(shardckpt.errors.RankError) as last:
-                coordinator.coordinate("the load", failure or b"", lambda told: told)
+                coordinator.ask_rank0("the load", failure or b"", lambda told: told)
             return last.value.rank, last.value.what.split(" is gone")[0]
 
         found = outcomes(3, body, group_timeout=1.5, timeout=15.0)
@@ -355,15 +356,15 @@ class TestFailures:
 
     def test_a_rank_that_has_begun_the_next_round_names_the_lost_one(self) -> None:
         def body(rank: int, world: int) -> int:
-            coordinator = new_coordinator()
-            coordinator.coordinate("begin", b"", lambda told: told)
+            coordinator = link_group()
+            coordinator.ask_rank0("begin", b"", lambda told: told)
             if rank == 1:
                 os._exit(1)
             with pytest.raises(shardckpt.errors.RankError) as raised:
                 if rank == 0:  # comes to no round after this
                     coordinator.recv(torch.empty(SEGMENT, dtype=torch.uint8), 1)
                 else:
-                    coordinator.coordinate("go on", b"", lambda told: told)
+                    coordinator.ask_rank0("go on", b"", lambda told: told)
             return raised.value.rank
 
         found = outcomes(3, body, group_timeout=1.5, timeout=15.0)

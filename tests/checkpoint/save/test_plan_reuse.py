@@ -17,10 +17,10 @@ from torch import nn
 
 import shardckpt
 import shardckpt.checkpoint.save.save as saving
-from shardckpt.checkpoint.coordinator import ALONE
 from shardckpt.checkpoint.save import session
 from shardckpt.checkpoint.save.session import SaveOptions, Saver
 from shardckpt.errors import StorageError, UnsupportedError
+from shardckpt.ranks.linked_group import ALONE
 
 NUMBERS = itertools.count()
 

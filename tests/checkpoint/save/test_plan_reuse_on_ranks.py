@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import shardckpt
-from shardckpt.checkpoint.coordinator import get_channels
 from shardckpt.checkpoint.save import session
 from shardckpt.checkpoint.save.session import SaveOptions, Saver
 from shardckpt.checkpoint.stateful.state_trace import trace_state
+from shardckpt.ranks.process_group import get_ranks
 from tests.kit.models.states import FRONT_ENDS, Net, step
 from tests.kit.ranks.harness import raised_everywhere, run
 
@@ -45,7 +45,7 @@ def save(saver: Saver, state: State, folder: Path, number: int | None = None) ->
 
 def assert_saves_as_new(saver: Saver, state: State, folder: Path) -> None:
     number = next(NUMBERS)
-    assert save(saver, state, folder, number) == save(Saver(get_channels(None)), state, folder, number)
+    assert save(saver, state, folder, number) == save(Saver(get_ranks(None)), state, folder, number)
 
 
 @contextmanager
@@ -224,7 +224,7 @@ REFUSED = (KeyError, AttributeError, TypeError, RuntimeError, ValueError, IndexE
 def test_changed_states_are_saved_as_by_new_savers(style: str, tmp_path: Path) -> None:
     def body(rank: int, world: int) -> None:
         for change in CHANGES if style == "plain" else OF_MODELS:
-            saver, state = Saver(get_channels(None)), build_state(style)
+            saver, state = Saver(get_ranks(None)), build_state(style)
             save(saver, state, tmp_path)
             change(state)
             assert_saves_as_new(saver, state, tmp_path)
@@ -250,7 +250,7 @@ def test_states_changed_again_and_again_are_saved_as_by_new_savers(
     folder = tmp_path_factory.mktemp("saves")
 
     def body(rank: int, world: int) -> None:
-        saver = Saver(get_channels(None))
+        saver = Saver(get_ranks(None))
         for style, changes in runs:
             state = build_state(style)
             for change in changes:
@@ -266,7 +266,7 @@ def test_states_changed_again_and_again_are_saved_as_by_new_savers(
 @pytest.mark.parametrize("style", TRACED)
 def test_states_of_the_same_layout_are_not_flattened_again(style: str, tmp_path: Path) -> None:
     def body(rank: int, world: int) -> list[str]:
-        saver, state = Saver(get_channels(None)), build_state(style)
+        saver, state = Saver(get_ranks(None)), build_state(style)
         save(saver, state, tmp_path)
         wrong = []
         for change in FITTING:
@@ -282,7 +282,7 @@ def test_states_of_the_same_layout_are_not_flattened_again(style: str, tmp_path:
 @pytest.mark.parametrize("style", ["flat", "orig", "ddp"])
 def test_other_wrappers_are_flattened_in_every_save(style: str, tmp_path: Path) -> None:
     def body(rank: int, world: int) -> int:
-        saver, state = Saver(get_channels(None)), build_state(style)
+        saver, state = Saver(get_ranks(None)), build_state(style)
         with counted() as count:
             for _ in range(2):
                 save(saver, state, tmp_path)
@@ -298,7 +298,7 @@ class Subclass(torch.Tensor):
 @pytest.mark.parametrize("odd", [0, 1])
 def test_all_ranks_flatten_if_one_has_no_trace(odd: int, tmp_path: Path) -> None:
     def body(rank: int, world: int) -> list[int]:
-        saver, state = Saver(get_channels(None)), build_state("plain")
+        saver, state = Saver(get_ranks(None)), build_state("plain")
         save(saver, state, tmp_path)
         counts = []
         for is_odd in (True, False, False):
@@ -314,7 +314,7 @@ def test_all_ranks_flatten_if_one_has_no_trace(odd: int, tmp_path: Path) -> None
 
 def test_values_that_differ_between_ranks_are_refused_in_a_later_save_too(tmp_path: Path) -> None:
     def body(rank: int, world: int) -> None:
-        saver, state = Saver(get_channels(None)), build_state("plain")
+        saver, state = Saver(get_ranks(None)), build_state("plain")
         save(saver, state, tmp_path)
         state["step"] = rank
         save(saver, state, tmp_path)
@@ -324,7 +324,7 @@ def test_values_that_differ_between_ranks_are_refused_in_a_later_save_too(tmp_pa
 
 def test_one_dtensor_under_two_names_is_not_taken_for_two_that_share_memory(tmp_path: Path) -> None:
     def body(rank: int, world: int) -> None:
-        saver, state = Saver(get_channels(None)), build_state("plain")
+        saver, state = Saver(get_ranks(None)), build_state("plain")
         for change in (tie, share_local_tensor, tie):
             change(state)
             assert_saves_as_new(saver, state, tmp_path)
@@ -335,7 +335,7 @@ def test_one_dtensor_under_two_names_is_not_taken_for_two_that_share_memory(tmp_
 def test_a_strided_shard_is_not_taken_for_a_plain_one_which_torch_calls_equal(tmp_path: Path) -> None:
     def body(rank: int, world: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2))
-        saver, strided = Saver(get_channels(None)), _StridedShard(0, split_factor=2)
+        saver, strided = Saver(get_ranks(None)), _StridedShard(0, split_factor=2)
         ways: list[tuple[list[Placement], int]] = [
             ([Shard(0), Shard(0)], rank),
             ([strided, Shard(0)], rank % 2 * 2 + rank // 2),
@@ -352,7 +352,7 @@ def test_a_strided_shard_is_not_taken_for_a_plain_one_which_torch_calls_equal(tm
 
 def test_partial_sums_are_refused_in_a_later_save_too(tmp_path: Path) -> None:
     def body(rank: int, world: int) -> None:
-        saver, state = Saver(get_channels(None)), build_state("plain")
+        saver, state = Saver(get_ranks(None)), build_state("plain")
         save(saver, state, tmp_path)
         mesh = state["sharded"]["w2"].device_mesh
         state["sharded"]["w2"] = DTensor.from_local(numbers(6, 4), mesh, [Partial()], run_check=False)
@@ -363,7 +363,7 @@ def test_partial_sums_are_refused_in_a_later_save_too(tmp_path: Path) -> None:
 
 def test_replicas_that_differ_are_refused_in_a_later_save_too(tmp_path: Path) -> None:
     def body(rank: int, world: int) -> None:
-        saver, state = Saver(get_channels(None)), build_state("plain")
+        saver, state = Saver(get_ranks(None)), build_state("plain")
         save(saver, state, tmp_path)
         state["full"][0] += rank
         save(saver, state, tmp_path)
@@ -374,7 +374,7 @@ def test_replicas_that_differ_are_refused_in_a_later_save_too(tmp_path: Path) ->
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_rank_that_missed_the_end_of_a_save_makes_all_flatten(missing: int, tmp_path: Path) -> None:
     def body(rank: int, world: int) -> list[int]:
-        saver, state = Saver(get_channels(None)), build_state("plain")
+        saver, state = Saver(get_ranks(None)), build_state("plain")
         counts = []
         for number in range(4):
             shard_another_dim(state) if number == 1 else count_step(state)

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 import shardckpt
-from shardckpt.checkpoint.coordinator import ALONE
 from shardckpt.checkpoint.save.session import SaveOptions, Saver
 from shardckpt.checkpoint.stateful import walk as walking
 from shardckpt.checkpoint.stateful.state_stream import build_stream
 from shardckpt.checkpoint.stateful.walk import Leaf, LeafKind, find_kind, map_leaves, walk
 from shardckpt.errors import UnsupportedError
+from shardckpt.ranks.linked_group import ALONE
 from shardckpt.witness.state_digests import StateReader
 from shardckpt.witness.trained_objects import find_trained_objects
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardckpt.checkpoint.rank_link import TorchLink
 from shardckpt.errors import RankError
+from shardckpt.ranks.torch_link import TorchLink
 from tests.kit.ranks import harness
 
 WORLD = 3

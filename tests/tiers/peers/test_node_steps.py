@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardckpt
-from shardckpt.checkpoint.coordinator import Coordinator
 from shardckpt.errors import RankError, StorageError
 from shardckpt.native.apply_retention import StepClock
 from shardckpt.plan.retention import Retention
+from shardckpt.ranks.linked_group import LinkedGroup
 from shardckpt.storage.resolve_url import open_store
 from shardckpt.storage.store import Store, SubfolderStore, Writer
 from shardckpt.tiers.peers.node_steps import (
@@ -72,7 +72,7 @@ def give_to_nodes(path, full: int = 0) -> tuple[list[bytes], list[str], dict[int
 
     def give(rank: int) -> None:
         try:
-            give_marks(Coordinator(ranks.link(rank)), stores[rank], FOLDER, is_first=True)
+            give_marks(LinkedGroup(ranks.link(rank)), stores[rank], FOLDER, is_first=True)
         except (RankError, StorageError) as error:
             errors.append(str(error))
 

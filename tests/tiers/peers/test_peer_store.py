@@ -14,10 +14,10 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardckpt.checkpoint.coordinator import get_channels
 from shardckpt.errors import ChecksumError, MissingFileError, StorageError, TruncatedError
 from shardckpt.native.commit import COMMIT, decode_commit, encode_commit, read_commit
 from shardckpt.native.verified_store import Hashed, VerifiedStore
+from shardckpt.ranks.process_group import get_ranks
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.store import Read, SubfolderStore, read_bytes
 from shardckpt.tiers.peers import exchange_round
@@ -49,11 +49,11 @@ def join(rank: int, root: Path, nodes: str, held: dict[str, list[int]]) -> tuple
     files = {f"f{number}": len(content(number)) for number in held[node]}
     total = len({number for numbers in held.values() for number in numbers})
     report = NodeReport(Node(node, node), {f"memory/{FOLDER}": NodeStep("save", total, files)})
-    channels = get_channels(None)
+    ranks = get_ranks(None)
     own = TierFiles({"memory": LocalStore(str(root / node))})
-    shared = share_files(channels.main, own, report, [NodeTier("memory", "url", lambda: None)])
+    shared = share_files(ranks, own, report, [NodeTier("memory", "url", lambda: None)])
     store = PeerStore(own, shared.known["memory"], rank)
-    exchange = PeerExchange(channels.background_coordinator(None, "peers"), own, store.forget, shared.find)
+    exchange = PeerExchange(ranks.background("peers"), own, store.forget, shared.find)
     store.exchange = exchange
     return store, exchange
 
@@ -71,7 +71,7 @@ def test_rank_0_chooses_among_the_complete_saves_of_a_step_that_nodes_have(tmp_p
         report = NodeReport(Node(node, node), {f"memory/{FOLDER}": step})
         doubled = DoubledSteps(lambda folder: f"{folder} of {node}" if rank else "", choose)  # rank 0 cannot read it
         own, tiers = TierFiles({}), [NodeTier("memory", "url", lambda: None)]
-        shared = share_files(get_channels(None).main, own, report, tiers, doubled)
+        shared = share_files(get_ranks(None), own, report, tiers, doubled)
         known, name = shared.known["memory"], f"{FOLDER}/b.safetensors"
         known.learn([name], shared.find)
         return seen, known.sources, known.find(name) is not None
@@ -159,10 +159,10 @@ def test_a_rank_sends_many_pieces_from_the_memory_of_two(tmp_path):
     sent, page = 12 * exchange_round.PIECE_BYTES, 4096
 
     def body(rank: int, world: int) -> int:
-        channels, own = get_channels(None), MemoryStore(bytes(range(256)) * (exchange_round.PIECE_BYTES >> 8))
+        ranks, own = get_ranks(None), MemoryStore(bytes(range(256)) * (exchange_round.PIECE_BYTES >> 8))
         row = memoryview(bytearray(exchange_round.PIECE_BYTES)) if rank else None
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        with PeerExchange(channels.background_coordinator(None, "peers"), own, str) as exchange:
+        with PeerExchange(ranks.background("peers"), own, str) as exchange:
             if row is not None:
                 assert exchange.pull([(exchange_round.FilePiece(0, "x", 0, len(row)), row)] * 12) == [True] * 12
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
@@ -285,8 +285,8 @@ def test_pieces_in_memory_are_sent_from_there_among_others_that_are_read():
     names = ["read", "x", "lost", "read", "read", "x", "read"]
 
     def body(rank: int, world: int) -> list:
-        channels, own = get_channels(None), MappedFiles(bytes(range(256)) * 16)
-        with PeerExchange(channels.background_coordinator(None, "peers"), own, str) as exchange:
+        ranks, own = get_ranks(None), MappedFiles(bytes(range(256)) * 16)
+        with PeerExchange(ranks.background("peers"), own, str) as exchange:
             if rank == 0:
                 return []
             buffers = [memoryview(bytearray(4096)) for _ in names]

@@ -11,67 +11,33 @@ import pytest
 import torch.distributed as dist
 
 from shardckpt.errors import RankError
-from shardckpt.shared_store import store_group
-from shardckpt.shared_store.store_group import RankStore, StoreGroup, run_within
-
-
-def on_ranks(world: int, work: Callable[[StoreGroup], Any], store: Any = None, silence_s: float = 20.0) -> list[Any]:
-    """Run `work(group)` on threads and return what each gave or raised, in rank order."""
-    found: dict[int, Any] = {}
-    shared = store if store is not None else dist.HashStore()
-
-    def run(rank: int) -> None:
-        group = StoreGroup(RankStore(shared, 20.0), rank, world, silence_s)
-        try:
-            with group.live():
-                found[rank] = work(group)
-        except BaseException as error:  # noqa: BLE001
-            found[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join(60)
-    return [found[rank] for rank in range(world)]
+from shardckpt.ranks import store_group
+from shardckpt.ranks.bounded_store import BoundedStore
+from shardckpt.ranks.store_group import StoreGroup
+from tests.kit.ranks.transports import on_store_ranks
 
 
 def test_bytes_of_different_lengths_are_gathered_in_rank_order_again_and_again() -> None:
     def work(group: StoreGroup) -> list[list[bytes]]:
         return [group.all_gather(b"ab" * group.rank * number) for number in range(3)]
 
-    assert on_ranks(3, work) == [[[b"ab" * rank * number for rank in range(3)] for number in range(3)]] * 3
-
-
-def test_one_rank_broadcasts_and_the_others_need_give_nothing() -> None:
-    assert on_ranks(3, lambda g: g.broadcast(b"names" if g.rank == 2 else None, source=2)) == [b"names"] * 3
+    assert on_store_ranks(3, work) == [[[b"ab" * rank * number for rank in range(3)] for number in range(3)]] * 3
 
 
 def test_messages_may_be_larger_than_the_values_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_group, "_PART_BYTES", 10)
-    assert on_ranks(2, lambda g: g.all_gather(bytes(range(100)) * g.rank)) == [[b"", bytes(range(100))]] * 2
+    assert on_store_ranks(2, lambda g: g.all_gather(bytes(range(100)) * g.rank)) == [[b"", bytes(range(100))]] * 2
 
 
 def test_nothing_stays_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_group, "_PART_BYTES", 10)
     store = dist.HashStore()
-    on_ranks(3, lambda g: [g.all_gather(b"x" * 25) for _ in range(3)], store)
+    on_store_ranks(3, lambda g: [g.all_gather(b"x" * 25) for _ in range(3)], store)
     assert store.num_keys() == 0
 
 
-def test_a_failure_in_a_collective_is_raised_on_all_and_names_the_rank() -> None:
-    def work(group: StoreGroup) -> None:
-        with group.collective("writing"):
-            if group.rank == 1:
-                raise OSError("no space left")
-
-    first, second, third = on_ranks(3, work)
-    assert [type(each) for each in (first, second, third)] == [RankError, OSError, RankError]
-    assert "writing failed on rank 1: OSError: no space left" in str(first)
-
-
 def test_a_message_that_a_rank_sent_before_it_left_is_received() -> None:
-    class Late(RankStore):
+    class Late(BoundedStore):
         """Answers the first look for the message only when a rank has left, as if it had looked long before."""
 
         has_looked = False
@@ -92,7 +58,7 @@ def test_a_message_that_a_rank_sent_before_it_left_is_received() -> None:
                 raise OSError("no space left")
 
     store = dist.HashStore()
-    assert [type(each) for each in on_ranks(3, work, store)] == [RankError, OSError, RankError]
+    assert [type(each) for each in on_store_ranks(3, work, store)] == [RankError, OSError, RankError]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("gone")], ids=["interrupt", "error"])
@@ -103,7 +69,7 @@ def test_a_rank_that_leaves_is_named_to_those_that_wait_for_it(gone: int, error:
             raise error
         group.all_gather(b"")
 
-    outcomes = on_ranks(3, work)
+    outcomes = on_store_ranks(3, work)
     assert outcomes.pop(gone) is error
     for each in outcomes:
         assert isinstance(each, RankError)
@@ -123,7 +89,7 @@ def test_a_rank_without_a_heartbeat_is_named_instead_of_waited_for(dead: int) ->
         else:
             group.all_gather(b"")
 
-    outcomes = on_ranks(2, work, silence_s=0.5)
+    outcomes = on_store_ranks(2, work, silence_s=0.5)
     told = outcomes[1 - dead]
     assert isinstance(told, RankError)
     assert told.rank == dead
@@ -136,7 +102,7 @@ def test_a_rank_that_works_longer_than_the_limit_of_silence_is_waited_for() -> N
     go = threading.Event()
     store = dist.HashStore()
 
-    class Watched(RankStore):
+    class Watched(BoundedStore):
         """Lets the slow rank go on once it has sent more heartbeats than fit into the limit."""
 
         def set(self, key: str, value: bytes | str) -> None:
@@ -184,7 +150,7 @@ class Stopped:
 
 
 def test_a_store_that_is_lost_is_an_error_of_one_line() -> None:
-    group = StoreGroup(RankStore(Lost(), 20.0), 1, 2)
+    group = StoreGroup(BoundedStore(Lost(), 20.0), 1, 2)
     with pytest.raises(
         RankError, match="the store that the 2 ranks send messages through is lost: Connection reset"
     ) as error:
@@ -195,15 +161,5 @@ def test_a_store_that_is_lost_is_an_error_of_one_line() -> None:
 def test_a_store_that_does_not_answer_counts_as_lost_after_its_limit() -> None:
     stopped = Stopped()
     with pytest.raises(RankError, match=r"is lost: no answer after 0\.1 s"):
-        StoreGroup(RankStore(stopped, 0.1), 1, 2).all_gather(b"")
+        StoreGroup(BoundedStore(stopped, 0.1), 1, 2).all_gather(b"")
     stopped.goes_on.set()
-
-
-def test_work_that_ends_in_time_gives_its_value_or_raises_its_error() -> None:
-    assert run_within(5.0, lambda: 7) == 7
-    with pytest.raises(KeyError, match="no such"):
-        run_within(5.0, lambda: {}["no such"])
-    go = threading.Event()
-    with pytest.raises(TimeoutError, match=r"no answer after 0\.05 s"):
-        run_within(0.05, go.wait)
-    go.set()

@@ -12,9 +12,10 @@ import pytest
 import torch.distributed as dist
 
 from shardckpt.errors import RankError, UsageError
-from shardckpt.groups import Group, LocalGroup
-from shardckpt.shared_store import rank_meeting
-from shardckpt.shared_store.rank_meeting import Place, join_ranks, read_place
+from shardckpt.ranks import meeting
+from shardckpt.ranks.group import Group
+from shardckpt.ranks.linked_group import ALONE
+from shardckpt.ranks.meeting import Place, join_ranks, read_place
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ def test_no_key_of_a_training_is_changed_and_none_of_ours_stays(
         prefixes.append(prefix)
         return dist.PrefixStore(prefix, store)
 
-    monkeypatch.setattr(rank_meeting, "PrefixStore", watch)
+    monkeypatch.setattr(meeting, "PrefixStore", watch)
     dist.PrefixStore("default_pg/0", training).set("0", "address")
     before = training.num_keys()
     assert join([place(rank, 2, port, is_host=False) for rank in range(2)], ["a"] * 2, gather)[0][1] == b"1 of 2"
@@ -85,13 +86,13 @@ def test_no_key_of_a_training_is_changed_and_none_of_ours_stays(
 
 def test_a_rank_that_should_host_a_store_uses_one_that_is_there(training: Any, port: int) -> None:
     assert join([place(rank, 2, port) for rank in range(2)], ["a"] * 2, gather)[0][1] == b"1 of 2"
-    assert ("127.0.0.1", port) not in rank_meeting._HOSTED
+    assert ("127.0.0.1", port) not in meeting._HOSTED
 
 
 def test_a_meeting_whose_first_rank_died_does_not_mislead_the_next(training: Any, port: int) -> None:
     late = threading.Event()
     found: list[Any] = []
-    prefix = rank_meeting._Meeting(place(1, 2, port), "a", 1.0)._prefix
+    prefix = meeting._Meeting(place(1, 2, port), "a", 1.0)._prefix
     ours = dist.PrefixStore(prefix, training)
     ours.set("current", "dead")
     ours.set("dead/tokens", "another")
@@ -134,7 +135,7 @@ def test_the_error_of_a_rank_whose_first_rank_did_not_come_says_where_it_waited(
 
 
 def test_a_rank_that_waits_says_so_once_before_the_limit(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_meeting, "NOTICE_S", 0.1)
+    monkeypatch.setattr(meeting, "NOTICE_S", 0.1)
     with (
         pytest.warns(UserWarning, match="rank 0 waits for rank 1 of 2") as told,
         pytest.raises(RankError),
@@ -145,7 +146,7 @@ def test_a_rank_that_waits_says_so_once_before_the_limit(port: int, monkeypatch:
 
 
 def test_something_else_at_the_port_is_no_wait_without_a_limit(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_meeting, "_ASK_S", 0.2)
+    monkeypatch.setattr(meeting, "_ASK_S", 0.2)
     with socket.create_server(("127.0.0.1", port)):  # accepts, and never answers
         (error,) = join([place(1, 2, port)], ["a"], gather, meeting_s=0.5)
     assert isinstance(error, RankError)
@@ -153,7 +154,7 @@ def test_something_else_at_the_port_is_no_wait_without_a_limit(port: int, monkey
 
 def test_one_rank_is_alone(port: int) -> None:
     with join_ranks("a", place=place(0, 1, port)) as group:
-        assert isinstance(group, LocalGroup)
+        assert group is ALONE
 
 
 SET = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "29500"}

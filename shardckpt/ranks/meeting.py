@@ -23,8 +23,13 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from shardckpt.errors import RankError, UsageError
 from shardckpt.events.warn_user import warn_user
-from shardckpt.groups import Group, LocalGroup, current_group
-from shardckpt.shared_store.store_group import SILENCE_S, TOKENS, RankStore, StoreGroup, run_within
+from shardckpt.ranks.bounded_store import BoundedStore, run_within
+from shardckpt.ranks.group import Group
+from shardckpt.ranks.linked_group import ALONE
+from shardckpt.ranks.store_group import LEAVE_S, SILENCE_S, TOKENS, StoreGroup
+from shardckpt.ranks.torch_group import current_group
+
+__all__ = ["MEETING_S", "NOTICE_S", "Place", "join_ranks", "read_place"]
 
 MEETING_S = 300.0  # seconds that ranks wait for each other to come
 NOTICE_S = 10.0  # seconds after which a waiting rank names the ranks it waits for
@@ -91,7 +96,7 @@ def join_ranks(
         return
     place = place or read_place()
     if place.size == 1:
-        yield LocalGroup()
+        yield ALONE
         return
     # Seconds without a heartbeat after which a rank counts as dead: `silence_s`.
     group = _Meeting(place, call, MEETING_S if meeting_s is None else meeting_s).hold(silence_s)
@@ -119,7 +124,7 @@ class _Meeting:
             while True:
                 try:
                     store = _connect(self._place)
-                    while not self._look(RankStore(PrefixStore(self._prefix, store), _ASK_S)):
+                    while not self._look(BoundedStore(PrefixStore(self._prefix, store), _ASK_S)):
                         self._wait()
                 # Refused, lost, or too slow: the store may belong to a call that ends.
                 except (OSError, RuntimeError) as error:
@@ -133,14 +138,14 @@ class _Meeting:
             self._leave(store)
             raise
         own = PrefixStore(f"{self._prefix}/{self._name}", store)
-        return StoreGroup(RankStore(own, silence_s), self._place.rank, self._place.size, silence_s)
+        return StoreGroup(BoundedStore(own, silence_s), self._place.rank, self._place.size, silence_s)
 
-    def _look(self, store: RankStore) -> bool:
+    def _look(self, store: BoundedStore) -> bool:
         """Return True if all ranks have come; else note the missing ones. Raises RuntimeError, TimeoutError."""
         self._trouble = ""
         return self._look_for_others(store) if self._place.rank == 0 else self._look_for_first(store)
 
-    def _look_for_others(self, store: RankStore) -> bool:
+    def _look_for_others(self, store: BoundedStore) -> bool:
         if self._name == _NO_MEETING:
             self._name = self._token
         if store.find([_CURRENT]) != [self._name.encode()]:
@@ -155,7 +160,7 @@ class _Meeting:
         store.remove(self._here(each) for each in others)
         return True
 
-    def _look_for_first(self, store: RankStore) -> bool:
+    def _look_for_first(self, store: BoundedStore) -> bool:
         current = (store.find([_CURRENT])[0] or _NO_MEETING.encode()).decode()
         if current not in (_NO_MEETING, self._name):
             self._name = current
@@ -201,7 +206,7 @@ class _Meeting:
             return
         rank = self._place.rank
         own = _CURRENT if rank == 0 else self._here(rank)
-        RankStore(PrefixStore(self._prefix, store)).with_short_limit().remove([own])
+        BoundedStore(PrefixStore(self._prefix, store)).with_limit(LEAVE_S).remove([own])
 
 
 def _connect(place: Place) -> Any:
