@@ -51,13 +51,17 @@ class NodeOpening:
 
     def _agree(self, number: int, share: NodeShare) -> bool:
         coordinator = get_ranks(self._group)
-        fault = self.find_fault() if share.is_first and coordinator.rank else ""
+        message: bytes | Exception = b""
+        try:
+            message = self.find_fault().encode() if share.is_first and coordinator.rank else b""
+        except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
+            message = error
 
         def decide(messages: list[bytes]) -> list[bytes]:
             is_refused = self.refuse_on(number, enumerate(message.decode() for message in messages))
             return [b"" if is_refused else b"1"] * len(messages)
 
-        return bool(coordinator.ask_rank0(f"opening {self._root} on all nodes", fault.encode(), decide))
+        return bool(coordinator.ask_rank0(f"opening {self._root} on all nodes", message, decide))
 
     def refuse_on(self, number: int, faults: Iterable[tuple[int, str]]) -> bool:
         """Refuse a step if a rank has a fault; return True if so. On rank 0."""

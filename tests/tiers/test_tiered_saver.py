@@ -178,6 +178,27 @@ def test_a_rank_that_leaves_between_the_answer_and_its_part_counts_as_lost(tmp_p
     assert [each.value for each in found] == [True] * WORLD
 
 
+def test_an_exception_of_a_rank_that_opens_its_tier_is_raised_on_all_ranks(tmp_path):
+    def body(rank: int, world: int) -> tuple[str, bool]:
+        enter("abc"[rank])
+        ck = Checkpointer(tmp_path / "run", save_every=100, tiers=[PeerMemory()])
+        with ExitStack() as stack:
+            if rank == 1:
+                (tier,) = ck._saver._tiers
+                broken = patch.object(tier.opening, "_open_node", side_effect=ValueError("no folder of this kind"))
+                stack.enter_context(broken)
+            with pytest.raises(ValueError if rank == 1 else RankError, match="no folder of this kind") as caught:
+                ck.save(1, sharded_state(world, 1))
+        ck.save(2, sharded_state(world, 2))
+        ck.wait()
+        return str(caught.value), is_restored(tmp_path / "run", 2)
+
+    found = outcomes(WORLD, body, group_timeout=10.0)
+    texts, restored = zip(*(each.value for each in found), strict=True)
+    assert all("failed on rank 1" in texts[rank] for rank in (0, 2))
+    assert restored == (True,) * WORLD
+
+
 def test_the_buffers_are_free_for_other_saves_after_a_capture(tmp_path):
     def body(rank: int, world: int) -> bool:
         ck, other = begin(rank, tmp_path / "run"), begin(rank, tmp_path / "other")

@@ -232,8 +232,8 @@ def _collect_own_files(own: int, report: NodeReport, steps: Mapping[str, SharedS
     for folder, step in steps.items():
         for source in step.sources:
             held = report.steps.get(source)
-            part = None if held is None else held.select(step.save)
-            for name, nbytes in () if part is None else part.files.items():
+            # Only this save's `COMMIT` has the sizes. Without it, rank 0 is asked for the files.
+            for name, nbytes in () if held is None or held.save != step.save else held.files.items():
                 known = found.get(f"{folder}/{name}", PeerFile(nbytes, ()))
                 if known.nbytes == nbytes:
                     found[f"{folder}/{name}"] = PeerFile(nbytes, (*known.places, NodeFile(own, f"{source}/{name}")))

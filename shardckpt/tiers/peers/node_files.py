@@ -264,11 +264,13 @@ def _choose_save(
 
 
 def _merge_files(held: Sequence[tuple[int, NodeStep]]) -> dict[str, FileCopies]:
-    """Group a save's files by name. If nodes disagree on a size, trust the first node."""
+    """Group a save's files by name. If nodes disagree on a size, trust one with the save's `COMMIT`, then the first."""
+    committed_first = sorted(held, key=lambda each: not each[1].total)
+    sizes = {name: nbytes for _, step in reversed(committed_first) for name, nbytes in step.files.items()}
     found: dict[str, FileCopies] = {}
     for index, step in held:
         for name, nbytes in step.files.items():
-            known = found.get(name, FileCopies(nbytes, ()))
+            known = found.get(name, FileCopies(sizes[name], ()))
             if known.nbytes == nbytes:
                 found[name] = FileCopies(nbytes, (*known.nodes, index))
     return found

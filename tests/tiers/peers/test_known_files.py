@@ -11,7 +11,14 @@ from shardckpt.errors import MissingFileError
 from shardckpt.native.commit import COMMIT, encode_commit, manifest_name
 from shardckpt.native.records import FileRecord
 from shardckpt.storage.store import Read
-from shardckpt.tiers.peers.known_files import FoundFiles, KnownFiles, PeerFile, collect_files, find_files
+from shardckpt.tiers.peers.known_files import (
+    FoundFiles,
+    KnownFiles,
+    NodeFile,
+    PeerFile,
+    collect_files,
+    find_files,
+)
 from shardckpt.tiers.peers.node_files import Node, NodeCatalog, NodeReport, NodeStep
 from shardckpt.tiers.peers.open_peers import find_shared_steps, plan_folders
 
@@ -149,3 +156,15 @@ def test_the_names_of_a_step_that_was_saved_again_since_the_report_are_asked_for
         f"{STEPS[0]}/{name}": size for name, size in name_files(first).items()
     }
     assert asked.names == [f"{folder}/"]
+
+
+def test_an_own_file_of_a_wrong_size_beside_other_marks_hides_no_good_copy():
+    """An overwrite was interrupted on this node, which has a part of a file, and not yet the new `COMMIT`."""
+    folder, (first, second) = f"memory/{STEPS[0]}", SAVES
+    name, good = f"{STEPS[0]}/{second}-x", NodeStep(second, 5, name_files(second))
+    torn = NodeStep(first, 5, {}, others={f"{second}-x": 4})
+    for own in (0, 1):
+        reports = [NodeReport(Node(f"n{at}", "m"), {folder: torn if at == own else good}) for at in range(2)]
+        known, asked = know(reports, "memory", own)
+        known.learn([name], asked.find)
+        assert known.find(name) == PeerFile(9, (NodeFile(1 - own, f"{folder}/{second}-x"),))
