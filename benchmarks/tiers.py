@@ -14,8 +14,7 @@ Each round measures on all ranks at once, and the slowest counts; of many rounds
 - steps beside the background work of a capture against steps without. The stall before them is not counted: it has its
   own row, the first, and lasts as long however many steps follow. A line shows both together.
 
-CPU seconds are those of all ranks without their holders, which copy nothing. The bytes that the holders keep are
-counted: one part of the state for each capture and copy.
+CPU seconds are those of all ranks. The bytes in memory are counted: one part of the state for each capture and copy.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ import shardckpt
 from shardckpt.events import ReplicateEvent
 from shardckpt.native.payload import GROUP_BYTES
 from shardckpt.plan.layout.output_files import parse_size
-from shardckpt.tiers.holder.holder_sockets import NODE
+from shardckpt.tiers.memory.run_folders import NODE
 
 TITLE = "Captures in memory"
 WORLD, SURVIVORS, COPIES = 4, 3, 1
@@ -230,12 +229,14 @@ def drop_from_cache(folder: Path) -> None:
 
 
 def count_held_bytes() -> list[int]:
-    """Return the bytes of the holder of each machine, and end it."""
+    """Return the bytes in the memory of each machine, and remove them."""
     held = []
     for rank in range(WORLD):
         enter(rank)
-        held += [holder.nbytes for holder in shardckpt.list_tiers().holders]
-        shardckpt.stop_tiers()
+        runs = [each for each in shardckpt.list_tiers().runs if each.nbytes]
+        held += [each.nbytes for each in runs]
+        for each in runs:
+            shardckpt.stop_tiers(each.run)
     return held
 
 
@@ -267,14 +268,13 @@ def compare(series: Sequence[Series]) -> tuple[float, str]:
 
 
 def run(nbytes: int, rounds: int) -> Lines:
-    """Measure everything; raise an AssertionError if a rank copied or a holder keeps other bytes than it should.
+    """Measure everything; raise an AssertionError if a rank copied or a machine keeps other bytes than it should.
 
     Args:
         nbytes: Bytes of the state of each of the four ranks; a multiple of 48.
         rounds: Number of measurements of each kind.
     """
     with tempfile.TemporaryDirectory() as name:
-        os.environ["XDG_RUNTIME_DIR"] = name
         root, disk, total = Path(name) / "run", Path(name) / "disk", WORLD * nbytes
         try:
             captures = run_ranks(lambda rank: capture(rank, root, total, rounds), WORLD)

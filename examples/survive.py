@@ -1,8 +1,8 @@
-"""Kill ranks, holders and agents of a run under torchrun; compare its losses with those of jobs resumed by hand.
+"""Kill ranks and agents under torchrun, and lose memory; compare the losses with those of jobs resumed by hand.
 
     python examples/survive.py [--style ddp] [--short]
 
-Each agent of torchrun is a simulated machine: it has one rank, and a holder that keeps the captures of `PeerMemory`.
+Each agent of torchrun is a simulated machine: it has one rank, and a folder in memory for the captures.
 After each failure torchrun starts the ranks that are left again, on four, three or two machines, and each attempt
 restores the newest step. Afterwards every attempt is repeated by forked ranks that load the same step from a
 disk, to which the attempt before it had saved, and every loss is compared.
@@ -19,8 +19,8 @@ import signal
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import pairwise
@@ -284,14 +284,15 @@ class Cluster:
             time.sleep(0.1)
         raise SystemExit(f"{world} ranks did not train within {MOST_WAIT_S:.0f} s:\n{self._read_outputs()}")
 
-    def kill(self, nodes: str, *, rank: bool = False, holder: bool = False, agent: bool = False) -> None:
-        """Kill processes of some machines at once with SIGKILL."""
+    def kill(self, nodes: str, *, rank: bool = False, memory: bool = False, agent: bool = False) -> None:
+        """Kill processes of some machines at once with SIGKILL, and lose their captures in memory."""
         attempt = self.read()[-1]
         doomed = [self._agents[node].pid or 0 for node in nodes if agent]
         doomed += [attempt.nodes[node] for node in nodes if rank]
-        doomed += [pid for node in nodes if holder for pid in find_holders(node)]
         for pid in doomed:
             os.kill(pid, signal.SIGKILL)
+        for node in nodes if memory else "":
+            lose_memory(node)
         for node in nodes if agent else "":
             self._agents.pop(node).join()
 
@@ -317,8 +318,7 @@ class Cluster:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         for node in self._nodes:
-            with as_node(node):
-                shardckpt.stop_tiers()
+            lose_memory(node)
 
     def _read_outputs(self) -> str:
         return "\n".join(path.read_text()[-4000:] for path in sorted(self._folder.glob("agent-*.txt")))
@@ -339,18 +339,13 @@ def run_agent(node: str, options: Sequence[str], output: Path) -> None:
     torchrun.main(options)
 
 
-@contextmanager
-def as_node(node: str) -> Iterator[None]:
-    """Look at the holders of a machine within the context."""
+def lose_memory(node: str) -> None:
+    """Remove the captures in memory of a machine."""
     os.environ["SHARDCKPT_NODE"] = node
-    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a rank may still use them
+        shardckpt.stop_tiers()
     del os.environ["SHARDCKPT_NODE"]
-
-
-def find_holders(node: str) -> list[int]:
-    """Return the process ids of the holders of a machine."""
-    with as_node(node):
-        return [holder.pid for holder in shardckpt.list_tiers().holders]
 
 
 @dataclass(frozen=True)
@@ -375,16 +370,16 @@ class Incident:
 LONG = (
     Incident("the start of four machines", 4, started="abcd"),
     Incident("SIGKILL of a rank", 4, "b", ("rank",)),
-    Incident("SIGKILL of a rank and its holder", 4, "d", ("rank", "holder")),
+    Incident("SIGKILL of a rank, and the loss of its memory", 4, "d", ("rank", "memory")),
     Incident("SIGKILL of an agent", 3, "a", ("agent",)),
-    Incident("SIGKILL of a machine: agent, rank and holder", 2, "c", ("agent", "rank", "holder")),
+    Incident("the loss of a machine: agent, rank and memory", 2, "c", ("agent", "rank", "memory")),
     Incident("the start of two machines", 4, started="ac"),
-    Incident("SIGKILL of the ranks and holders of two partners", 4, "", ("rank", "holder")),
+    Incident("SIGKILL of the ranks of two partners, and the loss of their memory", 4, "", ("rank", "memory")),
 )
 SHORT = (
     Incident("the start of two machines", 2, started="ab"),
     Incident("SIGKILL of a rank", 2, "b", ("rank",)),
-    Incident("SIGKILL of a machine: agent, rank and holder", 1, "a", ("agent", "rank", "holder")),
+    Incident("the loss of a machine: agent, rank and memory", 1, "a", ("agent", "rank", "memory")),
 )
 
 

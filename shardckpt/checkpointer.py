@@ -430,4 +430,12 @@ def require_tiers(tiers: object, save_every: int | None) -> tuple[TierSettings, 
         )
     if kinds and save_every is None:
         raise UsageError("`tiers` need `save_every`, which names the steps for the root", fix="Pass save_every=1000.")
-    return tuple(tiers)  # type: ignore[arg-type]
+    settings: tuple[TierSettings, ...] = tuple(tiers)  # type: ignore[arg-type]
+    if len(settings) > 1 and settings[1].copies > settings[0].copies:
+        raise UsageError(
+            "`copies` of Local must not exceed those of PeerMemory, whose captures it gets",
+            found=settings[1].copies,
+            expected=f"at most {settings[0].copies}",
+            fix="Raise `copies` of PeerMemory.",
+        )
+    return settings

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         TensorStats,
     )
     from shardckpt.readers.registry import FormatInfo, FormatList
-    from shardckpt.tiers.tier_list import HolderInfo, HungHolderInfo, TierList
+    from shardckpt.tiers.tier_list import RunCaptures, TierList
     from shardckpt.witness.prove_resume import ResumeReport
     from shardckpt.witness.records.resumes import Proof, Resume, StepProof
 
@@ -79,7 +79,7 @@ _HOMES = {
         "TensorStats",
     ),
     "shardckpt.readers.registry": ("FormatInfo", "FormatList"),
-    "shardckpt.tiers.tier_list": ("HolderInfo", "HungHolderInfo", "TierList"),
+    "shardckpt.tiers.tier_list": ("RunCaptures", "TierList"),
     "shardckpt.witness.prove_resume": ("ResumeReport",),
     "shardckpt.witness.records.resumes": ("Proof", "Resume", "StepProof"),
 }
@@ -98,8 +98,6 @@ __all__ = [
     "FormatInfo",
     "FormatList",
     "History",
-    "HolderInfo",
-    "HungHolderInfo",
     "Inspection",
     "LayerDifference",
     "LayerStats",
@@ -112,6 +110,7 @@ __all__ = [
     "Report",
     "Resume",
     "ResumeReport",
+    "RunCaptures",
     "SaveHandle",
     "SaveTimings",
     "Statistics",

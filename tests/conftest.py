@@ -18,11 +18,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import HealthCheck, settings
 
 from shardckpt.storage import retry
-from shardckpt.tiers.holder.holders import stop_holders
+from shardckpt.tiers.memory import run_folders
 from tests.covering import CHOICES, mark_full
 from tests.kit.ranks.forks import make_forks_cheap
 from tests.kit.ranks.interpreters import RunScript, start_interpreters
 from tests.kit.ranks.seeding import seed_without_traces
+from tests.kit.runs.tier_runs import end_janitor
 from tests.kit.stores import servers
 from tests.kit.stores.bucket import Bucket
 from tests.kit.stores.faulty import Faulty, faulty_s3
@@ -72,12 +73,14 @@ def hasty(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.fixture(scope="session", autouse=True)
-def holders_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No test finds or ends a holder of the user's own runs."""
+def memory_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test finds or removes captures of the user's own runs."""
+    mount = tmp_path_factory.mktemp("shm")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("sockets")))
+        patch.setattr(run_folders, "SHARED_MEMORY", str(mount))
         yield
-        stop_holders()
+        for base in mount.iterdir():
+            end_janitor(base)
 
 
 @pytest.fixture(scope="session")

@@ -39,7 +39,6 @@ LATE_IMPORTS: dict[tuple[str, str], str] = {
     ("shardckpt.state.adapters.flat_shard_check", "shardckpt.layout"): TENSORS_ALONE,
     ("shardckpt.readers.opened.state_tree", "numpy"): "0.07 s; most files have no arrays",
     ("shardckpt.readers.chunk_reader", "numpy"): "0.07 s; pieces that are read as they are need none",
-    ("shardckpt.tiers.holder.holder_store", "numpy"): "0.07 s; processes that only read need none",
     ("shardckpt.readers.registry", "shardckpt.native.commit"): "only the format of a checkpoint is imported",
     (
         "shardckpt.readers.registry",

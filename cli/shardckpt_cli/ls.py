@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -208,14 +207,14 @@ def _copy_row(number: int, copy: StepCopy) -> tuple[str, ...]:
     return f"{number}", copy.tier, survives, output.show_time(copy.verified_at), escape(copy.path)
 
 
-_Action = Annotated[str, typer.Argument(metavar="[stop]", help="`stop` ends holders; their captures are lost.")]
-_Run = Annotated[str, typer.Argument(metavar="[RUN]", help="Run whose holder to end; without it, all.")]
+_Action = Annotated[str, typer.Argument(metavar="[stop]", help="`stop` removes captures.")]
+_Run = Annotated[str, typer.Argument(metavar="[RUN]", help="Run whose captures to remove; without it, all.")]
 
 
 def tiers(action: _Action = "", run: _Run = "", as_json: options.AllAsJson = False) -> None:
-    """List or stop the holders that keep captures in memory.
+    """List or remove the captures in memory.
 
-    Only this user's holders on this machine.
+    Only this user's captures on this machine.
     """
     import shardckpt
 
@@ -231,21 +230,19 @@ def tiers(action: _Action = "", run: _Run = "", as_json: options.AllAsJson = Fal
     found = shardckpt.list_tiers()
     rows = [
         (
-            holder.run,
-            " ".join([*map(str, holder.steps), *(f"{number} (part)" for number in holder.parts)]),
-            output.size(holder.nbytes),
-            output.size(holder.max_bytes),
-            f"{holder.clients}",
-            f"{holder.pid}",
-            f"{max(time.time() - holder.started_at, 0.0):.0f} s",
+            each.run,
+            " ".join([*map(str, each.steps), *(f"{number} (part)" for number in each.parts)]),
+            output.size(each.nbytes),
+            output.size(each.max_bytes),
+            "now" if each.is_used else f"{each.unused_s:.0f} s ago",
+            shardckpt.errors.escape(each.path),
         )
-        for holder in found.holders
+        for each in found.runs
     ]
-    rows += [(hung.run, "does not answer", "", "", "", f"{hung.pid or '?'}", "") for hung in found.hung]
     if rows:
-        output.show_table(rows, header=("run", "steps", "size", "limit", "clients", "pid", "age"), right=_TIER_NUMBERS)
+        output.show_table(rows, header=("run", "steps", "size", "limit", "used", "folder"), right=_TIER_NUMBERS)
     else:
-        print("this user has no holder that answers", file=sys.stderr)
+        print("this user has no captures in memory", file=sys.stderr)
 
 
-_TIER_NUMBERS = frozenset({2, 3, 4, 5, 6})  # columns with numbers
+_TIER_NUMBERS = frozenset({2, 3, 4})  # columns with numbers

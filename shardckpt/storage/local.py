@@ -361,7 +361,7 @@ class LocalWriter(ClosingWriter):
         self._buffer = None
         try:
             with convert_os_errors("cannot finish", self._path):
-                os.fsync(self._fd)
+                self._sync()
                 self._close_fd()
                 os.replace(self._partial, self._path)
                 self._appeared()
@@ -370,6 +370,9 @@ class LocalWriter(ClosingWriter):
         except BaseException:
             self.abort()
             raise
+
+    def _sync(self) -> None:
+        os.fsync(self._fd)
 
     def abort(self) -> None:
         """Remove the written bytes; never raises."""

@@ -49,12 +49,13 @@ def sibling_path(target: str, kind: str) -> str:
 def _find_mount(folder: str) -> str:
     """Return an id for this machine and a folder's mount: processes with the same id see each other's locks."""
     # Network file systems lock folders on one machine alone. What another mount made is removed only after `DEAD_S`.
-    seen = f"{os.stat(folder or os.curdir).st_dev} {_read_boot_id()}"
+    seen = f"{os.stat(folder or os.curdir).st_dev} {read_boot_id()}"
     return f"{zlib.crc32(seen.encode()):08x}"[:_MOUNT_CHARACTERS]
 
 
 @cache
-def _read_boot_id() -> str:
+def read_boot_id() -> str:
+    """Return an id that this machine has until it restarts; its name where the system has none."""
     with suppress(OSError), open(_BOOT_ID, encoding="ascii") as file:
         return file.read().strip()
     return os.uname().nodename

@@ -24,7 +24,7 @@ _PROTOCOL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*(://|::)")
 
 
 # Schemes of stores above this package, with the class of each, which is imported with its first URL.
-_STORES = {"shardckpt-memory": "shardckpt.tiers.holder.holder_store:HolderStore"}
+_STORES = {"shardckpt-memory": "shardckpt.tiers.memory.memory_store:MemoryStore"}
 
 
 class _HeldStore(ObjectStore, Protocol):

@@ -15,7 +15,15 @@ from shardckpt.checkpoint.save.handle import StepTask
 from shardckpt.checkpoint.save.save import RunNotes, SaveParams
 from shardckpt.checkpoint.save.staging import LEAST_BUDGET_BYTES, default_budget
 from shardckpt.errors import RankError, ShardckptError, StorageError, UsageError, describe
-from shardckpt.events import BackpressureEvent, FallbackEvent, OnEvent, OperationEvent, deliver, emit
+from shardckpt.events import (
+    BackpressureEvent,
+    FallbackEvent,
+    OnEvent,
+    OperationEvent,
+    ReplicateEvent,
+    deliver,
+    emit,
+)
 from shardckpt.events.warn_user import warn_user
 from shardckpt.native.apply_retention import StepClock
 from shardckpt.native.run_directory import step_name
@@ -23,11 +31,12 @@ from shardckpt.plan.retention import Retention
 from shardckpt.ranks.linked_group import LinkedGroup
 from shardckpt.ranks.process_group import get_ranks, has_lost_rank
 from shardckpt.storage.store import Store
-from shardckpt.tiers.holder.holder_connection import STALL_S, HolderBusyError
 from shardckpt.tiers.node_opening import NodeOpening, NodeShare
 from shardckpt.tiers.part_finder import PartFinder
+from shardckpt.tiers.peers.copy_step import CopiedStep, copy_step
 from shardckpt.tiers.peers.node_files import Node
 from shardckpt.tiers.peers.node_steps import find_orders, give_marks, read_commits, remove_old_steps, remove_older_files
+from shardckpt.tiers.peers.open_peers import report_or_nothing, share_most_copied
 from shardckpt.tiers.peers.promoted_steps import PromotedSteps
 
 _MAX_SKIPPED = 64  # captures left out after a failure, before the next attempt
@@ -59,6 +68,7 @@ class CaptureTier(ABC):
         rules: Rules that select the captures to keep.
         group: Ranks that save; None for all ranks.
         on_event: Called with capture events; None without a callback.
+        copies: How many other machines keep a copy of each capture.
 
     Attributes:
         place: The tier as restores and claims see it.
@@ -79,6 +89,7 @@ class CaptureTier(ABC):
         rules: Retention,
         group: dist.ProcessGroup | None,
         on_event: OnEvent | None,
+        copies: int = 0,
     ) -> None:
         self.place, self.every = place, every
         self._shown, self._lane, self._group, self._on_event = shown, lane, group, on_event
@@ -91,7 +102,8 @@ class CaptureTier(ABC):
         self.is_spread = False
         self.opening = NodeOpening(place.finder.root, self.open_node, self.refuse, group)
         self.pending: StepTask | None = None
-        self._left: StepTask | None = None
+        self._copies, self._copied = copies, ""
+        self._has_warned_of_copies = self._lacks_copies = False
 
     @abstractmethod
     def open_node(self) -> None:
@@ -101,8 +113,8 @@ class CaptureTier(ABC):
             ShardckptError: Nothing can be captured.
         """
 
-    def open(self, nodes: set[str]) -> None:  # noqa: ARG002  (a tier may refuse several)
-        """Make the tier ready on rank 0's node, unless it is. On rank 0.
+    def open(self, nodes: set[str]) -> None:
+        """Make the tier ready on rank 0's node, unless it is; warn once of too few machines. On rank 0.
 
         Args:
             nodes: Ids of all ranks' nodes.
@@ -111,6 +123,14 @@ class CaptureTier(ABC):
             ShardckptError: Nothing can be captured.
         """
         self.open_node()
+        self._warn_of_copies(len(nodes))
+
+    def _warn_of_copies(self, machines: int) -> None:
+        """Warn once if there are too few machines for the copies. On rank 0."""
+        if self._copies >= machines and not self._has_warned_of_copies:
+            self._has_warned_of_copies = True
+            found = f"{machines} machine{'s' * (machines != 1)} for copies={self._copies}"
+            warn_user(f"captures in {self._shown} get fewer copies than asked for: {found}")
 
     def open_nodes(self, number: int, share: NodeShare, *, is_open: bool) -> bool:
         """Make the tier ready on all nodes, as `NodeOpening.open_nodes`. Collective."""
@@ -134,12 +154,26 @@ class CaptureTier(ABC):
             self.promoted.count_all()
             self.apply_rules(number, is_idle=True)
 
-    def replicate(self, coordinator: LinkedGroup, number: int) -> None:  # noqa: B027  (most tiers have no copies)
-        """Copy a capture to other nodes, if the tier does. Collective."""
+    def replicate(self, coordinator: LinkedGroup, number: int) -> None:
+        """Copy a capture to other nodes. Collective."""
+        if self._copies:
+            own, node, folder = self.place.open_own(), self.place.find_node(), step_name(number)
+            copied = copy_step(coordinator, own, node, folder, self._copies)
+            self._note_copies(coordinator.rank, number, copied)
+            self._copied = folder
+            # The newest capture on more machines is kept too: another start may have captured it.
+            if copied.faults:
+                self._copied = share_most_copied(coordinator, report_or_nothing(own, node), folder)
 
-    def list_copied(self) -> Collection[str]:
-        """Return the folders of captures that stay because newer ones have fewer copies."""
-        return ()
+    def _note_copies(self, rank: int, number: int, copied: CopiedStep) -> None:
+        """Record and emit whether a capture has all its copies; warn about the first failure in a row."""
+        if rank == 0:
+            self._warn_of_copies(copied.machines)
+        event = ReplicateEvent(self.path(number), copied.seconds, number, rank, copied.nbytes, warnings=copied.faults)
+        emit(event, self._on_event)
+        lacked_copies, self._lacks_copies = self._lacks_copies, bool(copied.faults)
+        if copied.faults and rank == 0 and not lacked_copies:
+            warn_user(f"a capture has fewer copies than asked for: {copied.faults[0]}")
 
     def takes(self, number: int) -> bool:
         """Return True if a step belongs into this tier."""
@@ -230,12 +264,8 @@ class CaptureTier(ABC):
         """Return True if this rank has ended a step's capture."""
         return self.pending is None or self.pending.number != number or self.pending.handle.done()
 
-    def settle_before_next(self, *, can_be_left: bool = False) -> None:
+    def settle_before_next(self) -> None:
         """Wait for the last capture before the next one starts; an event records a wait.
-
-        Args:
-            can_be_left: Whether this step may be left out. Then no save waits more than `STALL_S` seconds for a
-                capture, as its holder may hang.
 
         Raises:
             Exception: As for `settle`.
@@ -243,9 +273,7 @@ class CaptureTier(ABC):
         if self.pending is None:
             return
         pending, start, has_waited = self.pending, time.monotonic(), not self.pending.handle.done()
-        if not can_be_left or pending.is_over_within(0.0 if pending is self._left else STALL_S):
-            self.settle()
-        self._left = pending
+        self.settle()
         if has_waited:
             rank, seconds = get_ranks(self._group).rank, time.monotonic() - start
             emit(BackpressureEvent(self.path(pending.number), seconds, pending.number, rank), self._on_event)
@@ -290,7 +318,7 @@ class CaptureTier(ABC):
             return
         needed = {*_list_kept(self), *([] if saved is None else [saved])}
         try:
-            self._parts.apply(needed, self.list_copied(), is_idle=is_idle)
+            self._parts.apply(needed, [self._copied] if self._copied else [], is_idle=is_idle)
         except ShardckptError as error:
             warn_user(f"old steps in {self._shown} could not be removed: {error}")
 
@@ -312,7 +340,7 @@ class CaptureTier(ABC):
 
     def note_failure(self, error: Exception) -> None:
         """Count a failure; warn about the first one in a row. On rank 0."""
-        if self._attempts.note_failure(error):
+        if self._attempts.note_failure():
             warn_user(f"steps are not captured in {self._shown}, training continues: {describe(error)}")
 
 
@@ -329,7 +357,6 @@ class _CaptureAttempts:
 
     def __init__(self) -> None:
         self._failures = self._left_out = 0
-        self._was_busy = False
 
     def is_left_out(self) -> bool:
         """Return True if a capture is left out, and count it."""
@@ -339,14 +366,10 @@ class _CaptureAttempts:
         self._left_out = 0
         return False
 
-    def note_failure(self, error: Exception) -> bool:
+    def note_failure(self) -> bool:
         """Count a failure; return True for the first one in a row."""
-        is_first = self._failures == 0
-        if isinstance(error, HolderBusyError):  # the holder is slow: the next capture is tried
-            is_first, self._was_busy, self._left_out = is_first and not self._was_busy, True, _MAX_SKIPPED
-        else:
-            self._failures += 1
-        return is_first
+        self._failures += 1
+        return self._failures == 1
 
 
 def _limit_staging(options: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -24,6 +24,9 @@ class Local:
         keep_last: How many newest steps to keep; without rules all steps are kept.
         keep_every: Keep steps whose number is a multiple of this.
         keep_for: Keep steps up to this age: a timedelta, or text with a unit such as `"36h"`, `"7d"`, `"2w"`.
+        copies: How many other machines keep a copy of each step that is captured here. A step that a nearer tier
+            captures has that tier's copies.
+        rack: As for `PeerMemory`.
 
     Raises:
         UsageError: An argument has an invalid value, or the path is a URL.
@@ -34,10 +37,11 @@ class Local:
     keep_last: int | None = 1
     keep_every: int | None = None
     keep_for: timedelta | str | None = None
+    copies: int = 0
+    rack: str = ""
 
     def __post_init__(self) -> None:
-        if type(self.every) is not int or self.every < 1:
-            raise UsageError("`every` of Local must be an integer from 1", found=repr(self.every))
+        require_settings(self, ("every", 1), ("copies", 0))
         _ = self.rules, self.folder
 
     @property
@@ -67,3 +71,15 @@ class Local:
             raise UsageError(
                 "the folder of Local and the root must be apart", where=root, found=self.folder, fix="Choose another."
             )
+
+
+def require_settings(settings: object, *least: tuple[str, int]) -> None:
+    """Require settings of a tier to be integers from a least value, and its rack to be text. Raises UsageError."""
+    tier = type(settings).__name__
+    for name, minimum in least:
+        value = getattr(settings, name)
+        if type(value) is not int or value < minimum:
+            raise UsageError(f"`{name}` of {tier} must be an integer from {minimum}", found=repr(value))
+    rack = getattr(settings, "rack")  # noqa: B009  (each kind of settings has one)
+    if not isinstance(rack, str):
+        raise UsageError(f"`rack` of {tier} must be text", found=repr(rack))

@@ -67,11 +67,11 @@ class LocalTier(CaptureTier):
 
     def __init__(self, config: Local, root: str, group: dist.ProcessGroup | None, on_event: OnEvent | None) -> None:
         config.require_apart(root)
-        self._folder, self._root, self._is_recorded = config.folder, root, False
+        self._folder, self._root, self._rack, self._is_recorded = config.folder, root, config.rack, False
         finder = LocalFinder(config, root, group)
         place = TierPlace(LOCAL, finder, lambda: True, self._find_place, finder.open_own)
         shown = escape(config.folder)
-        super().__init__(place, shown, LOCAL_CAPTURES, config.every, config.rules, group, on_event)
+        super().__init__(place, shown, LOCAL_CAPTURES, config.every, config.rules, group, on_event, config.copies)
 
     def open_node(self) -> None:
         """Claim the folder for this run."""
@@ -97,7 +97,7 @@ class LocalTier(CaptureTier):
 
     def _find_place(self) -> Node:
         """Return this rank's node; nodes that share the folder are one."""
-        node = find_node()
+        node = find_node(self._rack)
         return node._replace(name=read_folder_id(LocalStore(self._folder)) or node.name)
 
     def _record_folder(self) -> None:

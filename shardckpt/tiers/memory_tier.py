@@ -1,98 +1,90 @@
-"""A run's memory tier: start its holder, capture steps into it, keep the newest ones."""
+"""A run's tier in memory: find its folder on this node, hold the lease, capture steps into it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from functools import cached_property, partial
+import os
 
 import torch.distributed as dist
 
 from shardckpt.checkpoint.save.async_save import CAPTURES
 from shardckpt.checkpoint.save.staging import memory_size
-from shardckpt.events import OnEvent, ReplicateEvent, emit
+from shardckpt.events import OnEvent
 from shardckpt.events.warn_user import warn_user
 from shardckpt.native.commit import COMMIT
-from shardckpt.native.run_directory import step_name
 from shardckpt.native.step_copies import MEMORY
+from shardckpt.plan.layout.output_files import parse_size
 from shardckpt.plan.retention import Retention
-from shardckpt.ranks.linked_group import LinkedGroup
+from shardckpt.storage.orphans import is_partial, remove, remove_orphan
 from shardckpt.storage.resolve_url import open_remote
+from shardckpt.storage.store import Store
 from shardckpt.tiers.capture_tier import CaptureTier, TierPlace
 from shardckpt.tiers.durability.run_record import find_run_id
-from shardckpt.tiers.holder import SCHEME
-from shardckpt.tiers.holder.holders import is_reachable, start_holder
+from shardckpt.tiers.memory import SCHEME
+from shardckpt.tiers.memory.janitor import keep_janitor
+from shardckpt.tiers.memory.lease import hold_lease
+from shardckpt.tiers.memory.memory_store import MemoryPlace, name_place
+from shardckpt.tiers.memory.place_choice import ChosenPlace, choose_place
+from shardckpt.tiers.memory.run_folders import find_base, find_first_mount, find_run_folder
 from shardckpt.tiers.part_finder import PartFinder
 from shardckpt.tiers.peer_memory import PeerMemory, find_node
-from shardckpt.tiers.peers.copy_step import CopiedStep, copy_step
-from shardckpt.tiers.peers.open_peers import report_or_nothing, share_most_copied
 
 
 class MemoryTier(CaptureTier):
-    """A run's captures in the memory of this node's holder."""
+    """A run's captures in a folder of this node's memory."""
 
     def __init__(
         self, config: PeerMemory, root: str, group: dist.ProcessGroup | None, on_event: OnEvent | None
     ) -> None:
-        self._config, self._run = config, find_run_id(root)
-        self._copied = ""
-        self._is_warned = self._has_failed = False
+        self._config, self._run, self._has_warned = config, find_run_id(root), False
         finder = PartFinder(f"{SCHEME}://{self._run}", group)
-        place = TierPlace(
-            MEMORY,
-            finder,
-            lambda: is_reachable(self._run),
-            partial(find_node, config.rack),
-            partial(open_remote, finder.root),
-        )
+        place = TierPlace(MEMORY, finder, self._is_found_again, lambda: find_node(config.rack), self._open_own)
         rules = Retention.from_params("PeerMemory", keep_last=config.keep_last)
-        super().__init__(place, "memory", CAPTURES, config.every, rules, group, on_event)
-
-    def open(self, nodes: set[str]) -> None:
-        """Start the holder on rank 0's node unless it runs. On rank 0; as `CaptureTier.open`."""
-        super().open(nodes)
-        self._warn_of_copies(len(nodes))
-
-    def _warn_of_copies(self, machines: int) -> None:
-        """Warn once if there are too few machines for the copies. On rank 0."""
-        if self._config.copies >= machines and not self._is_warned:
-            self._is_warned = True
-            found = f"{machines} machine{'s' * (machines != 1)} for copies={self._config.copies}"
-            warn_user(f"captures in memory get fewer copies than asked for: {found}")
+        super().__init__(place, "memory", CAPTURES, config.every, rules, group, on_event, config.copies)
 
     def open_node(self) -> None:
-        """Start this node's holder unless it runs; replace one that does not answer, with a warning."""
-        replaced = start_holder(self._run, self._max_bytes, last=COMMIT, idle_s=self._config.idle_s)
-        if replaced:
-            warn_user(
-                f"the holder of captures in memory did not answer: process {replaced} was ended, with its captures"
-            )
+        """Hold the lease of this node's folder, which may have to be made; warn once if it is on a disk."""
+        place, warning = self._find_place()
+        self._hold(place)
+        if warning and not self._has_warned:
+            self._has_warned = True
+            warn_user(warning)
 
-    @cached_property
-    def _max_bytes(self) -> int:
-        return self._config.limit(memory_size())
+    def target(self, number: int) -> str:
+        """Return the URL where all ranks capture a step; each node maps it to its folder."""
+        self._find_place()
+        return super().target(number)
 
-    def replicate(self, coordinator: LinkedGroup, number: int) -> None:
-        """Copy a capture to other nodes. Collective."""
-        if self._config.copies:
-            own, node, folder = self.place.open_own(), find_node(self._config.rack), step_name(number)
-            copied = copy_step(coordinator, own, node, folder, self._config.copies)
-            self._note_copies(coordinator.rank, number, copied)
-            self._copied = folder
-            # The newest capture on more machines is kept too: another start may have captured it.
-            if copied.faults:
-                self._copied = share_most_copied(coordinator, report_or_nothing(own, node), folder)
+    def _open_own(self) -> Store:
+        """Return the store for this node's folder; hold its lease if it exists, since captures are about to be read."""
+        place, _ = self._find_place()
+        if os.path.isdir(place.folder):
+            self._hold(place)
+        return open_remote(f"{SCHEME}://{self._run}")
 
-    def list_copied(self) -> Collection[str]:
-        """Return the folder of the newest capture with all its copies, or with the most."""
-        return (self._copied,) if self._copied else ()
+    def _find_place(self) -> ChosenPlace:
+        """Return this node's folder, and let the URL stand for it in this process."""
+        config = self._config
+        max_bytes = None if config.max_bytes is None else parse_size(config.max_bytes)
+        found = choose_place(self._run, config.mount, max_bytes, memory_size())
+        name_place(self._run, found.place)
+        return found
 
-    def _note_copies(self, rank: int, number: int, copied: CopiedStep) -> None:
-        """Record and emit whether a capture has all its copies; warn about the first failure in a row."""
-        if rank == 0:
-            self._warn_of_copies(copied.machines)
-        path = self.place.finder.path(step_name(number))
-        event = ReplicateEvent(path, copied.seconds, number, rank, copied.nbytes, warnings=copied.faults)
-        emit(event, self._on_event)
-        had_failed, self._has_failed = self._has_failed, bool(copied.faults)
-        if copied.faults and rank == 0 and not had_failed:
-            warn_user(f"a capture has fewer copies than asked for: {copied.faults[0]}")
+    def _hold(self, place: MemoryPlace) -> None:
+        hold_lease(place.folder, self._config.idle_s, place.max_bytes, _remove_unfinished)
+        keep_janitor(find_base(find_first_mount()))
+
+    def _is_found_again(self) -> bool:
+        """Return True if a new process on this node would find the captures."""
+        place, _ = self._find_place()
+        return find_run_folder(self._run, self._config.mount) == place.folder
+
+
+def _remove_unfinished(folder: str) -> None:
+    """Remove what killed processes have not committed. While no other process uses the folder."""
+    for step in os.listdir(folder):
+        inside = os.path.join(folder, step)
+        if os.path.isdir(inside) and not os.path.exists(os.path.join(inside, COMMIT)):
+            remove(inside)
+        elif os.path.isdir(inside):
+            for name in filter(is_partial, os.listdir(inside)):
+                remove_orphan(os.path.join(inside, name))

@@ -9,9 +9,6 @@ import torch.distributed as dist
 
 from shardckpt.errors import ShardckptError, StorageError
 from shardckpt.ranks.process_group import get_ranks
-from shardckpt.tiers.holder.holder_connection import HolderBusyError
-
-_BUSY = "busy: "  # starts the message of a rank whose node may take the next step, though not this one
 
 
 class NodeShare(NamedTuple):
@@ -38,8 +35,6 @@ class NodeOpening:
         """Make the tier ready on this rank's node; return why it is not, or empty text."""
         try:
             self._open_node()
-        except HolderBusyError as error:
-            return f"{_BUSY}{error}"
         except ShardckptError as error:
             return str(error)
         return ""
@@ -67,6 +62,5 @@ class NodeOpening:
         """Refuse a step if a rank has a fault; return True if so. On rank 0."""
         rank, fault = next(((rank, fault) for rank, fault in faults if fault), (0, ""))
         if fault:
-            kind = HolderBusyError if fault.startswith(_BUSY) else StorageError
-            self._refuse(number, kind(f"rank {rank}: {fault.removeprefix(_BUSY)}"))
+            self._refuse(number, StorageError(f"rank {rank}: {fault}"))
         return bool(fault)

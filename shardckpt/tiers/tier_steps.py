@@ -179,7 +179,7 @@ def describe_missing_captures(places: Sequence[TierPlace], root: str) -> str:
     shown = " or ".join(place.name for place in places)
     return (
         f"no capture of the last start of {root} is in {shown}: it completed none (see its log), this start has other "
-        "machines, or the holders have ended or do not answer; steps saved from now on count as newer"
+        "machines, or they were removed from memory; steps saved from now on count as newer"
     )
 
 

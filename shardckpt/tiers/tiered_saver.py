@@ -171,8 +171,6 @@ class TieredSaver:
         coordinator = get_ranks(self._finder.group)
         with coordinator.in_step():  # the other ranks wait for the next message of this one
             opened = self._open_tiers(places, share)
-            for tier in opened:  # their holders answer, so a capture that was left continues
-                tier.settle_before_next()
             if opened:
                 self._capture_in(opened, places, state, notes, given, before_commit)
 
@@ -268,12 +266,12 @@ class TieredSaver:
         return [*(StepFault(number, fault) for number, fault in ended if fault), *in_root]
 
     def _settle_tiers(self, step: Any) -> None:
-        """Wait a short time for the last captures in the tiers that take a step, which must be equal on all ranks."""
+        """Wait for the last captures in the tiers that take a step, which must be equal on all ranks."""
         with suppress(UsageError):  # all ranks raise it below
             number = require_step_number(step)
             for tier in self._tiers:
                 if tier.takes(number):
-                    tier.settle_before_next(can_be_left=True)  # before the ranks agree: a holder may hang on one
+                    tier.settle_before_next()  # before the ranks agree: a failure there counts for this step
 
     def _choose(self, messages: list[bytes]) -> list[bytes]:
         """Choose where to save a step. On rank 0."""

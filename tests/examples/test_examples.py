@@ -86,7 +86,7 @@ RUNS = {
             ["--short", "--fork"],
             (
                 "SIGKILL of a rank: 2 ranks go on, restored from memory: step",
-                "SIGKILL of a machine: agent, rank and holder: 1 rank goes on, restored from memory: step",
+                "the loss of a machine: agent, rank and memory: 1 rank goes on, restored from memory: step",
                 f"and those of jobs resumed by hand: {EQUAL}",
             ),
         )

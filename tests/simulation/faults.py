@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import NamedTuple
 
+from shardckpt.tiers.memory.lease import LEASE
 from tests.simulation.stores.node_disks import MOUNT
+from tests.simulation.stores.node_memory import SHM
 
 READS = frozenset({"list", "open", "read", "get", "head"})
 DISK_WRITES = frozenset({"create", "write", "fsync", "mkdir", "rename", "exchange", "link", "unlink", "rmdir"})
@@ -15,6 +17,7 @@ MESSAGES = frozenset({"send"})
 EVERYTHING = frozenset({"any"})
 _ANSWER = "0 -> "  # start of the route of messages from rank 0
 _PAYLOAD = ".safetensors"  # suffix of files with tensors
+_LAST = "/COMMIT"  # end of a step's last file, in the subject of its rename
 
 CLOCK_JUMPS_S = (-172_800.0, -3_600.0, -30.0, 30.0, 3_600.0, 172_800.0)
 LONGEST_STALL_S = 60.0
@@ -74,20 +77,21 @@ BUCKET = (
 )
 
 MEMORY = (
-    FaultKind("holder killed", frozenset({"ask"})),
-    FaultKind("kill the answering holder", frozenset({"answer"})),
-    FaultKind("stall the holder", frozenset({"answer"})),
-    FaultKind("kill while asking the holder", frozenset({"ask", "write memory"})),
-    FaultKind("kill after the last request", frozenset({"ask"}), within="COMMIT"),
+    FaultKind("memory emptied", READS | DISK_WRITES, within=SHM),
+    FaultKind("janitor killed", EVERYTHING),
+    FaultKind("stall at a lease", EVERYTHING, within=LEASE),
+    FaultKind("kill at a lease", EVERYTHING, within=LEASE),
+    FaultKind("kill while writing into memory", DISK_WRITES, within=SHM),
+    FaultKind("kill before the last file", frozenset({"rename"}), within=_LAST),
     FaultKind("node loss", EVERYTHING),
     FaultKind("flip in memory", EVERYTHING),
-    FaultKind("memory full", frozenset({"write memory"}), "ENOSPC", lasts=True),
+    FaultKind("memory full", frozenset({"create", "write"}), "ENOSPC", lasts=True, within=SHM),
 )
 SEVERAL_NODES = (
-    FaultKind("node loss while copying", frozenset({"ask", "send"})),
-    FaultKind("node loss after the last request", frozenset({"ask"}), within="COMMIT"),
+    FaultKind("node loss while copying", frozenset({"read", "send"})),
+    FaultKind("node loss before the last file", frozenset({"rename"}), within=_LAST),
     FaultKind("two nodes lost", EVERYTHING),
-    FaultKind("holder killed", frozenset({"ask", "recv"})),
+    FaultKind("memory emptied", frozenset({"open", "recv"})),
     FaultKind("kill while copying", MESSAGES, within="data"),
     FaultKind("data lost", MESSAGES, "lost", within="data"),
 )
@@ -97,7 +101,7 @@ OWN_DISKS = (
     FaultKind("node's disk full", frozenset({"create", "write", "mkdir"}), "ENOSPC", lasts=True, within=MOUNT),
     FaultKind("write error on a node's disk", DISK_WRITES, "EIO", within=MOUNT),
     FaultKind("kill while promoting", DISK_WRITES, within=MOUNT),
-    FaultKind("holder killed", frozenset({"ask", "fsync", "unlink"})),
+    FaultKind("memory emptied", frozenset({"list", "fsync", "unlink"})),
 )
 SEVERAL_DISKS = (
     FaultKind("node power loss", EVERYTHING),

@@ -27,8 +27,8 @@ from tests.simulation.seams import Machine, simulated
 from tests.simulation.stores.bucket import SimulatedBucket, mount
 from tests.simulation.stores.disk import Disk
 from tests.simulation.stores.node_disks import NodeDisks
+from tests.simulation.stores.node_memory import Janitors
 from tests.simulation.stores.operating_system import OperatingSystem
-from tests.simulation.stores.simulated_holders import SimulatedHolders
 from tests.simulation.trained_state import make_row_shard
 
 _ROOT = "sim://bucket/run"
@@ -38,7 +38,7 @@ _EVENT_S = 1e-7  # virtual seconds between events: a round of thousands of ranks
 _TIMEOUT_S = 600.0
 _IDLE_S = 30.0
 _MAX_EVENTS = 10_000_000
-_HOLDER_BYTES = 1 << 30
+_MEMORY_BYTES = 1 << 30
 _TENSORS, _COLUMNS = 3, 2
 _SENT = re.compile(r"(\d+) -> (\d+), \w+ of (\d+) B")
 
@@ -50,7 +50,7 @@ class PhaseCost:
     Attributes:
         name: The phase.
         ranks: Number of ranks.
-        events: Number of operations by all ranks and holders.
+        events: Number of operations by all ranks.
         messages: Number of messages between ranks.
         message_bytes: Bytes in these messages.
         rank0_bytes: Bytes that rank 0 sent or received.
@@ -148,8 +148,9 @@ class _LargeJob:
         self._lost = {node.name for node in self._nodes[:: count // dead][:dead]}  # no two have copies of one file
         self._rows = count * ranks_per_node
         self.scheduler = Scheduler(0, stay=1.0, event_s=_EVENT_S, most_events=_MAX_EVENTS, is_measured=True)
-        self._system = OperatingSystem(self.scheduler, NodeDisks(Disk()))
-        self._holders = SimulatedHolders(self.scheduler, self._system, self._new_process)
+        self._disks = NodeDisks(Disk())
+        self._system = OperatingSystem(self.scheduler, self._disks)
+        self._janitors = Janitors(self.scheduler, self._new_process)
         self._shared = _SharedResults(self.scheduler)
         self.harness = self._new_process("harness", "")
         self.costs: list[PhaseCost] = []
@@ -167,7 +168,7 @@ class _LargeJob:
         nodes = {node.name: node for node in self._nodes}
         log, idle_s = logging.getLogger("shardckpt"), peer_exchange.IDLE_S
         was_disabled = log.disabled
-        machine = _SharingMachine(self._shared, self.scheduler, self._system, self._holders, nodes)
+        machine = _SharingMachine(self._shared, self.scheduler, self._system, self._janitors, nodes)
         with simulated(machine):
             log.disabled, peer_exchange.IDLE_S = True, _IDLE_S
             was_collecting = gc.isenabled()
@@ -180,11 +181,13 @@ class _LargeJob:
                     gc.enable()
 
     def direct(self) -> None:
-        """Capture, lose nodes, restore, and end the holders."""
+        """Capture, lose nodes, restore, and end the janitors."""
         self._run("capture", self._nodes, self._capture)
-        self._holders.kill(self._lost, silently=True)
+        self._janitors.kill(self._lost, silently=True)
+        for node in self._lost:
+            self._disks.memory.empty(node)
         self._run("restore", [node for node in self._nodes if node.name not in self._lost], self._restore)
-        self._holders.kill({node.name for node in self._nodes})
+        self._janitors.kill({node.name for node in self._nodes})
 
     def _run(self, name: str, nodes: Sequence[Node], act: Callable[[SimulatedRanks, int], object]) -> None:
         """Run all ranks to the end of a phase, and record its cost."""
@@ -207,7 +210,7 @@ class _LargeJob:
 
     def _open_run(self, ranks: SimulatedRanks, rank: int) -> Checkpointer:
         link: Any = ranks.link(rank)
-        tier = PeerMemory(copies=1, max_bytes=_HOLDER_BYTES)
+        tier = PeerMemory(copies=1, max_bytes=_MEMORY_BYTES)
         return Checkpointer(_ROOT, save_every=_ROOT_EVERY, tiers=[tier], process_group=link)
 
     def _build_state(self, ranks: SimulatedRanks, rank: int, *, is_blank: bool = False) -> dict[str, Any]:

@@ -26,6 +26,7 @@ StoreKind = Literal["disk", "bucket", "plain"]
 
 _EMPTIED = 0.25  # probability that the root of a run with tiers is emptied
 _ALONE = 0.6  # probability that the only fault is a kill before a copy is replaced
+_HASTY = 0.3  # probability that a janitor removes captures after seconds: between two starts, or during a stall
 _QUIET = 0.5  # probability that slow disks see no faults: then each capture must be promoted
 
 
@@ -47,6 +48,7 @@ class Scenario:
         nodes: Each node's machine, by number.
         places: Each rank's node at each start of the job; if empty, all ranks are on node 0.
         copies: Number of other machines that keep a copy of each capture.
+        idle_s: Virtual seconds without a process after which captures in memory are removed.
         local_every: Multiples of this are saved on the nodes' disks too; None without this tier.
         root_every: With tiers, multiples of this are saved in the root.
         later_saves: Number of saves in the days after the last fault, which must remove what no step needs.
@@ -75,6 +77,7 @@ class Scenario:
     nodes: tuple[int, ...] = (0,)
     places: tuple[tuple[int, ...], ...] = ()
     copies: int = 0
+    idle_s: float = 3600.0
     local_every: int | None = None
     root_every: int = 2
     later_saves: int = 0
@@ -190,6 +193,8 @@ def _choose_habits(seed: int, scenario: Scenario) -> Scenario:
             scenario = replace(scenario, memory_bytes=1 << 30, local_every=1, fsync_s=fsync_s)
     if scenario.has_tiers and random.random() < 0.15:
         scenario = replace(scenario, has_zombies=True)
+    if scenario.memory_bytes is not None and random.random() < _HASTY:
+        scenario = replace(scenario, idle_s=random.choice((1.0, 5.0, 30.0)))
     return scenario
 
 

@@ -11,6 +11,7 @@ import os
 import queue
 import secrets
 import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -39,20 +40,22 @@ from shardckpt.storage.linux_syscalls import exchange, lower_priority, start_wri
 from shardckpt.storage.resolve_url import MOUNTED
 from shardckpt.storage.retry import LOST, PAUSES, WATCH
 from shardckpt.storage.thread_pool import ThreadPool
-from shardckpt.tiers.holder.free_memory import read_available_bytes
+from shardckpt.tiers.memory import run_folders
+from shardckpt.tiers.memory.free_memory import read_available_bytes
+from shardckpt.tiers.memory.lease import HELD
+from shardckpt.tiers.memory.memory_store import PLACES
 from shardckpt.tiers.peer_memory import find_node, find_node_id
 from shardckpt.tiers.peers.node_files import Node
 from tests.simulation.scheduler import Process, Scheduler, Task
+from tests.simulation.stores.node_memory import SHM, Janitors
 from tests.simulation.stores.operating_system import OperatingSystem
-from tests.simulation.stores.simulated_holders import SimulatedHolders
 from tests.simulation.trained_state import find_tensor_shards
 
 T = TypeVar("T")
 
 _LATE = (  # modules imported on first use
     "shardckpt.storage.fsspec_store",
-    "shardckpt.tiers.holder.holder_store",
-    "shardckpt.tiers.holder.holders",
+    "shardckpt.tiers.memory.memory_store",
     "shardckpt.native.reader",
     "shardckpt.offline.prune",
     "shardckpt.checkpointer",
@@ -114,9 +117,9 @@ class Machine:
     """The machine on which all processes in a history run, instead of the real one."""
 
     def __init__(
-        self, scheduler: Scheduler, system: OperatingSystem, holders: SimulatedHolders, nodes: Mapping[str, Node]
+        self, scheduler: Scheduler, system: OperatingSystem, janitors: Janitors, nodes: Mapping[str, Node]
     ) -> None:
-        self.scheduler, self.system, self._holders, self._nodes = scheduler, system, holders, nodes
+        self.scheduler, self.system, self._janitors, self._nodes = scheduler, system, janitors, nodes
         self._observer = Process("observer", 1)
 
     def find_values_of_thread(self) -> dict[object, Any]:
@@ -163,7 +166,9 @@ class Machine:
             *((getattr(threading, name), twin) for name, twin in self._primitives().items()),
             (queue.SimpleQueue, lambda: SimulatedQueue(scheduler)),
             (ThreadPool, InlineExecutor),
-            *self._holders.twins(_Twin),
+            (subprocess, _Twin(subprocess, run=self._janitors.start)),
+            (HELD, _Owned(self.find_values_of_process, dict)),
+            (PLACES, _Owned(self.find_values_of_process, dict)),
             (decode_commit, lru_cache(_MAX_DECODED)(decode_commit)),
             (decode_manifest, _remember_manifests()),
             (get_tensor_shards, find_tensor_shards),
@@ -234,9 +239,11 @@ def simulated(machine: Machine) -> Iterator[None]:
     locked = _find_locked_properties(len(sys.modules))
     for each, _ in locked:
         each.lock = nullcontext()
+    shared_memory, run_folders.SHARED_MEMORY = run_folders.SHARED_MEMORY, SHM
     try:
         yield
     finally:
+        run_folders.SHARED_MEMORY = shared_memory
         for each, lock in locked:
             each.lock = lock
         for slot in slots:

@@ -14,6 +14,7 @@ from shardckpt.native.step_copies import LOCAL, MEMORY
 from shardckpt.storage import fsspec_writer
 from shardckpt.tiers.lineage.restore_attempts import MAX_FAILED
 from shardckpt.tiers.local_folder import Local
+from shardckpt.tiers.memory import janitor, memory_store
 from shardckpt.tiers.peer_memory import PeerMemory
 from shardckpt.tiers.peers import peer_exchange
 from shardckpt.tiers.peers.node_files import Node
@@ -27,9 +28,9 @@ from tests.simulation.seams import Machine, simulated
 from tests.simulation.stores.bucket import SimulatedBucket, mount, unmount
 from tests.simulation.stores.disk import Disk
 from tests.simulation.stores.node_disks import MOUNT, NodeDisks
+from tests.simulation.stores.node_memory import SHM, Janitors
 from tests.simulation.stores.operating_system import OperatingSystem
 from tests.simulation.stores.run_storage import BucketStorage, DiskStorage, RunStorage
-from tests.simulation.stores.simulated_holders import SimulatedHolders
 from tests.simulation.tier_claims import Claims
 from tests.simulation.trained_state import find_content
 
@@ -40,6 +41,9 @@ _FIRST_NODE = "node0"
 
 # Between rounds without requests: a shorter time adds many events in which nothing happens.
 _IDLE_S = 1.0
+
+_RESERVED_BYTES = 1 << 10  # files are small
+_LOOKS = 12  # of a janitor in the idle time: saves may be days apart
 
 _FINAL_EVENTS = 8_000  # saving must work again within so many events after the last fault
 
@@ -142,9 +146,10 @@ class _HistoryRun:
             mount(self.bucket)
             scheme = "sim" if self.scenario.store == "bucket" else "plain"
             self.storage = BucketStorage(self.bucket, f"{scheme}://bucket/run")
-        self.holders = SimulatedHolders(self.scheduler, self.system, self._new_process, self.disk.changes)
-        claims = Claims(self.nodes, {MEMORY: self.holders, LOCAL: self.disks})
+        self.janitors = Janitors(self.scheduler, self._new_process)
+        claims = Claims(self.nodes, {MEMORY: self.disks.memory, LOCAL: self.disks})
         self.auditor = Auditor(self.scheduler, self.storage, self.scenario.keep_last, claims, self.disk.changes)
+        self.disks.memory.on_removal = claims.clear
         self._set_promises()
         self._clock_shifts = dict.fromkeys(self.nodes, 0.0)
         self._harness = self._new_process("harness", _FIRST_NODE)
@@ -163,12 +168,13 @@ class _HistoryRun:
 
     def run(self) -> None:
         """Run the history to its end. Raises the error that ends it."""
-        machine = Machine(self.scheduler, self.system, self.holders, self.nodes)
+        machine = Machine(self.scheduler, self.system, self.janitors, self.nodes)
         log = logging.getLogger("shardckpt")
         part_bytes, was_disabled, idle_s = fsspec_writer.PART_BYTES, log.disabled, peer_exchange.IDLE_S
+        reserved, looks = memory_store.RESERVED_BYTES, janitor.LOOKS
         with simulated(machine):
             fsspec_writer.PART_BYTES, log.disabled = self.scenario.part_bytes, True
-            peer_exchange.IDLE_S = _IDLE_S
+            peer_exchange.IDLE_S, memory_store.RESERVED_BYTES, janitor.LOOKS = _IDLE_S, _RESERVED_BYTES, _LOOKS
             try:
                 self.scheduler.before_event = self._show_faults
                 self.scheduler.after_event = self.auditor.check
@@ -176,7 +182,7 @@ class _HistoryRun:
                 self.scheduler.run()
             finally:
                 fsspec_writer.PART_BYTES, log.disabled = part_bytes, was_disabled
-                peer_exchange.IDLE_S = idle_s
+                peer_exchange.IDLE_S, memory_store.RESERVED_BYTES, janitor.LOOKS = idle_s, reserved, looks
 
     # The harness
 
@@ -206,6 +212,7 @@ class _HistoryRun:
                 self._wait_for(tasks)
         self._wait_for(beside)
         self._finish()
+        self.janitors.kill(self.nodes)  # the history ends with its last task
 
     def _finish(self) -> None:
         """End all faults and old processes. A new job must restore and save, and its step must be found."""
@@ -275,7 +282,7 @@ class _HistoryRun:
         self.auditor.start_job(self._starts)
         has_tiers = self._starts not in scenario.without_memory
         is_spared = self._starts == 1 or self._starts >= len(scenario.worlds) or not scenario.bad_step
-        memory, local = scenario.memory_bytes, scenario.local_every
+        has_memory, local = scenario.memory_bytes is not None, scenario.local_every
         job = Job(
             name,
             self._starts,
@@ -286,7 +293,7 @@ class _HistoryRun:
             scenario.is_sharded,
             saves,
             is_last,
-            PeerMemory(scenario.copies, max_bytes=memory) if has_tiers and memory is not None else None,
+            self._build_memory() if has_tiers and has_memory else None,
             Local(self.disks.folder, local) if has_tiers and local is not None else None,
             tuple(self.nodes[f"node{at}"] for at in placed),
             scenario.root_every,
@@ -299,6 +306,10 @@ class _HistoryRun:
         ranks = self._make_ranks(name, [node.name for node in job.nodes])
         trainers = [Trainer(self.scheduler, self.auditor, job, ranks, rank) for rank in range(world)]
         return job, self._start(ranks, lambda rank: trainers[rank].run())
+
+    def _build_memory(self) -> PeerMemory:
+        scenario = self.scenario
+        return PeerMemory(scenario.copies, max_bytes=scenario.memory_bytes, idle_s=scenario.idle_s)
 
     def _make_ranks(self, name: str, nodes: Sequence[str]) -> SimulatedRanks:
         names = [f"{name}.{rank}" if len(nodes) > 1 else name for rank in range(len(nodes))]
@@ -331,7 +342,7 @@ class _HistoryRun:
         if self.scenario.fsync_s and verb == "fsync" and subject.startswith(MOUNT):
             self.scheduler.sleep(self.scenario.fsync_s)
         fault = self.faults.show(len(self.scheduler.events), verb, subject)
-        if fault == "EIO" and subject.startswith(MOUNT):
+        if fault == "EIO" and subject.startswith((MOUNT, SHM)):
             self.auditor.claims.clear(self.disks.find(subject, task.process.node))
         return fault
 
@@ -341,10 +352,11 @@ class _HistoryRun:
         assert task is not None
         if kind.name.startswith("kill"):
             task.process.die()
-        elif kind.name == "holder killed":
-            self.holders.kill(random.sample(sorted(self.nodes), 1))
+        elif kind.name.startswith("memory emptied"):
+            self._empty_memory(random.sample(sorted(self.nodes), 1))
+        elif kind.name == "janitor killed":
+            self.janitors.kill(random.sample(sorted(self.nodes), 1))
         elif kind.name.startswith("stall"):
-            self.auditor.claims.lose(task.process)  # a holder may hang
             self.scheduler.sleep(random.random() * LONGEST_STALL_S)
         elif kind.name == "clock jump":
             self._shift_clocks([task.process.node], random.choice(CLOCK_JUMPS_S))
@@ -407,7 +419,13 @@ class _HistoryRun:
 
     def _end_processes(self, nodes: Collection[str]) -> None:
         """End the processes on some nodes; their peers cannot see it."""
-        self.holders.kill(nodes, silently=True)
+        self.janitors.kill(nodes, silently=True)
+        self._empty_memory(nodes)
         for process in self._processes:
             if process.node in nodes:
                 process.die(silently=True)
+
+    def _empty_memory(self, nodes: Iterable[str]) -> None:
+        """Remove all captures from the memory of some nodes, as the loss of power or a user does."""
+        for node in nodes:
+            self.auditor.claims.lose(self.disks.memory.empty(node))

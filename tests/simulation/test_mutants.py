@@ -22,12 +22,12 @@ from shardckpt.storage import local
 from shardckpt.storage.local_publication import LocalPublication
 from shardckpt.storage.publish import JoinedPublication
 from shardckpt.storage.remote_publication import BufferedWriter, RemoteFolder
-from shardckpt.tiers import tiered_finder
+from shardckpt.tiers import memory_tier, tiered_finder
 from shardckpt.tiers.capture_tier import TierPlace
 from shardckpt.tiers.durability.run_record import LostSteps
-from shardckpt.tiers.holder.holder_ledger import HolderLedger
 from shardckpt.tiers.lineage.last_start import LastStart
 from shardckpt.tiers.lineage.restore_attempts import RestoreAttempts
+from shardckpt.tiers.memory import janitor
 from shardckpt.tiers.peers import copy_step
 from shardckpt.tiers.peers.node_files import NodeCatalog, NodeReport
 from shardckpt.tiers.promoter import Promoter
@@ -218,15 +218,25 @@ def captures_of_another_course_stay(patch: pytest.MonkeyPatch) -> None:
 
 
 def captures_go_with_their_trainers(patch: pytest.MonkeyPatch) -> None:
-    """The holder forgets what a client wrote when the client is gone."""
-    forget = HolderLedger.forget
+    """The janitor waits for no idle time once no process uses the captures."""
+    look = janitor.look_at
+    patch.setattr(janitor, "look_at", lambda folder, seen, _most_s: look(folder, seen, 0.0))
 
-    def forget_all(self, client: int, connected: Any) -> None:
-        forget(self, client, connected)
-        for name in [name for name, file in self._files.items() if file.client == client]:
-            self.delete(name)
 
-    patch.setattr(HolderLedger, "forget", forget_all)
+def the_janitor_ignores_locks(patch: pytest.MonkeyPatch) -> None:
+    """It takes the time of the last capture for that of the last use."""
+    patch.setattr(janitor, "lock_unused", lambda fd: True)
+
+
+def a_new_start_removes_all_captures(patch: pytest.MonkeyPatch) -> None:
+    """A process that uses the folder alone takes what others have committed for unfinished."""
+
+    def remove_all(folder: str) -> None:
+        for name in memory_tier.os.listdir(folder):
+            if name.startswith("step-"):
+                memory_tier.remove(f"{folder}/{name}")
+
+    patch.setattr(memory_tier, "_remove_unfinished", remove_all)
 
 
 def copies_are_claimed_before_they_are_made(patch: pytest.MonkeyPatch) -> None:
@@ -299,7 +309,9 @@ MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     a_rank_removes_its_files: 257,
     captures_are_claimed_before_they_are_complete: 15,
     captures_of_another_course_stay: 53,
-    captures_go_with_their_trainers: 23,
+    captures_go_with_their_trainers: 22,
+    the_janitor_ignores_locks: 22,
+    a_new_start_removes_all_captures: 10,
     copies_are_claimed_before_they_are_made: 12,
     partners_are_on_the_own_machine: 195,
     copies_are_acknowledged_before_the_hash: 2,
@@ -307,8 +319,8 @@ MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     bases_are_not_read: 751,
     failed_restores_are_not_counted: 6,
     overwritten_files_go_first: 9,
-    steps_of_other_jobs_are_claimed: 116,
-    emptied_roots_are_not_recorded: 188,
+    steps_of_other_jobs_are_claimed: 170,
+    emptied_roots_are_not_recorded: 317,
     restored_steps_are_claimed_with_other_attempts: 125,
 }
 """Mutants, and a seed that finds each: the first 150 follow if the code changes and it does not any more."""

@@ -18,8 +18,8 @@ from tests.simulation.scheduler import Scheduler, WaitingTasks
 from tests.simulation.seams import Machine, simulated
 from tests.simulation.stores.disk import Disk
 from tests.simulation.stores.node_disks import NodeDisks
+from tests.simulation.stores.node_memory import Janitors
 from tests.simulation.stores.operating_system import OperatingSystem
-from tests.simulation.stores.simulated_holders import SimulatedHolders
 
 
 def order_of_turns(seed: int) -> list[str]:
@@ -163,8 +163,8 @@ def test_each_class_whose_objects_differ_by_thread_has_a_twin_in_histories() -> 
 def test_a_thread_has_its_own_block_of_a_verified_store() -> None:
     scheduler, disks = Scheduler(1, stay=0.0), NodeDisks(Disk())
     system = OperatingSystem(scheduler, disks)
-    holders = SimulatedHolders(scheduler, system, lambda name, _: scheduler.new_process(name))
-    with simulated(Machine(scheduler, system, holders, {})):
+    janitors = Janitors(scheduler, lambda name, _: scheduler.new_process(name))
+    with simulated(Machine(scheduler, system, janitors, {})):
         memory = verified_store.BlockMemory()
 
         def check(name: str) -> None:

@@ -52,7 +52,7 @@ def test_a_copied_capture_survives_the_loss_of_a_node() -> None:
 
 
 def test_a_copied_capture_stays_until_a_later_start_has_copied_another() -> None:
-    """The holders have no space for the copies of the second start."""
+    """The memory has no space for the copies of the second start."""
     history = run_history(1, lose_node_after(replace(ON_TWO, memory_bytes=15_500), 2))
     assert subjects(history, "claims", of="job0") == ["step 1 in memory (node)"] * 2
     assert subjects(history, "claims", of="job1") == ["step 2 in memory (process)"] * 2
@@ -111,8 +111,8 @@ def test_captures_after_a_part_of_the_nodes_are_newer_though_a_clock_is_late() -
 
 def find_second_mark(scenario: Scenario) -> int:
     """Return the number of the event at which rank 0 writes `COMMIT` of a capture that replaces one."""
-    events = run_history(1, scenario).events
-    marks = [each for each in events if each.subject == "create step-00000001/COMMIT" and each.who.startswith("job0.0")]
+    renames = [each for each in run_history(1, scenario).events if each.verb == "rename"]
+    marks = [each for each in renames if each.subject.endswith("/step-00000001/COMMIT") and each.who[:6] == "job0.0"]
     return marks[1].number
 
 
@@ -167,10 +167,10 @@ def test_a_capture_of_which_a_part_is_lost_before_it_is_copied_replaces_none() -
     scenario = replace(ON_TWO, memory_bytes=1 << 30, worlds=(3, 3), saves=2, nodes=(0, 0, 1), places=places)
     events = run_history(1, scenario).events
     began = next(event.number for event in events if event.subject == "step 2 as attempt 1002")
-    written = [e.number for e in events if e.verb == "write memory" and e.subject.endswith("step-00000002/COMMIT")][-1]
+    written = [e.number for e in events if e.verb == "rename" and e.subject.endswith("step-00000002/COMMIT")][-1]
     assert written > began
     for seed in range(1, 4):
-        kill = PlannedFault(written + 1, FaultKind("holder killed", frozenset({"ask"}), within="list step-00000002"))
+        kill = PlannedFault(written + 1, FaultKind("memory emptied", frozenset({"list"}), within="step-00000002"))
         history = run_history(seed, replace(scenario, faults=(kill,)))
         assert history.failure is None
         assert subjects(history, "restored", of="job1") == ["step 1"] * 3

@@ -14,8 +14,8 @@ NODES = {name: Node(name, name, "rack0") for name in ("node0", "node1")}
 COPY = StepCopy(MEMORY, "memory:run/step-00000001", ("process",), None)
 
 
-class Holders:
-    """Holders of two nodes, whose files nobody can read any more once they are lost."""
+class Memories:
+    """File systems in memory of two nodes, whose files nobody can read any more once they are lost."""
 
     version = 0
 
@@ -29,29 +29,29 @@ class Holders:
         return {}
 
 
-def end_holder(claims: Claims, holders: Holders, node: str) -> None:
-    claims.lose(holders.living.pop(node))
+def lose(claims: Claims, memories: Memories, node: str) -> None:
+    claims.lose(memories.living.pop(node))
 
 
-def test_a_holder_may_end_between_the_report_of_its_node_and_the_answer() -> None:
-    holders = Holders()
-    claims = Claims(NODES, {MEMORY: holders})
+def test_memory_may_go_between_the_report_of_its_node_and_the_answer() -> None:
+    memories = Memories()
+    claims = Claims(NODES, {MEMORY: memories})
     claims.start("call", 1, NODES, "node0")
-    end_holder(claims, holders, "node0")
+    lose(claims, memories, "node0")
     claims.start("call", 1, NODES, "node1")
     claims.check("call", 1, COPY, NODES)
 
 
-def test_a_holder_that_ended_before_its_node_was_asked_has_no_claimed_copy() -> None:
-    holders = Holders()
-    claims = Claims(NODES, {MEMORY: holders})
+def test_memory_that_went_before_its_node_was_asked_has_no_claimed_copy() -> None:
+    memories = Memories()
+    claims = Claims(NODES, {MEMORY: memories})
     claims.start("call", 1, NODES, "node1")
     claims.start("call", 1, NODES, None)  # another rank of node0 does not report what it has
-    end_holder(claims, holders, "node0")
+    lose(claims, memories, "node0")
     claims.start("call", 1, NODES, "node0")
     with pytest.raises(HistoryError, match=r"attempt 1 is claimed to survive \('process',\), but is on 0 machines"):
         claims.check("call", 1, COPY, NODES)
 
 
-def test_a_holder_that_ends_after_its_report_may_be_claimed_by_all_ranks() -> None:
+def test_memory_that_goes_after_its_report_may_be_claimed_by_all_ranks() -> None:
     assert run_history(1_143_782).failure is None

@@ -16,9 +16,9 @@ from shardckpt.native.manifest_json import decode_manifest
 from shardckpt.native.run_directory import step_name
 from shardckpt.native.step_copies import LOCAL, MEMORY, StepCopy
 from shardckpt.tiers.peers.node_files import Node
-from tests.simulation.scheduler import HistoryError, Process
+from tests.simulation.scheduler import HistoryError
 
-Medium = object  # a holder's process or a disk: has a tier's files on one node
+Medium = object  # a disk, or a file system in memory: has a tier's files on one node
 _MAX_READ = 64  # `COMMIT` files and manifests whose attempts are remembered
 
 
@@ -175,7 +175,7 @@ class Claims:
         return place.successor is None or self._survives(place.successor, nodes)
 
     def _is_lost(self, medium: Medium | None) -> bool:
-        return medium in self._lost or (isinstance(medium, Process) and medium.is_dead)
+        return medium in self._lost
 
     def give_up(self, nodes: Collection[str] | None = None) -> None:
         """Drop the claims that a job does not know: the run continues without their captures."""
@@ -265,7 +265,7 @@ class Claims:
         self._emptied += 1
 
     def lose(self, medium: Medium) -> None:
-        """Record that a holder hangs, or a medium has a flipped bit: its content is lost."""
+        """Record that a medium is gone, or has a flipped bit: its content is lost."""
         self._lost.add(medium)
 
     def clear(self, medium: Medium) -> None:

@@ -38,7 +38,7 @@ def lock_first(monkeypatch: pytest.MonkeyPatch, most: int) -> list[int]:
 
 def machine(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Let this process run on another machine, whose locks of folders nobody else sees."""
-    monkeypatch.setattr(orphans, "_read_boot_id", lambda: name)
+    monkeypatch.setattr(orphans, "read_boot_id", lambda: name)
 
 
 def put(folder: str, name: str, text: str) -> None:

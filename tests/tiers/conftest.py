@@ -1,4 +1,4 @@
-"""Every test of tiers has a folder of sockets of its own, whose holders are ended after it."""
+"""Every test of tiers has a memory folder of its own, whose janitors are ended after it."""
 
 from __future__ import annotations
 
@@ -7,32 +7,16 @@ from pathlib import Path
 
 import pytest
 
-import shardckpt
-from shardckpt.tiers.holder import holder_connection, holders
-from tests.kit.runs.tier_runs import NODES, is_alive, wait_for
+from shardckpt.tiers.memory import run_folders
+from tests.kit.runs.tier_runs import end_janitor, forget_process
 
 
 @pytest.fixture(autouse=True)
-def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A folder of sockets for one test; the holders of all nodes are ended after it."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    yield
-    pids, sockets = [], []
-    for node in ("", *NODES):
-        folder = tmp_path / (f"shardckpt-{node}" if node else "shardckpt")
-        if [*folder.glob("*.sock")]:
-            monkeypatch.setenv("SHARDCKPT_NODE", node)
-            found = shardckpt.list_tiers().holders
-            pids += [holder.pid for holder in found]
-            sockets += [folder / f"{holder.run}.sock" for holder in found]
-            shardckpt.stop_tiers()
-    wait_for(lambda: not any(is_alive(pid) for pid in pids))
-    assert not any(socket.exists() for socket in sockets)
-
-
-@pytest.fixture
-def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait only a second for the answer of a holder, in a save half of one."""
-    for module in (holder_connection, holders):
-        monkeypatch.setattr(module, "TIMEOUT_S", 1.0)
-    monkeypatch.setattr(holders, "STALL_S", 0.5)
+def memory(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder in place of `/dev/shm` for one test."""
+    mount = tmp_path_factory.mktemp("shm")
+    monkeypatch.setattr(run_folders, "SHARED_MEMORY", str(mount))
+    yield mount
+    forget_process()
+    for base in mount.iterdir():
+        end_janitor(base)

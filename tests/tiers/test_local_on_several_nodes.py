@@ -7,10 +7,7 @@ import os
 import platform
 import re
 import shutil
-import signal
-import threading
 import warnings
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,9 +15,9 @@ import torch
 
 import shardckpt
 from shardckpt import Checkpointer, Local, PeerMemory
-from shardckpt.events import FallbackEvent, PromotionEvent, RestoreEvent, WithdrawalEvent
-from shardckpt.tiers.holder import holders as holder_processes
-from shardckpt.tiers.holder.holder_store import HolderStore
+from shardckpt.errors import UsageError
+from shardckpt.events import PromotionEvent, RestoreEvent, WithdrawalEvent
+from shardckpt.tiers.memory.memory_store import MemoryStore
 from shardckpt.tiers.peers import open_peers
 from shardckpt.tiers.peers.peer_store import PeerStore
 from tests.kit.ranks.harness import run
@@ -28,12 +25,11 @@ from tests.kit.runs.tier_runs import (
     BLOCKS,
     DAMAGES,
     VALUES,
+    block_memory,
     damage_step,
+    empty_memory,
     enter,
-    holders,
     is_step,
-    kill_holder,
-    wait_for_checks,
 )
 from tests.kit.runs.tier_runs import sharded_state as state
 
@@ -116,6 +112,30 @@ def test_a_step_of_which_a_disk_is_lost_is_neither_claimed_nor_restored(tmp_path
     assert run(2, resume, root, "ab", {}) == [(2, {"root": PART + 20}, 0)] * 2
 
 
+def test_with_a_copy_a_step_that_was_captured_here_survives_the_loss_of_a_disk(tmp_path):
+    root, options = tmp_path / "run", {"copies": 1, "keep_last": 1}
+    assert run(3, train, root, "abc", (1, 2), options) == [({"local": ["node", "process"]}, [])] * 3
+    assert all(size(folder_of(root, node)) < 2 * PART for node in "abc"), "rules apply to copies too"
+    shutil.rmtree(folder_of(root, "b"))
+    for nodes in ("abc", "ac"):
+        assert [each[0] for each in run(len(nodes), resume, root, nodes, options)] == [2] * len(nodes)
+
+
+def test_fewer_machines_than_copies_in_folders_are_one_warning(tmp_path):
+    ck = make(tmp_path / "run", tmp_path / "local", copies=1)
+    with pytest.warns(UserWarning, match="get fewer copies than asked for: 1 machine for copies=1") as warned:
+        for step in (1, 2):
+            ck.save(step, {"w": torch.ones(3)})
+        ck.wait()
+    assert len(warned) == 1
+
+
+def test_a_folder_has_no_more_copies_than_the_memory_whose_captures_it_gets(tmp_path):
+    with pytest.raises(UsageError, match=r"`copies` of Local must not exceed .* found 1; expected at most 0"):
+        make(tmp_path / "run", tmp_path / "local", memory={}, copies=1)
+    make(tmp_path / "run", tmp_path / "local", memory={"copies": 1}, copies=1)
+
+
 def resume_with_a_word(rank: int, world: int, root: Path, nodes: str) -> tuple:
     """Restore; return the step, the texts of warnings, and those of the event."""
     enter(nodes[rank])
@@ -188,8 +208,8 @@ def test_a_damaged_byte_on_another_node_is_one_warning_with_node_path_and_step(t
 def test_a_damaged_copy_of_another_node_is_told_once_with_the_copy_that_was_read(tmp_path):
     root, options = tmp_path / "run", {"memory": {"copies": 1}}
     run(2, train, root, "ab", (1,), options)
-    kill_holder("a")
-    kill_holder("b")
+    empty_memory("a")
+    empty_memory("b")
     damaged = max((folder_of(root, "b") / "step-00000001").glob("*.safetensors"))
     flip(damaged)
     (first, printed, told), second = run(2, restore_and_listen, root, "ab", options)
@@ -219,7 +239,7 @@ def test_each_node_promotes_its_part_and_copies_of_memory_are_copies_on_disks_to
     assert [promoted for _, promoted in found] == [[(2, True)], [], [(2, True)], []], "one rank acts for its node"
     for node in "ab":
         assert size(folder_of(root, node)) > 2 * PART
-        kill_holder(node)
+        empty_memory(node)
     shutil.rmtree(folder_of(root, "b"))
     for nodes in ("aab", "bb"):
         expected = 2 if "a" in nodes else None
@@ -235,7 +255,7 @@ def test_a_step_that_no_tier_has_complete_is_restored_from_parts_of_several(tmp_
     assert [copy.tier for copy in step.copies if copy.is_part and not copy.survives] == ["memory", "local"]
     enter("")
     shutil.rmtree(folder_of(root, "a"))
-    kill_holder("b")
+    empty_memory("b")
     found = run(3, resume, root, "abb", options)
     assert [step for step, *_ in found] == [2] * 3
     read = [bytes_by_tier for _, bytes_by_tier, _ in found]
@@ -243,8 +263,8 @@ def test_a_step_that_no_tier_has_complete_is_restored_from_parts_of_several(tmp_
 
 
 def damage_memory(name: str) -> None:
-    """Flip a bit of whatever this process reads of a file in a holder, as a fault of the memory would."""
-    read = HolderStore.read
+    """Flip a bit of whatever this process reads of a file in memory, as a fault of the memory would."""
+    read = MemoryStore.read
 
     def read_flipped(self, reads):
         read(self, reads)
@@ -252,7 +272,7 @@ def damage_memory(name: str) -> None:
             if each.name.endswith(name) and len(each.buffer) > 1000:
                 each.buffer[len(each.buffer) // 2] ^= 1
 
-    HolderStore.read = read_flipped
+    MemoryStore.read = read_flipped
 
 
 def test_a_damaged_block_is_read_from_the_next_tier_and_its_copy_loses_its_claim(tmp_path):
@@ -349,45 +369,30 @@ def test_a_node_with_a_read_only_folder_is_one_warning_and_captures_again_later(
     assert run(2, body) == [[set(), {"process"}, [True]], [set(), {"process"}, []]]
 
 
-def capture_beside_hung_holder(rank: int, world: int, root: Path) -> tuple:
-    """Save steps while the holder of the second node hangs; return the tiers of the last one, and the warnings."""
+def capture_beside_blocked_memory(rank: int, world: int, root: Path) -> tuple:
+    """Save steps while the second node has no memory folder; return the tiers of the last one, and the warnings."""
     enter("ab"[rank])
     ck = make(root, folder_of(root, "ab"[rank]), memory={})
     ck.save(1, state(world, 1))
     ck.wait()
-    pids = [holder.pid for holder in holders("b")] * rank
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
+    if rank:
+        block_memory(root, "b")
     torch.distributed.barrier()
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for step in (2, 3, 4):
             ck.save(step, state(world, step))
             ck.wait()
-            wait_for_checks()
             torch.distributed.barrier()
     claims = [copy.tier for copy in ck.durability(4).copies]
     torch.distributed.barrier()
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
     return claims, get_texts(warned)
 
 
-@pytest.mark.usefixtures("short_limits")
-def test_a_holder_of_one_node_that_hangs_is_replaced_with_one_warning_there(tmp_path):
-    found = run(2, capture_beside_hung_holder, tmp_path / "run")
-    assert [claims for claims, _ in found] == [["memory", "local"]] * 2
-    (skipped,), (replaced,) = found[0][1], found[1][1]
-    assert "rank 1: " in skipped and "did not answer within" in skipped and "was ended, with its captures" in replaced
-
-
-@pytest.mark.usefixtures("short_limits")
-def test_while_one_holder_hangs_and_cannot_be_ended_all_capture_into_folders(tmp_path, monkeypatch):
-    monkeypatch.setattr(holder_processes, "read_peer_pid", lambda _: 0)  # it runs in another container
-    found = run(2, capture_beside_hung_holder, tmp_path / "run")
+def test_while_one_node_has_no_memory_folder_all_capture_into_folders(tmp_path):
+    found = run(2, capture_beside_blocked_memory, tmp_path / "run")
     assert [(claims, ["rank 1" in text for text in texts]) for claims, texts in found] == [
-        (["local"], [True, True]),
+        (["local"], [True]),
         (["local"], []),
     ]
 
@@ -401,45 +406,3 @@ def test_captures_of_a_root_that_was_emptied_are_dropped_on_all_nodes(tmp_path, 
     assert [each[0] for each in run(2, resume, root, nodes, {"memory": {}})] == [None, None]
     if names == "ab":
         assert [size(folder_of(root, node)) for node in names] == [0, 0]
-
-
-def save_beside_stopped_capture(rank: int, world: int, root: Path) -> tuple:
-    """Stop the holder of the second node in the capture of step 2, and save step 3; let it go on, and save step 4."""
-    enter("ab"[rank])
-    events: list = []
-    ck = make(root, folder_of(root, "ab"[rank]), memory={"keep_last": 4}, on_event=events.append, keep_last=4)
-    ck.save(1, state(world, 1))
-    ck.wait()
-    pids, create, stopped = [holder.pid for holder in holders("b")] * rank, HolderStore.create, threading.Event()
-
-    def stop(store: HolderStore, name: str, **options: object) -> object:
-        for pid in [] if stopped.is_set() else pids:
-            os.kill(pid, signal.SIGSTOP)
-        stopped.set()
-        return create(store, name, **options)
-
-    HolderStore.create = stop
-    ck.save(2, state(world, 2))
-    assert stopped.wait(30.0)
-    torch.distributed.barrier()
-    ck.save(3, state(world, 3))
-    is_running = not ck._saver._tiers[0].is_over(2)
-    torch.distributed.barrier()
-    for pid in pids:
-        os.kill(pid, signal.SIGCONT)
-    ck.wait()
-    wait_for_checks()
-    torch.distributed.barrier()
-    ck.save(4, state(world, 4))
-    ck.wait()
-    copies = [[copy.tier for copy in ck.durability(step).copies] for step in (2, 3, 4)]
-    # Step 2 is copied to `Local` only if the holder is known to answer again by then.
-    claims = [[tier for tier in copies[0] if tier != "local"], *copies[1:]]
-    return is_running, claims, [each.step for each in events if isinstance(each, FallbackEvent)]
-
-
-@pytest.mark.filterwarnings("ignore:steps are not captured in memory")
-def test_a_holder_that_stops_in_a_capture_costs_the_next_one_and_no_save_waits(tmp_path):
-    found = run(2, save_beside_stopped_capture, tmp_path / "run")
-    claims = [["memory"], ["local"], ["memory", "local"]]
-    assert found == [(True, claims, [3]), (True, claims, [])]

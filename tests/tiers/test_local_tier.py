@@ -126,7 +126,7 @@ def test_after_a_restore_only_copies_of_the_restored_attempt_are_claimed(tmp_pat
 def test_rules_of_the_tier_keep_steps_and_every_rule_is_checked(tmp_path):
     save(make(tmp_path, keep_last=1, keep_every=3), 1, 3, 4, 5)
     assert [step.number for step in shardckpt.ls(tmp_path / "local").complete] == [3, 5]
-    for name, value in {"every": 0, "keep_last": 0, "keep_every": -1, "keep_for": "x"}.items():
+    for name, value in {"every": 0, "keep_last": 0, "keep_every": -1, "keep_for": "x", "copies": -1, "rack": 3}.items():
         with pytest.raises(UsageError, match=f"{name}|not a time"):
             Local("folder", **{name: value})
 
@@ -158,7 +158,7 @@ def test_a_step_that_was_captured_here_leaves_when_copies_of_newer_ones_come(tmp
     ck = Checkpointer(tmp_path / "run", save_every=100, tiers=tiers)
 
     def fail(*_: object) -> None:
-        raise StorageError("the holder did not answer")
+        raise StorageError("the folder cannot be used")
 
     with monkeypatch.context() as patch, pytest.warns(UserWarning, match="not captured in memory"):
         patch.setattr(MemoryTier, "open_node", fail)
@@ -489,7 +489,7 @@ def test_of_a_step_that_was_saved_again_no_tier_gives_the_first_attempt(tmp_path
     save(ck, 1, 2)
 
     def fail(*_: object) -> None:
-        raise StorageError("the holder did not answer")
+        raise StorageError("the folder cannot be used")
 
     with monkeypatch.context() as patch:
         patch.setattr(MemoryTier, "open_node", fail)
@@ -512,7 +512,7 @@ def test_a_tier_whose_captures_could_not_be_compared_is_not_used(tmp_path, monke
     save(ck, 2)
 
     def fail(*_: object) -> None:
-        raise StorageError("the holder did not answer")
+        raise StorageError("the folder cannot be used")
 
     with monkeypatch.context() as patch, pytest.warns(UserWarning, match="not captured in memory"):
         patch.setattr(MemoryTier, "open_node", fail)

@@ -1,4 +1,4 @@
-"""The memory tier with real processes: what a killed trainer or holder leaves, what is restored, what is claimed."""
+"""The memory tier with real processes: what a killed trainer leaves, what is restored, what is claimed."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ import shardckpt
 from shardckpt import Checkpointer, Local, PeerMemory
 from shardckpt.checkpoint.save.handle import AsyncSaveTask, SaveHandle
 from shardckpt.errors import MissingFileError, NoSpaceError, StorageError, UnsupportedError, UsageError
-from shardckpt.events import FallbackEvent
 from shardckpt.storage.local import LocalWriter
 from shardckpt.storage.resolve_url import open_store
 from shardckpt.tiers import capture_tier, peer_memory
 from shardckpt.tiers.durability.run_record import RECORD, read_run_record
-from shardckpt.tiers.holder import holder_connection, holders
-from shardckpt.tiers.holder.holder_connection import HolderConnection
 from shardckpt.tiers.lineage import known_root
+from shardckpt.tiers.memory import run_folders
+from shardckpt.tiers.memory.memory_store import MemoryWriter
 from shardckpt.tiers.memory_tier import MemoryTier
 from tests.kit.ranks.forks import is_killed
 from tests.kit.ranks.harness import run
 from tests.kit.ranks.held_saves import holding_saves
 from tests.kit.runs import tier_runs
-from tests.kit.runs.tier_runs import is_alive, save, wait_for, wait_for_checks
+from tests.kit.runs.tier_runs import empty_memory, forget_process, save, wait_for
 from tests.kit.runs.tier_runs import make_state as state
+from tests.kit.stores.disk import watched
 
 DEADLINE_S = 30.0
 
@@ -47,28 +47,27 @@ def restore(root: Path, **options: object) -> int | None:
 
 
 @contextmanager
-def before_request(number: int, act: Callable[[], object]) -> Iterator[list[str]]:
-    """Act before a request to a holder; yields the requests so far."""
-    requests: list[str] = []
-    exchange = HolderConnection._exchange
+def before_change(number: int, act: Callable[[], object]) -> Iterator[list[str]]:
+    """Act before a change of the disk or of memory; yields the changes so far."""
+    changes: list[str] = []
 
-    def watched(self, message, *options):
-        requests.append(message["op"])
-        if len(requests) == number:
+    def note(name: str, _args: tuple) -> None:
+        changes.append(name)
+        if len(changes) == number:
             act()
-        return exchange(self, message, *options)
 
-    HolderConnection._exchange = watched
-    try:
-        yield requests
-    finally:
-        HolderConnection._exchange = exchange
+    with watched(note, lambda *_: None):
+        yield changes
 
 
-def kill_holder() -> None:
-    for holder in shardckpt.list_tiers().holders:
-        os.kill(holder.pid, signal.SIGKILL)
-        wait_for(lambda pid=holder.pid: not is_alive(pid))
+def only_on_disk(act: Callable[..., object]) -> Callable[..., object]:
+    """Return a `LocalWriter.write` that acts for files on a disk; those in memory are written."""
+    write = LocalWriter.write
+    return lambda writer, data: write(writer, data) if isinstance(writer, MemoryWriter) else act(writer, data)
+
+
+def list_steps() -> list[tuple[int, ...]]:
+    return [held.steps for held in shardckpt.list_tiers().runs]
 
 
 def test_a_start_that_cannot_be_recorded_in_the_root_captures_nothing(tmp_path):
@@ -87,7 +86,7 @@ def test_a_start_that_cannot_be_recorded_in_the_root_captures_nothing(tmp_path):
 def test_after_each_failure_in_a_row_twice_as_many_captures_are_left_out():
     attempts, left_out = capture_tier._CaptureAttempts(), []
     for _ in range(8):
-        attempts.note_failure(StorageError("full"))
+        attempts.note_failure()
         left_out.append(0)
         while attempts.is_left_out():
             left_out[-1] += 1
@@ -98,15 +97,18 @@ def test_a_restore_that_finds_no_capture_of_the_last_start_says_so(tmp_path, cap
     save(make(tmp_path / "run"), 1)
     assert restore(tmp_path / "run") == 1
     assert "no capture of the last start" not in caplog.text
-    kill_holder()
+    empty_memory()
     assert restore(tmp_path / "run") is None
     assert caplog.text.count("no capture of the last start") == 1
-    assert "it completed none (see its log), this start has other machines, or the holders have ended" in caplog.text
+    assert (
+        "it completed none (see its log), this start has other machines, or they were removed from memory"
+        in caplog.text
+    )
 
 
 def test_a_restore_that_tries_several_steps_warns_once_of_the_last_starts_captures(tmp_path, caplog):
     save(make(tmp_path / "run", save_every=1, every=2), 1, 2)
-    kill_holder()
+    empty_memory()
     flip_file(max((tmp_path / "run" / "step-00000002").glob("*.safetensors")))
     with pytest.warns(UserWarning, match="restored step 1 from the root"):
         assert restore(tmp_path / "run") == 1
@@ -122,7 +124,7 @@ def test_a_captured_step_survives_a_killed_trainer_and_the_root_has_its_own_step
 
     assert is_killed(train)
     assert Checkpointer(tmp_path / "run").steps() == (4,)
-    assert [holder.steps for holder in shardckpt.list_tiers().holders] == [(6,)]
+    assert list_steps() == [(6,)]
     assert restore(tmp_path / "run") == 6
     assert restore(tmp_path / "run", step=4) == 4
     assert Checkpointer(tmp_path / "run").restore(state()) == 4, "without tiers only the root counts"
@@ -132,7 +134,7 @@ strides = pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mar
 
 
 @strides
-def test_a_trainer_killed_at_any_request_leaves_the_old_capture_or_the_new_one(tmp_path, stride):
+def test_a_trainer_killed_at_any_change_leaves_the_old_capture_or_the_new_one(tmp_path, stride):
     number, was_killed, found = 1 - stride, True, []
     while was_killed:
         number += stride
@@ -141,36 +143,37 @@ def test_a_trainer_killed_at_any_request_leaves_the_old_capture_or_the_new_one(t
         def train(root: Path = root, number: int = number) -> None:
             ck = make(root)
             save(ck, 1)
-            with before_request(number, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+            with before_change(number, lambda: os.kill(os.getpid(), signal.SIGKILL)):
                 save(ck, 2)
 
         was_killed = is_killed(train)
         found.append(restore(root))
-        (holder,) = shardckpt.list_tiers().holders
-        assert len(holder.steps) in {1, 2} and holder.steps[-1] == found[-1], "nothing torn is listed"
+        (held,) = shardckpt.list_tiers().runs
+        assert len(held.steps) in {1, 2} and held.steps[-1] == found[-1], "nothing torn is listed"
         save(make(root), 3)
-        wait_for(lambda: [each.steps for each in shardckpt.list_tiers().holders] == [(3,)])
-        files = [name for entry in open_store(holder.url).list() for name in open_store(holder.url).list(entry.name)]
+        wait_for(lambda: list_steps() == [(3,)])
+        files = [name for entry in open_store(held.url).list() for name in open_store(held.url).list(entry.name)]
         assert len(files) == 3, "the memory of a killed save is free"
+        forget_process()
         shardckpt.stop_tiers()
     assert found == sorted(found) and {1, 2} == set(found)
     assert number > 10
 
 
 @strides
-def test_training_goes_on_without_false_claims_if_the_holder_is_killed_anytime(tmp_path, stride):
+def test_training_goes_on_without_false_claims_if_captures_are_removed_anytime(tmp_path, stride):
     number, is_over = 1 - stride, False
     while not is_over:
         number += stride
         root, events = tmp_path / str(number), []
         ck = make(root, save_every=2, on_event=events.append)
         save(ck, 2)
-        with warnings.catch_warnings(record=True) as warned, before_request(number, kill_holder) as requests:
+        with warnings.catch_warnings(record=True) as warned, before_change(number, empty_memory) as changes:
             warnings.simplefilter("always")
             save(ck, 3)
-        is_over = len(requests) < number
+        is_over = len(changes) < number
         claims = ck.durability(3).survives
-        assert claims == ({"process"} if shardckpt.list_tiers().holders else set())
+        assert claims == ({"process"} if any(list_steps()) else set())
         texts = [str(each.message) for each in warned if "not captured in memory" in str(each.message)]
         withdrawn = [event for event in events if event.operation == "fallback" and event.step == 3]
         assert len(texts) == len(withdrawn) <= 1
@@ -179,6 +182,7 @@ def test_training_goes_on_without_false_claims_if_the_holder_is_killed_anytime(t
             warnings.simplefilter("error")
             save(ck, 4, 5, 6)
         assert "process" in ck.durability(6).survives and len(ck.durability(6).copies) == 2
+        forget_process()
         shardckpt.stop_tiers()
     assert number > 10
 
@@ -208,7 +212,7 @@ def test_other_numbers_of_ranks_restore_what_killed_ranks_captured(tmp_path):
 
 
 def restored_bytes(root: str, expected: torch.Tensor) -> bool:
-    tree = shardckpt.load(shardckpt.list_tiers().holders[0].url + "/step-00000003")
+    tree = shardckpt.load(shardckpt.list_tiers().runs[0].url + "/step-00000003")
     return torch.equal(tree["w"], expected)
 
 
@@ -234,7 +238,7 @@ def test_captures_that_a_start_in_an_emptied_root_cannot_reach_replace_no_step(t
     shutil.rmtree(root)
 
     def refuse(*_: object) -> None:
-        raise StorageError("the holder did not answer")
+        raise StorageError("the folder cannot be used")
 
     with monkeypatch.context() as patch, pytest.warns(UserWarning, match="not captured in memory"):
         patch.setattr(MemoryTier, "open_node", refuse)
@@ -250,7 +254,7 @@ def test_captures_of_a_run_whose_root_was_emptied_are_dropped(tmp_path):
     save(ck, 3)
     root.rename(tmp_path / "moved")
     assert restore(root) is None
-    assert [holder.steps for holder in shardckpt.list_tiers().holders] == [()]
+    assert list_steps() == [()]
     (tmp_path / "moved").rename(root)
     assert restore(root) == 2
 
@@ -411,7 +415,7 @@ def test_a_step_of_the_root_counts_if_its_capture_is_of_another_course(tmp_path,
             ck.wait()
     Checkpointer(root).save(5, state(5))
     assert restore(root) == 5, "with the values of the root"
-    assert [holder.steps for holder in shardckpt.list_tiers().holders] == [()]
+    assert list_steps() == [()]
 
 
 def test_a_capture_is_kept_if_the_same_step_is_damaged_in_the_root(tmp_path):
@@ -427,7 +431,7 @@ def test_a_capture_is_kept_if_the_next_step_was_complete_in_the_root_only(tmp_pa
     save(make(root, save_every=5), 4)
     Checkpointer(root).save(5, state(5))
     assert restore(root) == 5
-    assert [holder.steps for holder in shardckpt.list_tiers().holders] == [(4,)]
+    assert list_steps() == [(4,)]
 
 
 def test_captures_are_given_if_the_root_has_lost_the_steps_that_they_followed(tmp_path):
@@ -453,7 +457,7 @@ def test_a_damaged_capture_is_never_given(tmp_path, monkeypatch):
     save(ck, 2)
     write = os.write
     with monkeypatch.context() as flipped:
-        # What the holder gets differs in one bit from what was hashed, as after a fault of the memory.
+        # What is written differs in one bit from what was hashed, as after a fault of the memory.
         flipped.setattr(os, "write", lambda fd, data: write(fd, flip(data)) if len(data) > 1000 else write(fd, data))
         save(ck, 3)
     with pytest.warns(UserWarning, match="restored step 2 from the root. Newer step 3 is not used: "):
@@ -493,127 +497,38 @@ def test_an_older_copy_of_a_step_that_could_not_be_captured_again_is_not_claimed
         ck.wait(8, survives="process")
 
 
-def test_a_holder_without_its_socket_is_not_claimed_and_the_next_capture_starts_one(tmp_path):
+def test_captures_whose_folder_a_new_process_passes_over_are_not_claimed(tmp_path, memory):
     ck = make(tmp_path / "run")
     save(ck, 1)
-    (holder,) = shardckpt.list_tiers().holders
-    shutil.rmtree(tmp_path / "shardckpt")
+    (base,) = memory.iterdir()
+    base.chmod(0o755)
+    assert ck.durability(1).survives == set()
+    base.chmod(0o700)
+    assert ck.durability(1).survives == {"process"}
+
+
+def test_removed_captures_are_not_claimed_and_the_next_one_makes_the_folder_again(tmp_path):
+    ck = make(tmp_path / "run")
+    save(ck, 1)
+    with pytest.warns(UserWarning, match="processes use the captures that were removed"):
+        shardckpt.stop_tiers()
     assert ck.durability(1).survives == set()
     save(ck, 2)
-    wait_for(lambda: not is_alive(holder.pid))
     assert ck.durability(2).survives == {"process"}
     assert restore(tmp_path / "run") == 2
 
 
-def test_a_holder_waits_for_more_than_the_days_that_the_system_waits_at_once(tmp_path):
+def test_an_idle_time_may_be_longer_than_the_days_that_the_system_waits_at_once(tmp_path):
     ck = make(tmp_path / "run", idle_s=30 * 86400)
     save(ck, 1)
     assert ck.durability(1).survives == {"process"}
 
 
-@pytest.mark.usefixtures("short_limits")
-def test_a_hung_holder_costs_the_next_capture_with_one_warning_and_is_replaced(tmp_path):
-    events: list[object] = []
-    ck = make(tmp_path / "run", save_every=4, on_event=events.append)
-    save(ck, 1)
-    (holder,) = shardckpt.list_tiers().holders
-    os.kill(holder.pid, signal.SIGSTOP)
-    with pytest.warns(UserWarning, match="not captured in memory.*It is asked again in the background") as warned:
-        save(ck, 2, 3)
-    assert len(warned) == 1 and [e.step for e in events if isinstance(e, FallbackEvent)] == [2, 3]
-    wait_for_checks()
-    with pytest.warns(UserWarning, match=f"did not answer: process {holder.pid} was ended") as warned:
-        save(ck, 4, 5)
-    assert len(warned) == 1, "the capture after it is tried at once"
-    wait_for(lambda: not is_alive(holder.pid))
-    claims = [ck.durability(step).survives for step in (1, 2, 3, 5)]
-    assert claims == [set(), set(), set(), {"process"}]
-    assert restore(tmp_path / "run") == 5
-
-
-@pytest.mark.usefixtures("short_limits")
-def test_a_holder_that_answers_late_costs_the_captures_meanwhile_and_keeps_others(tmp_path):
-    ck = make(tmp_path / "run", keep_last=2)
-    save(ck, 1)
-    (holder,) = shardckpt.list_tiers().holders
-    os.kill(holder.pid, signal.SIGSTOP)
-    with pytest.warns(UserWarning, match="not captured in memory"):
-        save(ck, 2)
-    os.kill(holder.pid, signal.SIGCONT)
-    wait_for_checks()
-    save(ck, 3)
-    assert [ck.durability(step).survives for step in (1, 2, 3)] == [{"process"}, set(), {"process"}]
-    assert shardckpt.list_tiers().holders[0].pid == holder.pid
-
-
-@pytest.mark.usefixtures("short_limits")
-def test_a_new_start_restores_an_older_step_and_replaces_a_holder_that_hangs(tmp_path, caplog):
-    save(make(tmp_path / "run", save_every=4), 4, 5)
-    (holder,) = shardckpt.list_tiers().holders
-    os.kill(holder.pid, signal.SIGSTOP)
-    holder_connection._forget_connections()
-    ck = make(tmp_path / "run", save_every=4)
-    assert ck.restore(state()) == 4 and "do not answer" in caplog.text
-    with pytest.warns(UserWarning, match="did not answer within"):
-        save(ck, 5)
-    wait_for_checks()
-    with pytest.warns(UserWarning, match="was ended, with its captures") as warned:
-        save(ck, 5)
-    assert len(warned) == 1
-    assert restore(tmp_path / "run") == 5
-
-
-@pytest.mark.usefixtures("short_limits")
-def test_a_hung_holder_that_cannot_be_ended_costs_one_time_limit_and_one_warning(tmp_path, monkeypatch):
-    monkeypatch.setattr(holders, "read_peer_pid", lambda _: 0)  # it runs in another container
-    ck = make(tmp_path / "run", save_every=4)
-    save(ck, 1)
-    (holder,) = shardckpt.list_tiers().holders
-    os.kill(holder.pid, signal.SIGSTOP)
-    try:
-        with pytest.warns(UserWarning, match="did not answer within") as warned:
-            save(ck, 2)
-        wait_for_checks()
-        with pytest.warns(UserWarning, match="does not answer.*in the container that started it"):
-            save(ck, 3)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            save(ck, 4)
-        assert len(warned) == 1
-        assert restore(tmp_path / "run") == 4
-        monkeypatch.setattr(HolderConnection, "_connect", count_connections(waited := []))
-        holder_connection._forget_connections()
-        ck = make(tmp_path / "run", save_every=4)
-        assert ck.restore(state()) == 4 and ck.durability(4).survives == {"process"}
-        assert len(waited) == 1, "the second request to a holder that hangs fails at once"
-    finally:
-        os.kill(holder.pid, signal.SIGCONT)
-
-
-def count_connections(found: list[HolderConnection]) -> Callable[..., object]:
-    connect = HolderConnection._connect
-
-    def counted(self: HolderConnection, limit_s: float) -> object:
-        found.append(self)
-        return connect(self, limit_s)
-
-    return counted
-
-
-def test_a_holder_of_another_version_is_named_and_can_be_ended(tmp_path, monkeypatch):
-    save(make(tmp_path / "run"), 1)
-    holder_connection._forget_connections()
-    monkeypatch.setattr(holder_connection, "VERSION", 2)
-    with pytest.warns(UserWarning, match="another version.*tiers stop"):
-        save(make(tmp_path / "run"), 2)
-    assert len(shardckpt.stop_tiers()) == 1
-
-
-def test_processes_with_other_folders_of_sockets_are_on_other_nodes(tmp_path, monkeypatch):
+def test_processes_with_other_memory_file_systems_are_on_other_nodes(tmp_path, monkeypatch):
     node = peer_memory.find_node_id()
     assert peer_memory.find_node_id() == node
     (tmp_path / "container").mkdir()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "container"))
+    monkeypatch.setattr(run_folders, "SHARED_MEMORY", str(tmp_path / "container"))
     assert peer_memory.find_node_id() != node
 
 
@@ -683,7 +598,7 @@ def test_a_failed_save_in_the_root_is_due_again_while_captures_go_on(tmp_path, m
     ck = make(tmp_path / "run", save_every=2)
     save(ck, 1)
     with monkeypatch.context() as full:
-        full.setattr(LocalWriter, "write", refuse)
+        full.setattr(LocalWriter, "write", only_on_disk(refuse))
         handle = ck.async_save(2, state(2))
         wait_for(handle.done)
     ck.save(3, state(3))
@@ -698,11 +613,11 @@ def test_captures_go_on_while_a_save_in_the_root_is_running(tmp_path, monkeypatc
     ck = make(tmp_path / "run", save_every=2)
     save(ck, 1)
     with monkeypatch.context() as slow:
-        slow.setattr(LocalWriter, "write", lambda *args: is_free.wait(DEADLINE_S) and write(*args))
+        slow.setattr(LocalWriter, "write", only_on_disk(lambda *args: is_free.wait(DEADLINE_S) and write(*args)))
         ck.save(2, state(2))
         for step in (3, 5, 7):
             ck.save(step, state(step))
-        wait_for(lambda: [holder.steps for holder in shardckpt.list_tiers().holders] == [(7,)])
+        wait_for(lambda: list_steps() == [(7,)])
         assert ck.steps() == ()
         ck.save(9, state(9))
         is_free.set()
@@ -714,13 +629,13 @@ def test_a_capture_made_while_the_save_before_it_was_running_in_the_root_is_rest
     is_committed, write = (tmp_path / "run/step-00000002/COMMIT").exists, LocalWriter.write
 
     def write_one_step(*args):
-        wait_for(lambda: is_committed() or [holder.steps for holder in shardckpt.list_tiers().holders] == [(4,)])
+        wait_for(lambda: is_committed() or list_steps() == [(4,)])
         return refuse() if is_committed() else write(*args)
 
     ck = make(tmp_path / "run", save_every=2)
     save(ck, 1)
     with monkeypatch.context() as slow:
-        slow.setattr(LocalWriter, "write", write_one_step)
+        slow.setattr(LocalWriter, "write", only_on_disk(write_one_step))
         ck.save(2, state(2))
         ck.save(4, state(4))
         with pytest.raises(NoSpaceError):
@@ -741,12 +656,12 @@ def test_captures_after_a_restore_belong_to_a_root_whose_save_was_running_meanwh
     ck = make(tmp_path / "run", save_every=2)
     save(ck, 1)
     with monkeypatch.context() as slow:
-        slow.setattr(LocalWriter, "write", write_behind_the_loop)
+        slow.setattr(LocalWriter, "write", only_on_disk(write_behind_the_loop))
         ck.save(2, state(2))
-        wait_for(lambda: [holder.steps for holder in shardckpt.list_tiers().holders] == [(2,)])
+        wait_for(lambda: list_steps() == [(2,)])
         assert ck.restore(state(0)) == 2
         ck.save(3, state(3))
-        wait_for(lambda: [holder.steps for holder in shardckpt.list_tiers().holders] == [(3,)])
+        wait_for(lambda: list_steps() == [(3,)])
         is_free.set()
         ck.wait()
     assert ck.steps() == (2,)
@@ -823,7 +738,7 @@ def test_a_capture_from_before_a_restore_does_not_stand_for_a_save_in_the_root(t
 def test_a_step_that_no_schedule_names_is_saved_in_the_root(tmp_path):
     ck = make(tmp_path / "run", every=10, save_every=100)
     save(ck, 7)
-    assert ck.steps() == (7,) and shardckpt.list_tiers().holders == ()
+    assert ck.steps() == (7,) and shardckpt.list_tiers().runs == ()
 
 
 def test_a_signal_asks_for_a_step_in_the_root(tmp_path):
@@ -846,6 +761,8 @@ def test_a_signal_asks_for_a_step_in_the_root(tmp_path):
         ({"max_bytes": 0}, "a size must be"),
         ({"max_bytes": "much"}, "much"),
         ({"rack": 3}, "rack"),
+        ({"path": 3}, "path"),
+        ({"path": "ram"}, "path"),
     ],
 )
 def test_an_invalid_argument_is_named(options, text):
@@ -861,9 +778,10 @@ def test_tiers_need_a_schedule_of_the_root_and_are_at_most_one(tmp_path):
         Checkpointer(tmp_path, tiers=[PeerMemory()])
 
 
-def test_a_held_file_of_an_ended_holder_is_missing(tmp_path):
+def test_a_file_of_removed_captures_is_missing(tmp_path):
     save(make(tmp_path / "run"), 1)
-    store = open_store(shardckpt.list_tiers().holders[0].url)
+    store = open_store(shardckpt.list_tiers().runs[0].url)
+    forget_process()
     shardckpt.stop_tiers()
     with pytest.raises(MissingFileError):
         store.size("step-00000001/COMMIT")
@@ -905,7 +823,7 @@ def test_a_root_unreadable_for_a_moment_does_not_lose_the_capture_of_its_own_ste
         with pytest.raises(StorageError, match="the root does not answer now"):  # it may have a newer save of the step
             restore(tmp_path / "run")
     assert restore(tmp_path / "run") == 2
-    assert [holder.steps for holder in shardckpt.list_tiers().holders] == [(2,)]
+    assert list_steps() == [(2,)]
 
 
 def test_a_forked_process_saves_without_tiers_and_is_refused_with_its_parents(tmp_path):
@@ -924,6 +842,6 @@ def test_a_forked_process_saves_without_tiers_and_is_refused_with_its_parents(tm
     ((refused, same),) = run(1, save_in_child)
     assert refused == same and "a forked process cannot save with its parent's tiers" in refused
     assert plain.latest() == 2
-    assert [holder.steps for holder in shardckpt.list_tiers().holders] == [(1,)]
+    assert list_steps() == [(1,)]
     save(ck, 2)
     assert restore(tmp_path / "run") == 2

@@ -24,10 +24,9 @@ from shardckpt.storage.linux_syscalls import LOW_PRIORITY
 from shardckpt.storage.resolve_url import open_store
 from shardckpt.storage.store import read_bytes
 from shardckpt.tiers import capture_tier, promoter
-from shardckpt.tiers.holder import holder_connection
 from shardckpt.tiers.memory_tier import MemoryTier
 from shardckpt.tiers.promoter import Promotion
-from tests.kit.runs.tier_runs import make_state
+from tests.kit.runs.tier_runs import forget_process, make_state
 
 DEADLINE_S = 30.0
 
@@ -70,7 +69,7 @@ def test_a_step_of_both_tiers_is_saved_once_and_copied_byte_for_byte(tmp_path):
     assert event.nbytes > 1200 and event.seconds > 0 and event.error is None
     assert local.verified_at >= memory.verified_at
     shardckpt.stop_tiers()
-    holder_connection._forget_connections()
+    forget_process()
     into = {"w": torch.zeros(300), "step": 0}
     assert run.ck.restore(into) == 1 and into["step"] == 1 and into["w"][7] == 1
 
@@ -124,12 +123,12 @@ def test_a_step_stays_in_memory_until_it_is_copied_and_leaves_then(tmp_path, mon
     begin_a_copy(run, may_copy, monkeypatch)
     run.save(5, 7)
     run.ck._saver._tiers[0].settle()
-    (holder,) = shardckpt.list_tiers().holders
-    assert holder.steps == (2, 7), "the rules would keep 7 alone"
+    (held,) = shardckpt.list_tiers().runs
+    assert held.steps == (2, 7), "the rules would keep 7 alone"
     assert [copy.tier for copy in run.ck.durability(2).copies] == ["memory"], "nothing is claimed before the copy"
     may_copy.set()
     run.ck.wait()
-    assert [holder.steps for holder in shardckpt.list_tiers().holders] == [(7,)] and run.list_local() == [2]
+    assert [held.steps for held in shardckpt.list_tiers().runs] == [(7,)] and run.list_local() == [2]
 
 
 def test_a_tier_that_is_too_slow_gives_up_its_oldest_step_with_an_event(tmp_path, monkeypatch):
@@ -177,7 +176,7 @@ def test_where_warnings_are_errors_a_copy_that_fails_ends_no_later_copies(tmp_pa
         run.save(4, 6)
         run.ck.wait()
     assert run.list_local() == [6], "one attempt is left out"
-    assert [holder.steps for holder in shardckpt.list_tiers().holders] == [(6,)], "nothing waits for a copy"
+    assert [held.steps for held in shardckpt.list_tiers().runs] == [(6,)], "nothing waits for a copy"
 
 
 def test_a_step_that_is_saved_again_while_it_is_copied_is_no_fault_of_the_tier(tmp_path, monkeypatch):
@@ -214,7 +213,7 @@ def memory_refused() -> Iterator[None]:
     """Let memory take no step within the context: the folder takes it."""
 
     def refuse(*_: object) -> None:
-        raise StorageError("the holder did not answer")
+        raise StorageError("the folder cannot be used")
 
     with pytest.MonkeyPatch.context() as patch, pytest.warns(UserWarning, match="not captured in memory"):
         patch.setattr(MemoryTier, "open_node", refuse)
@@ -259,7 +258,7 @@ def test_a_save_into_the_folder_commits_after_a_copy_that_replaces_its_step(tmp_
     assert is_replacing.wait(DEADLINE_S)
     with memory_refused():
         run.ck.save(2, make_state(22), overwrite=True)
-    assert not run.ck._saver._tiers[1].pending.is_over_within(0.2), "the training does not wait, the capture does"
+    assert not run.ck._saver._tiers[1].pending.handle._task.join(0.2), "the training does not wait, the capture does"
     may_end.set()
     run.ck.wait()
     assert shardckpt.load(run.local / "step-00000002")["step"] == 22
@@ -369,7 +368,9 @@ import sys, threading
 import torch
 from shardckpt import Checkpointer, Local, PeerMemory
 from shardckpt.tiers import capture_tier, promoter
+from shardckpt.tiers.memory import run_folders
 
+run_folders.SHARED_MEMORY = sys.argv[2]
 copy, is_ending = promoter._copy, threading.Event()
 
 def copy_late(*args):
@@ -386,9 +387,8 @@ threading._register_atexit(is_ending.set)
 """
 
 
-def test_a_process_that_ends_without_wait_waits_for_its_copies(tmp_path):
-    ended = subprocess.run(
-        [sys.executable, "-c", ENDING_SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
-    )
+def test_a_process_that_ends_without_wait_waits_for_its_copies(tmp_path, memory):
+    command = [sys.executable, "-c", ENDING_SCRIPT, str(tmp_path), str(memory)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert [step.number for step in shardckpt.ls(tmp_path / "local").complete] == [1, 2]

@@ -23,7 +23,16 @@ from shardckpt.tiers import memory_tier
 from shardckpt.tiers.peers import open_peers, peer_exchange
 from shardckpt.tiers.peers.peer_store import PeerStore
 from tests.kit.ranks.harness import outcomes, run
-from tests.kit.runs.tier_runs import BLOCKS, NODES, VALUES, enter, holders, is_step, kill_holder
+from tests.kit.runs.tier_runs import (
+    BLOCKS,
+    NODES,
+    VALUES,
+    block_memory,
+    captures,
+    empty_memory,
+    enter,
+    is_step,
+)
 from tests.kit.runs.tier_runs import sharded_state as state
 
 
@@ -50,13 +59,13 @@ def resume(rank: int, world: int, root: Path, nodes: str, options: dict) -> tupl
     return step, is_step(into, step or 0), *((store.own_bytes, store.pulled_bytes) for store in stores)
 
 
-def test_ranks_on_two_nodes_capture_into_their_holders_and_other_ranks_restore_it(tmp_path):
+def test_ranks_on_two_nodes_capture_into_their_memory_and_other_ranks_restore_it(tmp_path):
     assert run(4, train, tmp_path / "run", "aabb", (1, 2, 3), {}) == [["process"]] * 4
     for node in "ab":
-        (holder,) = holders(node)
+        (held,) = captures(node)
         payload = VALUES.nbytes // 2
-        assert payload < holder.nbytes < payload + 20_000, "each node has its half, of one capture"
-        assert holder.steps == () and holder.parts == (3,)
+        assert payload < held.nbytes < payload + 20_000, "each node has its half, of one capture"
+        assert held.steps == () and held.parts == (3,)
     for world, nodes in ((4, "aabb"), (3, "abb"), (2, "ab"), (5, "aaabb")):
         found = run(world, resume, tmp_path / "run", nodes, {})
         assert [each[:2] for each in found] == [(3, True)] * world
@@ -117,7 +126,7 @@ def test_captures_of_a_start_that_reaches_only_those_before_the_last_one_are_new
     assert [each[:2] for each in run(3, resume, root, "abc", {})] == [(2, True)] * 3
 
 
-def test_a_rank_whose_node_has_no_holder_pulls_all_from_a_peer(tmp_path):
+def test_a_rank_whose_node_has_no_captures_pulls_all_from_a_peer(tmp_path):
     run(2, train, tmp_path / "run", "aa", (6,), {})
     assert [each[:2] for each in run(3, resume, tmp_path / "run", "bac", {})] == [(6, True)] * 3
 
@@ -133,7 +142,7 @@ def test_a_capture_of_which_a_node_is_lost_is_neither_claimed_nor_restored(tmp_p
         ck.wait()
         before = ck.durability(3).survives
         if rank == 2:
-            kill_holder("b")
+            empty_memory("b")
         torch.distributed.barrier()
         return before, ck.durability(3).survives, ck.durability(2).survives
 
@@ -141,22 +150,19 @@ def test_a_capture_of_which_a_node_is_lost_is_neither_claimed_nor_restored(tmp_p
     assert [each[:2] for each in run(4, resume, root, "aabb", {})] == [(2, True)] * 4
 
 
-def test_a_node_without_a_holder_is_one_warning_and_event_and_captures_again_later(tmp_path):
+def test_a_node_without_memory_is_one_warning_and_event_and_captures_again_later(tmp_path):
     def body(rank: int, world: int) -> list:
         enter("ab"[rank])
         events: list[object] = []
         ck = make(tmp_path / "run", save_every=2, on_event=events.append)
-        folder = tmp_path / "shardckpt-b"
-        if rank:
-            folder.mkdir(mode=0o777)
-            folder.chmod(0o777)
+        folder = block_memory(tmp_path / "run", "b") if rank else None
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             ck.save(1, state(world, 1))
             ck.wait()
             claims = [ck.durability(1).survives]
-            if rank:
-                folder.chmod(0o700)
+            if folder is not None:
+                folder.unlink()
             for step in (2, 3, 4, 5):
                 ck.save(step, state(world, step))
             ck.wait()
@@ -171,11 +177,7 @@ def test_ranks_agree_twice_on_a_capture_and_three_times_unless_all_nodes_were_re
     def body(rank: int, world: int) -> tuple:
         enter("aab"[rank])
         events, agreements = [], []
-        ck, folder, coordinate = (
-            make(tmp_path / "run", on_event=events.append),
-            tmp_path / "shardckpt-b",
-            LinkedGroup.ask_rank0,
-        )
+        ck, coordinate = make(tmp_path / "run", on_event=events.append), LinkedGroup.ask_rank0
 
         def count(self, *args):
             agreements[-1] += threading.current_thread() is threading.main_thread()
@@ -186,13 +188,12 @@ def test_ranks_agree_twice_on_a_capture_and_three_times_unless_all_nodes_were_re
             warnings.simplefilter("ignore")
             for step in range(1, 7):
                 if (rank, step) == (2, 4):
-                    kill_holder("b")
-                    folder.chmod(0o777)
+                    folder = block_memory(tmp_path / "run", "b")
                 agreements.append(0)
                 ck.save(step, state(world, step))
                 ck.wait()
                 if (rank, step) == (2, 4):
-                    folder.chmod(0o700)
+                    folder.unlink()
         return agreements[1:], ck.durability(6).survives, [e.step for e in events if isinstance(e, FallbackEvent)]
 
     agreements = [2, 2, 1, 1, 3]  # of steps 2 to 6; step 4 fails, and step 5 is passed over since it did
@@ -261,11 +262,11 @@ def test_captures_of_a_root_that_was_emptied_are_dropped_on_all_nodes(tmp_path):
     run(2, train, root, "ab", (3,), {"save_every": 2})
     root.rename(tmp_path / "moved")
     assert [each[0] for each in run(2, resume, root, "ab", {})] == [None, None]
-    assert [holder.nbytes for node in "ab" for holder in holders(node)] == [0, 0]
+    assert [held.nbytes for node in "ab" for held in captures(node)] == [0, 0]
 
 
 def lose(root: Path, nodes: str, lost: str, options: dict) -> list:
-    """Capture steps 1 and 2 on some nodes, then kill the ranks and the holders of some; return the claims before."""
+    """Capture steps 1 and 2 on some nodes, then lose the ranks and memory of some; return the claims before."""
 
     def body(rank: int, world: int) -> list:
         claims = train(rank, world, root, nodes, (1, 2), options)
@@ -277,7 +278,7 @@ def lose(root: Path, nodes: str, lost: str, options: dict) -> list:
 
     outcomes(len(nodes), body)
     for node in lost:
-        kill_holder(node)
+        empty_memory(node)
     return [(root.parent / f"claims-{rank}").read_text() for rank in range(len(nodes))]
 
 
@@ -285,9 +286,9 @@ def test_with_a_copy_the_loss_of_any_node_is_survived_on_other_numbers_of_ranks(
     root, options = tmp_path / "run", {"copies": 1}
     assert lose(root, "abcd", "b", options) == ["node,process"] * 4
     for node in "acd":
-        (holder,) = holders(node)
+        (held,) = captures(node)
         payload = 2 * VALUES.nbytes // 4
-        assert payload < holder.nbytes < payload + 60_000, "a node has its part and that of one other"
+        assert payload < held.nbytes < payload + 60_000, "a node has its part and that of one other"
     for nodes in ("abcd", "acd", "aaccd"):
         found = run(len(nodes), resume, root, nodes, options)
         assert [each[:2] for each in found] == [(2, True)] * len(nodes)
@@ -308,7 +309,7 @@ def test_two_partners_may_be_lost_with_two_copies_and_are_not_survived_with_one(
         found = run(len(nodes), resume, two, nodes, {"copies": 2})
         assert [each[:2] for each in found] == [(2, True)] * len(nodes)
     for node in NODES:
-        kill_holder(node)
+        empty_memory(node)
     one = tmp_path / "one" / "run"
     one.parent.mkdir()
     assert lose(one, "abcd", "ab", {"copies": 1, "save_every": 1}) == ["node,process"] * 4
@@ -368,7 +369,7 @@ def test_a_copy_that_arrives_damaged_is_not_acknowledged_and_the_one_before_is_k
 
     claims = [["node", "process"], [], ["process"]]
     assert run(2, body) == [(claims, [2, 3], 1), (claims, [2, 3], 0)]
-    kill_holder("a")
+    empty_memory("a")
     assert [each[:2] for each in run(2, resume, root, "bb", {"copies": 1})] == [(1, True)] * 2
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,25 +14,15 @@ from shardckpt import Checkpointer, Local, PeerMemory, Witness
 from shardckpt.events import ResumeEvent
 from shardckpt.native.commit import find_save
 from shardckpt.native.run_directory import step_name
-from shardckpt.tiers.holder import holder_connection
+from shardckpt.tiers.memory.lease import LEASE
 from shardckpt.tiers.tiered_saver import choose_record_keepers
 from shardckpt.witness.witness_session import read_record
 from tests.kit.ranks.forks import is_killed
 from tests.kit.ranks.harness import outcomes, run
 from tests.kit.runs.faults import SAVED_AT, STEPS, Job
-from tests.kit.runs.tier_runs import kill_holder
+from tests.kit.runs.tier_runs import empty_memory, forget_process
 
 NAME = step_name(SAVED_AT)
-
-
-@pytest.fixture(autouse=True)
-def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A folder of sockets for one test; the holders of all nodes are ended after it."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    yield
-    for node in ("a", "b", "c", ""):
-        monkeypatch.setenv("SHARDCKPT_NODE", node) if node else monkeypatch.delenv("SHARDCKPT_NODE")
-        shardckpt.stop_tiers()
 
 
 def tiers(folder: Path, kinds: str) -> list[PeerMemory | Local]:
@@ -46,7 +36,7 @@ def tiers(folder: Path, kinds: str) -> list[PeerMemory | Local]:
 
 def job(folder: Path, kinds: str, seed: int = 1, *, save_every: int = 100, rank: int = 0, world: int = 1) -> Job:
     """Return a job whose steps are captured in tiers; `save_every` is that of the root."""
-    holder_connection._forget_connections()
+    forget_process()
     made = Job("ddp" if world > 1 else "plain", rank, world, seed, folder / "run")
     made.events = []
     made.checkpointer = Checkpointer(
@@ -121,7 +111,7 @@ def test_the_record_goes_with_its_capture(tmp_path: Path) -> None:
         made.checkpointer.wait()
     made.train(STEPS)
     (place,) = made.checkpointer._finder._places
-    names = [entry.name for entry in place.finder.open_store().list()]
+    names = [entry.name for entry in place.finder.open_store().list() if entry.name != LEASE]
     assert sorted({name.partition(".")[0] for name in names}) == [step_name(number) for number in steps_in(names)]
 
 
@@ -152,7 +142,9 @@ def resume_on_nodes(rank: int, world: int, folder: Path) -> tuple[int, list[tupl
 def test_on_several_nodes_each_has_the_record_and_drops_it_with_its_capture(tmp_path: Path) -> None:
     first, second = run(2, train_on_nodes, tmp_path)
     kept = steps_in(first)
-    assert [name for name in first if "." in name] == [f"{step_name(number)}.witness.json" for number in kept]
+    assert [name for name in first if "." in name and name != LEASE] == [
+        f"{step_name(number)}.witness.json" for number in kept
+    ]
     assert sorted(second) == sorted(first)
     (start, found), _ = run(2, resume_on_nodes, tmp_path)
     assert (start, found) == (4, [("proven", 2)])
@@ -186,7 +178,7 @@ def resume_with_copies(
 @pytest.mark.parametrize("nodes", ["bc", "cb"])
 def test_a_resume_without_rank_0s_node_is_compared_with_the_record_of_another_node(nodes: str, tmp_path: Path) -> None:
     assert all("died" in (each.waits or "") for each in outcomes(2, train_with_copies, tmp_path, "ab"))
-    kill_holder("a")
+    empty_memory("a")
     (start, found), (other_start, none) = run(2, resume_with_copies, tmp_path, nodes, "fault")
     assert (start, other_start, found, none) == (SAVED_AT, SAVED_AT, [("diverged", 0)], [])
     (start, found), _ = run(2, resume_with_copies, tmp_path, nodes)

@@ -171,10 +171,6 @@ class StepTask(NamedTuple):
     number: int
     handle: SaveHandle
 
-    def is_over_within(self, limit_s: float) -> bool:
-        """Wait until the save ends; return False if it does not end in time."""
-        return self.handle._task.join(limit_s)
-
     def await_fault(self) -> str:
         """Wait until the save ends; return why it failed, empty if it succeeded or its error was retrieved."""
         task = self.handle._task

@@ -22,7 +22,7 @@ from shardckpt.storage.resolve_url import open_store
 from shardckpt.storage.store import Store
 from shardckpt.tiers.durability.run_record import find_run_id, read_run_record
 from shardckpt.tiers.durability.tier_folder import require_own_folder
-from shardckpt.tiers.holder import SCHEME
+from shardckpt.tiers.memory import SCHEME
 
 
 def list_durability(root: str) -> tuple[Durability, ...]:

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -13,7 +14,9 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import shardckpt
 from shardckpt import Checkpointer
-from shardckpt.tiers.holder import holder_connection
+from shardckpt.results import RunCaptures
+from shardckpt.tiers.durability.run_record import find_run_id
+from shardckpt.tiers.memory import lease, memory_store, run_folders
 
 NODES = "abcd"
 VALUES = torch.arange(1_000_000.0).reshape(40, 25_000)
@@ -47,9 +50,15 @@ def save(ck: Checkpointer, *steps: int) -> None:
     ck.wait()
 
 
+def forget_process() -> None:
+    """Be a new process, which holds no lease."""
+    lease._give_up_inherited()
+    memory_store.PLACES.clear()
+
+
 def restore(ck: Checkpointer, **options: object) -> int | None:
     """Restore as a new process does, and return the step, whose values all have to be its own."""
-    holder_connection._forget_connections()
+    forget_process()
     into = make_state(-1.0)
     step = ck.restore(into, **options)
     assert step is None or (into["step"] == step and torch.equal(into["w"], torch.full((300,), float(step))))
@@ -59,27 +68,49 @@ def restore(ck: Checkpointer, **options: object) -> int | None:
 def enter(node: str) -> None:
     """Be a process of a node."""
     os.environ["SHARDCKPT_NODE"] = node
-    holder_connection._forget_connections()
+    forget_process()
 
 
-def holders(node: str) -> tuple:
+def captures(node: str) -> tuple[RunCaptures, ...]:
+    """Return the captures in memory of a node."""
     before = os.environ.get("SHARDCKPT_NODE", "")
-    enter(node)
-    found = shardckpt.list_tiers().holders
-    enter(before)
+    os.environ["SHARDCKPT_NODE"] = node
+    found = shardckpt.list_tiers().runs
+    os.environ["SHARDCKPT_NODE"] = before
     return found
 
 
-def wait_for_checks() -> None:
-    """Wait until it is known if the holders that did not answer hang."""
-    checks = [each.check for each in holder_connection._CONNECTIONS.values() if each.check is not None]
-    wait_for(lambda: not any(check.is_running for check in checks))
+def find_memory_folder(root: Path, node: str = "") -> Path:
+    """Return the folder for a run's captures in memory of a node."""
+    base = f"shardckpt-{os.geteuid()}-{node}" if node else f"shardckpt-{os.geteuid()}"
+    return Path(run_folders.SHARED_MEMORY) / base / find_run_id(str(root))
 
 
-def kill_holder(node: str) -> None:
-    for holder in holders(node):
-        os.kill(holder.pid, signal.SIGKILL)
-        wait_for(lambda pid=holder.pid: not is_alive(pid))
+def block_memory(root: Path, node: str = "") -> Path:
+    """Lose the captures of a node, and put a file in the place of their folder; return its path."""
+    empty_memory(node)
+    folder = find_memory_folder(root, node)
+    folder.parent.mkdir(mode=0o700, exist_ok=True)
+    folder.touch()
+    return folder
+
+
+def empty_memory(node: str = "") -> None:
+    """Lose the captures of a node, as with its memory."""
+    for each in captures(node or os.environ.get("SHARDCKPT_NODE", "")):
+        run_folders.remove_run_folder(each.path)
+
+
+def end_janitor(base: Path) -> None:
+    """Kill the janitor of a folder of captures, if one runs."""
+    with suppress(OSError, ValueError):
+        fd = os.open(base / ".janitor", os.O_RDWR)
+        is_running = not lease.lock_unused(fd)
+        pid = int(os.read(fd, 20))
+        os.close(fd)
+        if is_running:
+            os.kill(pid, signal.SIGKILL)
+            wait_for(lambda: not is_alive(pid))
 
 
 DAMAGES = {

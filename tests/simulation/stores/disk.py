@@ -14,10 +14,15 @@ _MAX_SPLIT = 1024  # paths whose names are remembered
 
 
 class ChangeCount:
-    """Counts changes in all storage of a history, so that watchers compare one number."""
+    """Counts changes in all storage of a history, so that watchers compare one number; and the files made there."""
 
     def __init__(self) -> None:
-        self.number = 0
+        self.number = self._files = 0
+
+    def take_inode(self) -> int:
+        """Return a number that no other file or folder in the history has."""
+        self._files += 1
+        return self._files
 
 
 @lru_cache(_MAX_SPLIT)
@@ -33,6 +38,8 @@ class File:
         self.version = 0  # counts changes
         self.inode, self.changed = inode, now
         self.lock: int | None = None  # descriptor that locks it
+        self.sharing: frozenset[int] = frozenset()  # descriptors that share a lock
+        self.released_at = 0.0  # when the last of them was closed
 
 
 class Folder:
@@ -43,6 +50,8 @@ class Folder:
         self.synced: dict[str, Node] = {}  # survives a power failure
         self.inode, self.changed = inode, now
         self.lock: int | None = None  # descriptor that locks it
+        self.sharing: frozenset[int] = frozenset()
+        self.released_at = 0.0
 
 
 Node = File | Folder
@@ -55,14 +64,13 @@ class Disk:
     """A simulated disk with POSIX names, on which unsynced changes are lost at a power failure."""
 
     def __init__(self, changes: ChangeCount | None = None) -> None:
-        self._inodes = 1
         # Changes of names are safe once a folder that they touch is synced; a power failure may undo any others.
         self._pending: list[Change] = []
         self._unsynced: dict[int, File] = {}  # a power failure leaves each page old, torn or new
         self._found: dict[str, Node] = {}
         self._walked: dict[str, list[tuple[str, File]]] = {}
-        self.root = Folder(1, 0.0)
         self.changes = ChangeCount() if changes is None else changes
+        self.root = Folder(self.changes.take_inode(), 0.0)
         self.version = 0  # counts changes
         self.is_full = False
 
@@ -127,8 +135,7 @@ class Disk:
         folder, name = self.find_parent(path)
         if name in folder.names:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-        self._inodes += 1
-        file = File(self._inodes, now)
+        file = File(self.changes.take_inode(), now)
         self._change({(folder, name): file}, now)
         return file
 
@@ -137,8 +144,7 @@ class Disk:
         folder, name = self.find_parent(path)
         if name in folder.names:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-        self._inodes += 1
-        self._change({(folder, name): Folder(self._inodes, now)}, now)
+        self._change({(folder, name): Folder(self.changes.take_inode(), now)}, now)
 
     def write(self, file: File, offset: int, data: bytes, now: float) -> None:
         """Write bytes at an offset of a file."""
@@ -149,6 +155,11 @@ class Disk:
         file.changed = now
         self.note_change()
         self._unsynced[file.inode] = file
+
+    def truncate(self, file: File, nbytes: int, now: float) -> None:
+        """Shorten or lengthen a file."""
+        del file.data[nbytes:]
+        self.write(file, nbytes, b"", now)
 
     def link(self, source: str, target: str, now: float) -> None:
         """Give a file another name. Raises OSError."""

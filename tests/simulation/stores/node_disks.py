@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from tests.simulation.stores.disk import Disk
+from tests.simulation.stores.node_memory import SHM, NodeMemory
 
 MOUNT = "/local"  # mount point for each node's own disk
 
@@ -18,6 +19,7 @@ class NodeDisks:
         self.shared = shared  # disk that all processes see
         self._disks = dict.fromkeys(nodes, shared)
         self._apart: list[Disk] = []
+        self.memory = NodeMemory(shared.changes, nodes)
         self.has_several = len(nodes) > 1  # nodes have their own disks
         for node in nodes if self.has_several else ():
             self.replace(node)
@@ -31,6 +33,8 @@ class NodeDisks:
 
     def find(self, path: str, node: str) -> Disk:
         """Return the disk that holds a path on a node."""
+        if path.startswith(SHM):
+            return self.memory.find(node)
         if not path.startswith(MOUNT) or path[len(MOUNT) :][:1] not in {"", "/"}:
             return self.shared
         return self._disks.get(node, self.shared)

@@ -14,13 +14,16 @@ from io import BytesIO
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from shardckpt.tiers.memory.lease import LEASE
 from tests.simulation.scheduler import Process, Scheduler
 from tests.simulation.stores.disk import Disk, File, Folder, Node
 from tests.simulation.stores.node_disks import NodeDisks
+from tests.simulation.stores.node_memory import SHM
 
 _HOME = "/home"
-_MEMORY = "memory:"
+_USER = os.geteuid()
 _FREE_BLOCKS = 1 << 30
+_REMOVED = "/.removed-"  # in the new name of a removed folder in memory
 
 
 class Status(NamedTuple):
@@ -33,6 +36,7 @@ class Status(NamedTuple):
     st_ctime: float
     st_mtime_ns: int
     st_ctime_ns: int
+    st_uid: int
 
 
 class FolderEntry(NamedTuple):
@@ -63,13 +67,6 @@ class Descriptor:
     def __init__(self, node: Node, path: str, disk: Disk, process: Process) -> None:
         self.node, self.path, self.disk, self.process = node, path, disk, process
         self.offset = 0
-
-
-class OpenMemory(NamedTuple):
-    """A file without a name; several processes may have descriptors."""
-
-    node: File
-    path: str
 
 
 @lru_cache(maxsize=1024)
@@ -145,7 +142,7 @@ class NameCalls:
 
     def find_disk(self, where: str) -> Disk:
         """Return the disk that holds an absolute path, for the running process."""
-        if not self._disks.has_several:
+        if not self._disks.has_several and not where.startswith(SHM):
             return self._disks.shared
         task = self._scheduler.current
         return self._disks.find(where, task.process.node if task is not None else "")
@@ -222,10 +219,18 @@ class NameCalls:
 
     def rename(self, source: str, target: str) -> None:
         """Rename a file or folder."""
-        old = self._enter("rename", source, target)
-        self.find_disk(old).rename(old, self.resolve(target), self._scheduler.clock)
+        old, new = self._enter("rename", source, target), self.resolve(target)
+        disk = self.find_disk(old)
+        if _REMOVED in new:
+            is_used = self.has_lock(disk, f"{old}/{LEASE}")
+            self._disks.memory.check_removal(disk, old, self._scheduler.now, is_used=is_used)
+        disk.rename(old, new, self._scheduler.clock)
 
     replace = rename
+
+    def has_lock(self, disk: Disk, path: str) -> bool:
+        """Return True if a process shares a lock on a file that has this path, or had it when it was opened."""
+        raise NotImplementedError
 
     def link(self, source: str, target: str) -> None:
         """Give a file another name."""
@@ -285,7 +290,6 @@ class OperatingSystem(NameCalls):
 
     def __init__(self, scheduler: Scheduler, disks: NodeDisks) -> None:
         super().__init__(scheduler, disks)
-        self._memory = Disk()
         self._open: dict[int, Descriptor] = {}
         self._closed_by_death: set[int] = set()
         self._next = 1000
@@ -299,9 +303,10 @@ class OperatingSystem(NameCalls):
     def open(self, path: str, flags: int, mode: int = 0o777) -> int:
         """Open a file or folder."""
         del mode
-        where = self._enter("create" if flags & os.O_CREAT else "open", path)
+        is_created = flags & os.O_CREAT and (flags & os.O_EXCL or not self.path.exists(path))
+        where = self._enter("create" if is_created else "open", path)
         disk = self.find_disk(where)
-        if flags & os.O_CREAT:
+        if is_created:
             node: Node = disk.create(where, self._scheduler.clock)
         elif flags & os.O_DIRECTORY:
             node = disk.find_folder(where)
@@ -314,21 +319,6 @@ class OperatingSystem(NameCalls):
         process = self._scheduler.current.process if self._scheduler.current is not None else self._observer
         self._open[self._next] = Descriptor(node, path, disk, process)
         return self._next
-
-    def memfd_create(self, name: str, flags: int = 0) -> int:
-        """Create a file without a name."""
-        del flags
-        return self._add(File(0, self._scheduler.clock), f"{_MEMORY}{name}", self._memory)
-
-    def find_memory(self, fd: int) -> OpenMemory:
-        """Return a descriptor's file, to send to another process."""
-        file = self._get(fd)
-        assert isinstance(file.node, File)
-        return OpenMemory(file.node, file.path)
-
-    def open_memory(self, memory: OpenMemory) -> int:
-        """Return a descriptor from another process."""
-        return self._add(memory.node, memory.path, self._memory)
 
     def open_stream(self, path: str, mode: str = "r", **_: Any) -> BytesIO:
         """Open a file for reading, instead of the builtin `open`."""
@@ -346,9 +336,19 @@ class OperatingSystem(NameCalls):
             return
         if file is None:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-        if file.node.lock == fd:
-            file.node.lock = None
-            self._scheduler.notify(file.node)
+        node = file.node
+        if node.lock == fd:
+            node.lock = None
+            self._scheduler.notify(node)
+        if fd in node.sharing:
+            node.sharing -= {fd}
+            node.released_at = self._scheduler.now
+            self._scheduler.notify(node)
+
+    def has_lock(self, disk: Disk, path: str) -> bool:
+        """Return True if a process shares a lock on a file that has this path, or had it when it was opened."""
+        opened = [(fd, file) for fd, file in self._open.items() if file.disk is disk and file.path == path]
+        return any(fd in file.node.sharing for fd, file in opened)
 
     def close_all(self, process: Process) -> None:
         """Close all files of an ended process."""
@@ -371,6 +371,18 @@ class OperatingSystem(NameCalls):
         file.disk.write(file.node, offset, bytes(data), self._scheduler.clock)
         return len(data)
 
+    def ftruncate(self, fd: int, nbytes: int) -> None:
+        """Shorten or lengthen a file."""
+        file = self._get(fd)
+        self._touch("write", file)
+        assert isinstance(file.node, File)
+        file.disk.truncate(file.node, nbytes, self._scheduler.clock)
+
+    def pread(self, fd: int, nbytes: int, offset: int) -> bytes:
+        """Return bytes at an offset."""
+        buffer = bytearray(nbytes)
+        return bytes(buffer[: self.preadv(fd, [memoryview(buffer)], offset)])
+
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Read bytes at an offset into buffers."""
         file = self._get(fd)
@@ -384,11 +396,8 @@ class OperatingSystem(NameCalls):
         return count
 
     def _touch(self, verb: str, file: Descriptor) -> None:
-        """Start a read or write; memory reads do not fail."""
-        if file.path.startswith(_MEMORY):
-            _raise_fault(self._scheduler.step(f"{verb} memory", file.path), file.path)
-        else:
-            self._enter(verb, file.path)
+        """Start a read or write."""
+        self._enter(verb, file.path)
 
     def lseek(self, fd: int, offset: int, whence: int) -> int:
         """Move an open file's offset."""
@@ -405,11 +414,17 @@ class OperatingSystem(NameCalls):
 
     def flock(self, fd: int, operation: int) -> None:
         """Lock an open file, instead of `fcntl.flock`."""
-        node = self._get(fd).node
-        if node.lock not in {None, fd} and operation & fcntl.LOCK_NB:
+        node, is_shared = self._get(fd).node, bool(operation & fcntl.LOCK_SH)
+
+        def is_free() -> bool:
+            return node.lock in {None, fd} and (is_shared or not node.sharing - {fd})
+
+        if not operation & fcntl.LOCK_NB:
+            self._scheduler.wait(is_free, "a lock", None, (node,))
+        elif not is_free():
             raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK))
-        self._scheduler.wait(lambda: node.lock in {None, fd}, "a lock", None, (node,))
-        node.lock = fd
+        node.lock = None if is_shared else fd
+        node.sharing = node.sharing | {fd} if is_shared else node.sharing - {fd}
         self._scheduler.notify(node)
 
     def fstat(self, fd: int) -> Status:
@@ -441,7 +456,7 @@ def _raise_fault(fault: str, path: str) -> None:
 def _describe(node: Node) -> Status:
     changed = int(node.changed * 1e9)
     if isinstance(node, Folder):
-        mode, nbytes = stat.S_IFDIR | 0o755, 0
+        mode, nbytes = stat.S_IFDIR | 0o700, 0
     else:
         mode, nbytes = stat.S_IFREG | 0o644, len(node.data)
-    return tuple.__new__(Status, (mode, node.inode, 1, nbytes, node.changed, changed, changed))
+    return tuple.__new__(Status, (mode, node.inode, 1, nbytes, node.changed, changed, changed, _USER))

@@ -1,4 +1,4 @@
-"""The memory that a holder may still take: the least of the machine's and of those of the control groups around it."""
+"""The memory that captures may still take: the least of the machine's and of those of the control groups around it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shardckpt.tiers.holder import free_memory
-from shardckpt.tiers.holder.free_memory import read_available_bytes
+from shardckpt.tiers.memory import free_memory
+from shardckpt.tiers.memory.free_memory import read_available_bytes
 
 MACHINE = 1000 << 10
 NEEDED = 6_000
