@@ -549,7 +549,7 @@ class TestRefusals:
     def test_what_is_raised_is_told_once(self, tmp_path: Path, monkeypatch) -> None:
         with pytest.raises(shardckpt.errors.MismatchError) as caught:
             shardckpt.load({"absent": 1}, self.saved(tmp_path))
-        assert caught.value.__cause__ is None and caught.value.__suppress_context__
+        assert caught.value.__cause__ is None and caught.value.__context__ is None
         full = OSError(28, "No space left on device")
         monkeypatch.setattr(os, "write", lambda *_: (_ for _ in ()).throw(full))
         with pytest.raises(shardckpt.errors.StorageError) as broken:

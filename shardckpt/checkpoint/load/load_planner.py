@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -86,17 +86,6 @@ class _LoadPlanner:
         self._opened: set[Path] = set()  # paths of lists whose entries are visited
         self._shards = FlatShards()
         self._objects: list[tuple[int, Stateful, Path]] = []  # objects with tensors, each with the index of its value
-        self._methods: dict[LeafKind, Callable[[Any, Path, Put], None]] = {
-            LeafKind.VALUE: self._value,
-            LeafKind.TENSOR: self._tensor,
-            LeafKind.MODULE: self._module,
-            LeafKind.VARIANT: self._variant,
-            LeafKind.OPTIMIZER: self._optimizer,
-            LeafKind.PER_RANK: self._per_rank,
-            LeafKind.STATEFUL: self._stateful,
-            LeafKind.ARRAY: self._array,
-            LeafKind.CONTAINER: self._container,
-        }
 
     def find_unexpected(self) -> Iterator[Path]:
         """Yield the paths that only the checkpoint has."""
@@ -115,7 +104,7 @@ class _LoadPlanner:
 
     def visit(self, value: Any, path: Path, put: Put) -> None:
         """Plan to load a value and everything in it."""
-        self._methods[find_kind(value)](value, path, put)
+        self._METHODS[find_kind(value)](self, value, path, put)
 
     def _tensor(self, value: torch.Tensor, path: Path, _put: Put) -> None:
         if is_sharded_tensor(value):
@@ -302,6 +291,19 @@ class _LoadPlanner:
                 )
 
         return take
+
+    # A table of bound methods would be a cycle, and tensors would stay until the next collection.
+    _METHODS: ClassVar[Mapping[LeafKind, Callable[..., None]]] = {
+        LeafKind.VALUE: _value,
+        LeafKind.TENSOR: _tensor,
+        LeafKind.MODULE: _module,
+        LeafKind.VARIANT: _variant,
+        LeafKind.OPTIMIZER: _optimizer,
+        LeafKind.PER_RANK: _per_rank,
+        LeafKind.STATEFUL: _stateful,
+        LeafKind.ARRAY: _array,
+        LeafKind.CONTAINER: _container,
+    }
 
 
 def _setter(container: Any, key: Any) -> Put:

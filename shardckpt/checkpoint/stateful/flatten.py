@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -195,17 +195,6 @@ class _StateFlattener:
         self._kept: list[torch.Tensor] = []  # keeps ids unique
         self._shards = FlatShards()
         self._is_per_rank = False
-        self._methods: dict[LeafKind, Callable[[Any, Path], Any]] = {
-            LeafKind.VALUE: lambda value, _: value,
-            LeafKind.TENSOR: self._tensor,
-            LeafKind.MODULE: self._module,
-            LeafKind.VARIANT: self._variant,
-            LeafKind.OPTIMIZER: self._optimizer,
-            LeafKind.PER_RANK: self._per_rank,
-            LeafKind.STATEFUL: self._stateful,
-            LeafKind.CONTAINER: self._column,
-            LeafKind.ARRAY: lambda value, path: self._tensor(tensor_from_numpy(value, path), path, "numpy"),
-        }
 
     def run(self, state: Any) -> FlattenedState:
         self._made.tree = self._visit(state, ())
@@ -227,7 +216,13 @@ class _StateFlattener:
                 where=dotted(leaf.path),
                 fix="Wrap it alone: PerRank(it); or wrap its `state_dict()`.",
             )
-        return self._methods[leaf.kind](leaf.value, leaf.path)
+        return self._METHODS[leaf.kind](self, leaf.value, leaf.path)
+
+    def _value(self, value: Any, _path: Path) -> Any:
+        return value
+
+    def _array(self, value: Any, path: Path) -> TensorRef:
+        return self._tensor(tensor_from_numpy(value, path), path, "numpy")
 
     def _column(self, column: dict[Any, Any], path: Path) -> Any:
         return type(column)((key, self._tensor(item, (*path, path_key(key)))) for key, item in column.items())
@@ -374,6 +369,19 @@ class _StateFlattener:
         self._made.per_rank_values[path] = self._visit(self._get_state_dict(value, path), (*path, self._rank))
         self._is_per_rank = was_per_rank
         return [None] * self._world
+
+    # A table of bound methods would be a cycle, and tensors would stay until the next collection.
+    _METHODS: ClassVar[Mapping[LeafKind, Callable[..., Any]]] = {
+        LeafKind.VALUE: _value,
+        LeafKind.TENSOR: _tensor,
+        LeafKind.MODULE: _module,
+        LeafKind.VARIANT: _variant,
+        LeafKind.OPTIMIZER: _optimizer,
+        LeafKind.PER_RANK: _per_rank,
+        LeafKind.STATEFUL: _stateful,
+        LeafKind.CONTAINER: _column,
+        LeafKind.ARRAY: _array,
+    }
 
 
 def _warn_of_unsaved(names: Sequence[str], path: Path) -> None:

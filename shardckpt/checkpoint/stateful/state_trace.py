@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -89,15 +89,6 @@ class _Tracer:
         self._closed: list[tuple[Any, Path]] = []
         self._optimizers: list[list[list[int]]] = []
         self._registered: set[int] = set()
-        # Leaves of other kinds have no trace.
-        self._methods: dict[LeafKind, Callable[[Any, Path], None]] = {
-            LeafKind.VALUE: self._add_value,
-            LeafKind.TENSOR: lambda tensor, _: self._add_tensors((tensor,), _TENSORS),
-            LeafKind.CONTAINER: lambda column, _: self._add_tensors(column.values(), _TENSORS),
-            LeafKind.MODULE: self._add_model,
-            LeafKind.OPTIMIZER: self._add_optimizer,
-            LeafKind.STATEFUL: self._add_object,
-        }
 
     def finish(self) -> list[object]:
         """Visit objects' states; return the structure, with the positions of optimizer parameters."""
@@ -123,8 +114,8 @@ class _Tracer:
     def add(self, state: Any, path: Path) -> None:
         """Add a state's leaves, and those in objects after all others."""
         for leaf in walk(state, path, self._enter):
-            _require(leaf.kind in self._methods)
-            self._methods[leaf.kind](leaf.value, leaf.path)
+            _require(leaf.kind in self._METHODS)
+            self._METHODS[leaf.kind](self, leaf.value, leaf.path)
 
     def _enter(self, container: Any, _path: Path) -> bool:
         """Describe a container. A dict with tensors alone is one column."""
@@ -154,6 +145,12 @@ class _Tracer:
         (self._opened_models if self._is_opened else self._given_models).add(id(model))
         self._models.append(set())
         self._add_module(unwrap(model), is_resharded=False)
+
+    def _add_tensor(self, tensor: torch.Tensor, _path: Path) -> None:
+        self._add_tensors((tensor,), _TENSORS)
+
+    def _add_column(self, column: Mapping[Any, torch.Tensor], _path: Path) -> None:
+        self._add_tensors(column.values(), _TENSORS)
 
     def _add_tensors(self, tensors: Iterable[torch.Tensor | None], kinds: frozenset[type]) -> None:
         types = list(map(type, tensors))
@@ -214,6 +211,17 @@ class _Tracer:
         _require({str}.issuperset(map(type, slots)))
         self._structure.append(list(slots))
         self._add_tensors(slots.values(), _TENSORS)
+
+    # A table of bound methods would be a cycle, and tensors would stay until the next collection.
+    # Leaves of other kinds have no trace.
+    _METHODS: ClassVar[Mapping[LeafKind, Callable[..., None]]] = {
+        LeafKind.VALUE: _add_value,
+        LeafKind.TENSOR: _add_tensor,
+        LeafKind.CONTAINER: _add_column,
+        LeafKind.MODULE: _add_model,
+        LeafKind.OPTIMIZER: _add_optimizer,
+        LeafKind.STATEFUL: _add_object,
+    }
 
 
 def _require(condition: bool) -> None:

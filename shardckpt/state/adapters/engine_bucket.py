@@ -196,8 +196,8 @@ class EngineDTensorAdapter(EngineBucketAdapter):
         return super().parts(packed)
 
     def to_full(self, packed: torch.Tensor, staging: Staging, *, first_only: bool) -> Iterable[torch.Tensor] | None:
-        """Gather the bucket; refuse a tensor subclass on all ranks, before a collective fails on its elements."""
-        if type(packed).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        """Gather the bucket; refuse a subclass without dense elements on all ranks, before a collective fails."""
+        if not _has_dense_elements(packed):
             raise UnsupportedError(
                 "a FULL state cannot contain this sharded parameter",
                 where=self.entries[0].name,
@@ -210,3 +210,15 @@ class EngineDTensorAdapter(EngineBucketAdapter):
     def empty_like(self, position: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a DTensor around new memory."""
         return self._placed[position].sharded(torch.empty_like(local(self.exposed[position].detach()), dtype=dtype))
+
+
+def _has_dense_elements(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's elements can be copied into a plain tensor, as a gather does."""
+    if type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        return True
+    try:
+        none = tensor[:0]
+        torch.empty(none.shape, dtype=none.dtype, device=none.device).copy_(none)
+    except Exception:  # noqa: BLE001  (each class raises another one)
+        return False
+    return True
