@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from shardckpt import groups
+from shardckpt.ranks import group as ranks_group
 from shardckpt.state.optim import load_optim_state_dict
 from tests.kit.models.torch_limits import needs_silent_sharding
 from tests.kit.ranks.harness import RanksError
@@ -45,11 +45,11 @@ def errors_stay_at_home(patch: pytest.MonkeyPatch) -> None:
 
     @contextmanager
     def alone(self, what):
-        piggyback = groups.Piggyback()
+        piggyback = ranks_group.Piggyback()
         yield piggyback
         piggyback.gathered = [piggyback.local.ljust(511, b"\0")] * self.size
 
-    patch.setattr(groups.Group, "collective", alone)
+    patch.setattr(ranks_group.Group, "collective", alone)
 
 
 CAUGHT = [
