@@ -58,8 +58,10 @@ def read_lease(fd: int) -> Lease:
 
 
 def write_lease(fd: int, lease: Lease) -> None:
-    """Replace an open lease. Raises OSError."""
-    os.pwrite(fd, lease.encode(), 0)
+    """Replace an open lease, if there is space."""
+    # The lock alone keeps the folder. Captures in a full file system can still be read, and removed.
+    with suppress(OSError):
+        os.pwrite(fd, lease.encode(), 0)
 
 
 def lock_unused(fd: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -226,6 +227,22 @@ def test_a_missing_or_damaged_lease_starts_now(content):
     found = read_lease(fd)
     os.close(fd)
     assert 0.0 <= time.monotonic() - found.used_at < 60.0 and found.idle_s == lease.IDLE_S
+
+
+def test_captures_in_a_full_file_system_are_held_and_removed_after_their_idle_time(monkeypatch):
+    looks = Looks(monkeypatch)
+    hold()
+    forget_process()
+
+    def fill(_fd: int, _data: bytes, _offset: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(lease.os, "pwrite", fill)
+    hold()
+    assert looks.look() == looks.look(2 * LONG_S) == [RUN], "in use"
+    forget_process()
+    assert looks.look() == looks.look(LONG_S - 1.0) == [RUN]
+    assert looks.look(1.0) == []
 
 
 def test_a_process_that_comes_while_its_captures_are_removed_makes_another_folder(monkeypatch):
