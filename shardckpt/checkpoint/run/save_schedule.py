@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import chain
 from types import FrameType
 from typing import Any, Literal
 
@@ -137,6 +138,18 @@ def _restore_handlers(before: dict[int, Any]) -> None:
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
+_masks = threading.local()  # signals that a thread blocked before it began to fork
+
+
+def _block_before_fork() -> None:
+    """Block watched signals: a child that gets one before its handlers are restored would ignore it."""
+    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, [*chain.from_iterable(_handlers_before)])
+
+
+def _unblock_after_fork() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
+
+
 def _restore_handlers_in_child() -> None:
     """Make a fork end as it would outside the blocks: `multiprocessing` ends its daemons and pools by SIGTERM."""
     while _handlers_before:
@@ -145,9 +158,12 @@ def _restore_handlers_in_child() -> None:
         for number in numbers:  # schedulers send these to loader workers too, which must live until the save
             if number != signal.SIGTERM and signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, signal.SIG_IGN)
+    _unblock_after_fork()
 
 
-os.register_at_fork(after_in_child=_restore_handlers_in_child)
+os.register_at_fork(
+    before=_block_before_fork, after_in_parent=_unblock_after_fork, after_in_child=_restore_handlers_in_child
+)
 
 
 def _merge_flags(messages: list[bytes]) -> list[bytes]:

@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from shardckpt.checkpoint.run import save_schedule
 from shardckpt.checkpoint.run.save_schedule import SaveSchedule
 
 _LIMIT_S = 20
@@ -55,6 +56,19 @@ class TestAFork:
                 assert schedule.has_signal
             assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
+    def test_sigterm_ends_it_also_before_its_handlers_are_restored(self, monkeypatch):
+        parent, restore = os.getpid(), save_schedule._restore_handlers
+
+        def end_first(before):
+            if os.getpid() != parent:
+                os.kill(os.getpid(), signal.SIGTERM)
+            restore(before)
+
+        monkeypatch.setattr(save_schedule, "_restore_handlers", end_first)
+        with handled(signal.SIGTERM, signal.SIG_DFL), SaveSchedule(None).watch((signal.SIGTERM,)):
+            assert exit_of_forked() == -signal.SIGTERM
+        assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
     def test_it_has_the_handler_from_before_all_blocks(self):
         heard = []
         blocks = [SaveSchedule(None).watch((signal.SIGTERM,)) for _ in range(2)]
@@ -96,8 +110,6 @@ class TestAFork:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
 class TestMultiprocessing:
-    # A pool that starts a worker while it ends hangs in a run of all tests.
-    @pytest.mark.slow
     def test_a_daemon_and_a_pool_end_as_without_the_block(self):
         context = multiprocessing.get_context("fork")
         with handled(signal.SIGTERM, signal.SIG_DFL), SaveSchedule(None).watch((signal.SIGTERM,)):
@@ -111,7 +123,6 @@ class TestMultiprocessing:
         ends.join(_LIMIT_S)
         is_hanging = ends.is_alive()
         if is_hanging:
-            pool._worker_handler._state = "TERMINATE"  # it would start others
             for process in (daemon, *pool._pool):
                 process.kill()
         assert not is_hanging
