@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from shardckpt.encodings.typed_json import OMITTED, UNSTORED, JsonForm, decode, dump, encode, load
 from shardckpt.errors import CheckpointError, FormatError, UnsafeError, UnsupportedError
 from shardckpt.manifest import Path
+from tests.kit.damage.json_edits import Change, put
 
 
 def _read_color(value: object) -> str:
@@ -111,19 +112,6 @@ GOOD: dict[str, Any] = {
     "steps": [1],
     "renamed": "t",
 }
-
-Change = Callable[[dict[str, Any]], object]
-
-
-def put(value: object, *at: Any) -> Change:
-    """Set a value in the content."""
-
-    def change(content: Any) -> None:
-        for key in at[:-1]:
-            content = content[key]
-        content[at[-1]] = value
-
-    return change
 
 
 REFUSED: list[tuple[Change, type[CheckpointError], str]] = [

@@ -13,21 +13,10 @@ import pytest
 from shardckpt.errors import CheckpointError, FormatError, UnsafeError, UnsupportedError
 from shardckpt.native.commit import COMMIT, decode_commit
 from shardckpt.native.manifest_json import decode_manifest
+from tests.kit.damage.json_edits import Change, put
 
 GOLDEN = Path(__file__).parent / "golden" / "1"
-Change = Callable[[Any], object]
 Refused = tuple[Change, type[CheckpointError], str]
-
-
-def put(value: object, *at: Any) -> Change:
-    """Set a value in the content."""
-
-    def change(content: Any) -> None:
-        for key in at[:-1]:
-            content = content[key]
-        content[at[-1]] = value
-
-    return change
 
 
 def drop(key: str) -> Change:
