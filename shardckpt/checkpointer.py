@@ -12,6 +12,7 @@ import torch.distributed as dist
 from typing_extensions import Unpack
 
 from shardckpt.checkpoint.load.load import LoadParams, load
+from shardckpt.checkpoint.run.lineage import Lineage
 from shardckpt.checkpoint.run.save_schedule import SaveSchedule, StepRetention, require_signals
 from shardckpt.checkpoint.run.step_finder import StepFinder, require_step_number
 from shardckpt.checkpoint.run.step_restore import RestoredStep, restore_step, warn_of_faults
@@ -26,8 +27,7 @@ from shardckpt.native.step_copies import Durability, require_durable
 from shardckpt.plan.retention import Retention, RetentionParams
 from shardckpt.ranks.process_group import get_ranks
 from shardckpt.tiers.capture_tier import CaptureTier
-from shardckpt.tiers.lineage.claims import DurabilityClaims
-from shardckpt.tiers.lineage.restore_attempts import open_attempts
+from shardckpt.tiers.durability.claims import DurabilityClaims
 from shardckpt.tiers.local_folder import Local
 from shardckpt.tiers.local_tier import LocalTier
 from shardckpt.tiers.memory_tier import MemoryTier
@@ -104,11 +104,18 @@ class Checkpointer:
         settings = require_tiers(tiers, save_every)
         self._schedule = SaveSchedule(save_every, [tier.every for tier in settings])
         kept = Retention.from_params("Checkpointer", **rules)
-        self._finder, self._saver, self._retention, self._witness = build_run(
-            root, process_group, kept, self._schedule, settings, witness, dedup=dedup, on_event=on_event
+        self._finder, self._saver, self._retention, self._witness, self._lineage = build_run(
+            root,
+            process_group,
+            kept,
+            self._schedule,
+            settings,
+            witness,
+            dedup=dedup,
+            on_event=on_event,
+            max_failed=max_failed_restores,
         )
         self._on_event, self._claims = on_event, DurabilityClaims(self._finder, on_event)
-        self._attempts = open_attempts(self._finder, self._schedule, max_failed_restores, has_tiers=bool(tiers))
         self.root, self._group = self._finder.root, process_group
         self._arguments = {"save_every": save_every, "dedup": dedup, "tiers": tiers, "witness": witness, **rules}
         others = {"max_failed_restores": max_failed_restores, "process_group": process_group, "on_event": on_event}
@@ -248,7 +255,7 @@ class Checkpointer:
         """Record that a step was restored; return its number. Collective."""
         save = restored.save if restored.finder is self._finder else ""
         self._saver.record_restore(restored.number, restored.branch, save)
-        self._attempts.start(restored.order)
+        self._lineage.record_restore(restored.order, restored.branch)
         self._witness.start_comparison(restored, state)
         return restored.number
 
@@ -379,6 +386,7 @@ class RunParts(NamedTuple):
     saver: StepSaver | TieredSaver
     retention: StepRetention  # of the root
     witness: NoWitness
+    lineage: Lineage
 
 
 def build_run(
@@ -391,20 +399,24 @@ def build_run(
     *,
     dedup: bool,
     on_event: OnEvent | None,
+    max_failed: object,
 ) -> RunParts:
     """Build a run's parts, with or without tiers."""
     finder = StepFinder(root, group)
     tiers = [build_tier(each, finder.root, group, on_event) for each in settings]
-    tiered = TieredFinder(root, group, [tier.place for tier in tiers], on_event) if tiers else None
+    local = next((tier.place.finder.root for tier in tiers if isinstance(tier, LocalTier)), "")
+    lineage = Lineage(finder, on_event, max_failed, has_tiers=bool(tiers), local=local)
+    tiered = TieredFinder(root, group, [tier.place for tier in tiers], lineage) if tiers else None
     finder = tiered or finder
+    finder.find_failed, schedule.on_completed = lineage.find_failed, lineage.record_completed
     retention = StepRetention(rules, finder, on_event)
-    saver = StepSaver(finder, retention, schedule, dedup=dedup, on_event=on_event)
+    saver = StepSaver(finder, retention, schedule, lineage, dedup=dedup, on_event=on_event)
     session = open_session(witness, finder, on_event)
     saver.on_saved = session.start_record
     if tiered is None:
-        return RunParts(finder, saver, retention, session)
-    tiered_saver = TieredSaver(saver, schedule, tiers, tiered, Promoter(on_event), session.start_record)
-    return RunParts(finder, tiered_saver, retention, session)
+        return RunParts(finder, saver, retention, session, lineage)
+    tiered_saver = TieredSaver(saver, schedule, tiers, tiered, lineage, Promoter(on_event), session.start_record)
+    return RunParts(finder, tiered_saver, retention, session, lineage)
 
 
 def build_tier(

@@ -45,12 +45,12 @@ from shardckpt.errors import (
 from shardckpt.native import apply_retention
 from shardckpt.native import run_directory as steps
 from shardckpt.native.run_directory import delete_steps, read_about, read_measures, read_run, step_name
+from shardckpt.native.run_record import read_run_record
 from shardckpt.plan import retention
 from shardckpt.storage import retry
 from shardckpt.storage.fsspec_store import FsspecStore
 from shardckpt.storage.local import LocalStore, LocalWriter
 from shardckpt.storage.resolve_url import open_store
-from shardckpt.tiers.durability.run_record import read_run_record
 from tests.kit.ranks.forks import is_killed
 from tests.kit.ranks.harness import outcomes, raised_everywhere, run
 from tests.kit.runs.command import run_here
@@ -512,7 +512,7 @@ class TestDamagedSteps:
             warnings.simplefilter("error")
             with pytest.raises(UserWarning, match="restored step 2"):
                 ck.restore(state())
-        assert [attempt.number for attempt in read_run_record(LocalStore(tmp_path)).attempts] == [2]
+        assert [start.restored for start in read_run_record(LocalStore(tmp_path)).starts] == [(0, 2)]
 
     def test_so_is_the_one_before_that(self, tmp_path):
         ck = saved(Checkpointer(tmp_path), 1, 2, 3)

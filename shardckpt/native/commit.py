@@ -10,6 +10,7 @@ import hashlib
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Annotated, Literal, NamedTuple
 
 from shardckpt.encodings.budget import require_small
@@ -47,7 +48,10 @@ MANIFEST_SUFFIX = ".manifest.json"
 # Names of files that only saves write.
 WRITTEN = re.compile(rf"[0-9a-z]{{15}}(-[0-9]{{5,}}-[0-9]{{2,}}\.safetensors|{re.escape(MANIFEST_SUFFIX)})")
 
-BRANCH = "run.branch"  # key in a manifest's `about` for the field `branch` of `COMMIT`
+# Keys in a manifest's `about` for the fields `branch` and `mark` of `COMMIT`.
+BRANCH, MARK = "run.branch", "run.mark"
+_ID = re.compile("[0-9a-f]{1,32}")
+_MARK = re.compile(rf"({_ID.pattern})\.({_ID.pattern})\.([0-9]{{1,9}})", re.ASCII)
 FEATURES: frozenset[str] = frozenset({FEATURE})  # features that this reader supports
 
 MAX_COMMIT_BYTES = 1 << 26
@@ -65,6 +69,18 @@ def _read_feature(value: object) -> str:
 
 _REPAIR = "Restore the step from another copy, or rebuild its marks with `shardckpt repair`."
 _RESTORE = "Load the step before it, restore this one from another copy, or rebuild its marks with `shardckpt repair`."
+
+
+class SaveMark(NamedTuple):
+    """Where a save belongs in its run; the copies that a `Checkpointer` makes at once have the same mark."""
+
+    run: Annotated[str, _ID]  # id of the run, which its record has too
+    start: Annotated[str, _ID]  # id of the process start that saved
+    sequence: Count  # number of the save in that start
+
+    def encode(self) -> str:
+        """Return the mark as text, for a manifest's `about`."""
+        return f"{self.run}.{self.start}.{self.sequence}"
 
 
 class ManifestFile(NamedTuple):
@@ -87,8 +103,9 @@ class Commit:
     files: Mapping[FileName, Count]  # every other file's name to its size in bytes
     # Reference to each base folder, to the names and sizes of the files there.
     bases: Annotated[Mapping[BaseUrl, Mapping[FileName, Count]], OMITTED] = field(default_factory=dict)
-    # Number of times that the run had returned to an older step before this save.
+    # A step in a later branch is newer, whatever its number: the run had gone back, or started again with tiers.
     branch: Annotated[Count, OMITTED] = 0
+    mark: Annotated[SaveMark | None, OMITTED] = None
 
     @property
     def manifest(self) -> str:
@@ -122,13 +139,22 @@ def read_branch(about: Mapping[str, str]) -> int:
     return int(text) if re.fullmatch("[0-9]{1,9}", text, re.ASCII) else 0
 
 
-def encode_commit(save: str, manifest: bytes, files: Iterable[FileRecord], branch: int = 0) -> bytes:
+def read_save_mark(about: Mapping[str, str]) -> SaveMark | None:
+    """Return a step's mark, from the manifest's `about`; None without one."""
+    match = _MARK.fullmatch(about.get(MARK, ""))
+    return None if match is None else SaveMark(match[1], match[2], int(match[3]))
+
+
+def encode_commit(
+    save: str, manifest: bytes, files: Iterable[FileRecord], about: Mapping[str, str] = MappingProxyType({})
+) -> bytes:
     """Return the bytes for `COMMIT`."""
     files = list(files)
     bases = group_files_by_base(files)
     stored = ManifestFile(manifest_name(save), len(manifest), hashlib.sha256(manifest).hexdigest())
     sizes = {f.name: f.nbytes for f in files if not f.base}
-    line = dump(Commit((FEATURE,) if bases else (), save, stored, sizes, bases, branch)) + b"\n"
+    place = read_branch(about), read_save_mark(about)
+    line = dump(Commit((FEATURE,) if bases else (), save, stored, sizes, bases, *place)) + b"\n"
     return line + hashlib.sha256(line).hexdigest().encode("ascii") + b"\n"
 
 

@@ -20,7 +20,16 @@ from shardckpt.errors import (
     UnsupportedError,
     UsageError,
 )
-from shardckpt.native.commit import COMMIT, MANIFEST_SUFFIX, WRITTEN, Commit, is_of_save, read_commit, read_contents
+from shardckpt.native.commit import (
+    COMMIT,
+    MANIFEST_SUFFIX,
+    WRITTEN,
+    Commit,
+    SaveMark,
+    is_of_save,
+    read_commit,
+    read_contents,
+)
 from shardckpt.native.manifest_json import ManifestContents, decode_manifest
 from shardckpt.native.payload import HF_INDEX
 from shardckpt.native.records import group_files_by_base, is_same_folder, resolve_base
@@ -45,6 +54,8 @@ def step_name(number: int) -> str:
     """Return the name of a step's folder; up to 99,999,999, names sort like numbers."""
     return f"step-{number:08d}"
 
+
+RECORD = ".shardckpt-run.json"  # file in a run's root that says which captures belong to it
 
 _WITNESS, _RESUMES = ".witness.json", ".resumes.json"
 
@@ -85,7 +96,8 @@ class StepFolder:
     number: int
     name: str
     save: str = ""  # id of the save that wrote it; empty without a valid `COMMIT`
-    branch: int = 0  # number of times that the run had returned to an older step before this save
+    branch: int = 0  # a step in a later branch is newer, whatever its number
+    mark: SaveMark | None = None  # where it belongs in its run; None if no `Checkpointer` with tiers saved it
     nbytes: int = 0  # committed bytes of its files
     fault: str = ""  # reason why the step is not complete; empty if it is
     is_committed: bool = False  # whether a file `COMMIT` exists, valid or not
@@ -101,6 +113,11 @@ class StepFolder:
     own: frozenset[str] = frozenset()  # names of the committed files
     # Referenced folders next to the step, each with name and size of its files.
     refers: Mapping[str, Mapping[str, int]] = field(default_factory=dict, hash=False)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Branch and number: a step with a greater order is newer."""
+        return self.branch, self.number
 
     @property
     def is_complete(self) -> bool:
@@ -176,11 +193,17 @@ class RunDirectory:
     # Other references to folders of the run: checkpoints with other names, and running saves that have written their
     # manifest. Only `read_run_to_remove` fills this.
     others: tuple[StepFolder, ...] = ()
+    has_record: bool = False  # whether the run has a `RECORD`
+
+    @property
+    def has_lost_all(self) -> bool:
+        """Whether no step is here, complete or damaged; saves may have begun."""
+        return all(step.is_base or step.has_only_begun for step in self.steps)
 
     @property
     def complete(self) -> tuple[StepFolder, ...]:
         """Steps that can be loaded, oldest first: by branch, then by number."""
-        return tuple(sorted((s for s in self.steps if s.is_complete), key=lambda s: (s.branch, s.number)))
+        return tuple(sorted((s for s in self.steps if s.is_complete), key=lambda step: step.order))
 
     @property
     def incomplete(self) -> tuple[StepFolder, ...]:
@@ -317,7 +340,8 @@ def _base_folders(store: Store, step: str, bases: Mapping[str, Mapping[str, int]
 
 def _look_at_run(store: Store, known: Mapping[str, StepFolder]) -> RunDirectory:
     """Read once every step that is not known to be complete."""
-    folders = [entry.name for entry in store.list() if entry.is_folder]
+    entries = store.list()
+    folders = [entry.name for entry in entries if entry.is_folder]
     named = sorted((int(match[1]), name) for name in folders if (match := _STEP.fullmatch(name)))
 
     def read(number: int, name: str) -> StepFolder:
@@ -326,7 +350,8 @@ def _look_at_run(store: Store, known: Mapping[str, StepFolder]) -> RunDirectory:
     with ThreadPool(_AT_ONCE, thread_name_prefix="shardckpt-steps") as pool:
         newest_first = list(pool.map(lambda each: read(*each), reversed(named)))
     steps = _with_newer(store, _with_bases(store, newest_first[::-1]))
-    return RunDirectory(tuple(_once(steps)), tuple(name for name in folders if _PARTIAL.fullmatch(name)))
+    partial = tuple(name for name in folders if _PARTIAL.fullmatch(name))
+    return RunDirectory(tuple(_once(steps)), partial, has_record=any(entry.name == RECORD for entry in entries))
 
 
 def _outline(run: RunDirectory) -> list[tuple[str, str, bool]]:
@@ -447,6 +472,7 @@ def _read_step(store: Store, number: int, name: str) -> StepFolder:
         step,
         save=commit.save,
         branch=commit.branch,
+        mark=commit.mark,
         nbytes=nbytes,
         fault=_missing(inside.url, commit, sizes),
         own=own,
@@ -530,7 +556,6 @@ def _read_manifest(store: Store, step: StepFolder) -> ManifestContents:
     return read_contents(inside, sizes, read_commit(inside, sizes))
 
 
-AFTER = "run.after"  # key in a memory capture's `about`: the root's steps before it
 METRIC = "metric."  # prefix of metric names in a manifest's `about`
 
 

@@ -32,7 +32,6 @@ from shardckpt.native.commit import (
     MAX_MANIFEST_BYTES,
     encode_commit,
     manifest_name,
-    read_branch,
     read_commit,
     read_contents,
 )
@@ -131,7 +130,7 @@ def repair(
     data = encode_manifest(content)
     written = (manifest_name(content.save), COMMIT)
     if not dry_run:
-        commit = encode_commit(content.save, data, content.files, read_branch(content.about))
+        commit = encode_commit(content.save, data, content.files, content.about)
         for name, body in zip(written, (data, commit), strict=True):
             with store.create(name) as writer:
                 writer.write(body)

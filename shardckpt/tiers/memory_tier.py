@@ -18,7 +18,7 @@ from shardckpt.storage.orphans import is_partial, remove, remove_orphan
 from shardckpt.storage.resolve_url import open_remote
 from shardckpt.storage.store import Store
 from shardckpt.tiers.capture_tier import CaptureTier, TierPlace
-from shardckpt.tiers.durability.run_record import find_run_id
+from shardckpt.tiers.durability.tier_folder import find_run_id
 from shardckpt.tiers.memory import SCHEME
 from shardckpt.tiers.memory.janitor import keep_janitor
 from shardckpt.tiers.memory.lease import hold_lease

@@ -48,7 +48,6 @@ class PartFinder(StepFinder):
     """Finds a tier's steps, although each node may have only a part."""
 
     logged: str = ""  # last logged fault of the tier
-    _least_branch = 0
 
     @contextmanager
     def at(self, root: str) -> Iterator[None]:
@@ -64,10 +63,8 @@ class PartFinder(StepFinder):
     ) -> FoundStep:
         """Return the newest step that can be loaded, and the newest with a part on any node. On rank 0."""
         found = super().find_on_rank0(wanted, passed, avoided)
-        newest = max([found.newest, *find_orders(read_commits(self.open_store())).values()])
-        # Nodes that this job does not use may have the rest of a step. Steps saved without it start the next branch.
-        self._least_branch = max(newest[0], 0) + (newest > found.newest)
-        return found._replace(newest=newest)
+        # Nodes that this job does not use may have the rest of a step.
+        return found._replace(newest=max([found.newest, *find_orders(read_commits(self.open_store())).values()]))
 
     def list_faults(self, run: RunDirectory, node_faults: Sequence[NodeFault]) -> list[TierFault]:
         """Return faults in this tier's steps. On rank 0."""
@@ -88,6 +85,5 @@ class PartFinder(StepFinder):
         return [*faults, *(TierFault(each.number, f"{self.tier} tier: {each.fault}") for each in others)]
 
     def newest_branch(self) -> int:
-        """Return the newest step's branch on this node; the next one if its rest was not found. On rank 0."""
-        held = read_commits(self.open_store()).values()
-        return max([self._least_branch, *(commit.branch for commit in held)])
+        """Return the newest step's branch on this node. On rank 0."""
+        return max((commit.branch for commit in read_commits(self.open_store()).values()), default=0)

@@ -8,30 +8,21 @@ import os
 import platform
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 
 import torch.distributed as dist
 
-from shardckpt.checkpoint.run.step_finder import (
-    NO_STEP,
-    FoundStep,
-    PlaceReads,
-    StepFinder,
-    StepKey,
-)
+from shardckpt.checkpoint.run.lineage import Lineage
+from shardckpt.checkpoint.run.step_finder import FoundStep, PlaceReads, StepFinder, StepKey
 from shardckpt.errors import ShardckptError
-from shardckpt.events import OnEvent
 from shardckpt.events.warn_user import warn_user
 from shardckpt.native.commit import find_save
-from shardckpt.native.run_directory import (
-    StepFolder,
-    step_name,
-)
+from shardckpt.native.run_directory import RunDirectory, StepFolder, step_name
+from shardckpt.native.run_record import select_captures
 from shardckpt.native.step_copies import (
     LOCAL,
-    MEMORY,
     StepCopy,
     decode_durability,
     encode_copies,
@@ -39,25 +30,20 @@ from shardckpt.native.step_copies import (
 )
 from shardckpt.ranks.process_group import get_ranks
 from shardckpt.tiers.capture_tier import TierPlace
-from shardckpt.tiers.lineage.known_root import KnownRoot
-from shardckpt.tiers.lineage.root_position import RootSteps
 from shardckpt.tiers.part_finder import TierFault, select_faults
 from shardckpt.tiers.peer_memory import find_node
 from shardckpt.tiers.peers.node_files import NodeCatalog, NodeReport, find_sharing_hosts
 from shardckpt.tiers.peers.open_peers import NodeFault, NodeTier, open_peers
 from shardckpt.tiers.tier_steps import (
-    Capture,
     TierReads,
     choose_newest,
     describe_missing_captures,
-    drop_capture,
-    find_attempt,
-    find_earlier_attempts,
-    find_unknown,
+    describe_other_run,
+    find_earlier_saves,
+    find_identity,
     list_node_copies,
+    list_saves,
     open_own,
-    read_captures,
-    read_own_capture,
     read_tier,
     report_step,
 )
@@ -75,58 +61,44 @@ class TieredFinder(StepFinder):
         root: str | os.PathLike[str],
         group: dist.ProcessGroup | None,
         places: Sequence[TierPlace],
-        on_event: OnEvent | None = None,
+        lineage: Lineage,
     ) -> None:
         super().__init__(root, group)
-        self._places = tuple(places)
+        self._places, self._lineage = tuple(places), lineage
         for place in self._places:
             place.finder.tier = place.name
         self.has_other_places = True
-        local = next((place.finder.root for place in self._places if place.name == LOCAL), "")
-        self.known = KnownRoot(self, local, on_event)  # on rank 0
-        self.own = OwnAttempts()  # attempts that this process made or restored; on rank 0
-        self._least_branch = 0
+        self.own = OwnSaves()  # saves that this process made or restored; on rank 0
         self._found: FoundStep | None = None
         self._damaged_files: frozenset[str] = frozenset()
         self._node_faults: Sequence[NodeFault] = ()
         self._has_peers = False
-        self._logged, self._has_warned = "", False
+        self._logged, self._has_warned = set[str](), False
 
     def find_on_rank0(
         self, wanted: int | None, passed: Collection[StepKey], avoided: Collection[tuple[int, int]] = ()
     ) -> FoundStep:
         """Return the newest step that can be loaded, in a tier or in the root. On rank 0."""
-        root, state = super().find_on_rank0(wanted, passed, avoided), RootSteps.from_run(super().read())
-        self.known.begin_restore(state)
-        last_start = self.known.last_start
-        captures: list[Capture] = []
-        unused: set[str] = set()
-        seen: dict[str, set[str]] = {}
-        for place in self._places:
-            captures += (here := self._drop_captures_of_another_run(place, state, passed))
-            seen[place.name] = {each.save for each in here}
-            unused |= find_unknown(here, last_start, self.root) if place.name == MEMORY else set()
-        unused |= {each.save for each in captures if not each.is_of_run}
-        last_start.add_found(each.attempt for each in captures if each.save not in unused)
-        left_out = unused.union(self._find_replaced(captures, wanted, passed))
+        root, found_root = super().read(), super().find_on_rank0(wanted, passed, avoided)
+        runs = {place.name: read_tier(place, place.finder.read, RunDirectory((), ())) for place in self._places}
+        captures = [step for run in runs.values() for step in run.complete]
+        usable = select_captures(captures, self._lineage.start_restore(root, captures))
+        self._log_captures(captures, usable, root)
+        saves = {step.save for step in usable}
         faults: dict[str, Sequence[TierFault]] = {}
 
         def find(place: TierPlace) -> FoundStep:
             run = place.finder.read()
             faults[place.name] = place.finder.list_faults(run, self._node_faults)
-            usable = seen[place.name] - left_out  # others are unknown: that tier could not be read before
-            unwanted = {(place.finder.path(step.name), step.save) for step in run.complete if step.save not in usable}
+            unwanted = {(place.finder.path(step.name), step.save) for step in run.complete if step.save not in saves}
             return place.finder.find_on_rank0(wanted, {*unwanted, *passed}, avoided)._replace(faults=[], unreadable="")
 
         held = [read_tier(place, partial(find, place), FoundStep([])) for place in self._places]
-        found = choose_newest([*held, root], find_earlier_attempts(captures))
-        self._least_branch = last_start.find_least_branch(each.attempt for each in captures)
-        if self._least_branch:
-            self._log_missing_captures()
-        self.own.note_found(found.number, found.order, *find_attempt(found, captures, state.steps.get(found.order)))
+        found = choose_newest([*held, found_root], find_earlier_saves([*usable, *root.complete]))
+        self.own.note_found(found.number, find_identity(found.save or "", found.mark))
         self._found = found
         passed_over = select_faults(faults, found, self.find_finder(found.path).tier, wanted)
-        return found._replace(branch=max(found.branch, self._least_branch), tier_faults=passed_over)
+        return found._replace(tier_faults=passed_over)
 
     def _check_found(self) -> None:
         """Claim no copies of the found step if another job has replaced it, and perhaps that was loaded."""
@@ -136,36 +108,17 @@ class TieredFinder(StepFinder):
         with suppress(ShardckptError):
             save = find_save(self.find_finder(found.path).open_store(), found.name)
         if save != found.save:
-            self.own.forget_saves()
+            self.own.note_found(found.number, "")
 
-    def _log_missing_captures(self) -> None:
-        """Log once that the last start's captures are missing. On rank 0."""
-        text = describe_missing_captures(self._places, self.root)
-        if text != self._logged:
-            self._logged = text
-            _LOG.warning("%s", text)
-
-    def _find_replaced(
-        self, captures: Sequence[Capture], wanted: int | None, passed: Collection[StepKey]
-    ) -> Collection[str]:
-        """Return the saves of captures that the last start's captures replace. On rank 0."""
-        tried = {save for _, save in passed}
-        untried = [each for each in captures if each.is_of_run and each.save not in tried]
-        matching = [each for each in untried if wanted in (None, each.order[1])]
-        return self.known.last_start.find_replaced({each.save: (each.order, each.attempt) for each in matching})
-
-    def _drop_captures_of_another_run(
-        self, place: TierPlace, root: RootSteps, passed: Collection[StepKey]
-    ) -> list[Capture]:
-        """Delete captures in a tier that do not belong to the root's steps; return all that it had."""
-        captures = list[Capture]()
-        for step, text in read_tier(place, partial(read_captures, place), list[tuple[StepFolder, str]]()):
-            order = (step.branch, step.number)
-            is_of_run, is_in_root = self.known.compare(order, text, root, passed)
-            captures.append(Capture(step.save, order, text, is_of_run, is_in_root))
-            if not is_of_run and not (order in root.steps and captures[-1].is_overwrite):  # that step may be damaged
-                drop_capture(place, step, self.root)
-        return captures
+    def _log_captures(self, captures: Sequence[StepFolder], usable: Sequence[StepFolder], root: RunDirectory) -> None:
+        """Log once that captures are from another run, or missing. On rank 0."""
+        texts = [describe_other_run(self.root)] if len(usable) < len(captures) else []
+        if self._lineage.has_lost_last_start(step.branch for step in (*usable, *root.steps)):
+            texts.append(describe_missing_captures(self._places, self.root))
+        for text in texts:
+            if text not in self._logged:
+                self._logged.add(text)
+                _LOG.warning("%s", text)
 
     def find_finder(self, path: str) -> StepFinder:
         """Return the finder for the place that a step is in."""
@@ -186,14 +139,14 @@ class TieredFinder(StepFinder):
     def newest_branch(self) -> int:
         """Return the newest complete step's branch, in a tier or in the root. On rank 0."""
         held = [read_tier(place, place.finder.newest_branch, 0) for place in self._places]
-        return max(*held, super().newest_branch(), self._least_branch)
+        return max(*held, super().newest_branch())
 
     @contextmanager
     def open_places(self) -> Iterator[PlaceReads]:
         """Within the context, read the steps that nodes and tiers have together. Collective."""
         tiers = [NodeTier(place.name, place.finder.root, partial(open_own, place)) for place in self._places]
         with ExitStack() as stack:
-            opened = stack.enter_context(open_peers(tiers, find_node(), self.group, self.known.choose_saves))
+            opened = stack.enter_context(open_peers(tiers, find_node(), self.group, self._find_run))
             self._node_faults, self._has_peers = opened.node_faults, bool(opened.stores)
             if not opened.stores:
                 yield PlaceReads()
@@ -205,6 +158,10 @@ class TieredFinder(StepFinder):
             yield reads
             self._check_found()
             self._damaged_files |= reads.damaged
+
+    def _find_run(self) -> str:
+        """Return the id of the run whose captures count. On rank 0."""
+        return self._lineage.find_run(super().read())
 
     def find_copies(self, number: int) -> Sequence[StepCopy]:
         """Return a step's complete copies, the nearest first. Collective."""
@@ -218,12 +175,9 @@ class TieredFinder(StepFinder):
                 for place, saves in zip(self._places, removed_there, strict=True):
                     place.finder.removed.update(dict.fromkeys(saves, number))
             parts = [[NodeReport.decode(text.encode()) for text in texts] for texts, _ in decoded]
-            # Copies of an earlier save, or of another job, have another state: only this process's attempt counts.
-            own = self.own.find(number)
-            wanted = {} if own is None else {folder: own.saves}
             self._warn_of_shared_folder(parts)
-            catalogs = [NodeCatalog.from_reports(column, wanted) for column in zip(*parts, strict=True)]
-            return [json.dumps(encode_copies(self._list_all_copies(number, catalogs))).encode()] * len(messages)
+            copies = self._list_all_copies(number, [*zip(*parts, strict=True)])
+            return [json.dumps(encode_copies(copies)).encode()] * len(messages)
 
         coordinator, message = get_ranks(self.group), json.dumps([reports, removed]).encode()
         answer = coordinator.ask_rank0(f"asking for copies of {self.root}", message, decide)
@@ -241,90 +195,61 @@ class TieredFinder(StepFinder):
                     f"Machines: {', '.join(hosts[:_MAX_HOSTS])}"
                 )
 
-    def _list_all_copies(self, number: int, catalogs: Sequence[NodeCatalog]) -> list[StepCopy]:
+    def _list_all_copies(self, number: int, reports: Sequence[Sequence[NodeReport]]) -> list[StepCopy]:
         """Return a step's complete copies, from the nodes' reports about each tier. On rank 0."""
-        held: list[StepCopy] = []
-        for place, catalog in zip(self._places, catalogs, strict=True):
-            held += read_tier(place, partial(list_node_copies, place, catalog, number), [])
-        run = super().read()
-        root, own = RootSteps.from_run(run), self.own.find(number)
-        saves = self._find_last_saves(number, held) if own is None else own.saves
-        held = [copy for copy in held if copy.save in saves]
-        if held:
-            self.known.follow(root)
-        kept = [copy for copy in held if self._is_found_again(number, copy, root)]
-        if not find_survived(self.root, mounts=""):  # a new process finds an empty root, and drops captures
-            kept = [replace(copy, survives=()) for copy in kept]
-        copies = [*kept, *self.select_copies(run, number)]
-        return [copy for copy in copies if own is None or copy.save in own.saves]
-
-    def _find_last_saves(self, number: int, held: Sequence[StepCopy]) -> set[str]:
-        """Return each start's last save with copies of a step: a restore takes it. On rank 0."""
-        captures = [Capture(copy.save, *self._read_capture(number, copy.tier)) for copy in held]
-        return {copy.save for copy in held} - find_earlier_attempts(captures)
-
-    def _read_capture(self, number: int, tier: str) -> tuple[tuple[int, int], str]:
-        """Return a capture's order in a tier, and its position as text; `NO_STEP` if it cannot be read."""
-        place = next(place for place in self._places if place.name == tier)
-        return read_tier(place, partial(read_own_capture, place, number), (NO_STEP, ""))
-
-    def _is_found_again(self, number: int, copy: StepCopy, root: RootSteps) -> bool:
-        """Return True if a new start would keep a step's copy in a tier. On rank 0."""
         own = self.own.find(number)
-        if own is None:
-            order, after = self._read_capture(number, copy.tier)
-            return order != NO_STEP and self.known.compare(order, after, root)[0]
-        is_own = own.order in root.steps and root.steps[own.order].save in own.saves
-        return is_own or self.known.compare(own.order, own.after, root)[0]
+        held = list[tuple[StepCopy, StepFolder]]()
+        for place, of_nodes in zip(self._places, reports, strict=True):
+            saves = list_saves(of_nodes, number)
+            # Copies of an earlier save, or of another job, have another state: only this process's save counts.
+            wanted = [step.save for step in saves.values() if own in (None, _identify(step))]
+            catalog = NodeCatalog.from_reports(of_nodes, {step_name(number): wanted})
+            copies = read_tier(place, partial(list_node_copies, place, catalog, number), list[StepCopy]())
+            held += [(copy, saves[copy.save]) for copy in copies]
+        run = super().read()
+        if held:
+            self._lineage.follow(run)
+        usable = self._lineage.select_found_again([step for _, step in held], run)
+        last = {step.save for step in usable} - find_earlier_saves([*usable, *run.complete])
+        kept = [copy for copy, _ in held if copy.save in last]
+        if not find_survived(self.root, mounts=""):  # a new process finds an empty root, and uses no captures
+            kept = [replace(copy, survives=()) for copy in kept]
+        known = {step.save: _identify(step) for step in (*usable, *run.complete)}
+        return [
+            copy for copy in (*kept, *self.select_copies(run, number)) if own is None or known.get(copy.save) == own
+        ]
 
 
-_MAX_REMEMBERED = 4096  # maximum number of steps whose last attempts are remembered
+def _identify(step: StepFolder) -> str:
+    return find_identity(step.save, step.mark)
 
 
-@dataclass
-class OwnAttempt:
-    """An attempt to save a step."""
-
-    order: tuple[int, int] = NO_STEP  # branch and number of the step
-    after: str = ""  # text of `RootPosition.encode` that its captures have; empty if it has none
-    saves: set[str] = field(default_factory=set)  # ids of its saves: its capture, and its save in the root
+_MAX_REMEMBERED = 4096  # maximum number of steps whose last saves are remembered
 
 
-class OwnAttempts:
-    """The last attempt for each step that this process saved or restored."""
+class OwnSaves:
+    """The last save of each step that this process saved or restored, by `find_identity`."""
 
     def __init__(self) -> None:
-        self._by_number: dict[int, OwnAttempt] = {}
-        self._found: tuple[int, OwnAttempt] | None = None
+        self._by_number: dict[int, str] = {}
+        self._found: tuple[int, str] | None = None
 
-    def find(self, number: int) -> OwnAttempt | None:
-        """Return a step's attempt; None if this process neither saved nor restored it."""
+    def find(self, number: int) -> str | None:
+        """Return a step's save; None if this process neither saved nor restored it."""
         return self._by_number.get(number)
 
-    def begin(self, order: tuple[int, int], after: str) -> None:
+    def record(self, number: int, save: str) -> None:
         """Record that a step is saved now: other copies with its number have another state."""
-        self._set(order[1], OwnAttempt(order, after))
-
-    def add_save(self, number: int, save: str) -> None:
-        """Record the id of a started save of a step."""
-        self._by_number.setdefault(number, OwnAttempt()).saves.add(save)
-
-    def note_found(self, number: int, order: tuple[int, int], after: str, saves: Collection[str]) -> None:
-        """Record the attempt for a step that a restore found, and may load."""
-        self._found = number, OwnAttempt(order, after, {*saves})
-
-    def forget_saves(self) -> None:
-        """Record that the step found last is from another attempt now: it may be the one that is loaded."""
-        if self._found is not None:
-            self._found[1].saves.clear()
-
-    def restore(self, number: int) -> None:
-        """Record that a step was restored: only copies from the attempt found last have its state."""
-        if self._found is not None and self._found[0] == number:
-            self._set(*self._found)
-
-    def _set(self, number: int, attempt: OwnAttempt) -> None:
         self._by_number.pop(number, None)
-        self._by_number[number] = attempt
+        self._by_number[number] = save
         if len(self._by_number) > _MAX_REMEMBERED:
             del self._by_number[next(iter(self._by_number))]
+
+    def note_found(self, number: int, save: str) -> None:
+        """Record the step that a restore found, and may load; empty text if another job replaced it meanwhile."""
+        self._found = number, save
+
+    def record_restore(self, number: int) -> None:
+        """Record that a step was restored: only copies of the save found last have its state."""
+        if self._found is not None and self._found[0] == number:
+            self.record(*self._found)

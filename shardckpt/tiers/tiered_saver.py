@@ -10,6 +10,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, SupportsFloat
 
+from shardckpt.checkpoint.run.lineage import Lineage
 from shardckpt.checkpoint.run.save_schedule import SaveSchedule
 from shardckpt.checkpoint.run.step_finder import StepFault, require_step_number
 from shardckpt.checkpoint.run.step_saver import (
@@ -17,6 +18,7 @@ from shardckpt.checkpoint.run.step_saver import (
     SavedPlace,
     StepSaver,
     build_notes,
+    build_place_notes,
     check_options,
     join_on_event,
     require_one_step,
@@ -27,8 +29,6 @@ from shardckpt.checkpoint.save.save import RunNotes, read_notes
 from shardckpt.encodings.budget import gc_paused
 from shardckpt.errors import ShardckptError, UsageError
 from shardckpt.events import OperationEvent
-from shardckpt.native.commit import BRANCH
-from shardckpt.native.run_directory import AFTER
 from shardckpt.ranks.process_group import get_ranks
 from shardckpt.tiers.capture_tier import CaptureTier
 from shardckpt.tiers.node_opening import NodeShare
@@ -48,7 +48,7 @@ class _Places(NamedTuple):
 
     number: int
     branch: int
-    after: str  # position in the root, and the id of this attempt to save, as text
+    mark: str  # `SaveMark` as text, the same in all places
     tiers: list[int]  # indexes of the tiers that take the step: the first captures it, the others get copies
     opened: list[int]  # indexes of the tiers that all nodes have made ready
     in_root: bool
@@ -56,12 +56,6 @@ class _Places(NamedTuple):
     has_own_record: bool = False  # the rank keeps a copy of the witness record on its node
     # Steps that all nodes have copied, by tier, if one is new.
     common: Mapping[str, Sequence[tuple[int, str]]] = MappingProxyType({})
-
-    def complete(self, notes: RunNotes, on_begin: Callable[[int, str], object]) -> None:
-        """Add the step's branch and position to its custom metadata."""
-        notes.update({BRANCH: str(self.branch)} if self.branch else {})
-        notes[AFTER] = self.after
-        notes.on_begin = partial(on_begin, self.number)
 
 
 class _CommitNote:
@@ -83,22 +77,23 @@ class TieredSaver:
         schedule: SaveSchedule,
         tiers: Sequence[CaptureTier],
         finder: TieredFinder,
+        lineage: Lineage,
         promoter: Promoter,
         on_saved: OnSaved,
     ) -> None:
         self._saver, self._schedule, self._tiers, self._finder = saver, schedule, tuple(tiers), finder
-        self._promoter, self._on_saved = promoter, on_saved
+        self._lineage, self._promoter, self._on_saved = lineage, promoter, on_saved
         self._captured_in: list[SavedPlace] = []
         self._is_first, self._last = False, -1
         self._process = os.getpid()
-        saver.on_saved, saver.on_begin = self._add_saved, finder.own.add_save
+        saver.on_saved = self._add_saved
         for tier in self._tiers:
             tier.list_needed = partial(promoter.list_promoted, tier)
 
     def record_restore(self, number: int, branch: int, loaded: str) -> None:
         """Record that a step was restored; as `StepSaver.record_restore`."""
         self._saver.record_restore(number, branch, loaded)
-        self._finder.own.restore(number)
+        self._finder.own.record_restore(number)
 
     def save(
         self, step: int, state: Any, metrics: Mapping[str, SupportsFloat] | None, options: Mapping[str, Any]
@@ -125,7 +120,7 @@ class TieredSaver:
                 message = error
             places = self._agree(message)
             self._last = places.number
-            places.complete(notes, self._finder.own.add_save)
+            notes.update(build_place_notes(places.branch, places.mark))
             self._capture(places, state, notes, given, before_commit)
         if places.in_root:
             return self._save_in_root(places, state, metrics, options)
@@ -195,7 +190,7 @@ class TieredSaver:
                     target.apply_rules()
                 self._promoter.add(Promotion(number, source, target, rank, capture))
             if not rank:
-                self._finder.known.look()
+                self._lineage.look()
 
         source.capture(places.number, state, notes, _choose_copy_options(given), share, promote)
         self._captured_in = self._list_captured(places, source, targets)
@@ -239,12 +234,13 @@ class TieredSaver:
         self, places: _Places, state: Any, metrics: Mapping[str, SupportsFloat] | None, options: Mapping[str, Any]
     ) -> SaveHandle:
         def note_newest(event: OperationEvent) -> None:
-            known = self._finder.known
-            if event.error is None and known.position is not None:
-                known.position = known.position._replace(committed=(places.branch, places.number))
+            if event.error is None and get_ranks(self._finder.group).rank == 0:
+                self._lineage.note_root_step(places.number)
 
         on_event = join_on_event(note_newest, options.get("on_event"))
-        notes = RunNotes({**read_notes(options.get("custom_metadata")), AFTER: places.after})
+        notes = RunNotes(
+            {**read_notes(options.get("custom_metadata")), **build_place_notes(places.branch, places.mark)}
+        )
         options = {**options, "on_event": on_event, "custom_metadata": notes}
         return self._saver.async_save(places.number, state, metrics, options)
 
@@ -292,15 +288,15 @@ class TieredSaver:
                 opened.append(index)
         in_root = self._schedule.is_for_root(number)
         branch = self._saver.find_branch(number)
-        if not self._record_start(number, branch, ready, in_root=in_root):
+        try:
+            branch = self._lineage.open_epoch(branch)
+        except ShardckptError as error:  # a save in the root finds by itself that it cannot be written
+            for index in ready:
+                self._tiers[index].refuse(number, error)
             ready, opened = [], []
-        known = self._finder.known
-        position = known.find_position()
-        if in_root:
-            position = known.position = position.start((branch, number))
-        after = position.encode(known.last_start.make_attempt())
-        self._finder.own.begin((branch, number), after)
-        places = _Places(number, branch, after, ready, opened, in_root)
+        mark = self._lineage.make_mark()
+        self._finder.own.record(number, mark)
+        places = _Places(number, branch, mark, ready, opened, in_root)
         places = places._replace(common=find_common_steps([copied[rank] for rank in first.values()]))
         keepers = choose_record_keepers(list(first.values()))
         return [
@@ -309,19 +305,6 @@ class TieredSaver:
             ).encode()
             for rank, node in enumerate(nodes)
         ]
-
-    def _record_start(self, number: int, branch: int, ready: Sequence[int], *, in_root: bool) -> bool:
-        """Record in the root that this start captures or saves; otherwise no step is captured. On rank 0."""
-        try:
-            if ready:
-                self._finder.known.record_captures(branch)
-            elif in_root:
-                self._finder.known.last_start.record_save()
-        except ShardckptError as error:
-            for index in ready:
-                self._tiers[index].refuse(number, error)
-            return False  # a save finds by itself that the root cannot be written
-        return True
 
 
 def choose_record_keepers(first: Sequence[int]) -> set[int]:

@@ -48,7 +48,7 @@ class Job:
     def __post_init__(self) -> None:
         self.errors: list[ShardckptError] = []
         self.lost_copies: list[BaseException] = []
-        self.withdrawals = 0
+        self.withdrawals: list[str] = []  # tiers of withdrawn claims
         self.saved: list[int] = []
 
     @property
@@ -235,7 +235,7 @@ class Trainer:
         """Record a withdrawn claim or a failed promotion."""
         kind = type(event).__name__
         if kind == _WITHDRAWAL:
-            self._job.withdrawals += 1
+            self._job.withdrawals.append(event.tier)
             self._scheduler.record("withdrawn", f"step {event.step} in {event.tier}")
         elif kind == _PROMOTION and event.error is not None:
             self._job.lost_copies.append(event.error)

@@ -11,9 +11,9 @@ from shardckpt.checkpoint.load.load import load
 from shardckpt.errors import ShardckptError
 from shardckpt.native.commit import COMMIT, Commit, decode_commit
 from shardckpt.native.records import resolve_base
+from shardckpt.native.run_record import read_run_record
 from shardckpt.native.step_copies import ROOT, Durability
 from shardckpt.storage.resolve_url import open_store
-from shardckpt.tiers.durability.run_record import read_run_record
 from tests.simulation.scheduler import HistoryError, Scheduler
 from tests.simulation.stores.disk import ChangeCount
 from tests.simulation.stores.run_storage import RunStorage
@@ -370,7 +370,7 @@ def read_failures(scheduler: Scheduler, storage: RunStorage) -> dict[tuple[int, 
         record = scheduler.observe(lambda: read_run_record(open_store(storage.root)))
     except ShardckptError:  # it counts as nothing
         return {}
-    return {(attempt.branch, attempt.number): attempt.failures for attempt in record.attempts}
+    return dict(record.count_failures())
 
 
 def _list_needed(url: str, commit: Commit) -> list[str]:

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from shardckpt.native.step_copies import LOCAL, MEMORY
+from shardckpt.checkpoint.run.lineage import MAX_FAILED
+from shardckpt.native.step_copies import LOCAL, MEMORY, ROOT
 from shardckpt.storage import fsspec_writer
-from shardckpt.tiers.lineage.restore_attempts import MAX_FAILED
 from shardckpt.tiers.local_folder import Local
 from shardckpt.tiers.memory import janitor, memory_store
 from shardckpt.tiers.peer_memory import PeerMemory
@@ -266,7 +266,8 @@ class _HistoryRun:
         lost = [error for job in self._jobs for error in job.lost_copies]
         if not self.auditor.is_quiet():
             return
-        if any(job.withdrawals for job in self._jobs):
+        withdrawn = [tier for job in self._jobs for tier in job.withdrawals]
+        if any(tier != ROOT or not self.scenario.prunes for tier in withdrawn):  # another process prunes the root
             raise HistoryError("a claim is withdrawn without a fault")
         if lost:
             raise HistoryError(f"a capture is not promoted without a fault: {lost[0]}")

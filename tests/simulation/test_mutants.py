@@ -11,6 +11,7 @@ import pytest
 
 from shardckpt.checkpoint.load import source
 from shardckpt.checkpoint.run import step_restore
+from shardckpt.checkpoint.run.lineage import Lineage
 from shardckpt.checkpoint.run.step_saver import BaseFinder
 from shardckpt.checkpoint.save import session
 from shardckpt.errors import StorageError
@@ -24,14 +25,11 @@ from shardckpt.storage.publish import JoinedPublication
 from shardckpt.storage.remote_publication import BufferedWriter, RemoteFolder
 from shardckpt.tiers import memory_tier, tiered_finder
 from shardckpt.tiers.capture_tier import TierPlace
-from shardckpt.tiers.durability.run_record import LostSteps
-from shardckpt.tiers.lineage.last_start import LastStart
-from shardckpt.tiers.lineage.restore_attempts import RestoreAttempts
 from shardckpt.tiers.memory import janitor
 from shardckpt.tiers.peers import copy_step
 from shardckpt.tiers.peers.node_files import NodeCatalog, NodeReport
 from shardckpt.tiers.promoter import Promoter
-from shardckpt.tiers.tiered_finder import OwnAttempts
+from shardckpt.tiers.tiered_finder import OwnSaves
 from tests.simulation import run_history
 from tests.simulation.scheduler import HistoryError
 from tests.simulation.test_histories import FEW
@@ -182,9 +180,9 @@ def a_rank_removes_its_files(patch: pytest.MonkeyPatch) -> None:
 
 
 def captures_are_claimed_before_they_are_complete(patch: pytest.MonkeyPatch) -> None:
-    def claim_all(place: TierPlace, _catalog: object, number: int) -> list[StepCopy]:
-        path = place.finder.path(step_name(number))
-        return [StepCopy(place.name, path, (PROCESS,), None)] if place.is_found_again() else []
+    def claim_all(place: TierPlace, catalog: NodeCatalog, number: int) -> list[StepCopy]:
+        path, save = place.finder.path(step_name(number)), catalog.saves.get(step_name(number))
+        return [StepCopy(place.name, path, (PROCESS,), None, save=save)] if save and place.is_found_again() else []
 
     patch.setattr(tiered_finder, "list_node_copies", claim_all)
     steps_of_other_jobs_are_claimed(patch)
@@ -192,29 +190,30 @@ def captures_are_claimed_before_they_are_complete(patch: pytest.MonkeyPatch) -> 
 
 def steps_of_other_jobs_are_claimed(patch: pytest.MonkeyPatch) -> None:
     """Every complete copy of a number counts, whoever has saved it."""
-    patch.setattr(OwnAttempts, "find", lambda *_: None)
+    patch.setattr(OwnSaves, "find", lambda *_: None)
 
 
 def restored_steps_are_claimed_with_other_attempts(patch: pytest.MonkeyPatch) -> None:
     """After a restore every complete copy of that number counts, as if nobody knew which of them was loaded."""
-    patch.setattr(OwnAttempts, "restore", lambda *_: None)
-    patch.setattr(
-        tiered_finder.TieredFinder, "_find_last_saves", lambda _self, _step, held: {each.save for each in held}
-    )
+    patch.setattr(OwnSaves, "record_restore", lambda *_: None)
+    patch.setattr(tiered_finder, "find_earlier_saves", lambda _: set())
 
 
 def emptied_roots_are_not_recorded(patch: pytest.MonkeyPatch) -> None:
     """The run goes on, and claims captures, but the next start knows nothing of that."""
-
-    def believe(self: LastStart, committed: tuple[int, int]) -> bool:
-        self.lost = LostSteps(self._id, *committed)
-        return False
-
-    patch.setattr(LastStart, "record_lost", believe)
+    patch.setattr(Lineage, "follow", lambda *_: None)
+    patch.setattr(Lineage, "select_found_again", lambda _, captures, root: captures)
 
 
-def captures_of_another_course_stay(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(tiered_finder.TieredFinder, "_drop_captures_of_another_run", lambda *_: [])
+def starts_share_an_epoch(patch: pytest.MonkeyPatch) -> None:
+    """A start's steps are not newer than an earlier one's that it has not seen."""
+    open_epoch = Lineage.open_epoch
+
+    def open_and_forget(self: Lineage, least: int) -> int:
+        open_epoch(self, least)
+        return least
+
+    patch.setattr(Lineage, "open_epoch", open_and_forget)
 
 
 def captures_go_with_their_trainers(patch: pytest.MonkeyPatch) -> None:
@@ -271,7 +270,7 @@ def bases_are_not_read(patch: pytest.MonkeyPatch) -> None:
 
 
 def failed_restores_are_not_counted(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RestoreAttempts, "start", lambda *_: None)
+    patch.setattr(Lineage, "record_restore", lambda *_: None)
 
 
 def overwritten_files_go_first(patch: pytest.MonkeyPatch) -> None:
@@ -307,8 +306,8 @@ MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     each_rank_decides_alone: 244,
     a_read_error_is_damage: 76,
     a_rank_removes_its_files: 257,
-    captures_are_claimed_before_they_are_complete: 15,
-    captures_of_another_course_stay: 53,
+    captures_are_claimed_before_they_are_complete: 181,
+    starts_share_an_epoch: 19,
     captures_go_with_their_trainers: 22,
     the_janitor_ignores_locks: 22,
     a_new_start_removes_all_captures: 10,
@@ -319,7 +318,7 @@ MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     bases_are_not_read: 751,
     failed_restores_are_not_counted: 6,
     overwritten_files_go_first: 9,
-    steps_of_other_jobs_are_claimed: 170,
+    steps_of_other_jobs_are_claimed: 418,
     emptied_roots_are_not_recorded: 317,
     restored_steps_are_claimed_with_other_attempts: 125,
 }

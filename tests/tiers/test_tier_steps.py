@@ -1,12 +1,12 @@
-"""The choice between memory and root, and the attempt that a step comes from: pure."""
+"""The choice between memory and root, and the save that a step comes from: pure."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt.checkpoint.run.step_finder import NO_STEP, FoundStep
+from shardckpt.native.commit import SaveMark
 from shardckpt.native.run_directory import StepFolder
-from shardckpt.tiers.lineage.root_position import RootPosition
-from shardckpt.tiers.tier_steps import Capture, choose_newest, find_attempt, find_earlier_attempts
+from shardckpt.tiers.tier_steps import choose_newest, find_earlier_saves, find_identity
 
 ORDERS = st.tuples(st.integers(0, 3), st.integers(0, 9))
 
@@ -35,41 +35,25 @@ def test_the_newest_step_that_loads_is_chosen_and_its_successors_are_newer_than_
     assert (chosen.branch, chosen.number) >= newest if chosen.order == newest else chosen.branch > newest[0]
 
 
-def test_of_a_step_that_a_start_saved_twice_the_last_attempt_is_chosen_if_it_loads():
-    order, names = (
-        (0, 2),
-        {"memory": "a-1-x", "local": "a-2-x", "other start": "b-1-x", "other text": "a-x", "none": ""},
-    )
-    captures = [Capture(name, order, RootPosition().encode(attempt)) for name, attempt in names.items()]
-    captures += [Capture("other step", (0, 1), RootPosition().encode("a-1-x"))]
-    earlier = find_earlier_attempts(captures)
+def capture(name: str, start: str, sequence: int, number: int = 2) -> StepFolder:
+    return StepFolder(number, f"step-{number:08d}", name, 1, SaveMark("a", start, sequence))
+
+
+def test_of_a_step_that_a_start_saved_twice_the_last_save_is_chosen_if_it_loads():
+    order = (1, 2)
+    captures = [capture("memory", "a", 1), capture("local", "a", 2), capture("other start", "b", 1)]
+    captures += [capture("other step", "a", 1, number=1), StepFolder(2, "step-00000002", "no mark", 1)]
+    earlier = find_earlier_saves(captures)
     assert earlier == {"memory"}
     memory, local = (FoundStep([], 2, "step-00000002", name, order=order, newest=order) for name in ("memory", "local"))
     lost = FoundStep([], newest=order)
     assert choose_newest([memory, local, FoundStep([])], earlier).save == "local"
     assert choose_newest([memory, lost, FoundStep([])], earlier).save == "memory"
-    newer = memory._replace(number=3, order=(0, 3))
+    newer = memory._replace(number=3, order=(1, 3))
     assert choose_newest([newer, local, FoundStep([])], earlier).save == "memory", "it may be of another step"
 
 
-FIRST, SECOND = (RootPosition().encode(attempt) for attempt in ("first", "second"))
-IN_ROOT = StepFolder(2, "step-00000002", save="root")
-
-
-def find(found: str, *captures: Capture) -> tuple[str, set[str]]:
-    return find_attempt(FoundStep([], 2, IN_ROOT.name, found, order=(0, 2)), captures, IN_ROOT)
-
-
-def test_the_saves_of_an_attempt_are_its_captures_and_its_known_step_in_the_root():
-    memory, local = (Capture(name, (0, 2), FIRST, is_in_root=True) for name in ("memory", "local"))
-    assert find("memory", memory, local) == (FIRST, {"memory", "local", "root"})
-    assert find("root", memory, local) == (FIRST, {"memory", "local", "root"})
-    assert find("root", memory._replace(order=(0, 1)), local._replace(is_of_run=False)) == ("", {"root"})
-
-
-def test_captures_of_another_attempt_do_not_count_if_the_root_cannot_be_read():
-    memory, local = Capture("memory", (0, 2), SECOND), Capture("local", (0, 2), FIRST)
-    assert find("memory", memory, local) == (SECOND, {"memory"})
-    assert find("local", memory, local) == (FIRST, {"local"})
-    assert find("root", memory, local) == ("", {"root"})
-    assert find("memory", memory._replace(after="")) == ("", {"memory"}), "its attempt is unknown"
+def test_copies_of_one_save_have_one_mark_and_a_save_without_it_its_id():
+    assert find_identity("memory", SaveMark("a", "b", 1)) == find_identity("root", SaveMark("a", "b", 1))
+    assert find_identity("memory", SaveMark("a", "b", 1)) != find_identity("memory", SaveMark("a", "b", 2))
+    assert find_identity("memory", None) == "memory" != find_identity("root", None)

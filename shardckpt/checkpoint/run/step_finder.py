@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from shardckpt.encodings.typed_json import decode
 from shardckpt.errors import TargetExistsError, UnsupportedError, UsageError
+from shardckpt.native.commit import SaveMark
 from shardckpt.native.run_directory import RunDirectory, StepFolder, read_run, read_step, step_name
 from shardckpt.native.step_copies import (
     ROOT,
@@ -60,6 +61,7 @@ class FoundStep(NamedTuple):
     order: tuple[int, int] = NO_STEP  # branch and number of the step; steps with a greater order are newer
     newest: tuple[int, int] = NO_STEP  # order of the newest complete step, which may be another one
     path: str = ""  # path or URL of its folder
+    mark: SaveMark | None = None
     tier_faults: Sequence[StepFault] = ()  # faults of steps in tiers that are passed over for this one, or for none
 
     @property
@@ -96,6 +98,7 @@ class StepFinder:
         self.removed: dict[str, int] = {}
         # Returns why steps are passed over, by their orders. On rank 0.
         self.find_failed: Callable[[], Mapping[tuple[int, int], str]] = dict
+        self.has_record = False  # whether the run had a record when its steps were read last; on rank 0
         self.has_other_places = False  # whether a step may also be somewhere else than in the root
 
     def path(self, name: str) -> str:
@@ -111,9 +114,14 @@ class StepFinder:
 
     def read(self) -> RunDirectory:
         """Return the run's directory; refuse a folder with another checkpoint. On rank 0."""
-        run = read_run(self.open_store())
+        run = self._read_run()
         if not run.steps:
             require_start_of_run(self.root)
+        return run
+
+    def _read_run(self) -> RunDirectory:
+        run = read_run(self.open_store())
+        self.has_record = run.has_record
         return run
 
     def read_step(self, number: int) -> StepFolder:
@@ -178,7 +186,7 @@ class StepFinder:
         """Return the newest step that can be loaded. On rank 0."""
         run = self.read()
         untried = [s for s in run.steps if not s.is_base and (self.path(s.name), s.save) not in passed]
-        matching = [s for s in untried if wanted in (None, s.number) and (s.branch, s.number) not in avoided]
+        matching = [s for s in untried if wanted in (None, s.number) and s.order not in avoided]
         newest = next((step for step in reversed(run.complete) if step in matching), None)
         faulty = [step for step in reversed(matching) if not step.is_complete]
         newer = [step for step in faulty if newest is None or step.number > newest.number]
@@ -187,13 +195,14 @@ class StepFinder:
         if wanted is None and newest is None and all(step.has_only_begun for step in faulty):
             faults = []  # the first save of the run was killed
         unreadable = next((step.fault for step in newer if step.is_newer), "")
-        last = (run.complete[-1].branch, run.complete[-1].number) if run.complete else NO_STEP
+        last = run.complete[-1].order if run.complete else NO_STEP
         if newest is None or unreadable:
             return FoundStep(faults, unreadable=unreadable, newest=last)
-        order = newest.branch, newest.number
-        branch = find_next_branch(order, last)
+        branch = find_next_branch(newest.order, last)
         path = self.path(newest.name)
-        return FoundStep(faults, newest.number, newest.name, newest.save, branch, "", order, last, path)
+        return FoundStep(
+            faults, newest.number, newest.name, newest.save, branch, "", newest.order, last, path, mark=newest.mark
+        )
 
     def is_still_here(self, found: FoundStep) -> bool:
         """Return True if a step that was found is still complete. Collective."""
@@ -232,7 +241,7 @@ class StepFinder:
 
     def newest_branch(self) -> int:
         """Return the newest complete step's branch. On rank 0."""
-        complete = read_run(self.open_store()).complete
+        complete = self._read_run().complete
         return complete[-1].branch if complete else 0
 
     def is_replaceable(self, number: int) -> bool:
@@ -254,7 +263,7 @@ class StepFinder:
 
     def _is_needed(self, step: StepFolder) -> bool:
         """Return True if a restore may load a step: it is good, and the run did not fail after it too often."""
-        return self.is_good(step) and (step.branch, step.number) not in self.find_failed()
+        return self.is_good(step) and step.order not in self.find_failed()
 
 
 def parse_root(root: object) -> str:

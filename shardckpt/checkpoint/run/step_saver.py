@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple, SupportsFloat
 
 import torch.distributed as dist
 
 from shardckpt.checkpoint.load.load import load
+from shardckpt.checkpoint.run.lineage import Lineage
 from shardckpt.checkpoint.run.save_schedule import BackgroundSave, SaveSchedule, StepRetention
 from shardckpt.checkpoint.run.step_finder import NO_STEP, SHOWN, StepFault, StepFinder, require_step_number
 from shardckpt.checkpoint.save.async_save import async_save
@@ -18,7 +19,7 @@ from shardckpt.checkpoint.save.handle import SaveHandle, StepTask
 from shardckpt.checkpoint.save.save import RunNotes, SaveParams, read_notes, save
 from shardckpt.errors import UsageError
 from shardckpt.events import OnEvent, OperationEvent, deliver, require_on_event
-from shardckpt.native.commit import BRANCH
+from shardckpt.native.commit import BRANCH, MARK, read_branch
 from shardckpt.native.run_directory import METRIC, manifest_fault, read_run, step_name
 from shardckpt.ranks.process_group import get_ranks, resolve_process_group
 
@@ -44,11 +45,12 @@ class StepSaver:
         finder: StepFinder,
         retention: StepRetention,
         schedule: SaveSchedule,
+        lineage: Lineage,
         *,
         dedup: bool,
         on_event: OnEvent | None,
     ) -> None:
-        self._finder, self._retention, self._schedule = finder, retention, schedule
+        self._finder, self._retention, self._schedule, self._lineage = finder, retention, schedule, lineage
         self._bases = BaseFinder(finder)
         self._dedup, self._on_event = dedup, on_event
         self.restored: int | None = None  # number of the step that was restored since the last save; None without one
@@ -56,7 +58,6 @@ class StepSaver:
         self._running: StepTask | None = None
         # Called with the number and state of a saved step, and the places to which it is saved.
         self.on_saved: OnSaved = lambda *_: None
-        self.on_begin: Callable[[int, str], object] = lambda *_: None
 
     @property
     def _group(self) -> dist.ProcessGroup | None:
@@ -122,7 +123,7 @@ class StepSaver:
         return [StepFault(self._running.number, fault)] if fault else []
 
     def find_branch(self, number: int) -> int:
-        """Return the branch for a step that is about to be saved. On rank 0."""
+        """Return the branch for a step that is about to be saved in a run without a record. On rank 0."""
         is_behind = self.restored is not None and number < self.restored
         return self._finder.newest_branch() if self.branch is None else self.branch + is_behind
 
@@ -153,30 +154,35 @@ class StepSaver:
             message = error
         what = f"preparing to save into {self._finder.root}"
         answer = get_ranks(self._group).ask_rank0(
-            what, message, lambda messages: self._prepare_on_rank0(messages, names, options.get("overwrite", False))
+            what,
+            message,
+            lambda messages: self._prepare_on_rank0(messages, names, notes, options.get("overwrite", False)),
         )
-        replaces, is_asked, unranked, branch = json.loads(answer)
+        replaces, is_asked, unranked, branch, mark = json.loads(answer)
         self._schedule.set_requested(is_asked)
         number = require_step_number(step)
-        if branch:
-            notes[BRANCH] = str(branch)
+        notes.update(build_place_notes(branch, mark))
         if replaces and not options.get("overwrite", False):
             notes.require_replaceable = lambda: self._finder.require_replaceable(number)
-        notes.on_begin = partial(self.on_begin, number)
         if self._dedup:
             options = {"base": lambda: self._bases.find_base(number), "store_digests": True, **options}
         options = {**options, "overwrite": replaces, "custom_metadata": notes, "process_group": self._group}
         on_event = join_on_event(self._on_event, options.get("on_event"))
         return _StepSave(number, branch, unranked, {**options, "on_event": on_event})
 
-    def _prepare_on_rank0(self, messages: list[bytes], names: list[str], overwrite: bool) -> list[bytes]:
+    def _prepare_on_rank0(
+        self, messages: list[bytes], names: list[str], notes: Mapping[str, str], overwrite: bool
+    ) -> list[bytes]:
         """Check that the step's folder can be written; return the answers."""
         numbers, signals = zip(*map(json.loads, messages), strict=True)
         number = require_one_step(numbers, self._finder.root)
         is_replaceable = self._finder.is_replaceable(number)
         unranked = self._retention.find_ranking_fault(number, names)
-        branch = self.find_branch(number)
-        return [json.dumps([overwrite or is_replaceable, any(signals), unranked, branch]).encode()] * len(messages)
+        mark, branch = notes.get(MARK, ""), read_branch(notes)  # of the captures
+        if not mark:
+            branch, mark = self._lineage.open_epoch(self.find_branch(number)), self._lineage.make_mark()
+        answer = [overwrite or is_replaceable, any(signals), unranked, branch, mark]
+        return [json.dumps(answer).encode()] * len(messages)
 
 
 class _StepSave(NamedTuple):
@@ -202,6 +208,11 @@ def build_notes(metrics: Any, custom_metadata: Any) -> RunNotes:
     return RunNotes(
         {**read_notes(custom_metadata), **{f"{METRIC}{name}": repr(value) for name, value in numbers.items()}}
     )
+
+
+def build_place_notes(branch: int, mark: str) -> dict[str, str]:
+    """Return the custom metadata that says where a step belongs in its run."""
+    return {name: text for name, text in ((BRANCH, str(branch)), (MARK, mark)) if text not in ("", "0")}
 
 
 def _read_metrics(metrics: Any) -> dict[str, float]:
@@ -273,7 +284,7 @@ class BaseFinder:
         finder = self._finder
         store = finder.open_store()
         for step in reversed(read_run(store).complete):
-            is_known = step.save == self._loaded or (step.branch, step.number) > self._restored
+            is_known = step.save == self._loaded or step.order > self._restored
             if is_known and step.number != number and finder.is_good(step) and not manifest_fault(store, step):
                 return finder.path(step.name)
         return None

@@ -15,8 +15,8 @@ from shardckpt.checkpoint.save.handle import PENDING_SAVE
 from shardckpt.checkpoint.save.session import SaveOptions, Saver
 from shardckpt.errors import UsageError, require_bools, require_keywords
 from shardckpt.events import OnEvent, SaveEvent, record_operation, require_on_event
-from shardckpt.native.commit import BRANCH
-from shardckpt.native.run_directory import AFTER, METRIC
+from shardckpt.native.commit import BRANCH, MARK
+from shardckpt.native.run_directory import METRIC
 from shardckpt.ranks.linked_group import ALONE, LinkedGroup
 from shardckpt.ranks.process_group import ProcessGroup, get_ranks, resolve_process_group
 from shardckpt.storage.resolve_url import as_url
@@ -58,7 +58,7 @@ def save(
         checksums: Store a hash for every 128 KiB block, and require that replicated data is equal; True by default.
         process_group: Ranks that save; by default all ranks.
         custom_metadata: Free text by name, stored in the manifest. Reserved for `Checkpointer`: `run.branch`,
-            `run.after` and names that start with `metric.`.
+            `run.mark` and names that start with `metric.`.
         base: Checkpoint to refer to for unchanged tensors, which are not written again. It must have been saved with
             `store_digests` or with a base, and must stay in its place. Or a function that returns it, called on rank 0
             when the save starts.
@@ -137,14 +137,13 @@ def _build_options(path: object, options: SaveParams) -> SaveOptions:
     )
 
 
-def _read_hooks(custom_metadata: Any) -> tuple[Callable[[], object] | None, bool, OnCommit | None, OnBegin | None]:
+def _read_hooks(custom_metadata: Any) -> tuple[Callable[[], object] | None, bool, OnCommit | None]:
     """Return the options that only a `Checkpointer` gives."""
     notes = custom_metadata if isinstance(custom_metadata, RunNotes) else RunNotes()
-    return notes.require_replaceable, notes.is_shared, notes.after_commit, notes.on_begin
+    return notes.require_replaceable, notes.is_shared, notes.after_commit
 
 
 OnCommit = Callable[[LinkedGroup], object]  # called on every rank after a save's commit
-OnBegin = Callable[[str], object]  # called on rank 0 with the id of a save, before anything is written
 
 
 class RunNotes(dict[str, str]):
@@ -153,13 +152,12 @@ class RunNotes(dict[str, str]):
     require_replaceable: Callable[[], object] | None = None
     is_shared: bool = True
     after_commit: OnCommit | None = None
-    on_begin: OnBegin | None = None
 
 
 def read_notes(custom_metadata: Mapping[str, str] | None) -> dict[str, str]:
     """Return a checked copy of `custom_metadata`."""
     notes = _require_texts("custom_metadata", custom_metadata)
-    reserved = [name for name in notes if name in {BRANCH, AFTER} or name.startswith(METRIC)]
+    reserved = [name for name in notes if name in {BRANCH, MARK} or name.startswith(METRIC)]
     if reserved and not isinstance(custom_metadata, RunNotes):
         raise UsageError(
             "`custom_metadata` must not have names that are reserved for `Checkpointer`",

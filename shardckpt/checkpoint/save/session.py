@@ -51,7 +51,7 @@ from shardckpt.encodings.value_stats import ValueStats
 from shardckpt.errors import CheckpointError, MissingFileError, SourceNotFoundError, UnknownFormatError
 from shardckpt.events import FallbackEvent, OnEvent, Recorder, SaveEvent, record_operation
 from shardckpt.manifest import Path
-from shardckpt.native.commit import COMMIT, STEP, encode_commit, manifest_name, read_branch
+from shardckpt.native.commit import COMMIT, STEP, encode_commit, manifest_name
 from shardckpt.native.manifest_json import (
     ManifestContents,
     PartialManifest,
@@ -107,8 +107,6 @@ class SaveOptions:
     is_shared: bool = True  # all ranks write to one place; otherwise each writes on its own node
     # Called on every rank after rank 0 has committed, with the coordinator of the commit. Collective.
     after_commit: Callable[[LinkedGroup], object] | None = None
-    # Called on rank 0 with the id of the save, before anything is written.
-    on_begin: Callable[[str], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -432,7 +430,7 @@ class SaveSession:
             return _BASE_REMOVED
         if self._options.require_replaceable is not None:
             self._options.require_replaceable()
-        commit = encode_commit(contents.save, manifest, contents.files, read_branch(contents.about))
+        commit = encode_commit(contents.save, manifest, contents.files, contents.about)
         _write_file(self._publication, COMMIT, commit)
         if self._publication.is_hidden:  # as late as possible: another process may remove the run meanwhile
             require()
@@ -588,8 +586,6 @@ class SavePlanner:
     def _start(self, plan: GlobalSavePlan, build: Callable[[str], ManifestContents]) -> list[PlanResponse]:
         """Start the publication, and return the answer to each rank. On rank 0."""
         save_id, options = new_save_id(), self._options
-        if options.on_begin is not None:
-            options.on_begin(save_id)
         base = _open_base(options, plan)
         self.started = _StartedSave(plan, build(save_id), base)
         self.publication = start_publication(

@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from shardckpt.errors import CheckpointError, ShardckptError
 from shardckpt.native.run_directory import read_run
+from shardckpt.native.run_record import read_run_record
 from shardckpt.native.step_copies import (
     LOCAL,
     MEMORY,
@@ -20,8 +21,7 @@ from shardckpt.native.step_copies import (
 )
 from shardckpt.storage.resolve_url import open_store
 from shardckpt.storage.store import Store
-from shardckpt.tiers.durability.run_record import find_run_id, read_run_record
-from shardckpt.tiers.durability.tier_folder import require_own_folder
+from shardckpt.tiers.durability.tier_folder import find_run_id, require_own_folder
 from shardckpt.tiers.memory import SCHEME
 
 

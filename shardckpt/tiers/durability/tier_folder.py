@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import secrets
 
 from shardckpt.errors import CheckpointError, MissingFileError, ShardckptError, UsageError
 from shardckpt.native.run_directory import is_step_name
+from shardckpt.storage.resolve_url import local_path
 from shardckpt.storage.store import Store, read_bytes
-from shardckpt.tiers.durability.run_record import find_run_id
 
 _OWNER = ".shardckpt-tier.json"  # file of a tier's folder that names its run
 
@@ -16,6 +18,13 @@ _MAX_BYTES = 1 << 16
 
 _NO_OWNER = ("damaged", "missing")
 _OTHER_FOLDER = "choose another folder, or remove this one"
+
+
+def find_run_id(root: str) -> str:
+    """Return the id under which a run's captures are found again: equal for equal roots."""
+    path = local_path(root)
+    place = root.rstrip("/") if path is None else os.path.realpath(path)
+    return hashlib.sha256(place.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
 def require_own_folder(store: Store, root: str) -> None:

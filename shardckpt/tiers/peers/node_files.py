@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from shardckpt.encodings.typed_json import decode
 from shardckpt.errors import CheckpointError, FormatError, MissingFileError
-from shardckpt.native.commit import COMMIT, WRITTEN, Commit, is_of_save, read_commit
+from shardckpt.native.commit import COMMIT, WRITTEN, Commit, SaveMark, is_of_save, read_commit
 from shardckpt.native.run_directory import describe_missing_files, is_step_name
 from shardckpt.storage.store import Store, SubfolderStore, check_name
 
@@ -31,12 +32,13 @@ class NodeStep(NamedTuple):
     total: int  # number of files on all nodes
     files: Mapping[str, int]  # size in bytes by name, of the files on this node
     branch: int = 0
+    mark: SaveMark | None = None
     others: Mapping[str, int] = {}  # as `files`, of other saves in the folder: the step is being replaced
 
     @property
-    def order(self) -> tuple[int, str]:
-        """Position among a step's saves: node clocks differ, so the branch counts before the save's time."""
-        return self.branch, self.save
+    def order(self) -> tuple[int, int, str]:
+        """Position among a step's saves: node clocks differ, so the save's time counts last."""
+        return self.branch, 0 if self.mark is None else self.mark.sequence, self.save
 
     def select(self, save: str) -> NodeStep | None:
         """Return a save's files, even if this node has committed another save; None without any."""
@@ -68,7 +70,7 @@ class NodeReport:
             urls = {str(tier): str(url) for tier, url in node[4].items()}
             faults = {str(folder): str(fault) for each in rest for folder, fault in each.items()}
             found = {str(folder): _decode_step(step) for folder, step in steps.items()}
-        except (ValueError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        except (ValueError, TypeError, AttributeError, IndexError, RecursionError, CheckpointError) as error:
             raise FormatError("a node's report of its files is damaged", found=f"{len(data)} bytes") from error
         for folder, step in found.items():
             for each in (folder, *step.files, *step.others):
@@ -77,9 +79,9 @@ class NodeReport:
 
 
 def _decode_step(step: Any) -> NodeStep:
-    save, total, files, branch, others = step
+    save, total, files, branch, mark, others = step
     held, other = ({str(name): int(size) for name, size in each.items()} for each in (files, others))
-    return NodeStep(str(save), int(total), held, int(branch), other)
+    return NodeStep(str(save), int(total), held, int(branch), None if mark is None else decode(SaveMark, mark), other)
 
 
 def report_files(store: Store, node: Node, folders: Iterable[str] | None = None) -> NodeReport:
@@ -110,7 +112,7 @@ def _find_held(commit: Commit, sizes: Mapping[str, int]) -> NodeStep:
     held = {name: size for name, size in expected.items() if sizes.get(name) == size}
     # Files of another save count if some node has its `COMMIT`: until each node has the new marks there are two saves.
     others = {name: size for name, size in sizes.items() if name not in expected and WRITTEN.fullmatch(name)}
-    return NodeStep(commit.save, len(expected), held, commit.branch, others)
+    return NodeStep(commit.save, len(expected), held, commit.branch, commit.mark, others)
 
 
 class FileCopies(NamedTuple):
@@ -205,14 +207,15 @@ class NodeCatalog:
         return max(self.files, key=rank_step, default=folder)
 
 
-def find_doubled(reports: Sequence[NodeReport]) -> dict[str, list[str]]:
-    """Return the folders of steps with several complete saves, and the save ids."""
-    first = [reports[members[0]] for members in _group_ranks(reports).values()]
-    found = {}
-    for folder, held in _group_steps(first).items():
-        complete = [save for save, parts in _group_saves(held).items() if _is_complete(parts)]
-        found.update({folder: complete} if len(complete) > 1 else {})
-    return found
+def find_saves_of_run(reports: Sequence[NodeReport], find_run: Callable[[], str]) -> dict[str, list[str]]:
+    """Return a run's saves by the folder's name, where nodes have different saves."""
+    held = {folder: [step for _, step in steps] for folder, steps in _group_steps(reports).items()}
+    doubled = {folder: steps for folder, steps in held.items() if len({step.save for step in steps}) > 1}
+    run = find_run() if doubled else ""
+    return {
+        folder: [step.save for step in steps if step.mark is not None and step.mark.run == run]
+        for folder, steps in doubled.items()
+    }
 
 
 def find_sharing_hosts(reports: Sequence[NodeReport]) -> list[str]:

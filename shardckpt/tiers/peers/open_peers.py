@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from shardckpt.errors import ShardckptError
-from shardckpt.native.run_directory import AFTER, StepFolder, read_about
 from shardckpt.ranks.linked_group import LinkedGroup
 from shardckpt.ranks.process_group import get_ranks
 from shardckpt.storage.resolve_url import mount_store
@@ -26,14 +25,12 @@ from shardckpt.tiers.peers.known_files import (
     collect_files,
     find_files,
 )
-from shardckpt.tiers.peers.node_files import Node, NodeCatalog, NodeReport, find_doubled, report_files
+from shardckpt.tiers.peers.node_files import Node, NodeCatalog, NodeReport, find_saves_of_run, report_files
 from shardckpt.tiers.peers.peer_exchange import LoneExchange, PeerExchange, PieceExchange
 from shardckpt.tiers.peers.peer_store import PeerStore
 from shardckpt.tiers.peers.tier_files import FileReader, TierFiles
 
 _LOG = logging.getLogger("shardckpt")
-
-_DOUBLED = b"doubled\n"  # starts the answer that nodes have several saves of one step
 
 
 class NodeTier(NamedTuple):
@@ -88,15 +85,11 @@ class OpenedTiers(NamedTuple):
         return SharedFaults(files, [(name.split("/")[1], *fault) for (_, name), fault in merged.items()])
 
 
-# Returns which complete saves of one step may count, from the text of `AFTER` by save id.
-ChooseSaves = Callable[[Mapping[str, str]], Sequence[str]]
-
-
 @contextmanager
 def open_peers(
-    tiers: Sequence[NodeTier], node: Node, group: dist.ProcessGroup | None, choose: ChooseSaves = list
+    tiers: Sequence[NodeTier], node: Node, group: dist.ProcessGroup | None, find_run: Callable[[], str] = str
 ) -> Iterator[OpenedTiers]:
-    """Open each tier's path or URL as one store with all nodes' files. Collective."""
+    """Open each tier's path or URL as one store with all nodes' files; prefer a run's saves. Collective."""
     # Each rank reads files for the others until the end of the context, which all ranks must reach.
     ranks = get_ranks(group)
     own = TierFiles({tier.name: store for tier in tiers if (store := tier.open_own()) is not None})
@@ -110,7 +103,7 @@ def open_peers(
             for folder, fault in each.faults.items()
         },
     )
-    shared = share_files(ranks, own, report, tiers, DoubledSteps(partial(_read_after, own), choose))
+    shared = share_files(ranks, own, report, tiers, find_run)
     if shared.is_alone and all(len(sources) < 2 for each in shared.known.values() for sources in each.sources.values()):
         yield OpenedTiers(shared.node, {}, shared.faults)  # files are read where they are
         return
@@ -163,62 +156,26 @@ class SharedFiles(NamedTuple):
     faults: Sequence[NodeFault]  # on rank 0
 
 
-class DoubledSteps(NamedTuple):
-    """Chooses between different saves of the same step."""
-
-    read: Callable[[str], str] = str  # returns the text of `AFTER` of this node's save, by the folder's name
-    choose: ChooseSaves = list  # on rank 0
-
-
-def _read_after(own: TierFiles, folder: str) -> str:
-    """Return the text of `AFTER` in this node's save in a folder; empty if it cannot be read."""
-    tier, _, name = folder.partition("/")
-    try:
-        return read_about(own.stores[tier], StepFolder(int(name.rpartition("-")[2]), name)).get(AFTER, "")
-    except ShardckptError:
-        return ""
-
-
 def share_files(
     coordinator: LinkedGroup,
     own: FileReader,
     report: NodeReport,
     tiers: Sequence[NodeTier],
-    doubled: DoubledSteps = DoubledSteps(),  # noqa: B008  (immutable)
+    find_run: Callable[[], str] = str,
 ) -> SharedFiles:
     """Share which steps the nodes have; rank 0 gets all nodes' files. Collective."""
     # Other ranks ask rank 0 for files that they need: so the answer does not grow with the number of nodes.
     merged: NodeCatalog | None = None
     faults: list[NodeFault] = []
-    reports: list[NodeReport] = []
 
     def decide(messages: list[bytes]) -> list[bytes]:
-        nonlocal reports
-        reports = [NodeReport.decode(message) for message in messages]
-        folders = [*find_doubled(reports)]
-        return [_DOUBLED + json.dumps(folders).encode()] * len(messages) if folders else answer_all({})
-
-    def compare(messages: list[bytes]) -> list[bytes]:
-        texts: dict[str, dict[str, str]] = {}
-        for message in messages:
-            for folder, (save, after) in json.loads(message).items():
-                if after:  # another node may read what this one cannot
-                    texts.setdefault(folder, {}).setdefault(save, after)
-        wanted = {}
-        for folder, saves in find_doubled(reports).items():
-            wanted[folder] = doubled.choose({save: texts.get(folder, {}).get(save, "") for save in saves})
-        return answer_all(wanted)
-
-    def answer_all(wanted: Mapping[str, Sequence[str]]) -> list[bytes]:
         nonlocal merged, faults
-        merged, faults = NodeCatalog.from_reports(reports, wanted), list_node_faults(reports)
+        reports = [NodeReport.decode(message) for message in messages]
+        merged = NodeCatalog.from_reports(reports, find_saves_of_run(reports, find_run))
+        faults = list_node_faults(reports)
         return _encode_answers(merged, tiers)
 
     answer = coordinator.ask_rank0("finding files on all nodes", report.encode(), decide)
-    if answer.startswith(_DOUBLED):  # nodes have several saves of one step
-        folders = [folder for folder in json.loads(answer.removeprefix(_DOUBLED)) if folder in report.steps]
-        held = {folder: (report.steps[folder].save, doubled.read(folder)) for folder in folders}
-        answer = coordinator.ask_rank0("comparing saves of steps on all nodes", json.dumps(held).encode(), compare)
     line, text = answer.split(b"\n")
     (node, first_rank), (count, urls, shared) = map(int, line.split()), json.loads(text)
     is_alone = count == 1

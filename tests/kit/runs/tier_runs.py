@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 import shardckpt
 from shardckpt import Checkpointer
 from shardckpt.results import RunCaptures
-from shardckpt.tiers.durability.run_record import find_run_id
+from shardckpt.tiers.durability.tier_folder import find_run_id
 from shardckpt.tiers.memory import lease, memory_store, run_folders
 
 NODES = "abcd"

@@ -194,8 +194,10 @@ class NameCalls:
             yield found
 
     def mkdir(self, path: str, mode: int = 0o777) -> None:
-        """Create a folder."""
+        """Create a folder; one that exists is told before a full disk is."""
         del mode
+        if self.path.exists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
         where = self._enter("mkdir", path)
         self.find_disk(where).make_folder(where, self._scheduler.clock)
 

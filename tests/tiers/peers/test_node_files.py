@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 import shardckpt
 from shardckpt.errors import FormatError, UnsafeError
+from shardckpt.native.commit import SaveMark
 from shardckpt.storage.local import LocalStore
-from shardckpt.tiers.peers.node_files import Node, NodeCatalog, NodeReport, NodeStep, find_doubled, report_files
+from shardckpt.tiers.peers.node_files import Node, NodeCatalog, NodeReport, NodeStep, find_saves_of_run, report_files
 
 FOLDER = "step-00000001"
 NAMES = [f"{number}.safetensors" for number in range(4)]
@@ -64,11 +65,23 @@ def test_of_several_complete_saves_of_a_step_a_wanted_one_counts_whatever_its_br
     )
     other = NodeReport(Node("b", "b"), {FOLDER: NodeStep("0001", 1, {"y": 1}), "else": NodeStep("2", 2, {"y": 1})})
     reports = [first, first, other]
-    assert find_doubled(reports) == {FOLDER: ["0002", "0001"]}, "of the other step one save is complete"
     assert NodeCatalog.from_reports(reports).saves == {FOLDER: "0002", "else": "1"}
     assert NodeCatalog.from_reports(reports, {FOLDER: ["0001"]}).saves == {FOLDER: "0001", "else": "1"}
     for wanted in (["0001", "0002"], ["0003"], []):
         assert NodeCatalog.from_reports(reports, {FOLDER: wanted}).saves[FOLDER] == "0002"
+
+
+def test_of_several_saves_of_a_step_the_runs_are_wanted():
+    def report(node: str, **steps: tuple[str, str]) -> NodeReport:
+        made = {name: NodeStep(save, 1, {"x": 1}, mark=SaveMark(run, "0", 1)) for name, (save, run) in steps.items()}
+        return NodeReport(Node(node, node), made)
+
+    same = [report("a", one=("1", "0")), report("b", one=("1", "0"))]
+    assert find_saves_of_run(same, lambda: pytest.fail("nobody has to look for the run")) == {}
+    doubled = [*same, report("c", one=("2", "f"), two=("1", "0"))]
+    assert find_saves_of_run(doubled, lambda: "f") == {"one": ["2"]}
+    assert find_saves_of_run(doubled, lambda: "0") == {"one": ["1", "1"]}
+    assert find_saves_of_run([NodeReport.decode(each.encode()) for each in doubled], lambda: "f") == {"one": ["2"]}
 
 
 OLD, NEW = "0mwzeuyy4tiuc2l", "0mwzeuyy5tiuc2l"

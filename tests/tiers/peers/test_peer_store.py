@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt.errors import ChecksumError, MissingFileError, StorageError, TruncatedError
-from shardckpt.native.commit import COMMIT, decode_commit, encode_commit, read_commit
+from shardckpt.native.commit import COMMIT, SaveMark, decode_commit, encode_commit, read_commit
 from shardckpt.native.verified_store import Hashed, VerifiedStore
 from shardckpt.ranks.process_group import get_ranks
 from shardckpt.storage.local import LocalStore
@@ -23,7 +22,7 @@ from shardckpt.storage.store import Read, SubfolderStore, read_bytes
 from shardckpt.tiers.peers import exchange_round
 from shardckpt.tiers.peers.known_files import KnownFiles, SharedStep, find_files
 from shardckpt.tiers.peers.node_files import Node, NodeCatalog, NodeReport, NodeStep
-from shardckpt.tiers.peers.open_peers import DoubledSteps, NodeTier, share_files
+from shardckpt.tiers.peers.open_peers import NodeTier, share_files
 from shardckpt.tiers.peers.peer_exchange import PeerExchange
 from shardckpt.tiers.peers.peer_store import PeerStore
 from shardckpt.tiers.peers.tier_files import TierFiles
@@ -58,28 +57,27 @@ def join(rank: int, root: Path, nodes: str, held: dict[str, list[int]]) -> tuple
     return store, exchange
 
 
-def test_rank_0_chooses_among_the_complete_saves_of_a_step_that_nodes_have(tmp_path):
-    saves, seen = {"a": "0002", "b": "0001"}, []
+def test_of_several_saves_of_a_step_that_nodes_have_rank_0_chooses_the_runs(tmp_path):
+    saves, asked = {"a": "0002", "b": "0001"}, []
 
-    def choose(positions: Mapping[str, str]) -> list[str]:
-        seen.append(dict(positions))
-        return ["0001"]
+    def find_run() -> str:
+        asked.append(1)
+        return "b"
 
     def body(rank: int, world: int) -> tuple:
         node = "aab"[rank]
-        step = NodeStep(saves[node], 1, {f"{node}.safetensors": 5}, branch=1 if node == "a" else 0)
+        mark = SaveMark(node, "0", 1)
+        step = NodeStep(saves[node], 1, {f"{node}.safetensors": 5}, branch=1 if node == "a" else 0, mark=mark)
         report = NodeReport(Node(node, node), {f"memory/{FOLDER}": step})
-        doubled = DoubledSteps(lambda folder: f"{folder} of {node}" if rank else "", choose)  # rank 0 cannot read it
         own, tiers = TierFiles({}), [NodeTier("memory", "url", lambda: None)]
-        shared = share_files(get_ranks(None), own, report, tiers, doubled)
+        shared = share_files(get_ranks(None), own, report, tiers, find_run)
         known, name = shared.known["memory"], f"{FOLDER}/b.safetensors"
         known.learn([name], shared.find)
-        return seen, known.sources, known.find(name) is not None
+        return len(asked), known.sources, known.find(name) is not None
 
     found = run(3, body)
-    folder = f"memory/{FOLDER}"
-    assert found[0][0] == [{"0002": f"{folder} of a", "0001": f"{folder} of b"}] and not found[1][0]
-    assert [each[1] for each in found] == [{FOLDER: (folder,)}] * 3 and found[0][2] and found[2][2]
+    assert [each[0] for each in found] == [1, 0, 0]
+    assert [each[1] for each in found] == [{FOLDER: (f"memory/{FOLDER}",)}] * 3 and found[0][2] and found[2][2]
 
 
 def test_ranks_read_files_of_all_nodes_and_only_those_of_others_cross_the_network(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 
 from shardckpt.events import WithdrawalEvent
 from shardckpt.native.step_copies import StepCopy
-from shardckpt.tiers.lineage.claims import DurabilityClaims
+from shardckpt.tiers.durability.claims import DurabilityClaims
 
 MEMORY = StepCopy("memory", "memory/step-00000001", ("process", "node"), None, save="1")
 LOCAL = StepCopy("local", "local/step-00000001", ("process",), None, save="1")

@@ -1,1 +1,0 @@
-"""Saves that belong to this run: starts, attempts, claims and the position of the root."""

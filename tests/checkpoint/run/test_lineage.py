@@ -1,0 +1,176 @@
+"""The starts of a run: their epochs, their marks, and what happens if the root loses the record."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from shardckpt import Checkpointer
+from shardckpt.checkpoint.run.lineage import Lineage
+from shardckpt.checkpoint.run.step_finder import StepFinder
+from shardckpt.errors import StorageError
+from shardckpt.native.commit import SaveMark, read_save_mark
+from shardckpt.native.run_directory import RECORD, RunDirectory, StepFolder, read_run
+from shardckpt.native.run_record import RunRecord, RunStart, read_run_record, write_run_record
+from shardckpt.storage.local import LocalStore
+
+EMPTY = RunDirectory((), ())
+
+
+def start(root: Path, **options: object) -> Lineage:
+    """Start a process of a run with tiers."""
+    return Lineage(StepFinder(root, None), None, options.pop("max_failed", None), has_tiers=True, **options)
+
+
+def read(root: Path) -> RunRecord:
+    return read_run_record(LocalStore(str(root)))
+
+
+def make_capture(branch: int, number: int, mark: str) -> StepFolder:
+    return StepFolder(number, f"step-{number:08d}", mark, branch, read_save_mark({"run.mark": mark}))
+
+
+def test_each_start_that_saves_has_a_later_epoch_and_the_same_run(tmp_path):
+    starts = [start(tmp_path) for _ in range(3)]
+    assert [each.open_epoch(0) for each in starts] == [1, 2, 3]
+    assert [each.open_epoch(0) for each in starts] == [1, 2, 3], "until it restores"
+    assert len({each.run for each in starts}) == 1
+    assert [each.is_completed for each in read(tmp_path).starts] == [True] * 3
+
+
+def test_an_epoch_is_later_than_all_steps_that_were_seen(tmp_path):
+    assert start(tmp_path).open_epoch(7) == 8
+    assert start(tmp_path).open_epoch(2) == 9
+
+
+def test_a_start_that_restored_counts_as_failed_until_a_further_step_is_completed(tmp_path):
+    lineage = start(tmp_path)
+    lineage.record_restore((1, 5), 1)
+    assert read(tmp_path).starts[-1][1:] == (2, (1, 5), False)
+    lineage.record_completed(5)
+    assert not read(tmp_path).starts[-1].is_completed
+    lineage.record_completed(6)
+    assert read(tmp_path).starts[-1][1:] == (2, (1, 5), True)
+    assert lineage.open_epoch(1) == 2, "it was opened by the restore"
+
+
+def test_a_process_that_restores_again_has_a_new_epoch(tmp_path):
+    lineage = start(tmp_path, max_failed=0)
+    assert lineage.open_epoch(0) == 1
+    lineage.record_restore((1, 5), 1)
+    assert read(tmp_path).last_epoch == 1, "nothing is counted, so the next save opens it"
+    assert lineage.open_epoch(1) == 2
+    assert read(tmp_path).starts[-1].restored == (1, 5)
+
+
+def test_marks_of_one_start_are_numbered_and_those_of_two_starts_differ(tmp_path):
+    first, second = start(tmp_path), start(tmp_path)
+    for each in (first, second):
+        each.open_epoch(0)
+    marks = [read_save_mark({"run.mark": each.make_mark()}) for each in (first, first, second)]
+    assert [mark.sequence for mark in marks] == [1, 2, 1]
+    assert len({mark.run for mark in marks}) == 1 and marks[0].start == marks[1].start != marks[2].start
+
+
+@pytest.mark.parametrize(
+    "text", ["", "x", "ab.cd", "ab.cd.x", "AB.cd.1", "ab.cd.1.2", "ab.cd." + "9" * 10, f"{'a' * 33}.b.1"]
+)
+def test_other_text_than_a_mark_is_none(text):
+    assert read_save_mark({"run.mark": text}) is None
+    assert read_save_mark({"run.mark": SaveMark("ab", "cd", 3).encode()}) == SaveMark("ab", "cd", 3)
+
+
+def test_a_run_without_tiers_has_no_record_and_numbers_branches_by_its_steps(tmp_path):
+    lineage = Lineage(StepFinder(tmp_path, None), None, None, has_tiers=False)
+    assert lineage.open_epoch(4) == 4 and lineage.make_mark() == ""
+    assert read(tmp_path) == RunRecord()
+
+
+def test_a_process_without_tiers_takes_part_in_a_run_that_has_a_record(tmp_path):
+    start(tmp_path).open_epoch(0)
+    ck = Checkpointer(tmp_path)
+    ck.save(3, {"x": 3})
+    ck.save(4, {"x": 4})
+    steps = read_run(LocalStore(str(tmp_path))).steps
+    assert [step.order for step in steps] == [(2, 3), (2, 4)]
+    assert {step.mark.run for step in steps} == {read(tmp_path).run}
+
+
+def test_a_start_in_an_emptied_root_is_a_new_run_with_later_epochs(tmp_path):
+    first = start(tmp_path)
+    first.open_epoch(0)
+    first.note_root_step(5)
+    old = make_capture(9, 5, first.make_mark())
+    second = start(tmp_path)
+    assert second.start_restore(EMPTY, [old]) not in ("", first.run)
+    assert second.open_epoch(9) == 10
+    assert read(tmp_path).run == second.run and len(read(tmp_path).starts) == 1
+
+
+def test_two_processes_that_start_a_run_at_once_are_in_one_run(tmp_path):
+    first, second = start(tmp_path), start(tmp_path)
+    for each in (first, second):
+        each.start_restore(EMPTY)
+    assert [each.open_epoch(0) for each in (first, second)] == [1, 2]
+    assert first.run == second.run == read(tmp_path).run
+
+
+def test_a_record_that_somebody_removed_is_written_again(tmp_path):
+    lineage = start(tmp_path, local="/nvme")
+    lineage.open_epoch(0)
+    before = read(tmp_path)
+    (tmp_path / RECORD).unlink()
+    lineage.look()
+    assert lineage.open_epoch(0) == 1
+    assert read(tmp_path) == before and before.local == "/nvme"
+
+
+def test_a_record_of_a_new_run_is_left_to_it(tmp_path):
+    lineage = start(tmp_path)
+    lineage.open_epoch(0)
+    other = RunRecord("abc", starts=(RunStart("d", 1, None),))
+    write_run_record(LocalStore(str(tmp_path)), other)
+    lineage.follow(EMPTY)
+    assert read(tmp_path) == other
+    assert lineage.select_found_again([make_capture(1, 5, lineage.make_mark())], EMPTY) == []
+
+
+def test_captures_are_found_again_unless_the_run_left_their_course(tmp_path):
+    first = start(tmp_path)
+    first.open_epoch(0)
+    captures = [make_capture(1, number, first.make_mark()) for number in (5, 9)]
+    assert first.select_found_again(captures, EMPTY) == captures
+    second = start(tmp_path, max_failed=0)
+    second.start_restore(EMPTY)
+    second.record_restore((1, 5), 1)
+    second.open_epoch(1)
+    assert first.select_found_again(captures, EMPTY) == captures[:1]
+    second.note_root_step(6)
+    assert first.select_found_again(captures, EMPTY) == []
+
+
+def test_a_root_that_takes_no_record_refuses_the_epoch_and_not_the_restore(tmp_path, monkeypatch, caplog):
+    lineage = start(tmp_path)
+
+    def refuse(self, name: str):
+        raise StorageError("read only")
+
+    monkeypatch.setattr(LocalStore, "create", refuse)
+    lineage.start_restore(EMPTY)
+    lineage.record_restore((1, 5), 1)
+    assert "is not recorded" in caplog.text
+    with pytest.raises(StorageError, match="read only"):
+        lineage.open_epoch(1)
+
+
+def test_steps_in_the_root_keep_the_run_if_the_record_is_gone(tmp_path):
+    lineage = start(tmp_path)
+    lineage.open_epoch(0)
+    root = RunDirectory((make_capture(1, 5, lineage.make_mark()),), ())
+    shutil.rmtree(tmp_path)
+    later = start(tmp_path)
+    assert later.start_restore(root) == lineage.run
+    later.open_epoch(1)
+    assert read(tmp_path).run == lineage.run and read(tmp_path).is_rooted
