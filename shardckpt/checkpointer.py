@@ -14,9 +14,9 @@ from typing_extensions import Unpack
 from shardckpt.checkpoint.load.load import LoadParams, load
 from shardckpt.checkpoint.run.lineage import Lineage
 from shardckpt.checkpoint.run.save_schedule import SaveSchedule, StepRetention, require_signals
-from shardckpt.checkpoint.run.step_finder import StepFinder, require_step_number
+from shardckpt.checkpoint.run.step_finder import StepFinder, find_root, require_step_number
 from shardckpt.checkpoint.run.step_restore import RestoredStep, restore_step, warn_of_faults
-from shardckpt.checkpoint.run.step_saver import StepSaver, check_options, join_on_event
+from shardckpt.checkpoint.run.step_saver import NoCaptures, StepSaver, check_options, join_on_event
 from shardckpt.checkpoint.save.async_save import AsyncSaveParams
 from shardckpt.checkpoint.save.handle import SaveHandle
 from shardckpt.checkpoint.save.save import SaveParams
@@ -27,6 +27,7 @@ from shardckpt.native.step_copies import Durability, require_durable
 from shardckpt.plan.retention import Retention, RetentionParams
 from shardckpt.ranks.process_group import get_ranks
 from shardckpt.tiers.capture_tier import CaptureTier
+from shardckpt.tiers.captures import Captures
 from shardckpt.tiers.durability.claims import DurabilityClaims
 from shardckpt.tiers.local_folder import Local
 from shardckpt.tiers.local_tier import LocalTier
@@ -34,7 +35,6 @@ from shardckpt.tiers.memory_tier import MemoryTier
 from shardckpt.tiers.peer_memory import PeerMemory
 from shardckpt.tiers.promoter import Promoter
 from shardckpt.tiers.tiered_finder import TieredFinder
-from shardckpt.tiers.tiered_saver import TieredSaver
 from shardckpt.witness.witness import Witness
 from shardckpt.witness.witness_session import NoWitness, open_session
 
@@ -102,19 +102,11 @@ class Checkpointer:
         require_bools(dedup=dedup)
         require_on_event(on_event)
         settings = require_tiers(tiers, save_every)
-        self._schedule = SaveSchedule(save_every, [tier.every for tier in settings])
         kept = Retention.from_params("Checkpointer", **rules)
-        self._finder, self._saver, self._retention, self._witness, self._lineage = build_run(
-            root,
-            process_group,
-            kept,
-            self._schedule,
-            settings,
-            witness,
-            dedup=dedup,
-            on_event=on_event,
-            max_failed=max_failed_restores,
+        parts = build_run(
+            root, process_group, kept, settings, witness, (save_every, dedup, max_failed_restores), on_event
         )
+        self._finder, self._schedule, self._saver, self._retention, self._witness = parts
         self._on_event, self._claims = on_event, DurabilityClaims(self._finder, on_event)
         self.root, self._group = self._finder.root, process_group
         self._arguments = {"save_every": save_every, "dedup": dedup, "tiers": tiers, "witness": witness, **rules}
@@ -254,8 +246,7 @@ class Checkpointer:
     def _note_restored(self, restored: RestoredStep, state: Any) -> int:
         """Record that a step was restored; return its number. Collective."""
         save = restored.save if restored.finder is self._finder else ""
-        self._saver.record_restore(restored.number, restored.branch, save)
-        self._lineage.record_restore(restored.order, restored.branch)
+        self._saver.record_restore(restored.number, restored.order, restored.branch, save)
         self._witness.start_comparison(restored, state)
         return restored.number
 
@@ -383,49 +374,46 @@ class RunParts(NamedTuple):
     """The parts that make up a `Checkpointer`."""
 
     finder: StepFinder
-    saver: StepSaver | TieredSaver
+    schedule: SaveSchedule
+    saver: StepSaver
     retention: StepRetention  # of the root
     witness: NoWitness
-    lineage: Lineage
 
 
 def build_run(
     root: str | os.PathLike[str],
     group: dist.ProcessGroup | None,
     rules: Retention,
-    schedule: SaveSchedule,
     settings: Sequence[TierSettings],
     witness: Witness | None,
-    *,
-    dedup: bool,
+    numbers: tuple[int | None, bool, int | None],  # `save_every`, `dedup`, `max_failed_restores`
     on_event: OnEvent | None,
-    max_failed: object,
 ) -> RunParts:
     """Build a run's parts, with or without tiers."""
-    finder = StepFinder(root, group)
-    tiers = [build_tier(each, finder.root, group, on_event) for each in settings]
+    save_every, dedup, max_failed = numbers
+    folder, promoter = find_root(root), Promoter(on_event)
+    tiers = [build_tier(each, folder, group, on_event, promoter) for each in settings]
     local = next((tier.place.finder.root for tier in tiers if isinstance(tier, LocalTier)), "")
-    lineage = Lineage(finder, on_event, max_failed, has_tiers=bool(tiers), local=local)
-    tiered = TieredFinder(root, group, [tier.place for tier in tiers], lineage) if tiers else None
-    finder = tiered or finder
-    finder.find_failed, schedule.on_completed = lineage.find_failed, lineage.record_completed
-    retention = StepRetention(rules, finder, on_event)
-    saver = StepSaver(finder, retention, schedule, lineage, dedup=dedup, on_event=on_event)
-    session = open_session(witness, finder, on_event)
-    saver.on_saved = session.start_record
-    if tiered is None:
-        return RunParts(finder, saver, retention, session, lineage)
-    tiered_saver = TieredSaver(saver, schedule, tiers, tiered, lineage, Promoter(on_event), session.start_record)
-    return RunParts(finder, tiered_saver, retention, session, lineage)
+    lineage = Lineage(folder, group, on_event, max_failed, has_tiers=bool(tiers), local=local)
+    schedule = SaveSchedule(save_every, [tier.every for tier in tiers], lineage.record_completed)
+    finder, captures = StepFinder(folder, group, lineage), NoCaptures()
+    if tiers:
+        finder = tiered = TieredFinder(folder, group, [tier.place for tier in tiers], lineage)
+        captures = Captures(tiers, schedule, tiered, lineage, promoter)
+    retention, session = StepRetention(rules, finder, on_event), open_session(witness, finder, on_event)
+    saver = StepSaver(
+        finder, retention, schedule, lineage, captures, session.start_record, dedup=dedup, on_event=on_event
+    )
+    return RunParts(finder, schedule, saver, retention, session)
 
 
 def build_tier(
-    settings: TierSettings, root: str, group: dist.ProcessGroup | None, on_event: OnEvent | None
+    settings: TierSettings, root: str, group: dist.ProcessGroup | None, on_event: OnEvent | None, promoter: Promoter
 ) -> CaptureTier:
     """Build the tier for some settings."""
     if isinstance(settings, Local):
-        return LocalTier(settings, root, group, on_event)
-    return MemoryTier(settings, root, group, on_event)
+        return LocalTier(settings, root, group, on_event, promoter.list_promoted)
+    return MemoryTier(settings, root, group, on_event, promoter.list_promoted)
 
 
 TierSettings: TypeAlias = PeerMemory | Local

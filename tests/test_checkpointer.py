@@ -1475,15 +1475,15 @@ def test_so_does_one_on_a_store_without_rename(how, monkeypatch):
 
 
 def test_the_matrix_is_red_where_steps_are_removed_before_the_new_one_is_there(monkeypatch):
-    save = step_saver.save
+    save = step_saver.save_with
 
-    def early(state: object, path: str, **options: object) -> None:
+    def early(hooks: object, state: object, path: str, options: object) -> None:
         if path.endswith(step_name(3)):
             store = FsspecStore("bucket://b/run")
             delete_steps(store, read_run(store), [step_name(1), step_name(2)])
-        save(state, path, **options)
+        save(hooks, state, path, options)
 
     monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.0)
-    monkeypatch.setattr(step_saver, "save", early)
+    monkeypatch.setattr(step_saver, "save_with", early)
     with pytest.raises(AssertionError, match="nothing is left"):
         bucket_matrix("killed")

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from shardckpt.checkpoint.run.save_schedule import StepRetention
 from shardckpt.checkpoint.save.async_save import SaveLane, start_async_save
 from shardckpt.checkpoint.save.handle import StepTask
-from shardckpt.checkpoint.save.save import RunNotes, SaveParams
+from shardckpt.checkpoint.save.save import SaveParams
+from shardckpt.checkpoint.save.session import SaveHooks
 from shardckpt.checkpoint.save.staging import LEAST_BUDGET_BYTES, default_budget
 from shardckpt.errors import RankError, ShardckptError, StorageError, UsageError, describe
 from shardckpt.events import (
@@ -69,6 +70,7 @@ class CaptureTier(ABC):
         group: Ranks that save; None for all ranks.
         on_event: Called with capture events; None without a callback.
         copies: How many other machines keep a copy of each capture.
+        list_needed: Returns the steps of a tier that retention must not delete. On ranks that act for nodes.
 
     Attributes:
         place: The tier as restores and claims see it.
@@ -77,7 +79,6 @@ class CaptureTier(ABC):
         promoted: Steps that this node has copied to the tier, if each node has a part.
         is_spread: Whether the last capture was on several nodes, each with a part.
         pending: The last capture; None once it was settled.
-        list_needed: Returns the steps that retention must not delete. On ranks that act for nodes.
     """
 
     def __init__(
@@ -90,10 +91,10 @@ class CaptureTier(ABC):
         group: dist.ProcessGroup | None,
         on_event: OnEvent | None,
         copies: int = 0,
+        list_needed: Callable[[CaptureTier], Collection[int]] = lambda _: (),
     ) -> None:
-        self.place, self.every = place, every
+        self.place, self.every, self._list_needed = place, every, list_needed
         self._shown, self._lane, self._group, self._on_event = shown, lane, group, on_event
-        self.list_needed: Callable[[], Collection[int]] = tuple
         self._started: int | None = None
         self._retention = StepRetention(rules, place.finder, on_event, lambda: _list_kept(self))
         self._parts = NodeRetention(rules, place.open_own, place.finder.damaged, place.finder.removed)
@@ -207,7 +208,7 @@ class CaptureTier(ABC):
         self,
         number: int,
         state: Any,
-        notes: RunNotes,
+        hooks: SaveHooks,
         options: Mapping[str, Any],
         share: NodeShare,
         on_committed: Callable[[int], object],
@@ -217,7 +218,7 @@ class CaptureTier(ABC):
         Args:
             number: Step number.
             state: As for `shardckpt.save`.
-            notes: Custom metadata.
+            hooks: What the save adds and calls.
             options: Options for `shardckpt.async_save` that apply to the copy.
             share: This rank's part.
             on_committed: Called with the step number once the capture is complete, on each rank that acts for its node.
@@ -228,14 +229,13 @@ class CaptureTier(ABC):
         has_retention = get_ranks(self._group).rank == 0 and share.nodes == 1
 
         def finish(coordinator: LinkedGroup) -> None:
-            if share.is_first and notes.require_replaceable is not None:
-                notes.require_replaceable()
+            if share.is_first and hooks.before_commit is not None:
+                hooks.before_commit()
             self.finish(coordinator, number, share)
             if share.is_first:
                 on_committed(number)
 
-        if share.nodes > 1:
-            notes.is_shared, notes.after_commit = False, finish
+        asked = hooks._replace(is_shared=False, after_commit=finish) if share.nodes > 1 else hooks
 
         def on_event(event: OperationEvent) -> None:
             deliver(event, self._on_event)
@@ -245,13 +245,12 @@ class CaptureTier(ABC):
 
         given: SaveParams = {
             "overwrite": True,
-            "custom_metadata": notes,
             "process_group": self._group,
             "on_event": on_event,
         }
         self._started = number
         try:
-            handle = start_async_save(self._lane, state, self.target(number), given, **_limit_staging(options))
+            handle = start_async_save(self._lane, asked, state, self.target(number), given, **_limit_staging(options))
         except Exception as error:
             self._started = None
             if has_lost_rank(self._group) or not _is_fault_of_tier(get_ranks(self._group), error):
@@ -349,7 +348,7 @@ def _list_kept(tier: CaptureTier) -> set[int]:
     started, pending = tier._started, tier.pending
     # The folder of a step that is captured again has files of its earlier save.
     running = [] if pending is None or pending.handle.done() else [pending.number]
-    return {*tier.list_needed(), *running, *([] if started is None else [started])}
+    return {*tier._list_needed(tier), *running, *([] if started is None else [started])}
 
 
 class _CaptureAttempts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -28,7 +28,7 @@ class LocalFinder(PartFinder):
     """Finds steps in a tier's folder, and refuses another run's folder."""
 
     def __init__(self, config: Local, root: str, group: dist.ProcessGroup | None) -> None:
-        super().__init__(config.folder, group)
+        super().__init__(config.folder, group, tier=LOCAL)
         self._folder, self._root_of_run = config.folder, root
         self._is_opened = False
 
@@ -59,13 +59,22 @@ class LocalFinder(PartFinder):
 class LocalTier(CaptureTier):
     """A run's captures in a local folder."""
 
-    def __init__(self, config: Local, root: str, group: dist.ProcessGroup | None, on_event: OnEvent | None) -> None:
+    def __init__(
+        self,
+        config: Local,
+        root: str,
+        group: dist.ProcessGroup | None,
+        on_event: OnEvent | None,
+        list_needed: Callable[[CaptureTier], Collection[int]] = lambda _: (),
+    ) -> None:
         config.require_apart(root)
         self._folder, self._root, self._rack = config.folder, root, config.rack
         finder = LocalFinder(config, root, group)
         place = TierPlace(LOCAL, finder, lambda: True, self._find_place, finder.open_own)
         shown = escape(config.folder)
-        super().__init__(place, shown, LOCAL_CAPTURES, config.every, config.rules, group, on_event, config.copies)
+        super().__init__(
+            place, shown, LOCAL_CAPTURES, config.every, config.rules, group, on_event, config.copies, list_needed
+        )
 
     def open_node(self) -> None:
         """Claim the folder for this run."""

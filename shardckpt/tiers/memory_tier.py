@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Collection
 
 import torch.distributed as dist
 
@@ -33,13 +34,18 @@ class MemoryTier(CaptureTier):
     """A run's captures in a folder of this node's memory."""
 
     def __init__(
-        self, config: PeerMemory, root: str, group: dist.ProcessGroup | None, on_event: OnEvent | None
+        self,
+        config: PeerMemory,
+        root: str,
+        group: dist.ProcessGroup | None,
+        on_event: OnEvent | None,
+        list_needed: Callable[[CaptureTier], Collection[int]] = lambda _: (),
     ) -> None:
         self._config, self._run, self._has_warned = config, find_run_id(root), False
-        finder = PartFinder(f"{SCHEME}://{self._run}", group)
+        finder = PartFinder(f"{SCHEME}://{self._run}", group, tier=MEMORY)
         place = TierPlace(MEMORY, finder, self._is_found_again, lambda: find_node(config.rack), self._open_own)
         rules = Retention.from_params("PeerMemory", keep_last=config.keep_last)
-        super().__init__(place, "memory", CAPTURES, config.every, rules, group, on_event, config.copies)
+        super().__init__(place, "memory", CAPTURES, config.every, rules, group, on_event, config.copies, list_needed)
 
     def open_node(self) -> None:
         """Hold the lease of this node's folder, which may have to be made; warn once if it is on a disk."""

@@ -63,10 +63,8 @@ class TieredFinder(StepFinder):
         places: Sequence[TierPlace],
         lineage: Lineage,
     ) -> None:
-        super().__init__(root, group)
-        self._places, self._lineage = tuple(places), lineage
-        for place in self._places:
-            place.finder.tier = place.name
+        super().__init__(root, group, lineage)
+        self._places, self._run_lineage = tuple(places), lineage
         self.has_other_places = True
         self.own = OwnSaves()  # saves that this process made or restored; on rank 0
         self._found: FoundStep | None = None
@@ -82,7 +80,7 @@ class TieredFinder(StepFinder):
         root, found_root = super().read(), super().find_on_rank0(wanted, passed, avoided)
         runs = {place.name: read_tier(place, place.finder.read, RunDirectory((), ())) for place in self._places}
         captures = [step for run in runs.values() for step in run.complete]
-        usable = select_captures(captures, self._lineage.start_restore(root, captures))
+        usable = select_captures(captures, self._run_lineage.start_restore(root, captures))
         self._log_captures(captures, usable, root)
         saves = {step.save for step in usable}
         faults: dict[str, Sequence[TierFault]] = {}
@@ -113,7 +111,7 @@ class TieredFinder(StepFinder):
     def _log_captures(self, captures: Sequence[StepFolder], usable: Sequence[StepFolder], root: RunDirectory) -> None:
         """Log once that captures are from another run, or missing. On rank 0."""
         texts = [describe_other_run(self.root)] if len(usable) < len(captures) else []
-        if self._lineage.has_lost_last_start(step.branch for step in (*usable, *root.steps)):
+        if self._run_lineage.has_lost_last_start(step.branch for step in (*usable, *root.steps)):
             texts.append(describe_missing_captures(self._places, self.root))
         for text in texts:
             if text not in self._logged:
@@ -161,7 +159,7 @@ class TieredFinder(StepFinder):
 
     def _find_run(self) -> str:
         """Return the id of the run whose captures count. On rank 0."""
-        return self._lineage.find_run(super().read())
+        return self._run_lineage.find_run(super().read())
 
     def find_copies(self, number: int) -> Sequence[StepCopy]:
         """Return a step's complete copies, the nearest first. Collective."""
@@ -208,8 +206,8 @@ class TieredFinder(StepFinder):
             held += [(copy, saves[copy.save]) for copy in copies]
         run = super().read()
         if held:
-            self._lineage.follow(run)
-        usable = self._lineage.select_found_again([step for _, step in held], run)
+            self._run_lineage.follow(run)
+        usable = self._run_lineage.select_found_again([step for _, step in held], run)
         last = {step.save for step in usable} - find_earlier_saves([*usable, *run.complete])
         kept = [copy for copy, _ in held if copy.save in last]
         if not find_survived(self.root, mounts=""):  # a new process finds an empty root, and uses no captures

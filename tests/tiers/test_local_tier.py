@@ -135,10 +135,10 @@ def test_rules_of_the_tier_keep_steps_and_every_rule_is_checked(tmp_path):
 
 def test_the_rules_leave_an_earlier_save_of_the_step_that_is_being_captured(tmp_path, monkeypatch):
     ck = make(tmp_path, keep_last=1)
-    (tier,) = ck._saver._tiers
-    tier.list_needed = lambda: (4,)  # as if it were being promoted
+    (tier,) = ck._saver._captures._tiers
+    tier._list_needed = lambda _: (4,)  # as if it were being promoted
     save(ck, 4, 6)
-    tier.list_needed = tuple
+    tier._list_needed = lambda _: ()
     tier.promoted.count_all()
     start, found = capture_tier.start_async_save, list[int]()
 

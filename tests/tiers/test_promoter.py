@@ -122,7 +122,7 @@ def test_a_step_stays_in_memory_until_it_is_copied_and_leaves_then(tmp_path, mon
     run, may_copy = Run(tmp_path), threading.Event()
     begin_a_copy(run, may_copy, monkeypatch)
     run.save(5, 7)
-    run.ck._saver._tiers[0].settle()
+    run.ck._saver._captures._tiers[0].settle()
     (held,) = shardckpt.list_tiers().runs
     assert held.steps == (2, 7), "the rules would keep 7 alone"
     assert [copy.tier for copy in run.ck.durability(2).copies] == ["memory"], "nothing is claimed before the copy"
@@ -135,7 +135,7 @@ def test_a_tier_that_is_too_slow_gives_up_its_oldest_step_with_an_event(tmp_path
     run, may_copy = Run(tmp_path), threading.Event()
     begin_a_copy(run, may_copy, monkeypatch)
     run.save(4, 6, 8, 9)
-    run.ck._saver._tiers[0].settle()
+    run.ck._saver._captures._tiers[0].settle()
     (given_up,) = run.list(FallbackEvent)
     assert given_up.step == 4 and "newer steps wait" in given_up.warnings[0]
     may_copy.set()
@@ -193,10 +193,10 @@ def test_a_step_that_is_saved_again_while_it_is_copied_is_no_fault_of_the_tier(t
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run.ck.save(2, make_state(1))
-        run.ck._saver._tiers[0].settle()
+        run.ck._saver._captures._tiers[0].settle()
         assert begun.wait(DEADLINE_S)
         run.ck.save(2, make_state(2), overwrite=True)
-        run.ck._saver._tiers[0].settle()
+        run.ck._saver._captures._tiers[0].settle()
         may_read.set()
         run.ck.wait()
     (given_up,) = run.list(FallbackEvent)
@@ -225,7 +225,7 @@ def test_a_copy_does_not_replace_a_later_save_of_its_step_in_the_folder(tmp_path
     begin_a_copy(run, may_copy, monkeypatch)
     with memory_refused():
         run.ck.save(2, make_state(22), overwrite=True)
-    run.ck._saver._tiers[1].settle()
+    run.ck._saver._captures._tiers[1].settle()
     may_copy.set()
     run.ck.wait()
     (given_up,) = [event for event in run.list(FallbackEvent) if "saved again" in event.warnings[0]]
@@ -258,7 +258,9 @@ def test_a_save_into_the_folder_commits_after_a_copy_that_replaces_its_step(tmp_
     assert is_replacing.wait(DEADLINE_S)
     with memory_refused():
         run.ck.save(2, make_state(22), overwrite=True)
-    assert not run.ck._saver._tiers[1].pending.handle._task.join(0.2), "the training does not wait, the capture does"
+    assert not run.ck._saver._captures._tiers[1].pending.handle._task.join(0.2), (
+        "the training does not wait, the capture does"
+    )
     may_end.set()
     run.ck.wait()
     assert shardckpt.load(run.local / "step-00000002")["step"] == 22
@@ -288,7 +290,7 @@ def test_copies_that_are_outdated_take_no_place_of_others(tmp_path, monkeypatch)
     run.save(4, 6)
     for value in (66, 666):
         run.ck.save(6, make_state(value), overwrite=True)
-    run.ck._saver._tiers[0].settle()
+    run.ck._saver._captures._tiers[0].settle()
     may_copy.set()
     run.ck.wait()
     assert run.list_local() == [4, 6] and shardckpt.load(run.local / "step-00000006")["step"] == 666
@@ -296,8 +298,8 @@ def test_copies_that_are_outdated_take_no_place_of_others(tmp_path, monkeypatch)
 
 def test_a_capture_that_completes_behind_a_later_save_of_its_step_is_not_copied(tmp_path):
     run = Run(tmp_path)
-    memory, local = run.ck._saver._tiers
-    promoter = run.ck._saver._promoter
+    memory, local = run.ck._saver._captures._tiers
+    promoter = run.ck._saver._captures._promoter
     late = promoter.note_capture(2, memory)
     with memory_refused():
         run.save(2)

@@ -14,8 +14,8 @@ from shardckpt import Checkpointer, Local, PeerMemory, Witness
 from shardckpt.events import ResumeEvent
 from shardckpt.native.commit import find_save
 from shardckpt.native.run_directory import step_name
+from shardckpt.tiers.captures import choose_record_keepers
 from shardckpt.tiers.memory.lease import LEASE
-from shardckpt.tiers.tiered_saver import choose_record_keepers
 from shardckpt.witness.witness_session import read_record
 from tests.kit.ranks.forks import is_killed
 from tests.kit.ranks.harness import outcomes, run

@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from shardckpt.checkpoint.run.step_finder import StepFinder
+import torch.distributed as dist
+
 from shardckpt.errors import ShardckptError, UsageError
 from shardckpt.events import FallbackEvent, OnEvent, emit
 from shardckpt.events.warn_user import warn_user
 from shardckpt.native.commit import SaveMark
-from shardckpt.native.run_directory import RECORD, RunDirectory, StepFolder, step_name
+from shardckpt.native.run_directory import RECORD, RunDirectory, StepFolder, read_run, step_name
 from shardckpt.native.run_record import (
     RunRecord,
     RunStart,
@@ -24,6 +25,7 @@ from shardckpt.native.run_record import (
     write_run_record,
 )
 from shardckpt.ranks.process_group import get_ranks
+from shardckpt.storage.resolve_url import open_store
 
 _LOG = logging.getLogger("shardckpt")
 
@@ -38,18 +40,28 @@ class Lineage:
     """
 
     def __init__(
-        self, finder: StepFinder, on_event: OnEvent | None, max_failed: object, *, has_tiers: bool, local: str = ""
+        self,
+        root: str,
+        group: dist.ProcessGroup | None,
+        on_event: OnEvent | None,
+        max_failed: object,
+        *,
+        has_tiers: bool,
+        local: str = "",
     ) -> None:
         most = (MAX_FAILED if has_tiers else 0) if max_failed is None else max_failed
         if type(most) is not int or most < 0:
             raise UsageError("`max_failed_restores` must be an integer from 0", found=repr(max_failed))
-        self._finder, self._on_event, self._most, self._has_tiers = finder, on_event, most, has_tiers
+        self._root, self._group, self._on_event, self._most, self._has_tiers = root, group, on_event, most, has_tiers
+        self._has_record = False  # whether the run had a record when its steps were read last
         self._lock = threading.Lock()  # a save in the root ends in the background
         self._id, self._saves = secrets.token_hex(4), 0
         self._record = RunRecord(local=local)  # as this process knows it
         self._replaced = ""  # id of the run that had this root before, if it was emptied
         self._start: RunStart | None = None
         self._restored: tuple[int, int] | None = None  # order of the step that this process restored last
+        self._branch: int | None = None  # branch of the next step in a run without a record; None if unknown
+        self._is_restored = False  # whether nothing was saved since
         self._newest = ""  # name of the root's newest known step
         self._is_in_doubt = False
 
@@ -61,9 +73,9 @@ class Lineage:
     def find_failed(self) -> dict[tuple[int, int], str]:
         """Return why steps are passed over, by their orders."""
         try:
-            counts = read_run_record(self._finder.open_store()).count_failures() if self._most else {}
+            counts = read_run_record(open_store(self._root)).count_failures() if self._most else {}
         except ShardckptError as error:
-            _LOG.warning("failed restores of %s cannot be read: %s", self._finder.root, error)
+            _LOG.warning("failed restores of %s cannot be read: %s", self._root, error)
             return {}
         return {order: _describe_failures(order[1], count) for order, count in counts.items() if count >= self._most}
 
@@ -71,7 +83,7 @@ class Lineage:
         """Return the id of the run whose captures count, now that a restore starts. Raises ShardckptError."""
         if self._start is not None:
             self.follow(root)
-        record = read_run_record(self._finder.open_store())
+        record = read_run_record(open_store(self._root))
         run = find_run(record, root, captures)
         self._replaced = "" if run else record.run
         known = record if run and run == record.run else RunRecord(run or secrets.token_hex(8))
@@ -83,17 +95,21 @@ class Lineage:
         self._record = record
         self._newest = root.complete[-1].name if root.complete else ""
 
+    def note_read(self, run: RunDirectory) -> None:
+        """Note whether a run that was read has a record."""
+        self._has_record = run.has_record
+
     def record_restore(self, restored: tuple[int, int], least: int) -> None:
         """Record a start that counts as failed until it completes a further step; `least` is as in `open_epoch`."""
-        self._start, self._restored = None, restored
-        if not self._most or get_ranks(self._finder.group).rank:
+        self._start, self._restored, self._branch, self._is_restored = None, restored, least, True
+        if not self._most or get_ranks(self._group).rank:
             return
         try:
             if not self.run:
-                self.start_restore(self._finder.read())
+                self.start_restore(read_run(open_store(self._root)))
             self._append(RunStart(self._id, least + 1, restored))
         except ShardckptError as error:
-            _LOG.warning("a restore of %s is not recorded: %s", self._finder.root, error)
+            _LOG.warning("a restore of %s is not recorded: %s", self._root, error)
 
     def record_completed(self, number: int) -> None:
         """Record that the run completed a step, so that the start has not failed."""
@@ -103,34 +119,44 @@ class Lineage:
         self._start = start._replace(is_completed=True)
         try:
             with self._lock:
-                record = read_run_record(self._finder.open_store())
+                record = read_run_record(open_store(self._root))
                 if record.run == self.run:
                     self._write(record.with_start(self._start))
         except ShardckptError as error:
-            _LOG.warning("a completed step of %s is not recorded: %s", self._finder.root, error)
+            _LOG.warning("a completed step of %s is not recorded: %s", self._root, error)
+
+    def record_save(self, branch: int) -> None:
+        """Record that a step was saved."""
+        self._branch, self._is_restored = branch, False
+
+    def find_branch(self, number: int, find_newest: Callable[[], int]) -> int:
+        """Return the branch for a step in a run without a record; `find_newest` returns the newest step's."""
+        if self._branch is None:
+            return find_newest()
+        return self._branch + (self._is_restored and self._restored is not None and number < self._restored[1])
 
     def open_epoch(self, least: int) -> int:
         """Return the branch of this start's steps, which is recorded before the first save. Raises ShardckptError.
 
         Args:
-            least: Branch for a run without a record, one after the newest step's if the run went back.
+            least: From `find_branch`.
         """
         if self._start is None:
-            if not (self._has_tiers or self._finder.has_record):
+            if not (self._has_tiers or self._has_record):
                 return least
             if not self.run:
-                self.start_restore(self._finder.read())
+                self.start_restore(read_run(open_store(self._root)))
             self._append(RunStart(self._id, least + 1, self._restored, is_completed=True))
         elif self._is_in_doubt:
             self._is_in_doubt = False
             with suppress(ShardckptError):
-                self.follow(self._finder.read())
+                self.follow(read_run(open_store(self._root)))
         return least if self._start is None else self._start.epoch
 
     def _append(self, start: RunStart) -> None:
         """Record a start, in an epoch after all earlier ones."""
         with self._lock:
-            found = read_run_record(self._finder.open_store())
+            found = read_run_record(open_store(self._root))
             run = self.run if found.run in ("", self._replaced) else found.run  # another process was faster
             known = next((each for each in (found, self._record) if each.run == run), RunRecord())
             start = start._replace(epoch=max(start.epoch, found.last_epoch + 1))
@@ -139,7 +165,7 @@ class Lineage:
             self._start = start
 
     def _write(self, record: RunRecord) -> None:
-        write_run_record(self._finder.open_store(), record)
+        write_run_record(open_store(self._root), record)
         self._record = record
 
     def make_mark(self) -> str:
@@ -153,7 +179,7 @@ class Lineage:
         if self._record.is_rooted or self._start is None:
             return
         with self._lock, suppress(ShardckptError):  # the next save in the root tries again
-            record = read_run_record(self._finder.open_store())
+            record = read_run_record(open_store(self._root))
             if record.run == self.run:
                 self._write(replace(record, is_rooted=True))
 
@@ -162,18 +188,18 @@ class Lineage:
         # If the root has lost them, the next save reads it, and records there that this start continues.
         needed = {RECORD, *([self._newest] if self._newest else [])}
         with suppress(ShardckptError):  # a root that cannot be listed is seen by the saves into it
-            if not needed <= {entry.name for entry in self._finder.open_store().list()}:
+            if not needed <= {entry.name for entry in open_store(self._root).list()}:
                 self._is_in_doubt = True
 
     def follow(self, root: RunDirectory) -> None:
         """Write the record again if the root has lost it, or all its steps, while this start continues."""
         if self._start is None:
             return
-        text = f"all steps in {self._finder.root} are gone while the run continues"
+        text = f"all steps in {self._root} are gone while the run continues"
         is_emptied = self._record.is_rooted and root.has_lost_all
         try:
             with self._lock:
-                found = read_run_record(self._finder.open_store())
+                found = read_run_record(open_store(self._root))
                 if found.run not in ("", self.run):  # a new run has started here
                     return
                 is_emptied = root.has_lost_all and (found.is_rooted if found.run else self._record.is_rooted)
@@ -189,18 +215,18 @@ class Lineage:
             return
         if is_emptied:
             text += ": what this start has captured is restored all the same, unless its record there goes too"
-            emit(FallbackEvent(self._finder.root, warnings=(text,)), self._on_event)
+            emit(FallbackEvent(self._root, warnings=(text,)), self._on_event)
             warn_user(text)
 
     def find_run(self, root: RunDirectory) -> str:
         """Return the id of the run whose captures a new start would use; empty if it would use none."""
-        return find_run(read_run_record(self._finder.open_store()), root)
+        return find_run(read_run_record(open_store(self._root)), root)
 
     def select_found_again(self, captures: Sequence[StepFolder], root: RunDirectory) -> list[StepFolder]:
         """Return the captures that count for a new start: it restores them, or steps that followed them."""
         if not captures:
             return []
-        record = read_run_record(self._finder.open_store())
+        record = read_run_record(open_store(self._root))
         found = select_captures(captures, find_run(record, root))
         return [step for step in found if record.is_on_course(step.order)]
 

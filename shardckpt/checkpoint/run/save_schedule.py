@@ -39,7 +39,12 @@ class BackgroundSave:
 class SaveSchedule:
     """Schedules the steps to save."""
 
-    def __init__(self, save_every: int | None, tier_every: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        save_every: int | None,
+        tier_every: Sequence[int] = (),
+        on_completed: Callable[[int], object] = lambda _: None,
+    ) -> None:
         if save_every is not None and (type(save_every) is not int or save_every < 1):
             raise UsageError("`save_every` must be a positive integer", found=repr(save_every))
         self._save_every, self._tier_every = save_every, tier_every
@@ -49,8 +54,7 @@ class SaveSchedule:
         # `has_signal`: whether this process received a signal
         # `stop_requested`: whether any rank received a signal and all ranks have agreed on it
         self.has_signal = self.stop_requested = False
-        # Called with the number of a training step that has ended.
-        self.on_completed: Callable[[int], object] = lambda _: None
+        self._on_completed = on_completed  # called with the number of a training step that has ended
 
     def record_restore(self, number: int) -> None:
         """Record that a step was restored, so that it is not saved again."""
@@ -59,7 +63,7 @@ class SaveSchedule:
     def record_save(self, number: int, background: BackgroundSave | None) -> None:
         """Record that a step was saved; a request by a signal is fulfilled."""
         self._last_step, self._background, self._is_due = number, background, False
-        self.on_completed(number)
+        self._on_completed(number)
 
     def set_requested(self, is_requested: bool) -> None:
         """Record whether the ranks agreed that a signal requested a stop."""
@@ -83,7 +87,7 @@ class SaveSchedule:
                 self._is_due = self.stop_requested
         elif fault is not None:
             raise fault
-        self.on_completed(number)
+        self._on_completed(number)
         is_turn = self._is_turn_of_root(number) or (
             number > 0 and any(not number % every for every in self._tier_every)
         )

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from shardckpt.checkpoint.run.lineage import Lineage
 from shardckpt.encodings.typed_json import decode
 from shardckpt.errors import TargetExistsError, UnsupportedError, UsageError
 from shardckpt.native.commit import SaveMark
@@ -89,16 +90,20 @@ class PlaceReads:
 class StepFinder:
     """Finds a run's steps."""
 
-    def __init__(self, root: str | os.PathLike[str], group: dist.ProcessGroup | None) -> None:
-        self.root = fix_folder(parse_root(root))  # path or URL of the run's folder, without a slash at the end
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        group: dist.ProcessGroup | None,
+        lineage: Lineage | None = None,
+        tier: str = ROOT,
+    ) -> None:
+        self.root = find_root(root)  # path or URL of the run's folder
         self.group = group  # process group of the ranks; None for all ranks
-        self.tier = ROOT  # name of the place of the steps
+        self.tier = tier  # name of the place of the steps
+        self._lineage = lineage  # None in a tier
         self.damaged: set[str] = set()  # ids of saves whose steps a load found damaged
         # Ids of saves whose steps retention removes or has removed, with the numbers of the steps.
         self.removed: dict[str, int] = {}
-        # Returns why steps are passed over, by their orders. On rank 0.
-        self.find_failed: Callable[[], Mapping[tuple[int, int], str]] = dict
-        self.has_record = False  # whether the run had a record when its steps were read last; on rank 0
         self.has_other_places = False  # whether a step may also be somewhere else than in the root
 
     def path(self, name: str) -> str:
@@ -121,8 +126,13 @@ class StepFinder:
 
     def _read_run(self) -> RunDirectory:
         run = read_run(self.open_store())
-        self.has_record = run.has_record
+        if self._lineage is not None:
+            self._lineage.note_read(run)
         return run
+
+    def _find_failed(self) -> Mapping[tuple[int, int], str]:
+        """Return why steps are passed over, by their orders. On rank 0."""
+        return {} if self._lineage is None else self._lineage.find_failed()
 
     def read_step(self, number: int) -> StepFolder:
         """Return a step in its usual folder; without a folder, it is incomplete. On rank 0."""
@@ -169,7 +179,7 @@ class StepFinder:
 
     def _find_tried(self, wanted: int | None, passed: Collection[StepKey]) -> FoundStep:
         """Return the newest loadable step; pass over failed ones if there is another. On rank 0."""
-        failed = self.find_failed() if wanted is None else {}
+        failed = self._find_failed() if wanted is None else {}
         found = self.find_on_rank0(wanted, passed, failed)
         if not failed or found.unreadable:
             return found
@@ -263,7 +273,12 @@ class StepFinder:
 
     def _is_needed(self, step: StepFolder) -> bool:
         """Return True if a restore may load a step: it is good, and the run did not fail after it too often."""
-        return self.is_good(step) and step.order not in self.find_failed()
+        return self.is_good(step) and step.order not in self._find_failed()
+
+
+def find_root(root: object) -> str:
+    """Return a run's folder as an absolute path or URL, without a slash at the end."""
+    return fix_folder(parse_root(root))
 
 
 def parse_root(root: object) -> str:

@@ -14,12 +14,13 @@ from shardckpt.checkpoint.load.load import load
 from shardckpt.checkpoint.run.lineage import Lineage
 from shardckpt.checkpoint.run.save_schedule import BackgroundSave, SaveSchedule, StepRetention
 from shardckpt.checkpoint.run.step_finder import NO_STEP, SHOWN, StepFault, StepFinder, require_step_number
-from shardckpt.checkpoint.save.async_save import async_save
-from shardckpt.checkpoint.save.handle import SaveHandle, StepTask
-from shardckpt.checkpoint.save.save import RunNotes, SaveParams, read_notes, save
+from shardckpt.checkpoint.save.async_save import SAVES, async_save, start_async_save
+from shardckpt.checkpoint.save.handle import AsyncSaveTask, SaveHandle, StepTask
+from shardckpt.checkpoint.save.save import SaveParams, read_notes, save, save_with
+from shardckpt.checkpoint.save.session import SaveHooks
 from shardckpt.errors import UsageError
 from shardckpt.events import OnEvent, OperationEvent, deliver, require_on_event
-from shardckpt.native.commit import BRANCH, MARK, read_branch
+from shardckpt.native.commit import BRANCH, MARK
 from shardckpt.native.run_directory import METRIC, manifest_fault, read_run, step_name
 from shardckpt.ranks.process_group import get_ranks, resolve_process_group
 
@@ -37,8 +38,40 @@ class SavedPlace(NamedTuple):
 OnSaved = Callable[[int, Any, Sequence[SavedPlace]], None]
 
 
+class CapturedStep(NamedTuple):
+    """What a run's tiers did with a step."""
+
+    number: int
+    is_for_root: bool
+    branch: int
+    mark: str  # `SaveMark` as text, the same in all places
+    root: str  # path or URL of the nearest tier
+    places: Sequence[SavedPlace]  # tiers to which the step is captured or copied
+
+
+class NoCaptures:
+    """The captures of a run without tiers."""
+
+    has_tiers = False
+
+    def capture(
+        self, step: int, state: Any, metrics: Mapping[str, SupportsFloat] | None, options: Mapping[str, Any]
+    ) -> CapturedStep | None:
+        """Capture a step in the background; return None. Collective."""
+
+    def record_restore(self, number: int) -> None:
+        """Record that a step was restored."""
+
+    def settle(self) -> None:
+        """Wait for the captures, including promotions. Collective."""
+
+    def await_faults(self) -> tuple[list[StepFault], int]:
+        """Wait for the captures; return their faults, and the last step if it was captured, otherwise -1."""
+        return [], -1
+
+
 class StepSaver:
-    """Saves a run's steps; every method is collective."""
+    """Saves a run's steps, in tiers and in the root; every method is collective."""
 
     def __init__(
         self,
@@ -46,67 +79,97 @@ class StepSaver:
         retention: StepRetention,
         schedule: SaveSchedule,
         lineage: Lineage,
+        captures: NoCaptures,
+        on_saved: OnSaved,  # called with a saved step's number and state, and the places to which it is saved
         *,
         dedup: bool,
         on_event: OnEvent | None,
     ) -> None:
         self._finder, self._retention, self._schedule, self._lineage = finder, retention, schedule, lineage
+        self._captures, self._on_saved = captures, on_saved
         self._bases = BaseFinder(finder)
         self._dedup, self._on_event = dedup, on_event
-        self.restored: int | None = None  # number of the step that was restored since the last save; None without one
-        self.branch: int | None = None  # branch of the run that the next step belongs to; None if unknown
         self._running: StepTask | None = None
-        # Called with the number and state of a saved step, and the places to which it is saved.
-        self.on_saved: OnSaved = lambda *_: None
 
     @property
     def _group(self) -> dist.ProcessGroup | None:
         return self._finder.group
 
-    def record_restore(self, number: int, branch: int, loaded: str) -> None:
-        """Record that a step was restored."""
-        self.restored, self.branch = number, branch
+    def record_restore(self, number: int, order: tuple[int, int], branch: int, loaded: str) -> None:
+        """Record that a step was restored; `loaded` is its save's id if it was in the root."""
         self._bases.record_restore((branch, number), loaded)
         self._schedule.record_restore(number)
+        self._captures.record_restore(number)
+        self._lineage.record_restore(order, branch)
 
     def save(
         self, step: int, state: Any, metrics: Mapping[str, SupportsFloat] | None, options: Mapping[str, Any]
     ) -> None:
         """Save a step, then remove the steps that no rule keeps; as `Checkpointer.save`."""
-        number, branch, unranked, given = self._start_save(save, step, metrics, options)
-        save(state, self._path(number), **given)
-        self.record_save(number, branch, None)
-        self.on_saved(number, state, [SavedPlace(self._finder, lambda: True)])
-        if unranked:
-            raise UsageError(unranked)
+        if self._captures.has_tiers:  # with tiers, a save returns when the state is copied
+            self.async_save(step, state, metrics, options)
+            return
+        root = self._prepare_root(save, step, metrics, options, None)
+        save_with(root.hooks, state, self._path(root.number), root.options)
+        self._record_save(root.number, root.branch, None)
+        self._on_saved(root.number, state, [SavedPlace(self._finder, lambda: True)])
+        if root.unranked:
+            raise UsageError(root.unranked)
         if get_ranks(self._group).rank == 0:
-            self._retention.apply(number)
+            self._retention.apply(root.number)
 
     def async_save(
         self, step: int, state: Any, metrics: Mapping[str, SupportsFloat] | None, options: Mapping[str, Any]
     ) -> SaveHandle:
-        """Save a step in the background; as `Checkpointer.async_save`."""
-        number, branch, unranked, given = self._start_save(async_save, step, metrics, options)
-        user_on_event, is_first = given.pop("on_event"), get_ranks(self._group).rank == 0
+        """Save a step in the background; as `Checkpointer.async_save`. A capture's handle is done at once."""
+        captured = self._captures.capture(step, state, metrics, options)
+        if captured is None or captured.is_for_root:
+            return self._save_in_root(step, state, metrics, options, captured)
+        self._record_save(captured.number, captured.branch, None)
+        if captured.places:
+            self._on_saved(captured.number, state, captured.places)
+        return SaveHandle(AsyncSaveTask(captured.root, None))
+
+    def _save_in_root(
+        self,
+        step: int,
+        state: Any,
+        metrics: Mapping[str, SupportsFloat] | None,
+        options: Mapping[str, Any],
+        captured: CapturedStep | None,
+    ) -> SaveHandle:
+        root = self._prepare_root(async_save, step, metrics, options, captured)
+        user_on_event, is_first = root.options["on_event"], get_ranks(self._group).rank == 0
         background = BackgroundSave()
 
         def on_event(event: OperationEvent) -> None:
             background.has_failed = event.error is not None
+            if event.error is None and is_first:
+                self._lineage.note_root_step(root.number)
             deliver(event, user_on_event)
-            if event.error is None and is_first and not unranked:
-                self._retention.apply(number)
+            if event.error is None and is_first and not root.unranked:
+                self._retention.apply(root.number)
 
-        handle = async_save(state, self._path(number), on_event=on_event, **given)
-        self._running = StepTask(number, handle)
-        self.record_save(number, branch, background)
-        self.on_saved(number, state, [SavedPlace(self._finder, handle.done)])
-        if unranked:
+        given: Any = {**root.options, "on_event": on_event}
+        limits = {name: given.pop(name) for name in ("max_staging_bytes", "on_busy") if name in given}
+        handle = start_async_save(SAVES, root.hooks, state, self._path(root.number), given, **limits)
+        self._running = StepTask(root.number, handle)
+        self._record_save(root.number, root.branch, background)
+        places = () if captured is None else captured.places
+        self._on_saved(root.number, state, [*places, SavedPlace(self._finder, handle.done)])
+        if root.unranked:
             handle.result()
-            raise UsageError(unranked)
+            raise UsageError(root.unranked)
         return handle
 
     def settle(self) -> None:
-        """Wait for the last background save. Raises its error."""
+        """Wait for the background saves, including promotions. Raises the error of the last one in the root."""
+        try:
+            self._captures.settle()
+        finally:
+            self._settle_root()
+
+    def _settle_root(self) -> None:
         try:
             if self._running is not None:
                 self._running.handle.result()  # after Ctrl-C it is still running
@@ -115,83 +178,83 @@ class StepSaver:
             raise
         self._running = None
 
-    def await_saves(self, *, is_for_newest: bool, captured: int = -1) -> list[StepFault]:
-        """Wait for the last background save, unless a newer step was captured; return its fault if it failed."""
+    def await_saves(self, *, is_for_newest: bool) -> list[StepFault]:
+        """Wait for the captures, and for the root's save unless the last step was captured; return their faults."""
+        faults, captured = self._captures.await_faults()
         if self._running is None or (is_for_newest and captured >= self._running.number):
-            return []
+            return faults
         fault = self._running.await_fault()
-        return [StepFault(self._running.number, fault)] if fault else []
-
-    def find_branch(self, number: int) -> int:
-        """Return the branch for a step that is about to be saved in a run without a record. On rank 0."""
-        is_behind = self.restored is not None and number < self.restored
-        return self._finder.newest_branch() if self.branch is None else self.branch + is_behind
+        return [*faults, StepFault(self._running.number, fault)] if fault else faults
 
     def _path(self, number: int) -> str:
         return self._finder.path(step_name(number))
 
-    def record_save(self, number: int, branch: int, background: BackgroundSave | None) -> None:
+    def _record_save(self, number: int, branch: int, background: BackgroundSave | None) -> None:
         """Record that a step was saved, or that its background save was started."""
-        self.restored, self.branch = None, branch
+        self._lineage.record_save(branch)
         self._schedule.record_save(number, background)
 
-    def _start_save(
+    def _prepare_root(
         self,
         verb: Callable[..., Any],
         step: int,
         metrics: Mapping[str, SupportsFloat] | None,
         options: Mapping[str, Any],
-    ) -> _StepSave:
-        """Check the arguments, and prepare the step's folder. Collective."""
-        notes, names = RunNotes(), list[str]()
+        captured: CapturedStep | None,
+    ) -> _RootSave:
+        """Check the arguments, and prepare the step's folder in the root. Collective."""
+        numbers = dict[str, str]()
         message: bytes | Exception
         try:
             options = check_options(verb, options, self._group)
-            notes = build_notes(metrics, options.get("custom_metadata"))
-            names = [name.removeprefix(METRIC) for name in notes if name.startswith(METRIC)]
+            read_notes(options.get("custom_metadata"))
+            numbers = encode_metrics(metrics)
             message = json.dumps([require_step_number(step), self._schedule.has_signal]).encode()
         except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
             message = error
-        what = f"preparing to save into {self._finder.root}"
+        names, may_overwrite = [name.removeprefix(METRIC) for name in numbers], options.get("overwrite", False)
         answer = get_ranks(self._group).ask_rank0(
-            what,
+            f"preparing to save into {self._finder.root}",
             message,
-            lambda messages: self._prepare_on_rank0(messages, names, notes, options.get("overwrite", False)),
+            lambda messages: self._prepare_on_rank0(messages, names, captured, may_overwrite),
         )
         replaces, is_asked, unranked, branch, mark = json.loads(answer)
         self._schedule.set_requested(is_asked)
         number = require_step_number(step)
-        notes.update(build_place_notes(branch, mark))
-        if replaces and not options.get("overwrite", False):
-            notes.require_replaceable = lambda: self._finder.require_replaceable(number)
+        hooks = SaveHooks({**numbers, **build_place_notes(branch, mark)})
+        if replaces and not may_overwrite:
+            hooks = hooks._replace(before_commit=lambda: self._finder.require_replaceable(number))
         if self._dedup:
             options = {"base": lambda: self._bases.find_base(number), "store_digests": True, **options}
-        options = {**options, "overwrite": replaces, "custom_metadata": notes, "process_group": self._group}
         on_event = join_on_event(self._on_event, options.get("on_event"))
-        return _StepSave(number, branch, unranked, {**options, "on_event": on_event})
+        given = {**options, "overwrite": replaces, "process_group": self._group, "on_event": on_event}
+        return _RootSave(number, branch, unranked, given, hooks)
 
     def _prepare_on_rank0(
-        self, messages: list[bytes], names: list[str], notes: Mapping[str, str], overwrite: bool
+        self, messages: list[bytes], names: list[str], captured: CapturedStep | None, may_overwrite: bool
     ) -> list[bytes]:
         """Check that the step's folder can be written; return the answers."""
         numbers, signals = zip(*map(json.loads, messages), strict=True)
         number = require_one_step(numbers, self._finder.root)
         is_replaceable = self._finder.is_replaceable(number)
         unranked = self._retention.find_ranking_fault(number, names)
-        mark, branch = notes.get(MARK, ""), read_branch(notes)  # of the captures
-        if not mark:
-            branch, mark = self._lineage.open_epoch(self.find_branch(number)), self._lineage.make_mark()
-        answer = [overwrite or is_replaceable, any(signals), unranked, branch, mark]
+        if captured is None:
+            branch = self._lineage.open_epoch(self._lineage.find_branch(number, self._finder.newest_branch))
+            mark = self._lineage.make_mark()
+        else:
+            branch, mark = captured.branch, captured.mark
+        answer = [may_overwrite or is_replaceable, any(signals), unranked, branch, mark]
         return [json.dumps(answer).encode()] * len(messages)
 
 
-class _StepSave(NamedTuple):
-    """A save's arguments, on which the ranks have agreed."""
+class _RootSave(NamedTuple):
+    """The arguments of a save in the root, on which the ranks have agreed."""
 
     number: int
     branch: int  # branch of the run that the step belongs to
     unranked: str  # reason why steps cannot be ranked by metric; empty if they can
-    options: dict[str, Any]
+    options: Any  # `AsyncSaveParams`
+    hooks: SaveHooks
 
 
 def require_one_step(numbers: Sequence[int], root: str) -> int:
@@ -202,17 +265,14 @@ def require_one_step(numbers: Sequence[int], root: str) -> int:
     return numbers[0]
 
 
-def build_notes(metrics: Any, custom_metadata: Any) -> RunNotes:
-    """Return a step's custom metadata, with its metrics."""
-    numbers = _read_metrics(metrics)
-    return RunNotes(
-        {**read_notes(custom_metadata), **{f"{METRIC}{name}": repr(value) for name, value in numbers.items()}}
-    )
-
-
 def build_place_notes(branch: int, mark: str) -> dict[str, str]:
     """Return the custom metadata that says where a step belongs in its run."""
     return {name: text for name, text in ((BRANCH, str(branch)), (MARK, mark)) if text not in ("", "0")}
+
+
+def encode_metrics(metrics: Any) -> dict[str, str]:
+    """Return the custom metadata for a step's metrics."""
+    return {f"{METRIC}{name}": repr(value) for name, value in _read_metrics(metrics).items()}
 
 
 def _read_metrics(metrics: Any) -> dict[str, float]:

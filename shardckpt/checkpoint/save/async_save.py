@@ -19,8 +19,10 @@ from shardckpt.checkpoint.save.handle import PENDING_SAVE, AsyncSaveTask, Pendin
 from shardckpt.checkpoint.save.payload_writer import Source, iter_contents
 from shardckpt.checkpoint.save.save import SAVERS, SaveParams, SaverCache, check_options
 from shardckpt.checkpoint.save.session import (
+    NO_HOOKS,
     PlannedSave,
     PlannedState,
+    SaveHooks,
     SaveOptions,
     SaveSession,
     StagedSave,
@@ -128,11 +130,12 @@ def async_save(
         RankError: Another rank failed or is lost; the message names it.
         StorageError: The storage failed.
     """
-    return start_async_save(SAVES, state, path, options, max_staging_bytes=max_staging_bytes, on_busy=on_busy)
+    return start_async_save(SAVES, NO_HOOKS, state, path, options, max_staging_bytes=max_staging_bytes, on_busy=on_busy)
 
 
 def start_async_save(
     lane: SaveLane,
+    hooks: SaveHooks,
     state: Any,
     path: str | os.PathLike[str],
     options: SaveParams,
@@ -141,7 +144,7 @@ def start_async_save(
     on_busy: OnBusy = "wait",
 ) -> SaveHandle:
     """Save a state in the background, as `async_save`, while saves in other lanes may run. Collective."""
-    checked, fault = check_options("async_save", path, options)
+    checked, fault = check_options("async_save", path, options, hooks)
     most = None
     try:
         most = _parse_max_staging_bytes(max_staging_bytes)

@@ -12,12 +12,12 @@ from typing_extensions import Unpack
 
 from shardckpt.checkpoint.load.source import compile_key_map
 from shardckpt.checkpoint.save.handle import PENDING_SAVE
-from shardckpt.checkpoint.save.session import SaveOptions, Saver
+from shardckpt.checkpoint.save.session import NO_HOOKS, SaveHooks, SaveOptions, Saver
 from shardckpt.errors import UsageError, require_bools, require_keywords
 from shardckpt.events import OnEvent, SaveEvent, record_operation, require_on_event
 from shardckpt.native.commit import BRANCH, MARK
 from shardckpt.native.run_directory import METRIC
-from shardckpt.ranks.linked_group import ALONE, LinkedGroup
+from shardckpt.ranks.linked_group import ALONE
 from shardckpt.ranks.process_group import ProcessGroup, get_ranks, resolve_process_group
 from shardckpt.storage.resolve_url import as_url
 
@@ -80,7 +80,12 @@ def save(
         RankError: Another rank failed or is lost; the message names it.
         StorageError: The storage failed. The written files were removed.
     """
-    checked, fault = check_options("save", path, options)
+    save_with(NO_HOOKS, state, path, options)
+
+
+def save_with(hooks: SaveHooks, state: Any, path: str | os.PathLike[str], options: SaveParams) -> None:
+    """Save a training state, as `save`. Collective."""
+    checked, fault = check_options("save", path, options, hooks)
     with PENDING_SAVE.entry, record_operation(SaveEvent, checked.path, checked.on_event) as recorder:
         with recorder.phase("waiting"):
             PENDING_SAVE.wait()
@@ -88,17 +93,19 @@ def save(
         saver_for(options.get("process_group"), refusal).save(state, checked, refusal, recorder)
 
 
-def check_options(verb: str, path: object, options: SaveParams) -> tuple[SaveOptions, Exception | None]:
+def check_options(
+    verb: str, path: object, options: SaveParams, hooks: SaveHooks
+) -> tuple[SaveOptions, Exception | None]:
     """Return the checked options, and the error in them, to send to the other ranks."""
     require_keywords(verb, options, SaveParams.__annotations__)
     try:
-        return _build_options(path, options), None
+        return _build_options(path, options, hooks), None
     except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
         shown = str(path) if isinstance(path, (str, os.PathLike)) else ""
         return SaveOptions(shown, overwrite=False, checksums=False, custom_metadata={}), error
 
 
-def _build_options(path: object, options: SaveParams) -> SaveOptions:
+def _build_options(path: object, options: SaveParams, hooks: SaveHooks) -> SaveOptions:
     """Return the checked options. Raises UsageError."""
     base, checksums = options.get("base"), options.get("checksums", True)
     overwrite, trainable_only = options.get("overwrite", False), options.get("trainable_only", False)
@@ -126,39 +133,22 @@ def _build_options(path: object, options: SaveParams) -> SaveOptions:
         as_url(path),
         overwrite,
         checksums,
-        read_notes(options.get("custom_metadata")),
+        {**read_notes(options.get("custom_metadata")), **hooks.about},
         base if callable(base) else lambda: url,
         has_digests,
         trainable_only,
         key_map,
         options.get("on_event"),
         stats,
-        *_read_hooks(options.get("custom_metadata")),
+        hooks,
     )
-
-
-def _read_hooks(custom_metadata: Any) -> tuple[Callable[[], object] | None, bool, OnCommit | None]:
-    """Return the options that only a `Checkpointer` gives."""
-    notes = custom_metadata if isinstance(custom_metadata, RunNotes) else RunNotes()
-    return notes.require_replaceable, notes.is_shared, notes.after_commit
-
-
-OnCommit = Callable[[LinkedGroup], object]  # called on every rank after a save's commit
-
-
-class RunNotes(dict[str, str]):
-    """A `Checkpointer`'s custom metadata, which may have reserved names; the fields are as in `SaveOptions`."""
-
-    require_replaceable: Callable[[], object] | None = None
-    is_shared: bool = True
-    after_commit: OnCommit | None = None
 
 
 def read_notes(custom_metadata: Mapping[str, str] | None) -> dict[str, str]:
     """Return a checked copy of `custom_metadata`."""
     notes = _require_texts("custom_metadata", custom_metadata)
     reserved = [name for name in notes if name in {BRANCH, MARK} or name.startswith(METRIC)]
-    if reserved and not isinstance(custom_metadata, RunNotes):
+    if reserved:
         raise UsageError(
             "`custom_metadata` must not have names that are reserved for `Checkpointer`",
             found=reserved[0],

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from shardckpt.checkpoint.base_checkpoint import BaseRemovedError
 from shardckpt.checkpoint.dedup import BaseDedup, BaseHints, FrozenParamCache, open_base_dedup
@@ -85,6 +85,20 @@ _MAX_CACHED_SAVES = 4  # a run saves one state again and again, or a few in turn
 PlannedState = FlattenedState | TracedState  # a state whose save is planned
 
 
+class SaveHooks(NamedTuple):
+    """What only a `Checkpointer` asks of a save."""
+
+    about: Mapping[str, str] = {}  # custom metadata with reserved names
+    # Called on rank 0 before the commit; raises if the save must not replace what is there now.
+    before_commit: Callable[[], object] | None = None
+    # Called on every rank after rank 0 has committed, with the coordinator of the commit. Collective.
+    after_commit: Callable[[LinkedGroup], object] | None = None
+    is_shared: bool = True  # all ranks write to one place; otherwise each writes on its own node
+
+
+NO_HOOKS = SaveHooks()
+
+
 @dataclass(frozen=True)
 class SaveOptions:
     """Options for one save."""
@@ -101,12 +115,7 @@ class SaveOptions:
     base_key_map: Mapping[str, str] = field(default_factory=dict)
     on_event: OnEvent | None = None  # called with the event of the save; None without a callback
     stats: bool = False  # whether to store statistics of the values
-    # Called on rank 0 before the commit; raises if another process has completed the checkpoint meanwhile, so that
-    # `overwrite` no longer holds. None if it always holds.
-    require_replaceable: Callable[[], object] | None = None
-    is_shared: bool = True  # all ranks write to one place; otherwise each writes on its own node
-    # Called on every rank after rank 0 has committed, with the coordinator of the commit. Collective.
-    after_commit: Callable[[LinkedGroup], object] | None = None
+    hooks: SaveHooks = NO_HOOKS
 
 
 @dataclass(frozen=True)
@@ -375,8 +384,8 @@ class SaveSession:
             raise _base_removed_error(self._options.path, url)
         assert self._cached_save is not None, "it was planned"
         self._saver.remember(planned, self._cached_save)
-        if self._options.after_commit is not None:
-            self._options.after_commit(self._last)
+        if self._options.hooks.after_commit is not None:
+            self._options.hooks.after_commit(self._last)
 
     def _exchange_outcome(self, what: str, planned: PlannedSave, written: WrittenSave | Exception) -> bytes:
         """Return rank 0's answer after it published all ranks' files. Collective."""
@@ -419,7 +428,7 @@ class SaveSession:
         _write_file(self._publication, manifest_name(contents.save), manifest)
         own = {**_sizes(written.files), manifest_name(contents.save): len(manifest)}
         rank0_sizes, *other_sizes = [_sizes(part.files) for part in parts]
-        if not self._options.is_shared:
+        if not self._options.hooks.is_shared:
             other_sizes = []
         sizes, place = [{**rank0_sizes, **own}, *other_sizes], self._publication.staging_url
         require = partial(require_files, self._options.path, place, sizes)
@@ -428,8 +437,8 @@ class SaveSession:
         # From here on, a process that removes the base sees the manifest, and keeps the files that it refers to.
         if base is not None and not base.is_kept(files):
             return _BASE_REMOVED
-        if self._options.require_replaceable is not None:
-            self._options.require_replaceable()
+        if self._options.hooks.before_commit is not None:
+            self._options.hooks.before_commit()
         commit = encode_commit(contents.save, manifest, contents.files, contents.about)
         _write_file(self._publication, COMMIT, commit)
         if self._publication.is_hidden:  # as late as possible: another process may remove the run meanwhile
@@ -609,7 +618,7 @@ class SavePlanner:
 def _choose_kept(options: SaveOptions) -> FindKept:
     """Return the function that finds files to keep after the commit, or after a failed one."""
     # While other nodes have the old marks alone, the old files of this one are needed.
-    is_replaced_by_node = options.overwrite and not options.is_shared
+    is_replaced_by_node = options.overwrite and not options.hooks.is_shared
     return partial(_list_files if is_replaced_by_node else read_referred_files, options.path)
 
 

@@ -43,10 +43,10 @@ def copy_step(coordinator: LinkedGroup, own: Store, node: Node, folder: str, cop
     start = time.monotonic()
     report = report_files(own, node, [folder])
     order = share_copy_orders(coordinator, report, folder, copies)
-    store = PeerStore(own, _know_files(order, own, report, folder), coordinator.rank)
+    known = _know_files(order, own, report, folder)
     fault = f"no node has {order.lost} of its files" if order.lost and coordinator.rank == 0 else ""
-    with PeerExchange(coordinator, own, store.forget) as exchange:
-        store.exchange = exchange
+    with PeerExchange(coordinator, own, known.forget) as exchange:
+        store = PeerStore(own, known, exchange, coordinator.rank)
         try:
             with ThreadPool(1, thread_name_prefix="shardckpt-copy") as threads:
                 _copy_files(SubfolderStore(store, folder), SubfolderStore(own, folder), order.names, threads)

@@ -107,26 +107,25 @@ def open_peers(
     if shared.is_alone and all(len(sources) < 2 for each in shared.known.values() for sources in each.sources.values()):
         yield OpenedTiers(shared.node, {}, shared.faults)  # files are read where they are
         return
-    rank = ranks.rank
-    stores = {name: PeerStore(own, known, rank, shared.urls[name]) for name, known in shared.known.items()}
 
     def delete(name: str) -> None:
-        for store in stores.values():
-            store.forget(name)
+        for known in shared.known.values():
+            known.forget(name)
         try:
             own.remove(name)
         except ShardckptError as error:
             _LOG.warning("a file was not deleted: %s", error)
 
     with ExitStack() as stack:
-        for store in stores.values():
-            stack.enter_context(mount_store(store.url, store))  # under the paths of rank 0
         exchange: PieceExchange = LoneExchange(delete, shared.find)
         if not shared.is_alone:
             coordinator = ranks.background("peers")
             exchange = stack.enter_context(PeerExchange(coordinator, own, delete, shared.find))
+        stores = {
+            name: PeerStore(own, known, exchange, ranks.rank, shared.urls[name]) for name, known in shared.known.items()
+        }
         for store in stores.values():
-            store.exchange = exchange
+            stack.enter_context(mount_store(store.url, store))  # under the paths of rank 0
         yield OpenedTiers(shared.node, stores, shared.faults)
 
 

@@ -36,10 +36,10 @@ class CopyFault(NamedTuple):
 class PeerStore:
     """All nodes' files, during a restore. Reads are thread-safe."""
 
-    exchange: PieceExchange  # set before the first read
-
-    def __init__(self, own: FileReader, known: KnownFiles, rank: int, url: str | None = None) -> None:
-        self._own, self._known, self._rank = own, known, rank
+    def __init__(
+        self, own: FileReader, known: KnownFiles, exchange: PieceExchange, rank: int, url: str | None = None
+    ) -> None:
+        self._own, self._known, self._exchange, self._rank = own, known, exchange, rank
         self._url = own.url if url is None else url
         # By the name of the file.
         self.rejected: dict[str, builtins.list[RejectedRange]] = {}
@@ -63,7 +63,7 @@ class PeerStore:
             check_name(folder, self.url)
         prefix = f"{folder}/" if folder else ""
         found: dict[str, Listed] = {}
-        for name, nbytes in self._known.list_sizes(folder, self.exchange.find).items():
+        for name, nbytes in self._known.list_sizes(folder, self._exchange.find).items():
             if name.startswith(prefix):
                 base, slash, _ = name[len(prefix) :].partition("/")
                 found[base] = Listed(prefix + base, 0 if slash else nbytes, bool(slash))
@@ -71,7 +71,7 @@ class PeerStore:
 
     def size(self, name: str) -> int:
         """Return a file's size in bytes. Raises MissingFileError."""
-        self._known.learn([name], self.exchange.find)
+        self._known.learn([name], self._exchange.find)
         file = self._known.find(name)
         if file is None:
             raise MissingFileError("no node has this file", where=f"{self.url}/{name}")
@@ -79,7 +79,7 @@ class PeerStore:
 
     def read(self, reads: Sequence[Read]) -> None:
         """Fill every buffer, from the own node if it has the file."""
-        self._known.learn([read.name for read in reads], self.exchange.find)
+        self._known.learn([read.name for read in reads], self._exchange.find)
         for read in reads:
             if read.offset + len(read.buffer) > self.size(read.name):
                 raise TruncatedError("the file ends too early", where=f"{self.url}/{read.name}")
@@ -103,7 +103,7 @@ class PeerStore:
                         for each in _split(part)
                     ]
         left = self._read_own(own)
-        came = self.exchange.pull([(piece, each.buffer) for piece, each, _ in pulled]) if pulled else []
+        came = self._exchange.pull([(piece, each.buffer) for piece, each, _ in pulled]) if pulled else []
         for (_, each, place), is_filled in zip(pulled, came, strict=True):
             if is_filled:
                 self.pulled_bytes += len(each.buffer)
@@ -134,7 +134,7 @@ class PeerStore:
     def _list_places(self, name: str) -> Iterator[NodeFile]:
         """Yield a file's copies: on the own node first, then on others in an order that differs between ranks."""
         yield from (place for place in self._known.list_places(name) if place.node == self._known.own)
-        self._known.learn([name], self.exchange.find, all_copies=True)
+        self._known.learn([name], self._exchange.find, all_copies=True)
         places = [place for place in self._known.list_places(name) if place.node != self._known.own]
         for tier in dict.fromkeys(place.tier for place in places):
             others = [place for place in places if place.tier == tier]
@@ -206,7 +206,7 @@ class PeerStore:
     def delete(self, name: str) -> None:
         """Remove a file on all nodes, which delete their copies in the exchange's next round."""
         for copy in self._known.drop(name):
-            self.exchange.delete(copy)
+            self._exchange.delete(copy)
 
     def delete_files(self, folder: str, names: Collection[str]) -> None:
         """Remove some files in a folder on all nodes, as `delete`."""
@@ -216,12 +216,8 @@ class PeerStore:
     def delete_folder(self, folder: str) -> None:
         """Remove a folder on all nodes, as `delete`."""
         for copy in self._known.sources.get(folder, ()):
-            self.forget(f"{copy}/")
-            self.exchange.delete(f"{copy}/")
-
-    def forget(self, name: str) -> None:
-        """Remove copies from this view."""
-        self._known.forget(name)
+            self._known.forget(f"{copy}/")
+            self._exchange.delete(f"{copy}/")
 
     def changed_at(self, folder: str) -> float | None:  # noqa: ARG002
         """Return None: unknown."""

@@ -9,7 +9,6 @@ import pytest
 
 from shardckpt import Checkpointer
 from shardckpt.checkpoint.run.lineage import Lineage
-from shardckpt.checkpoint.run.step_finder import StepFinder
 from shardckpt.errors import StorageError
 from shardckpt.native.commit import SaveMark, read_save_mark
 from shardckpt.native.run_directory import RECORD, RunDirectory, StepFolder, read_run
@@ -21,7 +20,7 @@ EMPTY = RunDirectory((), ())
 
 def start(root: Path, **options: object) -> Lineage:
     """Start a process of a run with tiers."""
-    return Lineage(StepFinder(root, None), None, options.pop("max_failed", None), has_tiers=True, **options)
+    return Lineage(str(root), None, None, options.pop("max_failed", None), has_tiers=True, **options)
 
 
 def read(root: Path) -> RunRecord:
@@ -83,7 +82,7 @@ def test_other_text_than_a_mark_is_none(text):
 
 
 def test_a_run_without_tiers_has_no_record_and_numbers_branches_by_its_steps(tmp_path):
-    lineage = Lineage(StepFinder(tmp_path, None), None, None, has_tiers=False)
+    lineage = Lineage(str(tmp_path), None, None, None, has_tiers=False)
     assert lineage.open_epoch(4) == 4 and lineage.make_mark() == ""
     assert read(tmp_path) == RunRecord()
 

@@ -51,10 +51,9 @@ def join(rank: int, root: Path, nodes: str, held: dict[str, list[int]]) -> tuple
     ranks = get_ranks(None)
     own = TierFiles({"memory": LocalStore(str(root / node))})
     shared = share_files(ranks, own, report, [NodeTier("memory", "url", lambda: None)])
-    store = PeerStore(own, shared.known["memory"], rank)
-    exchange = PeerExchange(ranks.background("peers"), own, store.forget, shared.find)
-    store.exchange = exchange
-    return store, exchange
+    known = shared.known["memory"]
+    exchange = PeerExchange(ranks.background("peers"), own, known.forget, shared.find)
+    return PeerStore(own, known, exchange, rank), exchange
 
 
 def test_of_several_saves_of_a_step_that_nodes_have_rank_0_chooses_the_runs(tmp_path):
@@ -246,9 +245,7 @@ def open_copies(copies: list[bytearray], files: dict[str, NodeStep]) -> PeerStor
     reports = [NodeReport(Node(str(at), str(at)), files) for at in range(len(copies))]
     catalog, own = NodeCatalog.from_reports(reports), MemoryStore(copies[0])
     steps = {folder: SharedStep((folder,), step.save, is_complete=False) for folder, step in files.items()}
-    store = PeerStore(own, KnownFiles(0, reports[0], own, steps), 0)
-    store.exchange = DirectExchange(copies, catalog)
-    return store
+    return PeerStore(own, KnownFiles(0, reports[0], own, steps), DirectExchange(copies, catalog), 0)
 
 
 class MemoryStore:

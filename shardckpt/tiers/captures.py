@@ -1,10 +1,10 @@
-"""Save steps to a run's tiers and its root."""
+"""Capture steps in a run's tiers."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
@@ -14,21 +14,19 @@ from shardckpt.checkpoint.run.lineage import Lineage
 from shardckpt.checkpoint.run.save_schedule import SaveSchedule
 from shardckpt.checkpoint.run.step_finder import StepFault, require_step_number
 from shardckpt.checkpoint.run.step_saver import (
-    OnSaved,
+    CapturedStep,
+    NoCaptures,
     SavedPlace,
-    StepSaver,
-    build_notes,
     build_place_notes,
     check_options,
-    join_on_event,
+    encode_metrics,
     require_one_step,
 )
 from shardckpt.checkpoint.save.async_save import async_save
-from shardckpt.checkpoint.save.handle import AsyncSaveTask, SaveHandle
-from shardckpt.checkpoint.save.save import RunNotes, read_notes
+from shardckpt.checkpoint.save.save import read_notes
+from shardckpt.checkpoint.save.session import SaveHooks
 from shardckpt.encodings.budget import gc_paused
 from shardckpt.errors import ShardckptError, UsageError
-from shardckpt.events import OperationEvent
 from shardckpt.ranks.process_group import get_ranks
 from shardckpt.tiers.capture_tier import CaptureTier
 from shardckpt.tiers.node_opening import NodeShare
@@ -58,75 +56,49 @@ class _Places(NamedTuple):
     common: Mapping[str, Sequence[tuple[int, str]]] = MappingProxyType({})
 
 
-class _CommitNote:
-    """Called on the capture's thread before its commit; set later than the options, when the tier is known."""
+class Captures(NoCaptures):
+    """Captures steps in a run's tiers; every method is collective."""
 
-    def __init__(self) -> None:
-        self.act: Callable[[], object] = lambda: None
-
-    def __call__(self) -> None:
-        self.act()
-
-
-class TieredSaver:
-    """Saves steps in a run with tiers; every method is collective."""
+    has_tiers = True
 
     def __init__(
         self,
-        saver: StepSaver,
-        schedule: SaveSchedule,
         tiers: Sequence[CaptureTier],
+        schedule: SaveSchedule,
         finder: TieredFinder,
         lineage: Lineage,
         promoter: Promoter,
-        on_saved: OnSaved,
     ) -> None:
-        self._saver, self._schedule, self._tiers, self._finder = saver, schedule, tuple(tiers), finder
-        self._lineage, self._promoter, self._on_saved = lineage, promoter, on_saved
-        self._captured_in: list[SavedPlace] = []
+        self._schedule, self._tiers, self._finder = schedule, tuple(tiers), finder
+        self._lineage, self._promoter = lineage, promoter
         self._is_first, self._last = False, -1
         self._process = os.getpid()
-        saver.on_saved = self._add_saved
-        for tier in self._tiers:
-            tier.list_needed = partial(promoter.list_promoted, tier)
 
-    def record_restore(self, number: int, branch: int, loaded: str) -> None:
-        """Record that a step was restored; as `StepSaver.record_restore`."""
-        self._saver.record_restore(number, branch, loaded)
+    def record_restore(self, number: int) -> None:
+        """Record that a step was restored."""
         self._finder.own.record_restore(number)
 
-    def save(
+    def capture(
         self, step: int, state: Any, metrics: Mapping[str, SupportsFloat] | None, options: Mapping[str, Any]
-    ) -> None:
-        """Capture a step, save it in the root, or both, in the background."""
-        self.async_save(step, state, metrics, options)
-
-    def async_save(
-        self, step: int, state: Any, metrics: Mapping[str, SupportsFloat] | None, options: Mapping[str, Any]
-    ) -> SaveHandle:
-        """Capture a step, save it in the root, or both, in the background; a capture's handle is done at once."""
+    ) -> CapturedStep:
+        """Capture a step in the tiers that take it, in the background; return where it belongs. Collective."""
         self._require_own_process()
         self._settle_tiers(step)
         with gc_paused():
-            notes, before_commit = RunNotes(), _CommitNote()
+            given, about = dict[str, Any](), dict[str, str]()
             message: bytes | Exception
             try:
                 given = check_options(async_save, options, self._finder.group)
-                notes = build_notes(metrics, given.get("custom_metadata"))
-                notes.require_replaceable = before_commit
-                number = require_step_number(step)
-                message = self._describe(number)
+                about = {**read_notes(given.get("custom_metadata")), **encode_metrics(metrics)}
+                message = self._describe(require_step_number(step))
             except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
                 message = error
             places = self._agree(message)
             self._last = places.number
-            notes.update(build_place_notes(places.branch, places.mark))
-            self._capture(places, state, notes, given, before_commit)
-        if places.in_root:
-            return self._save_in_root(places, state, metrics, options)
-        self._saver.record_save(places.number, places.branch, None)
-        self._add_saved(places.number, state, [])
-        return SaveHandle(AsyncSaveTask(self._tiers[0].place.finder.root, None))
+            about.update(build_place_notes(places.branch, places.mark))
+            captured = self._capture(places, state, SaveHooks(about), given)
+        root = self._tiers[0].place.finder.root
+        return CapturedStep(places.number, places.in_root, places.branch, places.mark, root, captured)
 
     def _require_own_process(self) -> None:
         """Refuse a forked process: it would count as the same start of the run as its parent."""
@@ -149,40 +121,30 @@ class TieredSaver:
         what = f"preparing to save a step of {self._finder.root}"
         return _Places(*json.loads(coordinator.ask_rank0(what, message, self._choose)))
 
-    def _capture(
-        self,
-        places: _Places,
-        state: Any,
-        notes: RunNotes,
-        given: Mapping[str, Any],
-        before_commit: _CommitNote,
-    ) -> None:
-        """Capture a step in its first tier that is ready. Collective."""
+    def _capture(self, places: _Places, state: Any, hooks: SaveHooks, given: Mapping[str, Any]) -> Sequence[SavedPlace]:
+        """Capture a step in its first tier that is ready; return its places. Collective."""
         share = NodeShare(*places.share)
-        self._captured_in = []
         for tier in self._tiers:
             if tier.place.name in places.common:
                 tier.promoted.count([PromotedStep(*step) for step in places.common[tier.place.name]])
         coordinator = get_ranks(self._finder.group)
         with coordinator.in_step():  # the other ranks wait for the next message of this one
             opened = self._open_tiers(places, share)
-            if opened:
-                self._capture_in(opened, places, state, notes, given, before_commit)
+            return self._capture_in(opened, places, state, hooks, given) if opened else ()
 
     def _capture_in(
         self,
         opened: Sequence[CaptureTier],
         places: _Places,
         state: Any,
-        notes: RunNotes,
+        hooks: SaveHooks,
         given: Mapping[str, Any],
-        before_commit: _CommitNote,
-    ) -> None:
+    ) -> Sequence[SavedPlace]:
         """Capture a step in the first of some tiers, and promote it to the others. Collective."""
         source, *targets = opened
         share, rank = NodeShare(*places.share), get_ranks(self._finder.group).rank
         capture = self._promoter.note_capture(places.number, source)
-        before_commit.act = partial(self._promoter.note_commit, places.number, source, capture)
+        hooks = hooks._replace(before_commit=partial(self._promoter.note_commit, places.number, source, capture))
 
         def promote(number: int) -> None:
             for target in targets:
@@ -192,8 +154,8 @@ class TieredSaver:
             if not rank:
                 self._lineage.look()
 
-        source.capture(places.number, state, notes, _choose_copy_options(given), share, promote)
-        self._captured_in = self._list_captured(places, source, targets)
+        source.capture(places.number, state, hooks, _choose_copy_options(given), share, promote)
+        return self._list_captured(places, source, targets)
 
     def _open_again(self, number: int) -> dict[str, str]:
         """Make ready the tiers that were ready at the last step, so that ranks agree only on changes; return faults."""
@@ -224,42 +186,18 @@ class TieredSaver:
         promoted = [SavedPlace(target.place.finder, is_promoted, is_kept) for target in targets]
         return [SavedPlace(source.place.finder, is_captured, is_kept), *promoted]
 
-    def _add_saved(self, number: int, state: Any, places: Sequence[SavedPlace]) -> None:
-        """Report that a step is saved to tiers and to other places, if it is saved anywhere."""
-        saved = [*self._captured_in, *places]
-        if saved:
-            self._on_saved(number, state, saved)
-
-    def _save_in_root(
-        self, places: _Places, state: Any, metrics: Mapping[str, SupportsFloat] | None, options: Mapping[str, Any]
-    ) -> SaveHandle:
-        def note_newest(event: OperationEvent) -> None:
-            if event.error is None and get_ranks(self._finder.group).rank == 0:
-                self._lineage.note_root_step(places.number)
-
-        on_event = join_on_event(note_newest, options.get("on_event"))
-        notes = RunNotes(
-            {**read_notes(options.get("custom_metadata")), **build_place_notes(places.branch, places.mark)}
-        )
-        options = {**options, "on_event": on_event, "custom_metadata": notes}
-        return self._saver.async_save(places.number, state, metrics, options)
-
     def settle(self) -> None:
-        """Wait for the background saves, including promotions."""
-        try:
-            for tier in self._tiers:
-                tier.settle()
-            self._promoter.wait()
-        finally:
-            self._saver.settle()
+        """Wait for the captures, including promotions. Collective."""
+        for tier in self._tiers:
+            tier.settle()
+        self._promoter.wait()
 
-    def await_saves(self, *, is_for_newest: bool) -> list[StepFault]:
-        """Wait for the captures, and for the root's save unless the last step was captured; return their faults."""
+    def await_faults(self) -> tuple[list[StepFault], int]:
+        """Wait for the captures; return their faults, and the last step if it was captured, otherwise -1."""
         running = [tier.pending for tier in self._tiers if tier.pending is not None]
         ended = [(each.number, each.await_fault()) for each in running]
-        captured = max((number for number, fault in ended if number == self._last and not fault), default=-1)
-        in_root = self._saver.await_saves(is_for_newest=is_for_newest, captured=captured)
-        return [*(StepFault(number, fault) for number, fault in ended if fault), *in_root]
+        is_captured = any(number == self._last and not fault for number, fault in ended)
+        return [StepFault(number, fault) for number, fault in ended if fault], self._last if is_captured else -1
 
     def _settle_tiers(self, step: Any) -> None:
         """Wait for the last captures in the tiers that take a step, which must be equal on all ranks."""
@@ -287,7 +225,7 @@ class TieredSaver:
             if None not in found.values():
                 opened.append(index)
         in_root = self._schedule.is_for_root(number)
-        branch = self._saver.find_branch(number)
+        branch = self._lineage.find_branch(number, self._finder.newest_branch)
         try:
             branch = self._lineage.open_epoch(branch)
         except ShardckptError as error:  # a save in the root finds by itself that it cannot be written

@@ -19,7 +19,7 @@ from shardckpt.events import FallbackEvent
 from shardckpt.ranks.linked_group import LinkedGroup
 from shardckpt.ranks.process_group import get_ranks
 from shardckpt.ranks.torch_link import TorchLink
-from shardckpt.tiers.tiered_saver import TieredSaver
+from shardckpt.tiers.captures import Captures
 from tests.kit.ranks.harness import outcomes, run
 from tests.kit.runs.tier_runs import VALUES, enter, sharded_state
 
@@ -164,7 +164,7 @@ def test_a_rank_that_leaves_between_the_answer_and_its_part_counts_as_lost(tmp_p
         if rank == 1:
             ranks = get_ranks(None)
             with (
-                patch.object(TieredSaver, "_open_tiers", side_effect=KeyboardInterrupt),
+                patch.object(Captures, "_open_tiers", side_effect=KeyboardInterrupt),
                 pytest.raises(KeyboardInterrupt),
             ):
                 ck.save(2, sharded_state(world, 2))
@@ -184,7 +184,7 @@ def test_an_exception_of_a_rank_that_opens_its_tier_is_raised_on_all_ranks(tmp_p
         ck = Checkpointer(tmp_path / "run", save_every=100, tiers=[PeerMemory()])
         with ExitStack() as stack:
             if rank == 1:
-                (tier,) = ck._saver._tiers
+                (tier,) = ck._saver._captures._tiers
                 broken = patch.object(tier.opening, "_open_node", side_effect=ValueError("no folder of this kind"))
                 stack.enter_context(broken)
             with pytest.raises(ValueError if rank == 1 else RankError, match="no folder of this kind") as caught:
