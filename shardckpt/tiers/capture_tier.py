@@ -12,8 +12,8 @@ import torch.distributed as dist
 from shardckpt.checkpoint.run.save_schedule import StepRetention
 from shardckpt.checkpoint.save.async_save import SaveLane, start_async_save
 from shardckpt.checkpoint.save.handle import StepTask
+from shardckpt.checkpoint.save.planner import SaveHooks
 from shardckpt.checkpoint.save.save import SaveParams
-from shardckpt.checkpoint.save.session import SaveHooks
 from shardckpt.checkpoint.save.staging import LEAST_BUDGET_BYTES, default_budget
 from shardckpt.errors import RankError, ShardckptError, StorageError, UsageError, describe
 from shardckpt.events import (

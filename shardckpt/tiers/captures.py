@@ -23,8 +23,8 @@ from shardckpt.checkpoint.run.step_saver import (
     require_one_step,
 )
 from shardckpt.checkpoint.save.async_save import async_save
+from shardckpt.checkpoint.save.planner import SaveHooks
 from shardckpt.checkpoint.save.save import read_notes
-from shardckpt.checkpoint.save.session import SaveHooks
 from shardckpt.encodings.budget import gc_paused
 from shardckpt.errors import ShardckptError, UsageError
 from shardckpt.ranks.process_group import get_ranks

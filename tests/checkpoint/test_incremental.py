@@ -16,7 +16,7 @@ from torch import nn
 import shardckpt
 from shardckpt import Checkpointer
 from shardckpt.checkpoint.dedup import BaseDedup
-from shardckpt.checkpoint.save import session
+from shardckpt.checkpoint.save import planner, session
 from shardckpt.core import fully_shard
 from shardckpt.errors import (
     ChecksumError,
@@ -354,15 +354,15 @@ class TestTheBaseIsOverwritten:
         """On a disk the old step still has its name then."""
         ck = Checkpointer(tmp_path, dedup=True)
         ck.save(1, state(0, 1, 0))
-        find = session.read_referred_files
+        find = planner.read_referred_files
 
         def save_after(url: str) -> frozenset[str]:
-            monkeypatch.setattr(session, "read_referred_files", find)
+            monkeypatch.setattr(planner, "read_referred_files", find)
             found = find(url)
             Checkpointer(tmp_path, dedup=True).save(2, state(0, 2, 0))
             return found
 
-        monkeypatch.setattr(session, "read_referred_files", save_after)
+        monkeypatch.setattr(planner, "read_referred_files", save_after)
         shardckpt.save(state(7, 7, 7), ck.path(1), overwrite=True)
         assert (values(ck.path(1)), values(ck.path(2))) == ((7, 7, 7), (0, 2, 0))
 

@@ -196,8 +196,8 @@ class TestMutants:
             kill_matrix(tmp_path, save, {2, 3, 4}, 3)
 
     def test_replacing_what_others_need_turns_it_red(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        from shardckpt.checkpoint.save import session
+        from shardckpt.checkpoint.save import planner
 
-        monkeypatch.setattr(session, "read_referred_files", lambda _: ())
+        monkeypatch.setattr(planner, "read_referred_files", lambda _: ())
         with pytest.raises((AssertionError, ShardckptError)):
             kill_matrix(tmp_path, save_over_a_base, {1, 2, 3}, 3)

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardckpt
-from shardckpt.checkpoint.save import session
+from shardckpt.checkpoint.save import planner, session
 from shardckpt.checkpoint.save.save import saver_for
 from shardckpt.offline.verify import verify
 from shardckpt.ranks.linked_group import LinkedGroup
@@ -83,7 +84,7 @@ def refused(phase: str, is_failing: bool) -> Iterator[None]:
     if not is_failing or phase in ("", "target", "values", "replicas"):
         yield
     elif name is not None:
-        with patch.object(session, name, broken):
+        with patch.object(planner if phase in ("capture", "plan") else session, name, broken):
             yield
     else:
         with patch.object(LocalPublication, {"begin": "__init__", "publish": "commit"}[phase], broken):
@@ -159,7 +160,7 @@ def test_every_save_between_refused_ones_holds_its_own_values(tmp_path: Path, wo
 
 def test_a_plan_outlives_a_save_of_another_state_that_was_refused(tmp_path: Path) -> None:
     def body(rank: int, world: int) -> int:
-        with patch.object(session, "create_global_plan", wraps=session.create_global_plan) as planned:
+        with patch.object(planner, "create_global_plan", wraps=planner.create_global_plan) as planned:
             for version in range(4):
                 shardckpt.save(KINDS["full"](version), tmp_path / f"{version}")
                 with pytest.raises(shardckpt.errors.TargetExistsError):
@@ -217,9 +218,11 @@ def test_a_rank_that_cannot_reach_the_folder_is_named_and_the_next_save_works(tm
     assert differs(tmp_path / "2", KINDS["full"](2)) == []
 
 
-@pytest.mark.parametrize(("phase", "interrupted"), [("trace_state", 1), ("write_payloads", 0)])
+@pytest.mark.parametrize(
+    ("module", "phase", "interrupted"), [(planner, "trace_state", 1), (session, "write_payloads", 0)]
+)
 def test_a_rank_that_was_interrupted_in_a_save_does_not_answer_for_the_next(
-    tmp_path: Path, phase: str, interrupted: int
+    tmp_path: Path, module: ModuleType, phase: str, interrupted: int
 ) -> None:
     def ctrl_c(*_args: object, **_options: object) -> None:
         raise KeyboardInterrupt
@@ -228,7 +231,7 @@ def test_a_rank_that_was_interrupted_in_a_save_does_not_answer_for_the_next(
         shardckpt.save(KINDS["full"](1), tmp_path / "1")
         with (
             pytest.raises(KeyboardInterrupt if rank == interrupted else shardckpt.errors.RankError),
-            patch.object(session, phase, ctrl_c) if rank == interrupted else contextlib.nullcontext(),
+            patch.object(module, phase, ctrl_c) if rank == interrupted else contextlib.nullcontext(),
         ):
             shardckpt.save(KINDS["full"](2), tmp_path / "2")
         if rank == interrupted:

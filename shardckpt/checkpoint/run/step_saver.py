@@ -16,8 +16,8 @@ from shardckpt.checkpoint.run.save_schedule import BackgroundSave, SaveSchedule,
 from shardckpt.checkpoint.run.step_finder import NO_STEP, SHOWN, StepFault, StepFinder, require_step_number
 from shardckpt.checkpoint.save.async_save import SAVES, async_save, start_async_save
 from shardckpt.checkpoint.save.handle import AsyncSaveTask, SaveHandle, StepTask
+from shardckpt.checkpoint.save.planner import SaveHooks
 from shardckpt.checkpoint.save.save import SaveParams, read_notes, save, save_with
-from shardckpt.checkpoint.save.session import SaveHooks
 from shardckpt.errors import UsageError
 from shardckpt.events import OnEvent, OperationEvent, deliver, require_on_event
 from shardckpt.native.commit import BRANCH, MARK

@@ -17,18 +17,9 @@ from typing_extensions import Unpack
 
 from shardckpt.checkpoint.save.handle import PENDING_SAVE, AsyncSaveTask, PendingSave, SaveHandle
 from shardckpt.checkpoint.save.payload_writer import Source, iter_contents
+from shardckpt.checkpoint.save.planner import NO_HOOKS, PlannedSave, PlannedState, SaveHooks, SaveOptions, capture_error
 from shardckpt.checkpoint.save.save import SAVERS, SaveParams, SaverCache, check_options
-from shardckpt.checkpoint.save.session import (
-    NO_HOOKS,
-    PlannedSave,
-    PlannedState,
-    SaveHooks,
-    SaveOptions,
-    SaveSession,
-    StagedSave,
-    WrittenSave,
-    capture_error,
-)
+from shardckpt.checkpoint.save.session import SaveSession, StagedSave, WrittenSave
 from shardckpt.checkpoint.save.staging import (
     BufferPool,
     StagingArea,

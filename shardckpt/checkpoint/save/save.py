@@ -12,7 +12,8 @@ from typing_extensions import Unpack
 
 from shardckpt.checkpoint.load.source import compile_key_map
 from shardckpt.checkpoint.save.handle import PENDING_SAVE
-from shardckpt.checkpoint.save.session import NO_HOOKS, SaveHooks, SaveOptions, Saver
+from shardckpt.checkpoint.save.planner import NO_HOOKS, SaveHooks, SaveOptions
+from shardckpt.checkpoint.save.session import Saver
 from shardckpt.errors import UsageError, require_bools, require_keywords
 from shardckpt.events import OnEvent, SaveEvent, record_operation, require_on_event
 from shardckpt.native.commit import BRANCH, MARK

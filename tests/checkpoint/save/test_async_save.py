@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardckpt
-from shardckpt.checkpoint.save import async_save, payload_writer, session, staging
+from shardckpt.checkpoint.save import async_save, payload_writer, planner, session, staging
 from shardckpt.checkpoint.save.async_save import BUFFERS, _Copy
 from shardckpt.checkpoint.save.staging import StagingArea
 from shardckpt.checkpoint.stateful.tensor_bytes import join_small
@@ -371,8 +371,8 @@ def after(method):
 
 
 INTERRUPTIONS = {
-    "while the state is traced": (session, "trace_state", ctrl_c),
-    "while the state is flattened": (session, "flatten_state", ctrl_c),
+    "while the state is traced": (planner, "trace_state", ctrl_c),
+    "while the state is flattened": (planner, "flatten_state", ctrl_c),
     "before the thread is started": (threading.Thread, "start", ctrl_c),
     "when the thread was started": (threading.Thread, "start", after(threading.Thread.start)),
     "when ranks have agreed": (session.SaveSession, "plan", after(session.SaveSession.plan)),
@@ -752,7 +752,8 @@ def test_captures_of_several_ranks_let_others_copy_first_and_other_saves_do_not(
 
         _Copy._wait_for_copies = note
         for lane in (async_save.SAVES, async_save.CAPTURES):
-            async_save.start_async_save(lane, {"x": torch.arange(9)}, tmp_path / lane.name / "c", {}).result()
+            path = tmp_path / lane.name / "c"
+            async_save.start_async_save(lane, planner.NO_HOOKS, {"x": torch.arange(9)}, path, {}).result()
         return seen
 
     assert run(2, body) == [[False, True]] * 2

@@ -17,8 +17,9 @@ from torch import nn
 
 import shardckpt
 import shardckpt.checkpoint.save.save as saving
-from shardckpt.checkpoint.save import session
-from shardckpt.checkpoint.save.session import SaveOptions, Saver
+from shardckpt.checkpoint.save import planner, session
+from shardckpt.checkpoint.save.planner import SaveOptions
+from shardckpt.checkpoint.save.session import Saver
 from shardckpt.errors import StorageError, UnsupportedError
 from shardckpt.ranks.linked_group import ALONE
 
@@ -28,7 +29,7 @@ NUMBERS = itertools.count()
 def save(saver: Saver, state: Any, folder: Path) -> dict[str, bytes]:
     """Save a state and return the contents of all files, which are the same for the same state."""
     target = folder / f"save{next(NUMBERS)}"
-    with patch.object(session, "new_save_id", lambda: "0" * 15):
+    with patch.object(planner, "new_save_id", lambda: "0" * 15):
         saver.save(state, SaveOptions(str(target), overwrite=False, checksums=True, custom_metadata={}))
     return {path.name: path.read_bytes() for path in target.iterdir()}
 
@@ -383,7 +384,7 @@ def test_a_second_save_of_one_state_plans_nothing(tmp_path: Path) -> None:
     saver, state = Saver(ALONE), build_state()
     save(saver, state, tmp_path)
     with (
-        patch.object(session, "create_single_rank_plan", side_effect=AssertionError("planned again")),
+        patch.object(planner, "create_single_rank_plan", side_effect=AssertionError("planned again")),
         patch("shardckpt.checkpoint.planning.save_plan.arrange_files", side_effect=AssertionError("arranged again")),
     ):
         state["step"] += 1
@@ -401,7 +402,7 @@ def test_a_state_of_the_same_layout_is_not_flattened_again(
     saver, state = Saver(ALONE), build_state()
     save(saver, state, tmp_path)
     change(state)
-    with patch.object(session, "flatten_state", side_effect=AssertionError("flattened again")):
+    with patch.object(planner, "flatten_state", side_effect=AssertionError("flattened again")):
         save(saver, state, tmp_path)
 
 
@@ -410,7 +411,7 @@ def test_states_that_are_saved_in_turn_are_not_flattened_again(tmp_path: Path) -
     for state in states:
         save(saver, state, tmp_path)
     expected = [save(Saver(ALONE), state, tmp_path) for state in states]
-    with patch.object(session, "flatten_state", side_effect=AssertionError("flattened again")):
+    with patch.object(planner, "flatten_state", side_effect=AssertionError("flattened again")):
         assert [save(saver, state, tmp_path) for state in states] == expected
     for count in range(5, 12):
         save(saver, {"tensor": torch.rand(count)}, tmp_path)
@@ -426,7 +427,7 @@ def test_a_save_in_the_background_does_not_flatten_the_same_layout_again(
     write_in_place(state)
     count_step(state)
     expected = {name: value.clone() for name, value in state["model"].state_dict().items()}
-    with patch.object(session, "flatten_state", side_effect=AssertionError("flattened again")):
+    with patch.object(planner, "flatten_state", side_effect=AssertionError("flattened again")):
         handle = shardckpt.async_save(state, str(tmp_path / "second"))
     write_in_place(state)
     count_step(state)

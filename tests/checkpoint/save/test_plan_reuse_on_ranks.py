@@ -21,8 +21,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import shardckpt
-from shardckpt.checkpoint.save import session
-from shardckpt.checkpoint.save.session import SaveOptions, Saver
+from shardckpt.checkpoint.save import planner
+from shardckpt.checkpoint.save.planner import SaveOptions
+from shardckpt.checkpoint.save.session import Saver
 from shardckpt.checkpoint.stateful.state_trace import trace_state
 from shardckpt.ranks.process_group import get_ranks
 from tests.kit.models.states import FRONT_ENDS, Net, step
@@ -38,7 +39,7 @@ def save(saver: Saver, state: State, folder: Path, number: int | None = None) ->
     number = next(NUMBERS) if number is None else number
     target = folder / f"{len(list(folder.iterdir()))}"
     dist.barrier()  # all ranks have counted
-    with patch.object(session, "new_save_id", lambda: f"{number:015}"):
+    with patch.object(planner, "new_save_id", lambda: f"{number:015}"):
         saver.save(state, SaveOptions(str(target), overwrite=False, checksums=True, custom_metadata={}))
     return {path.name: path.read_bytes() for path in target.iterdir()}
 
@@ -57,8 +58,8 @@ def counted() -> Iterator[list[int]]:
         count[0] += 1
         return original(*args)
 
-    original = session.flatten_state
-    with patch.object(session, "flatten_state", flatten):
+    original = planner.flatten_state
+    with patch.object(planner, "flatten_state", flatten):
         yield count
 
 

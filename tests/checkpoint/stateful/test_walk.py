@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 import shardckpt
-from shardckpt.checkpoint.save.session import SaveOptions, Saver
+from shardckpt.checkpoint.save.planner import SaveOptions
+from shardckpt.checkpoint.save.session import Saver
 from shardckpt.checkpoint.stateful import walk as walking
 from shardckpt.checkpoint.stateful.state_stream import build_stream
 from shardckpt.checkpoint.stateful.walk import Leaf, LeafKind, find_kind, map_leaves, walk

@@ -16,7 +16,7 @@ import torch
 
 import shardckpt
 from shardckpt.boxes import Box, full_box
-from shardckpt.checkpoint.save import session
+from shardckpt.checkpoint.save import planner
 from tests.kit.writers.native_writer import with_grouped_hashes, write_step
 
 BOXES = {
@@ -119,7 +119,7 @@ def _as_module(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _save(step: Path, save: str, state: dict[str, Any], **options: Any) -> None:
-    with patch.object(session, "new_save_id", lambda: save):
+    with patch.object(planner, "new_save_id", lambda: save):
         shardckpt.save(state, step, **options)
 
 
