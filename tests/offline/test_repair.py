@@ -22,7 +22,9 @@ from shardckpt.errors import (
 )
 from shardckpt.native.commit import COMMIT, encode_commit, manifest_name
 from shardckpt.native.reader import NativeReader
+from shardckpt.native.run_directory import read_run
 from shardckpt.readers.registry import open_checkpoint
+from shardckpt.storage.local import LocalStore
 from tests.kit.writers.native_writer import SAVE, write_step
 
 MANIFEST = manifest_name(SAVE)
@@ -267,3 +269,17 @@ def test_headers_that_lie_are_refused(tmp_path: Path, old: bytes, new: bytes) ->
     with pytest.raises(shardckpt.errors.CheckpointError):
         shardckpt.repair(str(folder))
     assert COMMIT not in files(folder)
+
+
+@pytest.mark.parametrize("lost", ["COMMIT", "*.manifest.json"])
+def test_a_step_keeps_its_place_in_its_run(tmp_path: Path, lost: str) -> None:
+    root = tmp_path / "run"
+    for number in (1, 2):
+        ck = shardckpt.Checkpointer(root, save_every=1, tiers=[shardckpt.Local(tmp_path / "local")])
+        ck.save(number, {"step": number})
+        ck.wait()
+    before = read_run(LocalStore(str(root))).steps[-1]
+    assert before.branch == 2 and before.mark is not None
+    next((root / before.name).glob(lost)).unlink()
+    shardckpt.repair(root / before.name)
+    assert read_run(LocalStore(str(root))).steps[-1] == before
