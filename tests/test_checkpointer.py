@@ -44,7 +44,7 @@ from shardckpt.errors import (
 )
 from shardckpt.native import apply_retention
 from shardckpt.native import run_directory as steps
-from shardckpt.native.run_directory import delete_steps, read_about, read_measures, read_run, step_name
+from shardckpt.native.run_directory import RECORD, delete_steps, read_about, read_measures, read_run, step_name
 from shardckpt.native.run_record import read_run_record
 from shardckpt.plan import retention
 from shardckpt.storage import retry
@@ -504,6 +504,11 @@ class TestDamagedSteps:
             assert ck.restore(into) == 2
         assert into["w"].unique().tolist() == [2.0]
         assert "filled in part" not in str(told[0].message), "the step before has filled it"
+
+    def test_a_root_that_takes_no_record_takes_steps(self, tmp_path, caplog):
+        (tmp_path / RECORD).mkdir()
+        assert saved(Checkpointer(tmp_path), 1, 2).steps() == (1, 2)
+        assert "cannot be recorded" in caplog.text
 
     def test_a_restore_is_recorded_although_its_warning_is_an_error(self, tmp_path):
         ck = saved(Checkpointer(tmp_path, max_failed_restores=2), 1, 2, 3)

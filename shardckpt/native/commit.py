@@ -136,7 +136,7 @@ def is_of_save(name: str, save: str) -> bool:
 def read_branch(about: Mapping[str, str]) -> int:
     """Return a step's branch in its run, from the manifest's `about`."""
     text = about.get(BRANCH, "")
-    return int(text) if re.fullmatch("[0-9]{1,9}", text, re.ASCII) else 0
+    return int(text) if re.fullmatch("[0-9]{1,18}", text, re.ASCII) else 0
 
 
 def read_save_mark(about: Mapping[str, str]) -> SaveMark | None:

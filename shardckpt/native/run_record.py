@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -25,18 +26,21 @@ class RunStart(NamedTuple):
     """A start of the run, or a restore in it."""
 
     id: str
-    epoch: Count  # branch of the steps that it saves; later starts have greater ones
+    epoch: Annotated[Count, range(10**9)]  # branch of the steps that it saves; later starts have greater ones
     restored: tuple[Count, Count] | None  # order of the step that it restored; None without one
-    is_completed: bool = False  # whether a further step was completed
+    has_saved: bool = False  # whether it was about to save a step
+    is_completed: bool = False  # whether it has completed another step than the restored one
 
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
     """What a run keeps in its root about starts and tiers."""
 
-    run: str = ""  # id of the run: captures with another one are not used; empty without a record
+    run: Annotated[str, re.compile("[0-9a-f]{0,32}")] = (
+        ""  # id of the run: captures with another one are not used; empty without a record
+    )
     is_rooted: bool = False  # whether the root had a complete step: if it has none now, it was emptied
-    starts: tuple[RunStart, ...] = ()  # the last ones, the oldest first
+    starts: tuple[RunStart, ...] = ()  # the last ones, by epoch
     local: Annotated[str, OMITTED] = ""  # folder of the tier on a disk of the node
     is_damaged: Annotated[bool, UNSTORED] = False  # the file cannot be read
 
@@ -48,7 +52,8 @@ class RunRecord:
     def with_start(self, start: RunStart) -> RunRecord:
         """Return the record with a start, in place of its earlier state."""
         others = [each for each in self.starts if (each.id, each.epoch) != (start.id, start.epoch)]
-        return replace(self, starts=(*others, start)[-_MAX_STARTS:])
+        starts = sorted([*others, start], key=lambda each: each.epoch)
+        return replace(self, starts=tuple(starts[-_MAX_STARTS:]))
 
     def count_failures(self) -> Mapping[tuple[int, int], int]:
         """Return how often the run failed after restoring a step, before the next step, by the step's order."""
@@ -58,10 +63,15 @@ class RunRecord:
                 counts[start.restored] = 0 if start.is_completed else counts[start.restored] + 1
         return counts
 
+    @property
+    def last_saved(self) -> int:
+        """The greatest epoch of a start that saved."""
+        return max((start.epoch for start in self.starts if start.has_saved), default=0)
+
     def is_on_course(self, order: tuple[int, int]) -> bool:
         """Return True unless a later start saved steps after it had restored an older one."""
         limit: tuple[int, int] | None = None
-        for start in reversed([each for each in self.starts if each.is_completed]):
+        for start in reversed([each for each in self.starts if each.has_saved]):
             if limit is not None and start.epoch > limit[0]:
                 continue  # the run has left this start's steps
             if start.epoch <= order[0]:
@@ -105,8 +115,11 @@ def find_run(record: RunRecord, root: RunDirectory, captures: Iterable[StepFolde
     if record.run:
         return "" if record.is_rooted and root.has_lost_all else record.run
     # A record that somebody removed had the id of the root's steps. If it is damaged, captures have the id too.
-    known = [*root.steps, *(captures if record.is_damaged else ())]
-    return max(((step.order, step.mark.run) for step in known if step.mark is not None), default=((), ""))[1]
+    for steps in (root.steps, captures if record.is_damaged else ()):
+        marked = [(step.order, step.mark.run) for step in steps if step.mark is not None]
+        if marked:
+            return max(marked)[1]
+    return ""
 
 
 def select_captures(captures: Iterable[StepFolder], run: str) -> list[StepFolder]:

@@ -227,8 +227,9 @@ class Captures(NoCaptures):
         in_root = self._schedule.is_for_root(number)
         branch = self._lineage.find_branch(number, self._finder.newest_branch)
         try:
-            branch = self._lineage.open_epoch(branch)
+            branch = self._lineage.open_epoch(branch, is_for_root=in_root)
         except ShardckptError as error:  # a save in the root finds by itself that it cannot be written
+            branch += 1  # newer than all that is known
             for index in ready:
                 self._tiers[index].refuse(number, error)
             ready, opened = [], []

@@ -209,8 +209,8 @@ def starts_share_an_epoch(patch: pytest.MonkeyPatch) -> None:
     """A start's steps are not newer than an earlier one's that it has not seen."""
     open_epoch = Lineage.open_epoch
 
-    def open_and_forget(self: Lineage, least: int) -> int:
-        open_epoch(self, least)
+    def open_and_forget(self: Lineage, least: int, *, is_for_root: bool) -> int:
+        open_epoch(self, least, is_for_root=is_for_root)
         return least
 
     patch.setattr(Lineage, "open_epoch", open_and_forget)

@@ -53,17 +53,19 @@ class Lineage:
         if type(most) is not int or most < 0:
             raise UsageError("`max_failed_restores` must be an integer from 0", found=repr(max_failed))
         self._root, self._group, self._on_event, self._most, self._has_tiers = root, group, on_event, most, has_tiers
-        self._has_record = False  # whether the run had a record when its steps were read last
+        self._has_record = False  # whether the run had a record, or steps of one, when it was read last
         self._lock = threading.Lock()  # a save in the root ends in the background
         self._id, self._saves = secrets.token_hex(4), 0
         self._record = RunRecord(local=local)  # as this process knows it
+        self._seen = 0  # the greatest epoch of a record that this process has read
         self._replaced = ""  # id of the run that had this root before, if it was emptied
         self._start: RunStart | None = None
         self._restored: tuple[int, int] | None = None  # order of the step that this process restored last
         self._branch: int | None = None  # branch of the next step in a run without a record; None if unknown
         self._is_restored = False  # whether nothing was saved since
         self._newest = ""  # name of the root's newest known step
-        self._is_in_doubt = False
+        self._is_in_doubt = False  # whether the root may have lost the record or all steps
+        self._is_overtaken = False  # whether a later start may have saved
 
     @property
     def run(self) -> str:
@@ -83,7 +85,7 @@ class Lineage:
         """Return the id of the run whose captures count, now that a restore starts. Raises ShardckptError."""
         if self._start is not None:
             self.follow(root)
-        record = read_run_record(open_store(self._root))
+        record = self._read()
         run = find_run(record, root, captures)
         self._replaced = "" if run else record.run
         known = record if run and run == record.run else RunRecord(run or secrets.token_hex(8))
@@ -91,13 +93,18 @@ class Lineage:
         self._note(root, replace(known, is_rooted=not root.has_lost_all, local=local))
         return self.run
 
+    def _read(self) -> RunRecord:
+        record = read_run_record(open_store(self._root))
+        self._seen = max(self._seen, record.last_epoch)
+        return record
+
     def _note(self, root: RunDirectory, record: RunRecord) -> None:
         self._record = record
         self._newest = root.complete[-1].name if root.complete else ""
 
     def note_read(self, run: RunDirectory) -> None:
         """Note whether a run that was read has a record."""
-        self._has_record = run.has_record
+        self._has_record = run.has_record or any(step.mark is not None for step in run.steps)
 
     def record_restore(self, restored: tuple[int, int], least: int) -> None:
         """Record a start that counts as failed until it completes a further step; `least` is as in `open_epoch`."""
@@ -114,16 +121,20 @@ class Lineage:
     def record_completed(self, number: int) -> None:
         """Record that the run completed a step, so that the start has not failed."""
         start = self._start
-        if start is None or start.is_completed or start.restored is None or number <= start.restored[1]:
+        if start is None or start.is_completed or start.restored is None or number == start.restored[1]:
             return
-        self._start = start._replace(is_completed=True)
         try:
-            with self._lock:
-                record = read_run_record(open_store(self._root))
-                if record.run == self.run:
-                    self._write(record.with_start(self._start))
+            self._change(start._replace(has_saved=True, is_completed=True))
         except ShardckptError as error:
             _LOG.warning("a completed step of %s is not recorded: %s", self._root, error)
+
+    def _change(self, start: RunStart) -> None:
+        """Record what this start did."""
+        self._start = start
+        with self._lock:
+            record = self._read()
+            if record.run == self.run:
+                self._write(record.with_start(start))
 
     def record_save(self, branch: int) -> None:
         """Record that a step was saved."""
@@ -135,19 +146,26 @@ class Lineage:
             return find_newest()
         return self._branch + (self._is_restored and self._restored is not None and number < self._restored[1])
 
-    def open_epoch(self, least: int) -> int:
+    def open_epoch(self, least: int, *, is_for_root: bool) -> int:
         """Return the branch of this start's steps, which is recorded before the first save. Raises ShardckptError.
 
         Args:
             least: From `find_branch`.
+            is_for_root: Whether the step is saved in the root, so that one more request does not matter.
         """
+        if self._start is not None and (is_for_root or self._is_overtaken):
+            self._is_overtaken = False
+            if self._read().last_saved > self._start.epoch:  # another process has saved: this one does it again
+                self._start = None
         if self._start is None:
             if not (self._has_tiers or self._has_record):
                 return least
             if not self.run:
                 self.start_restore(read_run(open_store(self._root)))
-            self._append(RunStart(self._id, least + 1, self._restored, is_completed=True))
-        elif self._is_in_doubt:
+            self._append(RunStart(self._id, least + 1, self._restored, has_saved=True, is_completed=True))
+        elif not self._start.has_saved:
+            self._change(self._start._replace(has_saved=True))
+        if self._is_in_doubt:
             self._is_in_doubt = False
             with suppress(ShardckptError):
                 self.follow(read_run(open_store(self._root)))
@@ -156,10 +174,10 @@ class Lineage:
     def _append(self, start: RunStart) -> None:
         """Record a start, in an epoch after all earlier ones."""
         with self._lock:
-            found = read_run_record(open_store(self._root))
+            found = self._read()
             run = self.run if found.run in ("", self._replaced) else found.run  # another process was faster
             known = next((each for each in (found, self._record) if each.run == run), RunRecord())
-            start = start._replace(epoch=max(start.epoch, found.last_epoch + 1))
+            start = start._replace(epoch=max(start.epoch, self._seen + 1))
             rooted, local = known.is_rooted or self._record.is_rooted, self._record.local or known.local
             self._write(replace(known.with_start(start), run=run, is_rooted=rooted, local=local))
             self._start = start
@@ -184,12 +202,14 @@ class Lineage:
                 self._write(replace(record, is_rooted=True))
 
     def look(self) -> None:
-        """Look if the root still has the run's record and its newest step: one list. In the background."""
+        """Look if the root still has the run's record and its newest step, and no later start. In the background."""
         # If the root has lost them, the next save reads it, and records there that this start continues.
-        needed = {RECORD, *([self._newest] if self._newest else [])}
+        needed, start = {RECORD, *([self._newest] if self._newest else [])}, self._start
         with suppress(ShardckptError):  # a root that cannot be listed is seen by the saves into it
             if not needed <= {entry.name for entry in open_store(self._root).list()}:
                 self._is_in_doubt = True
+            elif start is not None and read_run_record(open_store(self._root)).last_saved > start.epoch:
+                self._is_overtaken = True
 
     def follow(self, root: RunDirectory) -> None:
         """Write the record again if the root has lost it, or all its steps, while this start continues."""
@@ -232,8 +252,7 @@ class Lineage:
 
     def has_lost_last_start(self, epochs: Iterable[int]) -> bool:
         """Return True if the last start that saved is not among the epochs of steps."""
-        saved = [start.epoch for start in self._record.starts if start.is_completed]
-        return bool(saved) and saved[-1] not in epochs
+        return self._record.last_saved not in (0, *epochs)
 
 
 def _describe_failures(number: int, count: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, SupportsFloat
@@ -18,11 +19,13 @@ from shardckpt.checkpoint.save.async_save import SAVES, async_save, start_async_
 from shardckpt.checkpoint.save.handle import AsyncSaveTask, SaveHandle, StepTask
 from shardckpt.checkpoint.save.planner import SaveHooks
 from shardckpt.checkpoint.save.save import SaveParams, read_notes, save, save_with
-from shardckpt.errors import UsageError
+from shardckpt.errors import ShardckptError, UsageError
 from shardckpt.events import OnEvent, OperationEvent, deliver, require_on_event
 from shardckpt.native.commit import BRANCH, MARK
 from shardckpt.native.run_directory import METRIC, manifest_fault, read_run, step_name
 from shardckpt.ranks.process_group import get_ranks, resolve_process_group
+
+_LOG = logging.getLogger("shardckpt")
 
 
 class SavedPlace(NamedTuple):
@@ -111,11 +114,14 @@ class StepSaver:
             return
         root = self._prepare_root(save, step, metrics, options, None)
         save_with(root.hooks, state, self._path(root.number), root.options)
+        is_first = get_ranks(self._group).rank == 0
+        if is_first:
+            self._lineage.note_root_step(root.number)
         self._record_save(root.number, root.branch, None)
         self._on_saved(root.number, state, [SavedPlace(self._finder, lambda: True)])
         if root.unranked:
             raise UsageError(root.unranked)
-        if get_ranks(self._group).rank == 0:
+        if is_first:
             self._retention.apply(root.number)
 
     def async_save(
@@ -239,7 +245,12 @@ class StepSaver:
         is_replaceable = self._finder.is_replaceable(number)
         unranked = self._retention.find_ranking_fault(number, names)
         if captured is None:
-            branch = self._lineage.open_epoch(self._lineage.find_branch(number, self._finder.newest_branch))
+            branch = self._lineage.find_branch(number, self._finder.newest_branch)
+            try:
+                branch = self._lineage.open_epoch(branch, is_for_root=True)
+            except ShardckptError as error:
+                _LOG.warning("a save in %s cannot be recorded there: %s", self._finder.root, error)
+                branch += 1  # newer than all that is known
             mark = self._lineage.make_mark()
         else:
             branch, mark = captured.branch, captured.mark
