@@ -23,6 +23,8 @@ LOST_RANK_FIX = "Its own log says why; the others have stopped. Saves and loads 
 _ROUND_BYTES = 8  # bytes of the round's number, which precedes each message
 _IS_GONE = "is gone or did not answer in time"
 _NOTICE_S = 2.0  # seconds in which a lost rank becomes known
+_FIRST = "shardckpt/lost/first"  # key for the note that all ranks believe
+_UNSURE = "unsure: "  # begins a note while its rank looks for the notes of others
 
 
 class Transfer(Protocol):
@@ -101,8 +103,9 @@ class LinkedGroup(Group):
     """Ranks with a link between them; a single rank needs none."""
 
     # If a rank is lost, the errors on all other ranks name it. Messages are point-to-point, so rank 0 knows whose
-    # connection broke or whose message is late. Rank 0 also writes that rank to the group's store, because a backend
-    # cannot send after a timeout.
+    # connection broke or whose message is late. After a timeout a backend closes all its connections and cannot send.
+    # Therefore a rank that loses another one leaves a note in the group's store. If a lost rank has left a note, other
+    # ranks name the rank in that note.
 
     # Fraction of the timeout: rank 0 has to find the late rank before the others stop waiting for rank 0.
     _FIRST_WAITS = 0.75
@@ -110,6 +113,8 @@ class LinkedGroup(Group):
     def __init__(self, link: RankLink | None = None) -> None:
         self._given = link
         self._round = 0
+        self._round_start = time.monotonic()
+        self._loss = ""  # which rank is lost, once this rank has lost one itself
         self._background: dict[str, LinkedGroup] = {}
         self.has_lost_rank = False  # whether a rank is lost; no more messages may be sent then
         self.rank = link.rank if link is not None else 0
@@ -143,6 +148,7 @@ class LinkedGroup(Group):
         self, message: bytes | Exception, answer_all: Callable[[Callable[[], list[bytes]]], Sequence[bytes]]
     ) -> bytes:
         self._round += 1
+        self._round_start = time.monotonic()
         # No other messages can be received if this rank has lost one.
         lost = message if isinstance(message, RankError) and self.has_lost_rank else None
         with self.in_step():
@@ -207,18 +213,17 @@ class LinkedGroup(Group):
     @contextmanager
     def _detect_lost_rank(self, peer: int) -> Iterator[None]:
         """Convert a broken connection to a RankError for the first lost rank, or the peer."""
-        # Other ranks may have started the next round, which this rank does not reach.
         try:
             yield
         except RuntimeError as error:
-            self.has_lost_rank = True
-            lost = self._give_up({peer: error})
-            self._link.leave_note(_build_key(self._round + 1), lost.what)
-            raise lost from error
+            raise self._give_up({peer: error}, _NOTICE_S if self._may_have_timed_out() else 0.0) from error
+
+    def _may_have_timed_out(self) -> bool:
+        """Return True if a rank may have closed its connections at a timeout since this round began."""
+        return time.monotonic() - self._round_start >= self.timeout_s * self._FIRST_WAITS
 
     def _gather_messages(self, known: RankError | None) -> list[bytes]:
         if known is not None:
-            self._link.leave_note(_build_key(self._round), known.what)
             raise known
         deadline = time.monotonic() + self.timeout_s * self._FIRST_WAITS
         messages, lost = [], {}
@@ -255,17 +260,39 @@ class LinkedGroup(Group):
             if number == self._round:
                 return data[_ROUND_BYTES:]
 
-    def _give_up(self, lost: dict[int, RuntimeError]) -> RankError:
-        """Write the lost rank to the store, unless another rank did; stop receiving."""
+    def _give_up(self, lost: dict[int, RuntimeError], wait_s: float = 0.0) -> RankError:
+        """Return the error for the rank that was lost first, and leave a note of it; stop receiving.
+
+        Args:
+            lost: Error of each rank that this one has lost.
+            wait_s: Maximum seconds to wait for a note of a lost rank: it may only have lost another one.
+        """
         self.has_lost_rank = True
-        key = _build_key(self._round)
-        known = self._link.find_note(key)
-        if known:
-            return self._build_lost_error(known)
-        rank, error = next(iter(lost.items()))
-        text = f"rank {rank} of {self.size} {_IS_GONE}: {' '.join(str(error).split())[:200]}"
-        self._link.leave_note(key, text)
-        return RankError(text, rank=rank, fix=LOST_RANK_FIX)
+        if not self._loss:
+            text = self._describe_loss(*next(iter(lost.items())))
+            if wait_s:  # others wait for this note meanwhile
+                self._link.leave_note(_build_key(self.rank), _UNSURE + text)
+            self._loss = self._link.find_note(_FIRST) or self._follow_notes(text, wait_s)
+            for key in (_build_key(self.rank), _FIRST):
+                self._link.leave_note(key, self._loss)
+        return self._build_lost_error(self._loss)
+
+    def _describe_loss(self, rank: int, error: RuntimeError) -> str:
+        return f"rank {rank} of {self.size} {_IS_GONE}: {' '.join(str(error).split())[:200]}"
+
+    def _follow_notes(self, text: str, wait_s: float) -> str:
+        """Return the text for the rank that was lost first: a lost rank's note names the rank that it has lost."""
+        passed = {self.rank, -1}
+        while (rank := _read_rank(text)) not in passed:
+            passed.add(rank)
+            note = self._link.find_note(_build_key(rank), wait_s=wait_s)
+            is_sure, found = not note.startswith(_UNSURE), note.removeprefix(_UNSURE)
+            if not note or (not is_sure and _read_rank(found) == self.rank):  # both ranks gave the other one up
+                break
+            text = found
+            if is_sure:
+                break
+        return text
 
     @contextmanager
     def _report_lost_rank(self, known: RankError | None) -> Iterator[None]:
@@ -276,15 +303,14 @@ class LinkedGroup(Group):
             self.has_lost_rank = True
             if known is not None:
                 raise known from error
-            text = self._link.find_note(_build_key(self._round), wait_s=_NOTICE_S)
-            raise self._build_lost_error(text or f"rank 0 of {self.size} {_IS_GONE}: {error}") from error
+            raise self._build_lost_error(self._follow_notes(self._describe_loss(0, error), _NOTICE_S)) from error
 
     def _build_lost_error(self, text: str) -> RankError:
         """Return the error for a lost rank in the store; a rank never names itself."""
-        match = re.match(r"rank (\d+) of \d+ ", text)
-        if match is not None and int(match[1]) == self.rank:
-            text, match = f"another rank of {self.size} is gone, or has stopped waiting for this one", None
-        return RankError(text, rank=int(match[1]) if match else -1, fix=LOST_RANK_FIX)
+        rank = _read_rank(text)
+        if rank == self.rank:
+            rank, text = -1, f"another rank of {self.size} is gone, or has stopped waiting for this one"
+        return RankError(text, rank=rank, fix=LOST_RANK_FIX)
 
     @property
     def _link(self) -> RankLink:
@@ -295,5 +321,12 @@ class LinkedGroup(Group):
 ALONE = LinkedGroup()  # a single process
 
 
-def _build_key(number: int) -> str:
-    return f"shardckpt/lost/{number}"
+def _build_key(rank: int) -> str:
+    """Return the key for a rank's note."""
+    return f"shardckpt/lost/{rank}"
+
+
+def _read_rank(text: str) -> int:
+    """Return the rank that a text about a lost rank names; -1 without one."""
+    match = re.match(r"rank (\d+) of \d+ ", text)
+    return int(match[1]) if match else -1

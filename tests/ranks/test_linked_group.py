@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import shardckpt
 from shardckpt.errors import RankError
+from shardckpt.ranks import linked_group
 from shardckpt.ranks.linked_group import LinkedGroup, RankLink, Transfer
 from shardckpt.ranks.torch_link import TorchLink, link_ranks
 from shardckpt.storage.linux_syscalls import LOW_PRIORITY
@@ -118,6 +119,91 @@ def test_nothing_is_expected_of_a_lost_rank() -> None:
     group.leave()
     group.expect_messages()
     assert link.log == []
+
+
+class BrokenLink(QueueLink):
+    """The link of rank 2 of 3, whose connections are broken.
+
+    Args:
+        timeout_s: Maximum time that ranks wait for each other.
+        coming: Notes of ranks that come when somebody waits for them.
+    """
+
+    def __init__(self, timeout_s: float, coming: dict[int, str] | None = None) -> None:
+        super().__init__()
+        self.rank, self.size, self.timeout = 2, 3, timedelta(seconds=timeout_s)
+        self.coming = {f"shardckpt/lost/{rank}": text for rank, text in (coming or {}).items()}
+        self.log = []
+
+    def start_recv(self, tensor: torch.Tensor, src: int) -> Transfer:
+        raise RuntimeError("closed")
+
+    def find_note(self, key: str, *, wait_s: float = 0.0) -> str:
+        self.log.append(("find", key.rpartition("/")[2], wait_s))
+        return self.notes.get(key, "") or (self.coming.get(key, "") if wait_s else "")
+
+    def leave_note(self, key: str, text: str) -> None:
+        self.log.append(("leave", key.rpartition("/")[2], text.partition(" is gone")[0]))
+        super().leave_note(key, text)
+
+
+@pytest.fixture
+def lose_rank_0() -> Callable[[BrokenLink], RankError]:
+    """Lets a rank lose rank 0 in a transfer, and returns its error."""
+
+    def lose(link: BrokenLink) -> RankError:
+        with pytest.raises(RankError) as caught:
+            LinkedGroup(link).recv(torch.empty(1), 0)
+        return caught.value
+
+    return lose
+
+
+def note(rank: int, *, is_sure: bool = True) -> str:
+    return f"{'' if is_sure else linked_group._UNSURE}rank {rank} of 3 is gone or did not answer in time: timed out"
+
+
+LOST_AFTER_TIMEOUT = {
+    "no note": ({}, 0),
+    "a note": ({0: note(1)}, 1),
+    "an unsure note": ({0: note(1, is_sure=False)}, 1),
+    "a circle": ({0: note(1, is_sure=False), 1: note(0, is_sure=False)}, 0),
+    "an unsure note of this rank": ({0: note(2, is_sure=False)}, 0),
+    "a note of this rank": ({0: note(2)}, -1),
+}
+
+
+@pytest.mark.parametrize(("coming", "named"), LOST_AFTER_TIMEOUT.values(), ids=LOST_AFTER_TIMEOUT)
+def test_after_a_timeout_the_notes_of_ranks_that_left_lead_to_the_lost_one(lose_rank_0, coming, named) -> None:
+    assert lose_rank_0(BrokenLink(0.0, coming)).rank == named
+
+
+def test_a_rank_leaves_a_note_before_it_waits_for_others(lose_rank_0) -> None:
+    link = BrokenLink(0.0, {0: note(1)})
+    lose_rank_0(link)
+    waited = [("leave", "2", "unsure: rank 0 of 3"), ("find", "first", 0.0), ("find", "0", linked_group._NOTICE_S)]
+    assert link.log == [*waited, ("leave", "2", "rank 1 of 3"), ("leave", "first", "rank 1 of 3")]
+
+
+def test_a_rank_that_is_lost_before_any_can_time_out_is_named_at_once(lose_rank_0) -> None:
+    link = BrokenLink(60.0, {0: note(1)})
+    assert lose_rank_0(link).rank == 0
+    assert [each for each in link.log if each[0] == "find"] == [("find", "first", 0.0), ("find", "0", 0.0)]
+
+
+def test_what_another_rank_found_out_first_is_believed(lose_rank_0) -> None:
+    link = BrokenLink(60.0)
+    link.notes["shardckpt/lost/first"] = note(1)
+    assert lose_rank_0(link).rank == 1
+
+
+def test_a_rank_names_the_first_that_it_lost_again() -> None:
+    link = BrokenLink(60.0)
+    group = LinkedGroup(link)
+    for peer in (0, 1):
+        with pytest.raises(RankError, match="rank 0 of 3 is gone"):
+            group.recv(torch.empty(1), peer)
+    assert len(link.log) == 4
 
 
 def test_no_rank_waits_until_another_has_time_for_a_message_that_it_expects() -> None:

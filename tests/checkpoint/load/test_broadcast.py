@@ -354,6 +354,20 @@ class TestFailures:
         found = outcomes(3, body, group_timeout=1.5, timeout=15.0)
         assert [each.value for each in found if each.rank != 2] == [(2, "rank 2 of 3")] * 2, found
 
+    def test_a_rank_that_waits_for_a_waiting_rank_names_the_lost_one(self) -> None:
+        def body(rank: int, world: int) -> int:
+            coordinator = link_group()
+            coordinator.ask_rank0("begin", b"", lambda told: told)
+            if rank == 1:
+                return 1  # its process stays, and sends nothing
+            time.sleep(1.0 if rank == 0 else 0.0)  # so that rank 2 gives up first
+            with pytest.raises(shardckpt.errors.RankError) as raised:
+                coordinator.recv(torch.empty(SEGMENT, dtype=torch.uint8), 1 if rank == 0 else 0)
+            return raised.value.rank
+
+        found = outcomes(3, body, group_timeout=1.5, timeout=25.0)
+        assert [each.value for each in found] == [1, 1, 1], found
+
     def test_a_rank_that_has_begun_the_next_round_names_the_lost_one(self) -> None:
         def body(rank: int, world: int) -> int:
             coordinator = link_group()
