@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import json
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.kit.models.torch_limits import RUNS_FULLY_SHARD_ON_CPU
+from tests.kit.runs.line_server import LineServer
 
 USE_TORCH_FULLY_SHARD = {"consolidate_fsdp2.py", "dcp_drop_in.py"}
 HERE = Path(__file__).resolve().parent
@@ -111,20 +109,10 @@ Run = Callable[[Path, list[str], Path], dict[str, Any]]
 def run() -> Iterator[Run]:
     """Runs an example in a folder, in a fork of one process that has imported torch and transformers for all."""
     settings = {"HF_HUB_OFFLINE": "1", "MKL_CBWR": "COMPATIBLE", "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, str(HERE / "forking.py")]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **settings}
-    ) as server:
-        assert server.stdin is not None
-        assert server.stdout is not None
-
-        def ask(file: Path, arguments: list[str], folder: Path) -> dict[str, Any]:
-            server.stdin.write(json.dumps({"file": str(file), "arguments": arguments, "folder": str(folder)}) + "\n")
-            server.stdin.flush()
-            return json.loads(server.stdout.readline())
-
-        yield ask
-        server.stdin.close()
+    with LineServer([sys.executable, str(HERE / "forking.py")], settings) as server:
+        yield lambda file, arguments, folder: server.ask(
+            {"file": str(file), "arguments": arguments, "folder": str(folder)}
+        )
 
 
 SHOWN_BY = {

@@ -23,19 +23,16 @@ RunScript = Callable[..., subprocess.CompletedProcess[str]]
 
 @contextlib.contextmanager
 def start_interpreters() -> Iterator[RunScript]:
-    """Start the process that imports, and yield what runs a script in a fork of it."""
-    command = [sys.executable, __file__]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdin is not None
-        assert server.stdout is not None
+    """Yield what runs a script in a fork of the process that imports."""
+    from tests.kit.runs.line_server import LineServer
+
+    with LineServer([sys.executable, __file__]) as server:
 
         def run_script(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-            server.stdin.write(json.dumps({"code": code, "arguments": arguments}) + "\n")
-            server.stdin.flush()
-            return subprocess.CompletedProcess(["-c", *arguments], **json.loads(server.stdout.readline()))
+            answer = server.ask({"code": code, "arguments": arguments})
+            return subprocess.CompletedProcess(["-c", *arguments], **answer)
 
         yield run_script
-        server.stdin.close()
 
 
 def serve() -> dict[str, Any] | None:
