@@ -47,14 +47,20 @@ CAPTURE_EVERY, SAVE_EVERY = 2, 16
 LEAST_STEPS, MOST_AFTER_SAVE = 6, 13
 """A failure comes after so many steps of an attempt, and at most so many after a save in the root."""
 
-MOST_WAIT_S = 300.0
+MOST_S = 80.0
+"""Maximum seconds for an incident and what follows; a run may take so many for each of its incidents."""
+
 TORCHRUN = (
     *("--nnodes=1:4", "--nproc-per-node=1", "--max-restarts=9", "--local-addr=127.0.0.1"),
     *("--rdzv-backend=c10d", "--rdzv-id=survive"),
-    "--rdzv-conf=is_host=false,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=5",
+    "--rdzv-conf=is_host=false,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=20",
 )
 """Options of torchrun. The store of the rendezvous is in another process, since any agent may be killed. Agents wait
-3 s for others to join; an agent without a sign of life for 5 s counts as lost."""
+3 s for others to join; an agent without a sign of life for 20 s counts as lost. Busy machines may stall for seconds. An
+agent that is alive and counts as lost does not learn it, and its rank may train on alone."""
+
+GROUP_TIMEOUT = timedelta(seconds=30)
+"""Maximum time that ranks wait for each other."""
 
 ENVIRONMENT = {
     # Otherwise ranks that start again find the addresses of those before them in the store of an agent.
@@ -136,7 +142,7 @@ def find_creation_time() -> float:
 def run_rank(folder: Path, style: str) -> None:
     """Train under torchrun until a file `stop` appears."""
     imported = time.time()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", timeout=GROUP_TIMEOUT)
     journal = Journal(folder / "journal")
     journal.write(imported=imported)
     try:
@@ -243,11 +249,12 @@ class Cluster:
     Args:
         folder: Folder of the run, the journals and the sockets.
         style: Kind of sharding.
+        deadline: When to stop waiting, in seconds on the `time.monotonic` clock.
         is_forking: Whether agents fork their ranks, which then import nothing.
     """
 
-    def __init__(self, folder: Path, style: str, *, is_forking: bool) -> None:
-        self._folder, self._style, self._is_forking = folder, style, is_forking
+    def __init__(self, folder: Path, style: str, deadline: float, *, is_forking: bool) -> None:
+        self._folder, self._style, self._deadline, self._is_forking = folder, style, deadline, is_forking
         self._agents: dict[str, BaseProcess] = {}
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._nodes: set[str] = set()
@@ -274,15 +281,14 @@ class Cluster:
             world: Number of ranks.
             since: Time after which the attempt began, in seconds since the epoch.
         """
-        deadline = time.monotonic() + MOST_WAIT_S
-        while time.monotonic() < deadline:
+        while time.monotonic() < self._deadline:
             attempt = next(iter(self.read()[-1:]), Attempt(0.0))
             is_far = attempt.last - attempt.start >= LEAST_STEPS and attempt.last > SAVE_EVERY
             is_before_save = LEAST_STEPS <= attempt.last % SAVE_EVERY <= MOST_AFTER_SAVE
             if attempt.began > since and attempt.world == world and is_far and is_before_save:
                 return attempt
             time.sleep(0.1)
-        raise SystemExit(f"{world} ranks did not train within {MOST_WAIT_S:.0f} s:\n{self._read_outputs()}")
+        raise SystemExit(f"{world} ranks did not train in time:\n{self._read_outputs()}")
 
     def kill(self, nodes: str, *, rank: bool = False, memory: bool = False, agent: bool = False) -> None:
         """Kill processes of some machines at once with SIGKILL, and lose their captures in memory."""
@@ -304,7 +310,7 @@ class Cluster:
         """End the run by the file `stop`, and wait for its agents."""
         (self._folder / "stop").touch()
         for node, agent in self._agents.items():
-            agent.join(MOST_WAIT_S)
+            agent.join(get_left_s(self._deadline))
             if agent.exitcode != 0:
                 raise SystemExit(f"the agent of machine {node} failed:\n{self._read_outputs()}")
 
@@ -322,6 +328,11 @@ class Cluster:
 
     def _read_outputs(self) -> str:
         return "\n".join(path.read_text()[-4000:] for path in sorted(self._folder.glob("agent-*.txt")))
+
+
+def get_left_s(deadline: float) -> float:
+    """Return the seconds that are left until a time on the `time.monotonic` clock."""
+    return max(0.0, deadline - time.monotonic())
 
 
 def run_agent(node: str, options: Sequence[str], output: Path) -> None:
@@ -404,7 +415,7 @@ def cause(cluster: Cluster, incident: Incident) -> None:
 # The same attempts, resumed by hand from a disk
 
 
-def repeat(attempts: Sequence[Attempt], folder: Path, style: str) -> list[dict[int, float]]:
+def repeat(attempts: Sequence[Attempt], folder: Path, style: str, deadline: float) -> list[dict[int, float]]:
     """Repeat attempts on forked ranks, each from the step that one before it has saved to disk; return their losses."""
     sources = [find_source(attempts, index) for index in range(len(attempts))]
     results = []
@@ -413,10 +424,12 @@ def repeat(attempts: Sequence[Attempt], folder: Path, style: str) -> list[dict[i
         receiver, sender = FORK.Pipe(duplex=False)
         loaded = folder / f"{sources[index]}-{attempt.start}" if attempt.start else None
         args = (attempt, loaded, {step: folder / f"{index}-{step}" for step in saved}, style, folder, sender)
-        ranks = [FORK.Process(target=repeat_rank, args=(rank, *args)) for rank in range(attempt.world)]
+        ranks = [FORK.Process(target=repeat_rank, args=(rank, *args), daemon=True) for rank in range(attempt.world)]
         for process in ranks:
             process.start()
         sender.close()
+        if not receiver.poll(get_left_s(deadline)):
+            raise SystemExit("ranks that were resumed by hand did not train in time")
         try:
             results.append(receiver.recv())
         except EOFError:
@@ -438,7 +451,7 @@ def repeat_rank(
     """Repeat an attempt on one of the forked ranks."""
     warnings.simplefilter("ignore")  # torch warns of each FSDP2 module that returns a view
     store = dist.FileStore(str(folder / f"store-{attempt.began}"), attempt.world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=attempt.world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=attempt.world, timeout=GROUP_TIMEOUT)
     model, optimizer = build_training(style, seed=0 if loaded is None else 1)
     state: dict[str, Any] = {"model": model, "optim": optimizer}
     if loaded is not None:
@@ -458,7 +471,8 @@ def run(folder: Path, style: str, incidents: Sequence[Incident], *, is_forking: 
     (folder / "journal").mkdir()
     os.environ["XDG_RUNTIME_DIR"] = str(folder)
     train_alone()
-    cluster = Cluster(folder, style, is_forking=is_forking)
+    deadline = time.monotonic() + MOST_S * len(incidents)
+    cluster = Cluster(folder, style, deadline, is_forking=is_forking)
     try:
         for incident in incidents:
             cause(cluster, incident)
@@ -466,7 +480,7 @@ def run(folder: Path, style: str, incidents: Sequence[Incident], *, is_forking: 
         attempts = [attempt for attempt in cluster.read() if attempt.losses]
     finally:
         cluster.close()
-    expected = repeat(attempts, folder, style)
+    expected = repeat(attempts, folder, style, deadline)
     differing = [
         step
         for attempt, losses in zip(attempts, expected, strict=True)

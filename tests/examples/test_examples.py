@@ -191,6 +191,37 @@ def test_six_incidents_under_torchrun_change_no_loss(run: Run, arguments: list[s
     assert f"and those of jobs resumed by hand: {EQUAL}" in done["out"]
 
 
+STALL = f"""
+import os, signal, sys, time
+from pathlib import Path
+sys.path[0] = {str(EXAMPLES)!r}
+import survive
+folder = Path("run")
+(folder / "journal").mkdir(parents=True)
+os.environ["XDG_RUNTIME_DIR"] = str(folder.resolve())
+cluster = survive.Cluster(folder.resolve(), "ddp", time.monotonic() + 120, is_forking=True)
+try:
+    cluster.start("a")
+    cluster.wait_for(1, 0)
+    agent = cluster._agents["a"].pid
+    os.kill(agent, signal.SIGSTOP)
+    cluster.start("b")
+    time.sleep(8)
+    os.kill(agent, signal.SIGCONT)
+    cluster.wait_for(2, 0)
+finally:
+    cluster.close()
+"""
+
+
+@pytest.mark.slow
+def test_an_agent_that_stalls_for_seconds_is_not_given_up(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "stall.py"
+    file.write_text(STALL)
+    done = run(file, [], tmp_path)
+    assert done["code"] == 0, done["err"]
+
+
 @pytest.mark.shown_by("::test_what_an_example_imports_of_the_package_is_there")
 def test_an_example_that_fails_is_told(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "broken.py"
