@@ -269,16 +269,13 @@ class LinkedGroup(Group):
         """
         self.has_lost_rank = True
         if not self._loss:
-            text = self._describe_loss(*next(iter(lost.items())))
+            text = _describe_loss(self.size, *next(iter(lost.items())))
             if wait_s:  # others wait for this note meanwhile
                 self._link.leave_note(_build_key(self.rank), _UNSURE + text)
             self._loss = self._link.find_note(_FIRST) or self._follow_notes(text, wait_s)
             for key in (_build_key(self.rank), _FIRST):
                 self._link.leave_note(key, self._loss)
         return self._build_lost_error(self._loss)
-
-    def _describe_loss(self, rank: int, error: RuntimeError) -> str:
-        return f"rank {rank} of {self.size} {_IS_GONE}: {' '.join(str(error).split())[:200]}"
 
     def _follow_notes(self, text: str, wait_s: float) -> str:
         """Return the text for the rank that was lost first: a lost rank's note names the rank that it has lost."""
@@ -303,7 +300,7 @@ class LinkedGroup(Group):
             self.has_lost_rank = True
             if known is not None:
                 raise known from error
-            raise self._build_lost_error(self._follow_notes(self._describe_loss(0, error), _NOTICE_S)) from error
+            raise self._build_lost_error(self._follow_notes(_describe_loss(self.size, 0, error), _NOTICE_S)) from error
 
     def _build_lost_error(self, text: str) -> RankError:
         """Return the error for a lost rank in the store; a rank never names itself."""
@@ -324,6 +321,10 @@ ALONE = LinkedGroup()  # a single process
 def _build_key(rank: int) -> str:
     """Return the key for a rank's note."""
     return f"shardckpt/lost/{rank}"
+
+
+def _describe_loss(size: int, rank: int, error: RuntimeError) -> str:
+    return f"rank {rank} of {size} {_IS_GONE}: {' '.join(str(error).split())[:200]}"
 
 
 def _read_rank(text: str) -> int:

@@ -11,8 +11,8 @@ import torch
 
 import shardckpt
 from shardckpt.boxes import full_box
-from shardckpt.checkpoint.save import replica_digests
-from shardckpt.checkpoint.save.replica_digests import ReplicaDigests, ReplicatedBox
+from shardckpt.checkpoint.save import session
+from shardckpt.checkpoint.save.session import ReplicaDigests, ReplicatedBox
 from shardckpt.checkpoint.save.staging import BufferPool, StagingArea, make_buffer
 from shardckpt.checkpoint.stateful.flatten import FlattenedState
 from shardckpt.native.payload import PayloadChunk, arrange_files
@@ -145,7 +145,7 @@ def test_buffers_of_a_save_that_was_given_up_are_used_again_when_its_copies_are_
 
 def save_unequal_replicas(rank: int, world: int, folder: str) -> list[Any]:
     """Save replicas that differ in copies, in what does not fit there, and not at all; return what was found."""
-    replica_digests.PINNED_BYTES = 1 << 10
+    session.PINNED_BYTES = 1 << 10
     found = []
     for unequal in ("small", "large", "turned", ""):
         state = {"small": torch.ones(9), "large": torch.ones(900), "turned": torch.ones(4, 5).t()}

@@ -34,7 +34,7 @@ ELSEWHERE = {"core.comm.streams:RateLimiter.wait:synchronize": "limits memory: `
 FOUND: dict[str, Scenario] = {
     "checkpoint.load.uploads:UploadBuffers.take:synchronize": LOADS,
     "checkpoint.load.uploads:_wait:synchronize": LOADS_FOR_OTHERS,
-    "checkpoint.save.replica_digests:_PinnedCopies.wait:synchronize": REPLICAS,
+    "checkpoint.save.session:_PinnedCopies.wait:synchronize": REPLICAS,
     "checkpoint.save.staging:wait_for_side_streams:synchronize": GIVES_UP,
     "checkpoint.save.staging:StagingArea.blocks:synchronize": SAVES,
     "checkpoint.stateful.state_stream:build_stream:synchronize": STREAMS,
@@ -55,7 +55,7 @@ EVENTS_ELSEWHERE = {
 EVENTS_WAITED_FOR: dict[str, Scenario] = {
     "checkpoint.load.uploads:UploadBuffers.take:record_events": LOADS,
     "checkpoint.load.uploads:copy_to_device:record_event": LOADS_FOR_OTHERS,
-    "checkpoint.save.replica_digests:_PinnedCopies._copy:record_events": REPLICAS,
+    "checkpoint.save.session:_PinnedCopies._copy:record_events": REPLICAS,
     "checkpoint.save.staging:wait_for_side_streams:record_event": GIVES_UP,
     "checkpoint.stateful.state_stream:build_stream:record_event": STREAMS,
     "checkpoint.stateful.tensor_bytes:PinnedPieces._end_piece:record_event": LOADS,

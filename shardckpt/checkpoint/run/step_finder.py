@@ -130,10 +130,6 @@ class StepFinder:
             self._lineage.note_read(run)
         return run
 
-    def _find_failed(self) -> Mapping[tuple[int, int], str]:
-        """Return why steps are passed over, by their orders. On rank 0."""
-        return {} if self._lineage is None else self._lineage.find_failed()
-
     def read_step(self, number: int) -> StepFolder:
         """Return a step in its usual folder; without a folder, it is incomplete. On rank 0."""
         return read_step(self.open_store(), number)
@@ -179,7 +175,7 @@ class StepFinder:
 
     def _find_tried(self, wanted: int | None, passed: Collection[StepKey]) -> FoundStep:
         """Return the newest loadable step; pass over failed ones if there is another. On rank 0."""
-        failed = self._find_failed() if wanted is None else {}
+        failed = _find_failed(self._lineage) if wanted is None else {}
         found = self.find_on_rank0(wanted, passed, failed)
         if not failed or found.unreadable:
             return found
@@ -228,12 +224,8 @@ class StepFinder:
 
     def find_copies(self, number: int) -> Sequence[StepCopy]:
         """Return a step's complete copies, the nearest first. Collective."""
-        copies = self.ask_rank0("asking for copies", lambda: encode_copies(self.list_copies(number)))
+        copies = self.ask_rank0("asking for copies", lambda: encode_copies(self.select_copies(self.read(), number)))
         return decode_durability(number, copies).copies
-
-    def list_copies(self, number: int) -> list[StepCopy]:
-        """Return a step's complete copies, the nearest first. On rank 0."""
-        return self.select_copies(self.read(), number)
 
     def select_copies(self, run: RunDirectory, number: int) -> list[StepCopy]:
         """Return a step's complete copies in this folder. On rank 0."""
@@ -273,7 +265,12 @@ class StepFinder:
 
     def _is_needed(self, step: StepFolder) -> bool:
         """Return True if a restore may load a step: it is good, and the run did not fail after it too often."""
-        return self.is_good(step) and step.order not in self._find_failed()
+        return self.is_good(step) and step.order not in _find_failed(self._lineage)
+
+
+def _find_failed(lineage: Lineage | None) -> Mapping[tuple[int, int], str]:
+    """Return why steps are passed over, by their orders. On rank 0."""
+    return {} if lineage is None else lineage.find_failed()
 
 
 def find_root(root: object) -> str:

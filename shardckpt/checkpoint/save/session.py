@@ -12,8 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+import xxhash
+
+from shardckpt.boxes import Box
 from shardckpt.checkpoint.base_checkpoint import BaseRemovedError
 from shardckpt.checkpoint.dedup import BaseHints
 from shardckpt.checkpoint.planning.cached_save import CachedSave
@@ -30,10 +34,12 @@ from shardckpt.checkpoint.save.planner import (
     StartedSave,
     capture_error,
 )
-from shardckpt.checkpoint.save.replica_digests import ReplicaDigests, ReplicatedBox
+from shardckpt.checkpoint.stateful.tensor_bytes import is_flat, tensor_bytes, view_as_bytes
+from shardckpt.devices import CurrentStreams, Event, has_pinned_copies, has_pinned_memory
 from shardckpt.encodings.budget import gc_paused
 from shardckpt.encodings.value_stats import ValueStats
 from shardckpt.events import FallbackEvent, Recorder, SaveEvent, record_operation
+from shardckpt.manifest import Path, dotted
 from shardckpt.native.commit import COMMIT, encode_commit, manifest_name
 from shardckpt.native.manifest_json import (
     PartialManifest,
@@ -48,9 +54,12 @@ from shardckpt.native.payload import HF_INDEX, FileLayout, PayloadFile, build_pa
 from shardckpt.native.records import FileRecord, make_record
 from shardckpt.plan.layout.box_codec import pack_message, unpack_message
 from shardckpt.ranks.linked_group import LinkedGroup
+from shardckpt.state.local.tensor_shards import LocalShard
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.publish import JoinedPublication, find_missing_files, require_files
 from shardckpt.torchrun import has_second_core
+
+PINNED_BYTES = 64 << 20  # maximum of pinned memory for copies of replicated data
 
 
 class Saver(SaveCache):
@@ -88,6 +97,101 @@ class Saver(SaveCache):
 
 def _digest(parts: Iterable[bytes]) -> str:
     return hashlib.blake2b(b"".join(parts), digest_size=16).hexdigest()
+
+
+class Replica(NamedTuple):
+    """A box that several ranks have."""
+
+    path: Path
+    box: Box | None  # None for the entire array
+    digest: bytes
+
+    @property
+    def name(self) -> str:
+        """Name in messages."""
+        return dotted(self.path) + ("" if self.box is None else str(self.box))
+
+
+class ReplicatedBox(NamedTuple):
+    """A box that several ranks have, before it is hashed."""
+
+    path: Path
+    shape: Sequence[int]
+    shard: LocalShard
+
+    def with_digest(self, parts: Iterable[memoryview]) -> Replica:
+        """Return the box with its digest."""
+        digest = xxhash.xxh3_128()
+        for part in parts:
+            digest.update(part)
+        return Replica(self.path, None if self.shard.box.size == self.shape else self.shard.box, digest.digest())
+
+
+class ReplicaDigests:
+    """Digests for a rank's boxes, by replica group."""
+
+    def __init__(self, boxes: Mapping[int, Sequence[ReplicatedBox]]) -> None:
+        self._copies = _PinnedCopies([box.shard.tensor for group in boxes.values() for box in group])
+        # Boxes in CPU memory, or that exceed the 64 MiB of pinned memory, are hashed at once; the others by `finish`.
+        self._boxes = {
+            number: [box if self._copies.has(box.shard.tensor) else _hash(box) for box in group]
+            for number, group in boxes.items()
+        }
+
+    def finish(self) -> None:
+        """Wait for the copies, and hash them."""
+        self._copies.wait()
+        for group in self._boxes.values():
+            for at, box in enumerate(group):
+                if isinstance(box, ReplicatedBox):
+                    group[at] = box.with_digest((self._copies.get(box.shard.tensor),))
+        self._copies = _PinnedCopies(())
+
+    def by_group(self) -> dict[int, list[Replica]]:
+        """Return the digests by group number, after `finish`."""
+        return {number: [box for box in group if isinstance(box, Replica)] for number, group in self._boxes.items()}
+
+
+def _hash(box: ReplicatedBox) -> Replica | ReplicatedBox:
+    return box.with_digest(tensor_bytes(box.shard.tensor))
+
+
+class _PinnedCopies:
+    """Copies device tensors that fit, on the current streams."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._places: dict[int, tuple[int, int]] = {}
+        self._events: tuple[Event, ...] = ()
+        chosen, stop = [], 0
+        for tensor in tensors:
+            fits = has_pinned_copies(tensor.device) and stop + tensor.nbytes <= PINNED_BYTES
+            if fits and id(tensor) not in self._places:
+                self._places[id(tensor)] = stop, stop + tensor.nbytes
+                chosen.append(tensor)
+                stop += tensor.nbytes
+        if chosen:
+            self._copy(chosen, stop)
+
+    def _copy(self, tensors: Sequence[torch.Tensor], nbytes: int) -> None:
+        self._buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=has_pinned_memory())
+        for tensor in tensors:
+            start, stop = self._places[id(tensor)]
+            flat = tensor if is_flat(tensor) else tensor.resolve_conj().resolve_neg().contiguous()
+            self._buffer[start:stop].copy_(view_as_bytes(flat), non_blocking=True)
+        self._events = CurrentStreams(tensor.device for tensor in tensors).record_events()
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Return True if a tensor is copied."""
+        return id(tensor) in self._places
+
+    def wait(self) -> None:
+        for event in self._events:
+            event.synchronize()
+
+    def get(self, tensor: torch.Tensor) -> memoryview:
+        """Return a tensor's bytes, after `wait`."""
+        start, stop = self._places[id(tensor)]
+        return memoryview(self._buffer[start:stop].numpy())  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
