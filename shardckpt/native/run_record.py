@@ -36,9 +36,8 @@ class RunStart(NamedTuple):
 class RunRecord:
     """What a run keeps in its root about starts and tiers."""
 
-    run: Annotated[str, re.compile("[0-9a-f]{0,32}")] = (
-        ""  # id of the run: captures with another one are not used; empty without a record
-    )
+    # Id of the run: captures with another one are not used. Empty without a record.
+    run: Annotated[str, re.compile("[0-9a-f]{0,32}")] = ""
     is_rooted: bool = False  # whether the root had a complete step: if it has none now, it was emptied
     starts: tuple[RunStart, ...] = ()  # the last ones, by epoch
     local: Annotated[str, OMITTED] = ""  # folder of the tier on a disk of the node

@@ -65,7 +65,7 @@ class LocalTier(CaptureTier):
         root: str,
         group: dist.ProcessGroup | None,
         on_event: OnEvent | None,
-        list_needed: Callable[[CaptureTier], Collection[int]] = lambda _: (),
+        list_needed: Callable[[CaptureTier], Collection[int]],
     ) -> None:
         config.require_apart(root)
         self._folder, self._root, self._rack = config.folder, root, config.rack

@@ -39,7 +39,7 @@ class MemoryTier(CaptureTier):
         root: str,
         group: dist.ProcessGroup | None,
         on_event: OnEvent | None,
-        list_needed: Callable[[CaptureTier], Collection[int]] = lambda _: (),
+        list_needed: Callable[[CaptureTier], Collection[int]],
     ) -> None:
         self._config, self._run, self._has_warned = config, find_run_id(root), False
         finder = PartFinder(f"{SCHEME}://{self._run}", group, tier=MEMORY)

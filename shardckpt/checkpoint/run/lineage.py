@@ -60,7 +60,7 @@ class Lineage:
         self._seen = 0  # the greatest epoch of a record that this process has read
         self._replaced = ""  # id of the run that had this root before, if it was emptied
         self._start: RunStart | None = None
-        self._restored: tuple[int, int] | None = None  # order of the step that this process restored last
+        self._last: tuple[int, int] | None = None  # order of the step that this process restored or saved last
         self._branch: int | None = None  # branch of the next step in a run without a record; None if unknown
         self._is_restored = False  # whether nothing was saved since
         self._newest = ""  # name of the root's newest known step
@@ -108,7 +108,7 @@ class Lineage:
 
     def record_restore(self, restored: tuple[int, int], least: int) -> None:
         """Record a start that counts as failed until it completes a further step; `least` is as in `open_epoch`."""
-        self._start, self._restored, self._branch, self._is_restored = None, restored, least, True
+        self._start, self._last, self._branch, self._is_restored = None, restored, least, True
         if not self._most or get_ranks(self._group).rank:
             return
         try:
@@ -136,15 +136,15 @@ class Lineage:
             if record.run == self.run:
                 self._write(record.with_start(start))
 
-    def record_save(self, branch: int) -> None:
+    def record_save(self, number: int, branch: int) -> None:
         """Record that a step was saved."""
-        self._branch, self._is_restored = branch, False
+        self._last, self._branch, self._is_restored = (branch, number), branch, False
 
     def find_branch(self, number: int, find_newest: Callable[[], int]) -> int:
         """Return the branch for a step in a run without a record; `find_newest` returns the newest step's."""
         if self._branch is None:
             return find_newest()
-        return self._branch + (self._is_restored and self._restored is not None and number < self._restored[1])
+        return self._branch + (self._is_restored and self._last is not None and number < self._last[1])
 
     def open_epoch(self, least: int, *, is_for_root: bool) -> int:
         """Return the branch of this start's steps, which is recorded before the first save. Raises ShardckptError.
@@ -162,7 +162,7 @@ class Lineage:
                 return least
             if not self.run:
                 self.start_restore(read_run(open_store(self._root)))
-            self._append(RunStart(self._id, least + 1, self._restored, has_saved=True, is_completed=True))
+            self._append(RunStart(self._id, least + 1, self._last, has_saved=True, is_completed=True))
         elif not self._start.has_saved:
             self._change(self._start._replace(has_saved=True))
         if self._is_in_doubt:

@@ -197,7 +197,7 @@ class StepSaver:
 
     def _record_save(self, number: int, branch: int, background: BackgroundSave | None) -> None:
         """Record that a step was saved, or that its background save was started."""
-        self._lineage.record_save(branch)
+        self._lineage.record_save(number, branch)
         self._schedule.record_save(number, background)
 
     def _prepare_root(

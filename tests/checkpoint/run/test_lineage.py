@@ -135,6 +135,17 @@ def test_a_process_that_goes_on_after_a_later_start_saved_takes_a_new_epoch(tmp_
     assert second.open_epoch(0, is_for_root=True) == 4
 
 
+def test_steps_stay_on_the_course_of_a_process_that_was_overtaken(tmp_path):
+    first, second = start(tmp_path), start(tmp_path)
+    assert first.open_epoch(0, is_for_root=True) == 1
+    capture = make_capture(1, 9, first.make_mark())
+    first.record_save(9, 1)
+    second.open_epoch(0, is_for_root=True)
+    assert first.select_found_again([capture], EMPTY) == []
+    assert first.open_epoch(1, is_for_root=True) == 3
+    assert first.select_found_again([capture], EMPTY) == [capture]
+
+
 def test_a_later_start_that_saved_nothing_overtakes_no_one(tmp_path):
     first, second = start(tmp_path), start(tmp_path)
     first.open_epoch(0, is_for_root=True)
