@@ -32,7 +32,7 @@ def consolidate(
     dst: options.Dst,
     to: options.To = "",
     tp: options.Tp = 0,
-    part: options.Part = "model",
+    part: options.Part = None,
     weights: options.Weights = "live",
     model_key: options.ModelKey = "",
     optim_key: options.OptimKey = "",

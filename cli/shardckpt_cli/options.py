@@ -43,7 +43,14 @@ ToForRanks = Annotated[
     ),
 ]
 Part = Annotated[
-    str, typer.Option("--part", metavar="PART", rich_help_panel="What", help="Sections to write: model, optim or all.")
+    str | None,
+    typer.Option(
+        "--part",
+        metavar="PART",
+        rich_help_panel="What",
+        help="Sections to write: model, optim or all. Default: model; convert --to dcp writes the whole checkpoint.",
+        show_default=False,
+    ),
 ]
 ReadPart = Annotated[
     str, typer.Option("--part", metavar="PART", rich_help_panel="What", help="Sections to read: model, optim or all.")

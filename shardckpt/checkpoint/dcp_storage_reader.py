@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -93,7 +94,9 @@ class StorageReader(storage.StorageReader):
             if name in paths:
                 raise FormatError("two values have the same name", where=source.url, found=name)
             paths[name], self._nodes[name] = path, node
-        return Metadata({name: self._metadata(node) for name, node in self._nodes.items()}, planner_data=paths)
+        contents = {name: self._metadata(node) for name, node in self._nodes.items()}
+        meta = StorageMeta(checkpoint_id=source.url, save_id=source.identity.hex())
+        return Metadata(contents, planner_data=paths, storage_meta=meta)
 
     def _metadata(self, node: Any) -> TensorStorageMetadata | BytesStorageMetadata:
         """Return what torch's planners need to know about a value."""

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from shardckpt.core.fsdp1.wrapper import FullyShardedDataParallel
     from shardckpt.core.fsdp2.fully_shard import FSDPModule, fully_shard, register_fsdp_forward_method, share_comm_ctx
     from shardckpt.core.materialize import sync_module_states
-    from shardckpt.core.modules.fqn_and_params import mark_incompatible
+    from shardckpt.core.modules.fqn_and_params import clean_tensor_name, mark_incompatible
     from shardckpt.core.params.mesh_placement import (
         DataParallelMeshDims,
         FSDPMeshInfo,
@@ -72,7 +72,7 @@ _HOMES = {
     "shardckpt.core.errors": ("StateProviderMissing",),
     "shardckpt.core.fsdp1.wrapper": ("FullyShardedDataParallel",),
     "shardckpt.core.fsdp2.fully_shard": ("FSDPModule", "fully_shard", "register_fsdp_forward_method", "share_comm_ctx"),
-    "shardckpt.core.modules.fqn_and_params": ("mark_incompatible",),
+    "shardckpt.core.modules.fqn_and_params": ("clean_tensor_name", "mark_incompatible"),
     "shardckpt.core.params.mesh_placement": (
         "DataParallelMeshDims",
         "FSDPMeshInfo",
@@ -128,6 +128,7 @@ __all__ = [
     "StateDictType",
     "StateProviderMissing",
     "UnshardHandle",
+    "clean_tensor_name",
     "clip_grad_norm_",
     "fully_shard",
     "iter_full_params",

@@ -13,6 +13,7 @@ from typing import Any
 
 from shardckpt.errors import UsageError, require_keywords, require_torch
 from shardckpt.events.progress import OnProgress
+from shardckpt.offline.reshard import write_all
 from shardckpt.offline.results.contents import Report
 from shardckpt.offline.select.config_files import (
     ADAPTER_CONFIG,
@@ -25,9 +26,17 @@ from shardckpt.offline.select.config_files import (
 )
 from shardckpt.offline.select.options import ConversionParams, Options, parse_dtype, parse_globs, parse_memory
 from shardckpt.offline.select.selection import Selection, read_param_names, select
-from shardckpt.offline.targets.base import CONFIG_FILES, Conversion, drop_unsupported, require_quantization
+from shardckpt.offline.targets.base import CONFIG_FILES, Conversion, RankOptions, drop_unsupported, require_quantization
 from shardckpt.offline.targets.target_registry import DEFAULT, choose_target
-from shardckpt.offline.write.conversion import ConversionPlan, PlannedFiles, Stopwatch, run_conversion, write_alone
+from shardckpt.offline.write.conversion import (
+    ConversionPlan,
+    PlannedFiles,
+    Stopwatch,
+    Write,
+    run_conversion,
+    write_alone,
+)
+from shardckpt.plan.layout.output_files import parse_size
 from shardckpt.plan.naming.weights import BASE_PARTS, WAY_TO_BASE
 from shardckpt.plan.quantized_weights import DTYPE as FP8
 from shardckpt.readers.registry import open_reader, open_source
@@ -42,6 +51,14 @@ else:
 _LISTS = {
     **dict.fromkeys(("keep_fp32", "include", "exclude", "quantize_include", "quantize_exclude"), "globs of names"),
     "rename": "texts FROM=TO",
+}
+# Defaults of the options that neither choose nor change values.
+_NEUTRAL: Mapping[str, Any] = {
+    name: getattr(Options(), name)
+    for name in (
+        *("to", "base", "shapes_from", "allow_loss", "max_shard_size", "max_memory"),
+        *("overwrite", "dry_run", "jobs", "parallel"),
+    )
 }
 _CONFIGS = frozenset({CONFIG, ADAPTER_CONFIG})
 _NO_CONFIG = (
@@ -114,6 +131,8 @@ def convert(
     """Convert a checkpoint like `consolidate`, but keep its split into files.
 
     Tensors stay together if one source file contains them in full. Split tensors share one additional file.
+    With `to="dcp"` and without `part` or other options that choose or change values, it writes the whole checkpoint
+    under the names that it was saved with.
 
     Args:
         src: As for `consolidate`.
@@ -130,7 +149,12 @@ def convert(
         StorageError: As for `consolidate`.
     """
     src, dst = as_url(src), as_url(dst)
-    return export(src, dst, parse_options("convert", options), on_progress, keeps_split=True)
+    chosen = parse_options("convert", options)
+    target = choose_target(chosen.to, dst)
+    if target.name == "dcp" and "part" not in options and replace(chosen, **_NEUTRAL) == Options():
+        ranks = RankOptions(0, parse_size(chosen.max_shard_size), allow_loss=chosen.allow_loss)
+        return write_all(src, dst, target, ranks, chosen, on_progress, _find_way_to_write(chosen))
+    return export(src, dst, chosen, on_progress, keeps_split=True)
 
 
 def parse_options(function: str, given: Mapping[str, Any]) -> Options:
@@ -196,11 +220,15 @@ def export(
         copied={} if is_file else config.files,
         copied_from=config.store,
     )
-    write = write_alone
-    if options.parallel and not options.dry_run:
-        from shardckpt.offline.write.parallel import write_with_ranks as write  # noqa: PLC0415  (one process needs no torch)
+    return run_conversion(plan, watch, on_progress, _find_way_to_write(options))
 
-    return run_conversion(plan, watch, on_progress, write)
+
+def _find_way_to_write(options: Options) -> Write:
+    if not options.parallel or options.dry_run:
+        return write_alone
+    from shardckpt.offline.write.parallel import write_with_ranks  # noqa: PLC0415  (one process needs no torch)
+
+    return write_with_ranks
 
 
 def _with_warning_of_uncast(selection: Selection, options: Options) -> Selection:

@@ -10,10 +10,10 @@ from shardckpt.events.progress import OnProgress
 from shardckpt.manifest import dotted
 from shardckpt.offline.results.contents import Report
 from shardckpt.offline.select.config_files import load_param_shapes
-from shardckpt.offline.select.options import DEFAULT_MEMORY_BYTES, parse_globs, parse_memory
-from shardckpt.offline.targets.base import RankOptions
+from shardckpt.offline.select.options import DEFAULT_MEMORY_BYTES, Options, parse_globs, parse_memory
+from shardckpt.offline.targets.base import RankOptions, Target
 from shardckpt.offline.targets.target_registry import find_rank_target
-from shardckpt.offline.write.conversion import ConversionPlan, Stopwatch, run_conversion
+from shardckpt.offline.write.conversion import ConversionPlan, Stopwatch, Write, run_conversion, write_alone
 from shardckpt.plan.layout.output_files import parse_size
 from shardckpt.reader import NamedBases
 from shardckpt.readers.registry import open_checkpoint
@@ -71,7 +71,6 @@ def reshard(
         >>> shardckpt.reshard("run/step-100", "for-8", world_size=8)  # doctest: +SKIP
     """
     src, dst = as_url(src), as_url(dst)
-    watch = Stopwatch()
     target = find_rank_target(to, dst)
     if type(world_size) is not int or not 1 <= world_size <= MAX_RANKS:
         raise UsageError("--world-size must be a number of ranks", found=repr(world_size), expected=f"1 to {MAX_RANKS}")
@@ -79,13 +78,30 @@ def reshard(
     unsplit = parse_globs("keep_whole", keep_whole)
     if unsplit and to != "torch":
         raise UsageError("--keep-whole needs --to torch: other formats load with any split", found=f"--to {to}")
-    memory = parse_memory(max_memory)
+    ranks = RankOptions(world_size, parse_size(max_shard_size), unsplit, allow_loss)
+    options = Options(
+        max_memory=max_memory, shapes_from=as_url(shapes_from), base=base, overwrite=overwrite, dry_run=dry_run
+    )
+    return write_all(src, dst, target, ranks, options, on_progress)
+
+
+def write_all(
+    src: str,
+    dst: str,
+    target: Target,
+    rank_options: RankOptions,
+    options: Options,
+    on_progress: OnProgress | None,
+    write: Write = write_alone,
+) -> Report:
+    """Write all of a checkpoint under the names that it has."""
+    watch = Stopwatch()
+    memory = parse_memory(options.max_memory)
     require_apart(src, dst)
-    reader = load_param_shapes(open_checkpoint(src, base), as_url(shapes_from))
+    reader = load_param_shapes(open_checkpoint(src, options.base), options.shapes_from)
     watch.end_phase("open")
-    options = RankOptions(world_size, parse_size(max_shard_size), unsplit, allow_loss)
     assert target.plan_ranks is not None, "the registry returns no other target"
-    ranks = target.plan_ranks(reader, options)
+    ranks = target.plan_ranks(reader, rank_options)
     report = Report(
         source=src,
         target=dst,
@@ -95,7 +111,7 @@ def reshard(
         nbytes=sum(tensor.nbytes for tensor in ranks.tensors.values()),
         ties={dotted(path): dotted(kept) for path, kept in ranks.ties.items()},
         warnings=ranks.warnings,
-        dry_run=dry_run,
+        dry_run=options.dry_run,
     )
-    plan = ConversionPlan(reader, ranks.files, report, memory, overwrite=overwrite)
-    return run_conversion(plan, watch, on_progress)
+    plan = ConversionPlan(reader, ranks.files, report, memory, overwrite=options.overwrite, jobs=options.jobs)
+    return run_conversion(plan, watch, on_progress, write)

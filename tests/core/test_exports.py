@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch.distributed.fsdp as theirs
 from torch import nn
+from torch.distributed.fsdp._common_utils import clean_tensor_name
 
 from tests.kit.models.torch_limits import compares_with_newer_torch
 from tests.kit.models.under_test import TORCH
@@ -41,6 +42,7 @@ OURS_ALONE = {
     "ShardPlacementResult": "what shard_placement_fn may return, which torch keeps private",
     "ShardedGradScaler": "torch has it in sharded_grad_scaler alone; here both",
     "StateProviderMissing": "an error to catch",
+    "clean_tensor_name": "torch keeps it private, and frameworks use it",
     "clip_grad_norm_": "one norm for both front ends, beside parameters that are not sharded (G3)",
     "iter_full_params": "full parameters, one unit gathered at a time (G16)",
     "mark_incompatible": "torch has a private contract for it",
@@ -286,3 +288,14 @@ def test_errors_are_the_builtin_that_torch_raises_and_one_of_ours():
             if ours and not plain:
                 found.append(f"{each.name}.{name}")
     assert found == []
+
+
+@pytest.mark.parametrize(
+    "name", ["_fsdp_wrapped_module.a._fsdp_wrapped_module.w", "a._checkpoint_wrapped_module.b", "a.w", "w"]
+)
+def test_names_are_cleaned_as_torch_cleans_them(name) -> None:
+    assert core.clean_tensor_name(name) == clean_tensor_name(name)
+
+
+def test_names_are_cleaned_of_compiled_modules_too() -> None:
+    assert core.clean_tensor_name("_orig_mod.a._orig_mod.w") == "a.w"

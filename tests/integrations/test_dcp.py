@@ -205,6 +205,15 @@ def test_missing_values_are_errors_unless_partial_and_extra_ones_are_not(tmp_pat
         dcp.load({"a": torch.zeros(3)}, checkpoint_id=tmp_path / "step")
 
 
+def test_metadata_says_where_the_checkpoint_is_and_which_save_wrote_it(tmp_path: Path) -> None:
+    found = []
+    for value in (1, 2):
+        dcp.save({"a": torch.full((2,), value)}, checkpoint_id=tmp_path / "step")
+        found.append(dcp.StorageReader(tmp_path / "step").read_metadata().storage_meta)
+    assert [meta.checkpoint_id for meta in found] == [str(tmp_path / "step")] * 2
+    assert found[0].save_id != found[1].save_id
+
+
 def test_errors_of_shardckpt_are_raised_as_themselves(tmp_path: Path) -> None:
     with pytest.raises(shardckpt.errors.UnsupportedError) as error:
         dcp.save({"odd": print}, checkpoint_id=tmp_path / "step")

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import shardckpt
+import shardckpt.integrations.dcp as integrations_dcp
 from shardckpt.errors import UsageError
 from tests.kit.ranks.harness import run
 from tests.kit.runs.cases import same_bits
@@ -86,6 +87,24 @@ def test_converting_keeps_the_pieces(tmp_path: Path) -> None:
         record = pickle.load(file).state_dict_metadata["model.a.w"]
     assert [tuple(chunk.sizes) for chunk in record.chunks] == [(6, 1), (6, 3)]
     assert same(merged(tmp_path / "out")["model"], MODEL)
+
+
+def test_converting_without_a_part_keeps_all_values_under_their_names(tmp_path: Path) -> None:
+    state = {"net": {"a.w": torch.ones(2)}, "lr": 0.5, "app": {"optim": {"steps": [1, {"n": 2}]}}}
+    integrations_dcp.save(state, checkpoint_id=tmp_path / "step")
+    report = shardckpt.convert(tmp_path / "step", tmp_path / "out", to="dcp", max_memory="64MiB", jobs=1)
+    assert (report.part, report.left_out) == ("all", ())
+    found = {"net": {"a.w": torch.zeros(2)}, "lr": 0.0, "app": {"optim": {"steps": [0, {"n": 0}]}}}
+    dcp.load(found, checkpoint_id=tmp_path / "out")
+    assert same(found, state)
+
+
+@pytest.mark.parametrize("options", [{"part": "model"}, {"rename": ["a.w=b.w"]}, {"dtype": "bf16"}])
+def test_converting_with_a_choice_writes_the_model_below_model(tmp_path: Path, options: dict[str, Any]) -> None:
+    shardckpt.save({"net": {"a.w": torch.ones(2)}, "lr": 0.5}, tmp_path / "step")
+    report = shardckpt.convert(tmp_path / "step", tmp_path / "out", to="dcp", **options)
+    assert report.left_out == ("lr",)
+    assert merged(tmp_path / "out").keys() == {"model"}
 
 
 def test_both_names_of_a_tied_tensor_are_there_and_its_bytes_once(tmp_path: Path) -> None:

@@ -30,11 +30,20 @@ _INCOMPATIBLE: WeakSet[nn.Module] = WeakSet()
 Stop = Callable[[nn.Module], bool]
 
 
-def clean(name: str) -> str:
-    """Return an FQN without the segments that wrappers add."""
+def clean_tensor_name(name: str) -> str:
+    """Return a parameter's or buffer's FQN without the segments that wrappers add.
+
+    These are FSDP, `checkpoint_wrapper` and `torch.compile`.
+
+    Args:
+        name: FQN as `named_parameters` gives it.
+    """
     if not any(segment in name for segment in _SEGMENTS):
         return name
     return ".".join(part for part in name.split(".") if part not in _SEGMENTS)
+
+
+clean = clean_tensor_name  # the short name within this package
 
 
 def mark_incompatible(module: nn.Module) -> None:

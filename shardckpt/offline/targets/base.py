@@ -100,7 +100,7 @@ class Conversion:
 class RankOptions:
     """Arguments of `reshard`, with sizes in bytes."""
 
-    world_size: int
+    world_size: int  # 0 to keep the split of the source, with `dcp`
     max_file_bytes: int  # tensor data only
     keep_whole: tuple[str, ...] = ()  # globs: names that rank files do not split
     allow_loss: bool = False  # omit values that the target cannot store

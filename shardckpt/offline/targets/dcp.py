@@ -53,7 +53,7 @@ def plan_ranks(reader: Reader, options: RankOptions) -> PlannedRanks:
         placed=to_torch_path,
         leaves=flatten_value,
     )
-    boxes = split_boxes(content, options.world_size)
+    boxes = split_boxes(content, options.world_size) if options.world_size else split_boxes_as_stored(content)
     files = PlannedFiles(
         _KIND,
         METADATA,

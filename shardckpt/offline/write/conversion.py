@@ -9,7 +9,7 @@ from concurrent.futures import as_completed
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from shardckpt.encodings.safetensors_check import create_checked
 from shardckpt.errors import UsageError
@@ -239,11 +239,11 @@ def write_alone(plan: ConversionPlan, watch: Stopwatch, on_progress: OnProgress 
     return layout
 
 
+Write: TypeAlias = Callable[[ConversionPlan, Stopwatch, "OnProgress | None"], Layout]  # of all files
+
+
 def run_conversion(
-    plan: ConversionPlan,
-    watch: Stopwatch,
-    on_progress: OnProgress | None,
-    write: Callable[[ConversionPlan, Stopwatch, OnProgress | None], Layout] = write_alone,
+    plan: ConversionPlan, watch: Stopwatch, on_progress: OnProgress | None, write: Write = write_alone
 ) -> Report:
     """Write the target, except in a dry run, and return the completed report."""
     watch.end_phase("plan")
