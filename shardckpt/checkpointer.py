@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, NamedTuple, SupportsFloat, TypeAlias
+from functools import partial, wraps
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, SupportsFloat, TypeAlias, TypeVar
 
 import torch.distributed as dist
 from typing_extensions import Unpack
@@ -22,6 +23,7 @@ from shardckpt.checkpoint.save.handle import SaveHandle
 from shardckpt.checkpoint.save.save import SaveParams
 from shardckpt.errors import UsageError, require_bools
 from shardckpt.events import OnEvent, require_on_event
+from shardckpt.events.recorder import enter_call
 from shardckpt.native.run_directory import step_name
 from shardckpt.native.step_copies import Durability, require_durable
 from shardckpt.plan.retention import Retention, RetentionParams
@@ -38,12 +40,27 @@ from shardckpt.tiers.tiered_finder import TieredFinder
 from shardckpt.witness.witness import Witness
 from shardckpt.witness.witness_session import NoWitness, open_session
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _collective(method: Callable[Concatenate[Checkpointer, _P], _R]) -> Callable[Concatenate[Checkpointer, _P], _R]:
+    """Name a method that all ranks call, for the ranks that wait in it."""
+
+    @wraps(method)
+    def call(self: Checkpointer, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with enter_call(method.__name__, self.root, self._on_event):
+            return method(self, *args, **kwargs)
+
+    return call
+
 
 class Checkpointer:
     """Manages a run's checkpoints, with one folder per step below `root`.
 
-    Folders have names such as `step-00001000`; a step exists once its `COMMIT` file exists. Every method except `path`
-    is collective: all ranks in the group call it, rank 0 reads the storage, and all ranks get the same answer.
+    Folders have names such as `step-00001000`; a step exists once its `COMMIT` file exists. Any rank may call
+    `path`, `steps`, `latest` and `best` alone; ranks may get different answers while steps are saved or removed. All
+    other methods are collective: all ranks in the group call them, and get the answer of rank 0.
 
     A step is kept if one of the `keep_` rules keeps it; without rules all steps are kept. Only complete steps count.
     The newest complete step and the step just saved are never removed. Uncommitted saves' files are removed a day after
@@ -53,8 +70,7 @@ class Checkpointer:
         root: Run folder: a path, or a URL that fsspec supports.
         keep_last: How many newest steps to keep.
         keep_every: Keep steps whose number is a multiple of this.
-        keep_best: How many best steps by `metric` to keep; steps without the metric are kept too, unless other rules
-            are given.
+        keep_best: How many best steps by `metric` to keep; without other rules also all steps without the metric.
         metric: Metric name that `keep_best` and `best` rank by.
         mode: Whether the best step has the smallest or the largest metric.
         keep_for: Age up to which steps are kept: a timedelta, or text with a unit such as `"36h"`, `"7d"`, `"2w"`.
@@ -109,9 +125,9 @@ class Checkpointer:
         self._finder, self._schedule, self._saver, self._retention, self._witness = parts
         self._on_event, self._claims = on_event, DurabilityClaims(self._finder, on_event)
         self.root, self._group = self._finder.root, process_group
-        self._arguments = {"save_every": save_every, "dedup": dedup, "tiers": tiers, "witness": witness, **rules}
-        others = {"max_failed_restores": max_failed_restores, "process_group": process_group, "on_event": on_event}
-        self._arguments.update(others)
+        self._arguments: dict[str, Any] = {"save_every": save_every, "dedup": dedup, "tiers": tiers, **rules}
+        self._arguments |= {"max_failed_restores": max_failed_restores, "process_group": process_group}
+        self._arguments |= {"on_event": on_event, "witness": witness}
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return _make_again, (type(self), self.root, self._arguments)
@@ -121,23 +137,23 @@ class Checkpointer:
         return self._finder.path(step_name(require_step_number(step)))
 
     def steps(self) -> tuple[int, ...]:
-        """Return the complete steps' numbers, the oldest first; a running save does not count. Collective.
+        """Return the complete steps' numbers, the oldest first; a running save does not count.
 
         Steps saved after a `restore` are newer than all earlier steps, whatever their numbers.
 
         Raises:
             UnsupportedError: A newer version of shardckpt wrote the newest step.
             UnknownFormatError: The folder contains another checkpoint and no steps.
-            StorageError: The storage failed; RankError on the other ranks.
+            StorageError: The storage failed.
         """
         return tuple(self._finder.list_complete())
 
     def latest(self) -> int | None:
-        """Return the newest step's number, or None; errors as `steps`. Collective."""
+        """Return the newest step's number, or None; errors as `steps`, and any rank may call it alone."""
         return next(reversed(self.steps()), None)
 
     def best(self, metric: str | None = None, *, mode: Literal["min", "max"] | None = None) -> int | None:
-        """Return the number of the complete step with the best metric, or None. Collective.
+        """Return the number of the complete step with the best metric, or None; any rank may call it alone.
 
         If steps are equal, the later wins; a NaN is not ranked.
 
@@ -150,8 +166,9 @@ class Checkpointer:
             UsageError: No step has a number for the metric, or another metric is given without its mode.
             ShardckptError: As for `steps`.
         """
-        return _find_best(self._finder, self._retention, metric, mode)
+        return self._retention.find_best(metric, mode)
 
+    @_collective
     def save(
         self,
         step: int,
@@ -184,6 +201,7 @@ class Checkpointer:
         self._saver.save(step, state, metrics, options)
         self._claims.forget(step)
 
+    @_collective
     def async_save(
         self,
         step: int,
@@ -206,6 +224,7 @@ class Checkpointer:
         self._claims.forget(step)
         return handle
 
+    @_collective
     def restore(
         self, state: Any, *, step: int | Literal["best"] | None = None, **options: Unpack[LoadParams]
     ) -> int | None:
@@ -234,7 +253,7 @@ class Checkpointer:
         asked = _AskedStep.check(step, options, self._group)
         failed = self._saver.await_saves(is_for_newest=step is None)
         self._witness.write_finished()
-        wanted = _find_best(self._finder, self._retention, None, None, asked.fault) if asked.is_best else asked.number
+        wanted = _find_best(self._finder, self._retention, asked.fault) if asked.is_best else asked.number
         on_event = join_on_event(self._on_event, asked.options.pop("on_event", None))
         restored, faults = restore_step(
             self._finder, state, wanted, asked.options, failed=failed, on_event=on_event, fault=asked.fault
@@ -250,6 +269,7 @@ class Checkpointer:
         self._witness.start_comparison(restored, state)
         return restored.number
 
+    @_collective
     def witness(self, step: int, *, loss: Any = None, grad_norm: Any = None, batch: Any = None) -> None:
         """Record or compare a training step that has ended. Collective for the steps after a save or a restore.
 
@@ -269,6 +289,7 @@ class Checkpointer:
         """
         self._witness.add_step(step, loss, grad_norm, batch)
 
+    @_collective
     def durability(self, step: int) -> Durability:
         """Return what a step survives now: where its complete copies are. Collective.
 
@@ -284,12 +305,13 @@ class Checkpointer:
         """
         return self._claims.claim(require_step_number(step))
 
+    @_collective
     def wait(self, step: int | None = None, *, survives: Literal["process", "node", "2 nodes"] = "process") -> None:
         """Wait for the saves in the background that this object started. Collective.
 
         Args:
-            step: A step that has to survive a failure then; None for any result.
-            survives: The failure that it has to survive.
+            step: A step that has to survive the failure `survives` then; None for any result.
+            survives: The failure.
 
         Raises:
             StorageError: The step does not survive the failure.
@@ -305,6 +327,7 @@ class Checkpointer:
         """Whether any rank had received a signal at the last `should_save` or `save`."""
         return self._schedule.stop_requested
 
+    @_collective
     def should_save(self, step: int) -> bool:
         """Return True for multiples of `save_every` and the first step after a signal.
 
@@ -329,8 +352,7 @@ class Checkpointer:
             numbers: Signal numbers; SIGTERM by default.
 
         Raises:
-            UsageError: An argument is not a signal number; or the block starts outside the main thread, which alone
-                receives signals.
+            UsageError: An argument is not a signal number; or the block starts outside the main thread.
         """
         return self._schedule.watch(require_signals(numbers) or (signal.SIGTERM,))
 
@@ -358,15 +380,9 @@ class _AskedStep(NamedTuple):
             return cls(None, is_best, {}, error)
 
 
-def _find_best(
-    finder: StepFinder,
-    retention: StepRetention,
-    metric: str | None,
-    mode: Literal["min", "max"] | None,
-    fault: Exception | None = None,
-) -> int | None:
-    """Return the best step; if one rank passes a fault, all ranks raise it. Collective."""
-    found: int | None = finder.ask_rank0("ranking steps", lambda: retention.find_best(metric, mode), fault)
+def _find_best(finder: StepFinder, retention: StepRetention, fault: Exception | None) -> int | None:
+    """Return rank 0's best step; if one rank passes a fault, all ranks raise it. Collective."""
+    found: int | None = finder.ask_rank0("ranking steps", partial(retention.find_best, None, None), fault)
     return found
 
 

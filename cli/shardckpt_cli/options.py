@@ -48,7 +48,7 @@ Part = Annotated[
         "--part",
         metavar="PART",
         rich_help_panel="What",
-        help="Sections to write: model, optim or all. Default: model; convert --to dcp writes the whole checkpoint.",
+        help="Sections to write: model, optim or all. Default: model; convert --to dcp writes the full checkpoint.",
         show_default=False,
     ),
 ]

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         ReplicateEvent,
         RestoreEvent,
         ResumeEvent,
+        WaitEvent,
         WithdrawalEvent,
     )
 
@@ -49,6 +50,7 @@ __all__ = [
     "RestoreEvent",
     "ResumeEvent",
     "SaveEvent",
+    "WaitEvent",
     "WithdrawalEvent",
     "count_retry",
     "deliver",

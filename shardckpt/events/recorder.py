@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from shardckpt.errors import UsageError, describe_with_class
 
@@ -96,6 +96,37 @@ _STEP = re.compile(r"(?:^|[/\\])step-([0-9]{1,18})[/\\]?$")
 OnEvent = Callable[[OperationEvent], object]
 """A function for events. Its exceptions are logged. Background saves call it on their own thread."""
 
+
+class Call(NamedTuple):
+    """A public call that all ranks make; ranks that wait for each other name it."""
+
+    name: str = ""  # empty outside of such a call
+    path: str = ""  # of the checkpoint or the run
+    on_event: OnEvent | None = None
+
+
+_NO_CALL = Call()
+_CALL: ContextVar[Call] = ContextVar("call", default=_NO_CALL)
+
+
+def get_current_call() -> Call:
+    """Return the outermost call that this thread is in."""
+    return _CALL.get()
+
+
+@contextmanager
+def enter_call(name: str, path: str = "", on_event: OnEvent | None = None) -> Iterator[None]:
+    """Name a call during a block, unless it is a part of another call."""
+    if _CALL.get() is not _NO_CALL:
+        yield
+        return
+    token = _CALL.set(Call(name, path, on_event if callable(on_event) else None))
+    try:
+        yield
+    finally:
+        _CALL.reset(token)
+
+
 _SUBSCRIBED: list[OnEvent] = []
 
 # Whether the caller continues after an operation's error.
@@ -145,6 +176,11 @@ def emit(event: OperationEvent, *on_event: OnEvent | None, is_tolerated: bool = 
     # Until logging is configured, Python prints errors on stderr. This error is also raised, so it would show twice.
     if _LOG.isEnabledFor(level) and _LOG.hasHandlers():
         _LOG.log(level, "%s", _describe(event))
+    send_event(event, *on_event)
+
+
+def send_event(event: OperationEvent, *on_event: OnEvent | None) -> None:
+    """Send an event to subscribers and to further functions."""
     deliver(event, *_SUBSCRIBED, *on_event)
 
 

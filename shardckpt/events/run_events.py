@@ -126,3 +126,19 @@ class PromotionEvent(OperationEvent):
     operation: ClassVar[str] = "promotion"
     tier: str = ""
     source: str = ""
+
+
+@dataclass(frozen=True)
+class WaitEvent(OperationEvent):
+    """A rank waits for others in a collective call: after 10 s, after 60 s, then every 5 minutes.
+
+    The lowest rank that waits emits it, and logs a warning.
+
+    Attributes:
+        call: What the ranks do, such as `save` or `durability`.
+        waits_for: Ranks that have not come, or that still work.
+    """
+
+    operation: ClassVar[str] = "wait"
+    call: str = ""
+    waits_for: tuple[int, ...] = ()

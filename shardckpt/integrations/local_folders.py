@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 
-from shardckpt import ShardckptError, ls, prune
+from shardckpt import Checkpointer, ShardckptError, ls, prune
 from shardckpt.errors import (
     ChecksumError,
     FormatError,
@@ -19,10 +20,29 @@ from shardckpt.errors import (
 )
 from shardckpt.events import OperationEvent, SaveEvent
 from shardckpt.events.warn_user import warn_user
+from shardckpt.ranks.process_group import get_ranks
 
-__all__ = ["StepRemoval", "list_names", "name_earlier", "name_earlier_step", "raise_storage_errors", "require_access"]
+__all__ = [
+    "StepRemoval",
+    "list_names",
+    "list_steps",
+    "name_earlier",
+    "name_earlier_step",
+    "raise_storage_errors",
+    "require_access",
+]
 
 _DAMAGE = (ChecksumError, FormatError, IncompleteError, MissingFileError, NoCompleteCheckpoint)
+
+
+def list_steps(checkpointer: Checkpointer) -> tuple[int, ...]:
+    """Return the complete steps that rank 0 lists, the oldest first. Collective."""
+
+    def decide(messages: list[bytes]) -> list[bytes]:
+        return [json.dumps(checkpointer.steps()).encode()] * len(messages)
+
+    answer = get_ranks(None).ask_rank0(f"listing steps of {checkpointer.root}", b"", decide)
+    return tuple(json.loads(answer))
 
 
 def list_names(folder: str) -> list[str]:

@@ -131,7 +131,7 @@ def convert(
     """Convert a checkpoint like `consolidate`, but keep its split into files.
 
     Tensors stay together if one source file contains them in full. Split tensors share one additional file.
-    With `to="dcp"` and without `part` or other options that choose or change values, it writes the whole checkpoint
+    With `to="dcp"` and without `part` or other options that choose or change values, it writes the full checkpoint
     under the names that it was saved with.
 
     Args:

@@ -7,6 +7,7 @@ abandoned if it does not end in time; the main thread can handle signals meanwhi
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -76,12 +77,12 @@ class BoundedStore:
         return ""
 
     def find_missing(self, own: str, keys: Sequence[str], wait_s: float) -> list[int]:
-        """Set the own key; return the indices of keys that are not set in time."""
+        """Set the own key to this machine's name; return the indices of keys that are not set in time."""
 
         # One request asks for all ranks: all of them ask one server. One thread waits for all requests.
         def wait() -> list[int]:
             end, poll_s = time.monotonic() + wait_s, _FIRST_POLL_S
-            self._store.set(own, "1")
+            self._store.set(own, socket.gethostname() or "1")
             while not self._store.check([*keys]):
                 if time.monotonic() > end:
                     return [each for each, key in enumerate(keys) if not self._store.check([key])]

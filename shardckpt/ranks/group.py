@@ -76,7 +76,7 @@ class Group(ABC):
                 own = error if own is None else own
             return [_encode_own_failure(what, own)] * self.size
 
-        answer = self._exchange(message, answer_all)
+        answer = self._exchange(what, message, answer_all)
         if own is not None:
             raise own
         if answer[:1] == FAILED:
@@ -84,7 +84,10 @@ class Group(ABC):
         return answer[1:]
 
     def _exchange(
-        self, message: bytes | Exception, answer_all: Callable[[Callable[[], list[bytes]]], Sequence[bytes]]
+        self,
+        what: str,  # noqa: ARG002  (for a group that reports what it waits in)
+        message: bytes | Exception,
+        answer_all: Callable[[Callable[[], list[bytes]]], Sequence[bytes]],
     ) -> bytes:
         """Send rank 0 a framed message, and return its framed answer. Collective."""
         messages = self.all_gather(frame_message(message))

@@ -6,12 +6,14 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
 from shardckpt.errors import RankError
+from shardckpt.events.recorder import Call, get_current_call
 from shardckpt.ranks.group import FAILED, Group, frame_message, join_parts, split_parts
+from shardckpt.ranks.wait_notice import WaitBoard, announce_wait
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +23,7 @@ __all__ = ["ALONE", "LOST_RANK_FIX", "LinkedGroup", "RankLink", "Transfer"]
 LOST_RANK_FIX = "Its own log says why; the others have stopped. Saves and loads are calls that every rank makes."
 
 _ROUND_BYTES = 8  # bytes of the round's number, which precedes each message
-_IS_GONE = "is gone or did not answer in time"
+_IS_GONE = "is gone or did not"  # answer in time, or come to a call in time
 _NOTICE_S = 2.0  # seconds in which a lost rank becomes known
 _FIRST = "shardckpt/lost/first"  # key for the note that all ranks believe
 _UNSURE = "unsure: "  # begins a note while its rank looks for the notes of others
@@ -87,6 +89,10 @@ class RankLink(ABC):
     def find_note(self, key: str, *, wait_s: float = 0.0) -> str:
         """Return a note, waiting for it up to `wait_s` seconds; empty without one."""
 
+    def find_host(self, rank: int) -> str:  # noqa: ARG002
+        """Return the name of a rank's machine; empty if it is unknown."""
+        return ""
+
     @abstractmethod
     def renew(self, *, has_low_priority: bool = False) -> RankLink:
         """Return a new link between the same ranks, with separate messages. Collective.
@@ -97,6 +103,22 @@ class RankLink(ABC):
         Raises:
             RankError: A rank did not call it in time.
         """
+
+
+class _LinkBoard(WaitBoard):
+    """Notes over a link."""
+
+    def __init__(self, link: RankLink) -> None:
+        self._link = link
+
+    def note_wait(self, rank: int, *, is_waiting: bool) -> None:
+        self._link.leave_note(f"shardckpt/waits/{rank}", "1" if is_waiting else "")
+
+    def is_waiting(self, rank: int) -> bool:
+        return bool(self._link.find_note(f"shardckpt/waits/{rank}"))
+
+    def find_host(self, rank: int) -> str:
+        return self._link.find_host(rank)
 
 
 class LinkedGroup(Group):
@@ -116,6 +138,8 @@ class LinkedGroup(Group):
         self._round_start = time.monotonic()
         self._loss = ""  # which rank is lost, once this rank has lost one itself
         self._background: dict[str, LinkedGroup] = {}
+        self._call = Call()  # the last one in which this rank sent a message
+        self._is_first = False  # whether this round is the first one in its call
         self.has_lost_rank = False  # whether a rank is lost; no more messages may be sent then
         self.rank = link.rank if link is not None else 0
         self.size = link.size if link is not None else 1
@@ -145,20 +169,24 @@ class LinkedGroup(Group):
         return self.all_gather(data)
 
     def _exchange(
-        self, message: bytes | Exception, answer_all: Callable[[Callable[[], list[bytes]]], Sequence[bytes]]
+        self, what: str, message: bytes | Exception, answer_all: Callable[[Callable[[], list[bytes]]], Sequence[bytes]]
     ) -> bytes:
         self._round += 1
         self._round_start = time.monotonic()
+        call = get_current_call()
+        self._is_first, self._call = call is not self._call, call
         # No other messages can be received if this rank has lost one.
         lost = message if isinstance(message, RankError) and self.has_lost_rank else None
-        with self.in_step():
+        is_alone = self._given is None
+        waiting = nullcontext() if is_alone else announce_wait(_LinkBoard(self._link), self.rank, self.size, what)
+        with waiting, self.in_step():
             self.expect_messages()
             if self.rank == 0:
                 answers = answer_all(lambda: [frame_message(message), *self._gather_messages(lost)])
                 self._send_all(answers)
                 return answers[0]
             with self._report_lost_rank(lost):
-                self._send_bytes(frame_message(message), 0)
+                self._send_bytes(_frame_call(call) + frame_message(message), 0)
                 answer = self._recv_bytes(0, time.monotonic() + self.timeout_s)
         if answer[:1] == FAILED and not isinstance(message, Exception):
             self.has_lost_rank = _IS_GONE.encode() in answer
@@ -226,15 +254,21 @@ class LinkedGroup(Group):
         if known is not None:
             raise known
         deadline = time.monotonic() + self.timeout_s * self._FIRST_WAITS
-        messages, lost = [], {}
+        messages, lost, others = [], {}, {}
         for rank in range(1, self.size):
             try:
-                messages.append(self._recv_bytes(rank, deadline))
+                name, data = _split_call(self._recv_bytes(rank, deadline))
             except RuntimeError as error:
                 lost[rank] = error
                 deadline = min(deadline, time.monotonic() + _NOTICE_S)  # the other ranks have sent theirs by now
+                continue
+            messages.append(data)
+            if name and self._call.name not in ("", name):
+                others[rank] = name
         if lost:
             raise self._give_up(lost)
+        if others:
+            raise _build_mismatch(self.size, self._call.name, *next(iter(others.items())))
         return messages
 
     def _send_all(self, answers: Sequence[bytes]) -> None:
@@ -269,7 +303,8 @@ class LinkedGroup(Group):
         """
         self.has_lost_rank = True
         if not self._loss:
-            text = _describe_loss(self.size, *next(iter(lost.items())))
+            verb = "come to" if self._is_first and self.rank == 0 else "answer in"
+            text = _describe_loss(self.size, *next(iter(lost.items())), self._call, verb)
             if wait_s:  # others wait for this note meanwhile
                 self._link.leave_note(_build_key(self.rank), _UNSURE + text)
             self._loss = self._link.find_note(_FIRST) or self._follow_notes(text, wait_s)
@@ -300,7 +335,8 @@ class LinkedGroup(Group):
             self.has_lost_rank = True
             if known is not None:
                 raise known from error
-            raise self._build_lost_error(self._follow_notes(_describe_loss(self.size, 0, error), _NOTICE_S)) from error
+            text = _describe_loss(self.size, 0, error, self._call)
+            raise self._build_lost_error(self._follow_notes(text, _NOTICE_S)) from error
 
     def _build_lost_error(self, text: str) -> RankError:
         """Return the error for a lost rank in the store; a rank never names itself."""
@@ -323,8 +359,28 @@ def _build_key(rank: int) -> str:
     return f"shardckpt/lost/{rank}"
 
 
-def _describe_loss(size: int, rank: int, error: RuntimeError) -> str:
-    return f"rank {rank} of {size} {_IS_GONE}: {' '.join(str(error).split())[:200]}"
+def _describe_loss(size: int, rank: int, error: RuntimeError, call: Call, verb: str = "answer in") -> str:
+    """Return which rank is lost, in which call, and why."""
+    called = f"{verb} `{call.name}`" if call.name else "answer"
+    return f"rank {rank} of {size} {_IS_GONE} {called} in time: {' '.join(str(error).split())[:200]}"
+
+
+def _frame_call(call: Call) -> bytes:
+    """Return a call's name as it precedes a message to rank 0."""
+    name = call.name.encode()[:255]
+    return bytes([len(name)]) + name
+
+
+def _split_call(data: bytes) -> tuple[str, bytes]:
+    """Return the name of the sender's call, and its message."""
+    end = 1 + data[0]
+    return data[1:end].decode("utf-8", "replace"), data[end:]
+
+
+def _build_mismatch(size: int, own: str, rank: int, other: str) -> RankError:
+    """Return the error for a rank that made another call than rank 0."""
+    what = f"rank {rank} of {size} called `{other}` while rank 0 called `{own}`"
+    return RankError(what, rank=rank, fix="All ranks have to make the same calls in the same order.")
 
 
 def _read_rank(text: str) -> int:

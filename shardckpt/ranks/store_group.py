@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from shardckpt.errors import RankError, ShardckptError
 from shardckpt.ranks.bounded_store import BoundedStore
 from shardckpt.ranks.group import Group, join_parts, split_parts
+from shardckpt.ranks.wait_notice import StoreBoard, announce_wait
 
 __all__ = ["LEAVE_S", "SILENCE_S", "TOKENS", "StoreGroup"]
 
@@ -48,7 +49,7 @@ class StoreGroup(Group):
     def all_gather(self, data: bytes) -> list[bytes]:
         """Send the bytes to rank 0, and receive all ranks' bytes from it."""
         self._number += 1
-        with self._named():
+        with self._named(), announce_wait(StoreBoard(self._store), self.rank, self.size, "the call"):
             if self.rank != 0:
                 self._send(self._key(self.rank), data)
                 return split_parts(self._recv(self._key(0)))

@@ -10,8 +10,11 @@ import torch.distributed as dist
 
 from shardckpt.devices import is_device_error, is_out_of_memory
 from shardckpt.errors import RankError
+from shardckpt.ranks.bounded_store import BoundedStore
 from shardckpt.ranks.group import Group
 from shardckpt.ranks.linked_group import ALONE
+from shardckpt.ranks.wait_notice import StoreBoard, announce_wait
+from shardckpt.torch_features import get_group_store
 
 __all__ = ["TorchGroup", "current_device", "current_group", "get_group_device"]
 
@@ -53,8 +56,12 @@ class TorchGroup(Group):
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
         """Add this rank to the error of a collective that fails or times out."""
+        given = dist.group.WORLD if self._group is None else self._group
+        assert given is not None
+        board = StoreBoard(BoundedStore(get_group_store(given)))
         try:
-            yield
+            with announce_wait(board, self.rank, self.size, what):
+                yield
         except RuntimeError as error:
             if is_out_of_memory(error) or is_device_error(error):
                 raise

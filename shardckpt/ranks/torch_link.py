@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from shardckpt.errors import RankError
+from shardckpt.events.recorder import get_current_call
 from shardckpt.ranks.bounded_store import ASK_S, GRACE_S, BoundedStore, run_within
 from shardckpt.ranks.linked_group import LOST_RANK_FIX, RankLink
+from shardckpt.ranks.wait_notice import WaitBoard, announce_wait, name_ranks
 from shardckpt.storage.linux_syscalls import lower_priority
 from shardckpt.torch_features import get_group_store
 
@@ -99,6 +101,11 @@ class TorchLink(RankLink):
         """Return a key's text from the group's store, unless it does not answer."""
         return BoundedStore(get_group_store(self._group)).find_note(key, wait_s=wait_s)
 
+    def find_host(self, rank: int) -> str:
+        """Return the name that the rank gave when the ranks met."""
+        given = dist.group.WORLD if self._ranks is None else self._ranks
+        return "" if given is None else _find_host(given, rank)
+
     def renew(self, *, has_low_priority: bool = False) -> RankLink:
         """Create another process group with the same ranks."""
         return link_ranks(self._ranks, has_low_priority=has_low_priority)
@@ -146,17 +153,40 @@ def meet(group: dist.ProcessGroup, timeout: timedelta) -> None:
     # Creating a group when a rank is missing would not name that rank.
     store, size, seconds = get_group_store(group), group.size(), timeout.total_seconds()
     number = _CALLS.get(group, 0) + 1
-    keys = [f"shardckpt/here/{number}/{each}" for each in range(size)]
-    own = keys[group.rank()]
+    keys = [_build_key(number, each) for each in range(size)]
+    own, call = keys[group.rank()], get_current_call().name
     try:
-        missing = BoundedStore(store, seconds + GRACE_S).find_missing(own, keys, seconds)
+        with announce_wait(_MeetingBoard(store, keys), group.rank(), size, "the first save"):
+            missing = BoundedStore(store, seconds + GRACE_S).find_missing(own, keys, seconds)
     except (TimeoutError, RuntimeError) as error:
         raise RankError(_SILENT.format(size=size, error=error), rank=0, fix=LOST_RANK_FIX) from error
     if missing:
         BoundedStore(store).remove([own])  # ranks that arrive later must see that this rank no longer waits
-        what = f"{_name(missing)} of {size} did not come to the first save in time"
+        what = f"{name_ranks(missing)} of {size} did not come to {f'`{call}`' if call else 'the first save'} in time"
         raise RankError(what, rank=missing[0], fix=LOST_RANK_FIX)
     _CALLS[group] = number
+
+
+class _MeetingBoard(WaitBoard):
+    """The keys by which ranks meet: a rank that has set its key waits."""
+
+    def __init__(self, store: Any, keys: Sequence[str]) -> None:
+        self._store, self._keys = BoundedStore(store), keys
+
+    def note_wait(self, rank: int, *, is_waiting: bool) -> None:
+        """Note nothing: the key is set already."""
+
+    def is_waiting(self, rank: int) -> bool:
+        return bool(self._store.find_note(self._keys[rank]))
+
+
+def _build_key(number: int, rank: int) -> str:
+    return f"shardckpt/here/{number}/{rank}"
+
+
+def _find_host(group: dist.ProcessGroup, rank: int) -> str:
+    """Return the host name that a rank gave when the ranks of a group met last."""
+    return BoundedStore(get_group_store(group)).find_note(_build_key(_CALLS.get(group, 0), rank))
 
 
 def make_group(
@@ -172,10 +202,6 @@ def make_group(
             silent = store.find_missing(keys[group.rank()], keys, ASK_S)
         except (RuntimeError, TimeoutError):
             silent = [0]
-        named = f"; no word from {_name(silent)}" if silent else ""
+        named = f"; no word from {name_ranks(silent)}" if silent else ""
         text = f"the ranks could not connect to each other{named}: {' '.join(str(error).split())[:300]}"
         raise RankError(text, rank=silent[0] if silent else -1, fix=LOST_RANK_FIX) from error
-
-
-def _name(ranks: Sequence[int]) -> str:
-    return ", ".join(f"rank {each}" for each in ranks)

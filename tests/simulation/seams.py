@@ -34,6 +34,7 @@ from shardckpt.native.manifest_json import ManifestContents, decode_manifest
 from shardckpt.native.step_copies import read_mounts
 from shardckpt.native.verified_store import BlockMemory
 from shardckpt.ranks.process_group import GROUPS
+from shardckpt.ranks.wait_notice import announce_wait
 from shardckpt.readers.registry import iter_formats
 from shardckpt.state.local.tensor_shards import get_tensor_shards
 from shardckpt.storage.linux_syscalls import exchange, lower_priority, start_writeback
@@ -159,6 +160,7 @@ class Machine:
             (memory_size, lambda: _MEMORY_BYTES),
             (time, _Twin(time, **self._clocks())),
             (PAUSES, chance),
+            (announce_wait, lambda *_of_ranks: nullcontext()),  # simulated waits take no time
             (LOST, {}),
             (WATCH, SimpleNamespace(waiting=lambda _where: nullcontext())),
             (secrets, _Twin(secrets, choice=chance.choice, token_hex=lambda n: chance.randbytes(n).hex())),

@@ -44,6 +44,7 @@ from shardckpt.errors import (
 )
 from shardckpt.events import LoadEvent, OnEvent, Recorder, record_operation, require_on_event
 from shardckpt.events.progress import Meter, OnProgress
+from shardckpt.events.recorder import enter_call
 from shardckpt.events.warn_user import warn_user
 from shardckpt.manifest import Path, dotted
 from shardckpt.plan.layout.read_sharing import (
@@ -192,15 +193,12 @@ def load(
         order = _Order(_SourceArgs(as_url(path), verify, rules, key_map, _named(base)), options, broadcast_reads)
     except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
         order = error
-    coordinator = get_ranks(process_group)
     shown = order.source.path if isinstance(order, _Order) else str(path)
     sink = on_event if callable(on_event) else None
-    with (
-        gc_paused(),
-        coordinator.in_step(),
-        record_operation(LoadEvent, shown, sink, rank=coordinator.rank) as recorder,
-    ):
-        _load_into(state, path, order, coordinator, recorder, on_progress)
+    with enter_call("load", shown, sink), gc_paused():
+        coordinator = get_ranks(process_group)
+        with coordinator.in_step(), record_operation(LoadEvent, shown, sink, rank=coordinator.rank) as recorder:
+            _load_into(state, path, order, coordinator, recorder, on_progress)
     return state
 
 

@@ -148,15 +148,10 @@ class StepFinder:
         return json.loads(get_ranks(self.group).ask_rank0(f"{what} of {self.root}", fault or b"", decide))
 
     def list_complete(self) -> list[int]:
-        """Return the complete steps' numbers, the oldest first. Collective."""
-        numbers, unreadable = self.ask_rank0("listing steps", self._list_on_rank0)
-        self.require_readable(unreadable)
-        return list(numbers)
-
-    def _list_on_rank0(self) -> tuple[list[int], str]:
-        """Return the complete steps, and the fault of a newer step from another version."""
+        """Return the complete steps' numbers, the oldest first. Reads the storage on this rank."""
         run = self.read()
-        return [step.number for step in run.complete], find_unreadable(run)
+        self.require_readable(find_unreadable(run))
+        return [step.number for step in run.complete]
 
     def require_readable(self, fault: str) -> None:
         """Raise UnsupportedError if this version cannot read the newest step."""

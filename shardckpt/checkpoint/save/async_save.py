@@ -31,6 +31,7 @@ from shardckpt.checkpoint.save.staging import (
 )
 from shardckpt.encodings.budget import gc_paused
 from shardckpt.errors import UsageError, require_keywords
+from shardckpt.events.recorder import enter_call
 from shardckpt.plan.layout.output_files import parse_size
 
 OnBusy = Literal["wait", "raise"]
@@ -144,7 +145,8 @@ def start_async_save(
         fault = fault or error
     task = AsyncSaveTask(checked.path, checked.on_event, is_tolerated=lane.is_for_captures)
     try:
-        _copy_and_start(lane, state, task, checked, most, options.get("process_group"), fault, on_busy)
+        with enter_call("async_save", checked.path, checked.on_event):
+            _copy_and_start(lane, state, task, checked, most, options.get("process_group"), fault, on_busy)
     except BaseException as error:
         task.emit(error)
         raise

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from shardckpt.checkpoint.background_thread import BackgroundThread, run_before_exit
 from shardckpt.errors import RankError, ShardckptError, UsageError, describe
 from shardckpt.events import OnEvent, Recorder, SaveEvent, emit
+from shardckpt.events.recorder import enter_call
 from shardckpt.storage.linux_syscalls import lower_priority
 
 _LOG = logging.getLogger("shardckpt")
@@ -91,7 +92,8 @@ class AsyncSaveTask:
         if not self.claim():
             return
         try:
-            work()
+            with enter_call("async_save", self.path, self._on_event):
+                work()
         except BaseException as error:  # noqa: BLE001  (raised by whoever asks)
             self._failure = error
         self.emit(self._failure)

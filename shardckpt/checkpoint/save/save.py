@@ -16,6 +16,7 @@ from shardckpt.checkpoint.save.planner import NO_HOOKS, SaveHooks, SaveOptions
 from shardckpt.checkpoint.save.session import Saver
 from shardckpt.errors import UsageError, require_bools, require_keywords
 from shardckpt.events import OnEvent, SaveEvent, record_operation, require_on_event
+from shardckpt.events.recorder import enter_call
 from shardckpt.native.commit import BRANCH, MARK
 from shardckpt.native.run_directory import METRIC
 from shardckpt.ranks.linked_group import ALONE
@@ -87,7 +88,11 @@ def save(
 def save_with(hooks: SaveHooks, state: Any, path: str | os.PathLike[str], options: SaveParams) -> None:
     """Save a training state, as `save`. Collective."""
     checked, fault = check_options("save", path, options, hooks)
-    with PENDING_SAVE.entry, record_operation(SaveEvent, checked.path, checked.on_event) as recorder:
+    with (
+        enter_call("save", checked.path, checked.on_event),
+        PENDING_SAVE.entry,
+        record_operation(SaveEvent, checked.path, checked.on_event) as recorder,
+    ):
         with recorder.phase("waiting"):
             PENDING_SAVE.wait()
         refusal = fault or PENDING_SAVE.unretrieved_error()

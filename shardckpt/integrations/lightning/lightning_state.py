@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from shardckpt import Checkpointer, PerRank, RNGState, load, load_model_state_dict, model_state_dict
-from shardckpt.integrations.local_folders import name_earlier_step, require_access
+from shardckpt.integrations.local_folders import list_steps, name_earlier_step, require_access
 
 __all__ = [
     "COMMIT",
@@ -66,7 +66,7 @@ def _is_plain(value: Any) -> bool:
 
 def move_paths(state: Mapping[str, Any], checkpointer: Checkpointer, folder: str) -> dict[str, Any]:
     """Return a callback's state with the steps' current paths: its run may have been copied or moved."""
-    paths = [checkpointer.path(number) for number in checkpointer.steps()]
+    paths = [checkpointer.path(number) for number in list_steps(checkpointer)]
     moved = {os.path.join(state["dirpath"], os.path.basename(path)): path for path in paths}
     names = ("best_model_path", "kth_best_model_path", "last_model_path")
     best = {moved.get(path, path): score for path, score in state["best_k_models"].items()}
@@ -138,7 +138,7 @@ class StepLoading:
     def _load(self, state: dict[str, Any], **options: Any) -> None:
         """Load the step, through its `Checkpointer` if one has it, which then remembers the step."""
         for checkpointer in self._checkpointers:
-            for number in checkpointer.steps():
+            for number in list_steps(checkpointer):
                 if checkpointer.path(number) == self._path:
                     with name_earlier_step(self._path, "ckpt_path"):
                         checkpointer.restore(state, step=number, ignore_extra=True, **options)

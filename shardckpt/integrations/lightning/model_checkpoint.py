@@ -36,7 +36,7 @@ from shardckpt.integrations.lightning.lightning_step import (
     require_steps_for_drill,
     require_supported_strategy,
 )
-from shardckpt.integrations.local_folders import StepRemoval
+from shardckpt.integrations.local_folders import StepRemoval, list_steps
 from shardckpt.results import SaveHandle
 
 __all__ = ["ShardckptModelCheckpoint"]
@@ -144,7 +144,7 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         assert self._loading is not None, "`setup` comes first"
         self._loading.restore_generators(is_epoch_running=True)
         is_new = not (trainer.ckpt_path or trainer.global_step or trainer.fast_dev_run)
-        numbers = self.checkpointer.steps()
+        numbers = list_steps(self.checkpointer)
         if not is_new:  # otherwise a step is saved again while gradients accumulate, which no step has
             self._last_global_step_saved = max((each for each in numbers if each <= trainer.global_step), default=0)
             self._remove_steps(trainer, self._unremoved.intersection(numbers))

@@ -22,7 +22,7 @@ from typing_extensions import Unpack
 from shardckpt import Checkpointer, RNGState
 from shardckpt.checkpoint.save.async_save import StepSaveParams, require_known_options
 from shardckpt.errors import UnsupportedError, UsageError, require_bools
-from shardckpt.integrations.local_folders import StepRemoval
+from shardckpt.integrations.local_folders import StepRemoval, list_steps
 from shardckpt.integrations.transformers.trainer_folder import (
     TrainerStep,
     choose_removed,
@@ -153,7 +153,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             UsageError: Training would start in a run that has steps, or the argument is neither a bool nor a path.
         """
         require_resume_from(resume_from, self.checkpointer)
-        numbers = self.checkpointer.steps()
+        numbers = list_steps(self.checkpointer)
         if not resume_from and numbers:
             raise UsageError(
                 "training from the start would replace the steps of this run",
@@ -232,7 +232,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         state, limit = self._trainer.state, self._trainer.args.save_total_limit
         if limit is None:
             return
-        numbers = [*(each for each in self.checkpointer.steps() if each != step), step]
+        numbers = [*(each for each in list_steps(self.checkpointer) if each != step), step]
         best = next((each for each in numbers if self.checkpointer.path(each) == state.best_model_checkpoint), None)
         if state.is_world_process_zero:
             for number in choose_removed(numbers, limit, best):

@@ -17,7 +17,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from shardckpt import Checkpointer, load, load_optim_state_dict
 from shardckpt.errors import UnsupportedError, UsageError
-from shardckpt.integrations.local_folders import list_names, name_earlier_step, raise_storage_errors
+from shardckpt.integrations.local_folders import list_names, list_steps, name_earlier_step, raise_storage_errors
 from shardckpt.witness.prove_resume import drill_folder, require_proven, run_drill
 
 __all__ = [
@@ -62,7 +62,7 @@ def find_newest_folder(output_dir: str) -> tuple[int, str]:
 def load_step(checkpointer: Checkpointer, path: str, state: dict[str, Any], *, strict: bool = True) -> dict[str, Any]:
     """Load a step into a state, and return it. Collective."""
     with name_earlier_step(path, "resume_from_checkpoint"):
-        for number in checkpointer.steps():
+        for number in list_steps(checkpointer):
             if os.path.abspath(checkpointer.path(number)) == os.path.abspath(path):
                 checkpointer.restore(state, step=number, ignore_extra=True, strict=strict)
                 return state
@@ -158,7 +158,7 @@ def note_best_step(state: TrainerState, checkpointer: Checkpointer, saved: int |
     """Note the best step's path if it exists or is being saved: its evaluation may come after its save."""
     best = state.best_global_step
     path = None if best is None else checkpointer.path(best)
-    if path is not None and path != state.best_model_checkpoint and (best == saved or best in checkpointer.steps()):
+    if path is not None and path != state.best_model_checkpoint and (best == saved or best in list_steps(checkpointer)):
         state.best_model_checkpoint = path
 
 
