@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 # Tests start the command a hundred times, and each start would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all check format clean
+.PHONY: demo test test-all check format release clean
 
 # It needs torch and transformers; where the rest is installed, that has both.
 demo: $(or $(wildcard $(STAMP)),$(DEMO_STAMP))
@@ -34,7 +34,13 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/site
-	$(BIN)/python .githooks/commit-msg
+	if [ -e .git ]; then $(BIN)/python .githooks/commit-msg; fi
+
+# The archives and the notes of a release, built from the last commit and checked: CONTRIBUTING.md. DOCS is the address of
+# the published documentation, for the links in the README.
+release: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[release]'
+	$(BIN)/python .ci/release.py --docs "$(DOCS)"
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

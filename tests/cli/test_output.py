@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from shardckpt_cli import output
 
+import shardckpt
 from shardckpt.events.progress import Progress
 from tests.kit.runs.command import ENVIRONMENT, run, run_here, run_on_terminal
 
@@ -194,4 +195,4 @@ def test_intact_is_said_only_where_checksums_of_all_files_were_compared(tmp_path
 
 def test_the_version_is_printed() -> None:
     found = run("--version", cwd=os.sep)
-    assert (found.code, found.out, found.err) == (0, "shardckpt 0.2.0\n", "")
+    assert (found.code, found.out, found.err) == (0, f"shardckpt {shardckpt.__version__}\n", "")
