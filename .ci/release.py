@@ -100,12 +100,12 @@ def main() -> None:
         version = read_version(source)
         notes = read_notes((source / "CHANGELOG.md").read_text("utf-8"), version)
         built = Path(folder, "dist")
-        archives = build(source, built, docs, lambda *arguments: run(sys.executable, *arguments))
+        names = [path.name for path in build(source, built, docs, lambda *given: run(sys.executable, *given))]
         shutil.rmtree(DIST, ignore_errors=True)
         shutil.copytree(built, DIST)
     (DIST / "NOTES.md").write_text(notes, "utf-8")
-    for path in archives:
-        print(f"dist/{path.name}  {path.stat().st_size:,} B")
+    for name in names:
+        print(f"dist/{name}  {(DIST / name).stat().st_size:,} B")
     print("dist/NOTES.md")
     print(f"Next: git tag -a v{version} -F dist/NOTES.md && git push origin v{version}")
     print("then: python -m twine upload dist/*.whl dist/*.tar.gz")
