@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -529,3 +530,26 @@ def test_an_old_folder_of_two_models_is_loaded_and_then_has_a_checkpoint_too(tmp
     (found,) = run(1, load_what_accelerate_saved, tmp_path / "old")
     assert all(found) and len(found) == 8
     assert {"model_1.safetensors", "shardckpt"} <= {path.name for path in (tmp_path / "old").iterdir()}
+
+
+def be_told_to_end(rank: int, world: int, folder: Path, told: int) -> tuple[int, Losses]:
+    """Train while one rank gets SIGTERM; the last step and the losses."""
+    training, checkpoints = start(rank, world, "ddp")
+    before = signal.getsignal(signal.SIGTERM)
+    with checkpoints.save_on_signal():
+        for step in range(0, END, 2):  # gradients accumulate over two steps
+            training.run(step, step + 2)
+            if step == 2 and rank == told:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if checkpoints.is_stop_requested():
+                training.accelerator.save_state(folder)
+                break
+    assert signal.getsignal(signal.SIGTERM) == before
+    return step + 2, training.losses
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_after_sigterm_on_one_rank_all_save_and_stop_at_one_step(tmp_path: Path, told: int) -> None:
+    found = run(2, be_told_to_end, tmp_path, told)
+    assert [step for step, _ in found] == [4, 4]
+    assert shardckpt.verify(tmp_path / "shardckpt").ok

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 import re
 import resource
+import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -588,3 +590,27 @@ def test_a_lightning_without_a_method_that_is_replaced_is_refused(
     monkeypatch.delattr(ModelCheckpoint, "_remove_checkpoint")
     with pytest.raises(shardckpt.errors.UnsupportedError, match="a ModelCheckpoint without _remove_checkpoint"):
         ShardckptModelCheckpoint(tmp_path)
+
+
+def be_told_to_end(rank: int, world: int, kind: str, folder: Path, told: int) -> tuple[int, dict[int, float]]:
+    """Train while one rank gets SIGTERM; the last step and the losses."""
+    from tests.kit.runs import lightning_trainers as trainers
+
+    before = signal.getsignal(signal.SIGTERM)
+    acting = trainers.Acting(3, lambda: os.kill(os.getpid(), signal.SIGTERM) if rank == told else None)
+    saving = {"save_on_signal": True, "every_n_train_steps": 100}
+    trainer, net = fit(rank, world, kind, folder, None, acting, trainers.RankNote(rank), saving=saving)
+    assert signal.getsignal(signal.SIGTERM) == before
+    return trainer.global_step, net.losses
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_after_sigterm_on_one_rank_all_save_one_step_and_stop(tmp_path: Path, told: int) -> None:
+    expected = run(2, losses_of_lightning_alone, "ddp", tmp_path)
+    found = run(2, be_told_to_end, "ddp", tmp_path, told)
+    steps = [step for step, _ in found]
+    assert steps in ([4, 4], [5, 5])
+    assert [step.number for step in shardckpt.ls(tmp_path / "run").complete] == steps[:1]
+    resumed = run(2, resume, "ddp", tmp_path)
+    for (_, before), after, alone in zip(found, resumed, expected, strict=True):
+        assert before | after["losses"] == alone

@@ -32,7 +32,11 @@ class Samples(torch.utils.data.Dataset):
         return 24
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-        return {"x": torch.sin(number * torch.arange(1.0, 5.0)), "labels": torch.cos(torch.tensor(float(number)))}
+        if number >= len(self):  # ends an iteration
+            raise IndexError(number)
+        # The Trainer groups samples by the length of `input_ids`, which the network does not take.
+        x, ids = torch.sin(number * torch.arange(1.0, 5.0)), torch.zeros(number % 7 + 1)
+        return {"x": x, "labels": torch.cos(torch.tensor(float(number))), "input_ids": ids}
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,8 @@ class Setting:
         if loads_best or strategy == "best":
             arguments["metric_for_best_model"] = draw.choice(["loss", "eval_loss"])
             arguments["greater_is_better"] = draw.choice([True, False, None])
+        if draw.random() < 0.3:
+            arguments["train_sampling_strategy"] = draw.choice(["group_by_length", "sequential"])
         ends = draw.choice([[9], [7, 12], [4, 8, 13]])
         if arguments["save_only_model"] or strategy == "no" or (loads_best and arguments["save_total_limit"] == 1):
             ends = ends[:1]  # the Trainer cannot resume, or has removed the newest at the end and resumes from the best
@@ -136,3 +142,10 @@ def test_steps_are_kept_and_trained_as_by_the_trainer(seeds: range, tmp_path: Pa
             for each in kept:  # the Trainer removes the newest at the end
                 each["kept"] = {each["best"]} if each["best"] in each["kept"] else each["kept"]
         assert kept == expected, f"seed {seed}: {setting}"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_batches_of_worker_processes_continue_as_by_the_trainer(tmp_path: Path) -> None:
+    arguments = {"save_strategy": "steps", "save_steps": 3, "dataloader_num_workers": 1}
+    setting = Setting({**arguments, "train_sampling_strategy": "group_by_length"}, [0.0], [4, 8])
+    assert train(setting, tmp_path / "output", tmp_path / "run") == train(setting, tmp_path / "own")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -114,6 +115,38 @@ def test_a_killed_training_and_one_of_the_trainer_resume_bit_for_bit(kind: str, 
     if kind == "ddp":
         resharded, _ = run(2, resume_resharded, tmp_path)
         assert [resharded[each] for each in resharded] == [pytest.approx(loss, rel=1e-3) for loss in others.values()]
+
+
+def be_told_to_end(rank: int, world: int, folder: Path, told: int) -> tuple[int, list[str], Any]:
+    """Train while one rank gets SIGTERM; the last step, the folders of the Trainer, and the handler afterwards."""
+    from tests.kit.runs import trainers
+
+    trainers.be_rank(rank, world)
+    before = signal.getsignal(signal.SIGTERM)
+    ended = trainers.SignalledAt(4, signal.SIGTERM) if rank == told else trainers.TrainerCallback()
+    callback = trainers.ShardckptCallback(folder / "run")
+    trainer, _ = trainers.build("ddp", folder / "out", callback, ended, enable_jit_checkpoint=True)
+    trainer.train()
+    assert signal.getsignal(signal.SIGTERM) == before
+    names = [path.name for path in (folder / "out").iterdir()] if (folder / "out").exists() else []
+    return trainer.state.global_step, names
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_after_sigterm_on_one_rank_all_save_one_step_and_stop(tmp_path: Path, told: int) -> None:
+    expected = run(2, losses_of_trainer_alone, "ddp", tmp_path)
+    found = run(2, be_told_to_end, tmp_path, told)
+    assert found == [(found[0][0], [])] * 2, "one step, and no empty folder of the Trainer"
+    assert found[0][0] in (4, 5)
+    assert shardckpt.ls(tmp_path / "run").complete[-1].number == found[0][0]
+    resumed = run(2, train_and_resume_bits, tmp_path)
+    assert resumed == [after(found[0][0], losses) for losses in expected]
+
+
+def train_and_resume_bits(rank: int, world: int, folder: Path) -> dict[int, Any]:
+    from tests.kit.runs import trainers
+
+    return trainers.train(rank, world, "ddp", folder, True, enable_jit_checkpoint=True)
 
 
 def train_and_resume(rank: int, world: int, kind: str, folder: Path, resume: str | None) -> dict[int, Any]:

@@ -7,7 +7,8 @@ Accelerate documents it, including hooks and folder names.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,16 @@ from shardckpt.integrations.accelerate.state_folders import (
     LoopState,
     NumberedFolders,
     as_text,
+    await_ranks,
     describe_missing,
     find_earlier_folder,
     is_complete,
     is_url,
     make_folder,
+    number_objects,
 )
 from shardckpt.integrations.local_folders import list_names, name_earlier
-from shardckpt.ranks.process_group import get_ranks
+from shardckpt.integrations.stop_signal import StopSignal
 from shardckpt.results import ResumeReport, SaveHandle
 from shardckpt.witness.prove_resume import run_drill
 
@@ -105,6 +108,7 @@ class AcceleratorCheckpoints:
         self._handle: SaveHandle | None = None
         self._newest = ""  # the last save's folder
         self._numbered = NumberedFolders(accelerator)
+        self._stop_signal = StopSignal()
         self._original = {name: getattr(accelerator, name) for name in _METHODS}
         vars(accelerator).update({name: getattr(self, name) for name in _METHODS})
 
@@ -129,6 +133,24 @@ class AcceleratorCheckpoints:
         if handle is not None:
             handle.result()
             self._numbered.remove_old(self._newest)
+
+    def save_on_signal(self, *numbers: int) -> AbstractContextManager[None]:
+        """Make signals request the end of the training in the block, instead of ending the process.
+
+        Args:
+            numbers: Signal numbers; SIGTERM by default.
+
+        Raises:
+            UsageError: An argument is not a signal number; or the block starts outside the main thread.
+        """
+        return self._stop_signal.watch(*numbers)
+
+    def is_stop_requested(self) -> bool:
+        """Return True if any rank has got a signal: then save, and end the loop. Collective inside `save_on_signal`.
+
+        Call it after each step on all ranks; it costs a message to rank 0 and back.
+        """
+        return self._stop_signal.is_requested()
 
     def prove_resume(self, train_step: Callable[[], Any], folder: Folder, *, steps: int = 2) -> ResumeReport:
         """Save, train, restore, train again, and compare all bits; then restore the state as it was. Collective.
@@ -168,7 +190,7 @@ class AcceleratorCheckpoints:
             ShardckptError: As for `shardckpt.save`.
         """
         self.wait()
-        _await_ranks("save_state")
+        await_ranks("save_state")
         project = self._accelerator.project_configuration
         folder = self._numbered.find_new() if project.automatic_checkpoint_naming else as_text(output_dir)
         if not is_url(folder):
@@ -198,7 +220,7 @@ class AcceleratorCheckpoints:
                 were saved.
         """
         self.wait()
-        _await_ranks("load_state")
+        await_ranks("load_state")
         is_named = input_dir is None and self._accelerator.project_configuration.automatic_checkpoint_naming
         folder = self._numbered.find_newest() if is_named else as_text(input_dir)
         is_step = is_url(folder) or os.path.isdir(f"{folder}/{STEP}")
@@ -211,7 +233,7 @@ class AcceleratorCheckpoints:
         models = [] if self._is_fsdp else list(self._accelerator._models)
         for hook in self._accelerator._load_model_state_pre_hook.values():
             hook(models, folder)  # it removes the models that it loads
-        state = self._build_state(_number("model", self._accelerator._models, None if self._is_fsdp else models))
+        state = self._build_state(number_objects("model", self._accelerator._models, None if self._is_fsdp else models))
         with name_earlier(lambda: find_earlier_folder(folder), 'remove this folder, and call load_state("{}")'):
             shardckpt.load(state, f"{folder}/{STEP}", include=list(state), strict=model_kwargs.get("strict", True))
 
@@ -220,8 +242,8 @@ class AcceleratorCheckpoints:
         accelerator, held = self._accelerator, {}
         if self._is_fsdp or any(name.startswith("pytorch_model_fsdp") for name in list_names(folder)):
             held = {name: vars(accelerator)[name] for name in ("_models", "_optimizers")}
-            optimizers = _number("optimizer", (each.optimizer for each in held["_optimizers"]))
-            state = {**_number("model", held["_models"]), **optimizers}
+            optimizers = number_objects("optimizer", (each.optimizer for each in held["_optimizers"]))
+            state = {**number_objects("model", held["_models"]), **optimizers}
             shardckpt.load(state, folder, include=list(state))
         vars(accelerator).update({name: [] for name in held})  # so that Accelerate loads everything else
         try:
@@ -232,26 +254,26 @@ class AcceleratorCheckpoints:
     def _build_state(self, models: dict[str, Any]) -> dict[str, Any]:
         """Return the objects to save, or to load into. Collective."""
         held = self._accelerator
-        loaders = _number("dataloader", held._dataloaders).items()
+        loaders = number_objects("dataloader", held._dataloaders).items()
         return {
             "loop": LoopState(held),
             **models,
-            **_number("optimizer", (each.optimizer for each in held._optimizers)),
-            **_number("scheduler", held._schedulers),
-            **_number("custom", held._custom_objects),
+            **number_objects("optimizer", (each.optimizer for each in held._optimizers)),
+            **number_objects("scheduler", held._schedulers),
+            **number_objects("custom", held._custom_objects),
             **{name: LoaderPosition(each) for name, each in loaders if getattr(each, "use_stateful_dataloader", False)},
             **({} if held.scaler is None else {"scaler": held.scaler}),
             "rng": RNGState(),
         }
 
     def _name_models(self) -> dict[str, Any]:
-        return _number("model", self._accelerator._models)
+        return number_objects("model", self._accelerator._models)
 
     def _call_save_hooks(self, folder: str) -> dict[str, Any]:
         """Call the hooks from `register_save_state_pre_hook`; return the models to save by name. Collective."""
         models, hooks = self._accelerator._models, self._accelerator._save_model_state_pre_hook
         if not hooks:
-            return _number("model", models)
+            return number_objects("model", models)
         # As in Accelerate, hooks get no weights under FSDP, and rank 0's result decides.
         given = [] if self._is_fsdp else [self._accelerator.get_state_dict(model, unwrap=False) for model in models]
         weights, names = list(given), list(map(list, given))
@@ -266,16 +288,4 @@ class AcceleratorCheckpoints:
                 where=folder,
                 fix="Save other weights in the hook, and remove the model's weights from the list.",
             )
-        return _number("model", models, None if self._is_fsdp else [models[i] for i in kept])
-
-
-def _await_ranks(method: str) -> None:
-    """Wait until all ranks have called a method: Accelerate's may be called on rank 0 alone under DDP. Collective."""
-    # Collectives of the default group would meet the training's on other ranks.
-    get_ranks(None).ask_rank0(f"accelerator.{method}", b"", lambda each: each)
-
-
-def _number(kind: str, objects: Iterable[Any], kept: list[Any] | None = None) -> dict[str, Any]:
-    """Return all objects, or the kept ones, by Accelerate's names: `model`, `model_1`, ..."""
-    named = {f"{kind}_{i}" if i else kind: each for i, each in enumerate(objects)}
-    return {name: each for name, each in named.items() if kept is None or any(each is one for one in kept)}
+        return number_objects("model", models, None if self._is_fsdp else [models[i] for i in kept])

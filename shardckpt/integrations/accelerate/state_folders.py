@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from shardckpt.checkpoint.run.step_finder import parse_root
 from shardckpt.errors import SourceNotFoundError, StorageError, TargetExistsError, UsageError
 from shardckpt.events.warn_user import warn_user
 from shardckpt.integrations.local_folders import list_names, require_access
+from shardckpt.ranks.process_group import get_ranks
 
 __all__ = [
     "STEP",
@@ -26,11 +28,13 @@ __all__ = [
     "LoopState",
     "NumberedFolders",
     "as_text",
+    "await_ranks",
     "describe_missing",
     "find_earlier_folder",
     "is_complete",
     "is_url",
     "make_folder",
+    "number_objects",
 ]
 
 Folder = str | os.PathLike[str] | None
@@ -194,3 +198,15 @@ class LoaderPosition(PerRank):
         if rank == 0:
             warn_user(f"a data loader was saved by {len(states)} ranks, not by {world}: it starts its epoch again")
         return True
+
+
+def await_ranks(method: str) -> None:
+    """Wait until all ranks have called a method: Accelerate's may be called on rank 0 alone under DDP. Collective."""
+    # Collectives of the default group would meet the training's on other ranks.
+    get_ranks(None).ask_rank0(f"accelerator.{method}", b"", lambda each: each)
+
+
+def number_objects(kind: str, objects: Iterable[Any], kept: list[Any] | None = None) -> dict[str, Any]:
+    """Return all objects, or the kept ones, by Accelerate's names: `model`, `model_1`, ..."""
+    named = {f"{kind}_{i}" if i else kind: each for i, each in enumerate(objects)}
+    return {name: each for name, each in named.items() if kept is None or any(each is one for one in kept)}

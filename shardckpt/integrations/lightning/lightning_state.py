@@ -15,13 +15,15 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 
-from shardckpt import Checkpointer, PerRank, RNGState, load, load_model_state_dict, model_state_dict
+from shardckpt import Checkpointer, PerRank, RNGState, load, load_model_state_dict, ls, model_state_dict
+from shardckpt.errors import SourceNotFoundError
 from shardckpt.integrations.local_folders import list_steps, name_earlier_step, require_access
 
 __all__ = [
     "COMMIT",
     "StepLoading",
     "build_state",
+    "find_newest_path",
     "has_hook",
     "move_paths",
     "pop_strange_hparams",
@@ -62,6 +64,16 @@ def _is_plain(value: Any) -> bool:
     if type(value) is dict:
         return all(_is_plain(item) for pair in value.items() for item in pair)
     return all(map(_is_plain, value)) if type(value) in (list, tuple, set) else type(value) in _PLAIN
+
+
+def find_newest_path(run: str) -> str:
+    """Return the newest complete step's path; at a URL its `COMMIT` file; empty without one."""
+    try:
+        complete = ls(run).complete
+    except SourceNotFoundError:
+        return ""
+    # Lightning asks when a folder last changed, which buckets do not know.
+    return next((f"{step.path}/{COMMIT}" if "://" in step.path else step.path for step in complete[-1:]), "")
 
 
 def move_paths(state: Mapping[str, Any], checkpointer: Checkpointer, folder: str) -> dict[str, Any]:

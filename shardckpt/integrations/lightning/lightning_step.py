@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal, TypedDict
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -25,7 +26,14 @@ from shardckpt import RNGState
 from shardckpt.errors import UnsupportedError, UsageError
 from shardckpt.witness.prove_resume import drill_folder, require_proven, run_drill
 
-__all__ = ["LightningStep", "ModelCheckpointParams", "require_steps_for_drill", "require_supported_strategy"]
+__all__ = [
+    "LightningStep",
+    "ModelCheckpointParams",
+    "require_methods",
+    "require_steps_for_drill",
+    "require_supported_strategy",
+    "require_unnamed",
+]
 
 _STRATEGIES = (SingleDeviceStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy)
 _OTHER_SUBCLASSES = (DeepSpeedStrategy, XLAStrategy, SingleDeviceXLAStrategy)
@@ -129,3 +137,20 @@ class ModelCheckpointParams(TypedDict, total=False):
     train_time_interval: timedelta | None
     every_n_epochs: int | None
     save_on_train_epoch_end: bool | None
+
+
+def require_unnamed(arguments: Mapping[str, object]) -> None:
+    """Raise UsageError if an argument would name files."""
+    names = {"dirpath", "filename", "auto_insert_metric_name", "enable_version_counter"} & arguments.keys()
+    if names:
+        found = " and ".join(f"`{name}`" for name in sorted(names))
+        raise UsageError(f"{found} cannot be chosen", expected="steps named `step-00000100`", fix="Leave it out.")
+
+
+def require_methods() -> None:
+    """Raise UnsupportedError if this version of Lightning lacks a method that is replaced."""
+    inherited = ("_save_checkpoint", "_save_last_checkpoint", "_remove_checkpoint", "_monitor_candidates")
+    missing = [name for name in (*inherited, "_find_last_checkpoints") if not hasattr(ModelCheckpoint, name)]
+    if missing:
+        found = f"a ModelCheckpoint without {', '.join(missing)}"
+        raise UnsupportedError("this version of Lightning is not supported", found=found)

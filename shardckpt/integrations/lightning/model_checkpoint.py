@@ -16,15 +16,15 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import Unpack
 
-from shardckpt import Checkpointer, ShardckptError, ls, model_state_dict
+from shardckpt import Checkpointer, ShardckptError, model_state_dict
 from shardckpt.checkpoint.run.step_finder import parse_root
 from shardckpt.checkpoint.save.async_save import StepSaveParams, require_known_options
-from shardckpt.errors import SourceNotFoundError, UnsupportedError, UsageError, require_bools
+from shardckpt.errors import UsageError, require_bools
 from shardckpt.events.warn_user import warn_user
 from shardckpt.integrations.lightning.lightning_state import (
-    COMMIT,
     StepLoading,
     build_state,
+    find_newest_path,
     has_hook,
     move_paths,
     pop_strange_hparams,
@@ -33,10 +33,13 @@ from shardckpt.integrations.lightning.lightning_state import (
 from shardckpt.integrations.lightning.lightning_step import (
     LightningStep,
     ModelCheckpointParams,
+    require_methods,
     require_steps_for_drill,
     require_supported_strategy,
+    require_unnamed,
 )
 from shardckpt.integrations.local_folders import StepRemoval, list_steps
+from shardckpt.integrations.stop_signal import StopSignal
 from shardckpt.results import SaveHandle
 
 __all__ = ["ShardckptModelCheckpoint"]
@@ -54,6 +57,7 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
     Args:
         root: Run directory: a path, or a URL that fsspec supports.
         background: Save in the background. The next save, or the end of training, then raises an error.
+        save_on_signal: On SIGTERM, save a step after the running batch on all ranks, and stop the training.
         drill: Before the first step of each `fit`, train its batch twice from one saved state, and compare all bits. If
             they differ, `fit` raises a `ResumeDivergence` that names the first difference and the values that a step
             lacks. The drill does not change the training.
@@ -81,21 +85,15 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         root: str | os.PathLike[str],
         *,
         background: bool = True,
+        save_on_signal: bool = False,
         drill: bool = False,
         options: StepSaveParams | None = None,
         **arguments: Unpack[ModelCheckpointParams],
     ) -> None:
-        names = {"dirpath", "filename", "auto_insert_metric_name", "enable_version_counter"} & arguments.keys()
-        if names:
-            found = " and ".join(f"`{name}`" for name in sorted(names))
-            raise UsageError(f"{found} cannot be chosen", expected="steps named `step-00000100`", fix="Leave it out.")
-        require_bools(background=background, drill=drill)
+        require_unnamed(arguments)
+        require_bools(background=background, save_on_signal=save_on_signal, drill=drill)
         require_known_options(f"{type(self).__name__}.options", options or {}, background=background, has_metrics=True)
-        inherited = ("_save_checkpoint", "_save_last_checkpoint", "_remove_checkpoint", "_monitor_candidates")
-        missing = [name for name in (*inherited, "_find_last_checkpoints") if not hasattr(ModelCheckpoint, name)]
-        if missing:
-            found = f"a ModelCheckpoint without {', '.join(missing)}"
-            raise UnsupportedError("this version of Lightning is not supported", found=found)
+        require_methods()
         super().__init__(
             parse_root(root),
             "step-{step:08d}",
@@ -110,6 +108,7 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         self._handle: SaveHandle | None = None
         self._has_drill, self._is_drill_due, self._has_warned = drill, False, False
         self._loading: StepLoading | None = None
+        self._stop_signal = StopSignal(is_watched=save_on_signal)
         self._unlasting: set[str] = set()  # steps that could go when the newest step was saved
         self._unremoved: set[int] = set()  # steps that were no longer kept when the step to resume from was saved
 
@@ -141,6 +140,7 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         if self._has_drill:
             require_steps_for_drill(trainer)
             self._is_drill_due = True
+        self._stop_signal.start()
         assert self._loading is not None, "`setup` comes first"
         self._loading.restore_generators(is_epoch_running=True)
         is_new = not (trainer.ckpt_path or trainer.global_step or trainer.fast_dev_run)
@@ -169,9 +169,19 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
             self._is_drill_due = False
             LightningStep(trainer, batch, batch_idx).prove_resume(pl_module, self.checkpointer.root)
 
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        """Save as `ModelCheckpoint` does, and after a signal once more; then stop the training."""
+        super().on_train_batch_end(trainer, *args)
+        if self._stop_signal.is_requested_after(trainer.global_step):
+            if self._last_global_step_saved != trainer.global_step:
+                self.last_model_path = self.format_checkpoint_name(self._monitor_candidates(trainer))
+                self._save_checkpoint(trainer, self.last_model_path)
+            trainer.should_stop = True
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wait for the last save, and raise its error if it failed."""
         super().on_train_end(trainer, pl_module)
+        self._stop_signal.close()  # before Lightning restores the handler before its own
         if self._handle is not None:
             self._handle.result()
 
@@ -189,6 +199,7 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
     def teardown(self, *_args: Any, **_: Any) -> None:
         """Put the strategy's methods back."""
         self._last_found = ""
+        self._stop_signal.close()
         if self._loading is not None:
             self._loading.detach()
 
@@ -206,14 +217,8 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
 
     def _find_last_checkpoints(self, _trainer: Trainer) -> set[str]:
         """Return the newest step's path, for `ckpt_path="last"`."""
-        try:
-            complete = ls(self.dirpath).complete
-        except SourceNotFoundError:
-            return set()
-        # Lightning asks when a folder last changed, which buckets do not know.
-        found = {f"{step.path}/{COMMIT}" if "://" in step.path else step.path for step in complete[-1:]}
-        self._last_found = next(iter(found), "")
-        return found
+        self._last_found = find_newest_path(self.dirpath)
+        return {self._last_found} if self._last_found else set()
 
     def _monitor_candidates(self, trainer: Trainer) -> dict[str, torch.Tensor]:
         """Return the metrics by name; a metric `step` does not name steps."""

@@ -23,6 +23,7 @@ from shardckpt import Checkpointer, RNGState
 from shardckpt.checkpoint.save.async_save import StepSaveParams, require_known_options
 from shardckpt.errors import UnsupportedError, UsageError, require_bools
 from shardckpt.integrations.local_folders import StepRemoval, list_steps
+from shardckpt.integrations.transformers.jit_checkpoint import replace_jit_checkpoint
 from shardckpt.integrations.transformers.trainer_folder import (
     TrainerStep,
     choose_removed,
@@ -133,7 +134,8 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         vars(trainer).update({name: functools.partial(new, getattr(trainer, name)) for name, new in methods.items()})
         self._trainer, self._is_drill_due = trainer, self._has_drill
         try:
-            yield
+            with replace_jit_checkpoint(trainer, self.checkpointer):
+                yield
         finally:
             for name in methods:
                 del vars(trainer)[name]
@@ -194,8 +196,10 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         generators, is_model_alone = RNGState(), self._trainer.args.save_only_model
         if is_model_alone:  # for the next saves: the loaded step may have everything
             is_model_alone = not load_step(self.checkpointer, path, {"schedule": {}}, strict=False)["schedule"]
+        earlier = generators.state_dict()
         load_step(self.checkpointer, path, self._build_state("", generators, is_model_alone=is_model_alone))
         self._generators = None if is_model_alone else generators.state_dict()
+        generators.load_state_dict(earlier)  # a sampler may draw the order of the running epoch again
 
     def _build_state(self, text: str, generators: RNGState, *, is_model_alone: bool) -> dict[str, Any]:
         """Return the trainer's objects to save, or to load into."""
@@ -203,8 +207,8 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         state = {"model": trainer.model, "trainer": text}
         if not is_model_alone:
             state |= {"optim": unwrap_optimizer(trainer.optimizer), "schedule": trainer.lr_scheduler, "rng": generators}
-            scaler = getattr(trainer.accelerator, "scaler", None)
-            state |= {} if scaler is None else {"scaler": scaler}
+            if (scaler := getattr(trainer.accelerator, "scaler", None)) is not None:
+                state["scaler"] = scaler
         return state
 
     def _save(self, _original: Callable[..., object], *_args: Any, **_: Any) -> None:

@@ -65,6 +65,17 @@ class KilledAt(TrainerCallback):
             kill()
 
 
+class SignalledAt(TrainerCallback):
+    """Sends the process a signal in the middle of a step."""
+
+    def __init__(self, step: int, number: int) -> None:
+        self.step, self.number = step, number
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kw: Any) -> None:
+        if state.global_step == self.step - 1:
+            os.kill(os.getpid(), self.number)
+
+
 def build(
     kind: str, folder: Path, *callbacks: TrainerCallback, seed: int = 1, dropout: float = 0.2, **arguments: Any
 ) -> tuple[Trainer, Losses]:
