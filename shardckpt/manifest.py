@@ -149,6 +149,7 @@ class Manifest:
         keeps_order: Whether `tensors` are in the saved state dict's order. If not, for example because they are
             sorted by name, their order does not determine an optimizer's ids.
         optimizers: Paths to optimizers whose own `state_dict()` has other keys than `state` and `param_groups`.
+        pretrained: Path to the module that a stored config describes, the last key as an FQN; empty for the model.
         by_order: Optimizers whose ids the reader replaced with names, by the model's state dict order.
     """
 
@@ -167,6 +168,7 @@ class Manifest:
     unread: tuple[str, ...] = ()
     keeps_order: bool = False
     optimizers: tuple[Path, ...] = ()
+    pretrained: Path = ()
     by_order: frozenset[Path] = frozenset()
 
 

@@ -106,6 +106,13 @@ class Checksum(NamedTuple):
     label: str = ""  # label of the range in messages, such as `block 3, `; empty if it has none
 
 
+class StoredFile(NamedTuple):
+    """A small file that a checkpoint stores with its tensors."""
+
+    name: str  # in the reader's store
+    nbytes: int  # saved size in bytes
+
+
 @dataclass(frozen=True, slots=True)
 class ParamShapes:
     """A model's parameter names and shapes, from outside the checkpoint."""
@@ -192,6 +199,11 @@ class Reader:
     def value_stats(self, path: Path) -> ValueStats | None:  # noqa: ARG002  (readers of other formats have none)
         """Return the statistics that the save stored for a tensor; None without them."""
         return None
+
+    @property
+    def model_files(self) -> Mapping[str, StoredFile]:
+        """Config and tokenizer files that the checkpoint itself stores, by their names for the model."""
+        return {}
 
     @property
     def unverified_files(self) -> tuple[str, ...]:

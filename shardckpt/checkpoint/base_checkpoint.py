@@ -20,7 +20,7 @@ from shardckpt.dtypes import nbytes
 from shardckpt.encodings.value_stats import STATS_BYTES
 from shardckpt.errors import CheckpointError, IncompleteError, MissingFileError, UnsupportedError, UsageError
 from shardckpt.manifest import Path, Span, TensorEntry, dotted
-from shardckpt.native.commit import COMMIT, read_commit
+from shardckpt.native.commit import COMMIT, find_model_files, read_commit
 from shardckpt.native.manifest_json import PartialManifest
 from shardckpt.native.payload import GROUP_BYTES, GroupHasher, PayloadChunk
 from shardckpt.native.reader import NativeReader
@@ -68,7 +68,7 @@ class BaseCheckpoint:
         self._rules = [(re.compile(pattern), new) for pattern, new in (rules or {}).items()]
         self._known_names: dict[Path, Mapping[str, Path]] = {}
         if step:
-            self._refer(self._reader.store.url)
+            refer_to(step, self._reader.store.url)  # raises if it is the step itself
 
     # Arrays with the same name and properties in the base
 
@@ -101,11 +101,10 @@ class BaseCheckpoint:
         if chunk.path not in self._rows:
             self._rows[chunk.path] = {row.box: row for row in _iter_rows(record)}
         row = self._rows[chunk.path].get(chunk.box)
-        return row if row is not None and self._is_there(row.file) else None
-
-    def _is_there(self, number: int) -> bool:
         assert self._contents is not None, "only a step has rows"
-        file = self._contents.files[number]
+        return row if row is not None and self._has_file(self._contents.files[row.file]) else None
+
+    def _has_file(self, file: FileRecord) -> bool:
         if file.base and is_same_folder(self._folder(file.place), self.step):
             return False  # a file of an earlier save in the target folder
         return file.hashes is not None and self._source.manifest.files.get(file.place, -1) >= file.nbytes
@@ -211,12 +210,9 @@ class BaseCheckpoint:
     def _file(self, place: str) -> FileRecord:
         """Return a base file as the new step refers to it, with stored hashes."""
         if self._contents is None:
-            base = self._refer(self._reader.store.url)
+            base = refer_to(self.step, self._reader.store.url)
             return FileRecord(plain_name(place, self.url), self._source.manifest.files[place], None, base)
-        return self._files[place]._replace(base=self._refer(self._folder(place)))
-
-    def _refer(self, folder: str) -> str:
-        return refer_to(self.step, folder)
+        return self._files[place]._replace(base=refer_to(self.step, self._folder(place)))
 
     def _folder(self, place: str) -> str:
         """Return the path or URL of a file's folder."""
@@ -245,6 +241,14 @@ class BaseCheckpoint:
     def _files(self) -> Mapping[str, FileRecord]:
         return {} if self._contents is None else {file.place: file for file in self._contents.files}
 
+    def find_model_file(self, name: str, record: FileRecord) -> FileRecord | None:
+        """Return a model file as the new step refers to it, if the base has one with equal bytes; None otherwise."""
+        found = find_model_files(self._files.values()).get(name)
+        if found is None or None in (found.hashes, record.hashes) or not self._has_file(found):
+            return None
+        is_equal = found.nbytes == record.nbytes and found.hashes in (record.hashes, record.with_groups().hashes)
+        return self._file(found.place) if is_equal else None
+
     def find_unhashed_files(self, entries: Iterable[TensorEntry]) -> dict[str, int]:
         """Return the size in bytes, by name, of each array file without stored hashes."""
         names = dict.fromkeys(piece.file for entry in entries for piece in entry.pieces)
@@ -268,13 +272,13 @@ class BaseCheckpoint:
 
     def bases(self, files: Iterable[FileRecord]) -> tuple[Base, ...]:
         """Return records for the other folders that contain the step's files."""
-        own, further = Base(self._refer(self._reader.store.url)), []
+        own, further = Base(refer_to(self.step, self._reader.store.url)), []
         if isinstance(self._reader, NativeReader):
             commit = self._reader.commit
             own = own._replace(save=commit.save, sha256=commit.manifest_sha256)
             here = self._reader.store.url
             further = [(resolve_base(here, base.url), base) for base in self._reader.contents.bases]
-        known = {self._refer(at): base for at, base in further if not is_same_folder(at, self.step)}
+        known = {refer_to(self.step, at): base for at, base in further if not is_same_folder(at, self.step)}
         known[own.url] = own
         return tuple(known[url]._replace(url=url) for url in group_files_by_base(files))
 

@@ -204,15 +204,7 @@ class BaseDedup:
         for path, shape, dtype in self._plan.frozen:
             for box, where in self._base.rows(self._entries[path], hashes):
                 references.add(path, dtype, shape, box, where)
-        part = references.part()
-        if len({file.base for file in part.files}) > MAX_BASES:
-            raise UsageError(
-                "the step would refer to too many folders",
-                where=self._base.step,
-                expected=f"{MAX_BASES} at most",
-                fix="Save without a base this time.",
-            )
-        return part
+        return references.part()
 
     def is_kept(self, files: Sequence[FileRecord]) -> bool:
         """Return True if the base is unchanged and has all files that the step refers to."""
@@ -221,7 +213,19 @@ class BaseDedup:
 
     def bases(self, files: Iterable[FileRecord]) -> tuple[Base, ...]:
         """Return records for the other folders that contain the step's files."""
-        return self._base.bases(files)
+        bases = self._base.bases(files)
+        if len(bases) > MAX_BASES:
+            raise UsageError(
+                "the step would refer to too many folders",
+                where=self._base.step,
+                expected=f"{MAX_BASES} at most",
+                fix="Save without a base this time.",
+            )
+        return bases
+
+    def find_model_file(self, name: str, record: FileRecord) -> FileRecord | None:
+        """Return the base's model file as the step refers to it, if it has equal bytes; None otherwise."""
+        return self._base.find_model_file(name, record)
 
 
 def open_base_dedup(

@@ -40,13 +40,16 @@ from shardckpt.native.records import (
     Version,
     group_files_by_base,
 )
+from shardckpt.plan.naming.model_files import MODEL_FILE
 from shardckpt.storage.replaceable import FolderKind
 from shardckpt.storage.store import Store, SubfolderStore, as_copied, read_bytes
 
 COMMIT = "COMMIT"
 MANIFEST_SUFFIX = ".manifest.json"
 # Names of files that only saves write.
-WRITTEN = re.compile(rf"[0-9a-z]{{15}}(-[0-9]{{5,}}-[0-9]{{2,}}\.safetensors|{re.escape(MANIFEST_SUFFIX)})")
+WRITTEN = re.compile(
+    rf"[0-9a-z]{{15}}(-[0-9]{{5,}}-[0-9]{{2,}}\.safetensors|{re.escape(MANIFEST_SUFFIX)}|\.(?P<own>{MODEL_FILE.pattern}))"
+)
 
 # Keys in a manifest's `about` for the fields `branch` and `mark` of `COMMIT`.
 BRANCH, MARK = "run.branch", "run.mark"
@@ -126,6 +129,28 @@ class Commit:
 def manifest_name(save: str) -> str:
     """Return the file name for a save's manifest."""
     return save + MANIFEST_SUFFIX
+
+
+def name_model_file(save: str, name: str) -> str:
+    """Return a model file's name in a step."""
+    # A folder may have files of several saves: one replaces another, or later steps refer to files of a former one.
+    return f"{save}.{name}"
+
+
+def find_model_files(files: Iterable[FileRecord]) -> dict[str, FileRecord]:
+    """Return a step's model files by their names for the model."""
+    named = ((_read_model_file_name(file.name), file) for file in files)
+    return {name: file for name, file in named if name}
+
+
+def is_model_file_name(name: str) -> bool:
+    """Return True if a file in a step has a model file's name."""
+    return bool(_read_model_file_name(name))
+
+
+def _read_model_file_name(stored: str) -> str:
+    match = WRITTEN.fullmatch(stored)
+    return "" if match is None else match["own"] or ""
 
 
 def is_of_save(name: str, save: str) -> bool:

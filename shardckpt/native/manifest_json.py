@@ -25,6 +25,8 @@ from shardckpt.native.records import (
     read_table,
 )
 
+PRETRAINED = "pretrained"  # field in `topology`
+
 
 @dataclass(frozen=True, slots=True)
 class Topology:
@@ -35,6 +37,8 @@ class Topology:
     memory_orders: Annotated[Mapping[Count, tuple[Count, ...]], OMITTED] = field(default_factory=dict)
     # Paths of optimizers whose own `state_dict()` has other keys than `state` and `param_groups`.
     optimizers: Annotated[tuple[Path, ...], OMITTED] = ()
+    # Path to the model that the config describes, the last key as an FQN; empty if it is the state's model.
+    pretrained: Annotated[Path, OMITTED] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,12 @@ from shardckpt.encodings.value_stats import ValueStats, merge_stats, unpack_stat
 from shardckpt.errors import FormatError, ShardckptError
 from shardckpt.manifest import Manifest, ObjectEntry, Path, TensorEntry, dotted
 from shardckpt.native.base_store import BasedStore, FoundBases, find_bases
-from shardckpt.native.commit import COMMIT, MANIFEST_SUFFIX, Commit, read_commit, read_contents
+from shardckpt.native.commit import COMMIT, MANIFEST_SUFFIX, Commit, find_model_files, read_commit, read_contents
 from shardckpt.native.manifest_json import ManifestContents, Topology, read_topology
 from shardckpt.native.payload import BLOCK_BYTES, GROUP_BYTES, KEY
 from shardckpt.native.records import ArrayRecord, FileRecord
 from shardckpt.native.verified_store import Hashed, VerifiedStore
-from shardckpt.reader import XXH3, XXH3_OF_BLOCKS, Checksum, Evidence, Format, Reader, Source
+from shardckpt.reader import XXH3, XXH3_OF_BLOCKS, Checksum, Evidence, Format, Reader, Source, StoredFile
 from shardckpt.storage.store import Store
 
 _PAYLOAD = re.compile(r"[0-9a-z]+-\d{5,}-\d{2,}\.safetensors")
@@ -93,6 +93,11 @@ class NativeReader(Reader):
     def unverified_store(self) -> Store:
         """The files without hash checks, except files in folders that changed since the step was saved."""
         return self._unverified
+
+    @property
+    def model_files(self) -> Mapping[str, StoredFile]:
+        """Config and tokenizer files that were saved with the step, by their names for the model."""
+        return {name: StoredFile(f.place, f.nbytes) for name, f in find_model_files(self.contents.files).items()}
 
     def value_stats(self, path: Path) -> ValueStats | None:
         """Return the statistics that the save stored for an array; None without them, or if they are wrong."""
@@ -214,6 +219,7 @@ def build_manifest(
         warnings=tuple(notes),
         keeps_order=topology.keeps_order,
         optimizers=topology.optimizers,
+        pretrained=topology.pretrained,
     )
 
 

@@ -16,8 +16,6 @@ from shardckpt.events.progress import OnProgress
 from shardckpt.offline.reshard import write_all
 from shardckpt.offline.results.contents import Report
 from shardckpt.offline.select.config_files import (
-    ADAPTER_CONFIG,
-    CONFIG,
     add_kept_files,
     drop_adapter_config,
     find_config_files,
@@ -26,7 +24,14 @@ from shardckpt.offline.select.config_files import (
 )
 from shardckpt.offline.select.options import ConversionParams, Options, parse_dtype, parse_globs, parse_memory
 from shardckpt.offline.select.selection import Selection, read_param_names, select
-from shardckpt.offline.targets.base import CONFIG_FILES, Conversion, RankOptions, drop_unsupported, require_quantization
+from shardckpt.offline.targets.base import (
+    CONFIG_FILES,
+    Conversion,
+    RankOptions,
+    Target,
+    drop_unsupported,
+    require_quantization,
+)
 from shardckpt.offline.targets.target_registry import DEFAULT, choose_target
 from shardckpt.offline.write.conversion import (
     ConversionPlan,
@@ -37,7 +42,8 @@ from shardckpt.offline.write.conversion import (
     write_alone,
 )
 from shardckpt.plan.layout.output_files import parse_size
-from shardckpt.plan.naming.weights import BASE_PARTS, WAY_TO_BASE
+from shardckpt.plan.naming.model_files import ADAPTER_CONFIG, CONFIG
+from shardckpt.plan.naming.weights import PEFT_PART, WAY_TO_BASE
 from shardckpt.plan.quantized_weights import DTYPE as FP8
 from shardckpt.readers.registry import open_reader, open_source
 from shardckpt.storage.publish import require_apart
@@ -190,13 +196,14 @@ def export(
     reader = open_reader(source)
     if reader.is_flat:
         reader = load_param_shapes(reader, options.shapes_from, ids)
-    config = find_config_files(source, options.config_from)
+    config = find_config_files(source, options.config_from, reader)
     if reader.manifest.format != "adapter":
         config = drop_adapter_config(config)
     if options.overwrite and target.keeps_config and not is_file:
         config = add_kept_files(config, dst, CONFIG_FILES)
     watch.end_phase("open")
-    selection = select(reader, options, config.config)
+    is_for_config = _is_for_config(target, options, is_file=is_file)
+    selection = select(reader, options, config.config, is_for_config=is_for_config)
     if options.dtype and any(tensor.dtype == FP8 for tensor in selection.model):
         selection, config = _import_fp8().dequantize(reader, options, selection, config)
     selection = _with_warning_of_uncast(selection, options)
@@ -231,6 +238,13 @@ def _find_way_to_write(options: Options) -> Write:
     return write_with_ranks
 
 
+def _is_for_config(target: Target, options: Options, *, is_file: bool) -> bool:
+    """Return True if readers of the target build the model from its config, and so need its own names."""
+    # A user's rules are about the names in the checkpoint.
+    is_read_with_config = target.name == "gguf" or (target.keeps_config and not is_file)
+    return is_read_with_config and options.part == "model" and not (options.rename or options.rules)
+
+
 def _with_warning_of_uncast(selection: Selection, options: Options) -> Selection:
     """Add a warning if parts of quantized weights keep their dtype although a cast is requested."""
     dtype = parse_dtype(options.dtype)
@@ -249,7 +263,7 @@ def _with_warning_of_uncast(selection: Selection, options: Options) -> Selection
 def _with_warning_of_peft(selection: Selection) -> Selection:
     """Add a warning if a folder for transformers gets PEFT names."""
     names = (tensor.name for tensor in selection.model if ".lora_" not in tensor.name)
-    wrapped = next((name for name in names if any(part in name for part in BASE_PARTS)), "")
+    wrapped = next(filter(PEFT_PART.search, names), "")
     if not wrapped:
         return selection
     warning = f"{wrapped} and others are PEFT names, which transformers does not find. {WAY_TO_BASE}"

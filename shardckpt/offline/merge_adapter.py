@@ -21,13 +21,14 @@ from shardckpt.events.progress import OnProgress
 from shardckpt.manifest import TensorEntry
 from shardckpt.offline.consolidate import export, parse_options
 from shardckpt.offline.results.contents import Report
-from shardckpt.offline.select.config_files import ADAPTER_CONFIG, TIE
+from shardckpt.offline.select.config_files import TIE
 from shardckpt.offline.select.options import MergeParams, parse_dtype
 from shardckpt.offline.select.selection import Selection
 from shardckpt.plan.adapter import LowRank, Merge, list_changed, plan_merge
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.layout.output_files import Change, OutputTensor
 from shardckpt.plan.naming.fqn import is_embedding, is_head, name_model, read_tie
+from shardckpt.plan.naming.model_files import ADAPTER_CONFIG
 from shardckpt.plan.naming.sections import Sections
 from shardckpt.plan.quantized_weights import QUANTIZATION_CONFIG, TRANSPOSED, find_quantized
 from shardckpt.reader import Reader

@@ -31,6 +31,8 @@ from shardckpt.native.commit import (
     COMMIT,
     MAX_MANIFEST_BYTES,
     encode_commit,
+    is_model_file_name,
+    is_of_save,
     manifest_name,
     read_commit,
     read_contents,
@@ -46,7 +48,6 @@ from shardckpt.native.records import (
     SaveId,
     Version,
     group_files_by_base,
-    make_record,
 )
 from shardckpt.offline.results.contents import Problem
 from shardckpt.plan.layout.coverage import require_complete
@@ -173,7 +174,7 @@ def _list_differing(store: Store, sizes: Mapping[str, int], contents: ManifestCo
     return [
         file.name
         for file in own
-        if sizes[file.name] != file.nbytes
+        if sizes.get(file.name) != file.nbytes
         or (file.hashes is not None and not _agrees(file, _hash(store, file.name, file.nbytes)))
     ]
 
@@ -225,16 +226,20 @@ def _with_hashes(
     store: Store, sizes: Mapping[str, int], contents: ManifestContents, rehash: bool
 ) -> tuple[ManifestContents, tuple[str, ...], tuple[Problem, ...]]:
     """Hash the files; return the manifest with hashes, warnings, and files that differ from an old manifest."""
-    hashed = [f if f.base else _hash(store, f.name, sizes[f.name]) for f in contents.files if f.name != HF_INDEX]
-    if HF_INDEX in sizes:
-        hashed.append(make_record(HF_INDEX, read_bytes(store, HF_INDEX, 0, sizes[HF_INDEX])))
+    own = [file for file in contents.files if not file.base]
+    small = {file.name for file in own if _has_no_tensors(file.name, contents.save)}
+    payload = [file for file in contents.files if file.base or file.name not in small]
+    hashed = [file if file.base else _hash(store, file.name, sizes[file.name]) for file in payload]
+    found = sorted(name for name in sizes if _has_no_tensors(name, contents.save))
+    hashed += [_hash(store, name, sizes[name]) for name in found]  # after the payload, whose positions the rows have
+    notes = tuple(f"{name} is gone, and the step no longer lists it" for name in sorted(small.difference(sizes)))
     full = replace(contents, files=tuple(hashed))
     old = _old_manifest(store, sizes, contents.save)
     same = old is not None and [_without_digests(a) for a in old.arrays] == [
         _without_digests(a) for a in contents.arrays
     ]
     if old is None or not same:
-        return full, (_UNCHECKED,), ()
+        return full, (*notes, _UNCHECKED), ()
     known = {file.name: file for file in old.files}
     differing = [file.name for file in full.files if file.name in known and not _agrees(known[file.name], file)]
     more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
@@ -247,7 +252,12 @@ def _with_hashes(
     arrays = tuple(map(_without_digests, full.arrays)) if differing else old.arrays
     full = replace(full, arrays=arrays)
     unchecked = (_UNCHECKED,) if all(file.hashes is None for file in old.files) else ()
-    return full, unchecked, tuple(_describe_change(known[name], sizes[name]) for name in differing)
+    return full, (*notes, *unchecked), tuple(_describe_change(known[name], sizes[name]) for name in differing)
+
+
+def _has_no_tensors(name: str, save: str) -> bool:
+    """Return True for a save's index and model files."""
+    return name == HF_INDEX or (is_of_save(name, save) and is_model_file_name(name))
 
 
 def _describe_change(old: FileRecord, nbytes: int) -> Problem:

@@ -13,7 +13,7 @@ from shardckpt.boxes import Shape
 from shardckpt.errors import AmbiguousError, FormatError, UnsupportedError, UsageError
 from shardckpt.plan.module_patterns import MatchBudget, ModulePattern
 from shardckpt.plan.naming.fqn import is_embedding, is_head, require_unique
-from shardckpt.plan.naming.weights import BASE_PARTS, WAY_TO_BASE
+from shardckpt.plan.naming.weights import PEFT_PART, WAY_TO_BASE
 
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(
@@ -187,7 +187,7 @@ def _require_in_base(name: str, base: Mapping[str, Shape], where: str) -> None:
         f"the base has no {name!r}, which the adapter changes",
         where=where,
         found=f"{len(base)} names such as {', '.join(list(base)[:2])}",
-        fix=WAY_TO_BASE if any(part in known for known in base for part in BASE_PARTS) else fix,
+        fix=WAY_TO_BASE if any(map(PEFT_PART.search, base)) else fix,
     )
 
 

@@ -247,10 +247,12 @@ class CaptureTier(ABC):
             "overwrite": True,
             "process_group": self._group,
             "on_event": on_event,
+            "model_files": options.get("model_files"),
         }
+        limits = _limit_staging({name: value for name, value in options.items() if name != "model_files"})
         self._started = number
         try:
-            handle = start_async_save(self._lane, asked, state, self.target(number), given, **_limit_staging(options))
+            handle = start_async_save(self._lane, asked, state, self.target(number), given, **limits)
         except Exception as error:
             self._started = None
             if has_lost_rank(self._group) or not _is_fault_of_tier(get_ranks(self._group), error):

@@ -37,6 +37,7 @@ from shardckpt.checkpoint.planning.save_plan import (
     create_local_plan,
     create_single_rank_plan,
 )
+from shardckpt.checkpoint.save.render_model_files import ModelFiles, read_model_files
 from shardckpt.checkpoint.stateful.flatten import FlattenedState, flatten_state
 from shardckpt.checkpoint.stateful.state_trace import StateTrace, trace_state
 from shardckpt.checkpoint.stateful.stateful import as_root, require_state
@@ -45,7 +46,7 @@ from shardckpt.errors import CheckpointError, MissingFileError, SourceNotFoundEr
 from shardckpt.events import OnEvent
 from shardckpt.manifest import Path
 from shardckpt.native.commit import COMMIT, STEP
-from shardckpt.native.manifest_json import ManifestContents
+from shardckpt.native.manifest_json import PRETRAINED, ManifestContents
 from shardckpt.native.payload import new_save_id
 from shardckpt.native.run_directory import read_referred_files
 from shardckpt.plan.layout.box_codec import pack_message, unpack_message
@@ -94,6 +95,7 @@ class SaveOptions:
     base_key_map: Mapping[str, str] = field(default_factory=dict)
     on_event: OnEvent | None = None  # called with the event of the save; None without a callback
     stats: bool = False  # whether to store statistics of the values
+    model_files: Any = None  # folder or objects that stand for config and tokenizer files; read on rank 0
     hooks: SaveHooks = NO_HOOKS
 
 
@@ -178,6 +180,7 @@ class StartedSave:
     plan: GlobalSavePlan
     contents: ManifestContents  # without pieces
     base: BaseDedup | None
+    model_files: Mapping[str, bytes]  # contents by file name
 
 
 class SavePlanner:
@@ -189,6 +192,7 @@ class SavePlanner:
         self.started: StartedSave | None = None  # on rank 0
         self.cached_save: CachedSave | None = None  # to cache once the save is committed
         self._known: CachedSave | None = None  # has the local plan of the flattened state
+        self._model_files = ModelFiles()  # on rank 0
 
     def plan(self, state: Any, refusal: Exception | None) -> tuple[PlannedState, PlanResponse]:
         """Flatten the state, plan with the other ranks, start the publication. Collective."""
@@ -213,6 +217,8 @@ class SavePlanner:
             raise refusal
         require_state(state)
         root, objects = as_root(state), dict[int, Any]()
+        if self._coordinator.rank == 0 and self._options.model_files is not None:
+            self._model_files = read_model_files(self._options.model_files, root)
         trace = None if self._options.trainable_only else trace_state(root, objects)
         if trace is None:
             return _OpenedState(root, objects, None, None)
@@ -329,12 +335,15 @@ class SavePlanner:
         """Start the publication, and return the answer to each rank. On rank 0."""
         save_id, options = new_save_id(), self._options
         base = _open_base(options, plan)
-        self.started = StartedSave(plan, build(save_id), base)
+        contents, files = build(save_id), self._model_files
+        topology = {name: value for name, value in contents.topology.items() if name != PRETRAINED}
+        topology |= {PRETRAINED: list(files.model)} if files.model else {}  # a cached manifest may have another one
+        self.started = StartedSave(plan, replace(contents, topology=topology), base, files.contents)
         self.publication = start_publication(
             options.path,
             STEP,
             overwrite=options.overwrite,
-            needed_bytes=plan.nbytes,
+            needed_bytes=plan.nbytes + sum(map(len, files.contents.values())),
             last=COMMIT,
             prefix=save_id,
             find_kept=_choose_kept(options),

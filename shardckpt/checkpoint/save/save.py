@@ -39,6 +39,7 @@ class SaveParams(TypedDict, total=False):
     base_key_map: Mapping[str, str] | None
     on_event: OnEvent | None
     stats: bool
+    model_files: Any
 
 
 def save(
@@ -73,12 +74,15 @@ def save(
         on_event: Called with this save's `SaveEvent` when it has ended.
         stats: Store statistics for each tensor's values, which `shardckpt stats`, `inspect`, `history` and `bisect`
             read: how many are NaN, infinite or zero, extremes, mean and L2 norm.
+        model_files: What a model needs besides its weights, to store with the step: a folder with config and tokenizer
+            files, or a model (for its configs), tokenizer, processor or config of transformers; or a list or dict of
+            those, whose later files win. Rank 0's counts. `consolidate` writes the files next to the weights.
 
     Raises:
         TargetExistsError: The target exists and `overwrite` is False.
         UnsupportedError: A value in the state cannot be saved; the message contains its dotted path.
-        UsageError: The state is None or another plain value; a value differs between ranks; or a frozen parameter
-            differs from the base.
+        UsageError: The state is None or another plain value; a value differs between ranks; a frozen parameter
+            differs from the base; or `model_files` has no known files.
         RankError: Another rank failed or is lost; the message names it.
         StorageError: The storage failed. The written files were removed.
     """
@@ -146,6 +150,7 @@ def _build_options(path: object, options: SaveParams, hooks: SaveHooks) -> SaveO
         key_map,
         options.get("on_event"),
         stats,
+        options.get("model_files"),
         hooks,
     )
 

@@ -40,7 +40,7 @@ from shardckpt.encodings.budget import gc_paused
 from shardckpt.encodings.value_stats import ValueStats
 from shardckpt.events import FallbackEvent, Recorder, SaveEvent, record_operation
 from shardckpt.manifest import Path, dotted
-from shardckpt.native.commit import COMMIT, encode_commit, manifest_name
+from shardckpt.native.commit import COMMIT, encode_commit, manifest_name, name_model_file
 from shardckpt.native.manifest_json import (
     PartialManifest,
     WrittenPayload,
@@ -360,11 +360,23 @@ class SaveSession:
             index = hf_index(planned_files, planned.model)
             _write_file(self._publication, HF_INDEX, index)
             files = (make_record(HF_INDEX, index, checksums=options.checksums),)
+        if self._started is not None:
+            files += tuple(self._write_model_files(self._started, self._publication))
         staged.replicas.finish()
         hints = planned.response.hints
         hashes = [] if hints is None else hints.hash_blocks(self._coordinator.rank, self._coordinator.size)
         self.phase = SavePhase.WRITTEN
         return WrittenSave(staged, payloads, files, hashes)
+
+    def _write_model_files(self, started: StartedSave, publication: Publication) -> Iterator[FileRecord]:
+        """Write the model files that the base does not have; yield the records for all. On rank 0."""
+        for name, content in started.model_files.items():
+            stored = name_model_file(started.contents.save, name)
+            record = make_record(stored, content, checksums=self._options.checksums)
+            known = None if started.base is None else started.base.find_model_file(name, record)
+            if known is None:
+                _write_file(publication, stored, content)
+            yield known or record
 
     def commit(self, planned: PlannedSave, written: WrittenSave | Exception) -> None:
         """Publish and commit all ranks' files. Collective."""
@@ -419,12 +431,13 @@ class SaveSession:
         if base is not None:
             assert planned.frozen_params is not None
             referred.append(base.part(unchanged, hashes, planned.frozen_params.hashes, stats))
-        files, arrays = merge_partials([*parts, *referred], plan.order)
+        payload, arrays = merge_partials([*parts, *referred], plan.order)
+        files = (*payload, *written.files)
         bases = base.bases(files) if base is not None else ()
-        contents = replace(self._started.contents, files=(*files, *written.files), arrays=arrays, bases=bases)
+        contents = replace(self._started.contents, files=files, arrays=arrays, bases=bases)
         manifest = encode_manifest(contents)
         _write_file(self._publication, manifest_name(contents.save), manifest)
-        own = {**_sizes(written.files), manifest_name(contents.save): len(manifest)}
+        own = {**_sizes(file for file in written.files if not file.base), manifest_name(contents.save): len(manifest)}
         rank0_sizes, *other_sizes = [_sizes(part.files) for part in parts]
         if not self._options.hooks.is_shared:
             other_sizes = []

@@ -16,11 +16,12 @@ from shardckpt.dtypes import bits, nbytes
 from shardckpt.encodings.element_values import numpy_dtype
 from shardckpt.errors import PrecisionError, UsageError
 from shardckpt.manifest import TensorEntry
-from shardckpt.offline.select.config_files import CONFIG, ConfigFiles
+from shardckpt.offline.select.config_files import ConfigFiles
 from shardckpt.offline.select.options import Options, parse_dtype
 from shardckpt.offline.select.selection import Selection
 from shardckpt.plan import quantized_weights
 from shardckpt.plan.layout.output_files import OutputTensor
+from shardckpt.plan.naming.model_files import CONFIG
 from shardckpt.plan.quantized_weights import (
     BLOCK,
     DTYPE,

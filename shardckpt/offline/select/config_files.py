@@ -5,50 +5,24 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 
 from shardckpt.dtypes import FLOATS
 from shardckpt.encodings.safetensors import parse_json
 from shardckpt.errors import FormatError, StorageError, UsageError
 from shardckpt.manifest import Manifest, TensorEntry, dotted
+from shardckpt.native.base_store import BasedStore, FilePlace
+from shardckpt.native.commit import COMMIT
 from shardckpt.plan.naming import sections
 from shardckpt.plan.naming.fqn import name_model
+from shardckpt.plan.naming.model_files import ADAPTER_CONFIG, CONFIG, MAX_BYTES, MODEL_FILE
 from shardckpt.reader import ParamShapes, Reader, Source
-from shardckpt.readers.registry import open_checkpoint
+from shardckpt.readers.registry import open_checkpoint, open_reader, open_source
 from shardckpt.storage.resolve_url import kind, open_store, split
 from shardckpt.storage.store import Store, read_bytes
 
-CONFIG = "config.json"
-ADAPTER_CONFIG = "adapter_config.json"
-_NAMES = (
-    CONFIG,
-    "generation_config.json",
-    ADAPTER_CONFIG,
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "vocab-*.json",
-    "*_vocab.json",
-    "merges.txt",
-    "bpe.codes",
-    "dict.txt",
-    "normalizer.json",
-    "spiece.model",
-    "spm*.model",
-    "sentencepiece*.model",
-    "*.spm",
-    "*.tiktoken",
-    "tekken.json",
-    "chat_template*",
-    "*preprocessor_config.json",
-    "processor_config.json",
-    "audio_tokenizer_config.json",
-)
 TIE = "tie_word_embeddings"  # config key that ties the head to the embeddings
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")
-_MAX_BYTES = 256 * 2**20
 _MAX_CONFIG_BYTES = 16 * 2**20
 
 
@@ -64,16 +38,17 @@ class ConfigFiles:
     is_changed: bool = False  # `config` differs from the file
 
 
-def find_config_files(source: Source, config_from: str = "") -> ConfigFiles:
-    """Find config files in `config_from`, else in the source's folder or its parent."""
+def find_config_files(source: Source, config_from: str = "", reader: Reader | None = None) -> ConfigFiles:
+    """Find config files in `config_from`, else in the source (if a reader is given), its folder or its parent."""
     if config_from:
         if kind(config_from) != "folder":
             raise UsageError("--config-from is not a folder", found=config_from)
-        carried = _list_config_files(open_store(config_from))
+        given = open_source(config_from)
+        carried = _list_config_files(given.store, open_reader(given) if COMMIT in given.listing else None)
         if not carried.files:
             raise UsageError("--config-from holds no config and no tokenizer files", where=config_from)
         return carried
-    carried = _list_config_files(source.store)
+    carried = _list_config_files(source.store, reader)
     if carried.files or source.file is not None:
         return carried
     try:
@@ -115,12 +90,16 @@ def add_kept_files(carried: ConfigFiles, target: str, is_config: re.Pattern[str]
     return replace(carried, kept=kept, config=config)
 
 
-def _list_config_files(store: Store) -> ConfigFiles:
+def _list_config_files(store: Store, reader: Reader | None = None) -> ConfigFiles:
+    """Return the config files in a folder, and those that its reader knows; these win."""
     files = {
-        e.name: e.size
-        for e in store.list()
-        if not e.is_folder and e.size <= _MAX_BYTES and any(fnmatchcase(e.name, glob) for glob in _NAMES)
+        e.name: e.size for e in store.list() if not e.is_folder and e.size <= MAX_BYTES and MODEL_FILE.fullmatch(e.name)
     }
+    # An adapter's config would make transformers look for the adapter next to the written model.
+    stored = {} if reader is None else {n: file for n, file in reader.model_files.items() if n != ADAPTER_CONFIG}
+    if reader is not None and stored:
+        store = BasedStore(reader.store, {name: FilePlace(reader.store, file.name) for name, file in stored.items()})
+        files |= {name: file.nbytes for name, file in stored.items()}
     return ConfigFiles(store, files, read_config(store, files.get(CONFIG, -1)))
 
 

@@ -55,13 +55,16 @@ class Selection:
     config_values: Mapping[str, object] = field(default_factory=dict)
 
 
-def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Selection:
+def select(reader: Reader, options: Options, config: Mapping[str, object], *, is_for_config: bool = False) -> Selection:
     """Select the tensors to write, require all elements, and locate their bytes."""
+    # With `is_for_config`, only those of the module that the stored config describes, under its own names.
     manifest = sections.split_flat_names(reader.manifest)
     if options.weights != "live":
         manifest = weights.choose(manifest, options.weights, options.model_key)
     found = sections.find_sections(manifest, options.model_key, options.optim_key)
-    model = name_model(manifest, found)
+    named = name_model(manifest, found)
+    model = names.select_pretrained(named, manifest, found) if is_for_config else named
+    described = {entry.path for entry in model.tensors.values()}
     if not model.tensors and options.part != "optim":
         raise IncompleteError("the checkpoint holds no model tensors", where=reader.store.url, found=_tops(manifest))
     if model.tensors:
@@ -93,6 +96,7 @@ def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Se
                 (*unasked, *_list_unwritten(manifest, found, options, has_optimizer=state is not None), *found.others),
             ),
             *chosen.dropped,
+            *(dotted(entry.path) for entry in named.tensors.values() if entry.path not in described),
         ),
         warnings=(
             *_needed_warnings(manifest.warnings, unasked),

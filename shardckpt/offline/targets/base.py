@@ -15,11 +15,12 @@ from shardckpt.dtypes import QUANTIZED
 from shardckpt.encodings.pickle_stubs import Global, InstanceStub, PerRankValue
 from shardckpt.errors import UnsupportedError, UsageError
 from shardckpt.manifest import Path, dotted
-from shardckpt.offline.select.config_files import CONFIG, ConfigFiles, with_dtype
+from shardckpt.offline.select.config_files import ConfigFiles, with_dtype
 from shardckpt.offline.select.options import Options, parse_dtype
 from shardckpt.offline.select.selection import Selection
 from shardckpt.offline.write.conversion import PlannedFiles
 from shardckpt.plan.layout.output_files import OutputTensor, parse_size, split_as_stored, split_by_size
+from shardckpt.plan.naming.model_files import CONFIG
 from shardckpt.reader import Reader
 from shardckpt.storage.resolve_url import local_path
 

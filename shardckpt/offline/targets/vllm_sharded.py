@@ -11,13 +11,13 @@ from shardckpt.dtypes import SAFETENSORS_NAMES, array_nbytes
 from shardckpt.encodings.safetensors import looks_like_safetensors
 from shardckpt.errors import UsageError
 from shardckpt.manifest import TensorEntry
-from shardckpt.offline.select.config_files import CONFIG
 from shardckpt.offline.select.options import VLLM_SHARDED, Options
 from shardckpt.offline.select.selection import Selection
 from shardckpt.offline.targets.base import CONFIG_FILES, FRESH, Conversion, Target, encode_json
 from shardckpt.offline.targets.safetensors_files import build_file
 from shardckpt.offline.write.conversion import Layout, PlannedFiles
 from shardckpt.plan.layout.output_files import OutputTensor, PlannedFile
+from shardckpt.plan.naming.model_files import CONFIG
 from shardckpt.plan.rules.rules import Recipe, apply_recipe, iter_sources
 from shardckpt.plan.vllm_shards import Parameter, list_scales, plan_rank
 from shardckpt.storage.replaceable import FolderKind

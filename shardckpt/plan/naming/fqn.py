@@ -7,7 +7,7 @@ from equal values.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from shardckpt.errors import NameCollisionError, UsageError
@@ -85,6 +85,13 @@ def name_model(manifest: Manifest, found: Sections) -> NamedModel:
     require_unique({str(path): name for path, name in stored.items()})
     cleaned = clean_names(stored.values())
     return NamedModel({cleaned[stored[path]]: manifest.tensors[path] for path in paths}, make_cleaner(stored.values()))
+
+
+def select_pretrained(model: NamedModel, manifest: Manifest, found: Sections) -> NamedModel:
+    """Return the part of a model that a stored config describes, under its own names; without one, the model."""
+    *root, name = manifest.pretrained or ("",)
+    inside = {n.removeprefix(f"{name}."): entry for n, entry in model.tensors.items() if n.startswith(f"{name}.")}
+    return replace(model, tensors=inside) if inside and (*root,) == found.model else model
 
 
 def require_unique(renamed: Mapping[str, str]) -> None:

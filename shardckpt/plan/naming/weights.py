@@ -25,7 +25,7 @@ _ADAPTER = re.compile(r"\.(lora_[A-Za-z_]+|trainable_tokens_[a-z]+)\.[^.]+(?=\.|
 _MAGNITUDE = re.compile(r"\.lora_magnitude_vector\.weight$")
 
 # Name parts that mark a base model's tensors in a PEFT model's state dict.
-BASE_PARTS = ("base_model.model.", ".base_layer.", ".original_module.")
+PEFT_PART = re.compile(r"base_model\.model\.|\.base_layer\.|\.original_module\.")
 
 # Options that write a model and its adapter from a PEFT model's state dict.
 WAY_TO_BASE = (

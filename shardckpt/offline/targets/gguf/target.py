@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from shardckpt.boxes import Box
 from shardckpt.dtypes import block_elements
 from shardckpt.errors import IncompleteError, UnsupportedError, UsageError
-from shardckpt.offline.select.config_files import CONFIG
 from shardckpt.offline.select.options import Options
 from shardckpt.offline.select.selection import Selection
 from shardckpt.offline.targets.base import Conversion, Target
@@ -35,6 +34,7 @@ from shardckpt.offline.targets.gguf.tokenizer import read_tokenizer
 from shardckpt.offline.write.conversion import Layout, PlannedFiles
 from shardckpt.offline.write.stream import FileSink, OutputFile, TensorPart, TensorStream
 from shardckpt.plan.layout.output_files import OutputTensor
+from shardckpt.plan.naming.model_files import CONFIG
 from shardckpt.storage.replaceable import FileKind
 
 SUFFIX = ".gguf"

@@ -1,0 +1,222 @@
+"""Model files of a save: configs, tokenizer and processor files, read or rendered on rank 0."""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shardckpt.checkpoint.stateful.walk import LeafKind, walk
+from shardckpt.errors import UsageError
+from shardckpt.events.warn_user import warn_user
+from shardckpt.manifest import Path, dotted
+from shardckpt.native.records import plain_name
+from shardckpt.plan.naming.fqn import WRAPPERS
+from shardckpt.plan.naming.model_files import CONFIG, GENERATION_CONFIG, MAX_BYTES, MODEL_FILE
+from shardckpt.plan.naming.weights import PEFT_PART
+from shardckpt.storage.local import LocalStore
+from shardckpt.storage.resolve_url import as_url, kind, open_store
+from shardckpt.storage.store import Store, read_bytes
+
+_TAKES = "a folder, a model, a tokenizer, a processor or a config of transformers, or a list of them"
+
+
+class ModelFiles(NamedTuple):
+    """What a step stores besides the state."""
+
+    contents: Mapping[str, bytes] = {}  # by file name
+    # Path in the state to the model that the config describes; empty for the state's only model, or if unknown.
+    model: Path = ()
+
+
+def read_model_files(given: Any, state: Any) -> ModelFiles:
+    """Read or render the files for `model_files=`, and find their model in the state. On rank 0."""
+    parts = [*_iter_parts(given)]
+    contents: dict[str, bytes] = {}
+    models: dict[int, nn.Module] = {}
+    for part in parts:
+        if isinstance(part, nn.Module):
+            found = find_pretrained(part)
+            models |= {id(model): model for model in found.values()}
+            contents |= _render_configs(_require_one(found, part))
+            for config in _find_adapter_config(part):
+                contents |= _render_saved(config)
+        else:
+            contents |= _read_part(part)
+    for name in contents:
+        plain_name(name, "model_files")
+    return ModelFiles(contents, _locate_model(state, models) if contents else ())
+
+
+def collect_model_files(modules: Sequence[nn.Module], others: Iterable[object], options: Mapping[str, Any]) -> Any:
+    """Return a framework's `model_files=`: its only transformers model, its only tokenizer, and what `options` adds."""
+    given = options.get("model_files")
+    if given is None and "model_files" in options:
+        return None
+    found = [module for module in modules for _ in find_pretrained(module)]
+    texts = list({id(each): each for each in others if _is_processor(each)}.values())
+    parts = {id(part) for each in texts for part in vars(each).values()}  # a processor's tokenizer
+    texts = [each for each in texts if id(each) not in parts]
+    for kinds, names in ((found, "transformers models"), (texts, "tokenizers or processors")):
+        if len(kinds) > 1 and given is None:
+            warn_user(
+                f"the run has {len(kinds)} {names}, so its steps store the files of none: name what to store with"
+                " `model_files`, or pass `model_files=None`"
+            )
+    return [*(found if len(found) == 1 else ()), *(texts if len(texts) == 1 else ()), given]
+
+
+def _is_processor(each: object) -> bool:
+    """Return True for a tokenizer or a processor of transformers; False for its models and configs."""
+    return hasattr(each, "save_pretrained") and not (hasattr(each, "config") or hasattr(each, "to_diff_dict"))
+
+
+def find_pretrained(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the outermost transformers models in a module, each once, by FQN."""
+    found: dict[int, tuple[str, nn.Module]] = {}
+    for path, model in _iter_pretrained(module, ()):
+        found.setdefault(id(model), (dotted(path), model))
+    return dict(found.values())
+
+
+def _iter_pretrained(module: nn.Module, path: Path) -> Iterator[tuple[Path, nn.Module]]:
+    # Wrappers such as FSDP1 return the attributes of the module inside, so only the class counts.
+    if hasattr(type(module), "config_class") and hasattr(getattr(module, "config", None), "to_json_string"):
+        yield path, module
+        return
+    is_parallel = isinstance(module, DistributedDataParallel)
+    for name, child in module.named_children():
+        is_wrapper = name in WRAPPERS or (is_parallel and name == "module")
+        yield from _iter_pretrained(child, path if is_wrapper else (*path, name))
+
+
+def _iter_parts(given: Any) -> Iterator[Any]:
+    if isinstance(given, (Mapping, list, tuple)):
+        for each in given.values() if isinstance(given, Mapping) else given:
+            yield from _iter_parts(each)
+    elif given is not None:
+        yield given
+
+
+def _require_one(found: Mapping[str, nn.Module], module: nn.Module) -> nn.Module:
+    if len(found) != 1:
+        raise UsageError(
+            "`model_files` takes a module with one transformers model",
+            found=f"{type(module).__name__} with {', '.join(found) or 'none'}",
+            fix="Pass the model, or the folder with its config and tokenizer files.",
+        )
+    return next(iter(found.values()))
+
+
+def _find_adapter_config(module: nn.Module) -> list[Any]:
+    """Return the config of a module's only PEFT adapter, in a list; empty if it has none, or several."""
+    found = (getattr(part, "peft_config", None) for part in module.modules())
+    adapters = [*next(filter(None, found), {}).values()]
+    return adapters if len(adapters) == 1 else []
+
+
+def _locate_model(state: Any, models: Mapping[int, nn.Module]) -> Path:
+    """Return the path to the model that the config describes; empty if several fit, or if it is at the top."""
+    modules = (leaf for leaf in walk(state) if leaf.kind is LeafKind.MODULE)
+    known = [
+        (*leaf.path, name)
+        for leaf in modules
+        for name, model in find_pretrained(leaf.value).items()
+        if not models or id(model) in models
+    ]
+    # PEFT's names are not those of the model, and its users convert them.
+    return known[0] if len(known) == 1 and known[0][-1] and not PEFT_PART.search(f"{known[0][-1]}.") else ()
+
+
+def _read_part(part: Any) -> dict[str, bytes]:
+    if isinstance(part, (str, os.PathLike)):
+        return _read_folder(as_url(part))
+    # Never what writes weights: a pipeline or another model has a `config`.
+    if hasattr(part, "save_pretrained") and not hasattr(part, "config"):
+        return _render_saved(part)
+    files = _render_configs(part)
+    if not files:
+        raise UsageError(f"`model_files` must be {_TAKES}", found=f"type {type(part).__name__}")
+    return files
+
+
+def _read_folder(url: str) -> dict[str, bytes]:
+    if kind(url) != "folder":
+        raise UsageError("`model_files` must be a folder", found=url)
+    files = _read_known(open_store(url))
+    if not files:
+        raise UsageError(
+            "`model_files` must be a folder with config or tokenizer files",
+            where=url,
+            expected=f"{CONFIG}, tokenizer.json or others with known names",
+        )
+    return files
+
+
+def _read_known(store: Store) -> dict[str, bytes]:
+    sizes = {
+        entry.name: entry.size for entry in store.list() if not entry.is_folder and MODEL_FILE.fullmatch(entry.name)
+    }
+    large = next((name for name, size in sizes.items() if size > MAX_BYTES), None)
+    if large is not None:
+        found = f"{sizes[large]} bytes"
+        raise UsageError("a model file is too large", where=f"{store.url}/{large}", found=found, expected=MAX_BYTES)
+    return {name: read_bytes(store, name, 0, size) for name, size in sizes.items()}
+
+
+def _render_configs(model: Any) -> dict[str, bytes]:
+    """Return a model's configs as `save_pretrained` writes them, but without its checks of generation settings."""
+    files = {}
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "to_json_string"):
+        config = copy.deepcopy(config)
+        if isinstance(model, nn.Module):
+            config.architectures = [type(model).__name__.removeprefix("FSDP")]
+            config.dtype = str(model.dtype).removeprefix("torch.")
+        files[CONFIG] = config.to_json_string().encode()
+    generation: Any = getattr(model, "generation_config", None)
+    if hasattr(generation, "to_json_string"):
+        files[GENERATION_CONFIG] = generation.to_json_string().encode()
+    return files
+
+
+# Objects with their description and their files: to render a large tokenizer takes a tenth of a second.
+_RENDERED: WeakKeyDictionary[Any, tuple[str, dict[str, bytes]]] = WeakKeyDictionary()
+
+
+def _render_saved(given: Any) -> dict[str, bytes]:
+    """Return the files that an object's `save_pretrained` writes; rendered again once it looks different."""
+    own: Any = type(given)
+    if own.__repr__ is object.__repr__ or own.__hash__ is None:  # it does not show its content, or cannot be a key
+        return _render_again(given)
+    described = _describe(given)
+    known = _RENDERED.get(given)
+    if known is None or known[0] != described:
+        known = _RENDERED[given] = described, _render_again(given)
+    return known[1]
+
+
+def _describe(given: Any) -> str:
+    """Return a text that changes with a tokenizer or a processor."""
+    tokenizer = getattr(given, "tokenizer", given)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    parts = [getattr(backend, name, None) for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder")]
+    names = ("chat_template", "init_kwargs")
+    return repr((given, parts, *(getattr(each, name, None) for each in (given, tokenizer) for name in names)))
+
+
+def _render_again(given: Any) -> dict[str, bytes]:
+    with tempfile.TemporaryDirectory(prefix="shardckpt-") as folder:
+        given.save_pretrained(folder)
+        files = _read_known(LocalStore(folder))
+    if not files:
+        raise UsageError(
+            "`save_pretrained` must write config or tokenizer files", found=f"none by {type(given).__name__}"
+        )
+    return files
