@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import as_completed
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from shardckpt.errors import (
@@ -27,7 +27,8 @@ from shardckpt.native.run_directory import RunDirectory, is_saved_name, read_ref
 from shardckpt.native.stored_folders import StoredFolder, read_blocks, read_stored_run, read_stored_step, write_commit
 from shardckpt.native.verified_store import VerifiedStore
 from shardckpt.offline.prune import StepInfo, describe_steps
-from shardckpt.readers.registry import checkpoint_in
+from shardckpt.reader import Source
+from shardckpt.readers.registry import NESTED, checkpoint_in, find_nested_step
 from shardckpt.readers.run_start import require_start_of_run
 from shardckpt.storage.local_publication import require_space
 from shardckpt.storage.publication import Publication, target_exists_error
@@ -197,6 +198,10 @@ def _read_source(src: str) -> _Source:
         inside = [f"{entry.name}/" for entry in entries if entry.is_folder]
         others = [*inside, *(name for name in names if not (name in folder.sizes or is_saved_name(name)))]
         return _Source([folder], other_content=tuple(others))
+    nested = find_nested_step(Source(store)) if found == "folder" else None
+    if nested is not None:
+        others = [f"{entry.name}/" if entry.is_folder else entry.name for entry in entries if entry.name != NESTED]
+        return _Source([replace(read_stored_step(nested.store), name=NESTED)], other_content=tuple(others))
     run, folders = _read_folders(src)
     if not run.complete:
         raise UnknownFormatError(

@@ -50,6 +50,7 @@ class BuiltIn(NamedTuple):
 
 
 _NATIVE = "native"
+NESTED = "shardckpt"  # name of the step that `shardckpt.integrations.accelerate` writes into a folder
 # Built-in formats. Those that contain other formats come first. The last one never matches a folder.
 BUILT_IN = (
     BuiltIn(_NATIVE, "shardckpt.native.reader", r"COMMIT|[0-9a-z]+-\d{5,}-\d{2,}\.safetensors"),
@@ -145,7 +146,17 @@ def open_source(url: str, bases: NamedBases = "") -> Source:
     if found == "file":
         parent, name = split(url)
         return Source(open_store(parent), name, bases)
-    return Source(open_store(url), bases=bases)
+    source = Source(open_store(url), bases=bases)
+    return find_nested_step(source) or source
+
+
+def find_nested_step(source: Source) -> Source | None:
+    """Return the step in a folder of Accelerate's `save_state`; None in others, and if the folder is a checkpoint."""
+    if NESTED not in source.folders or _probe_nearby(source) is not None:
+        return None
+    inside = Source(open_store(f"{source.store.url.rstrip('/')}/{NESTED}"), bases=source.bases)
+    form = _probe_nearby(inside)
+    return inside if form is not None and form.name == _NATIVE else None
 
 
 def detect(source: Source) -> Format:

@@ -122,16 +122,16 @@ def _find_adapter_config(module: nn.Module) -> list[Any]:
 
 
 def _locate_model(state: Any, models: Mapping[int, nn.Module]) -> Path:
-    """Return the path to the model that the config describes; empty if several fit, or if it is at the top."""
-    modules = (leaf for leaf in walk(state) if leaf.kind is LeafKind.MODULE)
-    known = [
-        (*leaf.path, name)
-        for leaf in modules
-        for name, model in find_pretrained(leaf.value).items()
-        if not models or id(model) in models
-    ]
+    """Return the path to the model that the config describes; empty if it is the state's only one, or not known."""
+    modules = [leaf for leaf in walk(state) if leaf.kind is LeafKind.MODULE]
+    found = [(leaf, *each) for leaf in modules for each in find_pretrained(leaf.value).items()]
+    known = [(leaf, name) for leaf, name, model in found if not models or id(model) in models]
+    if len(known) != 1:
+        return ()
+    ((leaf, name),) = known
+    is_only = not name and len(modules) == 1
     # PEFT's names are not those of the model, and its users convert them.
-    return known[0] if len(known) == 1 and known[0][-1] and not PEFT_PART.search(f"{known[0][-1]}.") else ()
+    return () if is_only or PEFT_PART.search(f"{name}.") else (*leaf.path, name)
 
 
 def _read_part(part: Any) -> dict[str, bytes]:

@@ -19,6 +19,7 @@ from typing_extensions import Unpack
 import shardckpt
 from shardckpt import RNGState
 from shardckpt.checkpoint.save.async_save import AsyncSaveParams, require_known_options
+from shardckpt.checkpoint.save.render_model_files import collect_model_files
 from shardckpt.errors import UnsupportedError, UsageError
 from shardckpt.integrations.accelerate.state_folders import (
     STEP,
@@ -53,14 +54,16 @@ def register(
 ) -> AcceleratorCheckpoints:
     """Make an accelerator's `save_state` and `load_state` save and load with shardckpt.
 
-    A checkpoint has everything that Accelerate saves; every rank writes its shards. `load_state` also loads folders
-    that Accelerate wrote. The number of ranks and the kind of sharding may change between save and load.
+    A checkpoint has everything that Accelerate saves; every rank writes its shards. If one transformers model is
+    prepared, it has the files of its configs too; pass `model_files=tokenizer` for the tokenizer's. `load_state` also
+    loads folders that Accelerate wrote. The number of ranks and the kind of sharding may change between save and load.
 
     Args:
         accelerator: Accelerator, before or after `prepare`. If it is registered with the same options, the result is
             that registration.
         background: Save in the background. The next `save_state`, `load_state` or `end_training` then raises an error.
-        **options: Options for `shardckpt.async_save`; without `background`, for `shardckpt.save`.
+        **options: Options for `shardckpt.async_save`; without `background`, for `shardckpt.save`. `model_files`
+            adds files; None stores none.
 
     Raises:
         UnsupportedError: The accelerator uses DeepSpeed, Megatron-LM or XLA, or this version of Accelerate differs.
@@ -196,7 +199,8 @@ class AcceleratorCheckpoints:
         if not is_url(folder):
             make_folder(folder)
         state, path = self._build_state(self._call_save_hooks(folder)), f"{folder}/{STEP}"
-        self._newest, options = folder, {"overwrite": True, **self._options}
+        files = collect_model_files(self._accelerator._models, (), self._options)
+        self._newest, options = folder, {"overwrite": True, **self._options, "model_files": files}
         if self._background:
             self._handle = shardckpt.async_save(state, path, **options)
         else:

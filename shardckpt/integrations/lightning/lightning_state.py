@@ -25,6 +25,7 @@ __all__ = [
     "build_state",
     "find_newest_path",
     "has_hook",
+    "list_pretrained",
     "move_paths",
     "pop_strange_hparams",
     "replace_methods",
@@ -46,6 +47,12 @@ def build_state(trainer: Trainer, checkpoint: dict[str, Any]) -> dict[str, Any]:
     if "optimizer_states" in checkpoint:
         state |= {"optim": _one_or_all(strategy.optimizers), "rng": RNGState(), "loaders": loaders}
     return state
+
+
+def list_pretrained(trainer: Trainer) -> tuple[list[Any], list[Any]]:
+    """Return the module, and the attributes of it and of the data module, among them tokenizers."""
+    module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
+    return [module], [*vars(module).values(), *([] if data is None else vars(data).values())]
 
 
 def pop_strange_hparams(checkpoint: dict[str, Any]) -> list[str]:

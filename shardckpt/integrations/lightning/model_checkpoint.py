@@ -19,6 +19,7 @@ from typing_extensions import Unpack
 from shardckpt import Checkpointer, ShardckptError, model_state_dict
 from shardckpt.checkpoint.run.step_finder import parse_root
 from shardckpt.checkpoint.save.async_save import StepSaveParams, require_known_options
+from shardckpt.checkpoint.save.render_model_files import collect_model_files
 from shardckpt.errors import UsageError, require_bools
 from shardckpt.events.warn_user import warn_user
 from shardckpt.integrations.lightning.lightning_state import (
@@ -26,6 +27,7 @@ from shardckpt.integrations.lightning.lightning_state import (
     build_state,
     find_newest_path,
     has_hook,
+    list_pretrained,
     move_paths,
     pop_strange_hparams,
     replace_methods,
@@ -49,7 +51,8 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
     """Save a Lightning `Trainer`'s steps with shardckpt, and resume from them.
 
     It is a `ModelCheckpoint` whose checkpoints are steps in a run; each rank writes its part. A step has all that
-    Lightning's checkpoints have, and each rank's random number generators and data loaders.
+    Lightning's checkpoints have, and each rank's random number generators and data loaders. If the module has one
+    transformers model, a step has the files of its configs, and of the module's or data module's only tokenizer.
 
     `trainer.fit(model, ckpt_path=...)` takes `"last"` for the newest step, `"best"`, a step's path, and a checkpoint
     that Lightning wrote. The number of ranks and the strategy may change between save and load.
@@ -61,7 +64,8 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         drill: Before the first step of each `fit`, train its batch twice from one saved state, and compare all bits. If
             they differ, `fit` raises a `ResumeDivergence` that names the first difference and the values that a step
             lacks. The drill does not change the training.
-        options: Options for `Checkpointer.async_save`; without `background`, for `Checkpointer.save`.
+        options: Options for `Checkpointer.async_save`; without `background`, for `Checkpointer.save`. `model_files`
+            adds files; None stores none.
         **arguments: Arguments for `ModelCheckpoint`, except those that name files.
 
     Attributes:
@@ -263,6 +267,7 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         arguments: dict[str, Any] = {
             "overwrite": True,  # steps after the one that training resumed from
             **self._options,
+            "model_files": collect_model_files(*list_pretrained(trainer), self._options),
             "metrics": {**metrics, **(self._options.get("metrics") or {})},
         }
         if self._background:

@@ -21,6 +21,7 @@ from typing_extensions import Unpack
 
 from shardckpt import Checkpointer, RNGState
 from shardckpt.checkpoint.save.async_save import StepSaveParams, require_known_options
+from shardckpt.checkpoint.save.render_model_files import collect_model_files
 from shardckpt.errors import UnsupportedError, UsageError, require_bools
 from shardckpt.integrations.local_folders import StepRemoval, list_steps
 from shardckpt.integrations.transformers.jit_checkpoint import replace_jit_checkpoint
@@ -53,7 +54,8 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
 
     The Trainer writes no folders `checkpoint-N`. Its arguments `save_strategy`, `save_steps`, `save_total_limit`,
     `save_only_model`, `load_best_model_at_end` and `metric_for_best_model` keep their meaning. A step has model,
-    optimizer, scheduler, gradient scaler, each rank's random number generators and the Trainer's state.
+    optimizer, scheduler, gradient scaler, each rank's random number generators, the Trainer's state, and the files of
+    the model's configs and of the tokenizer or processor.
 
     `trainer.train(resume_from_checkpoint=True)` resumes from the newest step, or from the newest folder in `output_dir`
     that the Trainer wrote, whichever has the larger number; without both it trains from the start. A path names a step
@@ -65,7 +67,8 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         drill: Before the first step of each `train`, train its batch twice from one saved state, and compare all bits.
             If they differ, `train` raises a `ResumeDivergence` that names the first difference and the values that a
             step lacks. The drill does not change the training.
-        **options: Options for `Checkpointer.async_save`; without `background`, for `Checkpointer.save`.
+        **options: Options for `Checkpointer.async_save`; without `background`, for `Checkpointer.save`. `model_files`
+            adds files; None stores none.
 
     Raises:
         UsageError: An argument has an invalid value.
@@ -221,6 +224,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         arguments: dict[str, Any] = {
             "overwrite": True,  # steps after the one that training resumed from
             **self._options,
+            "model_files": collect_model_files([trainer.model], [trainer.processing_class], self._options),
             "metrics": {**(self._options.get("metrics") or {}), **collect_metrics(state)},
         }
         saved = self._build_state(dump_state(trainer), RNGState(), is_model_alone=trainer.args.save_only_model)

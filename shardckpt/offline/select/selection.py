@@ -61,7 +61,16 @@ def select(reader: Reader, options: Options, config: Mapping[str, object], *, is
     manifest = sections.split_flat_names(reader.manifest)
     if options.weights != "live":
         manifest = weights.choose(manifest, options.weights, options.model_key)
-    found = sections.find_sections(manifest, options.model_key, options.optim_key)
+    described_root = manifest.pretrained[:-1] if is_for_config else ()
+    found = sections.find_sections(manifest, options.model_key or dotted(described_root), options.optim_key)
+    if described_root not in ((), found.model) and not options.config_from:
+        raise UsageError(
+            "the stored config describes another model",
+            where=reader.store.url,
+            found=dotted(found.model),
+            expected=dotted(described_root),
+            fix="Leave --model-key out, or give --config-from FOLDER.",
+        )
     named = name_model(manifest, found)
     model = names.select_pretrained(named, manifest, found) if is_for_config else named
     described = {entry.path for entry in model.tensors.values()}

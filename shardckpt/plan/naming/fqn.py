@@ -90,8 +90,10 @@ def name_model(manifest: Manifest, found: Sections) -> NamedModel:
 def select_pretrained(model: NamedModel, manifest: Manifest, found: Sections) -> NamedModel:
     """Return the part of a model that a stored config describes, under its own names; without one, the model."""
     *root, name = manifest.pretrained or ("",)
+    if (*root,) != found.model or not name:
+        return model
     inside = {n.removeprefix(f"{name}."): entry for n, entry in model.tensors.items() if n.startswith(f"{name}.")}
-    return replace(model, tensors=inside) if inside and (*root,) == found.model else model
+    return replace(model, tensors=inside)
 
 
 def require_unique(renamed: Mapping[str, str]) -> None:

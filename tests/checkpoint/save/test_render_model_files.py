@@ -136,6 +136,32 @@ def test_a_model_inside_another_module_is_consolidated_under_its_own_names(tmp_p
     assert {"other.proj.weight", "score.bias"} < set(shardckpt.load(tmp_path / "renamed"))
 
 
+def test_one_of_two_models_is_written_with_its_own_config(tmp_path: Path) -> None:
+    state, other = {"model": Net(), "model_1": Net()}, write_config(tmp_path / "other")
+    shardckpt.save(state, tmp_path / "step-1", model_files=state["model_1"])
+    report = shardckpt.consolidate(tmp_path / "step-1", tmp_path / "out")
+    assert report.left_out == ("model",)
+    assert torch.equal(shardckpt.load(tmp_path / "out")["proj.weight"], state["model_1"].proj.weight)
+    with pytest.raises(UsageError, match="describes another model; found model; expected model_1"):
+        shardckpt.consolidate(tmp_path / "step-1", tmp_path / "wrong", model_key="model")
+    shardckpt.consolidate(tmp_path / "step-1", tmp_path / "first", model_key="model", config_from=other)
+    assert torch.equal(shardckpt.load(tmp_path / "first")["proj.weight"], state["model"].proj.weight)
+
+
+def test_names_of_a_step_are_those_of_the_state_without_a_model_in_it(tmp_path: Path) -> None:
+    state = {"model": {"net.w": torch.ones(2)}}
+    shardckpt.save(state, tmp_path / "step-1", model_files=Net())
+    shardckpt.consolidate(tmp_path / "step-1", tmp_path / "out")
+    assert set(shardckpt.load(tmp_path / "out")) == {"net.w"}
+
+
+def test_a_config_may_be_taken_from_another_step(tmp_path: Path) -> None:
+    shardckpt.save({"w": torch.ones(2)}, tmp_path / "step-1", model_files=write_config(tmp_path / "base"))
+    shardckpt.save({"w": torch.ones(2)}, tmp_path / "step-2")
+    report = shardckpt.consolidate(tmp_path / "step-2", tmp_path / "out", config_from=tmp_path / "step-1")
+    assert report.carried == ("config.json",)
+
+
 def test_a_tokenizer_is_rendered_again_only_when_it_changed(tmp_path: Path) -> None:
     tokenizer, state = Tokenizer(), {"w": torch.ones(2)}
     run_ = shardckpt.Checkpointer(tmp_path)
