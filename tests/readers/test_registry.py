@@ -207,6 +207,20 @@ def test_a_file_beside_a_checkpoint_names_the_folder(tmp_path: Path) -> None:
         open_checkpoint(str(tmp_path / "config.json"))
 
 
+def test_the_step_of_accelerate_is_opened_unless_its_folder_is_a_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "epoch-1"
+    write_step(folder / "shardckpt", {"w": torch.ones(2)})
+    (folder / "notes.txt").write_text("of a hook")
+    assert open_checkpoint(str(folder)).manifest.format == "native"
+    save_file(MODEL, folder / "model.safetensors")
+    assert open_checkpoint(str(folder)).manifest.format == "safetensors"
+    save_file(MODEL, tmp_path / "shardckpt.safetensors")
+    (tmp_path / "other" / "shardckpt").mkdir(parents=True)
+    shutil.move(tmp_path / "shardckpt.safetensors", tmp_path / "other" / "shardckpt" / "model.safetensors")
+    with pytest.raises(UnknownFormatError, match="holds some; found shardckpt"):
+        open_checkpoint(str(tmp_path / "other"))
+
+
 def test_a_folder_that_cannot_be_looked_into_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "step-8").mkdir()
     listed = LocalStore.list_first
