@@ -17,7 +17,7 @@ from shardckpt.encodings.tagged_json import ArrayRef, encode
 from shardckpt.encodings.value_stats import ValueStats
 from shardckpt.errors import UnsupportedError
 from shardckpt.manifest import UNREAD, Path, dotted, unflatten
-from shardckpt.native.commit import COMMIT, STEP, encode_commit, manifest_name
+from shardckpt.native.commit import COMMIT, STEP, encode_commit, manifest_name, name_model_file
 from shardckpt.native.manifest_json import (
     ManifestContents,
     Topology,
@@ -49,6 +49,7 @@ from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.plan.layout.write_plan import LocalTensor, plan_save
 from shardckpt.plan.optim.output_keys import to_state_paths
 from shardckpt.reader import Reader
+from shardckpt.storage.store import read_bytes
 
 
 def plan(conversion: Conversion) -> PlannedFiles:
@@ -67,14 +68,17 @@ def plan(conversion: Conversion) -> PlannedFiles:
 def plan_ranks(reader: Reader, options: RankOptions) -> PlannedRanks:
     """Plan a native step by several writers with all of a checkpoint's content."""
     tree = build_full_tree(reader, allow_loss=options.allow_loss)
-    tree = replace(tree, piece_stats=_find_stats(reader, tree.arrays))
+    files = {name: read_bytes(reader.store, f.name, 0, f.nbytes) for name, f in reader.model_files.items()}
+    tree = replace(tree, piece_stats=_find_stats(reader, tree.arrays), model_files=files)
 
     def plan_layout(_: str, save: str) -> Layout:
         return plan_step(tree, options.world_size, most_bytes=options.max_file_bytes, save=save).layout({})
 
     nbytes, paths = sum(tensor.nbytes for tensor in tree.arrays.values()), list(tree.arrays)
-    files = PlannedFiles(STEP, COMMIT, plan_layout, nbytes, read_referred_files, new_save_id())
-    return PlannedRanks(files, tree.arrays, {path: paths[at] for path, at in tree.contents.ties.items()}, tree.warnings)
+    planned = PlannedFiles(STEP, COMMIT, plan_layout, nbytes, read_referred_files, new_save_id())
+    return PlannedRanks(
+        planned, tree.arrays, {path: paths[at] for path, at in tree.contents.ties.items()}, tree.warnings
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,7 @@ class NativeTree:
     warnings: tuple[str, ...] = ()  # oddities and omitted values, one sentence each
     # Stored statistics for the pieces of arrays whose values are written as they are.
     piece_stats: Mapping[Path, Mapping[Box, ValueStats]] = field(default_factory=dict)
+    model_files: Mapping[str, bytes] = field(default_factory=dict)  # contents by name
 
 
 def _find_stats(reader: Reader, arrays: Mapping[Path, OutputTensor]) -> dict[Path, Mapping[Box, ValueStats]]:
@@ -181,10 +186,12 @@ class PlannedStep:
     payloads: tuple[tuple[PayloadFile, ...], ...]  # files of each writer, in order
     model: Path | None  # path of the model, for a step of one writer
     piece_stats: Mapping[Path, Mapping[Box, ValueStats]]  # statistics that the source stored, by array and piece
+    model_files: Mapping[str, bytes]  # by their names in the step
 
     def layout(self, small: Mapping[str, bytes]) -> Layout:
         """Return its files, with other files; `COMMIT` is last."""
-        names = (*((HF_INDEX,) if self.model else ()), manifest_name(self.contents.save), COMMIT)
+        first = (*((HF_INDEX,) if self.model else ()), *self.model_files)
+        names = (*first, manifest_name(self.contents.save), COMMIT)
         files = tuple(_step_file(payload, self.arrays) for mine in self.payloads for payload in mine)
         return Layout(files, small, FinalFiles(names, self._ending))
 
@@ -193,10 +200,10 @@ class PlannedStep:
         parts = [build_partial([WrittenPayload(file, hashes[file.name]) for file in mine]) for mine in self.payloads]
         files, arrays = merge_partials(parts, [record.path for record in self.contents.arrays])
         arrays = tuple(map(self._with_stats, arrays))
-        made: dict[str, bytes] = {}
+        made = dict(self.model_files)
         if self.model is not None:
             made[HF_INDEX] = hf_index(self.payloads[0], self.model)
-            files = (*files, make_record(HF_INDEX, made[HF_INDEX]))
+        files = (*files, *(make_record(name, content) for name, content in made.items()))
         contents = replace(self.contents, files=files, arrays=arrays)
         manifest = encode_manifest(contents)
         return {
@@ -232,7 +239,8 @@ def plan_step(tree: NativeTree, writers: int, *, most_bytes: int, save: str, mod
         chunks = [PayloadChunk(*plan.arrays[task.array], task.box) for task in tasks]
         carry: dict[str, object] = contents.carried() if writer == 0 else {}
         payloads.append(plan_payloads(save, writer, chunks, most_bytes=most_bytes, model=model, carry=carry))
-    return PlannedStep(contents, arrays, tuple(payloads), model, tree.piece_stats)
+    model_files = {name_model_file(save, name): content for name, content in tree.model_files.items()}
+    return PlannedStep(contents, arrays, tuple(payloads), model, tree.piece_stats, model_files)
 
 
 def _rows(tensor: OutputTensor, writers: int, writer: int) -> Iterator[Box]:

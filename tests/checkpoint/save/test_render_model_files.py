@@ -268,6 +268,16 @@ def test_a_repair_finds_the_files_and_gives_up_a_lost_one(tmp_path: Path) -> Non
     assert shardckpt.consolidate(step, tmp_path / "again").carried == ("config.json",)
 
 
+def test_a_resharded_step_has_the_files_and_still_says_what_the_config_describes(tmp_path: Path) -> None:
+    module = Module()
+    shardckpt.save({"model": module}, tmp_path / "step-1", model_files=[module, Tokenizer()])
+    shardckpt.reshard(tmp_path / "step-1", tmp_path / "step-2", world_size=2)
+    assert not shardckpt.verify(tmp_path / "step-2").problems
+    assert list_model_files(tmp_path / "step-2") == list_model_files(tmp_path / "step-1")
+    shardckpt.consolidate(tmp_path / "step-2", tmp_path / "out")
+    assert set(shardckpt.load(tmp_path / "out")) == {"proj.weight", "proj.bias"}
+
+
 def test_a_killed_save_with_model_files_is_an_orphan_and_a_users_file_is_not(tmp_path: Path) -> None:
     for step in (1, 2):
         shardckpt.save({"w": torch.ones(2)}, tmp_path / f"step-{step}", model_files=Tokenizer())
