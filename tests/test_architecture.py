@@ -181,7 +181,7 @@ def is_late_in_cli(each: Import) -> bool:
 def find_named(table: str) -> set[str]:
     """Return the modules that a table names; no import says that they are used."""
     constants = (node.value for node in ast.walk(ast.parse(SOURCES[table])) if isinstance(node, ast.Constant))
-    return {value for value in constants if value in SOURCES}
+    return {value for value in constants if value in SOURCES and "." in value}
 
 
 def build_graph() -> grimp.ImportGraph:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import shardckpt
 from shardckpt.errors import UsageError
 from tests.kit.ranks.harness import outcomes, run
+from tests.kit.ranks.stepping import whole_dtensors
 
 KINDS = ("ddp", "fsdp1", "fsdp2")
 
@@ -400,3 +402,61 @@ def finish_beside_a_folder(rank: int, world: int, folder: Path) -> Any:
 def test_a_training_ends_beside_folders_of_the_trainer_if_its_run_is_behind_a_url(tmp_path: Path) -> None:
     assert run(1, finish_beside_a_folder, tmp_path) == [("memory://best/run/step-00000004", 1)]
     assert (tmp_path / "checkpoint-2").is_dir()
+
+
+def save_base(folder: Path) -> None:
+    """Save a small model, from which every rank loads its part."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=64, **shape, num_key_value_heads=2, use_cache=False)).save_pretrained(
+        folder
+    )
+
+
+def train_tensor_parallel(
+    rank: int, world: int, folder: Path, name: str, last: int, *, resume: bool = False
+) -> tuple[dict[int, Any], bool]:
+    """Train a model that transformers has split over the ranks; losses, and whether its weights are DTensors."""
+    from accelerate.parallelism_config import ParallelismConfig
+    from torch.distributed.tensor import DTensor
+    from transformers import LlamaForCausalLM, PrinterCallback, Trainer, TrainingArguments
+
+    from tests.kit.runs import trainers
+
+    trainers.be_rank(rank, world)
+    ParallelismConfig._validate_accelerator = lambda *_: None  # it refuses CPUs
+    arguments = TrainingArguments(
+        str(folder / "out"),
+        max_steps=last,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        save_strategy="steps",
+        save_steps=2,
+        save_only_model=True,  # the Trainer demands it
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    model = LlamaForCausalLM.from_pretrained(folder / "base", tp_plan="auto", dtype=torch.float32)
+    losses, callback = trainers.Losses(), trainers.ShardckptCallback(folder / name, save_optimizer=True)
+    trainer = Trainer(model, arguments, train_dataset=trainers.CountingSequences(), callbacks=[losses, callback])
+    trainer.remove_callback(PrinterCallback)
+    with whole_dtensors():
+        trainer.train(resume_from_checkpoint=resume)
+    return losses.by_step, isinstance(model.model.layers[0].self_attn.q_proj.weight, DTensor)
+
+
+def test_a_model_split_by_a_tp_plan_resumes_bit_for_bit(tmp_path: Path) -> None:
+    save_base(tmp_path / "base")
+    expected = run(2, train_tensor_parallel, tmp_path, "full", 6)
+    assert [is_split for _, is_split in expected] == [True, True]
+    first = run(2, train_tensor_parallel, tmp_path, "run", 4)
+    second = run(2, partial(train_tensor_parallel, resume=True), tmp_path, "run", 6)
+    for (losses, _), (before, _), (after_resume, _) in zip(expected, first, second, strict=True):
+        assert before | after_resume == losses
+    shardckpt.consolidate(tmp_path / "run" / "step-00000006", tmp_path / "model")
+    assert (tmp_path / "model" / "config.json").exists()

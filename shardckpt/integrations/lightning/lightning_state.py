@@ -24,6 +24,7 @@ __all__ = [
     "StepLoading",
     "build_state",
     "find_newest_path",
+    "find_number",
     "has_hook",
     "list_pretrained",
     "move_paths",
@@ -81,6 +82,12 @@ def find_newest_path(run: str) -> str:
         return ""
     # Lightning asks when a folder last changed, which buckets do not know.
     return next((f"{step.path}/{COMMIT}" if "://" in step.path else step.path for step in complete[-1:]), "")
+
+
+def find_number(checkpointer: Checkpointer, path: str) -> int | None:
+    """Return a step's number; None for a path outside the run, such as a file that Lightning wrote."""
+    digits = path.rpartition("-")[2]
+    return int(digits) if digits.isdecimal() and path == checkpointer.path(int(digits)) else None
 
 
 def move_paths(state: Mapping[str, Any], checkpointer: Checkpointer, folder: str) -> dict[str, Any]:

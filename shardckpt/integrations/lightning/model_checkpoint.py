@@ -26,6 +26,7 @@ from shardckpt.integrations.lightning.lightning_state import (
     StepLoading,
     build_state,
     find_newest_path,
+    find_number,
     has_hook,
     list_pretrained,
     move_paths,
@@ -163,11 +164,7 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, *args: Any
     ) -> None:
-        """Prove a resume before the first step.
-
-        Raises:
-            ResumeDivergence: The second time differs from the first.
-        """
+        """Prove a resume before the first step. Raises ResumeDivergence."""
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx, *args)
         if self._is_drill_due:
             self._is_drill_due = False
@@ -284,12 +281,9 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         """Choose steps that were kept until now; each goes once the current save is complete."""
         earlier, (kept, self._unlasting) = self._unlasting, self._list_kept()
         paths = [path for path in earlier - kept if self._should_remove_checkpoint(trainer, path, filepath)]
-        self._remove_steps(trainer, [number for path in paths if (number := self._find_number(path)) is not None])
-
-    def _find_number(self, path: str) -> int | None:
-        """Return a step's number; None for a path outside this run, such as a file that Lightning wrote."""
-        digits = path.rpartition("-")[2]
-        return int(digits) if digits.isdecimal() and path == self.checkpointer.path(int(digits)) else None
+        self._remove_steps(
+            trainer, [number for path in paths if (number := find_number(self.checkpointer, path)) is not None]
+        )
 
     def _should_remove_checkpoint(self, trainer: Trainer, previous: str, current: str) -> bool:
         """Return whether a step may go. The step for `ckpt_path="last"` may: in Lightning, it is a separate file."""

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from typing_extensions import Unpack
 
@@ -43,6 +43,7 @@ from shardckpt.integrations.transformers.trainer_folder import (
     require_resume_from,
     require_steps_for_drill,
     unwrap_optimizer,
+    wrap_train,
 )
 from shardckpt.results import SaveHandle
 
@@ -67,6 +68,8 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         drill: Before the first step of each `train`, train its batch twice from one saved state, and compare all bits.
             If they differ, `train` raises a `ResumeDivergence` that names the first difference and the values that a
             step lacks. The drill does not change the training.
+        save_optimizer: Save what a resume needs although `save_only_model` is True, which the Trainer demands for a
+            model with a `tp_plan`.
         **options: Options for `Checkpointer.async_save`; without `background`, for `Checkpointer.save`. `model_files`
             adds files; None stores none.
 
@@ -85,25 +88,26 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         *,
         background: bool = True,
         drill: bool = False,
+        save_optimizer: bool = False,
         **options: Unpack[StepSaveParams],
     ) -> None:
         self._removal = StepRemoval(root)
         self.checkpointer = Checkpointer(root, on_event=self._removal.take_event)
-        require_bools(background=background, drill=drill)
+        require_bools(background=background, drill=drill, save_optimizer=save_optimizer)
         require_known_options(type(self).__name__, options, background=background, has_metrics=True)
         self._background, self._has_drill, self._options = background, drill, options
-        self._is_drill_due = False
+        self._is_drill_due, self._saves_optimizer = False, save_optimizer
         self._trainer: Any = None
         self._restore: Callable[[], object] | None = None
         self._generators: dict[str, Any] | None = None
         self._handle: SaveHandle | None = None
-        _wrap_train()
+        wrap_train(ShardckptCallback)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_trainer": None, "_restore": None, "_generators": None, "_handle": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        _wrap_train()  # the process may be another one
+        wrap_train(ShardckptCallback)  # the process may be another one
         self.__dict__.update(state)
 
     @contextmanager
@@ -196,13 +200,17 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             self._handle.result()
 
     def _restore_step(self, path: str) -> None:
-        generators, is_model_alone = RNGState(), self._trainer.args.save_only_model
+        generators, is_model_alone = RNGState(), self._saves_model_alone
         if is_model_alone:  # for the next saves: the loaded step may have everything
             is_model_alone = not load_step(self.checkpointer, path, {"schedule": {}}, strict=False)["schedule"]
         earlier = generators.state_dict()
         load_step(self.checkpointer, path, self._build_state("", generators, is_model_alone=is_model_alone))
         self._generators = None if is_model_alone else generators.state_dict()
         generators.load_state_dict(earlier)  # a sampler may draw the order of the running epoch again
+
+    @property
+    def _saves_model_alone(self) -> bool:
+        return self._trainer.args.save_only_model and not self._saves_optimizer
 
     def _build_state(self, text: str, generators: RNGState, *, is_model_alone: bool) -> dict[str, Any]:
         """Return the trainer's objects to save, or to load into."""
@@ -227,7 +235,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             "model_files": collect_model_files([trainer.model], [trainer.processing_class], self._options),
             "metrics": {**(self._options.get("metrics") or {}), **collect_metrics(state)},
         }
-        saved = self._build_state(dump_state(trainer), RNGState(), is_model_alone=trainer.args.save_only_model)
+        saved = self._build_state(dump_state(trainer), RNGState(), is_model_alone=self._saves_model_alone)
         self._removal.start_save(step)
         self._remove_steps(step)
         if self._background:
@@ -282,25 +290,3 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         if self._handle is not None:
             self._handle.result()
         load_weights(self._trainer.model, best)
-
-
-@functools.cache
-def _wrap_train() -> None:
-    """Wrap `Trainer.train`, once in a process, to attach a trainer's callback."""
-    original = Trainer.train
-
-    @functools.wraps(original)
-    def train(self: Any, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        callbacks = [each for each in self.callback_handler.callbacks if isinstance(each, ShardckptCallback)]
-        if not callbacks:
-            return original(self, resume_from_checkpoint, *args, **kwargs)
-        if len(callbacks) > 1:
-            raise UsageError(
-                "a Trainer saves with one ShardckptCallback",
-                found=f"callbacks for {', '.join(each.checkpointer.root for each in callbacks)}",
-                fix="Remove the others: `trainer.remove_callback(callback)`.",
-            )
-        with callbacks[0].attach(self), callbacks[0].find_resume_folder(resume_from_checkpoint) as folder:
-            return original(self, folder, *args, **kwargs)
-
-    Trainer.train = train

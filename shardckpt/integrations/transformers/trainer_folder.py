@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from transformers import TrainerState, TrainingArguments
+from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer import FSDP_MODEL_NAME, OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
@@ -209,3 +210,25 @@ def choose_removed(numbers: Sequence[int], limit: int | None, best: int | None) 
     protected = {best, *numbers[-1:]}.intersection(numbers)  # both stay with a limit of 1, too
     others = [number for number in numbers if number not in protected]
     return others[: max(len(numbers) - max(limit, len(protected)), 0)]
+
+
+@functools.cache
+def wrap_train(kind: type) -> None:
+    """Wrap `Trainer.train`, once in a process, to attach a trainer's callback of a class."""
+    original = Trainer.train
+
+    @functools.wraps(original)
+    def train(self: Any, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        callbacks: list[Any] = [each for each in self.callback_handler.callbacks if isinstance(each, kind)]
+        if not callbacks:
+            return original(self, resume_from_checkpoint, *args, **kwargs)
+        if len(callbacks) > 1:
+            raise UsageError(
+                f"a Trainer saves with one {kind.__name__}",
+                found=f"callbacks for {', '.join(each.checkpointer.root for each in callbacks)}",
+                fix="Remove the others: `trainer.remove_callback(callback)`.",
+            )
+        with callbacks[0].attach(self), callbacks[0].find_resume_folder(resume_from_checkpoint) as folder:
+            return original(self, folder, *args, **kwargs)
+
+    Trainer.train = train
