@@ -78,6 +78,8 @@ def _show(result: Comparison, by_layer: bool, sort: str, top: int) -> None:
         first = {found.layer for found in result.differences if found not in last}
         layers = sorted(result.layers, key=lambda found: (found.name not in first, order(found)))
         tensors = [*map(_layer_row, layers)]
+        if counters := sum(found.is_counter for found in result.differences):
+            tensors.append(("(no layer)", output.count(counters, "counter"), ""))
     else:
         ordered = sorted(result.differences, key=lambda found: (found in last, order(found)))
         tensors = [*map(_tensor_row, ordered)]

@@ -359,6 +359,7 @@ def describe_comparison(found: Comparison) -> dict[str, Any]:
         "compared_values": found.compared_values,
         "equal_values": found.equal_values,
         "tensors": [_describe_tensor(each) for each in differences],
+        "counters": [at for at, each in enumerate(differences) if each.is_counter],
         "layers": [_describe_layer(each) for each in found.layers],
         "values": [
             [escape(each.name), _say(each.kind), escape(each.a), escape(each.b)] for each in found.value_differences

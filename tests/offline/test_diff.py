@@ -513,4 +513,13 @@ def test_counters_differ_and_have_no_part_in_norms(tmp_path: Path) -> None:
     moment, counter = found.differences
     assert (counter.name, counter.max_abs, counter.l2, counter.norm) == ("layers.0.w/step", 1000.0, None, None)
     [layer] = found.layers
-    assert (layer.tensor_count, layer.l2, layer.norm) == (2, moment.l2, moment.norm)
+    assert (layer.tensor_count, layer.l2, layer.norm) == (1, moment.l2, moment.norm)
+
+
+def test_a_layer_in_which_only_counters_differ_is_none(tmp_path: Path) -> None:
+    model = {"layers.0.w": torch.zeros(2), "norm.num_batches_tracked": torch.tensor(1)}
+    changed = model | {"norm.num_batches_tracked": torch.tensor(9)}
+    a, b = (save_optimizer(tmp_path / f"{at}.pt", state) for at, state in enumerate((model, changed)))
+    found = shardckpt.diff(a, b)
+    assert [(each.name, each.is_counter) for each in found.differences] == [("norm.num_batches_tracked", True)]
+    assert found.layers == ()

@@ -51,6 +51,11 @@ class TensorDifference:
         return find_layer(self.name)
 
     @property
+    def is_counter(self) -> bool:
+        """Whether the values differ and count in no layer, as a step count."""
+        return self.max_abs is not None and self.l2 is None
+
+    @property
     def message(self) -> str:
         """The difference as one sentence."""
         numbers = "" if self.max_abs is None else f"; max abs {self.max_abs:.3g}"
@@ -158,9 +163,9 @@ class Comparison:
 
     @property
     def layers(self) -> tuple[LayerDifference, ...]:
-        """Layers with tensors that differ, in natural order: numbers in names count as numbers."""
+        """Layers with tensors that differ, without counters, in natural order: numbers in names count as numbers."""
         members: dict[str, list[TensorDifference]] = {}
-        for difference in self.differences:
+        for difference in (each for each in self.differences if not each.is_counter):
             members.setdefault(difference.layer, []).append(difference)
         return tuple(_sum_layer(name, members[name]) for name in sorted(members, key=split_numbers))
 
