@@ -1,8 +1,9 @@
 """Draw the picture of the README: the page of `shardckpt inspect --html`, as a browser shows it.
 
-    python tests/offline/draw_map.py run/step-60 docs/images/map.png
+    python -m tests.offline.draw_map run/step-60 docs/images/map.png
 
-`run/step-60` is the step that docs/tutorial.md leaves behind. Needs Chromium.
+`run/step-60` is the step that docs/tutorial.md leaves behind, and the picture shows this path: run it where `run` is,
+with the checkout in PYTHONPATH. Needs Chromium.
 """
 
 from __future__ import annotations

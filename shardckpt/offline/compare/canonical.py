@@ -20,7 +20,7 @@ from shardckpt.plan.rules.rules import Rule
 from shardckpt.reader import Reader
 from shardckpt.readers.remap import locate_model, locate_state, plan_rules
 
-_STEP_SLOT = "step"  # slot with the step count of torch's optimizers, a float tensor
+STEP_SLOT = "step"  # slot with the step count of torch's optimizers, a float tensor
 
 
 # How parameters are named: by stored `names`, by names that a reader assigned in model `order`, or by `ids`.
@@ -66,7 +66,7 @@ class Canonical:
             while name in self.tensors or name in taken:
                 name += " (of the optimizer)"
             self.tensors[name] = entry
-            if slot.rpartition("/")[2] == _STEP_SLOT:
+            if slot.rpartition("/")[2] == STEP_SLOT:
                 self.counters.add(name)
         self.slots = {}
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shardckpt.errors import MissingFileError, ShardckptError, SourceNotFoundError, escape
 from shardckpt.manifest import split_numbers
+from shardckpt.offline.compare.canonical import STEP_SLOT
 from shardckpt.offline.prune import StepInfo, ls
 from shardckpt.offline.report_html import render_page, require_report_target, write_page
 from shardckpt.offline.results.tensor_stats import STATS, History, StepStats, TensorStats
@@ -114,21 +116,41 @@ def _is_there(step: StepInfo) -> bool:
         return False
 
 
+_WEIGHTS, _OTHERS, _COUNTERS = "weights", "other slots", "counters"
+_MAX_PANELS = 8
 _DIGITS = 6  # significant; 1,000 tensors in 100 steps take about 2 MB
 
 
 def describe_history(found: History) -> dict[str, Any]:
     """Return the data for a history's page: JSON values only; None where a step lacks a tensor."""
     steps = [{tensor.name: tensor for tensor in step.tensors} for step in found.steps]
-    names = sorted({name for step in steps for name in step}, key=split_numbers)
+    tensors = {tensor.name: tensor for step in steps for tensor in step.values()}
+    names = sorted(tensors, key=split_numbers)
+    scale_of = _find_scales(tensors[name] for name in names)
+    scales = sorted({*scale_of}, key=lambda scale: (scale == _COUNTERS, scale == _OTHERS, scale != _WEIGHTS, scale))
     return {
         "schema_version": 1,
         "kind": "history",
         "root": escape(found.root),
         "steps": [step.number for step in found.steps],
         "tensors": [*map(escape, names)],
+        "scales": [*map(escape, scales)],
+        "scale_of": [*map(scales.index, scale_of)],
+        "warnings": [*map(escape, found.warnings)],
         "values": {stat: [[_get_value(step.get(name), stat) for step in steps] for name in names] for stat in STATS},
     }
+
+
+def _find_scales(tensors: Iterable[TensorStats]) -> list[str]:
+    """Return a panel for each tensor; values in one panel have one scale."""
+    slots = [_find_slot(tensor) for tensor in tensors]
+    known = {slot for slot, _ in Counter(slots).most_common(_MAX_PANELS)}
+    return [slot if slot in known else _OTHERS for slot in slots]
+
+
+def _find_slot(tensor: TensorStats) -> str:
+    slot = tensor.name.rpartition("/")[2].partition(" ")[0] if "/" in tensor.name else _WEIGHTS
+    return _COUNTERS if slot == STEP_SLOT or "int" in tensor.dtype else slot
 
 
 def _get_value(tensor: TensorStats | None, stat: str) -> float | str | None:

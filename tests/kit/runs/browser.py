@@ -13,12 +13,14 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator
+from importlib.resources import files
 from typing import Any
 
 PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 _OFF = ("gpu", "quic", "background-networking", "dev-shm-usage", "component-update", "sync")
 _ON = ("headless", "no-sandbox", "no-first-run", "hide-scrollbars", "remote-debugging-pipe", "window-size=1300,1500")
 _FLAGS = [*(f"--disable-{name}" for name in _OFF), *(f"--{name}" for name in _ON)]
+_SEVERE = ["serious", "critical"]
 _TIMEOUT = 60.0  # seconds
 
 
@@ -91,6 +93,21 @@ class Page:
             code = {"Enter": 13, "Tab": 9, "Escape": 27}.get(key, 0)
             self.call("Input.dispatchKeyEvent", type="keyDown", key=key, windowsVirtualKeyCode=code, **text)
             self.call("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=code)
+
+    def show_as(self, *, width: int = 1280, is_dark: bool = False) -> None:
+        """Choose the width of the window, in pixels, and the theme."""
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
+        theme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[theme])
+
+    def find_violations(self) -> list[str]:
+        """Return what axe-core finds of serious or critical impact, one line each, and rules that fail to run."""
+        self.run(f"{files('axe_core_python').joinpath('axe.min.js').read_text(encoding='utf-8')}; 0")
+        nodes = "each.nodes.map((node) => `${each.id} (${each.impact}): ${node.target} ${node.failureSummary}`)"
+        found = f"result.violations.filter((each) => {_SEVERE}.includes(each.impact)).flatMap((each) => {nodes})"
+        failed = "result.incomplete.filter((each) => !each.nodes.length).map((each) => `${each.id} cannot run`)"
+        return self.run(f"axe.run().then((result) => [...{found}, ...{failed}])")
 
     def screenshot(self, path: str) -> None:
         """Write a PNG of the full page."""

@@ -68,6 +68,13 @@ def read_rows(page: Page, label: str) -> list[list[str]]:
     return page.run(f"{rows}.map((row) => [...row.children].map((cell) => cell.textContent))")
 
 
+def read_values(page: Page, label: str) -> list[list[str]]:
+    """Return the rows of a table that a panel shows when it is asked."""
+    page.run("document.querySelector('.charts details').open = true")
+    page.run("new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
+    return read_rows(page, label)
+
+
 def list_lines(page: Page) -> list[str]:
     return page.run("[...document.querySelectorAll('.chart .line')].map((line) => line.dataset.name)")
 
@@ -78,7 +85,7 @@ def test_a_browser_draws_a_line_for_each_tensor_and_names_the_first_bad_step(pag
     first = page.run("document.getElementById('first').textContent")
     assert first == "First step with NaN or Inf: 20, in 1 tensor, such as layers.1.w"
     assert page.run("document.querySelectorAll('.chart .cross').length") == 1
-    assert read_rows(page, "L2 norm by step") == [
+    assert read_values(page, "L2 norm by step, weights") == [
         ["0", "0", "1", ""],
         ["10", "0.1", "1.1", "2.1"],
         ["20", "0.2", "1.2 ✕", "2.2"],
@@ -92,7 +99,7 @@ def test_another_statistic_is_drawn_when_it_is_chosen(page: Page, tmp_path: Path
     show(page, build_history(2, 3), tmp_path)
     page.run("document.querySelector('select').value = 'max'")
     page.run("document.querySelector('select').dispatchEvent(new Event('change'))")
-    assert [row[1] for row in read_rows(page, "largest value by step")] == ["1", "1", "1"]
+    assert [row[1] for row in read_values(page, "largest value by step, weights")] == ["1", "1", "1"]
     assert page.run("document.querySelector('.chart').getAttribute('aria-label')").startswith("largest value of 2 ten")
 
 
@@ -111,16 +118,81 @@ def test_keys_walk_along_the_lines_and_say_the_values(page: Page, tmp_path: Path
 def test_of_a_thousand_tensors_the_first_or_the_chosen_are_drawn(page: Page, tmp_path: Path) -> None:
     assert show(page, build_history(1000, 100, bad=(700, 50)), tmp_path) < 2_000_000
     status = "document.querySelector('[role=status]').textContent"
-    assert (len(list_lines(page)), page.run(status)) == (9, "9 lines: the first of 1,000 rows of the table below")
+    assert (len(list_lines(page)), page.run(status)) == (9, "9 lines of 1,000 tensors")
     page.run("document.querySelector('input[type=search]').focus()")
     page.press(*"*.70?.w")
     assert list_lines(page)[0] == "layers.700.w"
     page.run("document.querySelector('.grid').focus()")
     page.press("ArrowDown", "Enter")
     assert list_lines(page) == ["layers.701.w"]
-    assert page.run(status) == "1 line: those that were chosen, of 1,000 tensors"
+    assert page.run(status) == "1 line of 1,000 tensors, 1 chosen"
     assert page.run("document.querySelectorAll('*').length") < 2_000
     assert page.errors == []
+
+
+def build_scales(steps: int = 3) -> History:
+    """Return a run of a weight, its moments and two counters, whose second moment falls by 1,000."""
+
+    def measure(name: str, value: float, dtype: str = "float32") -> TensorStats:
+        return TensorStats(name, dtype, (), 0, 0, 0, value, value, value, value)
+
+    return History(
+        "run",
+        tuple(
+            StepStats(
+                at,
+                f"run/{at}",
+                (
+                    measure("w", 10.0 + at),
+                    measure("w/exp_avg", 0.1 + at),
+                    measure("w/exp_avg_sq", 10.0 ** (-2 * at)),
+                    measure("w/step", at),
+                    measure("norm.num_batches_tracked", 1000.0 * at, "int64"),
+                ),
+            )
+            for at in range(1, steps + 1)
+        ),
+    )
+
+
+def test_each_scale_has_a_panel_and_counters_are_the_last(page: Page, tmp_path: Path) -> None:
+    show(page, build_scales(), tmp_path)
+    panels = "[...document.querySelectorAll('.charts section')]"
+    names = page.run(
+        f"{panels}.map((panel) => [panel.querySelector('h3').textContent, "
+        "[...panel.querySelectorAll('.line')].map((line) => line.dataset.name)])"
+    )
+    assert names == [
+        ["weights", ["w"]],
+        ["exp_avg", ["w/exp_avg"]],
+        ["exp_avg_sq", ["w/exp_avg_sq"]],
+        ["counters", ["norm.num_batches_tracked", "w/step"]],
+    ]
+
+
+def test_an_axis_is_logarithmic_from_a_ratio_of_100_on(page: Page, tmp_path: Path) -> None:
+    show(page, build_scales(), tmp_path)
+    labels = page.run("[...document.querySelectorAll('.chart')].map((chart) => chart.getAttribute('aria-label'))")
+    assert [label.endswith("logarithmic") for label in labels] == [False, False, True, True]
+    ends = "[...document.querySelectorAll('.chart')[2].querySelectorAll('text[text-anchor=end]')]"
+    ticks = page.run(f"{ends}.map((tick) => tick.textContent)")
+    assert ticks == ["1.00e-6", "1.00e-5", "1.00e-4", "0.001", "0.01"]
+
+
+def test_many_slots_share_a_panel() -> None:
+    stats = tuple(TensorStats(f"w/slot{at}", "float32", (1,), 0, 0, 0, 0.0, 0.0, 0.0, 0.0) for at in range(1000))
+    data = describe_history(History("run", (StepStats(1, "run/1", stats),)))
+    assert (len(data["scales"]), data["scales"][-1]) == (9, "other slots")
+
+
+def test_letters_of_a_chart_have_12_pixels_on_a_phone(page: Page, tmp_path: Path) -> None:
+    page.show_as(width=390)
+    show(page, build_scales(), tmp_path)
+    height = "document.querySelector('.chart text').getBoundingClientRect().height"
+    assert page.run("getComputedStyle(document.querySelector('.chart text')).fontSize") == "12px"
+    assert page.run(height) > 11, "no scaling makes them smaller"
+    assert page.run("document.documentElement.scrollWidth") == 390
+    page.show_as()
 
 
 @pytest.mark.parametrize("steps", [0, 1])

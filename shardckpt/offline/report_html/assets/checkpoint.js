@@ -51,14 +51,16 @@ function select(tensor) {
 
 // ---- sizes by name -------------------------------------------------------------------------------------------------
 
-function growTree() {
-  const root = { name: "", keys: [], children: new Map(), nbytes: 0, count: 0, parts: new Set(), tensor: null };
-  for (const tensor of tensors) {
+const makeNode = (name) => ({ key: name, name, full: name, children: new Map(), nbytes: 0, count: 0, parts: new Set(), tensor: null });
+
+function growTree(rows) {
+  const root = makeNode("");
+  for (const tensor of rows) {
     let node = root;
     const nbytes = tensor.tiedTo ? 0 : tensor.nbytes;
     for (const key of [null, ...tensor.keys]) {
       if (key !== null) {
-        if (!node.children.has(key)) node.children.set(key, { name: key, keys: [...node.keys, key], parent: node, children: new Map(), nbytes: 0, count: 0, parts: new Set(), tensor: null });
+        if (!node.children.has(key)) node.children.set(key, makeNode(key));
         node = node.children.get(key);
       }
       node.nbytes += nbytes;
@@ -67,17 +69,29 @@ function growTree() {
     }
     node.tensor = tensor;
   }
+  joinSingles(root);
   return root;
 }
 
-// Passes through nodes with a single child, so that each click shows something new.
-function skipSingle(node) {
-  const keys = [node.name];
-  while (node.children.size === 1 && !node.tensor) {
-    [node] = node.children.values();
-    keys.push(node.name);
+// A node with a single child becomes that child, so that each click shows something new.
+function joinSingles(root) {
+  for (const stack = [root]; stack.length;) {
+    const node = stack.pop(), names = [node.name];
+    if (node.tensor && node.children.size) {
+      const { tensor } = node, nbytes = tensor.tiedTo ? 0 : tensor.nbytes;
+      node.children.set(null, { ...makeNode(node.name), nbytes, count: 1, parts: new Set([tensor.part]), tensor });
+      node.tensor = null;
+    }
+    while (node.children.size === 1 && (node !== root || [...node.children.values()][0].children.size)) {
+      const [child] = node.children.values();
+      names.push(child.name);
+      [node.children, node.tensor] = [child.children, child.tensor];
+      if (node.tensor) break;
+    }
+    node.name = names.filter(Boolean).join(".") || (node === root ? "" : '""');
+    node.full = node === root ? node.name : [node.above, node.name].filter(Boolean).join(".");
+    for (const child of node.children.values()) { child.above = node.full; stack.push(child); }
   }
-  return { node, label: keys.filter(Boolean).join(".") };
 }
 
 // Squarified layout (Bruls, Huizing, van Wijk 2000): rows are filled while the worst aspect ratio falls.
@@ -106,72 +120,134 @@ function squarify(sizes, x, y, width, height) {
   return boxes;
 }
 
-const MAX_BOXES = 120;
+const NAME_HEIGHT = 18, LETTER = 7.2, LEAST_AREA = 60 * 24, WIDER = 2.2, MOST_GROUPS = 40;
+const hasRoom = ({ name }, box) => box.height >= NAME_HEIGHT - 2 && box.width >= Math.min(name.length, 6) * LETTER + 10;
 
-function listChildren(node) {
-  const children = [...node.children.values()].filter((child) => child.nbytes > 0).sort((a, b) => b.nbytes - a.nbytes);
-  if (children.length <= MAX_BOXES) return children;
-  const rest = children.slice(MAX_BOXES);
-  const sum = (name) => rest.reduce((total, child) => total + child[name], 0);
-  return [...children.slice(0, MAX_BOXES), { name: `${formatCount(rest.length)} more`, keys: node.keys, parent: node, tensor: null,
-    children: new Map(rest.map((child) => [child.name, child])), count: sum("count"), nbytes: sum("nbytes"),
-    parts: new Set(rest.flatMap((child) => [...child.parts])) }];
+// Children in saved order. Those below `least` bytes become groups of neighbors, which open as any other box.
+function groupChildren(node, least) {
+  const children = [...node.children.values()].filter((child) => child.nbytes > 0);
+  const small = children.filter((child) => child.nbytes < least);
+  if (small.length < 2) return children;
+  const full = Math.max(least, small.reduce((sum, child) => sum + child.nbytes, 0) / MOST_GROUPS);
+  const groups = [];
+  for (const child of small) {
+    if (!groups.length || groups.at(-1).nbytes >= full) groups.push({ ...makeNode(""), first: child });
+    const group = groups.at(-1);
+    group.children.set(child, child);
+    group.nbytes += child.nbytes;
+    group.count += child.count;
+    for (const part of child.parts) group.parts.add(part);
+    group.last = child;
+  }
+  for (const group of groups) {
+    group.name = `${group.first.key} – ${group.last.key}`;
+    group.full = [node.full, group.name].filter(Boolean).join(".");
+  }
+  return [...children.filter((child) => child.nbytes >= least), ...groups.map((group) => (group.first === group.last ? group.first : group))];
+}
+
+// Boxes of a node's children, the largest first, wider than high as names are. Small ones are grouped until the names of
+// nearly all bytes fit; a node whose children have no room for names is not divided, unless it must be.
+function layOut(node, x, y, width, height, mustDivide = false) {
+  if (!node.nbytes || width < 40 || height < NAME_HEIGHT) return [];
+  const floor = (LEAST_AREA * node.nbytes) / (width * height), boxes = [];
+  for (let least = Math.max(floor, node.nbytes / 200); least < node.nbytes / 4; least *= 2) {
+    const children = groupChildren(node, least).sort((a, b) => b.nbytes - a.nbytes);
+    const sizes = children.map((child) => Math.max(child.nbytes, floor));
+    const found = squarify(sizes, 0, 0, width / WIDER, height)
+      .map((box, at) => ({ x: x + box.x * WIDER, y: y + box.y, width: box.width * WIDER, height: box.height, node: children[at] }));
+    const nameless = found.reduce((sum, box) => sum + (hasRoom(box.node, box) ? 0 : box.node.nbytes), 0);
+    if (nameless < node.nbytes / 10) return found.length > 1 || mustDivide ? found : [];
+    if (!boxes.length && mustDivide) boxes.push(...found);
+  }
+  return boxes;
 }
 
 const SEVERAL_PARTS = PALETTE.at(-1);
 const colorOfNode = (node) => (node.parts.size === 1 ? colorOfPart([...node.parts][0]) : SEVERAL_PARTS);
 
-function makeTree() {
-  const root = growTree();
-  const crumbs = make("nav", { class: "bar crumbs", "aria-label": "Path" });
-  const area = make("div", { class: "tree", role: "group", "aria-label": "Sizes by name", keydown: (event) => {
-    if ((event.key === "Escape" || event.key === "Backspace") && shown.parent) { event.preventDefault(); open(shown.parent, shown); }
-  } });
-  let shown = root;
+function listTensors(node) {
+  const found = [];
+  for (const stack = [node]; stack.length;) {
+    const each = stack.pop();
+    if (each.tensor) found.push(each.tensor);
+    for (const child of each.children.values()) stack.push(child);
+  }
+  return found;
+}
 
-  function open(node, from = null) {
-    shown = node;
+function makeTree() {
+  const crumbs = make("nav", { class: "bar crumbs", "aria-label": "Path" });
+  const paths = new WeakMap(); // element to the nodes from the root to its own
+  const find = (event) => paths.get(event.target.closest(".box"))?.at(-1);
+  const area = make("div", { class: "tree", role: "group", "aria-label": "Sizes by name", mouseleave: () => showTip(""),
+    keydown: (event) => { if ((event.key === "Escape" || event.key === "Backspace") && shown.length > 1) { event.preventDefault(); open(shown.slice(0, -1)); } },
+    mousemove: (event) => { const node = find(event); showTip(node ? describe(node) : "", event.clientX, event.clientY); },
+    click: (event) => {
+      const node = find(event);
+      showTip("");
+      if (node?.tensor) select(node.tensor);
+      else if (node) open(paths.get(event.target.closest(".box")));
+    } });
+  let shown = [makeNode("")];
+
+  const describe = (node) => `${node.full || "all"}: ${formatSize(node.nbytes)}, ${((100 * node.nbytes) / (shown[0].nbytes || 1)).toFixed(1)} % of all, ${formatPlural(node.count, "tensor")}`;
+
+  function open(path) {
+    const from = shown.at(path.length);
+    shown = path;
     draw();
-    const buttons = [...area.querySelectorAll("button")];
-    (buttons.find((button) => from && isUnder(from.keys.join("."), button.dataset.name)) ?? buttons[0])?.focus();
-    announce(`${node.keys.join(".") || "all"}: ${formatSize(node.nbytes)} in ${formatPlural(node.count, "tensor")}`);
+    focus(from);
+    panel.show(describeNode(path.at(-1)));
+    announce(describe(path.at(-1)));
+  }
+
+  function focus(node) {
+    const buttons = [...area.children];
+    (buttons.find((button) => paths.get(button).at(-1).full === node?.full) ?? buttons[0])?.focus();
   }
 
   function draw() {
-    const chain = [];
-    for (let node = shown; node; node = node.parent) chain.unshift(node);
-    crumbs.replaceChildren(...chain.flatMap((node, at) => [at ? "›" : "", make("button", { click: () => open(node), "aria-current": node === shown ? "true" : null }, node.name || "all")]),
-      make("span", { class: "soft" }, `${formatSize(shown.nbytes)}, ${formatPlural(shown.count, "tensor")}`));
-    const children = listChildren(shown);
-    const boxes = squarify(children.map((child) => child.nbytes), 0, 0, area.clientWidth, area.clientHeight);
-    area.replaceChildren(...boxes.map((box, at) => makeBox(children[at], box)));
+    const node = shown.at(-1), focused = paths.get(document.activeElement);
+    crumbs.replaceChildren(...shown.flatMap((each, at) => [at ? "›" : "", make("button", { click: () => open(shown.slice(0, at + 1)), "aria-current": each === node ? "true" : null }, each.name || "all")]),
+      make("span", { class: "soft" }, `${formatSize(node.nbytes)}, ${formatPlural(node.count, "tensor")}`));
+    area.replaceChildren(...layOut(node, 0, 0, area.clientWidth, area.clientHeight, true).map((part) => makeBox(part, shown, true)));
+    if (focused) focus(focused.at(-1));
   }
 
-  // What is inside a box, three levels deep, as a hint: it cannot be clicked.
-  function drawInside(node, box, depth) {
-    if (box.width < 24 || box.height < 14 || depth > 2) return [];
-    const children = listChildren(skipSingle(node).node);
-    return squarify(children.map((child) => child.nbytes), box.x, box.y, box.width, box.height).flatMap((part, at) => [
-      make("i", { "aria-hidden": "true", style: `left:${part.x}px;top:${part.y}px;width:${part.width - 1}px;height:${part.height - 1}px` }),
-      ...drawInside(children[at], { x: part.x + 2, y: part.y + 2, width: part.width - 5, height: part.height - 5 }, depth + 1),
-    ]);
-  }
-
-  function makeBox(child, box) {
-    const { node, label } = skipSingle(child);
-    const share = `${((100 * child.nbytes) / (root.nbytes || 1)).toFixed(1)} %`;
-    const text = `${label}: ${formatSize(child.nbytes)}, ${share} of all, ${formatPlural(child.count, "tensor")}`;
-    return make("button", { style: `left:${box.x}px;top:${box.y}px;width:${box.width}px;height:${box.height}px;background:${colorOfNode(node)}`,
-      "aria-label": text, "data-name": node.keys.join("."),
-      mousemove: (event) => showTip(text, event.clientX, event.clientY), mouseleave: () => showTip(""),
-      click: () => { showTip(""); if (node.tensor) select(node.tensor); else open(node); } },
-      drawInside(node, { x: 2, y: 22, width: box.width - 6, height: box.height - 26 }, 0),
-      box.width > 34 && box.height > 16 ? make("span", {}, label, " ", formatSize(child.nbytes)) : "");
+  // Boxes inside a box open by a click; the keyboard opens one level after another.
+  function makeBox({ node, ...box }, above, isTop = false) {
+    const path = [...above, node], width = box.width - 2, height = box.height - 2;
+    const inside = node.children.size ? layOut(node, 2, NAME_HEIGHT, width - 6, height - NAME_HEIGHT - 4) : [];
+    const isWide = width > Math.max(node.name.length, 6) * LETTER + 76;
+    const element = make(isTop ? "button" : "i", { class: `box${node.tensor && node.tensor === selected ? " chosen" : ""}`, "aria-label": isTop ? describe(node) : null,
+      style: `left:${box.x}px;top:${box.y}px;width:${width}px;height:${height}px;--part:${colorOfNode(node)};background:${colorOfNode(node)}${isTop ? "3d" : "29"}` },
+      hasRoom(node, box) ? make("span", { class: "label" }, makeName(node.name, Math.floor(width / LETTER / 2)), isWide ? make("small", {}, formatSize(node.nbytes)) : "") : "",
+      inside.map((part) => makeBox(part, path)));
+    paths.set(element, path);
+    return element;
   }
 
   new ResizeObserver(draw).observe(area);
-  return make("section", { "aria-labelledby": "sizes" }, make("h2", { id: "sizes" }, "Sizes by name"), crumbs, area,
-    make("p", { class: "soft" }, "A box is a part of a name, in the color of its part of the checkpoint, or gray with several. Click it or press Enter to open it, Escape to go back; a tensor opens below. A tied tensor counts once."));
+  views.push(draw);
+  return {
+    element: make("section", { "aria-labelledby": "sizes" }, make("h2", { id: "sizes" }, "Sizes by name"), crumbs, area,
+      make("p", { class: "soft" }, "A box is a part of a name, in the color of its part of the checkpoint, or gray with several. Click it or press Enter to open it, Escape to go back. “0 – 49” are neighbors from the first to the last. A tied tensor counts once.")),
+    show(rows) { shown = [growTree(rows)]; draw(); panel.show(describeNode(shown[0])); },
+  };
+}
+
+function describeNode(node) {
+  const all = listTensors(node), stored = all.filter((tensor) => !tensor.tiedTo);
+  const sizes = new Map();
+  for (const tensor of stored) sizes.set(tensor.dtype, (sizes.get(tensor.dtype) ?? 0) + tensor.nbytes);
+  const largest = stored.sort((a, b) => b.nbytes - a.nbytes).slice(0, 12);
+  return [
+    make("h3", { class: "mono" }, node.full || "All tensors"),
+    makeList([["size", `${formatSize(node.nbytes)} (${formatCount(node.nbytes)} bytes)`], ["tensors", formatCount(all.length)], ["parts", [...node.parts].join(", ")],
+      ...[...sizes].map(([dtype, nbytes]) => [dtype, formatSize(nbytes)])]),
+    make("h3", {}, "Largest tensors"), make("ul", { class: "rows" }, largest.map((tensor) => make("li", {}, linkTensor(tensor, makeName(tensor.name)), formatSize(tensor.nbytes)))),
+  ];
 }
 
 // ---- bytes by file -------------------------------------------------------------------------------------------------
@@ -183,7 +259,7 @@ const COLORINGS = {
 };
 
 function makeMap() {
-  const ROW = 24, LABEL = 250, widest = Math.max(...files.map((file) => file.extent), 1);
+  const ROW = 24, widest = Math.max(...files.map((file) => file.extent), 1);
   const canvas = make("canvas", { tabindex: 0, role: "application", "aria-label": "Bytes by file", "aria-describedby": "map-help" });
   const spacer = make("div", { style: `height:${files.length * ROW}px; margin-bottom: 0` });
   const scroll = make("div", { class: "scroll map", scroll: () => draw() });
@@ -192,7 +268,8 @@ function makeMap() {
   scroll.append(canvas, spacer);
 
   const height = () => Math.min(files.length * ROW, 468);
-  const scale = () => (canvas.clientWidth - LABEL) / (view.to - view.from);
+  const edge = () => Math.min(250, Math.round(canvas.clientWidth * 0.35)); // of the names
+  const scale = () => (canvas.clientWidth - edge()) / (view.to - view.from);
   const firstFrom = (file, byte) => {
     let low = 0, high = file.ends.length;
     while (low < high) { const middle = (low + high) >> 1; if (file.ends[middle] > byte) high = middle; else low = middle + 1; }
@@ -218,15 +295,16 @@ function makeMap() {
   }
 
   function drawFile(pen, file, y, width, colors) {
+    const left = edge(), each = scale(); // read once: they ask for the layout
     pen.fillStyle = file.nbytes < 0 ? colors.bad : colors.text;
-    pen.fillText(shorten(pen, `${formatFile(file)}${file.nbytes < 0 ? " (missing)" : ""}`, LABEL - 20), 8, y + ROW / 2);
+    pen.fillText(shorten(pen, `${formatFile(file)}${file.nbytes < 0 ? " (missing)" : ""}`, left - 20), 8, y + ROW / 2);
     pen.save();
     pen.beginPath();
-    pen.rect(LABEL, y, width - LABEL, ROW);
+    pen.rect(left, y, width - left, ROW);
     pen.clip();
-    const toX = (byte) => LABEL + (byte - view.from) * scale();
+    const toX = (byte) => left + (byte - view.from) * each;
     pen.fillStyle = colors.empty;
-    pen.fillRect(toX(0), y + 3, Math.max(file.extent, 0) * scale(), ROW - 6);
+    pen.fillRect(toX(0), y + 3, Math.max(file.extent, 0) * each, ROW - 6);
     let lastX = -1, lastColor = -1;
     for (let index = firstFrom(file, view.from); index < file.pieces.length && file.pieces[index].offset < view.to; index += 1) {
       const piece = file.pieces[index], x = toX(piece.offset), end = Math.max(toX(piece.end), x + 0.5), color = coloring.of(piece);
@@ -244,12 +322,12 @@ function makeMap() {
   function mark(pen, toX, piece, y, color, width) {
     pen.strokeStyle = color;
     pen.lineWidth = width;
-    pen.strokeRect(toX(piece.offset), y + 2, Math.max(piece.nbytes * scale(), 2), ROW - 4);
+    pen.strokeRect(toX(piece.offset), y + 2, Math.max(toX(piece.end) - toX(piece.offset), 2), ROW - 4);
   }
 
   function shorten(pen, text, width) {
     if (pen.measureText(text).width <= width) return text;
-    let keep = text.length;
+    let keep = Math.min(text.length - 9, 60);
     while (keep > 8 && pen.measureText(`${text.slice(0, 9)}…${text.slice(-keep)}`).width > width) keep -= 2;
     return `${text.slice(0, 9)}…${text.slice(-keep)}`;
   }
@@ -257,8 +335,8 @@ function makeMap() {
   function find(event) {
     const box = canvas.getBoundingClientRect();
     const file = files[Math.floor((event.clientY - box.top + scroll.scrollTop) / ROW)];
-    const byte = view.from + (event.clientX - box.left - LABEL) / scale();
-    if (!file || event.clientX - box.left < LABEL) return { file };
+    const byte = view.from + (event.clientX - box.left - edge()) / scale();
+    if (!file || event.clientX - box.left < edge()) return { file };
     const near = 2 / scale();
     for (let index = firstFrom(file, byte - near); index < file.pieces.length && file.pieces[index].offset <= byte + near; index += 1) {
       if (file.pieces[index].end >= byte - near) return { file, byte, piece: file.pieces[index] };
@@ -351,7 +429,7 @@ function makeMap() {
 
 function makeTensors() {
   const grid = new Grid("Tensors", [
-    { name: "tensor", width: "minmax(200px, 1fr)", value: (t) => t.index, text: (t) => t.name, mark: (t) => (t.faults.length ? make("b", { class: "bad" }, "✕ ") : "") },
+    { name: "tensor", width: "minmax(150px, 1fr)", value: (t) => t.index, text: (t) => t.name, mark: (t) => (t.faults.length ? make("b", { class: "bad" }, "✕ ") : "") },
     { name: "dtype", width: "90px", value: (t) => t.dtype, text: (t) => t.dtype },
     { name: "shape", width: "120px", value: (t) => t.shape.reduce((a, b) => a * b, 1), text: (t) => formatShape(t.shape) },
     { name: "size", width: "80px", isNumber: true, value: (t) => t.nbytes, text: (t) => formatSize(t.nbytes) },
@@ -367,14 +445,16 @@ function makeTensors() {
     const matches = makeMatcher(pattern.value.trim());
     const rows = tensors.filter((t) => matches(t.name) && (!part.value || t.part === part.value) && (!isDamaged.checked || t.faults.length));
     grid.show(rows);
+    tree.show(rows);
     shown.textContent = `${formatPlural(rows.length, "tensor")}, ${formatSize(rows.reduce((sum, t) => sum + (t.tiedTo ? 0 : t.nbytes), 0))}`;
   }
 
-  const detail = make("aside", { class: "detail", "aria-label": "Selected tensor", tabindex: 0 }, make("p", { class: "soft" }, "Choose a tensor to see which rank or file holds which box of it."));
-  views.push((tensor) => { if (tensor) { grid.reveal(tensor); detail.replaceChildren(...describeTensor(tensor)); detail.scrollTop = 0; announce(`${tensor.name} selected`); } });
+  views.push((tensor) => { if (tensor) { grid.reveal(tensor); panel.reveal(describeTensor(tensor)); announce(`${tensor.name} selected`); } });
   filter();
-  return make("section", { "aria-labelledby": "tensors" }, make("h2", { id: "tensors" }, "Tensors"),
-    make("div", { class: "bar" }, pattern, part, hasFaults ? make("label", {}, isDamaged, " damaged only") : "", shown), make("div", { class: "split" }, grid.element, detail));
+  return {
+    bar: make("div", { class: "bar" }, pattern, part, hasFaults ? make("label", {}, isDamaged, " damaged only") : "", shown),
+    element: make("section", { "aria-labelledby": "tensors" }, make("h2", { id: "tensors" }, "Tensors"), grid.element),
+  };
 }
 
 function describeTensor(tensor) {
@@ -382,7 +462,7 @@ function describeTensor(tensor) {
   if (tensor.tiedTo) facts.push(["tied to", linkTensor(tensor.tiedTo)]);
   const slots = findSlots(tensor);
   return [
-    make("h3", { class: "mono" }, tensor.name), make("dl", {}, facts.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)])),
+    make("h3", { class: "mono" }, tensor.name), makeList(facts),
     ...tensor.faults.map((fault) => make("p", { class: "bad mono" }, fault.text)),
     drawBoxes(tensor),
     slots.length ? make("h3", {}, "Optimizer state") : "", slots.length ? makeTable(["slot", "dtype", "shape"], slots.map(([slot, each]) => [linkTensor(each, slot), each.dtype, formatShape(each.shape)])) : "",
@@ -447,6 +527,7 @@ function makeValues() {
 
 const ranks = new Set(files.map((file) => file.rank).filter((rank) => rank !== null));
 const problems = [...new Set([...data.warnings, ...data.faults.map((fault) => fault.text)])];
+const panel = makePanel("Chosen tensor or part of a name"), tree = makeTree(), list = makeTensors();
 addThemeButton();
 document.getElementById("main").replaceChildren(
   make("p", { class: "soft" }, `${data.format} checkpoint`),
@@ -454,7 +535,7 @@ document.getElementById("main").replaceChildren(
     ...(ranks.size ? [[formatCount(ranks.size), ranks.size === 1 ? "rank in file names" : "ranks in file names"]] : []),
     ...data.dtypes.map((dtype) => [formatCount(tensors.filter((t) => t.dtype === dtype).length), dtype])]),
   problems.length ? makeProblems(formatPlural(problems.length, "problem"), problems) : "",
-  makeTree(), makeMap(), makeTensors(), makeValues());
+  list.bar, make("div", { class: "split" }, tree.element, panel.element, makeMap(), list.element), makeValues());
 
 const opened = location.hash && tensors.find((tensor) => tensor.name === decodeURIComponent(location.hash.slice(1)));
 if (opened) select(opened);

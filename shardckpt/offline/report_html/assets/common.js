@@ -70,6 +70,21 @@ function makeFacts(facts) {
   return make("ul", { class: "facts" }, facts.map(([number, noun]) => make("li", {}, make("b", {}, number), noun)));
 }
 
+// A name on one line. If it does not fit, its middle is left out: the ends of `exp_avg` and `exp_avg_sq` differ.
+function makeName(text, end = 14) {
+  const letters = [...text], at = letters.length - Math.min(Math.ceil(letters.length / 2), end);
+  return make("span", { class: "name" }, make("span", {}, letters.slice(0, at).join("")), make("span", {}, letters.slice(at).join("")));
+}
+
+const makeList = (facts) => make("dl", {}, facts.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]));
+
+// What was chosen last: beside the rest of the page, below it on a narrow screen.
+function makePanel(label) {
+  const element = make("section", { class: "detail", "aria-label": label, tabindex: 0 });
+  const show = (...children) => { element.replaceChildren(...children.flat()); element.scrollTop = 0; };
+  return { element, show, reveal: (...children) => { show(...children); element.scrollIntoView({ block: "nearest" }); } };
+}
+
 function makeTable(head, rows) {
   return make("table", {},
     make("thead", {}, make("tr", {}, head.map((name) => make("th", { scope: "col" }, name)))),
@@ -96,7 +111,8 @@ class Grid {
   constructor(label, columns, { onSelect = () => {}, onOrder = () => {}, sort = null } = {}) {
     Object.assign(this, { columns, onSelect, onOrder, sort, rows: [], all: [], active: 0, selected: null });
     this.body = make("div", { role: "rowgroup", style: "position: relative" });
-    this.head = make("div", { class: "row head", role: "row", style: this.template() + "position: sticky" });
+    this.body.style.minWidth = `${columns.reduce((sum, { width }) => sum + Number.parseFloat(width.match(/[\d.]+/)[0]) + 12, 4)}px`;
+    this.head = make("div", { class: "row head", role: "row", style: `${this.template()}position: sticky; min-width: ${this.body.style.minWidth}` });
     this.element = make("div", { class: "scroll grid", role: "grid", tabindex: 0, "aria-label": label,
       scroll: () => this.draw(), keydown: (event) => this.move(event) }, this.head, this.body);
     new ResizeObserver(() => this.draw()).observe(this.element);
@@ -158,7 +174,7 @@ class Grid {
       "aria-rowindex": at + 2, "aria-selected": String(row === this.selected),
       style: `${this.template()}top: ${at * Grid.ROW}px`, click: () => this.choose(at) },
       this.columns.map((column) => make("span", { role: "gridcell", title: column.text(row),
-        class: column.isNumber ? "number" : "mono" }, column.mark?.(row) ?? "", column.text(row))));
+        class: column.isNumber ? "number" : "mono" }, column.mark?.(row) ?? "", column.isNumber ? column.text(row) : makeName(column.text(row)))));
   }
 
   choose(at) {

@@ -9,8 +9,8 @@ const TEXTS = {
   unproven: "recorded, but no resume was compared to the end",
   "no record": "no training step behind it was recorded",
 };
-const WIDTH = 1200, HEIGHT = 120, LEFT = 30, RIGHT = 30, LINE = 52;
-const MAX_NAMES = 10, MIN_GAP = 26; // numbers below the line; pixels between steps that have marks
+const HEIGHT = 120, LEFT = 30, RIGHT = 30, LINE = 52;
+const NAME_WIDTH = 110, MIN_GAP = 18; // pixels for a number below the line, and between steps that have marks
 
 const { steps } = data;
 const countOf = (verdict) => steps.filter((step) => step.verdict === verdict).length;
@@ -31,16 +31,17 @@ function describeStep(step) {
 }
 
 // Steps in order, then captures that the run was resumed from, at equal distances: numbers of steps may jump, and begin anew on a branch.
-const toX = (at) => (steps.length < 2 ? WIDTH / 2 : LEFT + (at / (steps.length - 1)) * (WIDTH - LEFT - RIGHT));
+const width = () => Math.max(line.clientWidth, 240);
+const toX = (at) => (steps.length < 2 ? width() / 2 : LEFT + (at / (steps.length - 1)) * (width() - LEFT - RIGHT));
 let cursor = Math.max(steps.findIndex((step) => step.verdict === "diverged"), 0);
-const line = makeSvg("svg", { class: "chart proof", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "application", tabindex: 0,
+const line = makeSvg("svg", { class: "chart proof", height: HEIGHT, role: "application", tabindex: 0,
   "aria-label": `${formatPlural(steps.length, "step")} of the run in order`, "aria-describedby": "line-help" });
 const shown = make("p", { role: "status", class: "mono" });
 
 function drawLine() {
-  const every = Math.ceil(steps.length / MAX_NAMES);
-  const gap = steps.length < 2 ? WIDTH : toX(1) - toX(0);
-  const parts = [makeSvg("line", { class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: LINE, y2: LINE })];
+  const every = Math.ceil(steps.length / Math.max(Math.floor(width() / NAME_WIDTH), 1));
+  const gap = steps.length < 2 ? width() : toX(1) - toX(0);
+  const parts = [makeSvg("line", { class: "axis", x1: LEFT, x2: width() - RIGHT, y1: LINE, y2: LINE })];
   steps.forEach((step, at) => {
     const x = toX(at), radius = Math.max(Math.min(gap / 2 - 1, 13), 2);
     const title = makeSvg("title", {}, describeStep(step));
@@ -50,6 +51,7 @@ function drawLine() {
   });
   parts.push(makeSvg("path", { class: "pointer", d: "" }));
   line.replaceChildren(...parts);
+  moveTo(cursor);
 }
 
 function moveTo(at) {
@@ -69,8 +71,8 @@ line.addEventListener("keydown", (event) => {
 
 line.addEventListener("pointermove", (event) => {
   if (!steps.length) return;
-  const box = line.getBoundingClientRect(), x = ((event.clientX - box.left) / box.width) * WIDTH;
-  moveTo(Math.round(steps.length < 2 ? 0 : ((x - LEFT) / (WIDTH - LEFT - RIGHT)) * (steps.length - 1)));
+  const x = event.clientX - line.getBoundingClientRect().left;
+  moveTo(Math.round(steps.length < 2 ? 0 : ((x - LEFT) / (width() - LEFT - RIGHT)) * (steps.length - 1)));
 });
 
 function makeLegend() {
@@ -103,7 +105,6 @@ const table = new Grid("Resumes", [
 ]);
 
 addThemeButton();
-drawLine();
 document.getElementById("main").replaceChildren(...[
   make("p", { class: "mono" }, data.root),
   makeFacts([[formatCount(steps.length), steps.length === 1 ? "step" : "steps"],
@@ -114,7 +115,8 @@ document.getElementById("main").replaceChildren(...[
   ...makeFindings(),
   make("section", { "aria-labelledby": "resumes" }, make("h2", { id: "resumes" }, "Resumes"),
     resumes.length ? table.element : make("p", { class: "soft" }, "No resume was compared with a record."))].filter(Boolean));
-moveTo(cursor);
+drawLine();
+new ResizeObserver(drawLine).observe(line);
 table.element.style.height = `${Math.min(resumes.length + 1, 14) * Grid.ROW + 6}px`;
 table.show(resumes);
 document.documentElement.dataset.ready = "true";
