@@ -22,6 +22,8 @@ TENSORS_ALONE = "0.04 s in all; a state of tensors alone needs neither the engin
 
 # Function-level imports; besides these the command imports the package and rich inside its functions: `is_late_in_cli`.
 LATE_IMPORTS: dict[tuple[str, str], str] = {
+    ("shardckpt.events.progress", "rich"): "0.05 s; most callers show no progress",
+    ("shardckpt.events.progress", "rich.console"): "0.05 s; most callers show no progress",
     ("shardckpt.encodings.element_values", "ml_dtypes"): "numpy knows most types",
     ("shardckpt.encodings.element_values", "numpy"): "0.07 s; what casts nothing needs none",
     ("shardckpt.checkpoint.load.source", "shardckpt.readers.remap"): "0.02 s; most loads have no rules",

@@ -16,25 +16,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import repeat
-from typing import Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+if TYPE_CHECKING:
+    from shardckpt.results import Progress
 
 SCHEMA_VERSION = 1  # for all commands' JSON; every change raises it, except an added field
 
 _WIDEST = 96
 _MAX_PLACES = 12
 _MAX_DRAWN = 1000  # maximum rows in a table that rich draws, at 0.25 ms each
-
-
-class ProgressLike(Protocol):
-    """Argument to a progress callback."""
-
-    @property
-    def done_bytes(self) -> int:
-        """Bytes written so far."""
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes to write."""
 
 
 class IncompleteStep(Protocol):
@@ -186,26 +177,15 @@ def join_first(names: Sequence[str]) -> str:
 
 
 @contextmanager
-def show_progress(*, quiet: bool) -> Iterator[Callable[[ProgressLike], None] | None]:
+def show_progress(*, quiet: bool) -> Iterator[Callable[[Progress], None] | None]:
     """Show bytes, rate and remaining time on a terminal; yield the callback for progress, None if nothing is shown."""
     if quiet or not _can_draw(sys.stderr):
         yield None
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+    import shardckpt
 
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    bars = Progress(*columns, console=Console(stderr=True), transient=True)
-    bar = bars.add_task("")
-
-    def show(progress: ProgressLike) -> None:
-        bars.update(bar, completed=progress.done_bytes, total=progress.total_bytes)
-        bars.start()  # the first time
-
-    try:
+    with shardckpt.events.show_progress() as show:
         yield show
-    finally:
-        bars.stop()
 
 
 _arguments: list[str] = []  # names of the running command's arguments

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardckpt.events.progress import show_progress
     from shardckpt.events.recorder import (
         LoadEvent,
         OnEvent,
@@ -57,10 +58,11 @@ __all__ = [
     "emit",
     "record_operation",
     "require_on_event",
+    "show_progress",
     "subscribe",
 ]
 
-_HOMES = ("shardckpt.events.recorder", "shardckpt.events.recorder", "shardckpt.events.run_events")
+_HOMES = ("shardckpt.events.progress", "shardckpt.events.recorder", "shardckpt.events.run_events")
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from shardckpt.errors import UsageError
@@ -26,6 +27,31 @@ class Progress:
 
 
 OnProgress = Callable[[Progress], None]
+
+
+@contextmanager
+def show_progress() -> Iterator[OnProgress]:
+    """Show bytes, rate and remaining time while a block runs, in a terminal or a notebook.
+
+    Examples:
+        >>> with shardckpt.events.show_progress() as on_progress:  # doctest: +SKIP
+        ...     shardckpt.verify("run/step-100", on_progress=on_progress)
+    """
+    from rich import progress as rich  # noqa: PLC0415  most callers show none
+    from rich.console import Console  # noqa: PLC0415
+
+    columns = (rich.BarColumn(), rich.DownloadColumn(), rich.TransferSpeedColumn(), rich.TimeRemainingColumn())
+    bars = rich.Progress(*columns, console=Console(stderr=True), transient=True)
+    bar = bars.add_task("")
+
+    def show(progress: Progress) -> None:
+        bars.update(bar, completed=progress.done_bytes, total=progress.total_bytes)
+        bars.start()  # the first time
+
+    try:
+        yield show
+    finally:
+        bars.stop()
 
 
 class Stopped(BaseException):

@@ -10,6 +10,7 @@ from typing import Any
 
 from shardckpt.errors import StorageError, UsageError
 from shardckpt.native.run_directory import StepFolder
+from shardckpt.notebook import Result
 from shardckpt.storage.resolve_url import local_path
 from shardckpt.storage.store import Store
 
@@ -55,8 +56,8 @@ class StepCopy:
     is_part: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Durability:
+@dataclass(frozen=True, slots=True, repr=False)
+class Durability(Result):
     """Durability of a step now.
 
     Attributes:

@@ -26,6 +26,7 @@ from shardckpt.native.records import FileRecord, may_open, resolve_base, sibling
 from shardckpt.native.run_directory import RunDirectory, is_saved_name, read_referred_files, read_run
 from shardckpt.native.stored_folders import StoredFolder, read_blocks, read_stored_run, read_stored_step, write_commit
 from shardckpt.native.verified_store import VerifiedStore
+from shardckpt.notebook import Result
 from shardckpt.offline.prune import StepInfo, describe_steps
 from shardckpt.reader import Source
 from shardckpt.readers.registry import NESTED, checkpoint_in, find_nested_step
@@ -43,8 +44,8 @@ from shardckpt.witness.files.resume_file import copy_resumes
 _FILES_AT_ONCE = 4  # each is copied through one buffer
 
 
-@dataclass(frozen=True, slots=True)
-class Copied:
+@dataclass(frozen=True, slots=True, repr=False)
+class Copied(Result):
     """Result of a copy; with `dry_run`, the expected result.
 
     Attributes:

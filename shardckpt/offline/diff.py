@@ -16,6 +16,7 @@ from shardckpt.events.progress import Meter, OnProgress
 from shardckpt.manifest import ObjectEntry, Path, Span, TensorEntry, split_numbers
 from shardckpt.native.base_store import select_bases
 from shardckpt.native.reader import NativeReader
+from shardckpt.notebook import draw_in_notebooks
 from shardckpt.offline.compare.canonical import NO_GROUPS, Canonical, align, read_canonical
 from shardckpt.offline.compare.leaves import (
     Leaves,
@@ -112,7 +113,7 @@ def diff(
     )
     result = _diff(a, b, chosen, rules, rename, base, on_progress)
     if html:
-        write_page(render_page(f"{escape(a)} and {escape(b)}", describe_comparison(result)), html)
+        write_page(_render(result), html)
     return result
 
 
@@ -343,6 +344,13 @@ def _compare_types(name: str, left: TensorEntry | None, right: TensorEntry | Non
     if right is None:
         return TensorDifference(name, "only_in_a", describe_entry(name, left), None)
     return TensorDifference(name, "shape", describe_entry(name, left), describe_entry(name, right))
+
+
+def _render(found: Comparison) -> str:
+    return render_page(f"{escape(found.a)} and {escape(found.b)}", describe_comparison(found))
+
+
+draw_in_notebooks(Comparison, _render)
 
 
 def describe_comparison(found: Comparison) -> dict[str, Any]:

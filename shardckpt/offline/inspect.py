@@ -12,6 +12,7 @@ from shardckpt.dtypes import array_nbytes, bits
 from shardckpt.encodings.budget import gc_paused
 from shardckpt.errors import UsageError, escape
 from shardckpt.manifest import UNREAD, Manifest, Piece, Span, Strided, TensorEntry, dotted, split_numbers
+from shardckpt.notebook import draw_in_notebooks
 from shardckpt.offline.report_html import render_page, require_report_target, write_page
 from shardckpt.offline.results.contents import (
     FileInfo,
@@ -80,7 +81,7 @@ def _inspect(src: str, shapes_from: str, base: NamedBases, html: str) -> Inspect
     manifest = split_flat_names(reader.manifest)
     found = replace(describe_manifest(src, manifest), stats=_list_stored_stats(reader))
     if html:
-        write_page(render_page(escape(src), describe_checkpoint(manifest, found)), html)
+        write_page(_render_map(found, manifest), html)
     return found
 
 
@@ -162,12 +163,22 @@ def _find_elements(layout: Strided, box: Box) -> tuple[int, int]:
     return layout.start, layout.start + last + 1
 
 
-def describe_checkpoint(manifest: Manifest, found: Inspection, *, max_pieces: int = _MAX_PIECES) -> dict[str, Any]:
-    """Return the data for a checkpoint's page: JSON values only."""
+def _render_map(found: Inspection, manifest: Manifest | None = None) -> str:
+    return render_page(escape(found.source), describe_checkpoint(manifest, found))
+
+
+draw_in_notebooks(Inspection, _render_map)
+
+
+def describe_checkpoint(
+    manifest: Manifest | None, found: Inspection, *, max_pieces: int = _MAX_PIECES
+) -> dict[str, Any]:
+    """Return the data for a checkpoint's page: JSON values only; without a manifest it has no pieces."""
     # Names are coded by a segment table and pieces by columns: 100,000 tensors take a few MB.
-    entries = list(manifest.tensors.values())
+    tensors, entries = found.tensors, [] if manifest is None else list(manifest.tensors.values())
+    index = {tensor.name: at for at, tensor in enumerate(tensors)}
     files = sorted(found.files, key=_order)
-    dtypes = list(dict.fromkeys(entry.dtype for entry in entries))
+    dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
     return {
         "schema_version": 1,
         "kind": "checkpoint",
@@ -180,20 +191,20 @@ def describe_checkpoint(manifest: Manifest, found: Inspection, *, max_pieces: in
             for name, nbytes, rank in files
         ],
         "dtypes": dtypes,
-        "names": _code_names([tensor.name for tensor in found.tensors]),
+        "names": _code_names([tensor.name for tensor in tensors]),
         "tensors": {
-            "dtype": [dtypes.index(entry.dtype) for entry in entries],
-            "shape": [entry.shape for entry in entries],
-            "nbytes": [entry.nbytes for entry in entries],
-            "pieces": [len(entry.pieces) for entry in entries],
+            "dtype": [dtypes.index(tensor.dtype) for tensor in tensors],
+            "shape": [tensor.shape for tensor in tensors],
+            "nbytes": [tensor.nbytes for tensor in tensors],
+            "pieces": [tensor.pieces for tensor in tensors],
         },
         "pieces": _list_pieces(entries, {file.name: index for index, file in enumerate(files)}, max_pieces),
-        "ties": _code_ties(manifest),
+        "ties": [(index[name], index[kept]) for name, kept in found.ties.items() if name in index and kept in index],
         "objects": [(escape(name), text) for name, text in [*found.objects.items()][:_MAX_OBJECTS]],
         "objects_left_out": max(len(found.objects) - _MAX_OBJECTS, 0),
         "metadata": [(escape(name), escape(text)) for name, text in found.metadata.items()],
         "warnings": [*map(escape, found.warnings), *(each.message for each in found.problems if not each.tensors)],
-        "faults": _list_faults(manifest, found.problems),
+        "faults": _list_faults(index, found.problems),
     }
 
 
@@ -207,12 +218,6 @@ def _code_names(names: Iterable[str]) -> dict[str, Any]:
     known: dict[str, int] = {}
     coded = [[known.setdefault(segment, len(known)) for segment in escape(name).split(".")] for name in names]
     return {"segments": list(known), "tensors": coded}
-
-
-def _code_ties(manifest: Manifest) -> list[tuple[int, int]]:
-    """Return index pairs: a tied tensor, and the tensor that stores its elements."""
-    index = {path: at for at, path in enumerate(manifest.tensors)}
-    return [(index[path], index[kept]) for path, kept in manifest.aliases.items() if path in index and kept in index]
 
 
 def _list_pieces(entries: list[TensorEntry], files: Mapping[str, int], limit: int) -> dict[str, Any]:
@@ -237,9 +242,8 @@ def _list_pieces(entries: list[TensorEntry], files: Mapping[str, int], limit: in
     return {**columns, "total": total}
 
 
-def _list_faults(manifest: Manifest, problems: Iterable[Problem]) -> list[dict[str, Any]]:
+def _list_faults(index: Mapping[str, int], problems: Iterable[Problem]) -> list[dict[str, Any]]:
     """Return gaps, overlaps and missing bytes by tensor index."""
-    index = {dotted(path): at for at, path in enumerate(manifest.tensors)}
     return [
         {"tensor": index[name], "kind": problem.kind, "box": str(problem.box), "text": problem.message}
         for problem in problems

@@ -29,6 +29,7 @@ from shardckpt.native.run_directory import (
     with_sound_newest,
 )
 from shardckpt.native.step_copies import Durability
+from shardckpt.notebook import Result
 from shardckpt.offline.verify import verify as verification
 from shardckpt.plan.retention import ORPHAN_TTL_S, Retention, RetentionParams, SavedStep, find_best, parse_age
 from shardckpt.readers.run_start import describe_fault, require_start_of_run
@@ -73,8 +74,8 @@ class StepInfo:
     is_unfinished: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class StepList:
+@dataclass(frozen=True, slots=True, repr=False)
+class StepList(Result):
     """A run's steps.
 
     Attributes:
@@ -123,8 +124,8 @@ class UnfinishedFolder:
     removable_at: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class Pruned:
+@dataclass(frozen=True, slots=True, repr=False)
+class Pruned(Result):
     """The removed steps and orphans; with `dry_run`, the ones to remove.
 
     Attributes:

@@ -49,6 +49,7 @@ from shardckpt.native.records import (
     Version,
     group_files_by_base,
 )
+from shardckpt.notebook import Result
 from shardckpt.offline.results.contents import Problem
 from shardckpt.plan.layout.coverage import require_complete
 from shardckpt.reader import NamedBases, Source
@@ -61,8 +62,8 @@ _UNCHECKED = "checksums were computed again: bytes that changed since the save c
 _PAYLOAD = re.compile(r"(?P<save>[0-9a-z]+)-\d{5,}-\d{2,}\.safetensors")
 
 
-@dataclass(frozen=True, slots=True)
-class Repair:
+@dataclass(frozen=True, slots=True, repr=False)
+class Repair(Result):
     """Result of a repair.
 
     Attributes:

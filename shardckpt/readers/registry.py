@@ -23,6 +23,7 @@ from shardckpt.errors import (
     escape,
 )
 from shardckpt.manifest import Encoded, ObjectEntry, Piece, Span, Strided, split_numbers
+from shardckpt.notebook import Result
 from shardckpt.plugins import Plugin, find_plugins, load_plugin, name_plugin, warn_of_plugin
 from shardckpt.reader import Checksum, Evidence, Format, NamedBases, ParamShapes, Reader, Source, require_bases
 from shardckpt.storage.local import LocalStore
@@ -494,8 +495,8 @@ class FormatInfo:
     is_plugin: bool
 
 
-@dataclass(frozen=True, slots=True)
-class FormatList:
+@dataclass(frozen=True, slots=True, repr=False)
+class FormatList(Result):
     """The formats that can be read.
 
     Attributes:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from shardckpt.errors import CheckpointError, MissingFileError, StorageError, UsageError
 from shardckpt.events.warn_user import warn_user
 from shardckpt.native.run_directory import read_run
+from shardckpt.notebook import Result
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.store import convert_os_errors
 from shardckpt.tiers.memory import SCHEME
@@ -18,8 +19,8 @@ from shardckpt.tiers.memory.memory_store import list_sizes
 from shardckpt.tiers.memory.run_folders import list_run_folders, remove_run_folder
 
 
-@dataclass(frozen=True, slots=True)
-class RunCaptures:
+@dataclass(frozen=True, slots=True, repr=False)
+class RunCaptures(Result):
     """One run's captures in memory on this machine.
 
     Attributes:
@@ -47,8 +48,8 @@ class RunCaptures:
     idle_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class TierList:
+@dataclass(frozen=True, slots=True, repr=False)
+class TierList(Result):
     """Result of `list_tiers`.
 
     Attributes:

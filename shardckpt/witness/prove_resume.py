@@ -16,6 +16,7 @@ from shardckpt.divergence import Divergence
 from shardckpt.encodings import typed_json
 from shardckpt.errors import ResumeDivergence, UsageError, require_bools
 from shardckpt.events.warn_user import warn_user
+from shardckpt.notebook import Result
 from shardckpt.ranks.linked_group import LinkedGroup
 from shardckpt.ranks.process_group import get_ranks
 from shardckpt.storage.resolve_url import open_store, split
@@ -34,8 +35,8 @@ TrainStep = Callable[[], Any]
 _RESULTS = {"loss", "grad_norm", "batch"}
 
 
-@dataclass(frozen=True, slots=True)
-class ResumeReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class ResumeReport(Result):
     """Result of `prove_resume`, equal on all ranks.
 
     Attributes:

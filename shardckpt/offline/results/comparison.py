@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 
 from shardckpt.errors import escape
 from shardckpt.manifest import split_numbers
+from shardckpt.notebook import Result
 from shardckpt.offline.results.contents import TensorInfo
 from shardckpt.offline.results.tensor_stats import find_layer
 
@@ -131,8 +132,8 @@ class NotCompared(NamedTuple):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
+@dataclass(frozen=True, slots=True, repr=False)
+class Comparison(Result):
     """Differences between two checkpoints.
 
     Attributes:

@@ -21,6 +21,7 @@ from shardckpt.errors import (
     escape,
 )
 from shardckpt.manifest import TensorEntry
+from shardckpt.notebook import Result
 from shardckpt.offline.results.tensor_stats import TensorStats
 from shardckpt.plan.layout.coverage import Fault
 
@@ -98,8 +99,8 @@ class FileInfo(NamedTuple):
     rank: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Inspection:
+@dataclass(frozen=True, slots=True, repr=False)
+class Inspection(Result):
     """A checkpoint's content.
 
     Attributes:
@@ -134,8 +135,8 @@ class Inspection:
         return sum(t.nbytes for t in self.tensors if t.name not in self.ties)
 
 
-@dataclass(frozen=True, slots=True)
-class Verification:
+@dataclass(frozen=True, slots=True, repr=False)
+class Verification(Result):
     """Result of `verify`.
 
     Attributes:
@@ -259,8 +260,8 @@ class WrittenFile:
     tensor_count: int
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+@dataclass(frozen=True, slots=True, repr=False)
+class Report(Result):
     """Result of a conversion; with `dry_run`, the planned result.
 
     Attributes:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from shardckpt.boxes import Box, Shape
 from shardckpt.encodings.value_stats import ValueStats, merge_stats
 from shardckpt.manifest import TensorEntry
+from shardckpt.notebook import Result
 from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.reader import Reader
 
@@ -81,8 +82,8 @@ class LayerStats:
     l2: float
 
 
-@dataclass(frozen=True, slots=True)
-class Statistics:
+@dataclass(frozen=True, slots=True, repr=False)
+class Statistics(Result):
     """Result of `stats`.
 
     Attributes:
@@ -115,8 +116,8 @@ class Statistics:
         return sum(tensor.is_stored for tensor in self.tensors)
 
 
-@dataclass(frozen=True, slots=True)
-class StepStats:
+@dataclass(frozen=True, slots=True, repr=False)
+class StepStats(Result):
     """Statistics for chosen tensors in one step.
 
     Attributes:
@@ -132,8 +133,8 @@ class StepStats:
     left_out: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class History:
+@dataclass(frozen=True, slots=True, repr=False)
+class History(Result):
     """Result of `history`.
 
     Attributes:
@@ -147,8 +148,8 @@ class History:
     warnings: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Bisection:
+@dataclass(frozen=True, slots=True, repr=False)
+class Bisection(Result):
     """Result of `bisect`.
 
     Attributes:

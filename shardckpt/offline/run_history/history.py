@@ -11,6 +11,7 @@ from typing import Any
 
 from shardckpt.errors import MissingFileError, ShardckptError, SourceNotFoundError, escape
 from shardckpt.manifest import split_numbers
+from shardckpt.notebook import draw_in_notebooks
 from shardckpt.offline.compare.canonical import STEP_SLOT
 from shardckpt.offline.prune import StepInfo, ls
 from shardckpt.offline.report_html import render_page, require_report_target, write_page
@@ -61,7 +62,7 @@ def history(
             warnings.append(str(error))
     found = History(root, tuple(steps), tuple(warnings))
     if html:
-        write_page(render_page(escape(root), describe_history(found)), html)
+        write_page(_render(found), html)
     return found
 
 
@@ -119,6 +120,13 @@ def _is_there(step: StepInfo) -> bool:
 _WEIGHTS, _OTHERS, _COUNTERS = "weights", "other slots", "counters"
 _MAX_PANELS = 8
 _DIGITS = 6  # significant; 1,000 tensors in 100 steps take about 2 MB
+
+
+def _render(found: History) -> str:
+    return render_page(escape(found.root), describe_history(found))
+
+
+draw_in_notebooks(History, _render)
 
 
 def describe_history(found: History) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from shardckpt.errors import escape
 from shardckpt.native.run_directory import StepFolder, step_number
+from shardckpt.notebook import draw_in_notebooks
 from shardckpt.offline.prune import describe_captures, describe_steps, open_run
 from shardckpt.offline.report_html import render_page, require_report_target, write_page
 from shardckpt.storage.resolve_url import as_url
@@ -54,7 +55,7 @@ def prove(root: str | os.PathLike[str], *, html: str | os.PathLike[str] = "") ->
     gone = tuple(_describe_removed(root, name, witness) for name, witness in removed.items())
     found = Proof(root, steps, describe_captures(captures), faults, gone)
     if html:
-        write_page(render_page(escape(root), describe_proof(found)), html)
+        write_page(_render(found), html)
     return found
 
 
@@ -84,6 +85,13 @@ def _describe_removed(root: str, name: str, witness: StepWitness) -> StepProof:
     last = resumes[-1]
     ranks, style = last.rank_count_before, last.style_before
     return StepProof(number, path, witness.verdict, last.steps, ranks, style, resumes, faults, is_removed=True)
+
+
+def _render(found: Proof) -> str:
+    return render_page(escape(found.root), describe_proof(found))
+
+
+draw_in_notebooks(Proof, _render)
 
 
 def describe_proof(found: Proof) -> dict[str, Any]:

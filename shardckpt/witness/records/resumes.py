@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from shardckpt.divergence import Divergence, Rank
 from shardckpt.native.records import SaveId
+from shardckpt.notebook import Result
 from shardckpt.witness.records.step_records import Environment, StepNumber, WitnessRecord
 
 Verdict = Literal["proven", "diverged", "unproven"]
@@ -120,8 +121,8 @@ def find_last_compared(resumes: Sequence[Resume]) -> Resume | None:
     return next(compared, resumes[-1] if resumes else None)
 
 
-@dataclass(frozen=True, slots=True)
-class StepProof:
+@dataclass(frozen=True, slots=True, repr=False)
+class StepProof(Result):
     """Resumes from one step, compared with its record of training steps.
 
     Attributes:
@@ -156,8 +157,8 @@ class StepProof:
         return (0, len(self.recorded)) if last is None else (last.compared, len(last.steps))
 
 
-@dataclass(frozen=True, slots=True)
-class Proof:
+@dataclass(frozen=True, slots=True, repr=False)
+class Proof(Result):
     """Result of `prove`: a run's complete steps, with the verdicts on their resumes.
 
     Attributes:

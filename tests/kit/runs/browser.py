@@ -80,6 +80,27 @@ class Page:
             assert time.monotonic() < deadline and not self.errors, self.errors
             time.sleep(0.05)
 
+    @contextlib.contextmanager
+    def inside_frame(self) -> Iterator[None]:
+        """Run scripts in the page's frame, which has an origin and so a session of its own, once it is drawn."""
+        outer = self._session
+        deadline = time.monotonic() + _TIMEOUT
+        while not (frames := self._list_frames()):
+            assert time.monotonic() < deadline, "the page has no frame"
+            time.sleep(0.05)
+        self._session = self.call("Target.attachToTarget", targetId=frames[0], flatten=True)["sessionId"]
+        for domain in ("Runtime", "Log"):
+            self.call(f"{domain}.enable")
+        while not self.run("document.documentElement?.dataset.ready"):
+            assert time.monotonic() < deadline and not self.errors, self.errors
+            time.sleep(0.05)
+        yield
+        self._session = outer
+
+    def _list_frames(self) -> list[str]:
+        targets = self.call("Target.getTargets")["targetInfos"]
+        return [target["targetId"] for target in targets if target["type"] == "iframe"]
+
     def run(self, script: str) -> Any:
         """Return the value of an expression."""
         result = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)

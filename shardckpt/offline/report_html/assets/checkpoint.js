@@ -46,7 +46,7 @@ const views = [];
 function select(tensor) {
   selected = tensor;
   for (const view of views) view(tensor);
-  history.replaceState(null, "", tensor ? `#${encodeURIComponent(tensor.name)}` : "#");
+  if (location.protocol !== "about:") history.replaceState(null, "", tensor ? `#${encodeURIComponent(tensor.name)}` : "#");
 }
 
 // ---- sizes by name -------------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ function layOut(node, x, y, width, height, mustDivide = false) {
     const found = squarify(sizes, 0, 0, width / WIDER, height)
       .map((box, at) => ({ x: x + box.x * WIDER, y: y + box.y, width: box.width * WIDER, height: box.height, node: children[at] }));
     const nameless = found.reduce((sum, box) => sum + (hasRoom(box.node, box) ? 0 : box.node.nbytes), 0);
-    if (nameless < node.nbytes / 10) return found.length > 1 || mustDivide ? found : [];
+    if (nameless < node.nbytes / 8) return found.length > 1 || mustDivide ? found : [];
     if (!boxes.length && mustDivide) boxes.push(...found);
   }
   return boxes;
@@ -464,10 +464,10 @@ function describeTensor(tensor) {
   return [
     make("h3", { class: "mono" }, tensor.name), makeList(facts),
     ...tensor.faults.map((fault) => make("p", { class: "bad mono" }, fault.text)),
-    drawBoxes(tensor),
+    tensor.pieces.length ? drawBoxes(tensor) : "",
     slots.length ? make("h3", {}, "Optimizer state") : "", slots.length ? makeTable(["slot", "dtype", "shape"], slots.map(([slot, each]) => [linkTensor(each, slot), each.dtype, formatShape(each.shape)])) : "",
-    make("h3", {}, "Pieces"), makeTable(["box", "file", "bytes"], tensor.pieces.slice(0, 256).map((piece) => [formatBox(piece), formatFile(piece.file), `${formatCount(piece.offset)} + ${formatCount(piece.nbytes)}${piece.isExact ? "" : " *"}`])),
-    tensor.count > Math.min(tensor.pieces.length, 256) ? make("p", { class: "soft" }, `${formatCount(tensor.count - Math.min(tensor.pieces.length, 256))} more`) : "",
+    tensor.pieces.length ? make("h3", {}, "Pieces") : "", tensor.pieces.length ? makeTable(["box", "file", "bytes"], tensor.pieces.slice(0, 256).map((piece) => [formatBox(piece), formatFile(piece.file), `${formatCount(piece.offset)} + ${formatCount(piece.nbytes)}${piece.isExact ? "" : " *"}`])) : "",
+    pieces.length && tensor.count > Math.min(tensor.pieces.length, 256) ? make("p", { class: "soft" }, `${formatCount(tensor.count - Math.min(tensor.pieces.length, 256))} more`) : "",
     tensor.pieces.some((piece) => !piece.isExact) ? make("p", { class: "soft" }, "* these bytes also hold other elements, or are compressed") : "",
   ];
 }
@@ -535,7 +535,7 @@ document.getElementById("main").replaceChildren(
     ...(ranks.size ? [[formatCount(ranks.size), ranks.size === 1 ? "rank in file names" : "ranks in file names"]] : []),
     ...data.dtypes.map((dtype) => [formatCount(tensors.filter((t) => t.dtype === dtype).length), dtype])]),
   problems.length ? makeProblems(formatPlural(problems.length, "problem"), problems) : "",
-  list.bar, make("div", { class: "split" }, tree.element, panel.element, makeMap(), list.element), makeValues());
+  list.bar, make("div", { class: "split" }, tree.element, panel.element, pieces.length ? makeMap() : "", list.element), makeValues());
 
 const opened = location.hash && tensors.find((tensor) => tensor.name === decodeURIComponent(location.hash.slice(1)));
 if (opened) select(opened);
