@@ -10,6 +10,7 @@ import typer
 
 from shardckpt_cli import (
     compare,
+    completion,
     consolidate,
     copy,
     formats,
@@ -101,4 +102,8 @@ def main() -> None:
     """Run the command."""
     # Exit codes: 0 success, 1 checkpoint, 2 usage, 3 storage, 130 and 143 signals.
     words = sys.argv[1:] or ["--help"]
-    run_main(lambda: build_command(words[0])(words, standalone_mode=False))
+
+    def run() -> object:
+        return build_command(words[0])(words, standalone_mode=False)
+
+    run_main(lambda: completion.run_completion(run) if completion.is_completing() else run())

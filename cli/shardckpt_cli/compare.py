@@ -9,15 +9,25 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardckpt_cli import options, output
+from shardckpt_cli import completion, options, output
 
 if TYPE_CHECKING:
     from shardckpt.results import Comparison, LayerDifference, TensorDifference, ValueDifference
 
 
 def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help="Checkpoint: folder or file, path or URL.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="Another, in any format and for any world size.")],
+    a: Annotated[
+        str,
+        typer.Argument(
+            metavar="A", help="Checkpoint: folder or file, path or URL.", autocompletion=completion.complete_step
+        ),
+    ],
+    b: Annotated[
+        str,
+        typer.Argument(
+            metavar="B", help="Another, in any format and for any world size.", autocompletion=completion.complete_step
+        ),
+    ],
     part: options.ReadPart = "all",
     include: options.Include = None,
     exclude: options.Exclude = None,
@@ -25,7 +35,14 @@ def diff(
     rtol: Annotated[float, typer.Option("--rtol", help="Tolerance relative to the value in B.")] = 0.0,
     rename: Annotated[list[str] | None, typer.Option("--rename", help="FROM=TO for names in A; repeatable.")] = None,
     rules: Annotated[str, typer.Option("--rules", help="TOML file of rules, or a set's name, for A.")] = "",
-    sort: Annotated[str, typer.Option("--sort", help="Order of tensors: name, rel (relative L2), l2 or max.")] = "name",
+    sort: Annotated[
+        str,
+        typer.Option(
+            "--sort",
+            help="Order of tensors: name, rel (relative L2), l2 or max.",
+            autocompletion=completion.choose_from("name", "rel", "l2", "max"),
+        ),
+    ] = "name",
     top: options.Top = 0,
     by_layer: options.ByLayer = False,
     base: options.Base = None,

@@ -6,14 +6,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardckpt_cli import exits, options, output
+from shardckpt_cli import completion, exits, options, output
 
 if TYPE_CHECKING:
     from shardckpt.results import Copied
 
 
 def copy(
-    src: Annotated[str, typer.Argument(metavar="SRC", help="Folder with a step or a run: path or URL.")],
+    src: Annotated[
+        str,
+        typer.Argument(
+            metavar="SRC",
+            help="Folder with a step or a run, path or URL; RUN@latest, RUN@1000..2000.",
+            autocompletion=completion.complete_step,
+        ),
+    ],
     dst: Annotated[str, typer.Argument(metavar="DST", help="Folder to write: path or URL.")],
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check source and target, and print the plan; write nothing.")

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardckpt_cli import options, output
+from shardckpt_cli import completion, options, output
 
 if TYPE_CHECKING:
     from shardckpt.results import Proof, Resume, StepCopy, StepInfo, StepList, StepProof
 
 
 def ls(
-    root: options.Root,
+    root: options.Steps,
     long: Annotated[
         bool, typer.Option("--long", "-l", help="Show sizes, times, metrics and the best step in a table.")
     ] = False,
@@ -27,7 +27,12 @@ def ls(
         ),
     ] = "",
     mode: Annotated[
-        str, typer.Option("--mode", help="With -l: which metric is the best, min (the default) or max.")
+        str,
+        typer.Option(
+            "--mode",
+            help="With -l: which metric is the best, min (the default) or max.",
+            autocompletion=completion.choose_from("min", "max"),
+        ),
     ] = "",
     proof: Annotated[
         bool,
@@ -117,7 +122,7 @@ def _verdict_text(verdict: str, equal_steps: tuple[int, int] | None) -> str:
     return f"{verdict}, {equal} of {output.count(recorded, 'step')}" if recorded else verdict
 
 
-def prove(root: options.Root, html: options.Html = "", as_json: options.AllAsJson = False) -> None:
+def prove(root: options.Steps, html: options.Html = "", as_json: options.AllAsJson = False) -> None:
     """Show which resumes repeated the recorded steps.
 
     Exits with 1 if a step diverged, and shows what differed.

@@ -7,13 +7,36 @@ from typing import Annotated
 
 import typer
 
-Src = Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint: folder or file, path or URL.")]
+from shardckpt_cli import completion
+
+Src = Annotated[
+    str,
+    typer.Argument(
+        metavar="SRC",
+        help="Checkpoint: folder or file, path or URL; RUN@latest, RUN@best or RUN@1000 for a run's step.",
+        autocompletion=completion.complete_step,
+    ),
+]
 Dst = Annotated[
     str, typer.Argument(metavar="DST", help="Folder to write, or one .safetensors, .pt, .bin or .gguf file.")
 ]
-Root = Annotated[str, typer.Argument(metavar="ROOT", help="Folder of a run's steps, path or URL.")]
+Root = Annotated[
+    str,
+    typer.Argument(
+        metavar="ROOT", help="Folder of a run's steps, path or URL.", autocompletion=completion.complete_step
+    ),
+]
+Steps = Annotated[
+    str,
+    typer.Argument(
+        metavar="ROOT",
+        help="Folder of a run's steps, path or URL; ROOT@1000..2000 for some of them.",
+        autocompletion=completion.complete_step,
+    ),
+]
 
 # input
+_PARTS = completion.choose_from("model", "optim", "all")
 To = Annotated[
     str,
     typer.Option(
@@ -21,6 +44,7 @@ To = Annotated[
         metavar="FORMAT",
         rich_help_panel="What",
         help="Format to write: {targets}. Default: by DST's suffix, else the first.",
+        autocompletion=completion.complete_target,
     ),
 ]
 Tp = Annotated[
@@ -40,6 +64,7 @@ ToForRanks = Annotated[
         metavar="FORMAT",
         rich_help_panel="What",
         help="Format to write: {rank_targets}. torch writes one file per rank.",
+        autocompletion=completion.complete_rank_target,
     ),
 ]
 Part = Annotated[
@@ -50,10 +75,18 @@ Part = Annotated[
         rich_help_panel="What",
         help="Sections to write: model, optim or all. Default: model; convert --to dcp writes the full checkpoint.",
         show_default=False,
+        autocompletion=_PARTS,
     ),
 ]
 ReadPart = Annotated[
-    str, typer.Option("--part", metavar="PART", rich_help_panel="What", help="Sections to read: model, optim or all.")
+    str,
+    typer.Option(
+        "--part",
+        metavar="PART",
+        rich_help_panel="What",
+        help="Sections to read: model, optim or all.",
+        autocompletion=_PARTS,
+    ),
 ]
 StatsPart = Annotated[
     str,
@@ -63,6 +96,7 @@ StatsPart = Annotated[
         rich_help_panel="What",
         help="Sections to read: model, optim or all. all includes counters and random generators' states, as a glob"
         " does. Default: all without these.",
+        autocompletion=_PARTS,
         show_default=False,
     ),
 ]
@@ -73,6 +107,7 @@ Weights = Annotated[
         metavar="NAME",
         rich_help_panel="What",
         help="Weights to take: live, master, ema, or a variant's name.",
+        autocompletion=completion.choose_from("live", "master", "ema"),
     ),
 ]
 ModelKey = Annotated[
@@ -94,6 +129,7 @@ OptimKeys = Annotated[
         metavar="KEYS",
         rich_help_panel="Names",
         help="Keys in the written optimizer: names, ids or flat.",
+        autocompletion=completion.choose_from("names", "ids", "flat"),
     ),
 ]
 ParamNames = Annotated[
@@ -141,6 +177,7 @@ Dtype = Annotated[
         metavar="TYPE",
         rich_help_panel="Precision",
         help="Cast the model's float tensors: fp32, bf16, fp16, fp64; q8_0 for a .gguf file.",
+        autocompletion=completion.choose_from("fp32", "bf16", "fp16", "fp64", "q8_0"),
     ),
 ]
 KeepFp32 = Annotated[
@@ -156,6 +193,7 @@ Quantize = Annotated[
         metavar="SCHEME",
         rich_help_panel="Precision",
         help="fp8-block: linear weights in fp8 with a scale for each 128 x 128 block.",
+        autocompletion=completion.choose_from("fp8-block"),
     ),
 ]
 QuantizeInclude = Annotated[

@@ -8,19 +8,34 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardckpt_cli import exits, options, output
+from shardckpt_cli import completion, exits, options, output
 
 if TYPE_CHECKING:
     from shardckpt.results import UnfinishedFolder
 
 _UNFINISHED_FOR = "1d"
+_Steps = Annotated[
+    str,
+    typer.Argument(
+        metavar="ROOT",
+        help="Folder of a run's steps, path or URL; ROOT@1000..2000 names steps to remove.",
+        autocompletion=completion.complete_step,
+    ),
+]
 _Last = Annotated[int | None, typer.Option("--keep-last", metavar="N", help="Keep the newest N steps.")]
 _Every = Annotated[int | None, typer.Option("--keep-every", metavar="N", help="Keep steps that N divides.")]
 _Best = Annotated[int | None, typer.Option("--keep-best", metavar="N", help="Keep the best N steps by --metric.")]
 _Metric = Annotated[
     str, typer.Option("--metric", metavar="NAME", help="Metric that --keep-best compares. Default: loss.")
 ]
-_Mode = Annotated[str, typer.Option("--mode", help="Which metric is the best: min (the default) or max.")]
+_Mode = Annotated[
+    str,
+    typer.Option(
+        "--mode",
+        help="Which metric is the best: min (the default) or max.",
+        autocompletion=completion.choose_from("min", "max"),
+    ),
+]
 _For = Annotated[
     str | None, typer.Option("--keep-for", metavar="TIME", help="Keep steps that are younger than this: 36h, 7d, 2w.")
 ]
@@ -37,7 +52,7 @@ _Dry = Annotated[bool, typer.Option("--dry-run", help="Print the steps to remove
 
 
 def prune(
-    root: options.Root,
+    root: _Steps,
     keep_last: _Last = None,
     keep_every: _Every = None,
     keep_best: _Best = None,

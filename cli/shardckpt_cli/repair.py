@@ -6,11 +6,14 @@ from typing import Annotated
 
 import typer
 
-from shardckpt_cli import options, output
+from shardckpt_cli import completion, options, output
 
 
 def repair(
-    src: Annotated[str, typer.Argument(metavar="SRC", help="Folder with a step: path or URL.")],
+    src: Annotated[
+        str,
+        typer.Argument(metavar="SRC", help="Folder with a step: path or URL.", autocompletion=completion.complete_step),
+    ],
     save: Annotated[str, typer.Option("--save", help="The save's id, if SRC has several complete saves.")] = "",
     rehash: Annotated[bool, typer.Option("--rehash", help="Accept bytes that do not match the manifest.")] = False,
     base: options.Base = None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardckpt_cli import options, output
+from shardckpt_cli import completion, options, output
 
 if TYPE_CHECKING:
     from shardckpt.results import LayerStats, TensorStats
@@ -31,7 +31,14 @@ def stats(
     part: options.StatsPart = "",
     include: options.Include = None,
     exclude: options.Exclude = None,
-    sort: Annotated[str, typer.Option("--sort", help="Row order: name, bad (NaN, Inf), l2 or max.")] = "name",
+    sort: Annotated[
+        str,
+        typer.Option(
+            "--sort",
+            help="Row order: name, bad (NaN, Inf), l2 or max.",
+            autocompletion=completion.choose_from("name", "bad", "l2", "max"),
+        ),
+    ] = "name",
     top: options.Top = 0,
     by_layer: options.ByLayer = False,
     base: options.Base = None,
@@ -86,10 +93,15 @@ def _show_value(item: TensorStats | LayerStats, stat: str, form: str) -> str:
 
 
 def history(
-    root: options.Root,
+    root: options.Steps,
     tensor: _Tensor = None,
     stat: Annotated[
-        str, typer.Option("--stat", help="Statistic to print: nans, infs, zeros, min, max, mean or l2 (the default).")
+        str,
+        typer.Option(
+            "--stat",
+            help="Statistic to print: nans, infs, zeros, min, max, mean or l2 (the default).",
+            autocompletion=completion.choose_from("nans", "infs", "zeros", "min", "max", "mean", "l2"),
+        ),
     ] = "",
     part: options.StatsPart = "",
     html: options.Html = "",
@@ -125,8 +137,15 @@ def history(
 
 
 def bisect(
-    root: options.Root,
-    when: Annotated[str, typer.Option("--when", help="nan, inf, or a comparison such as 'l2>100' or 'max>=1e4'.")],
+    root: options.Steps,
+    when: Annotated[
+        str,
+        typer.Option(
+            "--when",
+            help="nan, inf, or a comparison such as 'l2>100' or 'max>=1e4'.",
+            autocompletion=completion.choose_from("nan", "inf"),
+        ),
+    ],
     tensor: _Tensor = None,
     scan: Annotated[
         bool, typer.Option("--scan", help="Look at every step, the oldest first: for a condition that ends again.")

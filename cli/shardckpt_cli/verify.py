@@ -4,21 +4,30 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardckpt_cli import options, output
+from shardckpt_cli import completion, options, output
 
 if TYPE_CHECKING:
     from shardckpt.results import Problem
+
+_Src = Annotated[
+    str,
+    typer.Argument(
+        metavar="SRC",
+        help="Checkpoint: folder or file, path or URL; RUN@latest, RUN@1000, or RUN@1000..2000 for several steps.",
+        autocompletion=completion.complete_step,
+    ),
+]
 
 # Maximum printed problems of one kind in one file: if a file is missing, each tensor in it has a problem.
 _MAX_PER_FILE = 16
 
 
 def verify(
-    src: options.Src,
+    src: _Src,
     shapes_from: options.FlatShapesFrom = "",
     base: options.Base = None,
     as_json: options.AllAsJson = False,

@@ -46,6 +46,7 @@ from shardckpt.plan.naming.model_files import ADAPTER_CONFIG, CONFIG
 from shardckpt.plan.naming.weights import PEFT_PART, WAY_TO_BASE
 from shardckpt.plan.quantized_weights import DTYPE as FP8
 from shardckpt.readers.registry import open_reader, open_source
+from shardckpt.readers.step_paths import resolve_step
 from shardckpt.storage.publish import require_apart
 from shardckpt.storage.resolve_url import as_url, kind
 
@@ -108,7 +109,7 @@ def consolidate(
     Examples:
         >>> shardckpt.consolidate("run/step-100", "model", dtype="bf16")  # doctest: +SKIP
     """
-    src, dst = as_url(src), as_url(dst)
+    src, dst = resolve_step(src), as_url(dst)
     chosen = parse_options("consolidate", options)
     return _with_config_warning(export(src, dst, chosen, on_progress), chosen)
 
@@ -154,7 +155,7 @@ def convert(
         CheckpointError: As for `consolidate`.
         StorageError: As for `consolidate`.
     """
-    src, dst = as_url(src), as_url(dst)
+    src, dst = resolve_step(src), as_url(dst)
     chosen = parse_options("convert", options)
     target = choose_target(chosen.to, dst)
     if target.name == "dcp" and "part" not in options and replace(chosen, **_NEUTRAL) == Options():

@@ -31,6 +31,7 @@ from shardckpt.offline.prune import StepInfo, describe_steps
 from shardckpt.reader import Source
 from shardckpt.readers.registry import NESTED, checkpoint_in, find_nested_step
 from shardckpt.readers.run_start import require_start_of_run
+from shardckpt.readers.step_paths import StepRange, resolve_range
 from shardckpt.storage.local_publication import require_space
 from shardckpt.storage.publication import Publication, target_exists_error
 from shardckpt.storage.publish import find_missing_files, publish, require_apart
@@ -130,7 +131,7 @@ def copy(
     with their steps, and verdicts on resumes are added to the copy's verdicts.
 
     Args:
-        src: Path or URL of a step or a run.
+        src: Path or URL of a step or a run; `RUN@latest` copies one step, `RUN@1000..2000` some steps of a run.
         dst: Folder to write: the step, or the run's folder.
         overwrite: Replace different steps in the target.
         dry_run: Check source and target, and write nothing.
@@ -150,10 +151,11 @@ def copy(
         >>> shardckpt.copy("/scratch/run", "s3://bucket/run")  # doctest: +SKIP
     """
     start = time.perf_counter()
-    src, dst = as_url(src), as_url(dst)
+    chosen, dst = resolve_range(src), as_url(dst)
+    src = chosen.path
     require_bools(overwrite=overwrite, dry_run=dry_run)
     require_apart(src, dst)
-    source = _read_source(src)
+    source = _read_source(chosen)
     transfers = [_plan_transfer(folder, dst) for folder in source.folders]
     _require_vacant(transfers, dst, overwrite=overwrite)
     warnings = [note for transfer in transfers for note in _check_bases(transfer, transfers)]
@@ -186,8 +188,9 @@ def copy(
     )
 
 
-def _read_source(src: str) -> _Source:
+def _read_source(chosen: StepRange) -> _Source:
     """Return the source's steps."""
+    src = chosen.path
     found = kind(src)
     if found == "missing":
         raise not_found_error(src)
@@ -203,7 +206,7 @@ def _read_source(src: str) -> _Source:
     if nested is not None:
         others = [f"{entry.name}/" if entry.is_folder else entry.name for entry in entries if entry.name != NESTED]
         return _Source([replace(read_stored_step(nested.store), name=NESTED)], other_content=tuple(others))
-    run, folders = _read_folders(src)
+    run, folders = _read_folders(chosen)
     if not run.complete:
         raise UnknownFormatError(
             "only shardckpt steps and runs can be copied",
@@ -215,18 +218,24 @@ def _read_source(src: str) -> _Source:
     return _Source(folders, describe_steps(open_store(src), run.incomplete), tuple(others))
 
 
-def _read_folders(src: str) -> tuple[RunDirectory, list[StoredFolder]]:
+def _read_folders(chosen: StepRange) -> tuple[RunDirectory, list[StoredFolder]]:
     """Return a run and its folders, without steps that another process removes meanwhile."""
-    store = open_store(src)
-    run = read_run(store)
+    store = open_store(chosen.path)
+    run = _read_chosen(store, chosen)
     while True:
         try:
             return run, read_stored_run(store, run)
         except (CheckpointError, StorageError):
-            store = open_store(src)
-            before, run = run, read_run(store)
+            store = open_store(chosen.path)
+            before, run = run, _read_chosen(store, chosen)
             if {step.save for step in before.complete} <= {step.save for step in run.complete}:
                 raise
+
+
+def _read_chosen(store: Store, chosen: StepRange) -> RunDirectory:
+    """Return a run with the steps that a caller names."""
+    run = read_run(store)
+    return replace(run, steps=tuple(step for step in run.steps if chosen.has_step(step.number)))
 
 
 def _plan_transfer(folder: StoredFolder, dst: str) -> _Transfer:

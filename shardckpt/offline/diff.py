@@ -45,6 +45,7 @@ from shardckpt.plan.rules.rules import Rule
 from shardckpt.reader import NamedBases, Reader
 from shardckpt.readers.registry import open_checkpoint, open_reader, open_source
 from shardckpt.readers.remap import read_rules
+from shardckpt.readers.step_paths import resolve_step
 from shardckpt.storage.resolve_url import as_url
 from shardckpt.storage.store import read_bytes
 
@@ -105,7 +106,7 @@ def diff(
         CheckpointError: A checkpoint is damaged or incomplete.
         StorageError: Reading failed.
     """
-    a, b, html = as_url(a), as_url(b), as_url(html)
+    a, b, html = resolve_step(a), resolve_step(b), as_url(html)
     if html:
         require_report_target(html)
     chosen = _DiffOptions(

@@ -29,6 +29,7 @@ from shardckpt.plan.layout.coverage import faults
 from shardckpt.plan.naming.sections import find_sections, model_paths, split_flat_names
 from shardckpt.reader import NamedBases, Reader
 from shardckpt.readers.registry import open_checkpoint
+from shardckpt.readers.step_paths import resolve_step
 from shardckpt.storage.resolve_url import as_url
 
 _SHOWN = 60
@@ -69,7 +70,7 @@ def inspect(
         >>> shardckpt.inspect("run/step-100").nbytes  # doctest: +SKIP
     """
     with gc_paused():
-        return _inspect(as_url(src), as_url(shapes_from), base, as_url(html))
+        return _inspect(resolve_step(src), as_url(shapes_from), base, as_url(html))
 
 
 def _inspect(src: str, shapes_from: str, base: NamedBases, html: str) -> Inspection:

@@ -35,6 +35,7 @@ from shardckpt.reader import Reader
 from shardckpt.readers.chunk_reader import PieceReader, ReadItem, same_bits
 from shardckpt.readers.huggingface.index_files import read_json
 from shardckpt.readers.registry import open_checkpoint
+from shardckpt.readers.step_paths import resolve_step
 from shardckpt.storage.resolve_url import as_url
 
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -86,10 +87,10 @@ def merge_adapter(
     chosen = parse_options("merge_adapter", {**options, "part": options.get("part", "model")})
     if chosen.part != "model":
         raise UsageError("an adapter changes a model alone", found=f"part {chosen.part}", expected="model")
-    base, dst = as_url(base), as_url(dst)
+    base, dst = resolve_step(base), as_url(dst)
     paths = [adapter] if not isinstance(adapter, Sequence) or isinstance(adapter, str) else list(adapter)
     weights = _check_weights(adapter_weights, len(paths))
-    opened = [_open_adapter(as_url(path), weight) for path, weight in zip(paths, weights, strict=True)]
+    opened = [_open_adapter(resolve_step(path), weight) for path, weight in zip(paths, weights, strict=True)]
 
     def change(selection: Selection, config: Mapping[str, object]) -> Selection:
         _require_plain_base(selection, config, opened)

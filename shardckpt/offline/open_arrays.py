@@ -23,7 +23,8 @@ from shardckpt.readers.chunk_reader import PieceReader, ReadItem
 from shardckpt.readers.opened.mapping import Opened, StoredTensor
 from shardckpt.readers.opened.state_tree import TensorRef, build_tree, fill_tree, find, iter_refs
 from shardckpt.readers.registry import open_checkpoint
-from shardckpt.storage.resolve_url import as_url, fix_folder
+from shardckpt.readers.step_paths import resolve_step
+from shardckpt.storage.resolve_url import fix_folder
 
 # Per read; a cast or reordered array takes this much memory in addition.
 _BATCH_BYTES = 64 << 20
@@ -171,4 +172,4 @@ def open_arrays(path: Any, *, verify: str | bool, base: NamedBases | None) -> Op
     """Open a checkpoint in any format to read parts into NumPy arrays."""
     if verify not in (False, True, "read"):
         raise UsageError("`verify` must be False or 'read'", found=repr(verify))
-    return Opened(ArraySource(fix_folder(as_url(path)), bool(verify), base or ""), SavedArray)
+    return Opened(ArraySource(fix_folder(resolve_step(path)), bool(verify), base or ""), SavedArray)

@@ -33,7 +33,8 @@ from shardckpt.notebook import Result
 from shardckpt.offline.verify import verify as verification
 from shardckpt.plan.retention import ORPHAN_TTL_S, Retention, RetentionParams, SavedStep, find_best, parse_age
 from shardckpt.readers.run_start import describe_fault, require_start_of_run
-from shardckpt.storage.resolve_url import as_url, kind, not_found_error, open_store
+from shardckpt.readers.step_paths import resolve_run
+from shardckpt.storage.resolve_url import kind, not_found_error, open_store
 from shardckpt.storage.store import Store, SubfolderStore
 from shardckpt.storage.thread_pool import ThreadPool
 from shardckpt.tiers.durability.durability_list import list_durability
@@ -162,7 +163,7 @@ def ls(
     A step is complete if its `COMMIT` is valid and all its files have their sizes.
 
     Args:
-        root: Path or URL of the run's folder.
+        root: Path or URL of the run's folder; `RUN@1000..2000` lists some of its steps.
         metrics: Read metrics from the manifests of complete steps, and whether they have statistics.
         proof: Read the verdicts on resumes from complete steps and captures; `prove` returns more about them.
         durability: List each step's copies that this machine can read, also in tiers, and what they survive. If a tier
@@ -175,12 +176,13 @@ def ls(
     Examples:
         >>> shardckpt.ls("s3://bucket/run").complete[-1].path  # doctest: +SKIP
     """
-    root = as_url(root)
     require_bools(metrics=metrics, proof=proof, durability=durability)
-    copies = list_durability(root) if durability and kind(root) == "missing" else ()
-    if copies:
-        return StepList(root, (), (), copies)
+    chosen = resolve_run(root)
+    root = chosen.path
+    if durability and kind(root) == "missing" and (in_tiers := list_durability(root)):
+        return StepList(root, (), (), in_tiers)
     store, run = open_run(root)
+    run = replace(run, steps=tuple(step for step in run.steps if chosen.has_step(step.number)))
     complete = describe_steps(store, run.complete)
     with ThreadPool(_AT_ONCE, thread_name_prefix="shardckpt-ls") as pool:
         if metrics:
@@ -192,9 +194,14 @@ def ls(
                 replace(step, proof=found.verdict, equal_steps=found.equal_steps)
                 for step, found in zip(complete, witnesses, strict=True)
             )
-    captures = describe_captures(read_capture_witnesses(store)[0]) if proof else None
-    incomplete = describe_steps(store, run.incomplete)
-    return StepList(root, complete, incomplete, list_durability(root) if durability else None, captures)
+    captures: tuple[StepProof, ...] | None = None
+    copies: tuple[Durability, ...] | None = None
+    if proof:
+        witnessed = describe_captures(read_capture_witnesses(store)[0])
+        captures = tuple(each for each in witnessed if chosen.has_step(each.number))
+    if durability:
+        copies = tuple(each for each in list_durability(root) if chosen.has_step(each.step))
+    return StepList(root, complete, describe_steps(store, run.incomplete), copies, captures)
 
 
 def open_run(root: str) -> tuple[Store, RunDirectory]:
@@ -221,7 +228,7 @@ def prune(
     interrupted call, every step is either complete or nonexistent.
 
     Args:
-        root: Path or URL of the run's folder.
+        root: Path or URL of the run's folder; `RUN@1000..2000` and `RUN@1000` name steps to remove, as `steps` does.
         steps: Step numbers to remove, instead of rules; the newest complete step stays.
         keep_last: How many of the newest steps to keep.
         keep_every: Steps whose number is a multiple of this are kept.
@@ -245,12 +252,17 @@ def prune(
         UnsupportedError: A newer version of shardckpt wrote a step; nothing was removed.
         StorageError: Reading or removing failed.
     """
-    root = as_url(root)
     require_bools(verify=verify, dry_run=dry_run)
     retention = Retention.from_params("prune", **rules)
     orphan_age_s = parse_age("unfinished_for", unfinished_for)
     if steps is not None:
         _require_numbers(steps)
+    named = resolve_run(root)
+    root = named.path
+    if not named.is_all:
+        if steps is not None:
+            raise UsageError("`steps` and a path with an @ exclude each other", where=root, fix="Pass one of them.")
+        steps = [step.number for step in read_run(_open(root)).complete if named.has_step(step.number)]
     if steps is not None and retention.is_needed:
         raise UsageError("`steps` and rules exclude each other", found=", ".join(rules), fix="Pass one of them.")
     recorder = Recorder(PruneEvent, root)

@@ -16,6 +16,7 @@ from shardckpt.offline.select.options import RekeyParams
 from shardckpt.offline.select.selection import Selection, read_param_names
 from shardckpt.plan.optim.output_keys import Keys, rekey_state
 from shardckpt.readers.huggingface.index_files import SUFFIX
+from shardckpt.readers.step_paths import resolve_step
 from shardckpt.storage.resolve_url import as_url
 
 _KEYS: Mapping[str, Keys] = {
@@ -61,7 +62,7 @@ def rekey(
     Examples:
         >>> shardckpt.rekey("run/step-100", "by-number", to="ids")  # doctest: +SKIP
     """
-    src, dst = as_url(src), as_url(dst)
+    src, dst = resolve_step(src), as_url(dst)
     if to not in _KEYS:
         raise UsageError("`to` must be a kind of keys", found=to, expected=", ".join(_KEYS))
     if "optim_keys" in options:

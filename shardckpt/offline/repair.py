@@ -54,7 +54,7 @@ from shardckpt.offline.results.contents import Problem
 from shardckpt.plan.layout.coverage import require_complete
 from shardckpt.reader import NamedBases, Source
 from shardckpt.readers.registry import open_source
-from shardckpt.storage.resolve_url import as_url
+from shardckpt.readers.step_paths import resolve_step
 from shardckpt.storage.store import Read, Store, read_bytes
 
 _UNCHECKED = "checksums were computed again: bytes that changed since the save cannot be detected"
@@ -119,7 +119,7 @@ def repair(
     Examples:
         >>> shardckpt.repair("run/step-100")  # doctest: +SKIP
     """
-    src = as_url(src)
+    src = resolve_step(src)
     source = open_source(src)
     if source.file is not None:
         raise UsageError("this is a file", where=src, fix="Name the step's folder.")

@@ -17,6 +17,7 @@ from shardckpt.offline.write.conversion import ConversionPlan, Stopwatch, Write,
 from shardckpt.plan.layout.output_files import parse_size
 from shardckpt.reader import NamedBases
 from shardckpt.readers.registry import open_checkpoint
+from shardckpt.readers.step_paths import resolve_step
 from shardckpt.storage.publish import require_apart
 from shardckpt.storage.resolve_url import as_url
 
@@ -70,7 +71,7 @@ def reshard(
     Examples:
         >>> shardckpt.reshard("run/step-100", "for-8", world_size=8)  # doctest: +SKIP
     """
-    src, dst = as_url(src), as_url(dst)
+    src, dst = resolve_step(src), as_url(dst)
     target = find_rank_target(to, dst)
     if type(world_size) is not int or not 1 <= world_size <= MAX_RANKS:
         raise UsageError("--world-size must be a number of ranks", found=repr(world_size), expected=f"1 to {MAX_RANKS}")

@@ -27,7 +27,7 @@ from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.naming.fqn import select_names
 from shardckpt.reader import NamedBases, Reader
 from shardckpt.readers.registry import open_checkpoint
-from shardckpt.storage.resolve_url import as_url
+from shardckpt.readers.step_paths import resolve_step
 
 
 def stats(
@@ -67,7 +67,7 @@ def stats(
         >>> shardckpt.stats("run/step-100").nans  # doctest: +SKIP
         0
     """
-    source, include, exclude = as_url(src), parse_globs("include", include), parse_globs("exclude", exclude)
+    source, include, exclude = resolve_step(src), parse_globs("include", include), parse_globs("exclude", exclude)
     require_bools(recompute=recompute)
     with gc_paused():
         reader = open_checkpoint(source, base)

@@ -17,6 +17,7 @@ from shardckpt.errors import (
     FormatError,
     MissingFileError,
     OverlapError,
+    SourceNotFoundError,
     UnsafeError,
     UsageError,
     escape,
@@ -24,6 +25,7 @@ from shardckpt.errors import (
 from shardckpt.events.progress import Meter, OnProgress
 from shardckpt.manifest import Encoded, Lazy, Manifest, TensorEntry, dotted
 from shardckpt.native.payload import GROUP_BYTES, BlockHasher, group_hashes
+from shardckpt.native.run_directory import read_run
 from shardckpt.offline.results.contents import (
     NO_SHAPES,
     FileRange,
@@ -37,8 +39,9 @@ from shardckpt.offline.select.config_files import load_param_shapes
 from shardckpt.plan.layout.coverage import faults, locate
 from shardckpt.reader import XXH3, XXH3_OF_BLOCKS, Checksum, NamedBases, Reader, Source
 from shardckpt.readers.registry import open_checkpoint, open_reader, open_source
+from shardckpt.readers.step_paths import StepRange, resolve_range
 from shardckpt.readers.torchsave.storages import find_value
-from shardckpt.storage.resolve_url import as_url
+from shardckpt.storage.resolve_url import as_url, open_store
 from shardckpt.storage.store import Read, check_name
 
 _MAX_FAULTS = 1000
@@ -62,7 +65,8 @@ def verify(
     reported, not raised; only an unrecognized source or a failing storage raises.
 
     Args:
-        src: Checkpoint in any readable format: path or URL of a folder or file.
+        src: Checkpoint in any readable format: path or URL of a folder or file. `RUN@latest` names a run's newest step,
+            `RUN@1000..2000` all committed steps in this range, which share one result.
         shapes_from: Any checkpoint of the same model with full tensors, for flat parameters of FSDP1.
         base: Folder of the base checkpoint if it was moved, as for `load`.
         on_progress: Called while checksums are compared; an exception that it raises stops the work.
@@ -74,7 +78,10 @@ def verify(
         UsageError: The source does not exist or is not recognized, or the shapes do not match.
         StorageError: Reading failed.
     """
-    src = as_url(src)
+    chosen = resolve_range(src)
+    if not chosen.is_all:
+        return _verify_range(chosen, base, on_progress)
+    src = chosen.path
     try:
         reader = open_checkpoint(src, base)
         if shapes_from:
@@ -103,6 +110,30 @@ def verify(
     return Verification(
         src, manifest.format, len(manifest.tensors), checked, tuple(problems), warnings, checks, without
     )
+
+
+def _verify_range(chosen: StepRange, base: NamedBases, on_progress: OnProgress | None) -> Verification:
+    """Verify a run's committed steps in a range, as one result."""
+    run = read_run(open_store(chosen.path))
+    names = [step.name for step in run.steps if step.is_committed and chosen.has_step(step.number)]
+    root = chosen.path.rstrip("/")
+    found = [(name, verify(f"{root}/{name}", base=base, on_progress=on_progress)) for name in names]
+    if not found:
+        raise SourceNotFoundError("no step in this range is committed", where=f"{root}@{chosen.first}..{chosen.last}")
+    return Verification(
+        f"{root}@{chosen.first}..{chosen.last}",
+        found[-1][1].format,
+        sum(each.tensor_count for _, each in found),
+        sum(each.checked_bytes for _, each in found),
+        tuple(_with_folder(name, problem) for name, each in found for problem in each.problems),
+        tuple(f"{name}: {warning}" for name, each in found for warning in each.warnings),
+        tuple(dict.fromkeys(check for _, each in found for check in each.checks)),
+        tuple(f"{name}/{file}" for name, each in found for file in each.files_without_checksums),
+    )
+
+
+def _with_folder(name: str, problem: Problem) -> Problem:
+    return replace(problem, file=f"{name}/{problem.file}" if problem.file else name)
 
 
 _ALONE = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")  # suffixes of files that can be opened without others

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, TypedDict
 
 from typing_extensions import Unpack
 
-from shardckpt.errors import UsageError, require_keywords
+from shardckpt.errors import AmbiguousError, UsageError, require_keywords
 
 ORPHAN_TTL_S = 24 * 3600.0  # an unfinished save without changes for so long counts as an orphan
 
@@ -181,6 +181,31 @@ def require_metric(steps: Iterable[SavedStep], metric: str) -> None:
             found=", ".join(sorted(found)) or "no metrics",
             fix="Name a metric that was saved, or save this one with the steps: NaN where it is not known yet.",
         )
+
+
+# Name endings of metrics that say how long an evaluation took.
+_TIMINGS = ("runtime", "_per_second", "_time")
+
+
+def choose_ranking(
+    steps: Iterable[SavedStep], metric: str | None, mode: Literal["min", "max"] | None, where: str
+) -> tuple[str, Literal["min", "max"]]:
+    """Return the metric that ranks steps, and its mode; UsageError if several are possible."""
+    names = sorted({name for step in steps for name in step.metrics if not name.endswith(_TIMINGS)})
+    if metric is None:
+        if len(names) != 1:
+            what = "no step has a metric" if not names else "the steps have several metrics"
+            fix = f"Name one: @best:max:{names[0]} or @best:min:{names[0]}." if names else "Give metrics to each save."
+            raise AmbiguousError(f"{what}, so that none is the best", where=where, found=", ".join(names), fix=fix)
+        (metric,) = names
+    if mode is None and metric in names and not metric.endswith("loss"):
+        raise AmbiguousError(
+            "the best step may have the smallest or the largest metric",
+            where=where,
+            found=metric,
+            expected=f"@best:max:{metric} or @best:min:{metric}",
+        )
+    return metric, mode or "min"
 
 
 def find_best(steps: Iterable[SavedStep], metric: str, mode: Literal["min", "max"]) -> int | None:

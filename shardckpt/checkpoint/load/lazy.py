@@ -14,8 +14,9 @@ from shardckpt.errors import UnsupportedError, UsageError
 from shardckpt.manifest import dotted
 from shardckpt.reader import NamedBases
 from shardckpt.readers.opened.mapping import Opened, StoredTensor
+from shardckpt.readers.step_paths import resolve_step
 from shardckpt.state.local.tensor_shards import LocalShard, TensorShards
-from shardckpt.storage.resolve_url import as_url, fix_folder
+from shardckpt.storage.resolve_url import fix_folder
 
 OpenedTensors: TypeAlias = Opened[CheckpointSource]
 
@@ -62,4 +63,4 @@ def open(path: Any, *, verify: Verify = "read", base: NamedBases | None = None) 
     # `with open(path) as checkpoint:` closes its files at the end of the block.
     if verify == "full":
         raise UsageError("an open checkpoint is verified only as it is read", found=verify, expected="False or 'read'")
-    return Opened(CheckpointSource(fix_folder(as_url(path)), verify, bases=base or ""), SavedTensor)
+    return Opened(CheckpointSource(fix_folder(resolve_step(path)), verify, bases=base or ""), SavedTensor)

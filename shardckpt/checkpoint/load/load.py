@@ -57,6 +57,7 @@ from shardckpt.plan.layout.read_sharing import (
 from shardckpt.ranks.linked_group import LinkedGroup
 from shardckpt.ranks.process_group import get_ranks
 from shardckpt.reader import NamedBases, ParamShapes
+from shardckpt.readers.step_paths import has_step_suffix, resolve_step
 from shardckpt.state.keys.slots import UnequalSteps, require_way_with_steps
 from shardckpt.storage.resolve_url import as_url
 from shardckpt.torchrun import MACHINE_BYTES, get_machine_id
@@ -173,7 +174,8 @@ def load(
             raise UsageError(f"`{name}` is for loads into a state", fix="Give the state first: load(state, path, ...).")
         skipped: list[Path] = []
         with gc_paused(), record_operation(LoadEvent, as_url(state), on_event) as recorder, recorder.phase("read"):
-            saved = CheckpointSource(as_url(state), verify, rules, key_map, _named(base))
+            recorder.path = resolve_step(state)
+            saved = CheckpointSource(recorder.path, verify, rules, key_map, _named(base))
             saved.expect_most()
             if verify == "full":
                 saved.check_blocks()
@@ -198,8 +200,25 @@ def load(
     with enter_call("load", shown, sink), gc_paused():
         coordinator = get_ranks(process_group)
         with coordinator.in_step(), record_operation(LoadEvent, shown, sink, rank=coordinator.rank) as recorder:
+            order = _resolve_on_rank0(order, coordinator)
+            recorder.path = order.source.path if isinstance(order, _Order) else shown
             _load_into(state, path, order, coordinator, recorder, on_progress)
     return state
+
+
+def _resolve_on_rank0(order: _Order | Exception, coordinator: LinkedGroup) -> _Order | Exception:
+    """Let rank 0 find the step for a path such as `RUN@latest`: a step may be saved meanwhile. Collective."""
+    if isinstance(order, Exception) or not has_step_suffix(order.source.path):
+        return order
+
+    def resolve(messages: list[bytes]) -> list[bytes]:
+        if len(set(messages)) > 1:
+            raise UsageError("all ranks must load the same path", found=", ".join(map(repr, messages[:_SHOWN_NAMES])))
+        return [os.fsencode(resolve_step(os.fsdecode(messages[0])))] * len(messages)
+
+    path = order.source.path
+    found = coordinator.ask_rank0(f"finding the step for {path}", os.fsencode(path), resolve)
+    return order._replace(source=order.source._replace(path=os.fsdecode(found)))
 
 
 def _named(base: NamedBases | bool | None) -> NamedBases:

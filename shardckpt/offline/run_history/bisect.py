@@ -34,7 +34,7 @@ def bisect(
     condition is true.
 
     Args:
-        root: Path or URL of the run's folder.
+        root: Path or URL of the run's folder; `RUN@1000..2000` searches some of its steps.
         when: `nan`, `inf`, or a statistic, a comparison and a number: `l2>100`, `max>=1e4`, `nans>3`. The statistics
             are `nans`, `infs`, `zeros`, `min`, `max`, `mean`, `l2`; the comparisons `<`, `<=`, `>`, `>=`.
         scan: Examine every step, from the oldest on, until the condition is true.

@@ -34,7 +34,7 @@ def history(
     Stored statistics are read; others are computed from all values, as in `stats`.
 
     Args:
-        root: Path or URL of the run's folder.
+        root: Path or URL of the run's folder; `RUN@1000..2000` takes some of its steps.
         part: `model` or `optim`; everything if empty or `all`. Without `all` or `include`, counters (steps, batches)
             are skipped, and integers and single numbers outside model and optimizer, such as random states.
         include: Globs for names; empty for all.

@@ -10,6 +10,7 @@ from shardckpt.native.run_directory import StepFolder, step_number
 from shardckpt.notebook import draw_in_notebooks
 from shardckpt.offline.prune import describe_captures, describe_steps, open_run
 from shardckpt.offline.report_html import render_page, require_report_target, write_page
+from shardckpt.readers.step_paths import resolve_run
 from shardckpt.storage.resolve_url import as_url
 from shardckpt.storage.store import Store
 from shardckpt.storage.thread_pool import ThreadPool
@@ -30,7 +31,7 @@ def prove(root: str | os.PathLike[str], *, html: str | os.PathLike[str] = "") ->
     Nothing is trained: resumed runs wrote the verdicts (`Checkpointer(witness=...)`).
 
     Args:
-        root: Path or URL of the run's folder.
+        root: Path or URL of the run's folder; `RUN@1000..2000` takes some of its steps.
         html: Path or URL for one page with the steps on a line, and their resumes.
 
     Returns:
@@ -44,16 +45,24 @@ def prove(root: str | os.PathLike[str], *, html: str | os.PathLike[str] = "") ->
     Examples:
         >>> [step.verdict for step in shardckpt.prove("runs/a").steps]  # doctest: +SKIP
     """
-    root, html = as_url(root), as_url(html)
+    chosen, html = resolve_run(root), as_url(html)
+    root = chosen.path
     if html:
         require_report_target(html)
     store, run = open_run(root)
+    wanted = [step for step in run.complete if chosen.has_step(step.number)]
     with ThreadPool(_AT_ONCE, thread_name_prefix="shardckpt-prove") as pool:
-        steps = tuple(pool.map(lambda step: _read_step(store, step), run.complete))
+        steps = tuple(pool.map(lambda step: _read_step(store, step), wanted))
     captures, faults = read_capture_witnesses(store)
     removed = read_removed_witnesses(store, run.complete)
-    gone = tuple(_describe_removed(root, name, witness) for name, witness in removed.items())
-    found = Proof(root, steps, describe_captures(captures), faults, gone)
+    gone = (_describe_removed(root, name, witness) for name, witness in removed.items())
+    found = Proof(
+        root,
+        steps,
+        tuple(each for each in describe_captures(captures) if chosen.has_step(each.number)),
+        faults,
+        tuple(each for each in gone if chosen.has_step(each.number)),
+    )
     if html:
         write_page(_render(found), html)
     return found

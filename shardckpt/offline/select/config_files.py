@@ -17,6 +17,7 @@ from shardckpt.plan.naming.fqn import name_model
 from shardckpt.plan.naming.model_files import ADAPTER_CONFIG, CONFIG, MAX_BYTES, MODEL_FILE
 from shardckpt.reader import ParamShapes, Reader, Source
 from shardckpt.readers.registry import open_checkpoint, open_reader, open_source
+from shardckpt.readers.step_paths import resolve_step
 from shardckpt.storage.resolve_url import kind, open_store, split
 from shardckpt.storage.store import Store, read_bytes
 
@@ -161,7 +162,7 @@ def load_param_shapes(reader: Reader, shapes_from: str, ids: Mapping[int, str] |
     known_ids = dict(ids or {})
     if not shapes_from:
         return reader.with_param_shapes(ParamShapes({}, reader.store.url, ids=known_ids))
-    opened = open_checkpoint(shapes_from)
+    opened = open_checkpoint(resolve_step(shapes_from))
     if opened.needs_param_shapes:
         raise UsageError(
             "this checkpoint has no shapes: it holds flat parameters itself",

@@ -27,6 +27,7 @@ from shardckpt.plan.quantized_weights import list_uncast
 from shardckpt.reader import Reader
 from shardckpt.readers.chunk_reader import read_blocks, same_bits
 from shardckpt.readers.registry import open_checkpoint
+from shardckpt.readers.step_paths import resolve_step
 from shardckpt.storage.resolve_url import open_store, split
 from shardckpt.storage.store import read_bytes
 
@@ -325,7 +326,7 @@ def _check_shapes(tensors: Mapping[str, TensorEntry], shapes_from: str) -> None:
 
 def _read_model(url: str) -> tuple[Manifest, Mapping[str, TensorEntry]]:
     """Return a checkpoint's manifest, and its model tensors by name."""
-    manifest = sections.split_flat_names(open_checkpoint(url).manifest)
+    manifest = sections.split_flat_names(open_checkpoint(resolve_step(url)).manifest)
     return manifest, name_model(manifest, sections.find_sections(manifest)).tensors
 
 

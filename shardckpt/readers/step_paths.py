@@ -1,0 +1,233 @@
+"""Resolve what a path names in a run: `RUN@latest`, `RUN@best`, `RUN@1000`, `RUN@1000..2000`.
+
+A path that exists is taken as it is, also with an `@` in its name.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from shardckpt.errors import AmbiguousError, NoCompleteCheckpoint, SourceNotFoundError, UsageError
+from shardckpt.native.run_directory import RunDirectory, StepFolder, read_metrics, read_run, read_step
+from shardckpt.plan.retention import SavedStep, choose_ranking, find_best
+from shardckpt.readers.run_start import require_start_of_run
+from shardckpt.storage.resolve_url import as_url, kind, not_found_error, open_store
+from shardckpt.storage.store import Store, SubfolderStore
+
+_NUMBER = "[0-9]{1,18}"
+_SUFFIX = re.compile(
+    rf"(?P<latest>latest)|best(:(?P<mode>min|max))?(:(?P<metric>.+))?|(?P<first>{_NUMBER})(\.\.(?P<last>{_NUMBER}))?",
+    re.DOTALL,
+)
+_EXPECTED = "@latest, @best, @best:max:NAME, a number such as @1000, or @1000..2000"
+_MAX_SHOWN = 12
+
+# Accelerate's folders have a number, such as `checkpoint_3`, and the step is in this folder inside. Accelerate and
+# Lightning put the numbered folders or steps below `checkpoints`.
+ACCELERATE_STEP = "shardckpt"
+_NUMBERED = re.compile(rf"(.*?)({_NUMBER})", re.DOTALL)
+_CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True, slots=True)
+class StepRange:
+    """A run or a checkpoint, and which of the run's steps are meant."""
+
+    path: str
+    first: int | None = None  # None for all steps
+    last: int | None = None
+
+    @property
+    def is_all(self) -> bool:
+        """Whether no step is left out."""
+        return self.first is None
+
+    def has_step(self, number: int) -> bool:
+        """Return whether a step is meant."""
+        return self.first is None or self.last is None or self.first <= number <= self.last
+
+
+class _Suffix(NamedTuple):
+    run: str
+    text: str  # text after the `@`
+    match: re.Match[str]  # match of `_SUFFIX`
+
+    @property
+    def is_range(self) -> bool:
+        return self.match["last"] is not None
+
+
+class _FoundStep(NamedTuple):
+    store: Store  # folder that contains the step
+    step: StepFolder
+
+    @property
+    def path(self) -> str:
+        return f"{self.store.url.rstrip('/')}/{self.step.name}"
+
+
+def has_step_suffix(path: str) -> bool:
+    """Return whether a path looks like `RUN@latest`, by its text alone."""
+    return _split(path) is not None
+
+
+def resolve_step(path: str | os.PathLike[str]) -> str:
+    """Return the path or URL of the one checkpoint that a caller names."""
+    url = as_url(path)
+    suffix = _find_suffix(url)
+    if suffix is None:
+        return url
+    if suffix.is_range:
+        raise UsageError("this takes one step", found=f"@{suffix.text}", expected="@latest, @best or @1000", where=url)
+    return _choose_step(suffix, _list_steps(suffix.run)).path
+
+
+def resolve_range(path: str | os.PathLike[str]) -> StepRange:
+    """Return a checkpoint, or a run and a range of its steps if a caller names several."""
+    suffix = _find_suffix(as_url(path))
+    return resolve_run(path) if suffix is not None and suffix.is_range else StepRange(resolve_step(path))
+
+
+def resolve_run(path: str | os.PathLike[str]) -> StepRange:
+    """Return a run, and which of its steps a caller names."""
+    url = as_url(path)
+    suffix = _find_suffix(url)
+    if suffix is None:
+        return StepRange(url)
+    found = _list_steps(suffix.run)
+    if not suffix.is_range:
+        chosen = _choose_step(suffix, found)
+        return StepRange(chosen.store.url, chosen.step.number, chosen.step.number)
+    first, last = int(suffix.match["first"]), int(suffix.match["last"])
+    if first > last:
+        raise UsageError(
+            "the first step of a range must not be after the last",
+            where=url,
+            found=f"@{suffix.text}",
+            expected=f"@{last}..{first}",
+        )
+    held = [each for each in found if first <= each.step.number <= last]
+    if not held:
+        raise _missing_error(f"no step from {first} to {last} is in this run", suffix.run, found)
+    return StepRange(held[0].store.url, first, last)
+
+
+def _split(url: str) -> tuple[str, str] | None:
+    """Return the run, and the text after the `@` in the last part; None without one."""
+    scheme = url.find("://")
+    start = 0 if scheme < 0 else url.find("/", scheme + 3)  # a host may have a user before its `@`
+    if start < 0:
+        return None
+    at = url.rfind("@best:", start)  # a metric's name may contain slashes
+    if at < 0:
+        at = url.rfind("@", max(start, url.rfind("/")))
+    return None if at < 0 else (url[:at] or ".", url[at + 1 :])
+
+
+def _find_suffix(url: str) -> _Suffix | None:
+    """Return the parts of `RUN@latest`; None if a path exists under that name, or means something else."""
+    parts = _split(url)
+    if parts is None or kind(url) != "missing":
+        return None
+    run, text = parts
+    match = _SUFFIX.fullmatch(text)
+    found = kind(run)
+    if found != "folder" and match is None:
+        return None
+    if found == "missing":
+        raise not_found_error(run)
+    if found == "file":
+        raise UsageError("this is a file", where=run, expected="a folder of steps before the @")
+    if match is None:
+        raise UsageError("this names no step of the run", where=run, found=f"@{text}", expected=_EXPECTED)
+    return _Suffix(run, text, match)
+
+
+def _list_steps(run: str) -> Sequence[_FoundStep]:
+    """Return a run's steps in all states, at least one."""
+    store = open_store(run)
+    found = _list_own(store, read_run(store)) or _list_numbered(store)
+    if not found and any(entry.is_folder and entry.name == _CHECKPOINTS for entry in store.list()):
+        store = SubfolderStore(store, _CHECKPOINTS)
+        found = _list_own(store, read_run(store)) or _list_numbered(store)
+    if not found:
+        require_start_of_run(run)
+        raise SourceNotFoundError("no step of a run is here", where=run, fix="Name the folder of the run's steps.")
+    return found
+
+
+def _list_own(store: Store, run: RunDirectory) -> list[_FoundStep]:
+    return [_FoundStep(store, step) for step in run.steps if not (step.is_base or step.is_double)]
+
+
+def _list_numbered(store: Store) -> list[_FoundStep]:
+    """Return the steps in Accelerate's folders, if all folders have one name before their number."""
+    names = [entry.name for entry in store.list() if entry.is_folder]
+    numbered = [(match[1], int(match[2]), name) for name in names if (match := _NUMBERED.fullmatch(name))]
+    found = [
+        (prefix, _FoundStep(inside, step))
+        for prefix, number, name in numbered
+        if (step := read_step(inside := SubfolderStore(store, name), number, ACCELERATE_STEP)).held
+    ]
+    prefixes = sorted({prefix for prefix, _ in found})
+    if len(prefixes) > 1:
+        raise AmbiguousError(
+            "the folders here have different names before their numbers, so that none is the newest",
+            where=store.url,
+            found=", ".join(f"{prefix}N" for prefix in prefixes[:_MAX_SHOWN]),
+            fix=f"Name one of them, and {ACCELERATE_STEP} in it.",
+        )
+    return [each for _, each in found]
+
+
+def _choose_step(suffix: _Suffix, steps: Sequence[_FoundStep]) -> _FoundStep:
+    if suffix.match["first"] is not None:
+        return _find_number(int(suffix.match["first"]), suffix.run, steps)
+    complete = sorted((each for each in steps if each.step.is_complete), key=lambda each: each.step.order)
+    if not complete:
+        raise NoCompleteCheckpoint(
+            "no step in this run is complete",
+            where=suffix.run,
+            found=_show_numbers(steps),
+            fix=f"`shardckpt ls {suffix.run}` shows the reasons.",
+        )
+    if suffix.match["latest"] is not None:
+        return complete[-1]
+    return _find_best(suffix, complete)
+
+
+def _find_number(number: int, run: str, steps: Sequence[_FoundStep]) -> _FoundStep:
+    """Return a step by its number; it need not be complete, since the caller reports faults."""
+    found = sorted((each for each in steps if each.step.number == number), key=lambda each: each.step.is_complete)
+    if not found:
+        raise _missing_error(f"step {number} is not in this run", run, steps)
+    return found[-1]
+
+
+def _find_best(suffix: _Suffix, complete: Sequence[_FoundStep]) -> _FoundStep:
+    """Return the complete step with the best metric."""
+    saved = [SavedStep(at, metrics=read_metrics(each.store, each.step)) for at, each in enumerate(complete)]
+    mode: Literal["min", "max"] | None = None if suffix.match["mode"] is None else _MODES[suffix.match["mode"]]
+    metric, mode = choose_ranking(saved, suffix.match["metric"], mode, suffix.run)
+    best = find_best(saved, metric, mode)
+    assert best is not None, "there are complete steps"
+    return complete[best]
+
+
+_MODES: dict[str, Literal["min", "max"]] = {"min": "min", "max": "max"}
+
+
+def _missing_error(what: str, run: str, steps: Sequence[_FoundStep]) -> SourceNotFoundError:
+    return SourceNotFoundError(what, where=run, found=_show_numbers(steps), fix="Name one of these steps.")
+
+
+def _show_numbers(steps: Sequence[_FoundStep]) -> str:
+    """Return the numbers of steps; if there are many, the last ones."""
+    numbers = sorted(each.step.number for each in steps)
+    more = f"{len(numbers) - _MAX_SHOWN} before " if len(numbers) > _MAX_SHOWN else ""
+    word = "step" if len(numbers) == 1 else "steps"
+    return f"{word} {more}{', '.join(map(str, numbers[-_MAX_SHOWN:]))}"
