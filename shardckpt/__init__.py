@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from shardckpt.offline.repair import repair
     from shardckpt.offline.reshard import reshard
     from shardckpt.offline.run_history.bisect import bisect
+    from shardckpt.offline.run_history.doctor import doctor
     from shardckpt.offline.run_history.history import history
     from shardckpt.offline.run_history.prove import prove
     from shardckpt.offline.select.options import Options
@@ -67,6 +68,7 @@ _HOMES = {
     "shardckpt.offline.repair": ("repair",),
     "shardckpt.offline.reshard": ("reshard",),
     "shardckpt.offline.run_history.bisect": ("bisect",),
+    "shardckpt.offline.run_history.doctor": ("doctor",),
     "shardckpt.offline.run_history.history": ("history",),
     "shardckpt.offline.run_history.prove": ("prove",),
     "shardckpt.offline.select.options": ("Options",),
@@ -116,6 +118,7 @@ __all__ = [
     "convert",
     "copy",
     "diff",
+    "doctor",
     "formats",
     "history",
     "inspect",

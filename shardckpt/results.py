@@ -40,6 +40,8 @@ if TYPE_CHECKING:
         StepStats,
         TensorStats,
     )
+    from shardckpt.offline.run_history.doctor import HealthReport
+    from shardckpt.offline.run_history.health_checks import HealthCheck
     from shardckpt.readers.registry import FormatInfo, FormatList
     from shardckpt.tiers.tier_list import RunCaptures, TierList
     from shardckpt.witness.prove_resume import ResumeReport
@@ -78,6 +80,8 @@ _HOMES = {
         "StepStats",
         "TensorStats",
     ),
+    "shardckpt.offline.run_history.doctor": ("HealthReport",),
+    "shardckpt.offline.run_history.health_checks": ("HealthCheck",),
     "shardckpt.readers.registry": ("FormatInfo", "FormatList"),
     "shardckpt.tiers.tier_list": ("RunCaptures", "TierList"),
     "shardckpt.witness.prove_resume": ("ResumeReport",),
@@ -97,6 +101,8 @@ __all__ = [
     "FileRange",
     "FormatInfo",
     "FormatList",
+    "HealthCheck",
+    "HealthReport",
     "History",
     "Inspection",
     "LayerDifference",

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 from typer.core import TyperCommand, TyperGroup
 
-COMMON = ("consolidate", "merge-adapter", "inspect", "verify", "diff", "ls", "prune", "copy")
+COMMON = ("consolidate", "merge-adapter", "inspect", "verify", "diff", "ls", "prune", "copy", "doctor")
 GROUPS = ("What", "Names", "Precision", "Where", "Machine")
 
 

@@ -79,6 +79,12 @@ def find_removed_steps(names: Iterable[str], kept: Set[str]) -> list[str]:
 CAPTURE_RESUMES = f".captures{_RESUMES}"  # file with the verdicts on resumes from tiers' captures
 
 
+def is_run_file(name: str) -> bool:
+    """Return True if a file in a run's root is not a user's: a record, verdicts, or a system file."""
+    step = name.removesuffix(_WITNESS).removesuffix(_RESUMES)
+    return is_ignored(name) or name in (RECORD, CAPTURE_RESUMES) or (step != name and is_step_name(step))
+
+
 def is_step_name(name: str) -> bool:
     """Return True if a folder has a step's name."""
     return _STEP.fullmatch(name) is not None
@@ -556,6 +562,7 @@ def _read_manifest(store: Store, step: StepFolder) -> ManifestContents:
     return read_contents(inside, sizes, read_commit(inside, sizes))
 
 
+RETENTION = "run.retention"  # name in a manifest's `about` for the rules of the run that saved
 METRIC = "metric."  # prefix of metric names in a manifest's `about`
 
 

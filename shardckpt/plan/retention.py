@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from numbers import Real
 from types import MappingProxyType
@@ -82,6 +83,18 @@ class Retention:
         if self.mode not in ("min", "max"):
             raise UsageError("the mode is unknown", found=self.mode, expected="min or max")
 
+    def encode(self) -> str:
+        """Return the rules as text that a step stores; empty for the default."""
+        default = Retention()
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        changed = {name: value for name, value in given.items() if value != getattr(default, name)}
+        return json.dumps(changed) if changed else ""
+
+    @property
+    def has_ranking(self) -> bool:
+        """Whether a metric or a mode was chosen to rank steps."""
+        return self.keep_best is not None or (self.metric, self.mode) != ("loss", "min")
+
     @property
     def is_needed(self) -> bool:
         """Whether any rule is set."""
@@ -91,6 +104,14 @@ class Retention:
     def has_others(self) -> bool:
         """Whether any rule is set that needs no metric."""
         return any(rule is not None for rule in (self.keep_last, self.keep_every, self.keep_for_s))
+
+
+def decode_retention(text: str) -> Retention | None:
+    """Return the rules that a step stores; None without any, or if the text is damaged."""
+    try:
+        return Retention(**json.loads(text))
+    except (ValueError, TypeError, RecursionError):
+        return None
 
 
 def _is_duration(seconds: object) -> bool:

@@ -11,9 +11,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from shardckpt.errors import AmbiguousError, NoCompleteCheckpoint, SourceNotFoundError, UsageError
-from shardckpt.native.run_directory import RunDirectory, StepFolder, read_metrics, read_run, read_step
-from shardckpt.plan.retention import SavedStep, choose_ranking, find_best
+from shardckpt.errors import (
+    AmbiguousError,
+    CheckpointError,
+    MissingFileError,
+    NoCompleteCheckpoint,
+    SourceNotFoundError,
+    UsageError,
+)
+from shardckpt.native.run_directory import (
+    RETENTION,
+    RunDirectory,
+    StepFolder,
+    read_about,
+    read_metrics,
+    read_run,
+    read_step,
+)
+from shardckpt.plan.retention import Retention, SavedStep, choose_ranking, decode_retention, find_best
 from shardckpt.readers.run_start import require_start_of_run
 from shardckpt.storage.resolve_url import as_url, kind, not_found_error, open_store
 from shardckpt.storage.store import Store, SubfolderStore
@@ -212,10 +227,22 @@ def _find_best(suffix: _Suffix, complete: Sequence[_FoundStep]) -> _FoundStep:
     """Return the complete step with the best metric."""
     saved = [SavedStep(at, metrics=read_metrics(each.store, each.step)) for at, each in enumerate(complete)]
     mode: Literal["min", "max"] | None = None if suffix.match["mode"] is None else _MODES[suffix.match["mode"]]
-    metric, mode = choose_ranking(saved, suffix.match["metric"], mode, suffix.run)
+    metric = suffix.match["metric"]
+    rules = read_retention(complete[-1].store, complete[-1].step)
+    if rules is not None and rules.has_ranking and metric in (None, rules.metric):
+        metric, mode = rules.metric, mode or rules.mode
+    metric, mode = choose_ranking(saved, metric, mode, suffix.run)
     best = find_best(saved, metric, mode)
     assert best is not None, "there are complete steps"
     return complete[best]
+
+
+def read_retention(store: Store, step: StepFolder) -> Retention | None:
+    """Return the rules of the run that saved a complete step; None if it stored none."""
+    try:
+        return decode_retention(read_about(store, step).get(RETENTION, ""))
+    except (CheckpointError, MissingFileError):
+        return None
 
 
 _MODES: dict[str, Literal["min", "max"]] = {"min": "min", "max": "max"}

@@ -43,6 +43,7 @@ COMMANDS = {
     "bisect": ["RUN --when nan", "RUN --when l2>1e9 --scan"],
     "ls": ["RUN", "RUN --durability"],
     "prove": ["RUN", "PROVEN"],
+    "doctor": ["RUN", "PROVEN"],
     "prune": ["RUN --dry-run --keep-last 1"],
     "tiers": ["", "stop"],
 }

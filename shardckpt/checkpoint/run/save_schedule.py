@@ -19,7 +19,7 @@ from shardckpt.errors import CheckpointError, StorageError, UsageError, escape
 from shardckpt.events import OnEvent, PruneEvent, Recorder, emit
 from shardckpt.events.warn_user import warn_user
 from shardckpt.native.apply_retention import StepClock, apply_retention
-from shardckpt.native.run_directory import RunDirectory, StepFolder, read_metrics, read_run
+from shardckpt.native.run_directory import RETENTION, RunDirectory, StepFolder, read_metrics, read_run
 from shardckpt.plan.retention import Retention, SavedStep, find_best, require_metric
 from shardckpt.ranks.linked_group import LinkedGroup
 from shardckpt.storage.store import Store
@@ -190,6 +190,12 @@ class StepRetention:
         self._metrics: dict[str, Mapping[str, float]] = {}
         self._clock = StepClock()
         self._is_tidy = False
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """Custom metadata that says by which rules the run removes steps."""
+        text = self._rules.encode()
+        return {RETENTION: text} if text else {}
 
     def apply(self, saved: int | None) -> None:
         """Delete the steps that no rule keeps; errors become warnings."""

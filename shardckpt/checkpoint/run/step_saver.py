@@ -227,7 +227,7 @@ class StepSaver:
         replaces, is_asked, unranked, branch, mark = json.loads(answer)
         self._schedule.set_requested(is_asked)
         number = require_step_number(step)
-        hooks = SaveHooks({**numbers, **build_place_notes(branch, mark)})
+        hooks = SaveHooks({**numbers, **self._retention.notes, **build_place_notes(branch, mark)})
         if replaces and not may_overwrite:
             hooks = hooks._replace(before_commit=lambda: self._finder.require_replaceable(number))
         if self._dedup:

@@ -58,6 +58,7 @@ def list_calls(name: str, job: dict[str, Any]) -> Iterator[tuple[str, Callable[[
     if job["targets"] is not None:
         yield "repair", lambda: shardckpt.repair(step, dry_run=True)
         yield "ls", lambda: shardckpt.ls(f"{name}/run")
+        yield "doctor", lambda: shardckpt.doctor(f"{name}/run")
         yield "prune", lambda: shardckpt.prune(f"{name}/run", keep_last=1, dry_run=True)
         yield from list(list_target_calls(name, job, kept, step))[job["targets"] :: 3]
 
