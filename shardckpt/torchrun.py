@@ -1,4 +1,4 @@
-"""Facts about this process's machine: torchrun's variables, CPU cores, and an id."""
+"""Facts about this process's machine: torchrun's variables, CPU cores, versions, and an id."""
 
 from __future__ import annotations
 
@@ -38,3 +38,15 @@ def get_machine_id() -> bytes:
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         boot = file.read()
     return hashlib.blake2b(f"{boot} {platform.node()}".encode(), digest_size=MACHINE_BYTES).digest()
+
+
+@cache
+def describe_versions() -> str:
+    """Return the installed versions that write steps, such as `shardckpt 0.2.0, torch 2.13.0`."""
+    from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415  (0.02 s; few commands need it)
+
+    found = []
+    for package in ("shardckpt", "torch"):
+        with suppress(PackageNotFoundError):
+            found.append(f"{package} {version(package)}")
+    return ", ".join(found)

@@ -16,8 +16,8 @@ Complete = Callable[[str], list[str]]
 
 _VARIABLE = "_SHARDCKPT_COMPLETE"  # set by the shell's completion function
 _STEP = re.compile("step-([0-9]{1,18})")
-_MOST_NAMES = 10_000
-_MOST_STEPS = 200
+_MAX_NAMES = 10_000
+_MAX_STEPS = 200
 _NAMED = ("latest", "best")
 
 
@@ -59,7 +59,7 @@ def complete_step(incomplete: str) -> list[str]:
         return []
     first, dots, last = text.partition("..")
     try:
-        numbers = sorted(islice(_list_numbers(os.path.expanduser(run) or "."), _MOST_STEPS))
+        numbers = sorted(islice(_list_numbers(os.path.expanduser(run) or "."), _MAX_STEPS))
     except (OSError, ValueError):  # no such folder, or a name that no folder can have
         return []
     if dots:
@@ -73,7 +73,7 @@ def complete_step(incomplete: str) -> list[str]:
 def _list_numbers(run: str) -> Iterator[int]:
     """Yield the numbers of a local run's committed steps."""
     with os.scandir(run) as entries:
-        names = [entry.name for entry in islice(entries, _MOST_NAMES)]
+        names = [entry.name for entry in islice(entries, _MAX_NAMES)]
     steps = sorted(((int(match[1]), name) for name in names if (match := _STEP.fullmatch(name))), reverse=True)
     for number, name in steps:
         if os.path.exists(os.path.join(run, name, "COMMIT")):

@@ -1,4 +1,4 @@
-"""`shardckpt inspect`."""
+"""`shardckpt inspect` and `formats`."""
 
 from __future__ import annotations
 
@@ -103,3 +103,17 @@ def _show_tree(found: Inspection) -> None:
         for prefix in sorted(sizes)
     ]
     output.show_table(rows, header=("prefix", "tensors", "size"), right=frozenset({1, 2}))
+
+
+def formats(as_json: options.AllAsJson = False) -> None:
+    """List the recognized formats, including plugins' formats."""
+    import shardckpt
+    from shardckpt.errors import escape
+
+    found = shardckpt.formats()
+    if as_json:
+        output.print_json(found)
+        return
+    plugin = {True: "plugin", False: ""}
+    rows = [(escape(each.name), escape(each.looks_for), plugin[each.is_plugin]) for each in found.formats]
+    output.show_table(rows, header=("format", "recognized by", ""))

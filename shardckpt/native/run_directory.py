@@ -563,6 +563,7 @@ def _read_manifest(store: Store, step: StepFolder) -> ManifestContents:
 
 
 RETENTION = "run.retention"  # name in a manifest's `about` for the rules of the run that saved
+WRITER = "run.writer"  # name in a manifest's `about` for the versions that wrote the step
 METRIC = "metric."  # prefix of metric names in a manifest's `about`
 
 

@@ -45,8 +45,7 @@ from shardckpt.plan.layout.output_files import parse_size
 from shardckpt.plan.naming.model_files import ADAPTER_CONFIG, CONFIG
 from shardckpt.plan.naming.weights import PEFT_PART, WAY_TO_BASE
 from shardckpt.plan.quantized_weights import DTYPE as FP8
-from shardckpt.readers.registry import open_reader, open_source
-from shardckpt.readers.step_paths import resolve_step
+from shardckpt.readers.registry import open_reader, open_source, resolve_step
 from shardckpt.storage.publish import require_apart
 from shardckpt.storage.resolve_url import as_url, kind
 

@@ -43,9 +43,8 @@ from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.naming import fqn as names
 from shardckpt.plan.rules.rules import Rule
 from shardckpt.reader import NamedBases, Reader
-from shardckpt.readers.registry import open_checkpoint, open_reader, open_source
+from shardckpt.readers.registry import open_checkpoint, open_reader, open_source, resolve_step
 from shardckpt.readers.remap import read_rules
-from shardckpt.readers.step_paths import resolve_step
 from shardckpt.storage.resolve_url import as_url
 from shardckpt.storage.store import read_bytes
 

@@ -28,8 +28,7 @@ from shardckpt.offline.select.config_files import load_param_shapes
 from shardckpt.plan.layout.coverage import faults
 from shardckpt.plan.naming.sections import find_sections, model_paths, split_flat_names
 from shardckpt.reader import NamedBases, Reader
-from shardckpt.readers.registry import open_checkpoint
-from shardckpt.readers.step_paths import resolve_step
+from shardckpt.readers.registry import open_checkpoint, resolve_step
 from shardckpt.storage.resolve_url import as_url
 
 _SHOWN = 60

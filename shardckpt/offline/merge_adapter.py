@@ -34,8 +34,7 @@ from shardckpt.plan.quantized_weights import QUANTIZATION_CONFIG, TRANSPOSED, fi
 from shardckpt.reader import Reader
 from shardckpt.readers.chunk_reader import PieceReader, ReadItem, same_bits
 from shardckpt.readers.huggingface.index_files import read_json
-from shardckpt.readers.registry import open_checkpoint
-from shardckpt.readers.step_paths import resolve_step
+from shardckpt.readers.registry import open_checkpoint, resolve_step
 from shardckpt.storage.resolve_url import as_url
 
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")

@@ -22,8 +22,7 @@ from shardckpt.reader import NamedBases, missing_shapes_error
 from shardckpt.readers.chunk_reader import PieceReader, ReadItem
 from shardckpt.readers.opened.mapping import Opened, StoredTensor
 from shardckpt.readers.opened.state_tree import TensorRef, build_tree, fill_tree, find, iter_refs
-from shardckpt.readers.registry import open_checkpoint
-from shardckpt.readers.step_paths import resolve_step
+from shardckpt.readers.registry import open_checkpoint, resolve_step
 from shardckpt.storage.resolve_url import fix_folder
 
 # Per read; a cast or reordered array takes this much memory in addition.

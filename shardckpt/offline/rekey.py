@@ -16,7 +16,7 @@ from shardckpt.offline.select.options import RekeyParams
 from shardckpt.offline.select.selection import Selection, read_param_names
 from shardckpt.plan.optim.output_keys import Keys, rekey_state
 from shardckpt.readers.huggingface.index_files import SUFFIX
-from shardckpt.readers.step_paths import resolve_step
+from shardckpt.readers.registry import resolve_step
 from shardckpt.storage.resolve_url import as_url
 
 _KEYS: Mapping[str, Keys] = {

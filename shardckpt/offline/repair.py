@@ -53,8 +53,7 @@ from shardckpt.notebook import Result
 from shardckpt.offline.results.contents import Problem
 from shardckpt.plan.layout.coverage import require_complete
 from shardckpt.reader import NamedBases, Source
-from shardckpt.readers.registry import open_source
-from shardckpt.readers.step_paths import resolve_step
+from shardckpt.readers.registry import open_source, resolve_step
 from shardckpt.storage.store import Read, Store, read_bytes
 
 _UNCHECKED = "checksums were computed again: bytes that changed since the save cannot be detected"

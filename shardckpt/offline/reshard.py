@@ -16,8 +16,7 @@ from shardckpt.offline.targets.target_registry import find_rank_target
 from shardckpt.offline.write.conversion import ConversionPlan, Stopwatch, Write, run_conversion, write_alone
 from shardckpt.plan.layout.output_files import parse_size
 from shardckpt.reader import NamedBases
-from shardckpt.readers.registry import open_checkpoint
-from shardckpt.readers.step_paths import resolve_step
+from shardckpt.readers.registry import open_checkpoint, resolve_step
 from shardckpt.storage.publish import require_apart
 from shardckpt.storage.resolve_url import as_url
 

@@ -26,8 +26,7 @@ from shardckpt.offline.select.options import parse_globs, parse_part
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.naming.fqn import select_names
 from shardckpt.reader import NamedBases, Reader
-from shardckpt.readers.registry import open_checkpoint
-from shardckpt.readers.step_paths import resolve_step
+from shardckpt.readers.registry import open_checkpoint, resolve_step
 
 
 def stats(

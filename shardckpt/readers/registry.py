@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +28,7 @@ from shardckpt.notebook import Result
 from shardckpt.plugins import Plugin, find_plugins, load_plugin, name_plugin, warn_of_plugin
 from shardckpt.reader import Checksum, Evidence, Format, NamedBases, ParamShapes, Reader, Source, require_bases
 from shardckpt.storage.local import LocalStore
-from shardckpt.storage.resolve_url import kind, not_found_error, open_store, split
+from shardckpt.storage.resolve_url import as_url, kind, not_found_error, open_store, split, split_step_suffix
 from shardckpt.storage.store import Listed, Store, SubfolderStore, WrappedStore
 from shardckpt.storage.thread_pool import ThreadPool
 
@@ -136,6 +137,16 @@ def _load_formats(group: str, _path: tuple[str, ...]) -> tuple[Format, ...]:
         except UsageError as error:
             warn_of_plugin(str(error))
     return tuple(formats)
+
+
+def resolve_step(path: str | os.PathLike[str]) -> str:
+    """Return the path or URL of the checkpoint that a caller names; of a step for `RUN@latest`."""
+    url = as_url(path)
+    if split_step_suffix(url) is None:
+        return url
+    from shardckpt.readers.step_paths import find_step  # noqa: PLC0415  (few paths name a run's step)
+
+    return find_step(url)
 
 
 def open_source(url: str, bases: NamedBases = "") -> Source:

@@ -18,6 +18,7 @@ from shardckpt.errors import (
     NoCompleteCheckpoint,
     SourceNotFoundError,
     UsageError,
+    escape,
 )
 from shardckpt.native.run_directory import (
     RETENTION,
@@ -29,8 +30,7 @@ from shardckpt.native.run_directory import (
     read_step,
 )
 from shardckpt.plan.retention import Retention, SavedStep, choose_ranking, decode_retention, find_best
-from shardckpt.readers.run_start import require_start_of_run
-from shardckpt.storage.resolve_url import as_url, kind, not_found_error, open_store
+from shardckpt.storage.resolve_url import as_url, kind, not_found_error, open_store, split_step_suffix
 from shardckpt.storage.store import Store, SubfolderStore
 
 _NUMBER = "[0-9]{1,18}"
@@ -85,14 +85,8 @@ class _FoundStep(NamedTuple):
         return f"{self.store.url.rstrip('/')}/{self.step.name}"
 
 
-def has_step_suffix(path: str) -> bool:
-    """Return whether a path looks like `RUN@latest`, by its text alone."""
-    return _split(path) is not None
-
-
-def resolve_step(path: str | os.PathLike[str]) -> str:
-    """Return the path or URL of the one checkpoint that a caller names."""
-    url = as_url(path)
+def find_step(url: str) -> str:
+    """Return the path or URL of the step that `RUN@latest` names; any other path as it is."""
     suffix = _find_suffix(url)
     if suffix is None:
         return url
@@ -103,8 +97,9 @@ def resolve_step(path: str | os.PathLike[str]) -> str:
 
 def resolve_range(path: str | os.PathLike[str]) -> StepRange:
     """Return a checkpoint, or a run and a range of its steps if a caller names several."""
-    suffix = _find_suffix(as_url(path))
-    return resolve_run(path) if suffix is not None and suffix.is_range else StepRange(resolve_step(path))
+    url = as_url(path)
+    suffix = _find_suffix(url)
+    return resolve_run(url) if suffix is not None and suffix.is_range else StepRange(find_step(url))
 
 
 def resolve_run(path: str | os.PathLike[str]) -> StepRange:
@@ -131,21 +126,9 @@ def resolve_run(path: str | os.PathLike[str]) -> StepRange:
     return StepRange(held[0].store.url, first, last)
 
 
-def _split(url: str) -> tuple[str, str] | None:
-    """Return the run, and the text after the `@` in the last part; None without one."""
-    scheme = url.find("://")
-    start = 0 if scheme < 0 else url.find("/", scheme + 3)  # a host may have a user before its `@`
-    if start < 0:
-        return None
-    at = url.rfind("@best:", start)  # a metric's name may contain slashes
-    if at < 0:
-        at = url.rfind("@", max(start, url.rfind("/")))
-    return None if at < 0 else (url[:at] or ".", url[at + 1 :])
-
-
 def _find_suffix(url: str) -> _Suffix | None:
     """Return the parts of `RUN@latest`; None if a path exists under that name, or means something else."""
-    parts = _split(url)
+    parts = split_step_suffix(url)
     if parts is None or kind(url) != "missing":
         return None
     run, text = parts
@@ -170,8 +153,9 @@ def _list_steps(run: str) -> Sequence[_FoundStep]:
         store = SubfolderStore(store, _CHECKPOINTS)
         found = _list_own(store, read_run(store)) or _list_numbered(store)
     if not found:
-        require_start_of_run(run)
-        raise SourceNotFoundError("no step of a run is here", where=run, fix="Name the folder of the run's steps.")
+        names = sorted(entry.name for entry in store.list())[:_MAX_SHOWN]
+        fix = "Name the folder that contains the steps of a run."
+        raise SourceNotFoundError("no step of a run is here", where=run, found=", ".join(map(escape, names)), fix=fix)
     return found
 
 

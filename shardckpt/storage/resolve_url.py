@@ -219,6 +219,18 @@ def kind(url: str) -> str:
     return "folder" if stat.S_ISDIR(mode) else "file"
 
 
+def split_step_suffix(url: str) -> tuple[str, str] | None:
+    """Return the run and the text after the `@` of a path such as `RUN@latest`; None for another path."""
+    scheme = url.find("://")
+    start = 0 if scheme < 0 else url.find("/", scheme + 3)  # a host may have a user before its `@`
+    if start < 0:
+        return None
+    at = url.rfind("@best:", start)  # a metric's name may contain slashes
+    if at < 0:
+        at = url.rfind("@", max(start, url.rfind("/")))
+    return None if at < 0 else (url[:at] or ".", url[at + 1 :])
+
+
 def find_missing_bucket(url: str) -> str:
     """Return the bucket's URL if the bucket is known to be missing; else an empty text."""
     protocol, _, place = url.partition("://")

@@ -17,7 +17,7 @@ from shardckpt.checkpoint.run.step_saver import (
     CapturedStep,
     NoCaptures,
     SavedPlace,
-    build_place_notes,
+    build_run_notes,
     check_options,
     encode_metrics,
     require_one_step,
@@ -95,7 +95,7 @@ class Captures(NoCaptures):
                 message = error
             places = self._agree(message)
             self._last = places.number
-            about.update(build_place_notes(places.branch, places.mark))
+            about.update(build_run_notes(places.branch, places.mark))
             captured = self._capture(places, state, SaveHooks(about), given)
         root = self._tiers[0].place.finder.root
         return CapturedStep(places.number, places.in_root, places.branch, places.mark, root, captured)

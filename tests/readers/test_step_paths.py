@@ -19,13 +19,14 @@ from shardckpt.errors import (
     NoCompleteCheckpoint,
     ShardckptError,
     SourceNotFoundError,
-    UnknownFormatError,
     UsageError,
 )
 from shardckpt.native.manifest_json import ManifestContents
 from shardckpt.native.payload import new_save_id
 from shardckpt.native.run_directory import METRIC, step_name
-from shardckpt.readers.step_paths import ACCELERATE_STEP, has_step_suffix, resolve_range, resolve_run, resolve_step
+from shardckpt.readers.registry import resolve_step
+from shardckpt.readers.step_paths import ACCELERATE_STEP, resolve_range, resolve_run
+from shardckpt.storage.resolve_url import split_step_suffix
 from tests.kit.ranks.harness import raised_everywhere
 from tests.kit.ranks.harness import run as run_ranks
 from tests.kit.writers.native_writer import write_step
@@ -122,13 +123,13 @@ def test_a_path_that_exists_wins(run: Path) -> None:
     ],
 )
 def test_an_at_before_the_last_part_is_no_suffix(url: str) -> None:
-    assert not has_step_suffix(url)
+    assert split_step_suffix(url) is None
     assert resolve_step(url) == url
 
 
 def test_a_suffix_of_a_url_is_found_behind_its_host() -> None:
-    assert has_step_suffix("sftp://me@host/run@latest")
-    assert has_step_suffix("s3://bucket/run@best:val/loss")
+    assert split_step_suffix("sftp://me@host/run@latest") is not None
+    assert split_step_suffix("s3://bucket/run@best:val/loss") is not None
 
 
 def test_steps_in_a_bucket_are_found(run: Path, bucket: str) -> None:
@@ -167,7 +168,7 @@ def test_what_is_no_run_is_refused(run: Path) -> None:
     (run.parent / "empty").mkdir()
     with pytest.raises(SourceNotFoundError, match="no step of a run is here"):
         resolve_step(f"{run.parent}/empty@latest")
-    with pytest.raises(UnknownFormatError):
+    with pytest.raises(SourceNotFoundError, match=r"no step of a run is here; found .*COMMIT"):
         resolve_step(f"{run}/{step_name(100)}@latest")
 
 

@@ -14,7 +14,7 @@ from shardckpt.errors import UnsupportedError, UsageError
 from shardckpt.manifest import dotted
 from shardckpt.reader import NamedBases
 from shardckpt.readers.opened.mapping import Opened, StoredTensor
-from shardckpt.readers.step_paths import resolve_step
+from shardckpt.readers.registry import resolve_step
 from shardckpt.state.local.tensor_shards import LocalShard, TensorShards
 from shardckpt.storage.resolve_url import fix_folder
 

@@ -57,9 +57,9 @@ from shardckpt.plan.layout.read_sharing import (
 from shardckpt.ranks.linked_group import LinkedGroup
 from shardckpt.ranks.process_group import get_ranks
 from shardckpt.reader import NamedBases, ParamShapes
-from shardckpt.readers.step_paths import has_step_suffix, resolve_step
+from shardckpt.readers.registry import resolve_step
 from shardckpt.state.keys.slots import UnequalSteps, require_way_with_steps
-from shardckpt.storage.resolve_url import as_url
+from shardckpt.storage.resolve_url import as_url, split_step_suffix
 from shardckpt.torchrun import MACHINE_BYTES, get_machine_id
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ def load(
 
 def _resolve_on_rank0(order: _Order | Exception, coordinator: LinkedGroup) -> _Order | Exception:
     """Let rank 0 find the step for a path such as `RUN@latest`: a step may be saved meanwhile. Collective."""
-    if isinstance(order, Exception) or not has_step_suffix(order.source.path):
+    if isinstance(order, Exception) or split_step_suffix(order.source.path) is None:
         return order
 
     def resolve(messages: list[bytes]) -> list[bytes]:

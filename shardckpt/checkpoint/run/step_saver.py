@@ -22,8 +22,9 @@ from shardckpt.checkpoint.save.save import SaveParams, read_notes, save, save_wi
 from shardckpt.errors import ShardckptError, UsageError
 from shardckpt.events import OnEvent, OperationEvent, deliver, require_on_event
 from shardckpt.native.commit import BRANCH, MARK
-from shardckpt.native.run_directory import METRIC, manifest_fault, read_run, step_name
+from shardckpt.native.run_directory import METRIC, WRITER, manifest_fault, read_run, step_name
 from shardckpt.ranks.process_group import get_ranks, resolve_process_group
+from shardckpt.torchrun import describe_versions
 
 _LOG = logging.getLogger("shardckpt")
 
@@ -227,7 +228,7 @@ class StepSaver:
         replaces, is_asked, unranked, branch, mark = json.loads(answer)
         self._schedule.set_requested(is_asked)
         number = require_step_number(step)
-        hooks = SaveHooks({**numbers, **self._retention.notes, **build_place_notes(branch, mark)})
+        hooks = SaveHooks({**numbers, **self._retention.notes, **build_run_notes(branch, mark)})
         if replaces and not may_overwrite:
             hooks = hooks._replace(before_commit=lambda: self._finder.require_replaceable(number))
         if self._dedup:
@@ -276,9 +277,10 @@ def require_one_step(numbers: Sequence[int], root: str) -> int:
     return numbers[0]
 
 
-def build_place_notes(branch: int, mark: str) -> dict[str, str]:
-    """Return the custom metadata that says where a step belongs in its run."""
-    return {name: text for name, text in ((BRANCH, str(branch)), (MARK, mark)) if text not in ("", "0")}
+def build_run_notes(branch: int, mark: str) -> dict[str, str]:
+    """Return the custom metadata that says where a step belongs in its run, and which versions wrote it."""
+    notes = ((BRANCH, str(branch)), (MARK, mark), (WRITER, describe_versions()))
+    return {name: text for name, text in notes if text not in ("", "0")}
 
 
 def encode_metrics(metrics: Any) -> dict[str, str]:

@@ -18,7 +18,7 @@ from shardckpt.errors import UsageError, require_bools, require_keywords
 from shardckpt.events import OnEvent, SaveEvent, record_operation, require_on_event
 from shardckpt.events.recorder import enter_call
 from shardckpt.native.commit import BRANCH, MARK
-from shardckpt.native.run_directory import METRIC, RETENTION
+from shardckpt.native.run_directory import METRIC, RETENTION, WRITER
 from shardckpt.ranks.linked_group import ALONE
 from shardckpt.ranks.process_group import ProcessGroup, get_ranks, resolve_process_group
 from shardckpt.storage.resolve_url import as_url
@@ -158,7 +158,7 @@ def _build_options(path: object, options: SaveParams, hooks: SaveHooks) -> SaveO
 def read_notes(custom_metadata: Mapping[str, str] | None) -> dict[str, str]:
     """Return a checked copy of `custom_metadata`."""
     notes = _require_texts("custom_metadata", custom_metadata)
-    reserved = [name for name in notes if name in {BRANCH, MARK, RETENTION} or name.startswith(METRIC)]
+    reserved = [name for name in notes if name in {BRANCH, MARK, RETENTION, WRITER} or name.startswith(METRIC)]
     if reserved:
         raise UsageError(
             "`custom_metadata` must not have names that are reserved for `Checkpointer`",

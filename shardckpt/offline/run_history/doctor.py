@@ -58,7 +58,7 @@ def doctor(root: str | os.PathLike[str], *, html: str | os.PathLike[str] = "") -
     """Check a run's health: what is wrong with it, and what to type next.
 
     The newest step's bytes are read once for their checksums and once for NaN and Inf, in bounded memory. Nothing is
-    written or removed, torch is not needed, and the job may go on.
+    written or removed, torch is not needed, and the job may continue.
 
     Args:
         root: Path or URL of the run's folder.

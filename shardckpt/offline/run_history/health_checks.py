@@ -7,16 +7,17 @@ import shlex
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
 from shardckpt.errors import UsageError
 from shardckpt.native.run_directory import (
     RECORD,
+    WRITER,
     RunDirectory,
     StepFolder,
     is_run_file,
     other_content,
+    read_about,
     read_metrics,
 )
 from shardckpt.native.run_record import read_run_record
@@ -30,7 +31,7 @@ from shardckpt.readers.step_paths import read_retention
 from shardckpt.storage.resolve_url import local_path
 from shardckpt.storage.store import Store
 from shardckpt.tiers.durability.durability_list import list_durability
-from shardckpt.witness.files.step_witness import read_step_witness
+from shardckpt.torchrun import describe_versions
 from shardckpt.witness.records.resumes import Resume
 
 CheckStatus = Literal["ok", "problem", "info"]
@@ -265,21 +266,13 @@ def check_versions(checked: RunToCheck) -> HealthCheck:
     newer = next((step for step in checked.run.steps if step.is_newer), None)
     if newer is not None:
         return HealthCheck(name, "problem", f"step {newer.number}: {newer.fault}", "pip install --upgrade shardckpt")
-    here = {package: _find_version(package) for package in ("shardckpt", "torch")}
-    shown = ", ".join(f"{package} {number or 'is not installed'}" for package, number in here.items())
-    record = None if newest is None else read_step_witness(checked.store, newest).record
-    if record is None or "torch" not in record.environment.versions:
-        return HealthCheck(name, "info", f"{shown} here; the newest step does not store who wrote it")
-    wrote = record.environment.versions["torch"]
-    same = wrote == here["torch"]
-    return HealthCheck(name, "ok" if same else "info", f"{shown} here; torch {wrote} wrote the newest step")
-
-
-def _find_version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
+    here = describe_versions()
+    wrote = "" if newest is None else read_about(checked.store, newest).get(WRITER, "")
+    if not wrote:
+        return HealthCheck(name, "info", f"{here} here; the newest step does not store which wrote it")
+    if wrote == here:
+        return HealthCheck(name, "ok", f"{here} here, which wrote the newest step too")
+    return HealthCheck(name, "info", f"{here} here; {wrote} wrote the newest step")
 
 
 def _show_first(names: Iterable[str]) -> str:

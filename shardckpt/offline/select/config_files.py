@@ -16,8 +16,7 @@ from shardckpt.plan.naming import sections
 from shardckpt.plan.naming.fqn import name_model
 from shardckpt.plan.naming.model_files import ADAPTER_CONFIG, CONFIG, MAX_BYTES, MODEL_FILE
 from shardckpt.reader import ParamShapes, Reader, Source
-from shardckpt.readers.registry import open_checkpoint, open_reader, open_source
-from shardckpt.readers.step_paths import resolve_step
+from shardckpt.readers.registry import open_checkpoint, open_reader, open_source, resolve_step
 from shardckpt.storage.resolve_url import kind, open_store, split
 from shardckpt.storage.store import Store, read_bytes
 

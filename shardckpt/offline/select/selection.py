@@ -26,8 +26,7 @@ from shardckpt.plan.naming.fqn import NamedModel, name_model
 from shardckpt.plan.quantized_weights import list_uncast
 from shardckpt.reader import Reader
 from shardckpt.readers.chunk_reader import read_blocks, same_bits
-from shardckpt.readers.registry import open_checkpoint
-from shardckpt.readers.step_paths import resolve_step
+from shardckpt.readers.registry import open_checkpoint, resolve_step
 from shardckpt.storage.resolve_url import open_store, split
 from shardckpt.storage.store import read_bytes
 

@@ -210,6 +210,15 @@ def test_damaged_rules_are_no_rules(text: str) -> None:
     assert decode_retention(Retention(keep_last=3, metric="x").encode()) == Retention(keep_last=3, metric="x")
 
 
+def test_the_versions_that_wrote_the_newest_step_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shardckpt.Checkpointer(tmp_path).save(1, {"w": torch.ones(4)})
+    status, text, _ = find(shardckpt.doctor(tmp_path), "versions")
+    assert (status, f"torch {torch.__version__} here, which wrote the newest step too" in text) == ("ok", True)
+    monkeypatch.setattr(health_checks, "describe_versions", lambda: "shardckpt 9")
+    status, text, _ = find(shardckpt.doctor(tmp_path), "versions")
+    assert (status, text.startswith("shardckpt 9 here; shardckpt 0.")) == ("info", True)
+
+
 def test_an_empty_folder_has_no_step(tmp_path: Path) -> None:
     report = shardckpt.doctor(tmp_path)
     assert (report.ok, report.newest) == (False, None)
