@@ -17,6 +17,8 @@ from shardckpt.manifest import Manifest, ObjectEntry, Path, Piece
 from shardckpt.storage.store import Listed, Store, read_bytes
 
 PathText = str | os.PathLike[str]
+
+NESTED_STEP = "shardckpt"  # name of the step that `shardckpt.integrations.accelerate` writes into a folder
 # Base folders that the caller names: the path or URL of the only base that is not next to the step; or, for several,
 # the step's reference to each, to its path or URL. `NAME=PATH` is the same as text, `NAME` alone is a path or URL.
 NamedBases = PathText | Sequence[PathText] | Mapping[str, PathText]

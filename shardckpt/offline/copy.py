@@ -28,8 +28,8 @@ from shardckpt.native.stored_folders import StoredFolder, read_blocks, read_stor
 from shardckpt.native.verified_store import VerifiedStore
 from shardckpt.notebook import Result
 from shardckpt.offline.prune import StepInfo, describe_steps
-from shardckpt.reader import Source
-from shardckpt.readers.registry import NESTED, checkpoint_in, find_nested_step
+from shardckpt.reader import NESTED_STEP, Source
+from shardckpt.readers.registry import checkpoint_in, find_nested_step
 from shardckpt.readers.run_start import require_start_of_run
 from shardckpt.readers.step_paths import StepRange, resolve_range
 from shardckpt.storage.local_publication import require_space
@@ -204,8 +204,8 @@ def _read_source(chosen: StepRange) -> _Source:
         return _Source([folder], other_content=tuple(others))
     nested = find_nested_step(Source(store)) if found == "folder" else None
     if nested is not None:
-        others = [f"{entry.name}/" if entry.is_folder else entry.name for entry in entries if entry.name != NESTED]
-        return _Source([replace(read_stored_step(nested.store), name=NESTED)], other_content=tuple(others))
+        others = [f"{entry.name}/" if entry.is_folder else entry.name for entry in entries if entry.name != NESTED_STEP]
+        return _Source([replace(read_stored_step(nested.store), name=NESTED_STEP)], other_content=tuple(others))
     run, folders = _read_folders(chosen)
     if not run.complete:
         raise UnknownFormatError(

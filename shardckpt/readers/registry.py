@@ -26,7 +26,17 @@ from shardckpt.errors import (
 from shardckpt.manifest import Encoded, ObjectEntry, Piece, Span, Strided, split_numbers
 from shardckpt.notebook import Result
 from shardckpt.plugins import Plugin, find_plugins, load_plugin, name_plugin, warn_of_plugin
-from shardckpt.reader import Checksum, Evidence, Format, NamedBases, ParamShapes, Reader, Source, require_bases
+from shardckpt.reader import (
+    NESTED_STEP,
+    Checksum,
+    Evidence,
+    Format,
+    NamedBases,
+    ParamShapes,
+    Reader,
+    Source,
+    require_bases,
+)
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.resolve_url import as_url, kind, not_found_error, open_store, split, split_step_suffix
 from shardckpt.storage.store import Listed, Store, SubfolderStore, WrappedStore
@@ -52,7 +62,6 @@ class BuiltIn(NamedTuple):
 
 
 _NATIVE = "native"
-NESTED = "shardckpt"  # name of the step that `shardckpt.integrations.accelerate` writes into a folder
 # Built-in formats. Those that contain other formats come first. The last one never matches a folder.
 BUILT_IN = (
     BuiltIn(_NATIVE, "shardckpt.native.reader", r"COMMIT|[0-9a-z]+-\d{5,}-\d{2,}\.safetensors"),
@@ -164,9 +173,9 @@ def open_source(url: str, bases: NamedBases = "") -> Source:
 
 def find_nested_step(source: Source) -> Source | None:
     """Return the step in a folder of Accelerate's `save_state`; None in others, and if the folder is a checkpoint."""
-    if NESTED not in source.folders or _probe_nearby(source) is not None:
+    if NESTED_STEP not in source.folders or _probe_nearby(source) is not None:
         return None
-    inside = Source(open_store(f"{source.store.url.rstrip('/')}/{NESTED}"), bases=source.bases)
+    inside = Source(open_store(f"{source.store.url.rstrip('/')}/{NESTED_STEP}"), bases=source.bases)
     form = _probe_nearby(inside)
     return inside if form is not None and form.name == _NATIVE else None
 

@@ -30,6 +30,7 @@ from shardckpt.native.run_directory import (
     read_step,
 )
 from shardckpt.plan.retention import Retention, SavedStep, choose_ranking, decode_retention, find_best
+from shardckpt.reader import NESTED_STEP
 from shardckpt.storage.resolve_url import as_url, kind, not_found_error, open_store, split_step_suffix
 from shardckpt.storage.store import Store, SubfolderStore
 
@@ -41,9 +42,8 @@ _SUFFIX = re.compile(
 _EXPECTED = "@latest, @best, @best:max:NAME, a number such as @1000, or @1000..2000"
 _MAX_SHOWN = 12
 
-# Accelerate's folders have a number, such as `checkpoint_3`, and the step is in this folder inside. Accelerate and
-# Lightning put the numbered folders or steps below `checkpoints`.
-ACCELERATE_STEP = "shardckpt"
+# Accelerate's folders have a number, such as `checkpoint_3`, and the step is in the folder `NESTED_STEP` inside.
+# Accelerate and Lightning put the numbered folders or steps below `checkpoints`.
 _NUMBERED = re.compile(rf"(.*?)({_NUMBER})", re.DOTALL)
 _CHECKPOINTS = "checkpoints"
 
@@ -170,7 +170,7 @@ def _list_numbered(store: Store) -> list[_FoundStep]:
     found = [
         (prefix, _FoundStep(inside, step))
         for prefix, number, name in numbered
-        if (step := read_step(inside := SubfolderStore(store, name), number, ACCELERATE_STEP)).held
+        if (step := read_step(inside := SubfolderStore(store, name), number, NESTED_STEP)).held
     ]
     prefixes = sorted({prefix for prefix, _ in found})
     if len(prefixes) > 1:
@@ -178,7 +178,7 @@ def _list_numbered(store: Store) -> list[_FoundStep]:
             "the folders here have different names before their numbers, so that none is the newest",
             where=store.url,
             found=", ".join(f"{prefix}N" for prefix in prefixes[:_MAX_SHOWN]),
-            fix=f"Name one of them, and {ACCELERATE_STEP} in it.",
+            fix=f"Name one of them, and {NESTED_STEP} in it.",
         )
     return [each for _, each in found]
 

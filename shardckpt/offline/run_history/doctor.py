@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shardckpt.errors import ShardckptError, describe, escape
+from shardckpt.notebook import Result, draw_in_notebooks
 from shardckpt.offline.prune import open_run
 from shardckpt.offline.report_html import render_page, require_report_target, write_page
 from shardckpt.offline.run_history import health_checks
@@ -29,8 +30,8 @@ _CHECKS: dict[str, Callable[[RunToCheck], HealthCheck]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class HealthReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class HealthReport(Result):
     """Result of `doctor`.
 
     Attributes:
@@ -80,8 +81,15 @@ def doctor(root: str | os.PathLike[str], *, html: str | os.PathLike[str] = "") -
         require_report_target(html)
     found = _examine(root)
     if html:
-        write_page(render_page(escape(root), describe_report(found)), html)
+        write_page(_render(found), html)
     return found
+
+
+def _render(found: HealthReport) -> str:
+    return render_page(escape(found.root), describe_report(found))
+
+
+draw_in_notebooks(HealthReport, _render)
 
 
 def _examine(root: str) -> HealthReport:
