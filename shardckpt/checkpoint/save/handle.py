@@ -13,7 +13,7 @@ from typing import NamedTuple
 from shardckpt.checkpoint.background_thread import BackgroundThread, run_before_exit
 from shardckpt.errors import RankError, ShardckptError, UsageError, describe
 from shardckpt.events import OnEvent, Recorder, SaveEvent, emit
-from shardckpt.events.recorder import enter_call
+from shardckpt.events.recorder import enter_call, get_current_call
 from shardckpt.storage.linux_syscalls import lower_priority
 
 _LOG = logging.getLogger("shardckpt")
@@ -52,6 +52,8 @@ class AsyncSaveTask:
         self.path, self._is_tolerated = path, is_tolerated
         self.recorder = Recorder(SaveEvent, path, {"is_background": True})
         self._on_event = on_event
+        # On some ranks the call itself may run the rest, so its name is that of the call.
+        self._call = get_current_call().name or "async_save"
         self._emitting = threading.Lock()
         self._thread: BackgroundThread | None = None
         self._process = os.getpid()
@@ -92,7 +94,7 @@ class AsyncSaveTask:
         if not self.claim():
             return
         try:
-            with enter_call("async_save", self.path, self._on_event):
+            with enter_call(self._call, self.path, self._on_event):
                 work()
         except BaseException as error:  # noqa: BLE001  (raised by whoever asks)
             self._failure = error
