@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial, wraps
 from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, SupportsFloat, TypeAlias, TypeVar
 
@@ -44,12 +44,27 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
+# What calls ask for, which must be equal on all ranks: rank 0 answers for all.
+_ASKED: Mapping[str, Callable[..., str]] = {
+    "durability": lambda step: f"step {step}",
+    "should_save": lambda step: f"step {step}",
+    "wait": lambda step=None, *, survives="process": f"step {step}, {survives}",
+    "restore": lambda _state, *, step=None, **_: "the newest step" if step is None else f"step {step}",
+}
+
+
 def _collective(method: Callable[Concatenate[Checkpointer, _P], _R]) -> Callable[Concatenate[Checkpointer, _P], _R]:
     """Name a method that all ranks call, for the ranks that wait in it."""
+    name, describe = method.__name__, _ASKED.get(method.__name__)
 
     @wraps(method)
     def call(self: Checkpointer, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with enter_call(method.__name__, self.root, self._on_event):
+        asked = "a Checkpointer"  # the save itself compares steps and paths
+        if describe is not None:
+            with suppress(TypeError):  # of a wrong call, which the method raises
+                asked = f"{describe(*args, **kwargs)} of {self.root}"
+        tiers = "".join(f", with {type(each).__name__}" for each in self._arguments["tiers"])
+        with enter_call(name, self.root, self._on_event, asked + tiers):
             return method(self, *args, **kwargs)
 
     return call

@@ -103,6 +103,10 @@ class Call(NamedTuple):
     name: str = ""  # empty outside of such a call
     path: str = ""  # of the checkpoint or the run
     on_event: OnEvent | None = None
+    detail: str = ""  # what must be equal on all ranks, as text
+
+    def __str__(self) -> str:
+        return f"`{self.name}` ({self.detail})" if self.detail else f"`{self.name}`"
 
 
 _NO_CALL = Call()
@@ -115,12 +119,12 @@ def get_current_call() -> Call:
 
 
 @contextmanager
-def enter_call(name: str, path: str = "", on_event: OnEvent | None = None) -> Iterator[None]:
+def enter_call(name: str, path: str = "", on_event: OnEvent | None = None, detail: str = "") -> Iterator[None]:
     """Name a call during a block, unless it is a part of another call."""
     if _CALL.get() is not _NO_CALL:
         yield
         return
-    token = _CALL.set(Call(name, path, on_event if callable(on_event) else None))
+    token = _CALL.set(Call(name, path, on_event if callable(on_event) else None, detail))
     try:
         yield
     finally:

@@ -24,6 +24,7 @@ LOST_RANK_FIX = "Its own log says why; the others have stopped. Saves and loads 
 
 _ROUND_BYTES = 8  # bytes of the round's number, which precedes each message
 _IS_GONE = "is gone or did not"  # answer in time, or come to a call in time
+_MAX_CALL = 1000  # maximum characters of a call that a message names
 _NOTICE_S = 2.0  # seconds in which a lost rank becomes known
 _FIRST = "shardckpt/lost/first"  # key for the note that all ranks believe
 _UNSURE = "unsure: "  # begins a note while its rank looks for the notes of others
@@ -254,7 +255,7 @@ class LinkedGroup(Group):
         if known is not None:
             raise known
         deadline = time.monotonic() + self.timeout_s * self._FIRST_WAITS
-        messages, lost, others = [], {}, {}
+        messages, lost, others, own = [], {}, {}, _describe_call(self._call)
         for rank in range(1, self.size):
             try:
                 name, data = _split_call(self._recv_bytes(rank, deadline))
@@ -263,12 +264,12 @@ class LinkedGroup(Group):
                 deadline = min(deadline, time.monotonic() + _NOTICE_S)  # the other ranks have sent theirs by now
                 continue
             messages.append(data)
-            if name and self._call.name not in ("", name):
+            if name and own not in ("", name) and data[:1] != FAILED:
                 others[rank] = name
         if lost:
             raise self._give_up(lost)
         if others:
-            raise _build_mismatch(self.size, self._call.name, *next(iter(others.items())))
+            raise _build_mismatch(self.size, own, *next(iter(others.items())))
         return messages
 
     def _send_all(self, answers: Sequence[bytes]) -> None:
@@ -366,20 +367,24 @@ def _describe_loss(size: int, rank: int, error: RuntimeError, call: Call, verb: 
 
 
 def _frame_call(call: Call) -> bytes:
-    """Return a call's name as it precedes a message to rank 0."""
-    name = call.name.encode()[:255]
-    return bytes([len(name)]) + name
+    """Return a call as it precedes a message to rank 0."""
+    text = _describe_call(call).encode("utf-8", "replace")
+    return len(text).to_bytes(2, "little") + text
 
 
 def _split_call(data: bytes) -> tuple[str, bytes]:
-    """Return the name of the sender's call, and its message."""
-    end = 1 + data[0]
-    return data[1:end].decode("utf-8", "replace"), data[end:]
+    """Return the sender's call, and its message."""
+    end = 2 + int.from_bytes(data[:2], "little")
+    return data[2:end].decode("utf-8", "replace"), data[end:]
+
+
+def _describe_call(call: Call) -> str:
+    return str(call)[:_MAX_CALL] if call.name else ""
 
 
 def _build_mismatch(size: int, own: str, rank: int, other: str) -> RankError:
     """Return the error for a rank that made another call than rank 0."""
-    what = f"rank {rank} of {size} called `{other}` while rank 0 called `{own}`"
+    what = f"rank {rank} of {size} called {other} while rank 0 called {own}"
     return RankError(what, rank=rank, fix="All ranks have to make the same calls in the same order.")
 
 

@@ -59,7 +59,7 @@ class QueueLink(RankLink):
 
 
 def message(number: int, text: bytes) -> bytes:
-    return number.to_bytes(8, "little") + b"\0" + b"\0" + text  # outside of a named call, without an error
+    return number.to_bytes(8, "little") + b"\0\0" + b"\0" + text  # outside of a named call, without an error
 
 
 def test_a_message_that_comes_twice_counts_once() -> None:

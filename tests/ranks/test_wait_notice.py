@@ -170,10 +170,36 @@ def test_ranks_in_different_calls_raise_an_error_that_names_both(tmp_path) -> No
     def body(rank: int, world: int) -> str:
         ck = shardckpt.Checkpointer(tmp_path / "run")
         ck.save(1, {"t": torch.ones(2)})
-        with pytest.raises(RankError, match="rank 1 of 2 called `save` while rank 0 called `durability`") as caught:
+        with pytest.raises(RankError, match=r"rank 1 of 2 called `save` .* while rank 0 called `durability`") as caught:
             ck.durability(1) if rank == 0 else ck.save(2, {"t": torch.ones(2)})
         assert caught.value.rank == 1
         assert ck.durability(1).copies  # the ranks are together again
+        return "went on"
+
+    assert run(2, body) == ["went on"] * 2
+
+
+ASKED_BY_RANK = {
+    "durability": lambda ck, rank, _: ck.durability(1 + rank),
+    "wait": lambda ck, rank, _: ck.wait(1 + rank),
+    "restore": lambda ck, rank, _: ck.restore({"t": torch.zeros(2)}, step=1 + rank),
+    "restore the newest": lambda ck, rank, _: ck.restore({"t": torch.zeros(2)}, step=1 if rank else None),
+    "another root": lambda ck, rank, root: shardckpt.Checkpointer(f"{root}-{rank}").restore({"t": torch.zeros(2)}),
+    "no Checkpointer": lambda ck, rank, root: (
+        ck.save(9, {"t": torch.ones(2)}) if rank else shardckpt.save({"t": torch.ones(2)}, root / "step-00000009")
+    ),
+}
+
+
+@pytest.mark.parametrize("ask", ASKED_BY_RANK.values(), ids=ASKED_BY_RANK)
+def test_ranks_that_ask_for_different_things_get_an_error(tmp_path, ask) -> None:
+    def body(rank: int, world: int) -> str:
+        ck = shardckpt.Checkpointer(tmp_path / "run")
+        for step in (1, 2):
+            ck.save(step, {"t": torch.ones(2)})
+        with pytest.raises(RankError, match=r"rank 1 of 2 called .* while rank 0 called"):
+            ask(ck, rank, tmp_path / "run")
+        assert ck.restore({"t": torch.zeros(2)}) == 2
         return "went on"
 
     assert run(2, body) == ["went on"] * 2

@@ -437,9 +437,9 @@ def _shared(messages: list[bytes]) -> list[bytes]:
     odd = next((rank for rank, identity in enumerate(identities) if identity != identities[0]), None)
     if odd is not None:
         raise RankError(
-            f"rank {odd} opened a different checkpoint than rank 0: it was replaced in between",
+            f"rank {odd} opened a different checkpoint than rank 0: the paths differ, or it was replaced in between",
             rank=odd,
-            fix="Load again.",
+            fix="Load the same path on all ranks; else load again.",
         )
     neighbors = count_neighbors([message[_IDENTITY_BYTES:_MACHINE_END] for message in messages])
     is_collective = bytes([any(message[_MACHINE_END] for message in messages)])

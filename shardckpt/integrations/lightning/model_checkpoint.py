@@ -214,6 +214,7 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
             state_dict = move_paths(state_dict, self.checkpointer, self.dirpath)  # the run is a copy, or was moved
         super().load_state_dict(state_dict)
         _, self._unlasting = self._list_kept()
+        self.last_model_path = self.last_model_path if self.save_last else ""  # a signal had requested its step
         self._unremoved = set(state_dict.get("unremoved", ()) if state_dict.get("dirpath") == self.dirpath else ())
 
     def _find_last_checkpoints(self, _trainer: Trainer) -> set[str]:
