@@ -208,6 +208,11 @@ class Reader:
         return {}
 
     @property
+    def saved_sizes(self) -> Mapping[str, int]:
+        """Sizes in bytes that the checkpoint says its files have, by name; empty if it stores none."""
+        return {}
+
+    @property
     def unverified_files(self) -> tuple[str, ...]:
         """Files that were read to open the checkpoint, are not in the manifest, and have no stored checksum."""
         return ()

@@ -99,6 +99,11 @@ class NativeReader(Reader):
         """Config and tokenizer files that were saved with the step, by their names for the model."""
         return {name: StoredFile(f.place, f.nbytes) for name, f in find_model_files(self.contents.files).items()}
 
+    @property
+    def saved_sizes(self) -> Mapping[str, int]:
+        """Sizes of all files as they were saved."""
+        return {file.place: file.nbytes for file in self.contents.files}
+
     def value_stats(self, path: Path) -> ValueStats | None:
         """Return the statistics that the save stored for an array; None without them, or if they are wrong."""
         record = self._records_with_stats.get(path)

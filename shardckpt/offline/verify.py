@@ -98,7 +98,7 @@ def verify(
         problems += [missing_file(name) for name, size in manifest.files.items() if size < 0]
     checked = 0
     if not problems:
-        problems += _list_wrong_files(reader)
+        problems += _list_wrong_files(reader) or _list_changed_sizes(reader, lambda size, saved: size < saved)
     if not problems:
         problems += _containers(reader)
     without: tuple[str, ...] = ()
@@ -188,6 +188,21 @@ def _list_wrong_files(reader: Reader) -> list[Problem]:
     return wrong[:_MAX_FAULTS]
 
 
+def _list_changed_sizes(reader: Reader, is_wrong: Callable[[int, int], bool]) -> list[Problem]:
+    """Compare the files' sizes with those that the checkpoint stores; the files may have no checksums."""
+    sizes = reader.manifest.files
+    return [
+        _wrong_size(
+            f"{name} has {abs(sizes[name] - saved)} {'fewer' if sizes[name] < saved else 'more'} bytes than were saved",
+            name,
+            sizes[name],
+            saved,
+        )
+        for name, saved in reader.saved_sizes.items()
+        if is_wrong(sizes[name], saved)
+    ][:_MAX_FAULTS]
+
+
 def _wrong_size(message: str, file: str, found: int, expected: int) -> Problem:
     return Problem("wrong_size", escape(message), file=file, found=f"{found} bytes", expected=f"{expected} bytes")
 
@@ -244,26 +259,19 @@ def _checksums(reader: Reader, on_progress: OnProgress | None) -> tuple[int, lis
     problems: list[Problem] = []
     content = _Content(reader.manifest)
     blocks = _Blocks(reader, meter)
-    ends: dict[str, int] = {}
     try:
         for checksum in reader.checksums():
             without.pop(checksum.file, None)
             if checksum.algorithm not in _ALGORITHMS:
                 return checked, [*problems, _unknown_kind(checksum)], ()
             value = _ALGORITHMS[checksum.algorithm](blocks.read(checksum))
-            if checksum.algorithm in _FULL_FILES:
-                ends[checksum.file] = checksum.offset + checksum.nbytes
             if value == checksum.value:
                 checked += checksum.nbytes
             elif len(problems) < _MAX_FAULTS:
                 problems.append(_mismatch(reader, checksum, value, content))
     except CheckpointError as error:
         problems.append(from_error(error, reader.store.url))
-    longer = {name: size for name, size in reader.manifest.files.items() if size > ends.get(name, size)}
-    problems += (
-        _wrong_size(f"{name} has {size - ends[name]} more bytes than were saved", name, size, ends[name])
-        for name, size in longer.items()
-    )
+    problems += _list_changed_sizes(reader, lambda size, saved: size > saved)
     return checked, problems, () if problems else tuple(without)
 
 

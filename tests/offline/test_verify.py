@@ -209,6 +209,22 @@ class TestNativeSteps:
         assert (found.ok, found.checked_bytes) == (True, 0)
         assert any("without checksums" in warning for warning in found.warnings)
 
+    @pytest.mark.parametrize("change", [-1, 1])
+    def test_the_size_of_every_file_counts_without_checksums_too(self, change: int, tmp_path: Path) -> None:
+        step = tmp_path / "step"
+        (tmp_path / "base").mkdir()
+        (tmp_path / "base" / "config.json").write_text('{"model_type": "small"}')
+        shardckpt.save({"w": torch.ones(3)}, step, model_files=tmp_path / "base", checksums=False)
+        for pattern in ("*.config.json", "*.safetensors"):
+            (file,) = step.glob(pattern)
+            data = file.read_bytes()
+            file.write_bytes(data[:change] if change < 0 else data + b" ")
+            found = shardckpt.verify(step)
+            assert [problem.file for problem in found.problems] == [file.name], found.problems
+            assert str(len(data)) in found.problems[0].expected
+            file.write_bytes(data)
+        assert shardckpt.verify(step).ok
+
 
 def test_progress_counts_the_bytes_of_all_checksums(tmp_path: Path) -> None:
     write_step(tmp_path / "step", {"w": torch.zeros(3 * GROUP_BYTES // 4)})
