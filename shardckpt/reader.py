@@ -108,13 +108,6 @@ class Checksum(NamedTuple):
     label: str = ""  # label of the range in messages, such as `block 3, `; empty if it has none
 
 
-class StoredFile(NamedTuple):
-    """A small file that a checkpoint stores with its tensors."""
-
-    name: str  # in the reader's store
-    nbytes: int  # saved size in bytes
-
-
 @dataclass(frozen=True, slots=True)
 class ParamShapes:
     """A model's parameter names and shapes, from outside the checkpoint."""
@@ -203,9 +196,14 @@ class Reader:
         return None
 
     @property
-    def model_files(self) -> Mapping[str, StoredFile]:
-        """Config and tokenizer files that the checkpoint itself stores, by their names for the model."""
+    def model_files(self) -> Mapping[str, int]:
+        """Sizes in bytes of config and tokenizer files that the checkpoint stores, by their names in `model_store`."""
         return {}
+
+    @property
+    def model_store(self) -> Store:
+        """Store of the files in `model_files`."""
+        return self.store
 
     @property
     def saved_sizes(self) -> Mapping[str, int]:

@@ -15,13 +15,13 @@ from shardckpt.encodings.tagged_json import ArrayRef
 from shardckpt.encodings.value_stats import ValueStats, merge_stats, unpack_stats
 from shardckpt.errors import FormatError, ShardckptError
 from shardckpt.manifest import Manifest, ObjectEntry, Path, TensorEntry, dotted
-from shardckpt.native.base_store import BasedStore, FoundBases, find_bases
+from shardckpt.native.base_store import BasedStore, FilePlace, FoundBases, find_bases
 from shardckpt.native.commit import COMMIT, MANIFEST_SUFFIX, Commit, find_model_files, read_commit, read_contents
 from shardckpt.native.manifest_json import ManifestContents, Topology, read_topology
 from shardckpt.native.payload import BLOCK_BYTES, GROUP_BYTES, KEY
 from shardckpt.native.records import ArrayRecord, FileRecord
 from shardckpt.native.verified_store import Hashed, VerifiedStore
-from shardckpt.reader import XXH3, XXH3_OF_BLOCKS, Checksum, Evidence, Format, Reader, Source, StoredFile
+from shardckpt.reader import XXH3, XXH3_OF_BLOCKS, Checksum, Evidence, Format, Reader, Source
 from shardckpt.storage.store import Store
 
 _PAYLOAD = re.compile(r"[0-9a-z]+-\d{5,}-\d{2,}\.safetensors")
@@ -95,9 +95,15 @@ class NativeReader(Reader):
         return self._unverified
 
     @property
-    def model_files(self) -> Mapping[str, StoredFile]:
-        """Config and tokenizer files that were saved with the step, by their names for the model."""
-        return {name: StoredFile(f.place, f.nbytes) for name, f in find_model_files(self.contents.files).items()}
+    def model_files(self) -> Mapping[str, int]:
+        """Sizes of config and tokenizer files that were saved with the step, by their names for the model."""
+        return {name: file.nbytes for name, file in find_model_files(self.contents.files).items()}
+
+    @property
+    def model_store(self) -> Store:
+        """The step's files, with `model_files` under their names for the model."""
+        files = find_model_files(self.contents.files)
+        return BasedStore(self.store, {name: FilePlace(self.store, file.place) for name, file in files.items()})
 
     @property
     def saved_sizes(self) -> Mapping[str, int]:

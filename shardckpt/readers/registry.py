@@ -61,10 +61,10 @@ class BuiltIn(NamedTuple):
         return form
 
 
-_NATIVE = "native"
+_NATIVE, _COMMIT = "native", "COMMIT"
 # Built-in formats. Those that contain other formats come first. The last one never matches a folder.
 BUILT_IN = (
-    BuiltIn(_NATIVE, "shardckpt.native.reader", r"COMMIT|[0-9a-z]+-\d{5,}-\d{2,}\.safetensors"),
+    BuiltIn(_NATIVE, "shardckpt.native.reader", rf"{_COMMIT}|[0-9a-z]+-\d{{5,}}-\d{{2,}}\.safetensors"),
     BuiltIn("deepspeed-universal", "shardckpt.readers.deepspeed.universal", r"zero|latest_universal"),
     BuiltIn("deepspeed", "shardckpt.readers.deepspeed.reader", r"(?s)latest|global_step.*|.*_states\.pt"),
     BuiltIn(
@@ -113,7 +113,7 @@ _FOREIGN = (
         "a transformers Trainer's folder without model files",
         _POINT_AT_CHECKPOINT,
     ),
-    (("COMMIT",), "a shardckpt step without its manifest and its files", _POINT_AT_CHECKPOINT),
+    ((_COMMIT,), "a shardckpt step without its manifest and its files", _POINT_AT_CHECKPOINT),
 )
 
 _SHOWN = 8
@@ -393,6 +393,11 @@ def _reject_placeholder(source: Source, name: str, cause: Exception) -> None:
 
 _WEIGHTS = re.compile(r"(?s).*\.(safetensors|bin|pt|pth|ckpt|distcp|gguf|json)|\.metadata")
 _LOOKED_AT = 1000  # maximum files whose first bytes are read after an error
+
+
+def is_step(source: Source) -> bool:
+    """Return True if a folder is a step of the native format, found without an import of the format."""
+    return _COMMIT in source.listing
 
 
 def _explanation(source: Source) -> tuple[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardckpt.checkpoint.stateful.walk import LeafKind, walk
-from shardckpt.errors import UsageError
+from shardckpt.encodings.safetensors import parse_json
+from shardckpt.errors import CheckpointError, UsageError
 from shardckpt.events.warn_user import warn_user
 from shardckpt.manifest import Path, dotted
 from shardckpt.native.records import plain_name
@@ -22,9 +24,19 @@ from shardckpt.plan.naming.model_files import CONFIG, GENERATION_CONFIG, MAX_BYT
 from shardckpt.plan.naming.weights import PEFT_PART
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.resolve_url import as_url, kind, open_store
-from shardckpt.storage.store import Store, read_bytes
+from shardckpt.storage.store import Listed, Store, read_bytes
 
 _TAKES = "a folder, a model, a tokenizer, a processor or a config of transformers, or a list of them"
+_KINDS = {"file": "which is a file", "missing": "which does not exist"}
+# What transformers reads besides files with known names: code of a model, and a folder.
+_UNSTORED = re.compile(r".*\.py|additional_chat_templates", re.DOTALL)
+
+
+class FoundFiles(NamedTuple):
+    """What a framework stores; the files that the user gives win."""
+
+    found: Sequence[Any]
+    given: Any
 
 
 class ModelFiles(NamedTuple):
@@ -37,21 +49,42 @@ class ModelFiles(NamedTuple):
 
 def read_model_files(given: Any, state: Any) -> ModelFiles:
     """Read or render the files for `model_files=`, and find their model in the state. On rank 0."""
-    parts = [*_iter_parts(given)]
+    groups = [*given] if isinstance(given, FoundFiles) else [given]
+    parts = [[*_iter_parts(group)] for group in groups]
     contents: dict[str, bytes] = {}
-    models: dict[int, nn.Module] = {}
-    for part in parts:
-        if isinstance(part, nn.Module):
-            found = find_pretrained(part)
-            models |= {id(model): model for model in found.values()}
-            contents |= _render_configs(_require_one(found, part))
-            for config in _find_adapter_config(part):
-                contents |= _render_saved(config)
-        else:
-            contents |= _read_part(part)
+    for group in parts:
+        contents |= _join_files(group)
     for name in contents:
         plain_name(name, "model_files")
-    return ModelFiles(contents, _locate_model(state, models) if contents else ())
+    models = _list_models(state)
+    described = _choose_described(models, [part for group in parts for part in group])
+    if models and len(described) != 1 and CONFIG in contents:
+        names = ", ".join(dotted(path).removesuffix(".") for path, _ in models)
+        warn_user(
+            f"the step does not store {CONFIG}, as `model_files` does not say which model it describes; the state has"
+            f" {names}: pass the model itself"
+        )
+        contents = {name: content for name, content in contents.items() if name not in (CONFIG, GENERATION_CONFIG)}
+    (path,) = described if contents and len(described) == 1 else ((),)
+    # PEFT's names are not those of the model, and its users convert them.
+    is_adapted = any(PEFT_PART.search(f"{name}.") for name in path[-1:])
+    return ModelFiles(contents, () if is_adapted else path)
+
+
+def _join_files(parts: Iterable[Any]) -> dict[str, bytes]:
+    """Return the files of several parts, which must not differ."""
+    contents: dict[str, bytes] = {}
+    for part in parts:
+        files = _read_part(part)
+        different = next((name for name, content in files.items() if contents.get(name, content) != content), None)
+        if different is not None:
+            raise UsageError(
+                "two parts of `model_files` must not give different files with one name",
+                found=different,
+                fix="Pass one of them, or a folder with the files that you want.",
+            )
+        contents |= files
+    return contents
 
 
 def collect_model_files(modules: Sequence[nn.Module], others: Iterable[object], options: Mapping[str, Any]) -> Any:
@@ -69,7 +102,7 @@ def collect_model_files(modules: Sequence[nn.Module], others: Iterable[object], 
                 f"the run has {len(kinds)} {names}, so its steps store the files of none: name what to store with"
                 " `model_files`, or pass `model_files=None`"
             )
-    return [*(found if len(found) == 1 else ()), *(texts if len(texts) == 1 else ()), given]
+    return FoundFiles([*(found if len(found) == 1 else ()), *(texts if len(texts) == 1 else ())] or [None], given)
 
 
 def _is_processor(each: object) -> bool:
@@ -98,6 +131,9 @@ def _iter_pretrained(module: nn.Module, path: Path) -> Iterator[tuple[Path, nn.M
 
 def _iter_parts(given: Any) -> Iterator[Any]:
     if isinstance(given, (Mapping, list, tuple)):
+        if not given:
+            found = f"an empty {type(given).__name__}"
+            raise UsageError(f"`model_files` must be {_TAKES}", found=found, fix="Leave it out to store none.")
         for each in given.values() if isinstance(given, Mapping) else given:
             yield from _iter_parts(each)
     elif given is not None:
@@ -121,20 +157,39 @@ def _find_adapter_config(module: nn.Module) -> list[Any]:
     return adapters if len(adapters) == 1 else []
 
 
-def _locate_model(state: Any, models: Mapping[int, nn.Module]) -> Path:
-    """Return the path to the model that the config describes; empty if it is the state's only one, or not known."""
+def _list_models(state: Any) -> list[tuple[Path, nn.Module]]:
+    """Return the state's transformers models, each once, with their paths; the last key is an FQN."""
     modules = [leaf for leaf in walk(state) if leaf.kind is LeafKind.MODULE]
-    found = [(leaf, *each) for leaf in modules for each in find_pretrained(leaf.value).items()]
-    known = [(leaf, name) for leaf, name, model in found if not models or id(model) in models]
-    if len(known) != 1:
-        return ()
-    ((leaf, name),) = known
-    is_only = not name and len(modules) == 1
-    # PEFT's names are not those of the model, and its users convert them.
-    return () if is_only or PEFT_PART.search(f"{name}.") else (*leaf.path, name)
+    found: dict[int, tuple[Path, nn.Module]] = {}
+    for leaf in modules:
+        for name, model in find_pretrained(leaf.value).items():
+            is_only = not name and len(modules) == 1
+            found.setdefault(id(model), (() if is_only else (*leaf.path, name), model))
+    return [*found.values()]
+
+
+def _choose_described(models: Sequence[tuple[Path, nn.Module]], parts: Sequence[Any]) -> list[Path]:
+    """Return the paths to the models that the config may describe; a model or a config of the state says which."""
+    given = [model for part in parts if isinstance(part, nn.Module) for model in find_pretrained(part).values()]
+    ids, classes = {*map(id, parts), *map(id, given)}, {*map(_get_config_class, given)}
+    known = [path for path, model in models if ids & {id(model), id(model.config)}]
+    # A copy of a model has the model's names.
+    return known or [path for path, model in models if not given or _get_config_class(model) in classes]
+
+
+def _get_config_class(model: nn.Module) -> object:
+    return getattr(type(model), "config_class", None)
 
 
 def _read_part(part: Any) -> dict[str, bytes]:
+    if isinstance(part, nn.Module):
+        files = _render_configs(_require_one(find_pretrained(part), part))
+        for config in _find_adapter_config(part):
+            files |= _render_saved(config)
+        return files
+    if isinstance(part, type):
+        found = f"the class {part.__name__}"
+        raise UsageError(f"`model_files` must be {_TAKES}", found=found, fix="Pass an instance.")
     if isinstance(part, (str, os.PathLike)):
         return _read_folder(as_url(part))
     # Never what writes weights: a pipeline or another model has a `config`.
@@ -147,22 +202,55 @@ def _read_part(part: Any) -> dict[str, bytes]:
 
 
 def _read_folder(url: str) -> dict[str, bytes]:
-    if kind(url) != "folder":
-        raise UsageError("`model_files` must be a folder", found=url)
-    files = _read_known(open_store(url))
+    found = kind(url)
+    if found != "folder":
+        fix = (
+            "Pass its folder." if found == "file" else "For a name on a hub, pass the model and the tokenizer instead."
+        )
+        raise UsageError("`model_files` must be a folder", found=f"{url}, {_KINDS[found]}", fix=fix)
+    store = open_store(url)
+    entries = store.list()
+    _warn_of_unstored(entry.name for entry in entries if _UNSTORED.fullmatch(entry.name))
+    empty = next((entry.name for entry in entries if _is_known(entry) and not entry.size), None)
+    if empty is not None:
+        raise UsageError(
+            "a model file must have content",
+            where=f"{store.url}/{empty}",
+            found="an empty file, a pipe, or a link without its target",
+            fix="Restore the file, or remove it.",
+        )
+    files = _read_known(store, entries)
     if not files:
         raise UsageError(
             "`model_files` must be a folder with config or tokenizer files",
             where=url,
             expected=f"{CONFIG}, tokenizer.json or others with known names",
         )
+    if CONFIG in files:
+        _require_object(files[CONFIG], f"{store.url}/{CONFIG}")
     return files
 
 
-def _read_known(store: Store) -> dict[str, bytes]:
-    sizes = {
-        entry.name: entry.size for entry in store.list() if not entry.is_folder and MODEL_FILE.fullmatch(entry.name)
-    }
+def _require_object(content: bytes, where: str) -> None:
+    try:
+        config = parse_json(content, where=where)
+    except CheckpointError as error:
+        raise UsageError("a model's config must be a JSON object", where=where, found=error.what) from error
+    if not isinstance(config, dict):
+        raise UsageError("a model's config must be a JSON object", where=where, found=f"type {type(config).__name__}")
+
+
+def _is_known(entry: Listed) -> bool:
+    return not entry.is_folder and bool(MODEL_FILE.fullmatch(entry.name))
+
+
+def _warn_of_unstored(names: Iterable[str]) -> None:
+    if found := ", ".join(sorted(names)):
+        warn_user(f"`model_files` stores config, tokenizer and processor files only: the step does not have {found}")
+
+
+def _read_known(store: Store, entries: Iterable[Listed]) -> dict[str, bytes]:
+    sizes = {entry.name: entry.size for entry in entries if _is_known(entry)}
     large = next((name for name, size in sizes.items() if size > MAX_BYTES), None)
     if large is not None:
         found = f"{sizes[large]} bytes"
@@ -214,7 +302,10 @@ def _describe(given: Any) -> str:
 def _render_again(given: Any) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory(prefix="shardckpt-") as folder:
         given.save_pretrained(folder)
-        files = _read_known(LocalStore(folder))
+        store = LocalStore(folder)
+        entries = store.list()
+        _warn_of_unstored(entry.name for entry in entries if not _is_known(entry))
+        files = _read_known(store, entries)
     if not files:
         raise UsageError(
             "`save_pretrained` must write config or tokenizer files", found=f"none by {type(given).__name__}"

@@ -10,13 +10,11 @@ from shardckpt.dtypes import FLOATS
 from shardckpt.encodings.safetensors import parse_json
 from shardckpt.errors import FormatError, StorageError, UsageError
 from shardckpt.manifest import Manifest, TensorEntry, dotted
-from shardckpt.native.base_store import BasedStore, FilePlace
-from shardckpt.native.commit import COMMIT
 from shardckpt.plan.naming import sections
 from shardckpt.plan.naming.fqn import name_model
 from shardckpt.plan.naming.model_files import ADAPTER_CONFIG, CONFIG, MAX_BYTES, MODEL_FILE
 from shardckpt.reader import ParamShapes, Reader, Source
-from shardckpt.readers.registry import open_checkpoint, open_reader, open_source, resolve_step
+from shardckpt.readers.registry import is_step, open_checkpoint, open_reader, open_source, resolve_step
 from shardckpt.storage.resolve_url import kind, open_store, split
 from shardckpt.storage.store import Store, read_bytes
 
@@ -44,7 +42,7 @@ def find_config_files(source: Source, config_from: str = "", reader: Reader | No
         if kind(config_from) != "folder":
             raise UsageError("--config-from is not a folder", found=config_from)
         given = open_source(config_from)
-        carried = _list_config_files(given.store, open_reader(given) if COMMIT in given.listing else None)
+        carried = _list_config_files(given.store, open_reader(given) if is_step(given) else None)
         if not carried.files:
             raise UsageError("--config-from holds no config and no tokenizer files", where=config_from)
         return carried
@@ -96,10 +94,9 @@ def _list_config_files(store: Store, reader: Reader | None = None) -> ConfigFile
         e.name: e.size for e in store.list() if not e.is_folder and e.size <= MAX_BYTES and MODEL_FILE.fullmatch(e.name)
     }
     # An adapter's config would make transformers look for the adapter next to the written model.
-    stored = {} if reader is None else {n: file for n, file in reader.model_files.items() if n != ADAPTER_CONFIG}
+    stored = {} if reader is None else {n: size for n, size in reader.model_files.items() if n != ADAPTER_CONFIG}
     if reader is not None and stored:
-        store = BasedStore(reader.store, {name: FilePlace(reader.store, file.name) for name, file in stored.items()})
-        files |= {name: file.nbytes for name, file in stored.items()}
+        store, files = reader.model_store, files | stored
     return ConfigFiles(store, files, read_config(store, files.get(CONFIG, -1)))
 
 

@@ -68,7 +68,7 @@ def plan(conversion: Conversion) -> PlannedFiles:
 def plan_ranks(reader: Reader, options: RankOptions) -> PlannedRanks:
     """Plan a native step by several writers with all of a checkpoint's content."""
     tree = build_full_tree(reader, allow_loss=options.allow_loss)
-    files = {name: read_bytes(reader.store, f.name, 0, f.nbytes) for name, f in reader.model_files.items()}
+    files = {name: read_bytes(reader.model_store, name, 0, size) for name, size in reader.model_files.items()}
     tree = replace(tree, piece_stats=_find_stats(reader, tree.arrays), model_files=files)
 
     def plan_layout(_: str, save: str) -> Layout:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import shardckpt
+from shardckpt.checkpoint.save.render_model_files import collect_model_files
 from shardckpt.errors import ChecksumError, RankError, UsageError
 from shardckpt.tiers.local_folder import Local
 from tests.kit.ranks.harness import run
@@ -25,6 +27,9 @@ class Config:
 
     def to_json_string(self) -> str:
         return json.dumps(vars(self))
+
+    def save_pretrained(self, folder: str) -> None:
+        Path(folder, "config.json").write_text(self.to_json_string())
 
 
 class Net(nn.Module):
@@ -65,7 +70,6 @@ class Tokenizer:
     def save_pretrained(self, folder: str) -> None:
         self.count += 1
         Path(folder, "tokenizer.json").write_text(self.chat_template)
-        Path(folder, "README.md").write_text("not for the model")
 
 
 def list_model_files(step: Path) -> dict[str, str]:
@@ -97,6 +101,11 @@ def test_a_step_has_the_known_files_of_a_folder(tmp_path: Path) -> None:
     [
         ("missing", "`model_files` must be a folder; found .*missing"),
         ("empty", "`model_files` must be a folder with config or tokenizer files"),
+        ("none.json", "none.json, which does not exist. For a name on a hub, pass the model and the tokenizer"),
+        (__file__, "py, which is a file. Pass its folder"),
+        (Net, "found the class Net. Pass an instance"),
+        ([], "found an empty list. Leave it out to store none"),
+        ({}, "found an empty dict"),
         (3, "`model_files` must be a folder, a model, a tokenizer.*found type int"),
         (nn.Linear(2, 2), "takes a module with one transformers model; found Linear with none"),
         (nn.ModuleList([Net(), Net()]), "one transformers model; found ModuleList with 0, 1"),
@@ -120,8 +129,17 @@ def test_a_model_gives_its_config_with_its_class_and_its_dtype(tmp_path: Path) -
     assert json.loads(files["config.json"]) == {"architectures": ["Net"], "dtype": "bfloat16", "use_cache": True}
     assert files["tokenizer.json"] == "a"
     assert model.config.architectures is None, "the model's own config stays as it is"
-    shardckpt.save(model, tmp_path / "step-2", model_files={"first": Tokenizer("a"), "second": Tokenizer("b")})
-    assert list_model_files(tmp_path / "step-2") == {"tokenizer.json": "b"}
+
+
+def test_parts_with_different_files_of_one_name_are_refused_by_its_name(tmp_path: Path) -> None:
+    model = Net()
+    for given in ({"first": Tokenizer("a"), "second": Tokenizer("b")}, [model, write_config(tmp_path / "base")]):
+        with pytest.raises(UsageError, match=r"different files with one name; found (tokenizer|config)\.json"):
+            shardckpt.save(model, tmp_path / "step-1", model_files=given)
+    shardckpt.save(model, tmp_path / "step-1", model_files=[Tokenizer("a"), Tokenizer("a")])
+    given = collect_model_files([model], [Tokenizer("a")], {"model_files": tmp_path / "base"})
+    shardckpt.save(model, tmp_path / "step-2", model_files=given)
+    assert list_model_files(tmp_path / "step-2")["config.json"] == '{"model_type": "small"}', "what the user gives wins"
 
 
 def test_a_model_inside_another_module_is_consolidated_under_its_own_names(tmp_path: Path) -> None:
@@ -153,6 +171,67 @@ def test_names_of_a_step_are_those_of_the_state_without_a_model_in_it(tmp_path: 
     shardckpt.save(state, tmp_path / "step-1", model_files=Net())
     shardckpt.consolidate(tmp_path / "step-1", tmp_path / "out")
     assert set(shardckpt.load(tmp_path / "out")) == {"net.w"}
+
+
+def test_a_config_without_its_model_is_not_stored_for_several_models(tmp_path: Path) -> None:
+    base, pair = write_config(tmp_path / "base"), nn.ModuleDict({"a": Net(), "b": Net()})
+    for number, given in enumerate(([base, Tokenizer()], [Config(), Tokenizer()], [Net(), Tokenizer()])):
+        with pytest.warns(UserWarning, match=r"config\.json.* the state has model\.a, model\.b: pass the model itself"):
+            shardckpt.save({"model": pair}, tmp_path / f"step-{number}", model_files=given)
+        assert set(list_model_files(tmp_path / f"step-{number}")) == {"tokenizer.json"}
+    shardckpt.save({"model": pair}, tmp_path / "step-9", model_files=pair["b"].config)
+    shardckpt.consolidate(tmp_path / "step-9", tmp_path / "out")
+    assert torch.equal(shardckpt.load(tmp_path / "out")["proj.weight"], pair["b"].proj.weight), "its config is known"
+
+
+def test_a_copy_of_a_model_describes_the_only_model_like_it(tmp_path: Path) -> None:
+    class OtherNet(Net):
+        config_class = dict
+
+    state = {"model": Module()}
+    shardckpt.save(state, tmp_path / "step-1", model_files=Net())
+    shardckpt.consolidate(tmp_path / "step-1", tmp_path / "out")
+    assert set(shardckpt.load(tmp_path / "out")) == {"proj.weight", "proj.bias"}
+    with pytest.warns(UserWarning, match=r"the state has model\.net: pass the model itself"):
+        shardckpt.save(state, tmp_path / "step-2", model_files=OtherNet())
+    assert list_model_files(tmp_path / "step-2") == {}
+
+
+def test_files_that_are_not_stored_are_named(tmp_path: Path) -> None:
+    base = write_config(tmp_path / "base")
+    (base / "additional_chat_templates").mkdir()
+    (base / "modeling.py").write_text("")
+    with pytest.warns(UserWarning, match=r"does not have additional_chat_templates, modeling\.py$"):
+        shardckpt.save({"w": torch.ones(2)}, tmp_path / "step-1", model_files=base)
+
+
+def test_files_of_save_pretrained_that_are_not_stored_are_named(tmp_path: Path) -> None:
+    class TokenizerWithCode(Tokenizer):
+        def save_pretrained(self, folder: str) -> None:
+            super().save_pretrained(folder)
+            Path(folder, "tokenization.txt").touch()
+
+    with pytest.warns(UserWarning, match=r"does not have tokenization\.txt$"):
+        shardckpt.save({"w": torch.ones(2)}, tmp_path / "step-1", model_files=TokenizerWithCode())
+    assert list_model_files(tmp_path / "step-1") == {"tokenizer.json": "a"}
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "empty"])
+def test_a_known_name_without_content_is_refused(kind: str, tmp_path: Path) -> None:
+    base = write_config(tmp_path / "base")
+    path = base / "tokenizer.json"
+    {"link": lambda: path.symlink_to("gone"), "pipe": lambda: os.mkfifo(path), "empty": path.touch}[kind]()
+    with pytest.raises(UsageError, match=r"base/tokenizer\.json: a model file must have content"):
+        shardckpt.save({"w": torch.ones(2)}, tmp_path / "step-1", model_files=base)
+    assert not (tmp_path / "step-1").exists()
+
+
+@pytest.mark.parametrize("content", ["[1]", "{", '"text"'])
+def test_a_config_that_is_no_json_object_is_refused(content: str, tmp_path: Path) -> None:
+    base = write_config(tmp_path / "base")
+    (base / "config.json").write_text(content)
+    with pytest.raises(UsageError, match=r"base/config\.json: a model's config must be a JSON object"):
+        shardckpt.save({"w": torch.ones(2)}, tmp_path / "step-1", model_files=base)
 
 
 def test_a_config_may_be_taken_from_another_step(tmp_path: Path) -> None:
