@@ -32,7 +32,7 @@ _KINDS = {"file": "which is a file", "missing": "which does not exist"}
 _UNSTORED = re.compile(r".*\.py|additional_chat_templates", re.DOTALL)
 
 
-class FoundFiles(NamedTuple):
+class CollectedFiles(NamedTuple):
     """What a framework stores; the files that the user gives win."""
 
     found: Sequence[Any]
@@ -49,7 +49,7 @@ class ModelFiles(NamedTuple):
 
 def read_model_files(given: Any, state: Any) -> ModelFiles:
     """Read or render the files for `model_files=`, and find their model in the state. On rank 0."""
-    groups = [*given] if isinstance(given, FoundFiles) else [given]
+    groups = [*given] if isinstance(given, CollectedFiles) else [given]
     parts = [[*_iter_parts(group)] for group in groups]
     contents: dict[str, bytes] = {}
     for group in parts:
@@ -102,7 +102,7 @@ def collect_model_files(modules: Sequence[nn.Module], others: Iterable[object], 
                 f"the run has {len(kinds)} {names}, so its steps store the files of none: name what to store with"
                 " `model_files`, or pass `model_files=None`"
             )
-    return FoundFiles([*(found if len(found) == 1 else ()), *(texts if len(texts) == 1 else ())] or [None], given)
+    return CollectedFiles([*(found if len(found) == 1 else ()), *(texts if len(texts) == 1 else ())] or [None], given)
 
 
 def _is_processor(each: object) -> bool:
