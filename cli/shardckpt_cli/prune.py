@@ -88,7 +88,8 @@ def prune(
     if as_json:
         output.print_json(done)
         return
-    if not (keep_last or keep_every or keep_best or keep_for) and unfinished_for == _UNFINISHED_FOR:
+    has_rule = bool(keep_last or keep_every or keep_best or keep_for or done.removed)
+    if not has_rule and unfinished_for == _UNFINISHED_FOR:
         print(_NO_RULE, file=sys.stderr)
     output.show_incomplete([step for step in done.incomplete if not step.is_unfinished])
     _show_unfinished(done.unfinished)

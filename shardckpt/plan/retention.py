@@ -204,6 +204,7 @@ def require_metric(steps: Iterable[SavedStep], metric: str) -> None:
         )
 
 
+_DEFAULT_METRIC = "loss"  # of `Checkpointer.best()`
 # Name endings of metrics that say how long an evaluation took.
 _TIMINGS = ("runtime", "_per_second", "_time")
 
@@ -213,6 +214,8 @@ def choose_ranking(
 ) -> tuple[str, Literal["min", "max"]]:
     """Return the metric that ranks steps, and its mode; UsageError if several are possible."""
     names = sorted({name for step in steps for name in step.metrics if not name.endswith(_TIMINGS)})
+    if metric is None and len(names) > 1 and _DEFAULT_METRIC in names:  # as `Checkpointer.best()` does
+        metric = _DEFAULT_METRIC
     if metric is None:
         if len(names) != 1:
             what = "no step has a metric" if not names else "the steps have several metrics"

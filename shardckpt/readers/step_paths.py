@@ -17,6 +17,7 @@ from shardckpt.errors import (
     MissingFileError,
     NoCompleteCheckpoint,
     SourceNotFoundError,
+    UnsupportedError,
     UsageError,
     escape,
 )
@@ -187,6 +188,8 @@ def _choose_step(suffix: _Suffix, steps: Sequence[_FoundStep]) -> _FoundStep:
     if suffix.match["first"] is not None:
         return _find_number(int(suffix.match["first"]), suffix.run, steps)
     complete = sorted((each for each in steps if each.step.is_complete), key=lambda each: each.step.order)
+    if suffix.match["latest"] is not None:
+        _require_readable(suffix.run, steps, complete[-1].step.number if complete else -1)
     if not complete:
         raise NoCompleteCheckpoint(
             "no step in this run is complete",
@@ -197,6 +200,18 @@ def _choose_step(suffix: _Suffix, steps: Sequence[_FoundStep]) -> _FoundStep:
     if suffix.match["latest"] is not None:
         return complete[-1]
     return _find_best(suffix, complete)
+
+
+def _require_readable(run: str, steps: Sequence[_FoundStep], newest: int) -> None:
+    """Raise UnsupportedError if this version cannot read a step after the newest complete one, as `restore` does."""
+    newer = [each.step for each in steps if each.step.is_newer and each.step.number > newest]
+    if newer:
+        raise UnsupportedError(
+            "the newest step was written by a version of shardckpt that this one cannot read",
+            where=run,
+            found=newer[-1].fault,
+            fix="Update shardckpt, or name a step by its number.",
+        )
 
 
 def _find_number(number: int, run: str, steps: Sequence[_FoundStep]) -> _FoundStep:

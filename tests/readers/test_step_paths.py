@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -19,13 +21,15 @@ from shardckpt.errors import (
     NoCompleteCheckpoint,
     ShardckptError,
     SourceNotFoundError,
+    UnsupportedError,
     UsageError,
 )
 from shardckpt.native.manifest_json import ManifestContents
 from shardckpt.native.payload import new_save_id
 from shardckpt.native.run_directory import METRIC, step_name
+from shardckpt.reader import NESTED_STEP
 from shardckpt.readers.registry import resolve_step
-from shardckpt.readers.step_paths import ACCELERATE_STEP, resolve_range, resolve_run
+from shardckpt.readers.step_paths import resolve_range, resolve_run
 from shardckpt.storage.resolve_url import split_step_suffix
 from tests.kit.ranks.harness import raised_everywhere
 from tests.kit.ranks.harness import run as run_ranks
@@ -103,6 +107,23 @@ def test_the_best_step_needs_a_metric_that_is_sure(tmp_path: Path) -> None:
         find(f"{write_run(tmp_path / 'none', {}, {})}@best")
 
 
+def test_the_best_step_is_by_default_the_one_of_a_checkpointer(tmp_path: Path) -> None:
+    root = write_run(tmp_path / "run", {"loss": 2.0, "acc": 0.1}, {"loss": 1.0, "acc": 0.9}, {"loss": 3.0, "acc": 1.0})
+    assert shardckpt.Checkpointer(root).best() == 200
+    assert find(f"{root}@best") == step_name(200)
+
+
+def test_the_latest_step_is_refused_if_a_newer_version_wrote_it(run: Path) -> None:
+    commit = run / step_name(300) / "COMMIT"
+    line = json.dumps({**json.loads(commit.read_bytes().partition(b"\n")[0]), "features": ["new"]}).encode() + b"\n"
+    commit.write_bytes(line + hashlib.sha256(line).hexdigest().encode() + b"\n")
+    with pytest.raises(UnsupportedError, match="a version of shardckpt that this one cannot read"):
+        shardckpt.Checkpointer(run).latest()
+    with pytest.raises(UnsupportedError, match="a version of shardckpt that this one cannot read"):
+        find(f"{run}@latest")
+    assert find(f"{run}@200") == step_name(200)
+
+
 def test_a_path_that_exists_wins(run: Path) -> None:
     write(run.parent / "run@latest", value=7.0)
     assert resolve_step(run.parent / "run@latest") == str(run.parent / "run@latest")
@@ -174,13 +195,13 @@ def test_what_is_no_run_is_refused(run: Path) -> None:
 
 def test_folders_of_accelerate_are_steps_of_a_run(tmp_path: Path) -> None:
     state_folders = pytest.importorskip("shardckpt.integrations.accelerate.state_folders")
-    assert state_folders.STEP == ACCELERATE_STEP
+    assert state_folders.STEP == NESTED_STEP
     for number in (0, 9, 10):
-        write(tmp_path / "project" / "checkpoints" / f"checkpoint_{number}" / ACCELERATE_STEP)
+        write(tmp_path / "project" / "checkpoints" / f"checkpoint_{number}" / NESTED_STEP)
     for root in ("project", "project/checkpoints"):
-        assert resolve_step(f"{tmp_path}/{root}@latest").endswith(f"checkpoint_10/{ACCELERATE_STEP}")
-        assert resolve_step(f"{tmp_path}/{root}@9").endswith(f"checkpoint_9/{ACCELERATE_STEP}")
-    write(tmp_path / "project" / "checkpoints" / "epoch_1" / ACCELERATE_STEP)
+        assert resolve_step(f"{tmp_path}/{root}@latest").endswith(f"checkpoint_10/{NESTED_STEP}")
+        assert resolve_step(f"{tmp_path}/{root}@9").endswith(f"checkpoint_9/{NESTED_STEP}")
+    write(tmp_path / "project" / "checkpoints" / "epoch_1" / NESTED_STEP)
     with pytest.raises(AmbiguousError, match="found checkpoint_N, epoch_N"):
         resolve_step(f"{tmp_path}/project@latest")
 

@@ -265,7 +265,7 @@ def check_versions(checked: RunToCheck) -> HealthCheck:
     name, newest = "versions", checked.newest
     newer = next((step for step in checked.run.steps if step.is_newer), None)
     if newer is not None:
-        return HealthCheck(name, "problem", f"step {newer.number}: {newer.fault}", "pip install --upgrade shardckpt")
+        return HealthCheck(name, "problem", f"step {newer.number}: {newer.fault}", "install a newer shardckpt")
     here = describe_versions()
     wrote = "" if newest is None else read_about(checked.store, newest).get(WRITER, "")
     if not wrote:

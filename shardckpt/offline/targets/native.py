@@ -15,7 +15,7 @@ from shardckpt.encodings import typed_json
 from shardckpt.encodings.pickle_stubs import PerRankValue
 from shardckpt.encodings.tagged_json import ArrayRef, encode
 from shardckpt.encodings.value_stats import ValueStats
-from shardckpt.errors import UnsupportedError
+from shardckpt.errors import FormatError, UnsupportedError
 from shardckpt.manifest import UNREAD, Path, dotted, unflatten
 from shardckpt.native.commit import COMMIT, STEP, encode_commit, manifest_name, name_model_file
 from shardckpt.native.manifest_json import (
@@ -47,6 +47,7 @@ from shardckpt.offline.write.stream import FileSink, OutputFile, TensorPart, Ten
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.plan.layout.write_plan import LocalTensor, plan_save
+from shardckpt.plan.naming.model_files import MAX_BYTES
 from shardckpt.plan.optim.output_keys import to_state_paths
 from shardckpt.reader import Reader
 from shardckpt.storage.store import read_bytes
@@ -68,8 +69,7 @@ def plan(conversion: Conversion) -> PlannedFiles:
 def plan_ranks(reader: Reader, options: RankOptions) -> PlannedRanks:
     """Plan a native step by several writers with all of a checkpoint's content."""
     tree = build_full_tree(reader, allow_loss=options.allow_loss)
-    files = {name: read_bytes(reader.model_store, name, 0, size) for name, size in reader.model_files.items()}
-    tree = replace(tree, piece_stats=_find_stats(reader, tree.arrays), model_files=files)
+    tree = replace(tree, piece_stats=_find_stats(reader, tree.arrays), model_files=_read_model_files(reader))
 
     def plan_layout(_: str, save: str) -> Layout:
         return plan_step(tree, options.world_size, most_bytes=options.max_file_bytes, save=save).layout({})
@@ -92,6 +92,15 @@ class NativeTree:
     # Stored statistics for the pieces of arrays whose values are written as they are.
     piece_stats: Mapping[Path, Mapping[Box, ValueStats]] = field(default_factory=dict)
     model_files: Mapping[str, bytes] = field(default_factory=dict)  # contents by name
+
+
+def _read_model_files(reader: Reader) -> dict[str, bytes]:
+    """Return the contents of a step's model files by name. Raises FormatError for one that no save writes."""
+    for name, size in reader.model_files.items():
+        if size > MAX_BYTES:
+            where, found = f"{reader.store.url}/{name}", f"{size} bytes"
+            raise FormatError("a model file is too large", where=where, found=found, expected=f"{MAX_BYTES} at most")
+    return {name: read_bytes(reader.model_store, name, 0, size) for name, size in reader.model_files.items()}
 
 
 def _find_stats(reader: Reader, arrays: Mapping[Path, OutputTensor]) -> dict[Path, Mapping[Box, ValueStats]]:

@@ -14,7 +14,7 @@ from torch import nn
 
 import shardckpt
 from shardckpt.checkpoint.save.render_model_files import collect_model_files
-from shardckpt.errors import ChecksumError, RankError, UsageError
+from shardckpt.errors import ChecksumError, FormatError, RankError, UsageError
 from shardckpt.tiers.local_folder import Local
 from tests.kit.ranks.harness import run
 
@@ -367,3 +367,10 @@ def test_a_killed_save_with_model_files_is_an_orphan_and_a_users_file_is_not(tmp
     assert not (tmp_path / "step-1").exists()
     assert [path.name for path in (tmp_path / "step-2").iterdir()] == ["tokenizer.json"]
     assert removed.other_content == ("step-2/tokenizer.json",)
+
+
+def test_a_model_file_of_an_impossible_size_is_not_resharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shardckpt.save({"w": torch.ones(2)}, tmp_path / "step-1", model_files=write_config(tmp_path / "base"))
+    monkeypatch.setattr("shardckpt.offline.targets.native.MAX_BYTES", 1)
+    with pytest.raises(FormatError, match=r"config\.json: a model file is too large"):
+        shardckpt.reshard(tmp_path / "step-1", tmp_path / "step-2", world_size=2)

@@ -120,7 +120,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str, str, str]] = {
         lambda root: rewrite_version(root / step_name(3) / "COMMIT"),
         "versions",
         "step 3: ",
-        "pip install --upgrade shardckpt",
+        "install a newer shardckpt",
     ),
 }
 
