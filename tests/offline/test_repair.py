@@ -81,7 +81,7 @@ def test_what_was_committed_is_there_again_byte_for_byte(tmp_path: Path, loss: s
     LOSSES[loss](folder)
     report = shardckpt.verify(str(folder))
     assert not report.ok
-    assert "shardckpt repair" in str(report)
+    assert "shardckpt repair" in str(report.problems)
     found = shardckpt.repair(str(folder))
     assert found.written == (MANIFEST, COMMIT)
     assert (found.save, found.tensor_count, found.file_count) == (SAVE, 4, 2)
