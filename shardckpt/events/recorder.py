@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, ClassVar, NamedTuple
 
 from shardckpt.errors import UsageError, describe_with_class
@@ -104,12 +105,14 @@ class Call(NamedTuple):
     path: str = ""  # of the checkpoint or the run
     on_event: OnEvent | None = None
     detail: str = ""  # what must be equal on all ranks, as text
+    number: int = 0  # of the call in this process
 
     def __str__(self) -> str:
         return f"`{self.name}` ({self.detail})" if self.detail else f"`{self.name}`"
 
 
 _NO_CALL = Call()
+_NUMBERS = count(1)
 _CALL: ContextVar[Call] = ContextVar("call", default=_NO_CALL)
 
 
@@ -124,7 +127,7 @@ def enter_call(name: str, path: str = "", on_event: OnEvent | None = None, detai
     if _CALL.get() is not _NO_CALL:
         yield
         return
-    token = _CALL.set(Call(name, path, on_event if callable(on_event) else None, detail))
+    token = _CALL.set(Call(name, path, on_event if callable(on_event) else None, detail, next(_NUMBERS)))
     try:
         yield
     finally:

@@ -63,7 +63,7 @@ _NEUTRAL: Mapping[str, Any] = {
     name: getattr(Options(), name)
     for name in (
         *("to", "base", "shapes_from", "allow_loss", "max_shard_size", "max_memory"),
-        *("overwrite", "dry_run", "jobs", "parallel"),
+        *("config_from", "overwrite", "dry_run", "jobs", "parallel"),
     )
 }
 _CONFIGS = frozenset({CONFIG, ADAPTER_CONFIG})

@@ -9,14 +9,14 @@ from shardckpt.errors import UsageError, require_bools
 from shardckpt.events.progress import OnProgress
 from shardckpt.manifest import dotted
 from shardckpt.offline.results.contents import Report
-from shardckpt.offline.select.config_files import load_param_shapes
+from shardckpt.offline.select.config_files import ConfigFiles, find_config_files, load_param_shapes
 from shardckpt.offline.select.options import DEFAULT_MEMORY_BYTES, Options, parse_globs, parse_memory
 from shardckpt.offline.targets.base import RankOptions, Target
 from shardckpt.offline.targets.target_registry import find_rank_target
 from shardckpt.offline.write.conversion import ConversionPlan, Stopwatch, Write, run_conversion, write_alone
 from shardckpt.plan.layout.output_files import parse_size
 from shardckpt.reader import NamedBases
-from shardckpt.readers.registry import open_checkpoint, resolve_step
+from shardckpt.readers.registry import open_checkpoint, open_source, resolve_step
 from shardckpt.storage.publish import require_apart
 from shardckpt.storage.resolve_url import as_url
 
@@ -113,5 +113,17 @@ def write_all(
         warnings=ranks.warnings,
         dry_run=options.dry_run,
     )
-    plan = ConversionPlan(reader, ranks.files, report, memory, overwrite=options.overwrite, jobs=options.jobs)
+    config = ConfigFiles(None, {}, {})
+    if not rank_options.world_size:  # a conversion
+        config = find_config_files(open_source(src, options.base), options.config_from, reader)
+    plan = ConversionPlan(
+        reader,
+        ranks.files,
+        report,
+        memory,
+        overwrite=options.overwrite,
+        jobs=options.jobs,
+        copied=config.files,
+        copied_from=config.store,
+    )
     return run_conversion(plan, watch, on_progress, write)

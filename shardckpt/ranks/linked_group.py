@@ -175,7 +175,8 @@ class LinkedGroup(Group):
         self._round += 1
         self._round_start = time.monotonic()
         call = get_current_call()
-        self._is_first, self._call = call is not self._call, call
+        # Without the function for events, which may refer to this group.
+        self._is_first, self._call = call.number != self._call.number, call._replace(on_event=None)
         # No other messages can be received if this rank has lost one.
         lost = message if isinstance(message, RankError) and self.has_lost_rank else None
         is_alone = self._given is None

@@ -76,13 +76,13 @@ def test_a_training_of_spawned_processes_saves_steps(tmp_path: Path) -> None:
 
 def train_with_a_copy(rank: int, world: int, folder: Path, way: str) -> tuple[list[int], tuple[int, ...]]:
     """As another process would: its `Trainer` is as transformers made it when the callback arrives."""
-    from shardckpt.integrations.transformers import trainer_callback
+    from shardckpt.integrations.transformers import trainer_folder
     from tests.kit.runs import trainers
 
     trainers.be_rank(rank, world)
     callback = trainers.ShardckptCallback(folder / "run")
     trainers.Trainer.train = trainers.Trainer.train.__wrapped__
-    trainer_callback._wrap_train.cache_clear()
+    trainer_folder.wrap_train.cache_clear()
     used = make_copy(callback, way)
     trainer, _ = trainers.build("ddp", folder / "out", used)
     trainer.train()
