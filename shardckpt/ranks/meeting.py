@@ -28,6 +28,7 @@ from shardckpt.ranks.group import Group
 from shardckpt.ranks.linked_group import ALONE
 from shardckpt.ranks.store_group import LEAVE_S, SILENCE_S, TOKENS, StoreGroup
 from shardckpt.ranks.torch_group import current_group
+from shardckpt.ranks.wait_notice import name_ranks
 
 __all__ = ["MEETING_S", "NOTICE_S", "Place", "join_ranks", "read_place"]
 
@@ -195,10 +196,8 @@ class _Meeting:
 
     def _describe(self) -> str:
         place = self._place
-        named = ", ".join(f"rank {each}" for each in self._missing[:20])
-        more = f" and {len(self._missing) - 20} more" if len(self._missing) > 20 else ""
         where = f" ({place.host}:{place.port}: {self._trouble})" if self._trouble else f" ({place.host}:{place.port})"
-        return f"{named}{more} of {place.size}{where}"
+        return f"{name_ranks(self._missing)} of {place.size}{where}"
 
     def _leave(self, store: Any) -> None:
         """Remove this rank's keys, so that no rank counts on it."""

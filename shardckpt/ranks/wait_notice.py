@@ -8,7 +8,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain, count
 
 from shardckpt import events  # its names are loaded on first use, and few waits last long
@@ -70,19 +70,20 @@ class _Wait:
 
     def act(self) -> None:
         """Note the wait at first, then report it."""
-        if self.has_note:
-            self._report()
+        is_first, seconds = not self.has_note, self._due_s
+        if not is_first:
             self._due_s = next(self._notices)
-        else:
-            self.has_note = True
+        self.has_note, self.next_time = True, self._start + self._due_s  # also if the rest fails
+        if is_first:
             self._board.note_wait(self._rank, is_waiting=True)
-        self.next_time = self._start + self._due_s
+        else:
+            self._report(seconds)
 
     def end(self) -> None:
         """Remove the note."""
         self._board.note_wait(self._rank, is_waiting=False)
 
-    def _report(self) -> None:
+    def _report(self, seconds: float) -> None:
         """Name the ranks that do not wait, on the lowest rank that does."""
         if any(self._board.is_waiting(rank) for rank in range(self._rank)):
             return
@@ -90,8 +91,8 @@ class _Wait:
         missing = [*range(self._rank), *(rank for rank in later if not self._board.is_waiting(rank))]
         named = self._name(missing) if missing else "the other ranks, which wait too"
         call = self._call.name or self._what
-        _LOG.warning("rank %d waits in %s for %s, %.0f s", self._rank, call, named, self._due_s)
-        event = events.WaitEvent(self._call.path, self._due_s, rank=self._rank, call=call, waits_for=tuple(missing))
+        _LOG.warning("rank %d waits in %s for %s, %.0f s", self._rank, call, named, seconds)
+        event = events.WaitEvent(self._call.path, seconds, rank=self._rank, call=call, waits_for=tuple(missing))
         send_event(event, self._call.on_event)
 
     def _name(self, ranks: Sequence[int]) -> str:
@@ -144,11 +145,13 @@ class _Watch:
                 now = time.monotonic()
                 waits = [wait for wait in self._waits if wait.next_time <= now]
             for wait in waits:
-                wait.act()
+                with suppress(Exception):  # a notice that fails must not end the thread
+                    wait.act()
                 if wait not in self._waits and wait not in ended:  # it ended meanwhile
                     ended.append(wait)
             for wait in ended:
-                wait.end()
+                with suppress(Exception):
+                    wait.end()
 
 
 _WATCH = _Watch()

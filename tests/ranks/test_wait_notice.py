@@ -117,6 +117,19 @@ def test_the_thread_ends_when_nothing_waits() -> None:
     wait_until(lambda: "wait notices" not in {each.name for each in threading.enumerate()})
 
 
+@pytest.mark.usefixtures("soon")
+def test_a_notice_that_fails_does_not_end_later_ones() -> None:
+    class Broken(Board):
+        def is_waiting(self, rank: int) -> bool:
+            raise ValueError("no store")
+
+    with told() as lines, announce_wait(Broken(), 0, 2, "a test"):
+        time.sleep(NOTICES_S[0] * 1.5)
+        with announce_wait(Board(), 0, 2, "another test"):
+            wait_until(lambda: bool(lines))
+    assert lines[0].startswith("rank 0 waits in another test for rank 1")
+
+
 def late(own: int, call: Callable[[], Any]) -> Callable[[int, int], tuple[list[str], list[WaitEvent]]]:
     """A body in which one rank makes a call later than the others; returns what each rank told."""
 
