@@ -365,7 +365,10 @@ def _require_empty(root: str, store: Store) -> None:
     if names:
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         raise UnknownFormatError(
-            "this folder contains no step of a run", where=root, found=", ".join(names[:_SHOWN]) + more
+            "this folder contains no step of a run",
+            where=root,
+            found=", ".join(names[:_SHOWN]) + more,
+            fix="Name the folder that contains the steps.",
         )
 
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from shardckpt.errors import ShardckptError, describe, escape
+from shardckpt.errors import ShardckptError, UsageError, describe, escape
 from shardckpt.notebook import Result, draw_in_notebooks
 from shardckpt.offline.prune import open_run
 from shardckpt.offline.report_html import render_page, require_report_target, write_page
 from shardckpt.offline.run_history import health_checks
 from shardckpt.offline.run_history.health_checks import HealthCheck, RunToCheck
+from shardckpt.readers.step_paths import resolve_run
 from shardckpt.storage.resolve_url import as_url
 
 _TRIES = 3  # a running job may remove the newest step while it is read
 
 _CHECKS: dict[str, Callable[[RunToCheck], HealthCheck]] = {
+    "values": health_checks.check_values,
     "damaged steps": health_checks.check_damaged_steps,
     "last resume": health_checks.check_last_resume,
     "disk space": health_checks.check_disk_space,
@@ -58,8 +60,9 @@ class HealthReport(Result):
 def doctor(root: str | os.PathLike[str], *, html: str | os.PathLike[str] = "") -> HealthReport:
     """Check a run's health: what is wrong with it, and what to type next.
 
-    The newest step's bytes are read once for their checksums and once for NaN and Inf, in bounded memory. Nothing is
-    written or removed, torch is not needed, and the job may continue.
+    The newest step's bytes are read once for their checksums and once for NaN and Inf, and the newest captures in tiers
+    on this machine once, in bounded memory. Nothing is written or removed, torch is not needed, and the job may
+    continue.
 
     Args:
         root: Path or URL of the run's folder.
@@ -69,17 +72,25 @@ def doctor(root: str | os.PathLike[str], *, html: str | os.PathLike[str] = "") -
         A line for each check. A check that fails itself is a problem, with its error.
 
     Raises:
-        UsageError: The folder does not exist or is not a run; `html` names another file than an earlier report.
+        UsageError: The folder does not exist or is not a run, or the path names steps of one; `html` names another file
+            than an earlier report.
         StorageError: The folder cannot be listed.
 
     Examples:
         >>> shardckpt.doctor("runs/a").problems  # doctest: +SKIP
         ()
     """
-    root, html = as_url(root), as_url(html)
+    chosen, html = resolve_run(root), as_url(html)
+    if not chosen.is_all:
+        raise UsageError(
+            "`doctor` must be given a run's folder, not its steps",
+            found=as_url(root),
+            expected=chosen.path,
+            fix=f"`shardckpt verify {as_url(root)}` and `shardckpt stats {as_url(root)}` check steps.",
+        )
     if html:
         require_report_target(html)
-    found = _examine(root)
+    found = _examine(chosen.path)
     if html:
         write_page(_render(found), html)
     return found
@@ -104,20 +115,20 @@ def _examine(root: str) -> HealthReport:
 
 
 def _check(checked: RunToCheck) -> tuple[HealthCheck, ...]:
-    newest = _guard("newest step", lambda: health_checks.check_newest_step(checked))
-    values = _guard("values", lambda: health_checks.check_values(checked, newest))
-    others = (_guard(name, lambda check=check: check(checked)) for name, check in _CHECKS.items())  # type: ignore[misc]
-    return (newest, values, *others)
+    newest = _guard("newest step", health_checks.check_newest_step, checked)
+    checked = replace(checked, is_newest_intact=newest.status == "ok")
+    return (newest, *(_guard(name, check, checked) for name, check in _CHECKS.items()))
 
 
-def _guard(name: str, check: Callable[[], HealthCheck]) -> HealthCheck:
+def _guard(name: str, check: Callable[[RunToCheck], HealthCheck], checked: RunToCheck) -> HealthCheck:
     """Return a check's line; if it cannot be made, a line with the error."""
     try:
-        return check()
+        return check(checked)
     except ShardckptError as error:
-        return HealthCheck(name, "problem", f"cannot be checked: {str(error).rstrip('.')}")
+        fault = str(error).rstrip(".")
     except OSError as error:
-        return HealthCheck(name, "problem", f"cannot be checked: {describe(error)}")
+        fault = describe(error)
+    return HealthCheck(name, "problem", f"cannot be checked: {fault}", f"shardckpt doctor {checked.quoted}")
 
 
 def describe_report(found: HealthReport) -> dict[str, Any]:

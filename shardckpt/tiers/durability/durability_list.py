@@ -19,7 +19,7 @@ from shardckpt.native.step_copies import (
     find_survived,
     read_mounts,
 )
-from shardckpt.storage.resolve_url import open_store
+from shardckpt.storage.resolve_url import kind, open_store
 from shardckpt.storage.store import Store
 from shardckpt.tiers.durability.tier_folder import find_run_id, require_own_folder
 from shardckpt.tiers.memory import SCHEME
@@ -36,6 +36,20 @@ def list_durability(root: str) -> tuple[Durability, ...]:
     for number, copy in _list_copies(open_store(root), ROOT, find_survived(root, read_mounts())):
         copies.setdefault(number, []).append(copy)
     return tuple(Durability(number, tuple(copies[number])) for number in sorted(copies))
+
+
+def find_local_fault(root: str) -> str:
+    """Return why the folder of `Local` cannot be read on this machine; empty without a fault."""
+    folder = read_run_record(open_store(root)).local
+    if not folder:
+        return ""
+    if kind(folder) == "missing":
+        return f"{folder} is not on this machine"
+    try:
+        require_own_folder(open_store(folder), root)
+    except ShardckptError as error:
+        return str(error).rstrip(".")
+    return ""
 
 
 def _list_in_tier(tier: str, url: str, root: str) -> Iterator[tuple[int, StepCopy]]:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +17,16 @@ import torch
 
 import shardckpt
 from shardckpt.errors import SourceNotFoundError, StorageError, UnknownFormatError, UsageError
-from shardckpt.native.run_directory import RECORD, step_name
+from shardckpt.native.run_directory import RECORD, RunDirectory, StepFolder, step_name
 from shardckpt.offline.run_history import doctor as doctor_module
 from shardckpt.offline.run_history import health_checks
 from shardckpt.plan.retention import Retention, decode_retention
 from shardckpt.results import Divergence, HealthReport, Resume
 from shardckpt.storage.local import LocalStore
+from shardckpt.tiers.memory import run_folders
 from shardckpt.witness.files.resume_file import add_resumes
 from tests.kit.runs.command import run_here
+from tests.kit.runs.tier_runs import end_janitor, forget_process
 from tests.kit.stores.clocks import days_pass
 from tests.kit.writers.native_writer import write_step
 
@@ -66,9 +69,13 @@ def test_a_healthy_run_has_no_problem_and_stays_as_it_is(root: Path) -> None:
 
 
 def flip(root: Path) -> None:
-    data = bytearray(payload(root).read_bytes())
+    flip_file(payload(root))
+
+
+def flip_file(file: Path) -> None:
+    data = bytearray(file.read_bytes())
     data[-1] ^= 1
-    payload(root).write_bytes(data)
+    file.write_bytes(data)
 
 
 def make_nan(root: Path) -> None:
@@ -88,27 +95,50 @@ def diverge(root: Path) -> None:
 
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str, str, str]] = {
-    "a flipped bit": (flip, "newest step", "do not match their checksum", f"shardckpt verify RUN/{step_name(3)}"),
+    "a flipped bit": (
+        flip,
+        "newest step",
+        "do not match their checksum",
+        f"mv RUN/{step_name(3)} RUN/unused-{step_name(3)}",
+    ),
+    "a flipped bit in a manifest": (
+        lambda root: flip_file(next((root / step_name(3)).glob("*.manifest.json"))),
+        "newest step",
+        "manifest",
+        f"shardckpt repair RUN/{step_name(3)}",
+    ),
+    "a damaged COMMIT": (
+        lambda root: (root / step_name(3) / "COMMIT").write_text("junk"),
+        "damaged steps",
+        "3: .*COMMIT",
+        f"shardckpt repair RUN/{step_name(3)}",
+    ),
+    "a lost manifest": (
+        lambda root: next((root / step_name(3)).glob("*.manifest.json")).unlink(),
+        "damaged steps",
+        "3: .*manifest",
+        f"shardckpt repair RUN/{step_name(3)}",
+    ),
     "NaN": (make_nan, "values", "1 NaN and 1 Inf in 1 tensor: w", "shardckpt bisect RUN --when nan"),
     "Inf": (make_inf, "values", "0 NaN and 1 Inf in 1 tensor: w", "shardckpt bisect RUN --when inf"),
     "a short file": (
         lambda root: os.truncate(payload(root), 30),
         "damaged steps",
         "3: .*files that were committed are missing or end early",
-        f"shardckpt verify RUN/{step_name(3)}",
+        f"mv RUN/{step_name(3)} RUN/unused-{step_name(3)}",
     ),
     "no complete step": (
         lambda root: [os.truncate(payload(root, number), 30) for number in (1, 2, 3)],
         "newest step",
-        "no step is complete",
-        "shardckpt ls RUN",
+        "no step is complete; step 3: .*missing or end early",
+        f"mv RUN/{step_name(3)} RUN/unused-{step_name(3)}",
     ),
     "a divergence": (diverge, "last resume", "diverged, from step 1 at 1970.*lr is 1", "shardckpt prove RUN"),
     "an unreadable verdict": (
         lambda root: (root / f"{step_name(1)}.resumes.json").write_text("{"),
         "last resume",
         "a record cannot be read",
-        "shardckpt prove RUN",
+        f"rm RUN/{step_name(1)}.resumes.json",
     ),
     "a damaged record": (
         lambda root: (root / RECORD).write_text("junk"),
@@ -120,7 +150,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str, str, str]] = {
         lambda root: rewrite_version(root / step_name(3) / "COMMIT"),
         "versions",
         "step 3: ",
-        "install a newer shardckpt",
+        "pip install --upgrade shardckpt",
     ),
 }
 
@@ -164,6 +194,8 @@ def test_a_disk_without_space_for_a_step_is_a_problem(root: Path, monkeypatch: p
         "100 B free, the largest step has 4.6 kB",
         f"shardckpt prune {root} --keep-last 2 --dry-run",
     )
+    shutil.rmtree(root / step_name(1))
+    assert find(shardckpt.doctor(root), "disk space")[2].endswith(" --keep-last 1 --dry-run"), "2 would free nothing"
     Full.f_blocks = 0
     assert find(shardckpt.doctor(root), "disk space")[0] == "info", "some network disks report nothing"
 
@@ -222,8 +254,41 @@ def test_the_versions_that_wrote_the_newest_step_are_compared(tmp_path: Path, mo
 def test_an_empty_folder_has_no_step(tmp_path: Path) -> None:
     report = shardckpt.doctor(tmp_path)
     assert (report.ok, report.newest) == (False, None)
-    assert find(report, "newest step")[:2] == ("problem", "no step is here")
+    assert find(report, "newest step")[:2] == ("problem", "no step is here: the folder is empty")
     assert [check.name for check in report.problems] == ["newest step"]
+    texts = [check.text for check in report.checks]
+    assert not [text for text in texts if "0 B" in text or "newest step" in text or "all that is here" in text]
+    assert find(report, "values")[1] == "not read: no step is complete"
+
+
+def test_a_folder_that_no_save_wrote_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run" / step_name(1)).mkdir(parents=True)
+    (tmp_path / "run" / step_name(1) / "notes").touch()
+    status, text, following = find(shardckpt.doctor(tmp_path / "run"), "newest step")
+    assert (status, "no shardckpt save wrote it; found notes" in text) == ("problem", True)
+    subprocess.run(following, shell=True, check=True)
+    shardckpt.Checkpointer(tmp_path / "run").save(1, {"w": torch.ones(4)})
+    assert shardckpt.doctor(tmp_path / "run").ok
+
+
+@pytest.mark.parametrize("fault", ["a flipped bit", "a damaged COMMIT", "a lost manifest", "a short file"])
+def test_the_next_command_mends_a_step_or_sets_it_aside(root: Path, fault: str) -> None:
+    FAULTS[fault][0](root)
+    (problem,) = [check for check in shardckpt.doctor(root).problems if check.name != "durability"]
+    if problem.next.startswith("shardckpt "):
+        assert run_here(*problem.next.split()[1:]).code == 0
+    else:
+        subprocess.run(problem.next, shell=True, check=True)
+    report = shardckpt.doctor(root)
+    assert (report.ok, report.newest) == (True, 3 if problem.next.startswith("shardckpt ") else 2)
+
+
+def test_a_step_that_others_refer_to_is_not_moved(tmp_path: Path) -> None:
+    damaged = StepFolder(1, step_name(1), save=SAVES[0], own=frozenset({"a"}), fault="a is missing")
+    run = RunDirectory((damaged, StepFolder(2, step_name(2), refers={step_name(1): {"b": 1}})), ())
+    checked = health_checks.RunToCheck(str(tmp_path), LocalStore(str(tmp_path)), run)
+    assert checked.find_mend(damaged).startswith("copy its files again from another copy")
+    assert health_checks.RunToCheck("", checked.store, RunDirectory((damaged,), ())).find_mend(damaged)[:3] == "mv "
 
 
 def test_what_is_no_run_is_refused(root: Path) -> None:
@@ -233,8 +298,14 @@ def test_what_is_no_run_is_refused(root: Path) -> None:
         shardckpt.doctor(root / step_name(1))
     with pytest.raises(UsageError, match="this is a file"):
         shardckpt.doctor(payload(root))
-    with pytest.raises(UnknownFormatError):
+    with pytest.raises(UnknownFormatError, match="Name the folder that holds the steps"):
         shardckpt.doctor(root.parent)
+    (root.parent / "other" / "sub").mkdir(parents=True)
+    with pytest.raises(UnknownFormatError, match=r"found sub\. Name the folder that contains the steps"):
+        shardckpt.doctor(root.parent / "other")
+    for path in (f"{root}@latest", f"{root}@1..2"):
+        with pytest.raises(UsageError, match=f"must be given a run's folder.*found {path}.*shardckpt verify {path}"):
+            shardckpt.doctor(path)
 
 
 def test_a_folder_that_cannot_be_listed_raises(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,6 +338,66 @@ def test_a_step_that_is_removed_meanwhile_is_no_fault(root: Path, monkeypatch: p
     monkeypatch.setattr(health_checks, "verify", verify)
     report = shardckpt.doctor(root)
     assert (report.ok, report.newest) == (True, 2)
+
+
+@pytest.fixture
+def tiered(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A run with step 2 in the root, and step 3 in memory and in `local`."""
+    mount = tmp_path_factory.mktemp("shm")
+    monkeypatch.setattr(run_folders, "SHARED_MEMORY", str(mount))
+    tiers = [shardckpt.PeerMemory(), shardckpt.Local(tmp_path / "local")]
+    ck = shardckpt.Checkpointer(tmp_path / "run", save_every=2, tiers=tiers)
+    for step in (1, 2, 3):
+        ck.save(step, {"w": torch.ones(400)})
+    ck.wait()
+    yield tmp_path / "run"
+    forget_process()
+    for base in mount.iterdir():
+        end_janitor(base)
+
+
+def test_a_damaged_newest_step_is_not_durable(root: Path) -> None:
+    flip(root)
+    assert find(shardckpt.doctor(root), "durability")[:2] == (
+        "ok",
+        "root: step 3 is damaged, step 2 survives process",
+    )
+    for number in (1, 2):
+        shutil.rmtree(root / step_name(number))
+    status, text, _ = find(shardckpt.doctor(root), "durability")
+    assert (status, text) == ("problem", "root: step 3 is damaged")
+
+
+def test_captures_are_verified(tiered: Path) -> None:
+    (local,) = tiered.parent.glob(f"local/{step_name(3)}/*-00.safetensors")
+    text = "root: step 2 survives process; memory: step 3 survives process; local: step 3 "
+    assert find(shardckpt.doctor(tiered), "durability") == ("ok", f"{text}survives process", "")
+    flip_file(local)
+    status, found, following = find(shardckpt.doctor(tiered), "durability")
+    assert (status, found.startswith(f"{text}is damaged"), following[:13]) == ("problem", True, "start the job")
+
+
+def test_a_capture_that_the_job_replaces_meanwhile_is_no_fault(tiered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = health_checks.verify
+
+    def verify(path: str) -> object:
+        if "local" in path:
+            shutil.rmtree(path, ignore_errors=True)
+        return real(path)
+
+    monkeypatch.setattr(health_checks, "verify", verify)
+    assert "local" not in find(shardckpt.doctor(tiered), "durability")[1]
+
+
+def test_a_lost_folder_of_local_is_a_problem(tiered: Path) -> None:
+    local = tiered.parent / "local"
+    shutil.rmtree(local)
+    status, text, following = find(shardckpt.doctor(tiered), "durability")
+    assert (status, text.endswith(f"; local: {local} is not on this machine")) == ("problem", True)
+    assert following.startswith("mount its disk again")
+    (local / step_name(3)).mkdir(parents=True)
+    status, text, _ = find(shardckpt.doctor(tiered), "durability")
+    assert (status, "belong to an unknown run" in text) == ("problem", True)
 
 
 def test_a_run_in_a_bucket_has_no_disk(root: Path, bucket: str) -> None:
