@@ -21,6 +21,7 @@ from shardckpt.errors import (
     UsageError,
     escape,
 )
+from shardckpt.events.warn_user import warn_user
 from shardckpt.native.run_directory import (
     RETENTION,
     RunDirectory,
@@ -197,9 +198,15 @@ def _choose_step(suffix: _Suffix, steps: Sequence[_FoundStep]) -> _FoundStep:
             found=_show_numbers(steps),
             fix=f"`shardckpt ls {suffix.run}` shows the reasons.",
         )
-    if suffix.match["latest"] is not None:
-        return complete[-1]
-    return _find_best(suffix, complete)
+    if suffix.match["latest"] is None:
+        return _find_best(suffix, complete)
+    newest = complete[-1].step
+    damaged = [each for each in steps if each.step.is_committed and not each.step.is_complete]
+    newer = [each.step for each in damaged if each.step.number > newest.number and not each.step.is_foreign]
+    if newer:  # as `restore` warns, but for a step that is being saved
+        faults = " ".join(f"Newer step {step.number} is not used: {step.fault.rstrip('.')}." for step in newer[::-1])
+        warn_user(f"{suffix.run}@latest is step {newest.number}. {faults}")
+    return complete[-1]
 
 
 def _require_readable(run: str, steps: Sequence[_FoundStep], newest: int) -> None:

@@ -33,6 +33,7 @@ from shardckpt.readers.step_paths import resolve_range, resolve_run
 from shardckpt.storage.resolve_url import split_step_suffix
 from tests.kit.ranks.harness import raised_everywhere
 from tests.kit.ranks.harness import run as run_ranks
+from tests.kit.runs.command import run_here
 from tests.kit.writers.native_writer import write_step
 
 STATE = {"w": torch.ones(4)}
@@ -122,6 +123,19 @@ def test_the_latest_step_is_refused_if_a_newer_version_wrote_it(run: Path) -> No
     with pytest.raises(UnsupportedError, match="a version of shardckpt that this one cannot read"):
         find(f"{run}@latest")
     assert find(f"{run}@200") == step_name(200)
+
+
+@pytest.mark.parametrize("command", [["inspect"], ["ls"], ["verify"]])
+def test_a_newer_damaged_step_is_named_as_restore_does(run: Path, command: list[str]) -> None:
+    (run / step_name(300) / "COMMIT").write_text("junk")
+    with pytest.warns(UserWarning, match="Newer step 300 is not used: .*COMMIT") as restored:
+        assert shardckpt.Checkpointer(run).restore(STATE) == 200
+    with pytest.warns(UserWarning, match=r"run@latest is step 200\. Newer step 300 is not used: ") as found:
+        shardckpt.load(f"{run}@latest")
+    assert str(restored[0].message).partition("Newer")[2] == str(found[0].message).partition("Newer")[2]
+    assert "Newer step 300 is not used: " in run_here(*command, f"{run}@latest").err
+    (run / step_name(300) / "COMMIT").unlink()
+    assert find(f"{run}@latest") == step_name(200), "a step that is being saved is no fault"
 
 
 def test_a_path_that_exists_wins(run: Path) -> None:
