@@ -264,7 +264,9 @@ def prune(
             raise UsageError("`steps` and a path with an @ exclude each other", where=root, fix="Pass one of them.")
         steps = [step.number for step in read_run(_open(root)).complete if named.has_step(step.number)]
     if steps is not None and retention.is_needed:
-        raise UsageError("`steps` and rules exclude each other", found=", ".join(rules), fix="Pass one of them.")
+        given = ", ".join(f"`{name}`" for name, value in rules.items() if value is not None and name.startswith("keep"))
+        what = "`steps`" if named.is_all else "a path with an @"
+        raise UsageError(f"{what} and rules exclude each other", found=given, fix="Pass one of them.")
     recorder = Recorder(PruneEvent, root)
     store = _open(root)
     now = time.time()

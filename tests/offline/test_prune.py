@@ -136,8 +136,8 @@ class TestPrune:
         assert [step.number for step in done.removed] == [2]
         assert complete(tmp_path) == [1, 3, 4]
         assert shardckpt.prune(tmp_path, steps=()).removed == ()
-        with pytest.raises(UsageError, match="`steps` and rules exclude each other; found keep_last"):
-            shardckpt.prune(tmp_path, steps=[1], keep_last=1)
+        with pytest.raises(UsageError, match=r"`steps` and rules exclude each other; found `keep_last`\. Pass"):
+            shardckpt.prune(tmp_path, steps=[1], keep_last=1, keep_for=None, mode="min")
 
     @pytest.mark.parametrize("steps", [2, "2", ["2"], [1.0], [True]], ids=repr)
     def test_what_names_no_step_is_refused_as_a_step_to_remove(self, steps: Any, tmp_path: Path) -> None:

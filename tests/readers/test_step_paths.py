@@ -296,8 +296,11 @@ def test_verify_reports_each_step_of_a_range(run: Path) -> None:
 
 
 def test_prune_removes_the_steps_that_a_path_names(run: Path) -> None:
-    with pytest.raises(UsageError, match="exclude each other"):
+    with pytest.raises(UsageError, match="a path with an @ and rules exclude each other; found `keep_last`"):
         shardckpt.prune(f"{run}@100..200", keep_last=1)
+    typed = run_here("prune", f"{run}@best", "--keep-last", 1, "--keep-every", 2)
+    text = "a path with an @ and rules exclude each other; found --keep-last, --keep-every. Pass one of them."
+    assert (typed.code, typed.err) == (2, f"shardckpt: {text}\n")
     with pytest.raises(UsageError, match="exclude each other"):
         shardckpt.prune(f"{run}@100", steps=[200])
     assert list_numbers(shardckpt.prune(f"{run}@100..200", dry_run=True).removed) == [100, 200]
