@@ -241,6 +241,25 @@ def test_a_comparison_names_the_first_difference_and_sorts_by_distance(page, tmp
     assert page.errors == []
 
 
+def test_all_columns_of_a_comparison_fit_a_phone(page, tmp_path):
+    names = [f"model.layers.{at}.self_attn.q_proj.weight" for at in range(3)]
+    for at, file in enumerate(("a", "b"), 1):
+        state = {"model": {name: torch.full((4,), 1e-9 * at) for name in names}, "lr": at, "text": "x" * 90 * at}
+        torch.save(state, tmp_path / f"{file}.pt")
+    shardckpt.diff(tmp_path / "a.pt", tmp_path / "b.pt", html=tmp_path / "diff.html")
+    page.show_as(width=390)
+    page.open((tmp_path / "diff.html").as_uri())
+    cut = "[...document.querySelectorAll('.grid, .number')].filter((each) => each.scrollWidth > each.clientWidth)"
+    assert page.run(f"{cut}.map((each) => each.textContent)") == []
+    ends = "[...document.querySelectorAll('.grid .name > :last-child')].map((each) => each.textContent)"
+    assert "oj.weight" in page.run(ends), "there is room for the start of a name too"
+    count = "(range.selectNodeContents(each), range.getClientRects().length)"
+    kinds = f"((range) => [...document.querySelectorAll('td:nth-child(2)')].map((each) => {count}))"
+    kinds += "(document.createRange())"
+    assert set(page.run(kinds)) == {1}, "a kind is one word on one line"
+    page.show_as()
+
+
 def test_the_page_of_equal_checkpoints_says_so(page, source, tmp_path):
     shardckpt.diff(source, source, html=tmp_path / "diff.html")
     page.open((tmp_path / "diff.html").as_uri())

@@ -174,7 +174,7 @@ class Grid {
       "aria-rowindex": at + 2, "aria-selected": String(row === this.selected),
       style: `${this.template()}top: ${at * Grid.ROW}px`, click: () => this.choose(at) },
       this.columns.map((column) => make("span", { role: "gridcell", title: column.text(row),
-        class: column.isNumber ? "number" : "mono" }, column.mark?.(row) ?? "", column.isNumber ? column.text(row) : makeName(column.text(row)))));
+        class: column.isNumber ? "number" : "mono" }, column.mark?.(row) ?? "", column.isNumber ? column.text(row) : makeName(column.text(row), column.end))));
   }
 
   choose(at) {

@@ -1,4 +1,4 @@
-// The report of a comparison: layers by their relative distance, tensors, other values.
+// The report of a comparison: layers by their relative distance, tensors, other values. All columns fit a phone.
 
 const data = await readData();
 const [NAME, KIND, A, B, L2, RELATIVE, MAX_ABS, MAX_REL, NANS_A, NANS_B] = Array(10).keys();
@@ -15,10 +15,10 @@ function makeLayers() {
   // The bar is logarithmic, from one decade below the least distance.
   const width = (row) => { const x = toNumber(row.relative); return x === Infinity ? 100 : x > 0 ? (100 * (Math.log10(x) - low + 1)) / (high - low + 1) : 0; };
   const grid = new Grid("Layers", [
-    { name: "layer", width: "minmax(120px, 1fr)", value: (row) => rows.indexOf(row), text: (row) => row.name },
-    { name: "tensors", width: "70px", isNumber: true, value: (row) => row.count, text: (row) => formatCount(row.count) },
-    { name: "relative L2", width: "100px", isNumber: true, value: (row) => toNumber(row.relative), text: (row) => formatNumber(row.relative) },
-    { name: "distance", width: "minmax(80px, 1fr)", value: (row) => toNumber(row.relative), text: () => "",
+    { name: "layer", width: "minmax(110px, 2fr)", value: (row) => rows.indexOf(row), text: (row) => row.name },
+    { name: "tensors", width: "60px", isNumber: true, value: (row) => row.count, text: (row) => formatCount(row.count) },
+    { name: "rel L2", width: "72px", isNumber: true, value: (row) => toNumber(row.relative), text: (row) => formatNumber(row.relative) },
+    { name: "distance", width: "minmax(60px, 1fr)", value: (row) => toNumber(row.relative), text: () => "",
       mark: (row) => make("i", { class: "swatch", "aria-hidden": "true", style: `background:${PALETTE[0]};width:${width(row)}%` }) },
   ], { onSelect: (row) => {
     pattern.value = row.name;
@@ -34,11 +34,11 @@ function makeLayers() {
 
 const pattern = make("input", { type: "search", placeholder: "name, or a glob such as *.weight", "aria-label": "Filter by name", size: 34, input: () => filter() });
 const shown = make("span", { class: "soft", role: "status" });
-const byNumber = (name, at) => ({ name, width: "100px", isNumber: true, value: (row) => toNumber(row[at]), text: (row) => formatNumber(row[at]) });
+const byNumber = (name, at) => ({ name, width: "68px", isNumber: true, value: (row) => toNumber(row[at]), text: (row) => formatNumber(row[at]) });
 const grid = new Grid("Tensors that differ", [
-  { name: "tensor", width: "minmax(150px, 1fr)", value: (row) => data.tensors.indexOf(row), text: (row) => row[NAME] },
-  { name: "kind", width: "80px", value: (row) => row[KIND], text: (row) => row[KIND] },
-  byNumber("relative L2", RELATIVE), byNumber("max abs", MAX_ABS),
+  { name: "tensor", width: "minmax(100px, 1fr)", end: 9, value: (row) => data.tensors.indexOf(row), text: (row) => row[NAME] },
+  { name: "kind", width: "70px", value: (row) => row[KIND], text: (row) => row[KIND] },
+  byNumber("rel L2", RELATIVE), byNumber("max abs", MAX_ABS),
 ], { sort: { column: 2, isFalling: true }, onSelect: (row) => { panel.reveal(describeTensor(row)); announce(`${row[NAME]}: ${row[KIND]}, relative L2 ${formatNumber(row[RELATIVE])}`); } });
 
 function describeTensor(row) {
