@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import xxhash
+
 from shardckpt.errors import UsageError, escape
 from shardckpt.events.progress import Meter, OnProgress
 from shardckpt.manifest import ObjectEntry, Path, Span, TensorEntry, split_numbers
@@ -74,8 +76,9 @@ def diff(
     """Compare all tensors and other values of two checkpoints by canonical names.
 
     Model tensors are matched by their names in the unwrapped model, optimizer state by `<fqn>/<slot>`, group settings
-    by their parameters (`param_groups.0.lr`), and other values by their dotted paths. If FSDP1's flat parameters are
-    stored without shapes, the other checkpoint's shapes split them.
+    by their parameters (`param_groups.0.lr`), and other values by their dotted paths. The config and tokenizer files
+    that two native steps store are values too: `model_files/config.json`. If FSDP1's flat parameters are stored without
+    shapes, the other checkpoint's shapes split them.
 
     Tensors are equal if dtype, shape and bits are; other values if types and values are, whatever their containers.
     With `atol` or `rtol`, floating-point numbers are also equal if `|x - y| <= atol + rtol * |y|`. Then -0.0 equals
@@ -213,6 +216,9 @@ def _compare_sides(
     a: str, b: str, first: _Side, second: _Side, asked: _DiffOptions, on_progress: OnProgress | None
 ) -> Comparison:
     in_a, in_b = _leaves(first, second)
+    if asked.part != "optim" and all(isinstance(side.reader, NativeReader) for side in (first, second)):
+        for side, leaves in ((first, in_a), (second, in_b)):  # conversions rewrite these files, other formats have none
+            leaves.values.update(_hash_model_files(side.reader))
     refused = _list_not_compared(first, second, in_a, in_b)
     every = dict.fromkeys(sorted({*first.tensors, *second.tensors, *in_a.values, *in_b.values, *refused}))
     if (asked.include or asked.exclude or asked.part != "all") and not every:
@@ -296,6 +302,17 @@ def _leaves(a: _Side, b: _Side) -> tuple[Leaves, Leaves]:
         for side, settings in zip((a, b), of_groups, strict=True)
     )
     return first, second
+
+
+def _hash_model_files(reader: Reader) -> dict[str, object]:
+    """Return the size and hash of the config and tokenizer files that a step stores, by name."""
+    found, store = dict[str, object](), reader.model_store
+    for name, size in reader.model_files.items():
+        digest = xxhash.xxh3_64()
+        for at in range(0, size, _BLOCK_BYTES):
+            digest.update(read_bytes(store, name, at, min(_BLOCK_BYTES, size - at)))
+        found[f"model_files/{name}"] = f"{size} bytes, xxh3 {digest.hexdigest()}"
+    return found
 
 
 def _max_values(reader: Reader) -> int:

@@ -523,3 +523,25 @@ def test_a_layer_in_which_only_counters_differ_is_none(tmp_path: Path) -> None:
     found = shardckpt.diff(a, b)
     assert [(each.name, each.is_counter) for each in found.differences] == [("norm.num_batches_tracked", True)]
     assert found.layers == ()
+
+
+def test_files_that_steps_store_with_a_model_are_compared(tmp_path: Path) -> None:
+    a, b = tmp_path / "step-1", tmp_path / "step-2"
+    for step, contents in ((a, ("{}", "x", None)), (b, ("{ }", "x", "y"))):
+        (folder := tmp_path / f"files-{step.name}").mkdir()
+        for name, text in zip(("config.json", "merges.txt", "vocab.txt"), contents, strict=True):
+            if text is not None:
+                (folder / name).write_text(text)
+        shardckpt.save({"w": torch.ones(2)}, step, model_files=folder)
+    found = shardckpt.diff(a, b)
+    assert not found.same
+    assert [(each.name, each.kind) for each in found.value_differences] == [
+        ("model_files/config.json", "value"),
+        ("model_files/vocab.txt", "only_in_b"),
+    ]
+    assert found.value_differences[0].a.startswith("'2 bytes, xxh3 ")
+    assert (found.compared_values, found.equal_values) == (2, 1)
+    assert shardckpt.diff(a, a).same
+    assert shardckpt.diff(a, b, include=["w"]).same
+    shardckpt.consolidate(a, tmp_path / "out")
+    assert shardckpt.diff(a, tmp_path / "out").same, "other formats store no files"

@@ -626,12 +626,14 @@ class FSDPModule:
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Set whether the process group (NCCL only) allocates collective buffers.
 
+        Where NCCL cannot allocate on the device, a warning says so and the setting has no effect.
+
         Args:
             enable: Whether the process group allocates them.
 
         Raises:
             MisuseError: Custom collectives are set; they allocate their buffers themselves.
-            BackendError: The backend does not have an allocator.
+            BackendError: The backend is not NCCL.
         """
         self._refuse_custom_comms("set_allocate_memory_from_process_group()")
         state = self._fsdp_state
@@ -640,8 +642,11 @@ class FSDPModule:
             collectives.set_comms(replace(collectives.comms, all_gather=None, reduce_scatter=None))
             return
         groups = [group.shard for group in collectives.groups if group.shard is not None]
-        if len(groups) != 1 or allocator(groups[0], state.device) is None:
+        if len(groups) != 1 or not any("nccl" in name for name in collectives.backends):
             self._refuse_backend("a process group allocator")
+        if allocator(groups[0], state.device) is None:
+            warnings.warn("NCCL cannot allocate buffers on this device: torch allocates them", stacklevel=2)
+            return
         gather, scatter = PooledAllGather(groups[0]), PooledReduceScatter(groups[0])
         collectives.set_comms(replace(collectives.comms, all_gather=gather, reduce_scatter=scatter))
 
