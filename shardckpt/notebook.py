@@ -32,12 +32,18 @@ class Result:
     __slots__ = ()
 
     def __repr__(self) -> str:
-        lines = [_describe_scalars(self)]
-        for name, value in _list_containers(self):
-            first = next(iter(value.items() if isinstance(value, Mapping) else value))
-            text = _describe_scalars(first) if isinstance(first, Result) else repr(first)
-            more = ", ..." if len(value) > 1 else ""
-            lines.append(f"  {name} ({len(value):,}): {_shorten(text, _MAX_WIDTH - len(name) - 20)}{more}")
+        lines, containers = [_describe_scalars(self)], _list_containers(self)
+        room = max(_MAX_LINES - 1 - len(containers), 0)  # lines for items after the first ones
+        for name, value in containers:
+            items = value.items() if isinstance(value, Mapping) else value
+            shown = [*islice(items, room + 1 if _has_fields(next(iter(items))) else 1)]
+            texts = (_describe_scalars(item) if isinstance(item, Result) else repr(item) for item in shown)
+            start = f"  {name} ({len(value):,}): "
+            lines += [
+                f"{' ' * 4 if at else start}{_shorten(t, _MAX_WIDTH - len(start) - 9)}" for at, t in enumerate(texts)
+            ]
+            lines[-1] += ", ..." if len(shown) < len(value) else ""
+            room -= len(shown) - 1
         return "\n".join(_shorten(line, _MAX_WIDTH) for line in lines[:_MAX_LINES])
 
     def _repr_html_(self) -> str:
@@ -59,6 +65,10 @@ def draw_in_notebooks(result: type[R], render: Callable[[R], str]) -> None:
 def _list_fields(found: Any) -> list[tuple[str, Any]]:
     names = [field.name for field in fields(found)] if is_dataclass(found) else found._fields
     return [(name, getattr(found, name)) for name in names]
+
+
+def _has_fields(item: object) -> bool:
+    return is_dataclass(item) or hasattr(item, "_fields")
 
 
 def _is_container(value: object) -> bool:
@@ -110,7 +120,7 @@ def _list_cells(title: str, rows: Mapping[Any, Any] | tuple[Any, ...]) -> tuple[
     if isinstance(rows, Mapping):
         return ["name", "value"], [[*pair] for pair in islice(rows.items(), _MAX_ROWS)]
     items = rows[:_MAX_ROWS]
-    if not (is_dataclass(items[0]) or hasattr(items[0], "_fields")):
+    if not _has_fields(items[0]):
         return [title], [[item] for item in items]
     return [name for name, _ in _list_fields(items[0])], [[value for _, value in _list_fields(each)] for each in items]
 

@@ -21,7 +21,17 @@ from shardckpt.boxes import full_box
 from shardckpt.manifest import Manifest, Piece, Span, TensorEntry
 from shardckpt.notebook import Result
 from shardckpt.offline.inspect import describe_manifest
-from shardckpt.results import Comparison, History, Inspection, Problem, StepStats, TensorStats, Verification
+from shardckpt.results import (
+    Comparison,
+    History,
+    Inspection,
+    Problem,
+    StepInfo,
+    StepList,
+    StepStats,
+    TensorStats,
+    Verification,
+)
 from tests.kit.runs.browser import PROGRAM, Page, open_browser
 
 HOSTILE = "</pre></iframe><script>document.title='owned'</script>\n\x1b[31m\u202e\"&quot;"
@@ -72,8 +82,25 @@ def test_one_class_shows_every_result_that_has_lists() -> None:
 def test_text_has_a_line_for_each_list_and_says_how_long_it_is() -> None:
     lines = repr(build_inspection(100_000)).splitlines()
     assert lines[0] == "Inspection(source='big', format='test')"
-    assert lines[2].startswith("  tensors (100,000): TensorInfo(name='layers.0.weight', dtype='float32', shape=(4,),")
-    assert lines[2].endswith(", ...")
+    at = next(at for at, line in enumerate(lines) if line.startswith("  tensors (100,000): "))
+    assert "TensorInfo(name='layers.0.weight', dtype='float32', shape=(4,)," in lines[at]
+    assert len(lines) == 12
+    assert [line.endswith(", ...") for line in lines].count(True) == 2, "of tensors and parts"
+
+
+def test_text_has_up_to_12_lines_of_steps() -> None:
+    steps = tuple(StepInfo(at, f"run/step-{at}", 1, None) for at in range(20))
+    assert [line.split(",")[0] for line in repr(StepList("run", steps[:3], steps[:1])).splitlines()] == [
+        "StepList(root='run')",
+        "  complete (3): StepInfo(number=0",
+        "    StepInfo(number=1",
+        "    StepInfo(number=2",
+        "  incomplete (1): StepInfo(number=0",
+    ]
+    lines = repr(StepList("run", steps, steps)).splitlines()
+    assert len(lines) == 12
+    assert lines[10].endswith(", ...")
+    assert lines[11].startswith("  incomplete (20): StepInfo(number=0")
 
 
 def list_examples() -> Iterator[Result]:
