@@ -23,6 +23,7 @@ from tests.covering import CHOICES, mark_full
 from tests.kit.ranks.forks import make_forks_cheap
 from tests.kit.ranks.interpreters import RunScript, start_interpreters
 from tests.kit.ranks.seeding import seed_without_traces
+from tests.kit.runs.browser import PROGRAM, Page, open_browser
 from tests.kit.runs.tier_runs import end_janitor
 from tests.kit.stores import servers
 from tests.kit.stores.bucket import Bucket
@@ -87,6 +88,15 @@ def memory_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
 def fixtures() -> Path:
     """Folder of checkpoints that real frameworks wrote."""
     return Path(__file__).with_name("fixtures")
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Page]:
+    """A page of a browser, without which the test is skipped."""
+    if PROGRAM is None:
+        pytest.skip("needs chromium")
+    with open_browser() as opened:
+        yield opened
 
 
 @pytest.fixture(scope="session")

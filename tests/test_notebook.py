@@ -32,7 +32,7 @@ from shardckpt.results import (
     TensorStats,
     Verification,
 )
-from tests.kit.runs.browser import PROGRAM, Page, open_browser
+from tests.kit.runs.browser import Page
 
 HOSTILE = "</pre></iframe><script>document.title='owned'</script>\n\x1b[31m\u202e\"&quot;"
 
@@ -162,14 +162,6 @@ def test_a_notebook_stores_the_page_and_the_text(source: Path) -> None:
     assert notebook.cells[1].outputs, "progress is shown, or what it needs is named"
     assert output.data["text/plain"] == repr(shardckpt.inspect(source))
     assert output.data["text/html"] == shardckpt.inspect(source)._repr_html_()
-
-
-@pytest.fixture(scope="module")
-def page() -> Iterator[Page]:
-    if PROGRAM is None:
-        pytest.skip("needs chromium")
-    with open_browser() as opened:
-        yield opened
 
 
 def open_cell(page: Page, found: Result, folder: Path) -> None:

@@ -23,10 +23,9 @@ from shardckpt.offline.run_history import health_checks
 from shardckpt.plan.retention import Retention, decode_retention
 from shardckpt.results import Divergence, HealthReport, Resume
 from shardckpt.storage.local import LocalStore
-from shardckpt.tiers.memory import run_folders
 from shardckpt.witness.files.resume_file import add_resumes
 from tests.kit.runs.command import run_here
-from tests.kit.runs.tier_runs import end_janitor, forget_process
+from tests.kit.runs.tier_runs import forget_process
 from tests.kit.stores.clocks import days_pass
 from tests.kit.writers.native_writer import write_step
 
@@ -341,10 +340,8 @@ def test_a_step_that_is_removed_meanwhile_is_no_fault(root: Path, monkeypatch: p
 
 
 @pytest.fixture
-def tiered(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def tiered(tmp_path: Path) -> Iterator[Path]:
     """A run with step 2 in the root, and step 3 in memory and in `local`."""
-    mount = tmp_path_factory.mktemp("shm")
-    monkeypatch.setattr(run_folders, "SHARED_MEMORY", str(mount))
     tiers = [shardckpt.PeerMemory(), shardckpt.Local(tmp_path / "local")]
     ck = shardckpt.Checkpointer(tmp_path / "run", save_every=2, tiers=tiers)
     for step in (1, 2, 3):
@@ -352,8 +349,6 @@ def tiered(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch
     ck.wait()
     yield tmp_path / "run"
     forget_process()
-    for base in mount.iterdir():
-        end_janitor(base)
 
 
 def test_a_damaged_newest_step_is_not_durable(root: Path) -> None:
