@@ -48,6 +48,22 @@ def test_it_is_a_hugging_face_folder_too(tmp_path: Path) -> None:
     assert "bfloat16" in (tmp_path / "out" / "config.json").read_text()
 
 
+def test_its_config_files_are_model_files_of_the_step(tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    save_file(MODEL, tmp_path / "src" / "model.safetensors", {"format": "pt"})
+    (tmp_path / "src" / "config.json").write_text('{"torch_dtype": "float32"}')
+    (tmp_path / "src" / "merges.txt").write_text("a b")
+    shardckpt.consolidate(tmp_path / "src", tmp_path / "step", to="native", dtype="bf16")
+    assert set(open_checkpoint(str(tmp_path / "step")).model_files) == {"config.json", "merges.txt"}
+    shardckpt.reshard(tmp_path / "step", tmp_path / "two", world_size=2)
+    shardckpt.consolidate(tmp_path / "two", tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"torch_dtype": "bfloat16"}
+    assert (tmp_path / "out" / "merges.txt").read_text() == "a b"
+    shardckpt.convert(tmp_path / "two", tmp_path / "step", to="native", overwrite=True)
+    assert shardckpt.verify(tmp_path / "step").ok
+    assert set(open_checkpoint(str(tmp_path / "step")).model_files) == {"config.json", "merges.txt"}
+
+
 def test_the_optimizer_comes_by_name(tmp_path: Path) -> None:
     source = SAMPLES["dcp"]["torch"](tmp_path / "src")
     shardckpt.consolidate(str(source), str(tmp_path / "out"), to="native", part="all")

@@ -57,11 +57,14 @@ def plan(conversion: Conversion) -> PlannedFiles:
     """Plan a native step by one writer; if it contains a model, it is a Hugging Face folder too."""
     model = ("model",) if conversion.options.part != "optim" else None
     tree = build_selected_tree(conversion.selection)
-    tree = replace(tree, piece_stats=_find_stats(conversion.reader, tree.arrays))
+    config, small = conversion.config, conversion.encode_config()
+    # The files beside the step make it a Hugging Face folder; commands that copy or reshard a step take its own.
+    copied = {} if config.store is None else {n: read_bytes(config.store, n, 0, config.files[n]) for n in config.files}
+    tree = replace(tree, piece_stats=_find_stats(conversion.reader, tree.arrays), model_files={**copied, **small})
 
     def plan_layout(_: str, save: str) -> Layout:
         step = plan_step(tree, 1, most_bytes=conversion.max_file_bytes, save=save, model=model)
-        return step.layout(conversion.encode_config())
+        return step.layout(small)
 
     return PlannedFiles(STEP, COMMIT, plan_layout, conversion.nbytes, read_referred_files, new_save_id())
 
