@@ -15,6 +15,7 @@ import torch
 
 import shardckpt
 from shardckpt.errors import UsageError
+from shardckpt.readers.registry import resolve_step
 from tests.kit.ranks.harness import outcomes, run
 from tests.kit.ranks.stepping import whole_dtensors
 
@@ -206,8 +207,9 @@ def test_the_best_step_stays_and_its_weights_are_loaded_at_the_end(tmp_path: Pat
 
 
 def test_the_newest_steps_stay_if_the_best_is_one_of_them(tmp_path: Path) -> None:
-    (found,) = run(1, choose_the_best, tmp_path, [0.5, 0.6, 0.7, 0.9], "steps")
-    assert found[0] == 4
+    (found,) = run(1, choose_the_best, tmp_path, [0.5, 0.6, 0.9, 0.7], "steps")
+    assert found[0] == 3
+    assert resolve_step(f"{tmp_path / 'run'}@best").endswith("step-00000003"), "as the Trainer ranks"
     assert [step.number for step in shardckpt.ls(tmp_path / "run").complete] == [3, 4]
 
 

@@ -31,6 +31,7 @@ from shardckpt.integrations.transformers.trainer_folder import (
     collect_metrics,
     dump_state,
     find_newest_folder,
+    find_ranking,
     finish_without_removal,
     has_fsdp_model,
     is_trainer_folder,
@@ -124,6 +125,8 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         if trainer.is_deepspeed_enabled:
             fix = "Remove the callback: `shardckpt` reads the checkpoints that DeepSpeed writes."
             raise UnsupportedError("ShardckptCallback does not support DeepSpeed", fix=fix)
+        if ranking := find_ranking(trainer.args):  # steps store it for `RUN@best`
+            self.checkpointer = Checkpointer(self.checkpointer.root, on_event=self._removal.take_event, **ranking)
         methods = {
             "_save_checkpoint": self._save,
             "_load_from_checkpoint": self._load_model,

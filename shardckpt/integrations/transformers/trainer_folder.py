@@ -146,6 +146,15 @@ def collect_metrics(state: TrainerState) -> dict[str, float]:
     return {name: value for name, value in logged if name.startswith("eval_") and isinstance(value, (int, float))}
 
 
+def find_ranking(args: TrainingArguments) -> dict[str, Any]:
+    """Return the metric and the mode by which a Trainer ranks steps, as `Checkpointer` takes them; empty without."""
+    name = args.metric_for_best_model
+    if not name:
+        return {}
+    metric = name if name.startswith("eval_") else f"eval_{name}"
+    return {"metric": metric, "mode": "max" if args.greater_is_better else "min"}
+
+
 def dump_state(trainer: Any) -> str:
     """Return the state of a Trainer and its callbacks as JSON. Collective."""
     callbacks = [*trainer.callback_handler.callbacks, trainer.control]
