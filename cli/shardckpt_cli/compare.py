@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardckpt_cli import completion, options, output
+from shardckpt_cli import options, output
 
 if TYPE_CHECKING:
     from shardckpt.results import Comparison, LayerDifference, TensorDifference, ValueDifference
@@ -18,15 +18,11 @@ if TYPE_CHECKING:
 def diff(
     a: Annotated[
         str,
-        typer.Argument(
-            metavar="A", help="Checkpoint: folder or file, path or URL.", autocompletion=completion.complete_step
-        ),
+        options.take_step("A", "Checkpoint: folder or file, path or URL."),
     ],
     b: Annotated[
         str,
-        typer.Argument(
-            metavar="B", help="Another, in any format and for any world size.", autocompletion=completion.complete_step
-        ),
+        options.take_step("B", "Another, in any format and for any world size."),
     ],
     part: options.ReadPart = "all",
     include: options.Include = None,
@@ -37,11 +33,7 @@ def diff(
     rules: Annotated[str, typer.Option("--rules", help="TOML file of rules, or a set's name, for A.")] = "",
     sort: Annotated[
         str,
-        typer.Option(
-            "--sort",
-            help="Order of tensors: name, rel (relative L2), l2 or max.",
-            autocompletion=completion.choose_from("name", "rel", "l2", "max"),
-        ),
+        options.choose("--sort", "Order of tensors: name, rel (relative L2), l2 or max.", "name", "rel", "l2", "max"),
     ] = "name",
     top: options.Top = 0,
     by_layer: options.ByLayer = False,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardckpt_cli import completion, exits, options, output
+from shardckpt_cli import exits, options, output
 
 if TYPE_CHECKING:
     from shardckpt.results import Copied
@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 def copy(
     src: Annotated[
         str,
-        typer.Argument(
-            metavar="SRC",
-            help="Folder with a step or a run, path or URL; RUN@latest, RUN@1000..2000.",
-            autocompletion=completion.complete_step,
-        ),
+        options.take_step("SRC", "Folder with a step or a run, path or URL; RUN@latest, RUN@1000..2000."),
     ],
     dst: Annotated[str, typer.Argument(metavar="DST", help="Folder to write: path or URL.")],
     dry_run: Annotated[

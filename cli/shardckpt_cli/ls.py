@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardckpt_cli import completion, options, output
+from shardckpt_cli import options, output
 
 if TYPE_CHECKING:
     from shardckpt.results import Proof, Resume, StepCopy, StepInfo, StepList, StepProof
@@ -28,11 +28,7 @@ def ls(
     ] = "",
     mode: Annotated[
         str,
-        typer.Option(
-            "--mode",
-            help="With -l: which metric is the best, min (the default) or max.",
-            autocompletion=completion.choose_from("min", "max"),
-        ),
+        options.choose("--mode", "With -l: which metric is the best, min (the default) or max.", "min", "max"),
     ] = "",
     proof: Annotated[
         bool,

@@ -6,26 +6,18 @@ from typing import Annotated
 
 import typer
 
-from shardckpt_cli import completion, options
+from shardckpt_cli import options
 from shardckpt_cli.consolidate import run
 
 
 def merge_adapter(
     base: Annotated[
         str,
-        typer.Argument(
-            metavar="BASE",
-            help="The model's checkpoint: folder or file, path or URL.",
-            autocompletion=completion.complete_step,
-        ),
+        options.take_step("BASE", "The model's checkpoint: folder or file, path or URL."),
     ],
     adapter: Annotated[
         list[str],
-        typer.Argument(
-            metavar="ADAPTER",
-            help="Folder with a LoRA adapter, as peft saves it; repeatable.",
-            autocompletion=completion.complete_step,
-        ),
+        options.take_step("ADAPTER", "Folder with a LoRA adapter, as peft saves it; repeatable."),
     ],
     dst: options.Dst,
     to: options.To = "",

@@ -3,36 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from shardckpt_cli import completion
 
+
+def take_step(name: str, text: str) -> Any:
+    """Return an argument that is a checkpoint, a run or a step of one; the shell completes steps."""
+    return typer.Argument(metavar=name, help=text, autocompletion=completion.complete_step)
+
+
+def choose(name: str, text: str, *choices: str) -> Any:
+    """Return an option with one of several values, which the shell completes."""
+    return typer.Option(name, help=text, autocompletion=completion.choose_from(*choices))
+
+
 Src = Annotated[
     str,
-    typer.Argument(
-        metavar="SRC",
-        help="Checkpoint: folder or file, path or URL; RUN@latest, RUN@best or RUN@1000 for a run's step.",
-        autocompletion=completion.complete_step,
-    ),
+    take_step("SRC", "Checkpoint: folder or file, path or URL; RUN@latest, RUN@best or RUN@1000 for a run's step."),
 ]
 Dst = Annotated[
     str, typer.Argument(metavar="DST", help="Folder to write, or one .safetensors, .pt, .bin or .gguf file.")
 ]
 Root = Annotated[
     str,
-    typer.Argument(
-        metavar="ROOT", help="Folder of a run's steps, path or URL.", autocompletion=completion.complete_step
-    ),
+    take_step("ROOT", "Folder of a run's steps, path or URL."),
 ]
 Steps = Annotated[
     str,
-    typer.Argument(
-        metavar="ROOT",
-        help="Folder of a run's steps, path or URL; ROOT@1000..2000 for some of them.",
-        autocompletion=completion.complete_step,
-    ),
+    take_step("ROOT", "Folder of a run's steps, path or URL; ROOT@1000..2000 for some of them."),
 ]
 
 # input

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardckpt_cli import completion, exits, options, output
+from shardckpt_cli import exits, options, output
 
 if TYPE_CHECKING:
     from shardckpt.results import UnfinishedFolder
@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 _UNFINISHED_FOR = "1d"
 _Steps = Annotated[
     str,
-    typer.Argument(
-        metavar="ROOT",
-        help="Folder of a run's steps, path or URL; ROOT@1000..2000 names steps to remove.",
-        autocompletion=completion.complete_step,
-    ),
+    options.take_step("ROOT", "Folder of a run's steps, path or URL; ROOT@1000..2000 names steps to remove."),
 ]
 _Last = Annotated[int | None, typer.Option("--keep-last", metavar="N", help="Keep the newest N steps.")]
 _Every = Annotated[int | None, typer.Option("--keep-every", metavar="N", help="Keep steps that N divides.")]
@@ -30,11 +26,7 @@ _Metric = Annotated[
 ]
 _Mode = Annotated[
     str,
-    typer.Option(
-        "--mode",
-        help="Which metric is the best: min (the default) or max.",
-        autocompletion=completion.choose_from("min", "max"),
-    ),
+    options.choose("--mode", "Which metric is the best: min (the default) or max.", "min", "max"),
 ]
 _For = Annotated[
     str | None, typer.Option("--keep-for", metavar="TIME", help="Keep steps that are younger than this: 36h, 7d, 2w.")

@@ -6,13 +6,13 @@ from typing import Annotated
 
 import typer
 
-from shardckpt_cli import completion, options, output
+from shardckpt_cli import options, output
 
 
 def repair(
     src: Annotated[
         str,
-        typer.Argument(metavar="SRC", help="Folder with a step: path or URL.", autocompletion=completion.complete_step),
+        options.take_step("SRC", "Folder with a step: path or URL."),
     ],
     save: Annotated[str, typer.Option("--save", help="The save's id, if SRC has several complete saves.")] = "",
     rehash: Annotated[bool, typer.Option("--rehash", help="Accept bytes that do not match the manifest.")] = False,

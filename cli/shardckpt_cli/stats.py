@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardckpt_cli import completion, options, output
+from shardckpt_cli import options, output
 
 if TYPE_CHECKING:
     from shardckpt.results import LayerStats, TensorStats
@@ -33,11 +33,7 @@ def stats(
     exclude: options.Exclude = None,
     sort: Annotated[
         str,
-        typer.Option(
-            "--sort",
-            help="Row order: name, bad (NaN, Inf), l2 or max.",
-            autocompletion=completion.choose_from("name", "bad", "l2", "max"),
-        ),
+        options.choose("--sort", "Row order: name, bad (NaN, Inf), l2 or max.", "name", "bad", "l2", "max"),
     ] = "name",
     top: options.Top = 0,
     by_layer: options.ByLayer = False,
@@ -97,11 +93,7 @@ def history(
     tensor: _Tensor = None,
     stat: Annotated[
         str,
-        typer.Option(
-            "--stat",
-            help="Statistic to print: nans, infs, zeros, min, max, mean or l2 (the default).",
-            autocompletion=completion.choose_from("nans", "infs", "zeros", "min", "max", "mean", "l2"),
-        ),
+        options.choose("--stat", "Statistic to print: nans, infs, zeros, min, max, mean or l2 (the default).", *_STATS),
     ] = "",
     part: options.StatsPart = "",
     html: options.Html = "",
@@ -140,11 +132,7 @@ def bisect(
     root: options.Steps,
     when: Annotated[
         str,
-        typer.Option(
-            "--when",
-            help="nan, inf, or a comparison such as 'l2>100' or 'max>=1e4'.",
-            autocompletion=completion.choose_from("nan", "inf"),
-        ),
+        options.choose("--when", "nan, inf, or a comparison such as 'l2>100' or 'max>=1e4'.", "nan", "inf"),
     ],
     tensor: _Tensor = None,
     scan: Annotated[

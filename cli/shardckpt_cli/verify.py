@@ -12,17 +12,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardckpt_cli import completion, options, output
+from shardckpt_cli import options, output
 
 if TYPE_CHECKING:
     from shardckpt.results import HealthCheck, HealthReport, Problem
 
 _Src = Annotated[
     str,
-    typer.Argument(
-        metavar="SRC",
-        help="Checkpoint: folder or file, path or URL; RUN@latest, RUN@1000, or RUN@1000..2000 for several steps.",
-        autocompletion=completion.complete_step,
+    options.take_step(
+        "SRC", "Checkpoint: folder or file, path or URL; RUN@latest, RUN@1000, or RUN@1000..2000 for several steps."
     ),
 ]
 
