@@ -29,7 +29,7 @@ Dst = Annotated[
 ]
 Root = Annotated[
     str,
-    take_step("ROOT", "Folder of a run's steps, path or URL."),
+    typer.Argument(metavar="ROOT", help="Folder of a run's steps, path or URL."),
 ]
 Steps = Annotated[
     str,

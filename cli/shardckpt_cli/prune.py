@@ -80,7 +80,8 @@ def prune(
     if as_json:
         output.print_json(done)
         return
-    has_rule = bool(keep_last or keep_every or keep_best or keep_for or done.removed)
+    names_steps = "@" in root and done.root != root
+    has_rule = bool(keep_last or keep_every or keep_best or keep_for or names_steps)
     if not has_rule and unfinished_for == _UNFINISHED_FOR:
         print(_NO_RULE, file=sys.stderr)
     output.show_incomplete([step for step in done.incomplete if not step.is_unfinished])

@@ -83,7 +83,8 @@ _WORD_WIDTH, _NAME_WIDTH = 9, 15  # columns on the screen
 def doctor(root: options.Root, html: options.Html = "", as_json: options.AllAsJson = False) -> None:
     """Check a run's health, and show what to type next.
 
-    Exits with 1 if there is a problem. Reads the newest step twice, and writes nothing but --html.
+    Exits with 1 if there is a problem. Reads the newest step twice and this machine's newest captures once, and writes
+    nothing but --html.
     """
     import shardckpt
     from shardckpt.errors import escape

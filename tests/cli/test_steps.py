@@ -274,6 +274,7 @@ def test_prune_without_a_rule_says_that_all_steps_stay(root: Path) -> None:
     rules = "name --keep-last, --keep-every, --keep-best or --keep-for"
     assert f"no rule is given: all complete steps stay; {rules}" in found.err
     assert "no rule" not in run_here("prune", root, "--keep-last", 9).err
+    assert "no rule" not in run_here("prune", f"{root}@latest").err, "steps that are named are no rule's matter"
 
 
 @pytest.mark.parametrize("option", [("--metric", "loss"), ("--mode", "max")])
