@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import shardckpt
+from shardckpt.readers.registry import resolve_step
 from tests.kit.ranks.harness import outcomes, run
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed")
@@ -164,6 +165,7 @@ def test_the_best_steps_stay_and_one_is_removed_once_the_next_is_complete(backgr
     assert [step.number for step in shardckpt.ls(tmp_path / "run").complete] == [8, 20]
     assert found["best"] == str(tmp_path / "run" / "step-00000008")
     assert found["score"] == pytest.approx(0.2)
+    assert resolve_step(f"{tmp_path / 'run'}@best") == found["best"], "of several metrics, by that of the callback"
     assert found["complete"] == [[[4, 8, 12], [4]], [[8, 12, 20], [12]]]
     with shardckpt.open(found["best"]) as opened:
         saved = {name: weight.tolist() for name, weight in opened["model"][...].items()}

@@ -29,6 +29,7 @@ from shardckpt.witness.prove_resume import drill_folder, require_proven, run_dri
 __all__ = [
     "LightningStep",
     "ModelCheckpointParams",
+    "find_ranking",
     "require_methods",
     "require_steps_for_drill",
     "require_supported_strategy",
@@ -137,6 +138,12 @@ class ModelCheckpointParams(TypedDict, total=False):
     train_time_interval: timedelta | None
     every_n_epochs: int | None
     save_on_train_epoch_end: bool | None
+
+
+def find_ranking(callback: ModelCheckpoint) -> dict[str, Any]:
+    """Return the metric and the mode by which a callback ranks steps, as `Checkpointer` takes them; empty without."""
+    # Lightning adds `epoch` and `step` to the metrics itself, and steps do not have them.
+    return {} if callback.monitor in (None, "epoch", "step") else {"metric": callback.monitor, "mode": callback.mode}
 
 
 def require_unnamed(arguments: Mapping[str, object]) -> None:

@@ -36,6 +36,7 @@ from shardckpt.integrations.lightning.lightning_state import (
 from shardckpt.integrations.lightning.lightning_step import (
     LightningStep,
     ModelCheckpointParams,
+    find_ranking,
     require_methods,
     require_steps_for_drill,
     require_supported_strategy,
@@ -107,7 +108,7 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
             **arguments,
         )
         self._removal = StepRemoval(self.dirpath)
-        self.checkpointer = Checkpointer(self.dirpath, on_event=self._removal.take_event)
+        self.checkpointer = Checkpointer(self.dirpath, on_event=self._removal.take_event, **find_ranking(self))
         self._background, self._last_found = background, ""
         self._options: StepSaveParams = {**options} if options else {}
         self._handle: SaveHandle | None = None
@@ -282,9 +283,8 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         """Choose steps that were kept until now; each goes once the current save is complete."""
         earlier, (kept, self._unlasting) = self._unlasting, self._list_kept()
         paths = [path for path in earlier - kept if self._should_remove_checkpoint(trainer, path, filepath)]
-        self._remove_steps(
-            trainer, [number for path in paths if (number := find_number(self.checkpointer, path)) is not None]
-        )
+        numbers = [find_number(self.checkpointer, path) for path in paths]
+        self._remove_steps(trainer, [number for number in numbers if number is not None])
 
     def _should_remove_checkpoint(self, trainer: Trainer, previous: str, current: str) -> bool:
         """Return whether a step may go. The step for `ckpt_path="last"` may: in Lightning, it is a separate file."""
