@@ -138,6 +138,52 @@ def test_memory_may_be_freed_once_its_own_stream_has_waited():
         del used
 
 
+def filled_on_the_side(waits: bool) -> None:
+    """Fill memory of the compute stream on another one, which may not have waited for what was there before."""
+    with checked():
+        other = side()
+        before = torch.ones(1000)
+        before * 2
+        del before
+        if waits:
+            other.wait_stream(devices.get_current_stream(CPU))
+        memory = torch.empty(1000)
+        if waits:
+            other.wait_stream(devices.get_current_stream(CPU))
+        with devices.use_stream(other, CPU):
+            memory.fill_(1)
+        devices.get_current_stream(CPU).wait_stream(other)
+
+
+def test_memory_used_on_a_stream_that_did_not_wait_for_its_allocation_is_found():
+    filled_on_the_side(waits=True)
+    with pytest.raises(
+        UnorderedError, match=r"write by fill_ on the other(.|\n)*after write by allocation on the compute"
+    ):
+        filled_on_the_side(waits=False)
+
+
+def test_a_resized_storage_used_on_a_stream_that_did_not_wait_is_found():
+    with finds("write by fill_ on the other stream", "after write by allocation on the compute stream"):
+        other, memory = side(), torch.empty(4)
+        memory.untyped_storage().resize_(0)
+        memory.untyped_storage().resize_(16)
+        with devices.use_stream(other, CPU):
+            memory.fill_(1)
+        devices.get_current_stream(CPU).wait_stream(other)
+
+
+def test_a_record_of_a_storage_that_does_not_own_its_memory_counts_for_nothing():
+    with finds("is freed at", "in use by mul on the other stream"):
+        whole, other = torch.ones(8), side()
+        other.wait_stream(devices.get_current_stream(CPU))
+        part = torch.empty(0).set_(whole.untyped_storage()[16:32], 0, (4,))
+        with devices.use_stream(other, CPU):
+            devices.record_stream(part)
+            part * 2
+        del whole, part
+
+
 def test_a_storage_that_is_resized_to_nothing_is_freed():
     with finds("is freed at"):
         used, other = torch.ones(4), side()
@@ -200,6 +246,31 @@ def test_a_collective_is_ordered_for_the_stream_that_waited(other_waits):
     collective(False, other_waits)
     with pytest.raises(AssertionError, match=r"read by mul on the compute stream(.|\n)*after write by _?all_?gather"):
         collective(True, other_waits)
+
+
+def gathered_twice(other_waits: bool) -> None:
+    """Gather what another stream has gathered, both without `async_op`."""
+
+    def body(rank, world):
+        with checked():
+            first, second, mine, other = torch.empty(4), torch.empty(8), torch.ones(2), side()
+            other.wait_stream(devices.get_current_stream(CPU))
+            dist.all_gather_into_tensor(first, mine)
+            if other_waits:
+                other.wait_stream(devices.get_current_stream(CPU))
+            with devices.use_stream(other, CPU):
+                dist.all_gather_into_tensor(second, first)
+            devices.get_current_stream(CPU).wait_stream(other)
+
+    run(2, body)
+
+
+def test_a_collective_that_is_not_async_runs_on_the_current_stream():
+    gathered_twice(other_waits=True)
+    with pytest.raises(
+        AssertionError, match=r"read by _?all_?gather\w* on the other(.|\n)*write by _?all_?gather\w* on the comp"
+    ):
+        gathered_twice(other_waits=False)
 
 
 def test_the_limiter_waits_for_the_device_of_the_unit_whichever_is_current(monkeypatch):

@@ -10,10 +10,13 @@ engine forgets to wait for. What counts is what a device might have done:
 - **Operations** are seen by a dispatch mode: the ranges of bytes that each reads and writes. Of DTensors it sees the
   operations on local tensors.
 - **Collectives** run on a stream of their group, after what is queued on the current stream. Their `wait()` lets only
-  the stream that is current then come after them, as NCCL's does. They keep their tensors until then.
+  the stream that is current then come after them, as NCCL's does. They keep their tensors until then. Those with
+  `async_op=False` are operations of the current stream.
 - **Memory** belongs to the stream that was current when it was allocated: as soon as it is freed, operations of that
   stream may get it again. Each access must come before, or be on a stream (or before what is on it) that
-  `record_stream` named. Memory of `copy_to_pinned` is the host's, which frees it when it has read it.
+  `record_stream` named, by the storage that owns the memory: CUDA ignores the others. Other streams come after what
+  its stream had queued when it was allocated, as that may still use what was there before. Memory of `copy_to_pinned`
+  is the host's, which frees it when it has read it.
 
 An access that is not ordered with an earlier one of the same bytes, of which one writes, is an error that names both
 places, and so is memory that is freed while it may be in use. An access by a view counts for all bytes from its first
@@ -51,6 +54,7 @@ _SOURCES = (f"{_ROOT}/shardckpt/", f"{_ROOT}/tests/")
 _NOT_PLACES = (__file__, f"{_ROOT}/tests/kit/ranks/harness.py")
 _WITHOUT_READS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_", "resize_"}
 """Operations that look at no element of their arguments."""
+_ALLOCATION = "allocation"
 _WITHOUT_WRITES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_", "resize_"}
 
 # Method of ProcessGroup -> positions of what it writes and of what it reads.
@@ -176,12 +180,19 @@ class Region:
     def __init__(self, home: FakeStream, born: Place, storage: torch.UntypedStorage) -> None:
         self.home = home
         self.born = born
+        self.owner = storage._cdata
         self.start = storage.data_ptr()
         self.stop = self.start + storage.nbytes()
         self.reads: list[Access] = []
         self.writes: list[Access] = []
         self.users: list[FakeStream] = []  # as record_stream named them
         self.is_of_host = any(function == "copy_to_pinned" for _, _, function in born[:1])
+
+    def note_allocation(self) -> None:
+        """Count the allocation as a write: what the home stream has queued may still use what was there before."""
+        if not self.is_of_host:
+            number = self.home.clock.get(self.home.number, 0)
+            self.writes.append(Access(self.start, self.stop, self.home, number, _ALLOCATION, self.born))
 
 
 class Work:
@@ -190,7 +201,8 @@ class Work:
     def __init__(self, checker: Checker, clock: Clock, tensors: Any) -> None:
         self._checker = checker
         self._clock = clock
-        checker.running[self] = tensors
+        if tensors is not None:
+            checker.running[self] = tensors
 
     def wait(self, *_: Any) -> bool:
         _merge(self._checker.current.clock, self._clock)
@@ -223,8 +235,9 @@ class FakeStreams(devices.TorchStreams):
         return self.checker.on_stream(stream)
 
     def record(self, tensor: torch.Tensor, stream: FakeStream) -> None:
-        region = self.checker.region(tensor.untyped_storage())
-        if stream not in region.users:
+        storage = tensor.untyped_storage()
+        region = self.checker.region(storage)
+        if stream not in region.users and region.owner == storage._cdata:
             region.users.append(stream)
 
 
@@ -290,6 +303,8 @@ class Checker:
                 self._watches[key] = weakref.ref(storage, lambda _: self._regions.pop(key, None))
         if found is None:
             found = self._regions[key] = Region(home or self._compute, _place(), storage)
+            if home is not None:
+                found.note_allocation()
             self._watches[key] = weakref.ref(storage, lambda _: self.free(key))
         return found
 
@@ -313,11 +328,13 @@ class Checker:
                     f"    is freed at {_told(_place())}\n    while it may be in use by {access}",
                 )
 
-    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Note that a storage is freed, or gets new memory on the current stream."""
+    def resize(self, storage: torch.UntypedStorage, nbytes: int, resize: Callable[..., Any]) -> Any:
+        """Free the memory of a storage, and give it new memory on the current stream."""
         self.free(storage._cdata)
+        result = resize(storage, nbytes)
         if nbytes:
             self.region(storage, self.current)
+        return result
 
     def access(
         self, tensor: torch.Tensor, stream: FakeStream, number: int, operation: str, place: Place, *, writes: bool
@@ -347,7 +364,7 @@ class Checker:
         place = _place()
         for region in self._regions.values():
             for write in region.writes:
-                is_met = write.start < start + nbytes and start < write.stop
+                is_met = write.start < start + nbytes and start < write.stop and write.operation != _ALLOCATION
                 if is_met and self.host.get(write.stream.number, 0) < write.number:
                     self._report(
                         ("read on the host", write.operation, write.place, place),
@@ -430,14 +447,15 @@ class Checker:
     def collective(self, name: str, method: Callable[..., Any], group: Any, args: tuple[Any, ...]) -> Any:
         """Run a collective on copies, so that no thread of the backend holds what the engine frees."""
         into, out = _COLLECTIVES[name]
-        stream = self.group_stream(group.group_name)
+        is_async = all(getattr(each, "asyncOp", True) for each in args)
+        stream = self.group_stream(group.group_name) if is_async else self.current
         self._collect(stream, name, _tensors(args[out]), _tensors(args[into]))
         with _disable_current_modes(), torch.no_grad():
             copies = tuple(_copied(each) for each in args)
             method(group, *copies).wait()
             for theirs, ours in zip(_tensors(copies[into]), _tensors(args[into]), strict=True):
                 ours.detach().copy_(theirs)
-        return Work(self, dict(stream.clock), args)
+        return Work(self, dict(stream.clock), args if is_async else None)
 
     def raise_found(self) -> None:
         """Raise what was found, if anything was."""
@@ -591,7 +609,7 @@ def _noted_resize(checker: Checker) -> Callable[..., Any]:
 
     def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
         if storage.device.type == "cpu":
-            checker.resize(storage, nbytes)
+            return checker.resize(storage, nbytes, original)
         return original(storage, nbytes)
 
     return resize_
