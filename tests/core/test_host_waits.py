@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 from tests.checkpoint import test_sim_saves as saves
 from tests.checkpoint import test_sim_transfers as transfers
 from tests.core.test_sim_training import refill_inputs, train_offloaded, use_some
-from tests.core.test_stream_mutants import CONTEXTS, EVENTS, EVENTS_FOUND, ON_THREADS, sites, without
+from tests.core.test_stream_mutants import CONTEXTS, EVENTS, EVENTS_FOUND, ON_THREADS, changed, sites, without
 from tests.kit.models.under_test import TORCH
 from tests.kit.ranks import harness, sim
 
@@ -28,6 +30,7 @@ LOADS_FOR_OTHERS: Scenario = (2, transfers.save_and_load, (FOLDER, True))
 STREAMS: Scenario = (1, transfers.build_behind_an_upload, ())
 REPLICAS: Scenario = (1, saves.hash_replicas, ())
 GIVES_UP: Scenario = (1, saves.give_a_copy_up, ())
+OFFLOADS: Scenario = (2, train_offloaded, ("in place", "sim"))
 REFILLS: Scenario = (1, refill_inputs, ("flat", "sim"))
 
 ELSEWHERE = {"core.comm.streams:RateLimiter.wait:synchronize": "limits memory: `test_streams` counts units"}
@@ -40,7 +43,7 @@ FOUND: dict[str, Scenario] = {
     "checkpoint.stateful.state_stream:build_stream:synchronize": STREAMS,
     "checkpoint.stateful.tensor_bytes:PinnedPieces._read_oldest:synchronize": LOADS,
     "core.params.gradient_reduction:PendingFlags.wait:synchronize": (2, use_some, ("in place", False, "sim")),
-    "core.runtime.fsdp_unit:UnitParams._wait_for_copies:synchronize": (2, train_offloaded, ("in place", "sim")),
+    "core.runtime.fsdp_unit:UnitParams._wait_for_copies:synchronize": OFFLOADS,
     "core.runtime.fsdp_unit:FSDPUnit.finalize_forward:synchronize": REFILLS,
 }
 """Each wait, and a scenario in which it is missed."""
@@ -60,12 +63,15 @@ EVENTS_WAITED_FOR: dict[str, Scenario] = {
     "checkpoint.stateful.state_stream:build_stream:record_event": STREAMS,
     "checkpoint.stateful.tensor_bytes:PinnedPieces._end_piece:record_event": LOADS,
     "core.runtime.mixed_precision:move_tensors:record_event": REFILLS,
+    "devices:CurrentStreams.record_events:record_event": REPLICAS,
+    "devices:copy_to_pinned:record_event": OFFLOADS,
 }
 """Each event that the host waits for, and a scenario in which it is missed."""
 
 THREADS: dict[str, Scenario] = {
     "checkpoint.dedup:chunk_digests:use": (1, transfers.compare_on_a_stream, (FOLDER,)),
     "checkpoint.load.uploads:UploadBuffers.take:use": (1, transfers.load_on_a_stream, (FOLDER,)),
+    "devices:CurrentStreams.use:use_stream": (1, transfers.load_on_a_stream, (FOLDER,)),
 }
 """Each stream that threads take over from their caller, and a scenario in which it is missed."""
 
@@ -76,15 +82,13 @@ def test_every_wait_of_the_host_is_known():
     assert set(THREADS) == ON_THREADS
 
 
-def outcome(scenario: Scenario, folder: str, site: str = "", names: frozenset[str] = HOST_WAITS) -> Any:
-    """Return the values of a scenario on the simulated device, or that it failed; without a call if one is named."""
+def outcome(scenario: Scenario, folder: str, mutant: Callable[[], Any] = contextlib.nullcontext) -> Any:
+    """Return the values of a scenario on the simulated device, or that it failed."""
     world, body, args = scenario
     args = tuple(folder if each is FOLDER else each for each in args)
 
     def on_the_device(rank: int, world: int) -> Any:
-        if not site:
-            return body(rank, world, *args)
-        with without(site, names):
+        with mutant():
             return body(rank, world, *args)
 
     try:
@@ -104,4 +108,11 @@ ROWS = [
 def test_each_wait_of_the_host_is_missed_when_it_is_gone(tmp_path, site, names, scenario):
     expected = outcome(scenario, str(tmp_path / "with"))
     assert expected != "failed"
-    assert outcome(scenario, str(tmp_path / "without"), site, names) != expected
+    assert outcome(scenario, str(tmp_path / "without"), functools.partial(without, site, names)) != expected
+
+
+def test_an_event_that_is_recorded_before_a_copy_to_pinned_memory_is_missed():
+    copy = "copied.copy_(tensor, non_blocking=True)"
+    edits = ((copy, f"event = record_event(tensor.device); {copy}"), (", record_event(tensor.device)\n", ", event\n"))
+    mutant = functools.partial(changed, "devices:copy_to_pinned", edits)
+    assert outcome(OFFLOADS, "", mutant) != outcome(OFFLOADS, "") != "failed"

@@ -8,7 +8,8 @@ import contextlib
 import functools
 import importlib
 import inspect
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -33,6 +34,7 @@ ORDERING = frozenset(
         "record_stream",
         "wait_for_reductions",
         "record_current_stream",
+        "record",
     }
 )
 """Calls that order streams, or tell the allocator of one."""
@@ -40,7 +42,7 @@ EVENTS = frozenset({"record_event", "record_events"})
 """Calls that mark a place in a stream; without one there is nothing to wait for."""
 CONTEXTS = frozenset({"use", "use_stream", "use_gather_stream", "use_reduce_stream", "copying"})
 """Calls that choose a stream."""
-AMBIGUOUS = {"wait": ("core", "state.adapters.engine_bucket")}
+AMBIGUOUS = {"wait": ("core", "state.adapters.engine_bucket"), "record": ("devices",)}
 """Where a name is that of such a call; elsewhere threads wait by it."""
 
 
@@ -50,7 +52,7 @@ def sites(names: frozenset[str] = ORDERING) -> dict[str, tuple[str, str, int]]:
     named: dict[str, tuple[str, str, int]] = {}
     for path in sorted((ROOT / "shardckpt").rglob("*.py")):
         text = path.read_text()
-        if not any(each in text for each in names) or path.name == "devices.py":
+        if not any(each in text for each in names):
             continue
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for function, node in functions(ast.parse(text)):
@@ -103,8 +105,32 @@ def without(site: str, names: frozenset[str] = ORDERING) -> Iterator[None]:
     name, function, index = sites(names)[site]
     module = importlib.import_module(name)
     tree = next(node for each, node in functions(ast.parse(inspect.getsource(module))) if each == function)
+    with put(module, function, Without(calls(tree, names)[index]).visit(tree)):
+        yield
+
+
+@contextlib.contextmanager
+def changed(site: str, edits: Sequence[tuple[str, str]]) -> Iterator[None]:
+    """The engine with other text in a function, which is named as `module:function`."""
+    name, function = site.split(":")
+    module = importlib.import_module(f"shardckpt.{name}")
+    text = inspect.getsource(module)
+    tree = next(node for each, node in functions(ast.parse(text)) if each == function)
+    own = textwrap.dedent("\n".join(text.splitlines()[tree.lineno - 1 : tree.end_lineno]))
+    for old, new in edits:
+        assert own.count(old) == 1, f"{site} has {own.count(old)} times the text {old!r}: adapt the mutant"
+        own = own.replace(old, new)
+    made = ast.parse(own).body[0]
+    assert isinstance(made, ast.FunctionDef)
+    with put(module, function, made):
+        yield
+
+
+@contextlib.contextmanager
+def put(module: Any, function: str, tree: ast.FunctionDef) -> Iterator[None]:
+    """A module with another body of a function."""
     tree.decorator_list = []
-    mutant = ast.fix_missing_locations(ast.Module([Without(calls(tree, names)[index]).visit(tree)], []))
+    mutant = ast.fix_missing_locations(ast.Module([tree], []))
     made: dict[str, Any] = {}
     code = compile(mutant, inspect.getfile(module), "exec", __future__.annotations.compiler_flag)
     exec(code, module.__dict__, made)
@@ -113,7 +139,7 @@ def without(site: str, names: frozenset[str] = ORDERING) -> Iterator[None]:
         target = inspect.getattr_static(target, part)
     target = inspect.unwrap(target)
     assert isinstance(target, FunctionType)
-    original, target.__code__ = target.__code__, made[function.split(".")[-1]].__code__
+    original, target.__code__ = target.__code__, made[function.rsplit(".", maxsplit=1)[-1]].__code__
     try:
         yield
     finally:
@@ -134,6 +160,7 @@ EQUIVALENT = {
     "core.runtime.fsdp_unit:UnitParams.finish_gradients:wait": HOST,
     "core.runtime.fsdp_unit:UnitParams.finish_reduction:wait": HOST,
     "core.comm.collectives:DirectMessages._wait_for:wait": "devices with streams do not use it",
+    "devices:TorchStreams.record:record_stream": "the checker's own streams take the place of torch's",
     "core.params.gradient_reduction:GradientReducer.reset_after_error:wait": (
         "the gradient is dropped, and the backend keeps its tensors until it is done"
     ),
@@ -277,6 +304,7 @@ FOUND: dict[str, tuple[Scenario, Style]] = {
         scenarios.accumulates_and_clips,
         FLAT,
     ),
+    "devices:record_stream:record": (scenarios.trains, FLAT),
     "state.adapters.engine_bucket:EngineBucketAdapter.mark_written:mark_shard_written": (
         scenarios.loads_within_a_forward,
         ORIGINAL,
@@ -292,6 +320,7 @@ EVENTS_FOUND: dict[str, tuple[Scenario, Style]] = {
     ),
     "checkpoint.save.staging:StagingArea._end_block:record_events": (scenarios.copies_for_a_background_save, EACH),
     "core.comm.streams:DeviceStreams.record_event:record_event": (scenarios.trains, FLAT),
+    "devices:record_event:record_event": (scenarios.trains, FLAT),
     "core.params.gradient_reduction:GradientReducer._queue_rest:record_event": (scenarios.trains, FLAT),
     "core.params.tensor_extension:ExtendedParams.start_all_gather:record_event": (
         scenarios.gathers_by_extensions_from_itself,
@@ -311,6 +340,7 @@ EVENTS_FOUND: dict[str, tuple[Scenario, Style]] = {
 CONTEXTS_FOUND: dict[str, tuple[Scenario, Style]] = {
     "checkpoint.save.staging:StagingArea.fill:copying": (scenarios.copies_for_a_background_save, EACH),
     "checkpoint.save.staging:SideStreams.copying:use_stream": (scenarios.copies_for_a_background_save, EACH),
+    "devices:use_stream:use": (scenarios.copies_for_a_background_save, EACH),
     "core.params.tensor_extension:ExtendedParams.reshard:use_gather_stream": (
         scenarios.drops_extended_parameters_that_are_gathered,
         EACH,
@@ -330,8 +360,82 @@ SERIAL = {
     "core.fsdp2.fully_shard:_run_on_stream:use_stream",
 }
 """Choices without which everything runs on the stream of the computation: in order, and not beside it."""
-ON_THREADS = {"checkpoint.dedup:chunk_digests:use", "checkpoint.load.uploads:UploadBuffers.take:use"}
+ON_THREADS = {
+    "checkpoint.dedup:chunk_digests:use",
+    "checkpoint.load.uploads:UploadBuffers.take:use",
+    "devices:CurrentStreams.use:use_stream",
+}
 """Choices of threads, which `test_host_waits` takes away."""
+
+GATHER, SCATTER = "core.params.unsharded_params:UnshardedParams.", "core.params.gradient_reduction:GradientReducer."
+CHANGED: dict[str, tuple[str, tuple[tuple[str, str], ...], tuple[Scenario, Style]]] = {
+    "the event of a gather is recorded before it starts": (
+        f"{GATHER}start_all_gather",
+        (
+            ("self._pending = self._launch", "event = self.streams.record_event(); self._pending = self._launch"),
+            ("self._gather_event = self.streams.record_event()", "self._gather_event = event"),
+        ),
+        (scenarios.trains_without_shards_in_low_precision, FLAT),
+    ),
+    "the input of a reduction is dropped at once": (
+        f"{SCATTER}_launch_reduce_scatter",
+        (("is_kept = custom is not None or self._unsharded.streams.is_async", "is_kept = custom is not None"),),
+        (scenarios.trains, FLAT),
+    ),
+    "what is gathered is recorded for the stream that owns it": (
+        f"{GATHER}wait_all_gather",
+        (("record_stream(gathered)", "with self.streams.use_gather_stream(): record_stream(gathered)"),),
+        (scenarios.trains, FLAT),
+    ),
+    "the event of a reduction is recorded before the sums": (
+        f"{SCATTER}_queue_rest",
+        (
+            ("return _QueuedResult(", "event = streams.record_event(); return _QueuedResult("),
+            (", streams.record_event())", ", event)"),
+        ),
+        (scenarios.trains, FLAT),
+    ),
+    "gathers of a backward wait for the begin of the iteration alone": (
+        "core.runtime.fsdp_unit:ShardWrites.make_gathers_wait",
+        (("event is None or not starts_iteration", "event is None and starts_iteration"),),
+        (scenarios.writes_between_the_passes, FLAT),
+    ),
+    "parameters are copied out on the stream of the gathers": (
+        f"{GATHER}wait_all_gather",
+        (("self._layout.packing.unpack", "with self.streams.use_gather_stream(): self._layout.packing.unpack"),),
+        (scenarios.trains, EACH),
+    ),
+    "the step waits for what was queued before the copies of a save": (
+        "checkpoint.save.staging:SideStreams.copying",
+        (
+            (
+                "\n    try:\n",
+                "\n    early = {each: stream.record_event() for each, stream in self._streams.items()}\n    try:\n",
+            ),
+            ("current[device].wait_event(stream.record_event())", "current[device].wait_event(early[device])"),
+        ),
+        (scenarios.copies_for_a_background_save, EACH),
+    ),
+    "the event of a slice is recorded before it is copied": (
+        f"{GATHER}_keep_partial_shard",
+        (
+            ("self._partial_shard_event = self.streams.record_event()", "self._partial_shard_event = event"),
+            ("self._partial_shard = ", "event = self.streams.record_event(); self._partial_shard = "),
+        ),
+        (scenarios.keeps_slices_within_a_forward, EACH),
+    ),
+    "the buffer of a gather belongs to the computation": (
+        f"{GATHER}start_all_gather",
+        (("self._make_gather_wait()", "self._make_gather_wait(); self._current.buffer.allocate()"),),
+        (scenarios.trains, FLAT),
+    ),
+    "the output of a reduction belongs to the stream of the reductions": (
+        f"{SCATTER}_launch_reduce_scatter",
+        (("out = torch.empty", "with self._unsharded.streams.use_reduce_stream(): out = torch.empty"),),
+        (scenarios.trains, FLAT),
+    ),
+}
+"""What is done at another place or on another stream: the function, its edits, and a scenario that finds it."""
 
 
 def test_every_call_that_orders_streams_is_known():
@@ -344,13 +448,18 @@ def test_every_choice_of_a_stream_is_known():
 
 def survivors(world: int, wanted: dict[str, tuple[Scenario, Style]], names: frozenset[str] = ORDERING) -> set[str]:
     """The calls without which no rank finds anything, or fails."""
+    return unnoticed(world, {site: (functools.partial(without, site, names), row) for site, row in wanted.items()})
+
+
+def unnoticed(world: int, mutants: dict[str, tuple[Callable[[], Any], tuple[Scenario, Style]]]) -> set[str]:
+    """The mutants in whose scenarios no rank finds anything, or fails."""
 
     def body(rank, world):
         missed = []
-        for site, row in wanted.items():
-            with without(site, names), contextlib.suppress(AttributeError, TypeError):  # no event to wait for
+        for name, (mutant, row) in mutants.items():
+            with mutant(), contextlib.suppress(AttributeError, TypeError):  # no event to wait for
                 if not found(*row):
-                    missed.append(site)
+                    missed.append(name)
         return missed
 
     return set.intersection(*map(set, run(world, body, timeout=240)))
@@ -375,3 +484,13 @@ def test_each_event_is_missed_when_it_is_gone():
 
 def test_each_choice_of_a_stream_is_missed_when_it_is_gone():
     assert survivors(2, CONTEXTS_FOUND, CONTEXTS) == set()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_each_change_of_the_order_is_found(world):
+    mutants = {
+        name: (functools.partial(changed, site, edits), row)
+        for name, (site, edits, row) in CHANGED.items()
+        if (row[0] in scenarios.FOUR_RANKS) is (world == 4)
+    }
+    assert unnoticed(world, mutants) == set()
