@@ -482,6 +482,7 @@ def test_buffers_of_collectives_come_from_the_groups_allocator(monkeypatch: pyte
         expected = trained(Tower(), rank, after=averaged)
         model = tower()
         monkeypatch.setattr(composable, "allocator", lambda *_: Backend())
+        monkeypatch.setattr(dist, "get_backend", lambda *_: "nccl")
         for each in (model, *model.blocks):
             each.set_allocate_memory_from_process_group_for_comm(True)
         same(trained(model, rank), expected)
@@ -492,6 +493,23 @@ def test_buffers_of_collectives_come_from_the_groups_allocator(monkeypatch: pyte
         assert Backend.made == 14 + 8
 
     harness.run(2, body)
+
+
+@pytest.mark.skipif(TORCH, reason="torch says nothing")
+def test_nccl_that_cannot_allocate_is_warned_of_once_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(rank: int, world: int) -> list[str]:
+        torch.manual_seed(0)
+        expected = trained(Tower(), rank, after=averaged)
+        model = tower()
+        monkeypatch.setattr(dist, "get_backend", lambda *_: "cpu:gloo,cuda:nccl")
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("default")
+            for each in (model, *model.blocks):
+                each.set_allocate_memory_from_process_group_for_comm(True)
+        same(trained(model, rank), expected)
+        return [str(each.message) for each in told]
+
+    assert harness.run(2, body) == [["NCCL cannot allocate buffers on this device: torch allocates them"]] * 2
 
 
 def test_settings_of_the_root_may_be_made_before_there_is_one() -> None:

@@ -19,10 +19,12 @@ from torch.distributed.tensor import DTensor
 
 import shardckpt
 from shardckpt import core, state
+from shardckpt.core.fsdp2 import fully_shard
 from shardckpt.core.params.unsharded_params import UnshardedParams
 from tests.kit.models.models import Stack
 from tests.kit.ranks import sim
 
+NO_ALLOCATOR = "no allocator"
 CYCLES = 100_000_000  # of a GPU's clock: about 50 ms
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -176,6 +178,8 @@ def train(
     settings = {"reshard_after_forward": 2} if late == "slices" else {}
     model = build(device, front_end, **settings)
     if allocates:
+        if fully_shard.allocator(dist.group.WORLD, torch.device(device)) is None:
+            return [NO_ALLOCATOR]
         model.set_allocate_memory_from_process_group_for_comm(True)
     if late == "collectives":
         set_late_collectives(model, device)
