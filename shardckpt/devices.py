@@ -24,6 +24,7 @@ __all__ = [
     "copy_to_pinned",
     "find_generators",
     "get_current_stream",
+    "has_float64",
     "has_pinned_copies",
     "has_pinned_memory",
     "has_streams",
@@ -183,6 +184,15 @@ class CurrentStreams:
     def record_events(self) -> tuple[Event, ...]:
         """Return an event on each stream, after the operations that are queued so far."""
         return tuple(stream.record_event() for stream in self._streams.values())
+
+
+@cache
+def has_float64(device: torch.device) -> bool:
+    """Return True if a device computes in float64: MPS and some of Intel's GPUs do not."""
+    if device.type in ("cpu", "mps"):
+        return device.type == "cpu"
+    read = getattr(torch.get_device_module(device), "get_device_properties", None)
+    return read is None or bool(getattr(read(device), "has_fp64", True))
 
 
 def pinned(tensor: torch.Tensor, wanted: bool = True) -> torch.Tensor:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,9 @@ from shardckpt.core.params.tensor_parallel import count_tp_replicas, get_tp_mesh
 from shardckpt.core.registration.base import ParamRegistration
 from shardckpt.core.runtime import traversal
 from shardckpt.core.runtime.fsdp_unit import FSDPUnit
+from shardckpt.devices import has_float64
+
+Kind = TypeVar("Kind", bound=tuple[object, ...])
 
 
 def clip_grad_norm_(
@@ -68,10 +71,11 @@ def clip_units(
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
     """Scale unit gradients so that their norm is at most `max_norm`; return the norm before. Collective."""
-    # Each rank gathers all ranks' partial norms and adds them in the same order in float64. The norm and the scaling
-    # factor are therefore bitwise equal on every rank, in whatever order a backend reduces. Ignored parameters'
-    # gradients are not reduced and differ between ranks: they are neither counted nor scaled. A flat unit over a subset
-    # of the ranks, such as an expert, has gradients that the other ranks do not have; all ranks count them.
+    # Each rank gathers all ranks' partial norms and adds them in the same order, in float64 where a device has it. The
+    # norm and the scaling factor are therefore bitwise equal on every rank, in whatever order a backend reduces.
+    # Ignored parameters' gradients are not reduced and differ between ranks: they are neither counted nor scaled. A
+    # flat unit over a subset of the ranks, such as an expert, has gradients that the other ranks do not have; all ranks
+    # count them.
     order = float(norm_type)
     if not order > 0:
         raise ArgumentError("the order of a norm must be positive", where="clip_grad_norm_", found=norm_type)
@@ -101,8 +105,8 @@ def clip_units(
             fix="Skip the step, or call with error_if_nonfinite=False.",
         )
     factor = (max_norm / (norm.float() + 1e-6)).clamp(max=1.0)
-    for part in parts:
-        part.grad.mul_(factor.to(part.grad.device))
+    for (where, _), grads in _group_by(((part.grad.device, part.grad.dtype), part.grad) for part in parts).items():
+        torch._foreach_mul_(grads, factor.to(where))  # one copy for all: to the CPU, each would block the host
     return norm.to(_promote_dtypes([part.grad for part in parts]))
 
 
@@ -144,14 +148,6 @@ class _Part:
         local = grad.to_local() if isinstance(grad, DTensor) else grad
         return cls(local.detach(), copies)
 
-    def norm(self, order: float) -> torch.Tensor:
-        """Return the norm, in float32 at least: squares overflow in half precision."""
-        if self.grad.numel() == 0:
-            return torch.zeros((), device=self.grad.device)
-        dtype = None if self.grad.is_complex() else torch.promote_types(self.grad.dtype, torch.float32)
-        norm: torch.Tensor = torch.linalg.vector_norm(self.grad, order, dtype=dtype)
-        return norm
-
 
 def _optimizer_params(registration: ParamRegistration) -> list[tuple[nn.Parameter, _Ranks]]:
     """Return the parameters that an optimizer updates, with their ranks."""
@@ -172,16 +168,29 @@ def _parts_over_mesh(registration: ParamRegistration, mesh: DeviceMesh) -> list[
 
 def _reduce_locally(parts: Sequence[_Part], order: float, device: torch.device) -> torch.Tensor:
     """Return this rank's sum of powers, or its maximum if the order is infinite."""
-    norms: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for part in parts:
-        norm = part.norm(order)
-        norms.setdefault((part.copies, norm.device, norm.dtype), []).append(norm)
+    wide = _get_sum_dtype(device)
     shares = []
-    for (copies, _, _), same_kind in norms.items():
-        together = torch.stack(same_kind).double()
+    kinds = _group_by(
+        ((part.copies, part.grad.device, part.grad.dtype), part.grad) for part in parts if part.grad.numel()
+    )
+    for (copies, _, dtype), grads in kinds.items():
+        # In float32 at least: squares overflow in half precision.
+        norm_dtype = None if dtype.is_complex else torch.promote_types(dtype, torch.float32)
+        together = torch.stack(torch._foreach_norm(grads, order, dtype=norm_dtype)).to(wide)
         share = together.max() if math.isinf(order) else together.pow(order).sum() / copies
         shares.append(share.view(1).to(device))
     return _combine_parts(shares, order, device)
+
+
+def _get_sum_dtype(device: torch.device) -> torch.dtype:
+    return torch.float64 if has_float64(device) else torch.float32
+
+
+def _group_by(pairs: Iterable[tuple[Kind, torch.Tensor]]) -> dict[Kind, list[torch.Tensor]]:
+    groups: dict[Kind, list[torch.Tensor]] = {}
+    for kind, tensor in pairs:
+        groups.setdefault(kind, []).append(tensor)
+    return groups
 
 
 def _refuse_unsynced(parameters: Sequence[nn.Parameter]) -> None:
@@ -211,7 +220,7 @@ def _refuse_submesh(ranked: Sequence[tuple[nn.Parameter, _Ranks]], widest: _Rank
 
 
 def _combine_parts(parts: Sequence[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
-    together = torch.cat([torch.zeros(1, dtype=torch.float64, device=device), *parts])
+    together = torch.cat([torch.zeros(1, dtype=_get_sum_dtype(device), device=device), *parts])
     return (together.max() if math.isinf(order) else together.sum()).view(1)
 
 

@@ -14,12 +14,17 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.kit.models.models import PLAIN, Block, Stack, built, case, square
 from tests.kit.models.reference import groups, here, mine, mismatches, product, reduce_gradients, roughly
 from tests.kit.models.torch_limits import full_tensor
 from tests.kit.models.under_test import FSDP, TORCH, Strategy, Style, core, shard, sharder, torch_is_wrong
 from tests.kit.ranks.harness import count, raised_everywhere, recorded, run
+
+if not TORCH:
+    from shardckpt.core.tools import clip_grad_norm
 
 STRATEGIES = (Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP, Strategy.NO_SHARD)
 ORDERS = (2.0, 1.0, 2.5, math.inf)
@@ -346,6 +351,52 @@ def test_one_small_collective_however_many_units():
         return len(calls), count(calls, "all_gather"), sum(call.received for call in calls)
 
     assert run(2, body)[0] == (1, 1, 2)
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations that compute, and notes the types of their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        if not function.is_view and function.namespace == "aten":
+            dtypes = {each.dtype for each in tree_leaves((found, args)) if isinstance(each, torch.Tensor)}
+            self.count += bool(dtypes)
+            self.dtypes |= dtypes
+        return found
+
+
+def operations_of_clipping(layers: int, **settings) -> Operations:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers)))
+    model = shard(model, use_orig_params=True, **settings)
+    model(torch.ones(1, 8)).sum().backward()
+    with Operations() as found:
+        model.clip_grad_norm_(0.1)
+    return found
+
+
+@pytest.mark.skipif(TORCH, reason="how our own function computes")
+def test_as_many_operations_clip_many_parameters_as_few():
+    few, many = run(2, lambda rank, world: [operations_of_clipping(layers).count for layers in (1, 20)])[0]
+    assert few == many
+
+
+@pytest.mark.skipif(TORCH, reason="how our own function computes")
+def test_a_device_without_float64_clips_in_float32(monkeypatch):
+    def body(rank, world):
+        expected = trained(PLAIN)[0].clip_grad_norm_(0.1)
+        monkeypatch.setattr(clip_grad_norm, "has_float64", lambda device: False)
+        found = trained(PLAIN)[0].clip_grad_norm_(0.1)
+        torch.testing.assert_close(found, expected)
+        return operations_of_clipping(3).dtypes, len(set(bits(found)))
+
+    for dtypes, different in run(2, body):
+        assert torch.float64 not in dtypes
+        assert different == 1
 
 
 def test_torchs_own_function_clips_what_fully_shard_made():
