@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
+from threading import get_ident
 from typing import Any, Protocol
 
 import torch
@@ -87,6 +88,10 @@ class TorchStreams:
         """Return a context manager that queues operations on a stream."""
         context: AbstractContextManager[object] = torch.get_device_module(device).stream(stream)
         return context
+
+    def set_device(self, device: torch.device) -> None:
+        """Make a device this thread's current one."""
+        torch.get_device_module(device).set_device(device)
 
     def is_capturing(self, device: torch.device) -> bool:
         """Return True if operations are recorded into a graph instead of queued."""
@@ -172,12 +177,17 @@ class CurrentStreams:
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._streams = {device: get_current_stream(device) for device in set(devices) if has_streams(device)}
+        self._thread = get_ident()
 
     @contextmanager
     def use(self) -> Iterator[None]:
         """Return a context manager that queues operations on these streams, on any thread."""
         with ExitStack() as stack:
             for device, stream in self._streams.items():
+                # The end of the context chooses the thread's device again. On a new thread that is GPU 0, and to choose
+                # it opens a context there.
+                if get_ident() != self._thread:
+                    _streams.set_device(device)
                 stack.enter_context(use_stream(stream, device))
             yield
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,3 +50,52 @@ def test_a_device_computes_in_float64_unless_it_says_that_it_cannot(
     read = {} if properties is None else {"get_device_properties": lambda device: SimpleNamespace(**properties)}
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(**read))
     assert devices.has_float64.__wrapped__(torch.device(kind)) is expected
+
+
+class TwoDevices:
+    """`torch.cuda` with two devices: each thread has a current one, which is the first until it is set."""
+
+    def __init__(self) -> None:
+        self.set_devices: list[int] = []  # by all threads but the first
+        self._first = threading.get_ident()
+        self._current = threading.local()
+
+    def Stream(self, device: torch.device, priority: int = 0) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(device=device)
+
+    def current_device(self) -> int:
+        return getattr(self._current, "index", 0)
+
+    def current_stream(self, device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(device=device)
+
+    def set_device(self, device: torch.device) -> None:
+        if threading.get_ident() != self._first:
+            self.set_devices.append(device.index)
+        self._current.index = device.index
+
+    @contextlib.contextmanager
+    def stream(self, stream: SimpleNamespace) -> Iterator[None]:
+        """Choose a stream and its device; at the end the former stream of the device that was current."""
+        before = torch.device("cuda", self.current_device())
+        self.set_device(stream.device)
+        yield
+        self.set_device(before)
+
+
+def test_a_thread_that_takes_over_streams_never_chooses_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To choose a device opens a context on it, which takes half a gigabyte of its memory."""
+    module = TwoDevices()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    streams = devices.CurrentStreams([torch.device("cuda", 1)])
+
+    def work() -> None:
+        with streams.use():
+            assert module.current_device() == 1
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(work).result()
+    assert set(module.set_devices) == {1}
+    with streams.use():
+        pass
+    assert module.current_device() == 0  # the user's own thread keeps its device
