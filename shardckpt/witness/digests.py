@@ -16,12 +16,9 @@ import torch
 import xxhash
 from torch.distributed.tensor import DTensor
 
-from shardckpt.checkpoint.stateful.tensor_bytes import tensor_bytes, view_as_bytes
+from shardckpt.checkpoint.stateful.tensor_bytes import sum_rows, tensor_bytes
 from shardckpt.devices import find_generators
 
-_CHUNK_BYTES = 4 << 20  # bytes of a tensor that are reduced at a time; each takes up to eight times its size
-
-_GOLDEN, _ODD = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
 _DIGEST_BITS = 32
 _DIGEST_MASK = (1 << _DIGEST_BITS) - 1
 
@@ -42,7 +39,7 @@ def digest_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
                 hasher.update(part)
             digests[at] = hasher.intdigest() & _DIGEST_MASK
         elif tensor.numel():
-            sums.setdefault(tensor.device, []).append((at, _sum_rows(tensor.reshape(1, -1))))
+            sums.setdefault(tensor.device, []).append((at, sum_rows(tensor.reshape(1, -1))))
     for group in sums.values():
         values = torch.cat([total for _, total in group]).tolist()  # the only copy to the host
         for (at, _), value in zip(group, values, strict=True):
@@ -52,27 +49,6 @@ def digest_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 def _fold(value: int) -> int:
     return (value ^ (value >> _DIGEST_BITS)) & _DIGEST_MASK
-
-
-@torch.no_grad()
-def _sum_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Return an integer sum for each row, `(row,)`: a digest of its bytes and their places."""
-    flat = rows.detach().resolve_conj().resolve_neg().contiguous()
-    data = view_as_bytes(flat).view(rows.shape[0], -1)
-    width = next(size for size in (8, 4, 2, 1) if data.shape[1] % size == 0)
-    if data.storage_offset() % width:
-        data = data.clone()
-    words = data.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[width])
-    total = torch.zeros(rows.shape[0], dtype=torch.int64, device=rows.device)
-    step = max(_CHUNK_BYTES // (width * max(rows.shape[0], 1)), 1)
-    for start in range(0, words.shape[1], step):
-        part = words[:, start : start + step].to(torch.int64)
-        places = torch.arange(start, start + part.shape[1], dtype=torch.int64, device=rows.device)
-        mixed = (part ^ (places * _GOLDEN)) * _ODD
-        mixed ^= mixed >> 31
-        mixed *= _GOLDEN
-        total += (mixed ^ (mixed >> 29)).sum(1)
-    return total
 
 
 class SampleDigests(NamedTuple):
@@ -209,7 +185,7 @@ def _tensor_columns(tensor: torch.Tensor, name: str) -> Iterator[_Column]:
 def _digest_rows(tensor: torch.Tensor) -> list[int]:
     if not tensor.numel():
         return [0] * (tensor.shape[0] if tensor.dim() else 0)
-    return [_fold(total) for total in _sum_rows(tensor.reshape(tensor.shape[0] if tensor.dim() else 1, -1)).tolist()]
+    return [_fold(total) for total in sum_rows(tensor.reshape(tensor.shape[0] if tensor.dim() else 1, -1)).tolist()]
 
 
 def digest_random_states(others: Mapping[str, torch.Generator] | None = None) -> dict[str, int]:

@@ -11,6 +11,7 @@ import torch
 
 import shardckpt
 from shardckpt.boxes import full_box
+from shardckpt.checkpoint.planning import save_plan
 from shardckpt.checkpoint.save import session
 from shardckpt.checkpoint.save.session import ReplicaDigests, ReplicatedBox
 from shardckpt.checkpoint.save.staging import BufferPool, StagingArea, make_buffer
@@ -143,13 +144,14 @@ def test_buffers_of_a_save_that_was_given_up_are_used_again_when_its_copies_are_
     assert sim.ranks(1, give_a_copy_up) == [(1, 0)]
 
 
-def save_unequal_replicas(rank: int, world: int, folder: str) -> list[Any]:
+def save_unequal_replicas(rank: int, world: int, folder: str, least: int, mixed: bool) -> list[Any]:
     """Save replicas that differ in copies, in what does not fit there, and not at all; return what was found."""
-    session.PINNED_BYTES = 1 << 10
+    session.PINNED_BYTES, save_plan.LEAST_SUM_BYTES = 1 << 10, least
+    device = "cpu" if mixed and rank else "sim"
     found = []
     for unequal in ("small", "large", "turned", ""):
         state = {"small": torch.ones(9), "large": torch.ones(900), "turned": torch.ones(4, 5).t()}
-        state = {name: (value + rank if name == unequal else value).to("sim") for name, value in state.items()}
+        state = {name: (value + rank if name == unequal else value).to(device) for name, value in state.items()}
         try:
             shardckpt.async_save(state, f"{folder}/{unequal}").result()
             found.append("saved")
@@ -158,17 +160,42 @@ def save_unequal_replicas(rank: int, world: int, folder: str) -> list[Any]:
     return found
 
 
-def test_replicas_that_differ_are_found_whenever_they_are_hashed(tmp_path):
-    assert sim.ranks(2, save_unequal_replicas, str(tmp_path)) == [[True, True, True, "saved"]] * 2
+@pytest.mark.parametrize("mixed", [False, True], ids=["on devices", "on one device"])
+@pytest.mark.parametrize("least", [1, 1 << 10, 1 << 20])
+def test_replicas_that_differ_are_found_whenever_and_wherever_they_are_compared(tmp_path, least, mixed):
+    assert sim.ranks(2, save_unequal_replicas, str(tmp_path), least, mixed) == [[True, True, True, "saved"]] * 2
 
 
-def hash_replicas(rank: int, world: int) -> Any:
+def save_large_replicas(rank: int, world: int, folder: str) -> list[int]:
+    """Return how many copies of replicas the host has waited for when they are compared in two saves."""
+    session.PINNED_BYTES, save_plan.LEAST_SUM_BYTES = 1 << 10, 1 << 10
+    state = {str(number): torch.full((900,), float(number), device="sim") for number in range(4)}
+    made, waited = ReplicaDigests.__init__, []
+
+    def noted(*args: Any) -> None:
+        with sim.counted() as counts:
+            made(*args)
+            waited.append(counts().pinned - sim.unfinished())
+
+    ReplicaDigests.__init__ = noted
+    for number in range(2):
+        shardckpt.async_save(state, f"{folder}/{number}").result()
+    return waited
+
+
+def test_large_replicas_are_compared_without_a_wait_of_the_host(tmp_path):
+    assert sim.ranks(2, save_large_replicas, str(tmp_path)) == [[0, 0]] * 2
+
+
+def hash_replicas(rank: int, world: int, summed: bool = False) -> Any:
     """Return how many copies are under way before and after the digests are finished, and whether those are right."""
     tensors = [torch.arange(12.0).view(3, 4), torch.arange(12.0).view(3, 4).t(), torch.empty(0)]
+    tensors = tensors[:2] if summed else tensors  # no plan compares what is empty
+    groups = {7} if summed else set()
 
     def digests(device: str) -> ReplicaDigests:
         boxes = [LocalShard(full_box(tuple(each.shape)), each.to(device)) for each in tensors]
-        return ReplicaDigests({7: [ReplicatedBox(("t",), box.box.size, box) for box in boxes]})
+        return ReplicaDigests({7: [ReplicatedBox(("t",), box.box.size, box) for box in boxes]}, groups)
 
     on_device, on_host = digests("sim"), digests("cpu")
     unfinished = sim.unfinished()
@@ -179,3 +206,4 @@ def hash_replicas(rank: int, world: int) -> Any:
 
 def test_digests_of_replicas_on_a_device_are_those_on_the_host_once_finished():
     assert sim.ranks(1, hash_replicas) == [(2, 0, True, 3)]
+    assert sim.ranks(1, hash_replicas, True) == [(2, 0, True, 2)]

@@ -29,6 +29,7 @@ LOADS: Scenario = (1, transfers.save_and_load, (FOLDER, False))
 LOADS_FOR_OTHERS: Scenario = (2, transfers.save_and_load, (FOLDER, True))
 STREAMS: Scenario = (1, transfers.build_behind_an_upload, ())
 REPLICAS: Scenario = (1, saves.hash_replicas, ())
+SUMS: Scenario = (1, saves.hash_replicas, (True,))
 GIVES_UP: Scenario = (1, saves.give_a_copy_up, ())
 OFFLOADS: Scenario = (2, train_offloaded, ("in place", "sim"))
 REFILLS: Scenario = (1, refill_inputs, ("flat", "sim"))
@@ -37,6 +38,7 @@ ELSEWHERE = {"core.comm.streams:RateLimiter.wait:synchronize": "limits memory: `
 FOUND: dict[str, Scenario] = {
     "checkpoint.load.uploads:UploadBuffers.take:synchronize": LOADS,
     "checkpoint.load.uploads:_wait:synchronize": LOADS_FOR_OTHERS,
+    "checkpoint.save.session:ReplicaDigests.finish:synchronize": SUMS,
     "checkpoint.save.session:_PinnedCopies.wait:synchronize": REPLICAS,
     "checkpoint.save.staging:wait_for_side_streams:synchronize": GIVES_UP,
     "checkpoint.save.staging:StagingArea.blocks:synchronize": SAVES,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardckpt.witness import digests
+from shardckpt.checkpoint.stateful import tensor_bytes
 from shardckpt.witness.digests import digest_batch, digest_random_states, digest_tensors
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.int8, torch.bool, torch.float16, torch.float64)
@@ -122,31 +122,31 @@ def test_sums_on_devices_change_with_every_element_and_place(dtype: torch.dtype,
     tensor = torch.randint(0, 2, shape, generator=generator).to(dtype)
     if not tensor.numel():
         return
-    before = digests._sum_rows(tensor.reshape(1, -1)).item()
-    assert digests._sum_rows(tensor.clone().reshape(1, -1)).item() == before
+    before = tensor_bytes.sum_rows(tensor.reshape(1, -1)).item()
+    assert tensor_bytes.sum_rows(tensor.clone().reshape(1, -1)).item() == before
     for at in range(tensor.numel()):
         other = tensor.clone().flatten()
         other[at] = ~other[at] if dtype is torch.bool else other[at] + 1
-        assert digests._sum_rows(other.reshape(1, -1)).item() != before
+        assert tensor_bytes.sum_rows(other.reshape(1, -1)).item() != before
 
 
 def test_sums_on_devices_change_if_elements_swap_places() -> None:
     tensor = torch.arange(64.0, dtype=torch.float64)  # a word each
     swapped = tensor.flip(0)
-    assert digests._sum_rows(tensor.view(1, -1)).item() != digests._sum_rows(swapped.view(1, -1)).item()
+    assert tensor_bytes.sum_rows(tensor.view(1, -1)).item() != tensor_bytes.sum_rows(swapped.view(1, -1)).item()
 
 
 def test_sums_are_the_same_in_chunks_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.rand(3, 1000)
-    whole = digests._sum_rows(tensor).tolist()
-    monkeypatch.setattr(digests, "_CHUNK_BYTES", 256)
-    assert digests._sum_rows(tensor).tolist() == whole
+    whole = tensor_bytes.sum_rows(tensor).tolist()
+    monkeypatch.setattr(tensor_bytes, "_REDUCED_BYTES", 256)
+    assert tensor_bytes.sum_rows(tensor).tolist() == whole
 
 
 def test_tensors_with_other_strides_have_the_digest_of_their_elements() -> None:
     tensor = torch.rand(4, 6)
     assert digest_tensors([tensor.t()]) == digest_tensors([tensor.t().contiguous()])
-    assert digests._sum_rows(tensor.t()).tolist() == digests._sum_rows(tensor.t().contiguous()).tolist()
+    assert tensor_bytes.sum_rows(tensor.t()).tolist() == tensor_bytes.sum_rows(tensor.t().contiguous()).tolist()
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, overload
 from shardckpt.boxes import Box, Shape
 from shardckpt.checkpoint.stateful.flatten import FlattenedState
 from shardckpt.checkpoint.stateful.stateful import dtype_name
+from shardckpt.devices import has_pinned_copies
 from shardckpt.errors import UsageError
 from shardckpt.manifest import Path, dotted
 from shardckpt.native.payload import FileLayout, PayloadChunk, arrange_files
@@ -20,8 +21,10 @@ from shardckpt.native.records import ArrayRecord
 from shardckpt.plan.layout.box_codec import BoxRow, PackedRows, encode_rows, pack_message, unpack_message
 from shardckpt.plan.layout.packed_plan import find_tilings
 from shardckpt.plan.layout.write_plan import LocalTensor, TensorSpec, plan_save
+from shardckpt.state.local.tensor_shards import LocalShard
 
-_BUFFER, _FROZEN = 1, 2
+_BUFFER, _FROZEN, _ON_DEVICE = 1, 2, 4
+LEAST_SUM_BYTES = 1 << 20  # smallest box whose replicas are compared by sums on their devices; others are copied
 _Item = TypeVar("_Item")
 
 
@@ -84,6 +87,7 @@ class LocalSavePlan:
     buffers: frozenset[Path]  # paths of arrays that may differ between ranks; rank 0's are saved
     ties: Mapping[Path, Path]  # further paths of shared arrays, each with the first path
     frozen: frozenset[Path] = frozenset()  # paths of arrays that are not written, because the base has them
+    on_device: frozenset[Path] = frozenset()  # paths of large arrays on an accelerator
 
     def equals(self, other: LocalSavePlan) -> bool:
         """Return True if both have the same global plan; ties must have the same order."""
@@ -97,7 +101,8 @@ class LocalSavePlan:
         return pack_message([kinds, ties], rows)
 
     def _kind(self, path: Path) -> int:
-        return _BUFFER if path in self.buffers else _FROZEN if path in self.frozen else 0
+        kind = _BUFFER if path in self.buffers else _FROZEN if path in self.frozen else 0
+        return kind | (_ON_DEVICE if path in self.on_device else 0)
 
     @classmethod
     def decode(cls, data: bytes) -> LocalSavePlan:
@@ -107,9 +112,10 @@ class LocalSavePlan:
         arrays = rows.names.arrays
         return cls(
             _PackedTensors(rows),
-            frozenset(arrays[at][0] for at, kind in kinds if kind == _BUFFER),
+            frozenset(arrays[at][0] for at, kind in kinds if kind & _BUFFER),
             {tuple(path): tuple(first) for path, first in ties},
-            frozenset(arrays[at][0] for at, kind in kinds if kind == _FROZEN),
+            frozenset(arrays[at][0] for at, kind in kinds if kind & _FROZEN),
+            frozenset(arrays[at][0] for at, kind in kinds if kind & _ON_DEVICE),
         )
 
 
@@ -122,7 +128,12 @@ def create_local_plan(flattened: FlattenedState, *, trainable_only: bool = False
         ]
     )
     frozen = frozenset(flattened.frozen) if trainable_only else frozenset()
-    return LocalSavePlan(arrays, frozenset(flattened.buffers), dict(flattened.ties), frozen)
+    on_device = frozenset(path for path, array in flattened.arrays.items() if any(map(_has_sum, array.shards)))
+    return LocalSavePlan(arrays, frozenset(flattened.buffers), dict(flattened.ties), frozen, on_device)
+
+
+def _has_sum(shard: LocalShard) -> bool:
+    return shard.tensor.nbytes >= LEAST_SUM_BYTES and has_pinned_copies(shard.tensor.device)
 
 
 ReplicaGroup = tuple[int, ...]  # indices of the ranks with the same elements, in order
@@ -137,6 +148,7 @@ class RankSavePlan:
     # position of the box in the array.
     replica_groups: Mapping[int, Sequence[tuple[int, int]]]
     frozen: tuple[PayloadChunk, ...] = ()  # chunks that this rank compares with the base instead of writing them
+    summed: frozenset[int] = frozenset()  # replica groups that all ranks compare by sums on their devices
     _files: dict[Path | None, tuple[FileLayout, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -156,17 +168,17 @@ class RankSavePlan:
         replica_groups = [[number, [list(p) for p in positions]] for number, positions in self.replica_groups.items()]
         if isinstance(self.chunks, _PackedChunks) and not self.frozen:
             packed = self.chunks.rows
-            return pack_message([int(packed.counts.sum()), replica_groups], packed.encode())
+            return pack_message([int(packed.counts.sum()), replica_groups, sorted(self.summed)], packed.encode())
         rows = encode_rows(BoxRow(c.path, c.shape, c.dtype, (c.box,)) for c in (*self.chunks, *self.frozen))
-        return pack_message([len(self.chunks), replica_groups], rows)
+        return pack_message([len(self.chunks), replica_groups, sorted(self.summed)], rows)
 
     @classmethod
     def decode(cls, data: bytes) -> RankSavePlan:
         """Return the plan from the bytes of `encode`."""
-        (count, replica_groups), rows = unpack_message(data)
+        (count, replica_groups, summed), rows = unpack_message(data)
         positions = {number: [(a, b) for a, b in pairs] for number, pairs in replica_groups}
         chunks = _unpack_chunks(PackedRows.decode(rows))
-        return cls(tuple(chunks[:count]), positions, tuple(chunks[count:]))
+        return cls(tuple(chunks[:count]), positions, tuple(chunks[count:]), frozenset(summed))
 
 
 @dataclass(frozen=True)
@@ -248,8 +260,11 @@ def _plan_unpacked(local_plans: Sequence[LocalSavePlan], loads: Sequence[int]) -
     ties = {p: first for local_plan in reversed(local_plans) for p, first in local_plan.ties.items() if p not in known}
     frozen = _frozen(local_plans)
     chunks = [[PayloadChunk(*plan.arrays[task.array], task.box) for task in tasks] for tasks in plan.tasks]
-    replica_groups, positions = _find_replica_groups(local_plans)
-    rank_plans = tuple(_build_rank_plan(mine, held, frozen) for mine, held in zip(chunks, positions, strict=True))
+    replica_groups, summed, positions = _find_replica_groups(local_plans)
+    rank_plans = tuple(
+        replace(_build_rank_plan(mine, held, frozen), summed=summed.intersection(held))
+        for mine, held in zip(chunks, positions, strict=True)
+    )
     specs = tuple(spec for spec in plan.arrays if spec.path in frozen)
     return GlobalSavePlan(
         rank_plans,
@@ -314,8 +329,8 @@ def _counted(local_plans: Sequence[LocalSavePlan]) -> list[list[LocalTensor]]:
 
 def _find_replica_groups(
     local_plans: Sequence[LocalSavePlan],
-) -> tuple[list[ReplicaGroup], list[dict[int, list[tuple[int, int]]]]]:
-    """Return the replica groups, and for each rank its boxes in each group."""
+) -> tuple[list[ReplicaGroup], frozenset[int], list[dict[int, list[tuple[int, int]]]]]:
+    """Return the replica groups, those that are compared by sums, and for each rank its boxes in each group."""
     owners: dict[tuple[Path, Box], dict[int, tuple[int, int]]] = {}
     buffers: frozenset[Path] = frozenset().union(*(local_plan.buffers for local_plan in local_plans))
     shared = _held_twice(local_plans)
@@ -324,14 +339,17 @@ def _find_replica_groups(
             for which, box in enumerate(tensor.boxes) if tensor.path in shared else ():
                 if box.volume:
                     owners.setdefault((tensor.path, box), {})[rank] = (at, which)
-    numbers: dict[ReplicaGroup, int] = {}
+    numbers: dict[tuple[ReplicaGroup, bool], int] = {}
     positions: list[dict[int, list[tuple[int, int]]]] = [{} for _ in local_plans]
     for (path, _), ranks in owners.items():
         if len(ranks) > 1 and path not in buffers:
-            number = numbers.setdefault(tuple(ranks), len(numbers))
+            # All ranks use one kind of digest, also if a replica is on the CPU on some of them.
+            is_summed = all(path in local_plans[rank].on_device for rank in ranks)
+            number = numbers.setdefault((tuple(ranks), is_summed), len(numbers))
             for rank, position in ranks.items():
                 positions[rank].setdefault(number, []).append(position)
-    return list(numbers), positions
+    summed = frozenset(number for (_, is_summed), number in numbers.items() if is_summed)
+    return [ranks for ranks, _ in numbers], summed, positions
 
 
 def _held_twice(local_plans: Sequence[LocalSavePlan]) -> set[Path]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
@@ -34,8 +34,8 @@ from shardckpt.checkpoint.save.planner import (
     StartedSave,
     capture_error,
 )
-from shardckpt.checkpoint.stateful.tensor_bytes import is_flat, tensor_bytes, view_as_bytes
-from shardckpt.devices import CurrentStreams, Event, has_pinned_copies, has_pinned_memory
+from shardckpt.checkpoint.stateful.tensor_bytes import is_flat, sum_rows, tensor_bytes, view_as_bytes
+from shardckpt.devices import CurrentStreams, Event, copy_to_pinned, has_pinned_copies, has_pinned_memory
 from shardckpt.encodings.budget import gc_paused
 from shardckpt.encodings.value_stats import ValueStats
 from shardckpt.events import FallbackEvent, Recorder, SaveEvent, record_operation
@@ -128,18 +128,29 @@ class ReplicatedBox(NamedTuple):
 
 
 class ReplicaDigests:
-    """Digests for a rank's boxes, by replica group."""
+    """Digests for a rank's boxes, by replica group; boxes in the groups `summed` are reduced on their device."""
 
-    def __init__(self, boxes: Mapping[int, Sequence[ReplicatedBox]]) -> None:
-        self._copies = _PinnedCopies([box.shard.tensor for group in boxes.values() for box in group])
+    def __init__(self, boxes: Mapping[int, Sequence[ReplicatedBox]], summed: Set[int] = frozenset()) -> None:
+        reduced = {number: group for number, group in boxes.items() if number in summed}
+        hashed = {number: group for number, group in boxes.items() if number not in summed}
+        self._sums = [
+            (number, at, _start_sum(box.shard.tensor)) for number in reduced for at, box in enumerate(reduced[number])
+        ]
+        self._copies = _PinnedCopies([box.shard.tensor for group in hashed.values() for box in group])
         # Boxes in CPU memory, or that exceed the 64 MiB of pinned memory, are hashed at once; the others by `finish`.
-        self._boxes = {
-            number: [box if self._copies.has(box.shard.tensor) else _hash(box) for box in group]
+        self._boxes: dict[int, list[Replica | ReplicatedBox]] = {
+            number: [box if number in summed or self._copies.has(box.shard.tensor) else _hash(box) for box in group]
             for number, group in boxes.items()
         }
 
     def finish(self) -> None:
-        """Wait for the copies, and hash them."""
+        """Wait for sums and copies, and hash them."""
+        for number, at, (total, event) in self._sums:
+            if event is not None:
+                event.synchronize()
+            box = self._boxes[number][at]
+            assert isinstance(box, ReplicatedBox)
+            self._boxes[number][at] = box.with_digest(tensor_bytes(total))
         self._copies.wait()
         for group in self._boxes.values():
             for at, box in enumerate(group):
@@ -154,6 +165,11 @@ class ReplicaDigests:
 
 def _hash(box: ReplicatedBox) -> Replica | ReplicatedBox:
     return box.with_digest(tensor_bytes(box.shard.tensor))
+
+
+def _start_sum(tensor: torch.Tensor) -> tuple[torch.Tensor, Event | None]:
+    """Start to reduce a tensor where it is; return its sum on the host and the event to wait for."""
+    return copy_to_pinned(sum_rows(tensor.reshape(1, -1)))
 
 
 class _PinnedCopies:
@@ -333,7 +349,8 @@ class SaveSession:
             missing = [at for at in hints.unmeasured if at in unchanged]
             stats = {at: measure_chunk(rank_plan.chunks[at], arrays) for at in missing}
         files = rank_plan.arrange_files(planned.model, unchanged)
-        replicas = ReplicaDigests(_find_replicas(rank_plan, flattened) if self._options.checksums else {})
+        boxes = _find_replicas(rank_plan, flattened) if self._options.checksums else {}
+        replicas = ReplicaDigests(boxes, rank_plan.summed)
         self.phase = SavePhase.STAGED
         return StagedSave(files, replicas, unchanged, stats)
 

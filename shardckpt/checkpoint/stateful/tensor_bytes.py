@@ -25,6 +25,9 @@ _MANY_ALIKE = 8  # least number of small tensors of one shape that are copied wi
 
 _KIND = attrgetter("dtype", "shape", "is_cpu")
 
+_REDUCED_BYTES = 4 << 20  # bytes of a tensor that are reduced at a time; each takes up to eight times its size
+_GOLDEN, _ODD = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9  # factors of `sum_rows`
+
 # Maximum size in bytes of a small tensor, which is copied and written with others; views would be slower.
 SMALL_BYTES = 64 << 10
 
@@ -230,3 +233,24 @@ class PinnedPieces:
             event.synchronize()
         yield memoryview(piece.buffer.numpy())[: piece.nbytes]  # type: ignore[arg-type]
         self._idle.append(piece.buffer)
+
+
+@torch.no_grad()
+def sum_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Return an integer sum for each row, `(row,)`: a digest of its bytes and their places."""
+    flat = rows.detach().resolve_conj().resolve_neg().contiguous()
+    data = view_as_bytes(flat).view(rows.shape[0], -1)
+    width = next(size for size in (8, 4, 2, 1) if data.shape[1] % size == 0)
+    if data.storage_offset() % width:
+        data = data.clone()
+    words = data.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[width])
+    total = torch.zeros(rows.shape[0], dtype=torch.int64, device=rows.device)
+    step = max(_REDUCED_BYTES // (width * max(rows.shape[0], 1)), 1)
+    for start in range(0, words.shape[1], step):
+        part = words[:, start : start + step].to(torch.int64)
+        places = torch.arange(start, start + part.shape[1], dtype=torch.int64, device=rows.device)
+        mixed = (part ^ (places * _GOLDEN)) * _ODD
+        mixed ^= mixed >> 31
+        mixed *= _GOLDEN
+        total += (mixed ^ (mixed >> 29)).sum(1)
+    return total

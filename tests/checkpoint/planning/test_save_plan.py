@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -46,6 +47,24 @@ def test_tasks_of_a_plan_come_out_as_they_went_in() -> None:
     assert {chunk.path for rank_plan in plan.rank_plans for chunk in rank_plan.frozen} == {("model", "frozen")}
     sharded = [chunk for rank_plan in plan.rank_plans for chunk in rank_plan.chunks if chunk.path == ("model", "w")]
     assert sharded == [PayloadChunk(("model", "w"), (4, 3), "float32", box) for box in ROWS]
+
+
+def test_replicas_are_compared_by_sums_where_all_ranks_have_them_on_a_device() -> None:
+    everywhere, somewhere = {("model", "b"), ("model", "frozen")}, {("model", "b")}
+    local_plans = [
+        replace(local_plan(rank), on_device=frozenset(on)) for rank, on in enumerate((everywhere, somewhere))
+    ]
+    assert LocalSavePlan.decode(local_plans[0].encode()) == local_plans[0]
+    plan = create_global_plan(local_plans)
+    for rank, rank_plan in enumerate(plan.rank_plans):
+        (summed,) = rank_plan.summed
+        paths = {
+            number: [local_plan(rank).arrays[at].path for at, _ in positions]
+            for number, positions in rank_plan.replica_groups.items()
+        }
+        assert paths == {summed: [("model", "b")], 1 - summed: [("model", "frozen")]}
+        assert plan.replica_groups[summed] == plan.replica_groups[1 - summed] == (0, 1)
+        assert RankSavePlan.decode(rank_plan.encode()) == rank_plan
 
 
 def test_ranks_that_hold_the_same_are_known_and_those_that_do_not_are_not() -> None:
