@@ -16,7 +16,6 @@ from shardckpt.core import materialize
 from shardckpt.core.comm.collectives import CustomCollectives, ShardGroup
 from shardckpt.core.config import Precision, UnitConfig
 from shardckpt.core.errors import ArgumentError, StateError
-from shardckpt.core.fsdp1.wrapper import FullyShardedDataParallel
 from shardckpt.core.modules.autograd_hooks import compiler_disabled
 from shardckpt.core.modules.fqn_and_params import (
     Identity,
@@ -64,6 +63,16 @@ def get_fsdp_state(module: nn.Module) -> FSDPState | None:
     """Return a module's state; None if `fully_shard` was not applied to it."""
     state: FSDPState | None = module.__dict__.get(STATE)
     return state
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Return True if the module is a unit of the other front end, which wraps modules."""
+    return isinstance(module, traversal.ShardedModule) and get_fsdp_state(module) is None
+
+
+def find_wrappers(module: nn.Module) -> list[Any]:
+    """Return the wrappers in a module."""
+    return [each for each in module.modules() if is_wrapper(each)]
 
 
 def fsdp_states_below(module: nn.Module) -> list[FSDPState]:
@@ -164,8 +173,8 @@ class FSDPState:
                 exempt |= {
                     p for registration in state.unit.registrations for p in registration.parameters
                 } | state._options.ignored
-        for instance in FullyShardedDataParallel.fsdp_modules(self._one_module):
-            exempt.update(instance.parameters())
+        for wrapper in find_wrappers(self._one_module):
+            exempt.update(wrapper.parameters())
         return exempt
 
     def _set_unit(self, unit: FSDPUnit) -> None:
@@ -314,7 +323,7 @@ class FSDPState:
     def _refuse_foreign_params(self, known: Iterable[FSDPState]) -> None:
         """Refuse a parameter that another root's unit owns: both would train it."""
         units = [state.unit for state in known]
-        units += [wrapper.sharding_unit for wrapper in FullyShardedDataParallel.fsdp_modules(self.modules[0])]
+        units += [wrapper.sharding_unit for wrapper in find_wrappers(self.modules[0])]
         ours = {member.identity for unit in units for member in unit.params.members}  # gathered parameters too
         held = [(name, identity(p)) for name, p in self.modules[0].named_parameters() if is_held(p)]
         strange = [name for name, mark in held if mark not in ours]

@@ -27,7 +27,6 @@ from shardckpt.core.errors import (
     StateError,
     UnsupportedArgumentError,
 )
-from shardckpt.core.fsdp1.wrapper import FullyShardedDataParallel
 from shardckpt.core.fsdp2.fsdp_state import (
     STATE,
     FSDPState,
@@ -35,6 +34,7 @@ from shardckpt.core.fsdp2.fsdp_state import (
     UnitCollectives,
     fsdp_states_below,
     get_fsdp_state,
+    is_wrapper,
 )
 from shardckpt.core.modules.autograd_hooks import compiler_disabled_shallow
 from shardckpt.core.params.mesh_placement import (
@@ -153,7 +153,7 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
                 "Each distinct composable distributed API can only be applied to a module once. "
                 f"fully_shard has already been applied to the following module:\n{module}"
             )
-        if isinstance(module, FullyShardedDataParallel):
+        if is_wrapper(module):
             raise ArgumentError(
                 "fully_shard cannot shard a FullyShardedDataParallel", fix="Use one or the other for a module."
             )
@@ -725,12 +725,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     Raises:
         ArgumentError: The module does not have this method.
     """
-    if not isinstance(module, (FSDPModule, FullyShardedDataParallel)):
+    if not isinstance(module, ShardedModule):
         return
     if not hasattr(module, method_name):
         raise ArgumentError(f"{type(module)} does not have a method {method_name}")
-    if isinstance(module, FullyShardedDataParallel):
-        module.register_forward_method(method_name)
+    if is_wrapper(module):
+        wrapper: Any = module
+        wrapper.register_forward_method(method_name)
         return
     bound = getattr(module, method_name)
     method = getattr(bound, "__func__", None)
