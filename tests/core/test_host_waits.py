@@ -53,6 +53,12 @@ FOUND: dict[str, Scenario] = {
 EVENTS_ELSEWHERE = {
     **dict.fromkeys(EVENTS_FOUND, "`test_stream_mutants`"),
     "core.comm.streams:RateLimiter.record_free_event:record_event": "limits memory: `test_streams` counts units",
+    "core.comm.streams:DeviceStreams.hold_gather_output:record_event": (
+        "without it a gather waits for all that is queued"
+    ),
+    "core.params.gradient_reduction:GradientReducer._queue_rest:record_event": (
+        "without it the computation waits for all reductions"
+    ),
     "core.params.unsharded_params:UnshardedParams._keep_partial_shard:record_event": (
         "without it a gather waits for all that is queued"
     ),

@@ -32,15 +32,20 @@ ORDERING = frozenset(
         "make_gathers_wait",
         "mark_shard_written",
         "record_stream",
-        "wait_for_reductions",
-        "record_current_stream",
+        "hold_gather_output",
+        "release_input",
         "record",
     }
 )
 """Calls that order streams, or tell the allocator of one."""
 EVENTS = frozenset({"record_event", "record_events"})
 """Calls that mark a place in a stream; without one there is nothing to wait for."""
-CONTEXTS = frozenset({"use", "use_stream", "use_gather_stream", "use_reduce_stream", "copying"})
+CONTEXTS = frozenset(
+    {
+        *("use", "use_stream", "copying"),
+        *("use_gather_stream", "use_current_stream", "use_reduce_stream", "use_all_reduce_stream"),
+    }
+)
 """Calls that choose a stream."""
 AMBIGUOUS = {"wait": ("core", "state.adapters.engine_bucket"), "record": ("devices",)}
 """Where a name is that of such a call; elsewhere threads wait by it."""
@@ -148,7 +153,17 @@ def put(module: Any, function: str, tree: ast.FunctionDef) -> Iterator[None]:
 
 FLAT, ORIGINAL, EACH = Style
 HOST = "the host waits, which orders no streams"
+KEPT = "the backend keeps the tensors of a user's collective until it is done"
+QUEUED = "a device queues collectives on the current stream"
 EQUIVALENT = {
+    "core.params.unsharded_params:UnshardedParams._drop_all_gather:wait": KEPT,
+    "core.tools.clip_grad_norm:_reduce_over_ranks:wait": QUEUED,
+    "core.params.gradient_reduction:GradientReducer.sum_over_replicas:wait": QUEUED,
+    "core.params.full_params:gather_some:wait": QUEUED,
+    "core.params.full_params:gather_full:wait": QUEUED,
+    "core.params.full_params:gather_copies:wait": QUEUED,
+    "core.comm_hooks:reduce_scatter_hook:wait": QUEUED,
+    "core.comm_hooks:allreduce_hook:wait": QUEUED,
     "core.params.param_bucket:Bucket.replace_shard:mark_shard_written": (
         "a type changes only between forwards, whose begin orders it"
     ),
@@ -159,6 +174,11 @@ EQUIVALENT = {
     "core.runtime.root_state:RootState.prepare_all_gather:wait": HOST,
     "core.runtime.fsdp_unit:UnitParams.finish_gradients:wait": HOST,
     "core.runtime.fsdp_unit:UnitParams.finish_reduction:wait": HOST,
+    "core.runtime.fsdp_unit:UnitParams.release_reduce_inputs:release_input": "it limits memory: `test_peak`",
+    "core.params.gradient_reduction:GradientReducer.wait_reduce_scatter:release_input": (
+        "it was released before, or its reducer releases it"
+    ),
+    "core.params.gradient_reduction:_Reduction.finish:wait": "`_queue_rest` has waited",
     "core.comm.collectives:DirectMessages._wait_for:wait": "devices with streams do not use it",
     "devices:TorchStreams.record:record_stream": "the checker's own streams take the place of torch's",
     "core.params.gradient_reduction:GradientReducer.reset_after_error:wait": (
@@ -168,59 +188,46 @@ EQUIVALENT = {
 """Calls that may be taken away, and why."""
 
 FOUND: dict[str, tuple[Scenario, Style]] = {
+    "core.params.unsharded_params:UnshardedParams._drop_all_gather:wait_event": (
+        scenarios.drops_parameters_that_are_gathered,
+        FLAT,
+    ),
+    "core.comm.collectives:Pending.wait:wait": (scenarios.uses_collectives_of_the_user, EACH),
+    "core.params.gradient_reduction:GradientReducer._queue_rest:wait": (scenarios.uses_collectives_of_the_user, EACH),
+    "core.params.unsharded_params:UnshardedParams.wait_all_gather:wait": (scenarios.uses_collectives_of_the_user, EACH),
+    "core.params.unsharded_params:UnshardedParams.wait_all_gather:wait_event": (scenarios.trains, EACH),
+    "core.params.tensor_extension:ExtendedParams._copy_out:record_stream": (
+        scenarios.gathers_by_extensions_with_metadata,
+        EACH,
+    ),
+    "core.params.gradient_reduction:GradientReducer._queue_rest:record_stream": (
+        scenarios.averages_over_replicas_in_low_precision,
+        EACH,
+    ),
     "checkpoint.save.staging:SideStreams.copying:wait_stream": (scenarios.copies_for_a_background_save, EACH),
     "checkpoint.save.staging:SideStreams.copying:wait_event": (scenarios.copies_for_a_background_save, EACH),
-    "core.comm.collectives:Pending.wait:wait": (scenarios.trains, FLAT),
     "core.comm.streams:DeviceStreams.make_gathers_wait:wait_event": (scenarios.steps_on_a_stream, EACH),
     "core.comm.streams:DeviceStreams.make_gathers_wait:wait_stream": (scenarios.trains, FLAT),
     "core.comm.streams:DeviceStreams.use_reduce_stream:wait_stream": (scenarios.trains_without_shards, FLAT),
-    "core.comm.streams:DeviceStreams.wait_for_reductions:wait_stream": (
-        scenarios.is_dropped_while_gradients_are_reduced,
-        EACH,
-    ),
-    "core.comm_hooks:allreduce_hook:wait": (scenarios.averages_by_a_hook, FLAT),
-    "core.comm_hooks:reduce_scatter_hook:wait": (scenarios.reduces_by_a_hook, FLAT),
     "core.fsdp2.fully_shard:_run_on_stream:wait_stream": (scenarios.changes_gradients_on_a_stream, EACH),
     "core.fsdp2.fully_shard:_run_on_stream:wait_stream again": (scenarios.changes_gradients_on_a_stream, EACH),
-    "core.params.full_params:gather_full:wait": (scenarios.summons, FLAT),
-    "core.params.full_params:gather_copies:wait": (
-        scenarios.gives_its_full_state,
-        ORIGINAL,
-    ),
-    "core.params.full_params:gather_some:wait": (scenarios.summons, ORIGINAL),
-    "core.params.gradient_reduction:GradientReducer.__del__:wait_for_reductions": (
+    "core.comm.streams:DeviceStreams.release_gather_outputs:make_gathers_wait": (scenarios.trains, EACH),
+    "core.comm.streams:DeviceStreams.use_all_reduce_stream:wait_stream": (scenarios.trains_with_replicas, EACH),
+    "core.comm.streams:DeviceStreams.use_current_stream:wait_stream": (scenarios.steps_on_a_stream_alone, EACH),
+    "core.params.gradient_reduction:GradientReducer.__del__:release_input": (
         scenarios.is_dropped_while_gradients_are_reduced,
         EACH,
     ),
+    "core.params.gradient_reduction:GradientReducer.release_input:wait_event": (scenarios.trains, EACH),
+    "core.params.gradient_reduction:GradientReducer.release_input:record_stream": (
+        scenarios.finalizes_backward_on_a_stream,
+        EACH,
+    ),
+    "core.params.gradient_reduction:GradientReducer.reset_after_error:release_input": (scenarios.resets_one_unit, EACH),
     "core.params.gradient_reduction:GradientReducer.wait_reduce_scatter:wait_event": (scenarios.trains, FLAT),
-    "core.params.gradient_reduction:GradientReducer.__del__:record_current_stream": (
-        scenarios.is_dropped_on_another_stream,
-        EACH,
-    ),
-    "core.params.gradient_reduction:_Reduction.record_current_stream:record_stream": (
-        scenarios.finalizes_backward_on_a_stream,
-        EACH,
-    ),
-    "core.params.gradient_reduction:GradientReducer.wait_reduce_scatter:record_current_stream": (
-        scenarios.finalizes_backward_on_a_stream,
-        EACH,
-    ),
+    "core.params.unsharded_params:UnshardedParams._drop_rows:hold_gather_output": (scenarios.trains, EACH),
     "core.params.gradient_reduction:GradientReducer.wait_reduce_scatter:record_stream": (
         scenarios.averages_in_low_precision,
-        FLAT,
-    ),
-    "core.params.gradient_reduction:GradientReducer.reset_after_error:record_current_stream": (
-        scenarios.resets_on_a_stream,
-        EACH,
-    ),
-    "core.params.gradient_reduction:GradientReducer._finish:wait": (scenarios.trains, FLAT),
-    "core.params.gradient_reduction:GradientReducer._finish:wait again": (scenarios.trains_without_shards, FLAT),
-    "core.params.gradient_reduction:GradientReducer._add_partial:record_stream": (
-        scenarios.accumulates_over_replicas,
-        EACH,
-    ),
-    "core.params.gradient_reduction:GradientReducer.reset_after_error:wait_for_reductions": (
-        scenarios.fails_in_backward,
         FLAT,
     ),
     "core.params.param_bucket:Bucket.replace_shard:mark_shard_written again": (
@@ -232,47 +239,8 @@ FOUND: dict[str, tuple[Scenario, Style]] = {
         scenarios.ties_across_units,
         FLAT,
     ),
-    "core.params.tensor_extension:_Outputs.record_current_stream:record_stream": (
-        scenarios.gathers_by_extensions_within_another_unit,
-        EACH,
-    ),
-    "core.params.tensor_extension:ExtendedParams.wait_all_gather:record_current_stream": (
-        scenarios.gathers_by_extensions_within_another_unit,
-        EACH,
-    ),
-    "core.params.tensor_extension:ExtendedParams.wait_all_gather:wait": (
-        scenarios.gathers_by_extensions,
-        EACH,
-    ),
-    "core.params.tensor_extension:ExtendedParams.wait_all_gather:wait_event": (
-        scenarios.gathers_by_extensions_from_itself,
-        EACH,
-    ),
-    "core.params.tensor_extension:ExtendedParams.wait_all_gather:record_stream": (
-        scenarios.gathers_by_extensions,
-        EACH,
-    ),
-    "core.params.tensor_extension:_PendingAll.wait:wait": (scenarios.gathers_by_extensions, EACH),
-    "core.params.unsharded_params:UnshardedParams._make_gather_wait:make_gathers_wait": (
-        scenarios.gathers_into_kept_storage,
-        EACH,
-    ),
-    "core.params.unsharded_params:UnshardedParams.wait_all_gather:wait": (scenarios.trains, FLAT),
-    "core.params.unsharded_params:UnshardedParams.wait_all_gather:wait_event": (
-        scenarios.trains_without_shards_in_low_precision,
-        FLAT,
-    ),
     "core.params.unsharded_params:UnshardedParams.wait_all_gather:record_stream": (scenarios.trains, FLAT),
-    "core.params.unsharded_params:UnshardedParams.reshard:record_stream": (
-        scenarios.drops_slices_that_are_gathered,
-        EACH,
-    ),
-    "core.params.unsharded_params:UnshardedParams.reshard:wait": (scenarios.drops_parameters_that_are_gathered, FLAT),
-    "core.params.tensor_extension:ExtendedParams.reshard:wait": (
-        scenarios.drops_extended_parameters_that_are_gathered,
-        EACH,
-    ),
-    "core.params.unsharded_params:UnshardedParams._make_gather_wait:make_gathers_wait again": (
+    "core.params.unsharded_params:UnshardedParams._make_gather_wait:make_gathers_wait": (
         scenarios.keeps_slices_within_a_forward,
         EACH,
     ),
@@ -300,10 +268,6 @@ FOUND: dict[str, tuple[Scenario, Style]] = {
     "core.runtime.root_state:RootState._start_iteration:make_gathers_wait": (scenarios.trains, FLAT),
     "core.runtime.fsdp_unit:ShardWrites.make_gathers_wait:make_gathers_wait": (scenarios.steps_on_a_stream, EACH),
     "core.runtime.fsdp_unit:ShardWrites.make_gathers_wait:make_gathers_wait again": (scenarios.trains, FLAT),
-    "core.tools.clip_grad_norm:_reduce_over_ranks:wait": (
-        scenarios.accumulates_and_clips,
-        FLAT,
-    ),
     "devices:record_stream:record": (scenarios.trains, FLAT),
     "state.adapters.engine_bucket:EngineBucketAdapter.mark_written:mark_shard_written": (
         scenarios.loads_within_a_forward,
@@ -313,6 +277,8 @@ FOUND: dict[str, tuple[Scenario, Style]] = {
 """Each call that orders streams, and a scenario in which it is missed."""
 
 EVENTS_FOUND: dict[str, tuple[Scenario, Style]] = {
+    "core.params.unsharded_params:UnshardedParams._start_several:record_event": (scenarios.gathers_by_extensions, EACH),
+    "core.params.unsharded_params:UnshardedParams._start_one:record_event": (scenarios.trains, EACH),
     "checkpoint.save.staging:SideStreams.copying:record_event": (scenarios.copies_for_a_background_save, EACH),
     "checkpoint.save.staging:SideStreams.record_events:record_event": (
         scenarios.copies_for_a_background_save,
@@ -321,19 +287,7 @@ EVENTS_FOUND: dict[str, tuple[Scenario, Style]] = {
     "checkpoint.save.staging:StagingArea._end_block:record_events": (scenarios.copies_for_a_background_save, EACH),
     "core.comm.streams:DeviceStreams.record_event:record_event": (scenarios.trains, FLAT),
     "devices:record_event:record_event": (scenarios.trains, FLAT),
-    "core.params.gradient_reduction:GradientReducer._queue_rest:record_event": (scenarios.trains, FLAT),
-    "core.params.tensor_extension:ExtendedParams.start_all_gather:record_event": (
-        scenarios.gathers_by_extensions_from_itself,
-        EACH,
-    ),
-    "core.params.unsharded_params:UnshardedParams.start_all_gather:record_event": (
-        scenarios.trains_without_shards_in_low_precision,
-        FLAT,
-    ),
-    "core.comm.streams:DeviceStreams.record_reuse_event:record_event": (
-        scenarios.casts_into_kept_storage,
-        EACH,
-    ),
+    "core.params.gradient_reduction:GradientReducer._queue_rest:record_event again": (scenarios.trains, FLAT),
 }
 """Each event that streams, or the thread that writes a save, wait for, and a scenario in which it is missed."""
 
@@ -341,22 +295,19 @@ CONTEXTS_FOUND: dict[str, tuple[Scenario, Style]] = {
     "checkpoint.save.staging:StagingArea.fill:copying": (scenarios.copies_for_a_background_save, EACH),
     "checkpoint.save.staging:SideStreams.copying:use_stream": (scenarios.copies_for_a_background_save, EACH),
     "devices:use_stream:use": (scenarios.copies_for_a_background_save, EACH),
-    "core.params.tensor_extension:ExtendedParams.reshard:use_gather_stream": (
-        scenarios.drops_extended_parameters_that_are_gathered,
-        EACH,
-    ),
-    "core.params.unsharded_params:UnshardedParams.reshard:use_gather_stream": (
-        scenarios.drops_parameters_that_are_gathered,
-        FLAT,
-    ),
 }
 """Each choice of a stream without which something is unordered, and a scenario that finds it."""
 SERIAL = {
     "core.comm.streams:DeviceStreams.use_gather_stream:use_stream",
     "core.comm.streams:DeviceStreams.use_reduce_stream:use_stream",
+    "core.comm.streams:DeviceStreams.use_all_reduce_stream:use_stream",
+    "core.params.gradient_reduction:GradientReducer._start_reduce_scatter:use_reduce_stream",
     "core.params.gradient_reduction:GradientReducer._queue_rest:use_reduce_stream",
-    "core.params.unsharded_params:UnshardedParams.start_all_gather:use_gather_stream",
-    "core.params.tensor_extension:ExtendedParams.start_all_gather:use_gather_stream",
+    "core.params.gradient_reduction:GradientReducer._queue_rest:use_all_reduce_stream",
+    "core.params.unsharded_params:UnshardedParams._start_one:use_gather_stream",
+    "core.params.unsharded_params:UnshardedParams._start_one:use_current_stream",
+    "core.params.unsharded_params:UnshardedParams._start_several:use_gather_stream",
+    "core.params.unsharded_params:UnshardedParams._start_several:use_current_stream",
     "core.fsdp2.fully_shard:_run_on_stream:use_stream",
 }
 """Choices without which everything runs on the stream of the computation: in order, and not beside it."""
@@ -370,28 +321,30 @@ ON_THREADS = {
 GATHER, SCATTER = "core.params.unsharded_params:UnshardedParams.", "core.params.gradient_reduction:GradientReducer."
 CHANGED: dict[str, tuple[str, tuple[tuple[str, str], ...], tuple[Scenario, Style]]] = {
     "the event of a gather is recorded before it starts": (
-        f"{GATHER}start_all_gather",
+        f"{GATHER}_start_one",
         (
-            ("self._pending = self._launch", "event = self.streams.record_event(); self._pending = self._launch"),
-            ("self._gather_event = self.streams.record_event()", "self._gather_event = event"),
+            ("params._pending = params._launch", "event = streams.record_event(); params._pending = params._launch"),
+            ("params._gather_event = streams.record_event()", "params._gather_event = event"),
         ),
-        (scenarios.trains_without_shards_in_low_precision, FLAT),
+        (scenarios.trains, FLAT),
     ),
     "the input of a reduction is dropped at once": (
-        f"{SCATTER}_launch_reduce_scatter",
-        (("is_kept = custom is not None or self._unsharded.streams.is_async", "is_kept = custom is not None"),),
+        f"{SCATTER}_queue_rest",
+        (("_ReduceInput((source,),", "_ReduceInput((),"),),
         (scenarios.trains, FLAT),
     ),
     "what is gathered is recorded for the stream that owns it": (
         f"{GATHER}wait_all_gather",
-        (("record_stream(gathered)", "with self.streams.use_gather_stream(): record_stream(gathered)"),),
+        (("record_stream(self", "with self.streams.use_gather_stream(): record_stream(self"),),
         (scenarios.trains, FLAT),
     ),
     "the event of a reduction is recorded before the sums": (
         f"{SCATTER}_queue_rest",
         (
-            ("return _QueuedResult(", "event = streams.record_event(); return _QueuedResult("),
-            (", streams.record_event())", ", event)"),
+            (
+                "results, event = reduction.finish(), streams.record_event()",
+                "event = streams.record_event(); results = reduction.finish()",
+            ),
         ),
         (scenarios.trains, FLAT),
     ),
@@ -401,7 +354,7 @@ CHANGED: dict[str, tuple[str, tuple[tuple[str, str], ...], tuple[Scenario, Style
         (scenarios.writes_between_the_passes, FLAT),
     ),
     "parameters are copied out on the stream of the gathers": (
-        f"{GATHER}wait_all_gather",
+        f"{GATHER}_copy_out",
         (("self._layout.packing.unpack", "with self.streams.use_gather_stream(): self._layout.packing.unpack"),),
         (scenarios.trains, EACH),
     ),
@@ -425,13 +378,13 @@ CHANGED: dict[str, tuple[str, tuple[tuple[str, str], ...], tuple[Scenario, Style
         (scenarios.keeps_slices_within_a_forward, EACH),
     ),
     "the buffer of a gather belongs to the computation": (
-        f"{GATHER}start_all_gather",
-        (("self._make_gather_wait()", "self._make_gather_wait(); self._current.buffer.allocate()"),),
+        f"{GATHER}_start_one",
+        (("params._make_gather_wait()", "params._make_gather_wait(); params._current.buffer.allocate()"),),
         (scenarios.trains, FLAT),
     ),
-    "the output of a reduction belongs to the stream of the reductions": (
+    "the output of a reduction belongs to the stream of the gathers": (
         f"{SCATTER}_launch_reduce_scatter",
-        (("out = torch.empty", "with self._unsharded.streams.use_reduce_stream(): out = torch.empty"),),
+        (("out = torch.empty", "with self._unsharded.streams.use_gather_stream(): out = torch.empty"),),
         (scenarios.trains, FLAT),
     ),
 }

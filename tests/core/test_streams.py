@@ -11,15 +11,17 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.kit.models.extensions import Scaled
+from tests.kit.models.extensions import Halved, Scaled
 from tests.kit.models.models import PLAIN, WIDTH, Case, built, case, floats, rows, square
 from tests.kit.models.under_test import LOW, STYLES, TORCH, Strategy, Style, core, grid, no_sync, sharder
 from tests.kit.ranks.harness import run
@@ -37,6 +39,7 @@ if not TORCH:
     from shardckpt.core.comm.streams import DeviceStreams, RateLimiter
     from shardckpt.core.params.gradient_reduction import GradientReducer
     from shardckpt.core.params.unsharded_params import UnshardedParams
+    from shardckpt.core.runtime import fsdp_unit
     from shardckpt.native.payload import PayloadChunk, PayloadFile, arrange_files
     from shardckpt.state.local.tensor_shards import get_tensor_shards
 
@@ -425,6 +428,72 @@ def resets_on_a_stream(style: Style) -> None:
     optimizer.step()
 
 
+def resets_on_a_stream_alone(style: Style) -> None:
+    """The same where each rank has everything: the input of a reduction is its output."""
+    model, _ = made(style, mesh=grid(2))
+    model.blocks[0].set_all_reduce_hook(_fail)
+    with contextlib.suppress(ValueError):
+        square(model(floats(0, 0))).backward()
+    model.reset_iter_state()
+
+
+def resets_one_unit(style: Style) -> None:
+    """No later reduction orders the memory of the one that was dropped."""
+    model = core.fully_shard(nn.Linear(4, 4))
+    model.set_manual_backward_finalization(True)
+    for _ in range(2):
+        model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+        model.reset_iter_state()
+
+
+def accumulates_alone(style: Style) -> None:
+    """Each rank has everything; a sum is added to by another before both are summed over ranks."""
+    model, optimizer = made(style, mesh=grid(2))
+    model.set_requires_all_reduce(False)
+    square(model(floats(0, 0))).backward()
+    model.set_requires_all_reduce(True)
+    train(model, optimizer)
+
+
+def averages_over_replicas_in_low_precision(style: Style) -> None:
+    """Gradients are cast once they are summed over replicas."""
+    policy = core.MixedPrecisionPolicy(param_dtype=LOW)
+    train(*made(style, HYBRID, mp_policy=policy))
+
+
+class _Collective:
+    """A user's collective, which runs beside the stream that starts it."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, out: torch.Tensor, full: torch.Tensor, group: Any, op: Any = None, **_: Any) -> Any:
+        options = {} if op is None else {"op": op}
+        return self._function(out, full, group=group, async_op=True, **options)
+
+
+def uses_collectives_of_the_user(style: Style) -> None:
+    model, optimizer = made(style)
+    for module in [model, *model.blocks]:
+        module.set_custom_all_gather(_Collective(dist.all_gather_into_tensor))
+        module.set_custom_reduce_scatter(_Collective(dist.reduce_scatter_tensor))
+    train(model, optimizer)
+    model(floats(0, 0))
+    model.blocks[0].unshard(async_op=True)
+    model.blocks[0].reshard()
+
+
+def drops_extended_parameters_of_a_users_collective(style: Style) -> None:
+    model = core.fully_shard(extended())
+    model.set_custom_all_gather(_Collective(dist.all_gather_into_tensor))
+    train_extended(model)
+    model.unshard(async_op=True)
+    model.reshard()
+
+
 def _fail(_: torch.Tensor) -> None:
     raise ValueError("on purpose")
 
@@ -655,6 +724,19 @@ def steps_on_a_stream(style: Style) -> None:
     devices.get_current_stream(CPU).wait_stream(stepping)
 
 
+def steps_on_a_stream_alone(style: Style) -> None:
+    """The same where each rank has everything: parameters are cast on the stream of the computation."""
+    stepping = side()
+    model, optimizer = made(style, mesh=grid(2), low=True)
+    for number in range(3):
+        square(model(floats(0, number))).backward()
+        stepping.wait_stream(devices.get_current_stream(CPU))
+        with devices.use_stream(stepping, CPU):
+            optimizer.step()
+        model.set_post_optim_event(stepping.record_event())
+    devices.get_current_stream(CPU).wait_stream(stepping)
+
+
 def gathers_by_extensions(style: Style) -> None:
     train_extended(core.fully_shard(extended()))
 
@@ -662,6 +744,25 @@ def gathers_by_extensions(style: Style) -> None:
 def gathers_by_extensions_from_itself(style: Style) -> None:
     """Each rank stores everything."""
     train_extended(core.fully_shard(extended(), mesh=grid(2)))
+
+
+class _Noted(Halved):
+    """Its metadata is a tensor."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        inputs, _ = super().fsdp_pre_all_gather(mesh)
+        return inputs, self.data_.new_ones(1) * 0
+
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: torch.Tensor | None = None
+    ) -> Any:
+        return super().fsdp_post_all_gather((outputs[0] + metadata,), None, param_dtype, out=out)
+
+
+def gathers_by_extensions_with_metadata(style: Style) -> None:
+    module = nn.Linear(6, 8)
+    module.weight = nn.Parameter(_Noted(module.weight.detach()))
+    train_extended(core.fully_shard(module))
 
 
 def gathers_by_extensions_within_another_unit(style: Style) -> None:
@@ -799,17 +900,19 @@ EVERYWHERE: tuple[Scenario, ...] = (
 )
 WRAPPED: tuple[Scenario, ...] = (summons, reduces_by_a_hook, averages_by_a_hook)
 IN_PLACE: tuple[Scenario, ...] = (
-    *(changes_gradients_on_a_stream, steps_on_a_stream, changes_kept_parameters),
+    *(changes_gradients_on_a_stream, steps_on_a_stream, steps_on_a_stream_alone, changes_kept_parameters),
     *(gathers_by_extensions, gathers_by_extensions_from_itself, is_dropped_while_gradients_are_reduced),
     *(copies_for_a_background_save, drops_extended_parameters_that_are_gathered),
     *(loads_a_state_dict_between_the_passes, gathers_by_extensions_within_another_unit),
     *(gathers_into_kept_storage, casts_into_kept_storage),
     *(finalizes_backward_by_a_call, finalizes_backward_on_a_stream),
+    *(resets_on_a_stream_alone, resets_one_unit, accumulates_alone, gathers_by_extensions_with_metadata),
+    *(uses_collectives_of_the_user, drops_extended_parameters_of_a_users_collective),
     *(fails_to_finalize_backward, resets_on_a_stream, is_dropped_on_another_stream),
 )
 FOUR_RANKS: tuple[Scenario, ...] = (
     *(trains_with_replicas, accumulates_over_replicas, keeps_slices, keeps_slices_within_a_forward),
-    *(finalizes_sums_over_replicas, drops_slices_that_are_gathered),
+    *(finalizes_sums_over_replicas, drops_slices_that_are_gathered, averages_over_replicas_in_low_precision),
 )
 
 
@@ -845,27 +948,26 @@ def test_all_accesses_of_several_groups_are_ordered():
     assert all_found(4, rows + in_place) == {}
 
 
-def sums_that_are_awaited_early(style: Style, strategy: Strategy) -> tuple[int, int]:
-    """How many sums over replicas there are but the last, and for how many of them the next gradients waited."""
+def sums_that_are_awaited_early(style: Style, strategy: Strategy, latest: int) -> tuple[int, int]:
+    """How often gradients were reduced while the latest sums over replicas ran, and how many sums were awaited."""
     sums: list[tuple[Any, int]] = []
     is_awaited: list[bool] = []
-    sum_over_replicas, start = ShardGroup.all_reduce, GradientReducer.start_reduce_scatter
+    sum_over_replicas, start = ShardGroup.all_reduce, fsdp_unit.start_reduce_scatters
     with checked() as checker, pytest.MonkeyPatch.context() as patch:
 
         def noted_sum(group: ShardGroup, *args: Any) -> Any:
             pending = sum_over_replicas(group, *args)
-            stream = checker.group_stream(group.replicate.group_name)
+            stream = checker.current
             sums.append((stream, stream.clock[stream.number]))
             return pending
 
-        def noted_start(reducer: GradientReducer, **settings: Any) -> None:
-            if sums:
-                stream, number = sums[-1]
-                is_awaited.append(checker.current.clock.get(stream.number, 0) >= number)
-            start(reducer, **settings)
+        def noted_start(reducers: list[GradientReducer], settings: Any) -> None:
+            known = checker.current.clock
+            is_awaited.extend(known.get(stream.number, 0) >= number for stream, number in sums[-latest:])
+            start(reducers, settings)
 
         patch.setattr(ShardGroup, "all_reduce", noted_sum)
-        patch.setattr(GradientReducer, "start_reduce_scatter", noted_start)
+        patch.setattr(fsdp_unit, "start_reduce_scatters", noted_start)
         train(*made(style, strategy), 1)
     return len(is_awaited), sum(is_awaited)
 
@@ -874,15 +976,13 @@ def gathers_that_are_awaited_early(style: Style) -> tuple[int, int]:
     """How often parameters were awaited while later ones were gathered, and how often these were awaited too."""
     gathered: dict[UnshardedParams, int] = {}
     is_awaited: list[bool] = []
-    start, wait = UnshardedParams.start_all_gather, UnshardedParams.wait_all_gather
+    start, wait = fsdp_unit.start_all_gathers, UnshardedParams.wait_all_gather
     with checked() as checker, pytest.MonkeyPatch.context() as patch:
         stream = engine_streams.get_device_streams(CPU)._get_gather_stream()
 
-        def noted_start(params: UnshardedParams, **settings: Any) -> bool:
-            is_started = start(params, **settings)
-            if is_started:
-                gathered[params] = stream.clock[stream.number]
-            return is_started
+        def noted_start(buckets: list[UnshardedParams], **settings: Any) -> None:
+            start(buckets, **settings)
+            gathered.update(dict.fromkeys(buckets, stream.clock[stream.number]))
 
         def noted_wait(params: UnshardedParams, **settings: Any) -> int:
             own, address = gathered.pop(params, None), wait(params, **settings)
@@ -891,7 +991,7 @@ def gathers_that_are_awaited_early(style: Style) -> tuple[int, int]:
                 is_awaited.append(checker.current.clock.get(stream.number, 0) >= min(later))
             return address
 
-        patch.setattr(UnshardedParams, "start_all_gather", noted_start)
+        patch.setattr(fsdp_unit, "start_all_gathers", noted_start)
         patch.setattr(UnshardedParams, "wait_all_gather", noted_wait)
         model, optimizer = made(style, low=True)  # shards are cast on the stream of the gathers
         model.set_modules_to_forward_prefetch([*model.blocks])
@@ -906,34 +1006,54 @@ def test_parameters_are_not_awaited_with_those_that_were_prefetched_later():
         assert early == 0
 
 
-def units_behind(style: Style) -> int:
-    """The most units that were freed when another was gathered, and whose computation the host did not wait for."""
-    most, freed = 0, []
-    start, reshard = UnshardedParams.start_all_gather, UnshardedParams.reshard
+@dataclass
+class Ahead:
+    """How far all-gathers ran ahead of the computation in two steps."""
+
+    units: int = 0  # freed when another was gathered, and whose computation the host did not wait for
+    outputs: int = 0  # alive at once, until their copies are ordered before later all-gathers
+    host_waits: int = 0  # for the limit
+
+
+def gathers_ahead(style: Style) -> Ahead:
+    ahead, freed, seen = Ahead(), [], WeakSet()
+    start, reshard = fsdp_unit.start_all_gathers, UnshardedParams.reshard
+    wait = engine_streams.RateLimiter.wait
     with checked() as checker, pytest.MonkeyPatch.context() as patch:
 
-        def noted_start(params: UnshardedParams, **settings: Any) -> bool:
-            nonlocal most
-            is_started = start(params, **settings)
-            if is_started:
-                known = checker.host.get(checker.current.number, 0)
-                most = max(most, sum(number > known for number in freed))
-            return is_started
+        def noted_start(buckets: list[UnshardedParams], **settings: Any) -> None:
+            start(buckets, **settings)
+            known = checker.host.get(checker.current.number, 0)
+            ahead.units = max(ahead.units, sum(number > known for number in freed))
+            for params in buckets:
+                seen.update(params._rows)
+            ahead.outputs = max(ahead.outputs, len(seen))
 
         def noted_reshard(params: UnshardedParams, **settings: Any) -> None:
             if params.is_unsharded:
                 freed.append(checker.current.clock[checker.current.number])
             reshard(params, **settings)
 
-        patch.setattr(UnshardedParams, "start_all_gather", noted_start)
+        def noted_wait(limiter: engine_streams.RateLimiter) -> None:
+            ahead.host_waits += 1
+            wait(limiter)
+
+        patch.setattr(fsdp_unit, "start_all_gathers", noted_start)
         patch.setattr(UnshardedParams, "reshard", noted_reshard)
+        patch.setattr(engine_streams.RateLimiter, "wait", noted_wait)
         train(*made(style))
-    return most
+    return ahead
 
 
-@STYLES
+@pytest.mark.parametrize("style", [style for style in Style if style.wraps])
 def test_gathers_run_at_most_three_units_ahead_of_the_computation(style):
-    assert max(run(2, lambda rank, world: units_behind(style))) <= 3
+    assert max(ahead.units for ahead in run(2, lambda rank, world: gathers_ahead(style))) <= 3
+
+
+def test_fully_shard_has_two_gather_outputs_and_never_waits_on_the_host():
+    for ahead in run(2, lambda rank, world: gathers_ahead(Style.EACH)):
+        assert ahead.outputs == 2
+        assert ahead.host_waits == 0
 
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["", "kept storage"])
@@ -974,10 +1094,12 @@ def test_a_graph_can_capture_a_unit_that_runs_twice(world, make, width):
     run(world, body)
 
 
-@pytest.mark.parametrize(("world", "strategy"), [(2, NONE), (4, HYBRID)], ids=["no shards", "replicas"])
-def test_a_sum_over_replicas_runs_beside_the_backward_of_the_next_unit(world, strategy):
+@pytest.mark.parametrize(("world", "strategy", "latest"), [(2, NONE, 1), (4, HYBRID, 9)], ids=["no shards", "replicas"])
+def test_a_sum_over_replicas_runs_beside_the_backward_of_later_units(world, strategy, latest):
+    """Without shards the sum is made in the memory of the gradients: one runs beside the next unit."""
+
     def body(rank, world):
-        return [sums_that_are_awaited_early(style, strategy) for style in Style]
+        return [sums_that_are_awaited_early(style, strategy, latest) for style in Style]
 
     found = [row for each in run(world, body) for row in each]
     assert all(count > 1 for count, _ in found)

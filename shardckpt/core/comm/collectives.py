@@ -204,9 +204,10 @@ class ShardGroup:
                 full.copy_(shard)
             return Pending(None, what)
         assert self.shard is not None or custom is not None
+        is_async = _runs_on_threads(full)
         if custom is not None:
             with _Named(what):
-                return Pending(custom(full, shard, self.shard, async_op=True), what)  # type: ignore[arg-type]
+                return Pending(custom(full, shard, self.shard, async_op=is_async), what)  # type: ignore[arg-type]
         if shard.dtype not in _MOVABLE:
             full, shard = full.view(torch.uint8), shard.view(torch.uint8)
         if self._has_direct_messages and is_sent_directly(shard):
@@ -214,21 +215,21 @@ class ShardGroup:
             with _Named(what):
                 return Pending(start_all_gather(self.shard, full, shard), what)
         with _Named(what):
-            return Pending(getattr(dist, _ALL_GATHER)(full, shard, group=self.shard, async_op=True), what)
+            return Pending(getattr(dist, _ALL_GATHER)(full, shard, group=self.shard, async_op=is_async), what)
 
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, what: str, custom: ReduceScatterOp | None = None
     ) -> Pending:
         """Fill `out` with this rank's shard of the sum over ranks; `out` and `full` are 1-D."""
-        group = self.scatter or self.shard
+        group, is_async = self.scatter or self.shard, _runs_on_threads(full)
         if custom is not None and group is not None:
             with _Named(what):
-                return Pending(custom(out, full, group, dist.ReduceOp.SUM, async_op=True), what)
+                return Pending(custom(out, full, group, dist.ReduceOp.SUM, async_op=is_async), what)
         if self.size == 1:
             out.copy_(full)
             return Pending(None, what)
         with _Named(what):
-            return Pending(getattr(dist, _REDUCE_SCATTER)(out, full, group=group, async_op=True), what)
+            return Pending(getattr(dist, _REDUCE_SCATTER)(out, full, group=group, async_op=is_async), what)
 
     def all_reduce_flags(self, flags: torch.Tensor, what: str) -> None:
         """All-reduce a few flags over all ranks and replicas, in place."""
@@ -242,7 +243,7 @@ class ShardGroup:
         if self.replicas == 1:
             return Pending(None, what)
         with _Named(what):
-            return Pending(dist.all_reduce(shard, group=self.replicate, async_op=True), what)
+            return Pending(dist.all_reduce(shard, group=self.replicate, async_op=_runs_on_threads(shard)), what)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Broadcast rank 0's `tensor` to its replicas, then to the shard group; it may be on any device."""
@@ -279,6 +280,12 @@ class ShardGroup:
                 dist.scatter(row, table, group=self.shard, group_src=0)
             if self.replicas > 1:
                 dist.broadcast(_bytes(out), group=self.replicate, group_src=0)
+
+
+def _runs_on_threads(tensor: torch.Tensor) -> bool:
+    """Return True if a collective runs beside the host only as an asynchronous one."""
+    # On a device with streams it is queued on the current stream, with this stream's priority.
+    return not has_streams(tensor.device)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -90,10 +90,32 @@ class DeviceStreams:
         self.is_async = has_streams(device)
         self._gather_stream: Stream | None = None
         self._reduce_stream: Stream | None = None
+        self._all_reduce_stream: Stream | None = None
+        # All-gather outputs that were copied out, each with the event after its copies.
+        self._copied_outputs: list[tuple[torch.Tensor, Event | None]] = []
+
+    def hold_gather_output(self, output: torch.Tensor) -> None:
+        """Keep an output whose copies are queued on the current stream; its memory belongs to the all-gather stream."""
+        if self.is_async:
+            self._copied_outputs.append((output, self.record_event()))
+
+    def release_gather_outputs(self) -> None:
+        """Make later all-gathers wait for queued copies from earlier outputs, and free these outputs."""
+        # The source is torch's FSDP2: a unit's output is freed when the next unit copies, so that the all-gather that
+        # was started between them does not wait for the computation.
+        held, self._copied_outputs = self._copied_outputs, []
+        for _, event in held:
+            self.make_gathers_wait(event)
 
     def use_gather_stream(self) -> AbstractContextManager[object]:
         """Return a context with the stream for all all-gathers on the device."""
         return use_stream(self._get_gather_stream(), self.device) if self.is_async else nullcontext()
+
+    def use_current_stream(self) -> AbstractContextManager[object]:
+        """Return a context for an all-gather without messages, on the current stream."""
+        if self._gather_stream is not None:  # it may have waited for writes on other streams
+            get_current_stream(self.device).wait_stream(self._gather_stream)
+        return nullcontext()
 
     def _get_gather_stream(self) -> Stream:
         if self._gather_stream is None:
@@ -115,10 +137,6 @@ class DeviceStreams:
         """Return True if operations are recorded into a graph."""
         return self.is_async and is_capturing(self.device)
 
-    def record_reuse_event(self) -> Event | None:
-        """Return an event after which memory may be filled again; None in a graph, as the event may be outside it."""
-        return None if self.is_capturing else self.record_event()
-
     def record_event(self) -> Event | None:
         """Return an event after the work that is queued on the current stream; None without streams."""
         return record_event(self.device) if self.is_async else None
@@ -127,14 +145,17 @@ class DeviceStreams:
         """Return a context with the stream for all reductions; the device must have streams."""
         # The reduce stream waits for the work that is queued now on the current stream.
         if self._reduce_stream is None:
-            self._reduce_stream = make_stream(self.device)
+            self._reduce_stream = make_stream(self.device, priority=-1)  # before the next kernels of the backward
         self._reduce_stream.wait_stream(get_current_stream(self.device))
         return use_stream(self._reduce_stream, self.device)
 
-    def wait_for_reductions(self) -> None:
-        """Make work that is queued later on the current stream wait for queued reductions."""
-        if self._reduce_stream is not None:
-            get_current_stream(self.device).wait_stream(self._reduce_stream)
+    def use_all_reduce_stream(self) -> AbstractContextManager[object]:
+        """Return a context with the stream for sums over replicas, which later reduce-scatters do not wait for."""
+        assert self._reduce_stream is not None, "a reduce-scatter is queued"
+        if self._all_reduce_stream is None:
+            self._all_reduce_stream = make_stream(self.device)
+        self._all_reduce_stream.wait_stream(self._reduce_stream)
+        return use_stream(self._all_reduce_stream, self.device)
 
 
 _device_streams: dict[torch.device, DeviceStreams] = {}

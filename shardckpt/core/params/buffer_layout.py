@@ -69,8 +69,8 @@ class Packing(ABC):
         """Split a rank's shard into one view per parameter; empty if the rank does not have its elements."""
 
     @abstractmethod
-    def unpack(self, gathered: torch.Tensor, full: torch.Tensor) -> None:
-        """Copy gathered shards to the full buffer."""
+    def unpack(self, rows: torch.Tensor, full: torch.Tensor) -> None:
+        """Copy gathered shards, one row per rank, to the full buffer."""
 
     @abstractmethod
     def copy_full_params(self, gathered: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -132,7 +132,7 @@ class FlatPacking(Packing):
                 parts[run.index] = self._flat(value, run.index)[run.start : run.stop]
         return parts
 
-    def unpack(self, gathered: torch.Tensor, full: torch.Tensor) -> None:
+    def unpack(self, rows: torch.Tensor, full: torch.Tensor) -> None:
         """Do nothing: the gathered shards are the full buffer."""
 
     def copy_full_params(self, gathered: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -228,11 +228,9 @@ class DimPacking(Packing):
         pairs = zip(values, self._boxes, strict=True)
         return [None if value is None else narrow_to_box(value, boxes[rank]) for value, boxes in pairs]
 
-    def unpack(self, gathered: torch.Tensor, full: torch.Tensor) -> None:
-        """Copy gathered shards to the full buffer; do nothing if `is_direct`."""
-        if self.is_direct:
-            return
-        world, rows = self.layout.world, gathered.view(self.layout.world, -1)
+    def unpack(self, rows: torch.Tensor, full: torch.Tensor) -> None:
+        """Copy gathered shards, one row per rank, to the full buffer."""
+        world = self.layout.world
         places = [full[at * world : (at + n) * world] for at, n in zip(self.layout.places, self._sizes, strict=True)]
         if all(self._rowwise):
             torch.split_with_sizes_copy(

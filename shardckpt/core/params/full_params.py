@@ -74,7 +74,7 @@ def _unpack(bucket: Bucket, incoming: ResizableStorage) -> FullValues:
     if packing.is_direct:
         return FullValues(packing.views(incoming.tensor), incoming)
     buffer = ResizableStorage(packing.all_gather_numel, incoming.tensor.dtype, incoming.tensor.device)
-    packing.unpack(incoming.tensor, buffer.tensor)
+    packing.unpack(incoming.tensor.view(packing.layout.world, -1), buffer.tensor)
     incoming.free()
     return FullValues(packing.views(buffer.tensor), buffer)
 

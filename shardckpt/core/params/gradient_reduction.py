@@ -6,6 +6,7 @@ import copy
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from shardckpt.core.comm.collectives import CommHook, CustomCollectives, Pending
 from shardckpt.core.params.buffer_layout import BucketLayout, StoredShard
 from shardckpt.core.params.unsharded_params import UnshardedParams
 from shardckpt.devices import Event, copy_to_pinned, get_current_stream, has_streams, record_stream
+from shardckpt.layout import ALIGNMENT
 from shardckpt.torch_features import assign_gradient_of_another_type
 
 # Rows in a device's reduce-scatter have a multiple of these bytes: kernels use full cache lines.
@@ -47,6 +49,16 @@ class ReduceOptions:
 
 
 @dataclass(frozen=True)
+class ReductionSettings:
+    """How a unit reduces in one backward."""
+
+    factor: float | None = None  # divides the sum; None for the number of ranks
+    split: bool = False  # divide in two steps
+    all_reduce: bool = True  # sum over replicas too
+    full_precision: bool = False  # sum in the stored dtypes
+
+
+@dataclass(frozen=True)
 class PendingFlags:
     """A reduction's flags that are being copied to the host."""
 
@@ -72,28 +84,67 @@ class ReducedGrad:
 
 
 @dataclass(frozen=True)
-class _Reduction:
-    how: ReduceOptions
-    out: torch.Tensor
-    source: torch.Tensor | None  # kept while queued work may read it; threads keep their inputs themselves
-    has: tuple[bool, ...]  # which parameters had a gradient on this rank
-    pending: Pending
-    hook_flags: torch.Tensor | None = None  # which parameters have gradients, if a user's hook reduced
+class _Part:
+    """One bucket's gradients in a reduction."""
 
-    def record_current_stream(self) -> None:
-        """Record that the current stream, which has waited for the reduction, uses all tensors."""
-        # Their memory belongs to the backward's stream, which may be another one.
-        for tensor in (self.source, self.out, self.hook_flags):
-            if tensor is not None:
-                record_stream(tensor)
+    reducer: GradientReducer
+    has: tuple[bool, ...]  # which parameters had a gradient on this rank
+    place: slice  # in a row: a rank's shard, then a flag per parameter
+
+
+class _Reduction:
+    """A reduce-scatter of one or several buckets' gradients, and the work after it."""
+
+    def __init__(
+        self,
+        how: ReduceOptions,
+        parts: Sequence[_Part],
+        out: torch.Tensor,
+        source: torch.Tensor | None,
+        pending: Pending,
+        hook_flags: torch.Tensor | None = None,
+    ) -> None:
+        self.parts = tuple(parts)
+        self.out = out
+        self.source = source  # kept while queued work may read it; threads keep their inputs themselves
+        self.pending = pending
+        self.hook_flags = hook_flags  # which parameters have gradients, if a user's hook reduced
+        self._how = how
+        self._results: tuple[ReducedGrad | None, ...] | None = None
+
+    def finish(self) -> tuple[ReducedGrad | None, ...]:
+        """Wait, sum over replicas and divide; return None for buckets whose sum a later reduction completes."""
+        if self._results is None:
+            self.pending.wait()
+            self._results = self._finish()
+        return self._results
+
+    def _finish(self) -> tuple[ReducedGrad | None, ...]:
+        outs = [(part.reducer, self.out[part.place], part.has) for part in self.parts]
+        if self.hook_flags is not None:
+            return tuple(reducer.build_result(out, has, self.hook_flags) for reducer, out, has in outs)
+        is_complete = [reducer.add_partial(out, self._how) for reducer, out, _ in outs]
+        if not all(is_complete):
+            return (None,) * len(outs)
+        outs[0][0].sum_over_replicas(self.out)
+        return tuple(reducer.complete(out, has, self._how) for reducer, out, has in outs)
 
 
 @dataclass(frozen=True)
 class _QueuedResult:
-    """A reduction's queued result; None inside if a later reduction completes it."""
+    """A reduction that is queued on the reduce stream; the result is None if a later reduction completes it."""
 
     reduced: ReducedGrad | None
     event: Event | None  # after the complete reduction
+
+
+@dataclass(frozen=True)
+class _ReduceInput:
+    """Tensors that belong to the backward's stream, and the event after which the reduce stream does not use them."""
+
+    tensors: tuple[torch.Tensor, ...]
+    event: Event | None
+    is_scattered: bool  # the output is separate, and belongs to the reduce stream
 
 
 class GradientReducer:
@@ -109,8 +160,9 @@ class GradientReducer:
         self._group = layout.group
         self._hook: CommHook | None = None
         self._comms = CustomCollectives()
-        self._reduction: _Reduction | None = None
-        self._queued: _QueuedResult | None = None  # for that reduction, if the device has streams
+        self._reduction: _Reduction | None = None  # without streams
+        self._queued: _QueuedResult | None = None  # with streams
+        self._input: _ReduceInput | None = None  # of the queued reduction
         self._partial: torch.Tensor | None = None
         self._unsynced_grads: list[torch.Tensor | None] = []
 
@@ -123,11 +175,9 @@ class GradientReducer:
         return copied
 
     def __del__(self) -> None:
-        """Make later work wait for a pending reduction, which still uses its memory."""
-        reduction: _Reduction | None = getattr(self, "_reduction", None)
-        if reduction is not None and not sys.is_finalizing():
-            self._unsharded.streams.wait_for_reductions()
-            reduction.record_current_stream()
+        """Make later work wait for a queued reduction, which still uses its input."""
+        if getattr(self, "_input", None) is not None and not sys.is_finalizing():
+            self.release_input()
 
     @property
     def hook(self) -> CommHook | None:
@@ -147,7 +197,9 @@ class GradientReducer:
     @property
     def has_unreduced_grads(self) -> bool:
         """Return True if a reduction is pending, or gradients wait for the next one."""
-        if self._reduction is not None or self._partial is not None or self._unsynced_grads:
+        if self._reduction is not None or self._queued is not None:
+            return True
+        if self._partial is not None or self._unsynced_grads:
             return True
         return any(grad is not None for grad in self._unsharded.gradients)
 
@@ -178,45 +230,71 @@ class GradientReducer:
         alone = self._group.replicas == 1 and self._comms.all_reduce_hook is None
         return reduction is None or (alone and reduction.pending.done)
 
-    def start_reduce_scatter(
-        self, *, factor: float | None = None, split: bool = False, all_reduce: bool = True, full_precision: bool = False
-    ) -> None:
-        """Move the gradients off the full parameters, and start their reduce-scatter. Collective."""
-        dtypes = self._stored.dtypes
-        dtype = dtypes.stored if full_precision else dtypes.reduce
-        how = ReduceOptions(dtype, self._unsharded.device, factor, split, all_reduce)
-        gradients = self._unsharded.take_gradients()
-        if self._unsynced_grads:
-            gradients = self._add_unsynced(gradients, dtype)
-        self._reduction = (
-            self._run_comm_hook(gradients, how)
-            if self._hook is not None
-            else self._launch_reduce_scatter(gradients, how)
-        )
-        if self._unsharded.streams.is_async:
-            self._queued = self._queue_rest(self._reduction)
+    def get_message_key(self, *, full_precision: bool) -> object:
+        """Return a key; gradients of buckets with equal keys can be reduced by one message."""
+        if self._hook is not None or self._group.size == 1:
+            return id(self)
+        comms = id(self._comms.reduce_scatter), id(self._comms.all_reduce_hook)
+        return self._group, comms, self._get_dtype(full_precision=full_precision), self._unsharded.device
 
-    def _launch_reduce_scatter(self, gradients: list[torch.Tensor | None], how: ReduceOptions) -> _Reduction:
-        chunk, size, count = self._layout.packing.layout.chunk, self._group.size, len(gradients)
-        row = chunk + count
-        device = how.device
+    def _get_dtype(self, *, full_precision: bool) -> torch.dtype:
+        return self._stored.dtypes.stored if full_precision else self._stored.dtypes.reduce
+
+    @staticmethod
+    def _start_reduce_scatter(reducers: Sequence[GradientReducer], settings: ReductionSettings) -> None:
+        """Start the reduce-scatter of the gradients of one or several buckets with equal message keys."""
+        first, streams = reducers[0], reducers[0]._unsharded.streams
+        dtype = first._get_dtype(full_precision=settings.full_precision)
+        how = ReduceOptions(dtype, first._unsharded.device, settings.factor, settings.split, settings.all_reduce)
+        gradients = [reducer._take_gradients(dtype) for reducer in reducers]
+        if first._hook is not None:
+            reduction = first._run_comm_hook(gradients[0], how)
+        else:
+            source, parts = first._pack_gradients(reducers, gradients, how)
+            with streams.use_reduce_stream() if streams.is_async else nullcontext():
+                reduction = first._launch_reduce_scatter(source, parts, how)
+        if streams.is_async:
+            first._queue_rest(reduction)
+        else:
+            for reducer in reducers:
+                reducer._reduction = reduction
+
+    def _take_gradients(self, dtype: torch.dtype) -> list[torch.Tensor | None]:
+        gradients = self._unsharded.take_gradients()
+        return self._add_unsynced(gradients, dtype) if self._unsynced_grads else gradients
+
+    def _pack_gradients(
+        self, reducers: Sequence[GradientReducer], gradients: Sequence[list[torch.Tensor | None]], how: ReduceOptions
+    ) -> tuple[torch.Tensor, list[_Part]]:
+        """Return the reduce-scatter's input: a row with gradients and flags for each rank; and their places."""
+        size, parts, row = self._group.size, [], 0
+        for reducer, values in zip(reducers, gradients, strict=True):
+            row += -row % (ALIGNMENT // how.dtype.itemsize)
+            end = row + reducer._layout.packing.layout.chunk + len(values)
+            parts.append(_Part(reducer, tuple(value is not None for value in values), slice(row, end)))
+            row = end
         if size > 1 and self._unsharded.streams.is_async:
             row += -row % (_ROW_ALIGNMENT // how.dtype.itemsize)
-        custom = self._comms.reduce_scatter
-        source = allocate(custom, size * row, how.dtype, device)
+        source = allocate(self._comms.reduce_scatter, size * row, how.dtype, how.device)
         rows = source.view(size, row)
-        has = tuple(gradient is not None for gradient in gradients)
-        self._layout.packing.pack(_pop_all(gradients), rows)
-        _write_flags(rows[:, chunk:], has)
+        ends = [part.place.start for part in parts[1:]] + [row]
+        for part, values, end in zip(parts, gradients, ends, strict=True):
+            packing, start = part.reducer._layout.packing, part.place.start
+            packing.pack(_pop_all(values), rows[:, start:end])
+            _write_flags(rows[:, start + packing.layout.chunk : end], part.has)
         before, _ = how.divisors(self._group.world)
         if before != 1:
             source.div_(before)
+        return source, parts
+
+    def _launch_reduce_scatter(self, source: torch.Tensor, parts: Sequence[_Part], how: ReduceOptions) -> _Reduction:
+        size, custom = self._group.size, self._comms.reduce_scatter
         if size == 1 and custom is None:
-            return _Reduction(how, source, source, has, Pending(None, ""))
-        out = torch.empty(row, dtype=how.dtype, device=device)
+            return _Reduction(how, parts, source, source, Pending(None, ""))
+        out = torch.empty(source.numel() // size, dtype=how.dtype, device=how.device)
         pending = self._group.reduce_scatter(out, source, f"reduce {self._layout.name}", custom)
         is_kept = custom is not None or self._unsharded.streams.is_async
-        return _Reduction(how, out, source if is_kept else None, has, pending)
+        return _Reduction(how, parts, out, source if is_kept else None, pending)
 
     def _run_comm_hook(self, gradients: list[torch.Tensor | None], how: ReduceOptions) -> _Reduction:
         """Reduce by a user's hook; reduce the flags separately."""
@@ -234,24 +312,54 @@ class GradientReducer:
         else:
             out = torch.zeros(chunk, dtype=how.dtype, device=source.device)
             self._hook.call(self._hook.state, source, out)
-        return _Reduction(how, out, source, has, Pending(None, ""), flags)
+        return _Reduction(how, [_Part(self, has, slice(0, chunk))], out, source, Pending(None, ""), flags)
 
-    def _queue_rest(self, reduction: _Reduction) -> _QueuedResult:
-        """Queue the work after the reduce-scatter on the reduce stream."""
-        # Computation waits for this work when it reads the result.
-        streams = self._unsharded.streams
+    def _queue_rest(self, reduction: _Reduction) -> None:
+        """Queue the work after the reduce-scatter on the reduce stream; computation waits for it to read the result."""
+        streams, source = self._unsharded.streams, reduction.source
+        assert source is not None, "kept with streams"
+        is_scattered = reduction.out is not source and reduction.hook_flags is None
+        tensors = tuple(each for each in (source, reduction.out, reduction.hook_flags) if each is not None)
         with streams.use_reduce_stream():
-            return _QueuedResult(self._finish(reduction), streams.record_event())
+            reduction.pending.wait()
+            if is_scattered:
+                self._input = _ReduceInput((source,), streams.record_event(), is_scattered=True)
+            with streams.use_all_reduce_stream() if is_scattered and self._group.replicas > 1 else nullcontext():
+                for tensor in tensors[is_scattered:]:
+                    record_stream(tensor)  # its memory may belong to another stream, also as a partial sum
+                results, event = reduction.finish(), streams.record_event()
+        for part, result in zip(reduction.parts, results, strict=True):
+            part.reducer._queued = _QueuedResult(result, event)
+        if not is_scattered:
+            self._input = _ReduceInput(tensors, event, is_scattered=False)
+
+    @property
+    def has_scattered_input(self) -> bool:
+        """Return True if only a reduce-scatter uses the queued reduction's input, not the work after it."""
+        return self._input is not None and self._input.is_scattered
+
+    def release_input(self) -> None:
+        """Make the current stream wait until the input's memory can be used again, and drop it."""
+        held, self._input = self._input, None
+        if held is None:
+            return
+        if held.event is not None:
+            get_current_stream(self._unsharded.device).wait_event(held.event)
+        for tensor in held.tensors:  # the backward's stream may be another one
+            record_stream(tensor)
 
     def wait_reduce_scatter(self) -> ReducedGrad | None:
         """Return the reduction's result; None without a reduction, or if a later one completes it."""
         reduction, self._reduction = self._reduction, None
+        if reduction is not None:
+            results = zip(reduction.parts, reduction.finish(), strict=True)
+            return next(result for part, result in results if part.reducer is self)
         queued, self._queued = self._queued, None
-        if reduction is None or queued is None:
-            return None if reduction is None else self._finish(reduction)
+        if queued is None:
+            return None
         if queued.event is not None:
-            get_current_stream(reduction.how.device).wait_event(queued.event)
-        reduction.record_current_stream()
+            get_current_stream(self._unsharded.device).wait_event(queued.event)
+        self.release_input()
         if queued.reduced is None:
             return None
         gradient = queued.reduced.gradient
@@ -267,44 +375,52 @@ class GradientReducer:
         copied, event = copy_to_pinned(gradient)
         return replace(reduced, gradient=copied, event=event)
 
-    def _finish(self, reduction: _Reduction) -> ReducedGrad | None:
-        """Wait, sum over replicas and divide; None if a later reduction completes the sum."""
-        reduction.pending.wait()
-        chunk = self._layout.packing.layout.chunk
-        if reduction.hook_flags is not None:
-            return self._move_to_shard(_build_result(reduction.out[:chunk], reduction.has, reduction.hook_flags))
-        if not (reduction.how.all_reduce or self._layout.keeps_full) and self._group.replicas > 1:
-            self._keep_partial(reduction.out)
-            return None
-        out = self._add_partial(reduction.out)
+    def add_partial(self, out: torch.Tensor, how: ReduceOptions) -> bool:
+        """Add an earlier backward's sum; return False if the result waits for a later sum over replicas."""
+        partial, self._partial = self._partial, None
+        if partial is not None:
+            out.add_(partial)
+        if how.all_reduce or self._layout.keeps_full or self._group.replicas == 1:
+            return True
+        self._partial = out
+        return False
+
+    def sum_over_replicas(self, out: torch.Tensor) -> None:
+        """Replace a sum by the sum over replicas."""
         if self._group.replicas > 1:
             self._group.all_reduce(out, f"reduce {self._layout.name} over replicas").wait()
+
+    def complete(self, out: torch.Tensor, has: tuple[bool, ...], how: ReduceOptions) -> ReducedGrad:
+        """Return the average and the flags from a complete sum."""
+        chunk = self._layout.packing.layout.chunk
         gradient = out[:chunk]
-        _, after = reduction.how.divisors(self._group.world)
+        _, after = how.divisors(self._group.world)
         if after != 1:
             gradient.div_(after)
         if self._comms.all_reduce_hook is not None:
             self._comms.all_reduce_hook(gradient)
-        return self._move_to_shard(_build_result(gradient, reduction.has, out[chunk : chunk + len(reduction.has)]))
+        return self.build_result(gradient, has, out[chunk:])
 
-    def _keep_partial(self, out: torch.Tensor) -> None:
-        self._partial = self._add_partial(out)
-
-    def _add_partial(self, out: torch.Tensor) -> torch.Tensor:
-        partial, self._partial = self._partial, None
-        if partial is None:
-            return out
-        record_stream(partial)  # its memory belongs to the compute stream
-        return out.add_(partial)
+    def build_result(self, gradient: torch.Tensor, has: tuple[bool, ...], flags: torch.Tensor) -> ReducedGrad:
+        """Return an average on the shard's device; read flags later if the host would have to wait."""
+        return self._move_to_shard(_build_result(gradient, has, flags))
 
     def reset_after_error(self) -> None:
         """Wait for a pending reduction after an error, and drop all gradients."""
         reduction, self._reduction = self._reduction, None
         self._queued, self._partial, self._unsynced_grads = None, None, []
+        self.release_input()
         if reduction is not None:
-            self._unsharded.streams.wait_for_reductions()
             reduction.pending.wait()
-            reduction.record_current_stream()
+
+
+def start_reduce_scatters(reducers: Sequence[GradientReducer], settings: ReductionSettings) -> None:
+    """Start the reduce-scatters of buckets; by one message if possible. Collective."""
+    messages: dict[object, list[GradientReducer]] = {}
+    for reducer in reducers:
+        messages.setdefault(reducer.get_message_key(full_precision=settings.full_precision), []).append(reducer)
+    for several in messages.values():
+        GradientReducer._start_reduce_scatter(several, settings)
 
 
 def _build_result(gradient: torch.Tensor, has: tuple[bool, ...], flags: torch.Tensor) -> ReducedGrad:

@@ -18,11 +18,9 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardckpt.boxes import chunk_range
-from shardckpt.core.comm.collectives import Pending
 from shardckpt.core.comm.streams import ResizableStorage
 from shardckpt.core.config import Precision
 from shardckpt.core.errors import ExtensionError
-from shardckpt.core.modules.autograd_hooks import profile_range
 from shardckpt.core.modules.fqn_and_params import ParamInfo
 from shardckpt.core.modules.pytree import tensors
 from shardckpt.core.params.buffer_layout import BucketLayout, DimPacking, Packing, StoredShard
@@ -30,7 +28,7 @@ from shardckpt.core.params.mesh_placement import MeshPlacement
 from shardckpt.core.params.param_bucket import Bucket, ShardSpec
 from shardckpt.core.params.unsharded_params import ParamPlacement, UnshardedParams
 from shardckpt.core.policies import MixedPrecisionPolicy
-from shardckpt.devices import get_current_stream, record_stream
+from shardckpt.devices import record_stream
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 _DIVIDE = "Use a number of ranks that divides its rows and blocks, or give it to ignored_params."
@@ -92,12 +90,6 @@ class _Outputs:
         """Allocate all storages."""
         for buffer in self.buffers:
             buffer.allocate()
-
-    def record_current_stream(self) -> None:
-        """Record that the current stream uses all storages."""
-        # Their memory belongs to the all-gather stream.
-        for buffer in self.buffers:
-            record_stream(buffer.tensor)
 
     def free(self, *, keep_memory: bool) -> None:
         """Free all storages."""
@@ -212,7 +204,7 @@ class ExtendedParams(UnshardedParams):
         self._outputs: _Outputs | None = None
         self._shown: nn.Parameter | None = None
         self._is_watched = False
-        self._inputs: tuple[torch.Tensor, ...] = ()
+        self._row_shapes: tuple[torch.Size, ...] = ()  # of the gathered tensors, without the first dimension
         self._metadata: Any = None
         self._local: torch.Tensor | None = None
 
@@ -242,6 +234,21 @@ class ExtendedParams(UnshardedParams):
                 "with assign, or a model copy.",
             )
         return local
+
+    @property
+    def has_gathered_memory(self) -> bool:
+        """Return False: the gathered tensors are copied to memory that belongs to the computation."""
+        return False
+
+    @property
+    def message_key(self) -> object:
+        """Buckets with equal keys can be gathered by one message."""
+        return self._layout.group, self.custom_all_gather, self.device
+
+    @property
+    def needs_message(self) -> bool:
+        """Return True: a parameter may send several tensors."""
+        return True
 
     @property
     def is_full_precision(self) -> bool:
@@ -290,35 +297,12 @@ class ExtendedParams(UnshardedParams):
             self._is_watched = True
             self.watch.watch(self._shown)
 
-    def start_all_gather(self, *, full_precision: bool = False) -> bool:
-        """Start the all-gather of the tensors from `fsdp_pre_all_gather`. Collective."""
+    def _collect_inputs(self, *, full_precision: bool) -> list[tuple[torch.Tensor, torch.dtype]]:
+        """Return the tensors from `fsdp_pre_all_gather`, and their dtypes."""
         del full_precision
-        size = self._layout.group.size
-        if self.is_unsharded or self._pending is not None:
-            return False
-        self._make_gather_wait()
-        with profile_range("all_gather", self._layout.name.text), self.streams.use_gather_stream():
-            self._inputs, self._metadata = self._call_pre_all_gather()
-            if self._outputs is None:
-                self._outputs = _Outputs(
-                    [ResizableStorage(part.numel() * size, part.dtype, part.device) for part in self._inputs]
-                )
-            self._outputs.allocate()
-            pairs = zip(self._outputs.gathered, self._inputs, strict=True)
-            what = f"gather {self._layout.name}"
-            custom = self.custom_all_gather
-            works: list[Pending] = []
-            self._pending = _PendingAll(works, what)
-            try:
-                for out, part in pairs:
-                    # Otherwise an all-gather in Python counts as a change to tensors that autograd saved.
-                    full = out.tensor.data
-                    works.append(self._layout.group.all_gather(full, part.reshape(-1), what, custom))
-            except BaseException:
-                self.reshard()
-                raise
-            self._gather_event = self.streams.record_event()
-        return True
+        inputs, self._metadata = self._call_pre_all_gather()
+        self._row_shapes = tuple(part.shape[1:] for part in inputs)
+        return [(part, part.dtype) for part in inputs]
 
     def _call_pre_all_gather(self) -> tuple[tuple[torch.Tensor, ...], Any]:
         """Return the tensors to gather, padded to equal rows on all ranks, and metadata."""
@@ -332,30 +316,32 @@ class ExtendedParams(UnshardedParams):
             shape = torch.Size(self._layout.packing.layout.specs[0].shape)
             module = self._member.places[0].module
             inputs, metadata = before(self._placement.ring, shape, _row_major_strides(shape), module, policy)
-        rows = self._rows
+        rows = self._row_count
         return tuple(_pad_rows(tensor.to(self.device), part.shape, rows) for tensor in inputs), metadata
 
     @property
-    def _rows(self) -> int:
+    def _row_count(self) -> int:
         """Number of rows that every rank sends, which is rank 0's."""
         shape = self._layout.packing.layout.specs[0].shape
         return chunk_range(shape[0], self._layout.group.size, 0)[1]
 
-    def wait_all_gather(self, *, keep_partial_shard: bool = False) -> int:
-        """Wait for the all-gather, and call `fsdp_post_all_gather` for the full parameter."""
-        del keep_partial_shard
-        if self._pending is None:
-            return 0
-        pending, self._pending = self._pending, None
-        pending.wait()
-        if self._gather_event is not None:
-            get_current_stream(self.device).wait_event(self._gather_event)
-        assert self._outputs is not None, "a gather has started"
-        self._outputs.record_current_stream()
-        pairs = zip(self._outputs.gathered, self._inputs, strict=True)
-        gathered = tuple(out.tensor.view(-1, *part.shape[1:]) for out, part in pairs)
+    @property
+    def _address(self) -> int:
+        assert self._outputs is not None, "it was gathered"
+        return self._outputs.gathered[0].tensor.untyped_storage().data_ptr()
+
+    def _copy_out(self, rows: tuple[torch.Tensor, ...]) -> None:
+        """Copy gathered rows, and call `fsdp_post_all_gather` for the full parameter."""
+        if self._outputs is None:
+            self._outputs = _Outputs([ResizableStorage(part.numel(), part.dtype, part.device) for part in rows])
+        self._outputs.allocate()
+        pairs = list(zip(self._outputs.gathered, rows, self._row_shapes, strict=True))
+        for out, part, _ in pairs:
+            # Through `data`, as a copy counts as a change to tensors that autograd saved.
+            out.tensor.data.view(part.shape).copy_(part)
+        gathered = tuple(out.tensor.view(-1, *shape) for out, _, shape in pairs)
         post_all_gather = getattr(self._extended_tensor, _POST)
-        with profile_range("all_gather_copy_out", self._layout.name.text), torch.no_grad():
+        with torch.no_grad():
             if self._shown is None:
                 value, inner = post_all_gather(gathered, self._metadata, self._stored.dtypes.compute)
                 self._outputs.add(inner)
@@ -363,13 +349,10 @@ class ExtendedParams(UnshardedParams):
                 self._is_watched = False
                 self._watch_shown()
             else:
-                # Through `data`, which does not change the version of tensors that autograd has saved.
                 post_all_gather(gathered, self._metadata, self._stored.dtypes.compute, out=self._shown.data)
-        for tensor in _plain_tensors((self._inputs, self._metadata)):
+        for tensor in _plain_tensors(self._metadata):
             record_stream(tensor)  # its memory belongs to the all-gather stream
-        self._inputs, self._metadata = (), None
-        self.is_unsharded = True
-        return self._outputs.gathered[0].tensor.untyped_storage().data_ptr()
+        self._metadata = None
 
     def _leaf(self, value: torch.Tensor) -> nn.Parameter:
         previous = self._leaves.params[0]
@@ -385,31 +368,14 @@ class ExtendedParams(UnshardedParams):
     def reshard(self, *, keep_partial_shard: bool = False) -> None:
         """Free the full parameter."""
         del keep_partial_shard
-        pending, self._pending = self._pending, None
         try:
-            if pending is not None:
-                with self.streams.use_gather_stream():  # owner of the memory
-                    pending.wait()
+            self._drop_all_gather()
         finally:
-            self._inputs, self._metadata = (), None
-            if self.keeps_storage and self.is_unsharded:
-                self._kept_event = self.streams.record_reuse_event()
+            self._metadata = None
+            self._drop_rows()
             if self._outputs is not None:
                 self._outputs.free(keep_memory=self.keeps_storage)
             self.is_unsharded = False
-
-
-class _PendingAll(Pending):
-    """Several pending collectives."""
-
-    def __init__(self, parts: Sequence[Pending], what: str) -> None:
-        super().__init__(None, what)
-        self._parts = parts
-
-    def wait(self) -> None:
-        """Wait until all results can be read."""
-        for part in self._parts:
-            part.wait()
 
 
 def _pad_rows(tensor: torch.Tensor, part: torch.Size, rows: int) -> torch.Tensor:

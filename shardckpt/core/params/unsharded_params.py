@@ -12,8 +12,9 @@ from torch import nn
 from shardckpt.core.comm.collectives import AllGatherOp, Pending, ShardGroup, allocate
 from shardckpt.core.comm.streams import ResizableStorage, get_device_streams
 from shardckpt.core.modules.autograd_hooks import GradientWatch, profile_range
-from shardckpt.core.params.buffer_layout import BucketLayout, Packing, StoredShard
+from shardckpt.core.params.buffer_layout import BucketLayout, FlatPacking, Packing, StoredShard
 from shardckpt.devices import Event, get_current_stream, record_stream
+from shardckpt.layout import ALIGNMENT
 
 
 class ParamPlacement(Protocol):
@@ -99,9 +100,9 @@ class UnshardedParams:
         self.custom_all_gather: AllGatherOp | None = None  # the user's; None for torch's
         # A reshard keeps the full parameters' memory, so that their addresses stay.
         self.keeps_storage = False
-        self._kept_event: Event | None = None  # after the computation with full parameters whose memory was kept
         self.watch = GradientWatch()  # for the leaves' first gradient
-        self._gather_output: torch.Tensor | None = None
+        # Gathered tensors to copy from, each with a row per rank; empty if ranks send straight to the full buffer.
+        self._rows: tuple[torch.Tensor, ...] = ()
         self._partial_shard: torch.Tensor | None = None
         self._partial_shard_event: Event | None = None  # after the shard's copy
         self._pending: Pending | None = None
@@ -170,7 +171,12 @@ class UnshardedParams:
     @property
     def has_storage(self) -> bool:
         """Return True if the full buffer has storage, also during an all-gather."""
-        return self._current.buffer.alive or self._gather_output is not None
+        return self._current.buffer.alive or bool(self._rows)
+
+    @property
+    def is_gathering(self) -> bool:
+        """Return True if an all-gather was started, and nobody has waited for it."""
+        return self._pending is not None
 
     @property
     def trains(self) -> list[bool]:
@@ -188,21 +194,84 @@ class UnshardedParams:
 
     # ------------------------------------------------------------------------------------------------ all-gather
 
-    def start_all_gather(self, *, full_precision: bool = False) -> bool:
-        """Start the all-gather for the full parameters, and return whether it was needed. Collective."""
-        if self.is_unsharded or self._pending is not None:
-            return False
+    @property
+    def uses_gather_stream(self) -> bool:
+        """Return True if the all-gather runs beside computation; False if there is nothing to send."""
+        is_alone = self._layout.group.size == 1 and self.custom_all_gather is None
+        return not (is_alone and self._stored.data.device == self.device)
+
+    @property
+    def _fills_buffer(self) -> bool:
+        """Return True if the all-gather's output is the full buffer."""
+        packing = self._layout.packing
+        return packing.is_direct and (isinstance(packing, FlatPacking) or not self.uses_gather_stream)
+
+    @property
+    def has_gathered_memory(self) -> bool:
+        """Return True if computation reads memory that belongs to the all-gather stream."""
+        return self._fills_buffer and not self.is_aliased and self.uses_gather_stream
+
+    @property
+    def message_key(self) -> object:
+        """Buckets with equal keys can be gathered by one message."""
+        if self._fills_buffer or self._partial_shard is not None:
+            return id(self)
+        return self._layout.group, self.custom_all_gather, self.device
+
+    @property
+    def needs_message(self) -> bool:
+        """Return True if the bucket always sends copies of its tensors."""
+        return False
+
+    def start_all_gather(self, *, full_precision: bool = False) -> None:
+        """Start the all-gather for the full parameters, unless they are gathered. Collective."""
+        start_all_gathers([self], full_precision=full_precision)
+
+    @staticmethod
+    def _start_one(params: UnshardedParams, *, full_precision: bool) -> None:
+        """Start an all-gather that reads the shard itself, if it has the right dtype and device."""
+        params._make_gather_wait()
+        streams = params.streams
+        context = streams.use_gather_stream() if params.uses_gather_stream else streams.use_current_stream()
+        with profile_range("all_gather", params._layout.name.text), context:
+            try:
+                (shard, dtype), *_ = params._collect_inputs(full_precision=full_precision)
+                params._pending = params._launch_all_gather(shard, dtype)
+            except BaseException:  # out of memory: a buffer without values must not seem to be unsharded
+                params.reshard(keep_partial_shard=True)
+                raise
+            params._gather_event = streams.record_event()
+
+    @staticmethod
+    def _start_several(several: Sequence[UnshardedParams], *, full_precision: bool) -> None:
+        """Start an all-gather of several tensors of any dtypes, which every rank copies into one message."""
+        first = several[0]
+        streams, group, custom = first.streams, first._layout.group, first.custom_all_gather
+        for params in several:
+            params._make_gather_wait()
+        context = streams.use_gather_stream() if first.uses_gather_stream else streams.use_current_stream()
+        with profile_range("all_gather", first._layout.name.text), context:
+            try:
+                inputs = [params._collect_inputs(full_precision=full_precision) for params in several]
+                message = _Message([part for parts in inputs for part in parts], group.size)
+                rows = message.allocate(custom, first.device)
+                message.copy_in(rows[group.rank])
+                pending = group.all_gather(rows.view(-1), rows[group.rank], f"gather {first._layout.name}", custom)
+            except BaseException:
+                for params in several:
+                    params.reshard(keep_partial_shard=True)
+                raise
+            event = streams.record_event()
+        parts_of_rows = iter(message.split(rows))
+        for params, parts in zip(several, inputs, strict=True):
+            params._rows = tuple(next(parts_of_rows) for _ in parts)
+            params._pending, params._gather_event = pending, event
+
+    def _collect_inputs(self, *, full_precision: bool) -> list[tuple[torch.Tensor, torch.dtype]]:
+        """Return the tensors to send, and their dtypes in the message."""
         if full_precision and not self.is_full_precision:
             self._use_stored_dtype()
-        self._make_gather_wait()
-        with profile_range("all_gather", self._layout.name.text), self.streams.use_gather_stream():
-            try:
-                self._pending = self._launch_all_gather(self._current.buffer)
-            except BaseException:  # out of memory: a buffer without values must not seem to be unsharded
-                self.reshard(keep_partial_shard=True)
-                raise
-            self._gather_event = self.streams.record_event()
-        return True
+        return [(self._stored.data.detach(), self._current.buffer.tensor.dtype)]
 
     def _use_stored_dtype(self) -> None:
         """Use leaves with the stored dtype until the next reshard."""
@@ -212,28 +281,24 @@ class UnshardedParams:
         for index, on in enumerate(trains):
             self._current.set_requires_grad(index, on)
 
-    def _launch_all_gather(self, buffer: ResizableStorage) -> Pending:
-        what, dtype = f"gather {self._layout.name.text}", buffer.tensor.dtype
-        if self._layout.packing.is_direct:
+    def _launch_all_gather(self, shard: torch.Tensor, dtype: torch.dtype) -> Pending:
+        what, group, buffer = f"gather {self._layout.name.text}", self._layout.group, self._current.buffer
+        if self._fills_buffer:
             buffer.allocate()
             incoming = buffer.tensor
         else:
             numel = self._layout.packing.all_gather_numel
-            incoming = self._gather_output = allocate(self.custom_all_gather, numel, dtype, self.device)
+            incoming = allocate(self.custom_all_gather, numel, dtype, self.device)
+            self._rows = (incoming.view(group.size, -1),)
         if self._partial_shard is not None and self.post_forward_group is not None:
             return self.post_forward_group.all_gather(incoming, self._partial_shard, what)
-        shard = self._stored.data.detach()
         if shard.dtype != dtype or shard.device != incoming.device:
             chunk = shard.numel()  # cast into the output: an all-gather may read its input there
-            rank = self._layout.group.rank
-            shard = incoming[rank * chunk : (rank + 1) * chunk].copy_(shard, non_blocking=True)
-        return self._layout.group.all_gather(incoming, shard, what, self.custom_all_gather)
+            shard = incoming[group.rank * chunk : (group.rank + 1) * chunk].copy_(shard, non_blocking=True)
+        return group.all_gather(incoming, shard, what, self.custom_all_gather)
 
     def _make_gather_wait(self) -> None:
-        """Make an all-gather wait for the current stream, which read kept memory or copied the kept shard."""
-        if self._kept_event is not None or (self.keeps_storage and self.streams.is_capturing):
-            self.streams.make_gathers_wait(self._kept_event)
-            self._kept_event = None
+        """Make an all-gather wait for the copy of the kept shard."""
         if self._partial_shard is not None:
             self.streams.make_gathers_wait(self._partial_shard_event)
 
@@ -243,49 +308,66 @@ class UnshardedParams:
             return 0
         pending, self._pending = self._pending, None
         pending.wait()
-        buffer = self._current.buffer
-        gathered = buffer.tensor if self._gather_output is None else self._gather_output
         if self._gather_event is not None:  # not for all-gathers that were started later
             get_current_stream(self.device).wait_event(self._gather_event)
-            record_stream(gathered)  # its memory belongs to the all-gather stream
         if keep_partial_shard:
-            self._keep_partial_shard(gathered)
-        if self._gather_output is not None:
+            self._keep_partial_shard()
+        if self._rows:
             with profile_range("all_gather_copy_out", self._layout.name.text):
-                buffer.allocate()
-                self._layout.packing.unpack(self._gather_output, buffer.tensor)
-            self._gather_output = None
+                self._copy_out(self._rows)
+            self._drop_rows()
+        else:
+            record_stream(self._current.buffer.tensor)  # its memory may belong to the all-gather stream
         self.is_unsharded = True
-        return buffer.tensor.untyped_storage().data_ptr()
+        return self._address
 
-    def _keep_partial_shard(self, gathered: torch.Tensor) -> None:
+    @property
+    def _address(self) -> int:
+        """The full parameters' address, for tensors that autograd saves."""
+        return self._current.buffer.tensor.untyped_storage().data_ptr()
+
+    def _copy_out(self, rows: tuple[torch.Tensor, ...]) -> None:
+        """Copy gathered rows to the full parameters."""
+        self._current.buffer.allocate()
+        self._layout.packing.unpack(rows[0], self._current.buffer.tensor)
+
+    def _drop_rows(self) -> None:
+        """Free gathered rows once queued copies have read them: their memory belongs to the all-gather stream."""
+        rows, self._rows = self._rows, ()
+        if rows:
+            self.streams.hold_gather_output(rows[0])
+
+    def _keep_partial_shard(self) -> None:
         """Keep this rank's shard over `post_forward_group`, in the compute dtype."""
         group = self.post_forward_group
-        if group is not None and self._partial_shard is None and self._current is self._leaves:
-            numel = gathered.numel() // group.size
-            self._partial_shard = gathered[group.rank * numel : (group.rank + 1) * numel].clone()
+        if group is not None and self._partial_shard is None and self._current is self._leaves and self._rows:
+            count = self._rows[0].shape[0] // group.size  # ranks in a slice
+            rows = self._rows[0][group.rank * count : (group.rank + 1) * count]
+            self._partial_shard = rows.clone(memory_format=torch.contiguous_format).view(-1)
             self._partial_shard_event = self.streams.record_event()
 
     def reshard(self, *, keep_partial_shard: bool = False) -> None:
         """Free the full parameters, unless they alias the shard or are kept; allocates no memory."""
-        pending, self._pending = self._pending, None
         try:
-            if pending is not None:
-                with self.streams.use_gather_stream():  # owner of the memory
-                    pending.wait()
-                    if self._partial_shard is not None:
-                        record_stream(self._partial_shard)  # from the compute stream, which did not wait
+            self._drop_all_gather()
         finally:
             if not keep_partial_shard:
                 self._partial_shard = None
-            self._gather_output = None
+            self._drop_rows()
             if not self.is_aliased:
-                if self.keeps_storage and self.is_unsharded:
-                    self._kept_event = self.streams.record_reuse_event()
                 self._current.buffer.free(keep_memory=self.keeps_storage)
                 self._leaves.buffer.free(keep_memory=self.keeps_storage)
                 self._current = self._leaves
                 self.is_unsharded = False
+
+    def _drop_all_gather(self) -> None:
+        """Wait for an all-gather that nobody waited for: whoever is next may write the shard that it reads."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        pending.wait()
+        if self._gather_event is not None:
+            get_current_stream(self.device).wait_event(self._gather_event)
 
     def discard(self) -> None:
         """Drop full parameters, gradients and a pending all-gather after an error."""
@@ -326,3 +408,47 @@ class UnshardedParams:
         if self._stored_dtype_leaves is not None:
             for leaf in self._stored_dtype_leaves.params:
                 leaf.grad = None
+
+
+class _Message:
+    """Tensors that every rank copies into its row for one all-gather."""
+
+    def __init__(self, parts: Sequence[tuple[torch.Tensor, torch.dtype]], size: int) -> None:
+        dtypes = {dtype for _, dtype in parts}
+        self._parts = parts
+        self._size = size
+        self._dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8  # one dtype needs no bytes
+        self._places: list[slice] = []  # in a row, in elements of the message's dtype
+        end = 0
+        for tensor, dtype in parts:
+            length = tensor.numel() * dtype.itemsize // self._dtype.itemsize
+            self._places.append(slice(end, end + length))
+            end += length + -length % max(1, ALIGNMENT // self._dtype.itemsize)
+        self._numel = end
+
+    def allocate(self, custom: AllGatherOp | None, device: torch.device) -> torch.Tensor:
+        """Return memory with one row per rank."""
+        return allocate(custom, self._size * self._numel, self._dtype, device).view(self._size, -1)
+
+    def copy_in(self, row: torch.Tensor) -> None:
+        """Copy this rank's tensors to its row, and cast them."""
+        for (tensor, dtype), place in zip(self._parts, self._places, strict=True):
+            row[place].view(dtype).copy_(tensor.reshape(-1), non_blocking=True)
+
+    def split(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Return each tensor's rows."""
+        pairs = zip(self._parts, self._places, strict=True)
+        return [rows[:, place].view(dtype) for (_, dtype), place in pairs]
+
+
+def start_all_gathers(buckets: Sequence[UnshardedParams], *, full_precision: bool = False) -> None:
+    """Start the all-gathers for full parameters that are not gathered; by one message if possible. Collective."""
+    messages: dict[object, list[UnshardedParams]] = {}
+    for params in buckets:
+        if not params.is_unsharded and not params.is_gathering:
+            messages.setdefault(params.message_key, []).append(params)
+    for several in messages.values():
+        if len(several) > 1 or several[0].needs_message:
+            UnshardedParams._start_several(several, full_precision=full_precision)
+        else:
+            UnshardedParams._start_one(several[0], full_precision=full_precision)

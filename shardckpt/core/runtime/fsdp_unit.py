@@ -43,8 +43,16 @@ from shardckpt.core.modules.autograd_hooks import (
     profile_range,
 )
 from shardckpt.core.modules.fqn_and_params import Name, ParamInfo, register
-from shardckpt.core.params.gradient_reduction import PendingFlags, ReducedGrad, has_gradient_hooks, is_read_at_once
+from shardckpt.core.params.gradient_reduction import (
+    PendingFlags,
+    ReducedGrad,
+    ReductionSettings,
+    has_gradient_hooks,
+    is_read_at_once,
+    start_reduce_scatters,
+)
 from shardckpt.core.params.param_bucket import Bucket
+from shardckpt.core.params.unsharded_params import start_all_gathers
 from shardckpt.core.registration.base import ParamRegistration
 from shardckpt.core.runtime import mixed_precision
 from shardckpt.core.runtime.backward_order import RECOMPUTED, ForwardCall
@@ -188,14 +196,23 @@ class UnitParams:
             if all_buckets or registration.has_user_changes():
                 registration.pull_user_changes()
 
-    def wait_all_gather(self, *, keep_partial_shard: bool) -> None:
+    def wait_all_gather(self, *, keep_partial_shard: bool, is_in_forward: bool) -> None:
         """Wait for the all-gathers, and register the full parameters on the modules."""
+        self.release_gather_outputs()
         for registration in self.active:
             address = registration.bucket.unsharded.wait_all_gather(keep_partial_shard=keep_partial_shard)
             if address:
                 self.addresses.append(address)
             registration.register_unsharded()
+        if not is_in_forward:  # the next unit's all-gather has not started
+            self.release_gather_outputs()
         self.is_registered, self.is_kept = True, False
+
+    def release_gather_outputs(self) -> None:
+        """Free the all-gather outputs that were copied out."""
+        for registration in self.active:
+            registration.bucket.unsharded.streams.release_gather_outputs()
+            break  # a unit computes on one device
 
     def register_kept(self, *, is_after_backward: bool) -> None:
         """Register parameters that stay unsharded after forward or after backward."""
@@ -229,14 +246,22 @@ class UnitParams:
     def start_reduction(self, config: UnitConfig, *, full_precision: bool) -> None:
         """Start the gradients' reduce-scatters, after an earlier reduction has finished. Collective."""
         self.finish_reduction(config)
+        settings = ReductionSettings(
+            config.gradient_divide_factor, config.force_sum_reduction, config.all_reduce, full_precision
+        )
+        buckets = [registration.bucket for registration in self.active]
+        start_reduce_scatters([bucket.reducer for bucket in buckets if bucket.unsharded.requires_grad], settings)
+
+    def release_reduce_inputs(self, *, only_scattered: bool = False) -> None:
+        """Make the current stream wait until the memory of queued reductions' inputs can be used again."""
         for registration in self.active:
-            if registration.bucket.unsharded.requires_grad:
-                registration.bucket.reducer.start_reduce_scatter(
-                    factor=config.gradient_divide_factor,
-                    split=config.force_sum_reduction,
-                    all_reduce=config.all_reduce,
-                    full_precision=full_precision,
-                )
+            if registration.bucket.reducer.has_scattered_input or not only_scattered:
+                registration.bucket.reducer.release_input()
+
+    @property
+    def reads_gradients_at_once(self) -> bool:
+        """Return True if reduced gradients are added to others, or read by hooks."""
+        return any(is_read_at_once(each) for registration in self.active for each in registration.parameters)
 
     @property
     def is_reduced(self) -> bool:
@@ -371,6 +396,11 @@ class FSDPUnit:
         """Return a profiler range for this unit; an empty context without parameters."""
         return profile_range(label, self._name.text) if self.params.registrations else nullcontext()
 
+    @property
+    def is_rate_limited(self) -> bool:
+        """Return True if all-gathers may not run far ahead: computation reads, and frees, their memory."""
+        return self.config.limit_all_gathers and any(bucket.unsharded.has_gathered_memory for bucket in self.buckets)
+
     def attach(self, root: RootHooks | None, name: str = "") -> None:
         """Set the unit's root, and its FQN below the root; None for no root."""
         self.root = root
@@ -410,8 +440,7 @@ class FSDPUnit:
         self.root.prepare_all_gather(self)
         if full_precision is None:
             full_precision = self.full_precision if self.pending_forward_ids else self.runs_in_full_precision
-        for bucket in sharded:
-            bucket.unsharded.start_all_gather(full_precision=full_precision)
+        start_all_gathers([bucket.unsharded for bucket in sharded], full_precision=full_precision)
 
     def unshard(self, *, full_precision: bool = False) -> None:
         """All-gather the parameters and register them on the modules. Collective."""
@@ -426,7 +455,7 @@ class FSDPUnit:
             torch.clear_autocast_cache()  # the cache is keyed by the leaf, whose content changes
         self.prefetch_unshard(full_precision=full_precision)
         keeps = self.config.post_forward_ranks > 0 and self.phase is Phase.FORWARD and torch.is_grad_enabled()
-        params.wait_all_gather(keep_partial_shard=keeps)
+        params.wait_all_gather(keep_partial_shard=keeps, is_in_forward=self.phase is Phase.FORWARD)
         assert self.root is not None
         for address in params.addresses:
             self.root.owners.by_address[address] = self
@@ -443,7 +472,7 @@ class FSDPUnit:
             for address in params.addresses:
                 root.owners.by_address.pop(address, None)
         params.reshard(keep_partial_shard=keep_partial_shard)
-        if root is not None and self.config.limit_all_gathers and params.registrations and not unconditionally:
+        if root is not None and self.is_rate_limited and not unconditionally:
             root.limiter.record_free_event(params.registrations[0].bucket.unsharded.streams)
 
     # ------------------------------------------------------------------------------------------------- forward

@@ -174,13 +174,30 @@ class UnitReductions:
         """Start a unit's reduction, maybe after waiting for older ones to free buffers. Collective."""
         if self._order is not None:
             self._order.check_unit(self._units.index(unit), "reduce")
+        buffers = unit.config.reduce_scatter_max_input_buffers
+        is_async = unit.params.is_async
+        if is_async:
+            self._release_inputs(buffers - 1, only_scattered=True)
         with unit.profile_range("post_backward_reduce"):
             unit.params.start_reduction(unit.config, full_precision=unit.full_precision)
         (self.unreduced.discard if _is_complete(unit) else self.unreduced.add)(unit)
         self._running = [*(other for other in self._running if other is not unit), unit]
-        buffers = unit.config.reduce_scatter_max_input_buffers
+        if is_async:
+            self._release_inputs(buffers)
         # Without streams the backend has a copy of the buffer until the reduction is over.
-        self._finish(buffers if unit.params.is_async else buffers - 1)
+        self._finish(self._count_unread(buffers) if is_async else buffers - 1)
+
+    def _release_inputs(self, left: int, *, only_scattered: bool = False) -> None:
+        """Free the oldest reductions' inputs until `left` remain."""
+        for unit in self._running[: max(0, len(self._running) - left)]:
+            unit.params.release_reduce_inputs(only_scattered=only_scattered)
+
+    def _count_unread(self, buffers: int) -> int:
+        """Return how many of the latest reductions may stay queued: nobody reads their gradients before the end."""
+        # Gradients that are added to others would need more memory until then.
+        older = len(self._running) - buffers
+        read = [number for number in range(older) if self._running[number].params.reads_gradients_at_once]
+        return len(self._running) - (read[-1] + 1 if read else 0)
 
     def defer(self, unit: FSDPUnit) -> None:
         """Record that a unit's gradients wait for its next reduction."""
@@ -294,7 +311,7 @@ class RootState:
             self.shard_writes.make_gathers_wait()
         if self._rank_checks is not None:
             self._rank_checks.order.check_unit(self.units.index(unit), "gather")
-        if unit.config.limit_all_gathers:
+        if unit.is_rate_limited:
             self.limiter.wait()
 
     # ------------------------------------------------------------------------------------------------- forward
@@ -406,6 +423,7 @@ class RootState:
         if not self._forward_depth:
             for unit in self.units:
                 unit.finalize_forward()
+                unit.params.release_gather_outputs()
             if self._prefetcher.unused:
                 self._prefetcher.free_unused()
 

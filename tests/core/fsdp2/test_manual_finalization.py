@@ -140,7 +140,8 @@ class FailingWork:
         self._work = work
 
     def wait(self) -> None:
-        self._work.wait()
+        if self._work is not None:  # on a device it is queued
+            self._work.wait()
         raise RuntimeError("the network is gone")
 
 

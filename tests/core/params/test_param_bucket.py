@@ -10,6 +10,7 @@ from shardckpt.core.comm.streams import FULL_BYTES
 from shardckpt.core.config import Offload, Precision
 from shardckpt.core.modules.dtensors import memory_order
 from shardckpt.core.modules.fqn_and_params import Name, managed_parameters
+from shardckpt.core.params.gradient_reduction import ReductionSettings, start_reduce_scatters
 from shardckpt.core.params.param_bucket import Bucket, ShardSpec
 from tests.kit.ranks.harness import run
 
@@ -84,7 +85,7 @@ def test_a_reduction_averages_and_tells_who_used_what():
         bucket.unsharded.params[1].grad = torch.full((4, 3), float(rank))
         if rank == 1:
             bucket.unsharded.params[0].grad = torch.tensor(6.0)
-        bucket.reducer.start_reduce_scatter()
+        start_reduce_scatters([bucket.reducer], ReductionSettings())
         reduced = bucket.reducer.wait_reduce_scatter()
         return reduced.used, reduced.gradient.tolist(), all(leaf.grad is None for leaf in bucket.unsharded.params)
 

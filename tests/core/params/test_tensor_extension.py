@@ -61,8 +61,7 @@ def test_what_a_subclass_gives_is_gathered_and_its_shard_is_trained(kind: type[H
             with harness.recorded() as calls:
                 found = model(batch(step, rank))
             torch.testing.assert_close(found, before, atol=0.1, rtol=0.1)
-            types = {call.dtype for call in calls if call.op == "all_gather"}
-            assert TORCH or world == 1 or types == ({"bfloat16", "float32"} if kind is Halved else {"int8", "float32"})
+            assert world == 1 or [call.dtype for call in calls if call.op == "all_gather"] == ["uint8"]
             finish_step((plain, model), (before, found), optimizers)
             rows = model.weight.to_local()
             torch.testing.assert_close(rows.data_, plain.weight.detach()[-(-8 // world) * rank :][: rows.shape[0]])
@@ -89,7 +88,8 @@ def test_what_is_freed_after_forward_is_gathered_again_for_backward(kind: type[H
             with harness.recorded() as calls:
                 found = model(batch(step, rank))
                 found.sum().backward()
-            assert harness.count(calls, "all_gather") >= 8
+            assert harness.count(calls, "all_gather") == 6, "one for each of three units and pass"
+            assert harness.count(calls, "reduce_scatter") == 3
             expected = plain(batch(step, rank))
             torch.testing.assert_close(found, expected, atol=0.1, rtol=0.1)
             expected.sum().backward()

@@ -164,21 +164,21 @@ def test_the_docstring_shows_each_hook_of_the_table():
 def recorded_reductions() -> Iterator[list[str]]:
     """Yield the starts of reductions that happen inside, and the waits for them."""
     events: list[str] = []
-    start, wait = GradientReducer.start_reduce_scatter, GradientReducer.wait_reduce_scatter
+    start, wait = GradientReducer._launch_reduce_scatter, GradientReducer.wait_reduce_scatter
 
-    def started(self, **options):
+    def started(self, *args):
         events.append("start")
-        start(self, **options)
+        return start(self, *args)
 
     def waited(self):
         events.extend([] if self._reduction is None else ["wait"])
         return wait(self)
 
-    GradientReducer.start_reduce_scatter, GradientReducer.wait_reduce_scatter = started, waited
+    GradientReducer._launch_reduce_scatter, GradientReducer.wait_reduce_scatter = started, waited
     try:
         yield events
     finally:
-        GradientReducer.start_reduce_scatter, GradientReducer.wait_reduce_scatter = start, wait
+        GradientReducer._launch_reduce_scatter, GradientReducer.wait_reduce_scatter = start, wait
 
 
 def test_buckets_of_a_unit_reduce_at_the_same_time():

@@ -146,9 +146,9 @@ def late_slices(device: str) -> Iterator[None]:
     """Make the slices late that units keep between forward and backward."""
     original = UnshardedParams._keep_partial_shard
 
-    def keep(self: UnshardedParams, gathered: torch.Tensor) -> None:
+    def keep(self: UnshardedParams) -> None:
         sleep(device)
-        original(self, gathered)
+        original(self)
         sleep(device)
 
     UnshardedParams._keep_partial_shard = keep
