@@ -7,8 +7,9 @@ A layout gives the position of each parameter's elements in the shard, as boxes 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -144,6 +145,8 @@ class DimLayout:
     specs: tuple[ParamSpec, ...]  # in order; all in row-major memory order
     world: int
     dims: tuple[int, ...]  # the dimension that splits each parameter; a 0-dim parameter counts as one row
+    # Elements; each parameter's place is a multiple. Not saved: states have each parameter's part as a tensor.
+    alignment: int = field(default=1, compare=False)
 
     def __post_init__(self) -> None:
         _check_world(self.world)
@@ -161,18 +164,19 @@ class DimLayout:
         return chunk_box(spec.shape, dim, self.world, rank)
 
     @cached_property
+    def _ends(self) -> tuple[int, ...]:
+        sizes = (self.box(index, 0).volume for index in range(len(self.specs)))
+        return tuple(accumulate((size + -size % self.alignment for size in sizes), initial=0))
+
+    @property
     def places(self) -> tuple[int, ...]:
         """Each parameter's offset in every rank's shard, in elements."""
-        found, at = [], 0
-        for index in range(len(self.specs)):
-            found.append(at)
-            at += self.box(index, 0).volume
-        return tuple(found)
+        return self._ends[:-1]
 
-    @cached_property
+    @property
     def chunk(self) -> int:
         """Elements in every rank's shard, with padding: the size of rank 0's shard."""
-        return self.places[-1] + self.box(len(self.specs) - 1, 0).volume if self.specs else 0
+        return self._ends[-1]
 
     def boxes(self, rank: int) -> list[tuple[int, Box, int]]:
         """Return a rank's `(parameter, box, offset in the shard)`, in order."""
@@ -181,7 +185,7 @@ class DimLayout:
 
     def with_world(self, world: int) -> DimLayout:
         """Return the same parameters' layout for another number of ranks."""
-        return DimLayout(self.specs, world, self.dims)
+        return DimLayout(self.specs, world, self.dims, self.alignment)
 
     def to_json(self) -> dict[str, Any]:
         """Return the layout as JSON values."""

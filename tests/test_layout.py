@@ -34,7 +34,7 @@ def layouts(draw) -> Layout:
         return FlatLayout(chosen, draw(WORLDS), draw(st.sampled_from([1, 4, 8])))
     plain = tuple(ParamSpec(s.name, s.shape, s.dtype, (), s.aliases) for s in chosen)
     dims = tuple(draw(st.integers(0, max(len(s.shape) - 1, 0))) for s in plain)
-    return DimLayout(plain, draw(WORLDS), dims)
+    return DimLayout(plain, draw(WORLDS), dims, draw(st.sampled_from([1, 4, 8])))
 
 
 def covered(layout: Layout, boxes: dict[int, list[Box]]) -> bool:
@@ -93,6 +93,15 @@ def test_rows_are_cut_with_later_ranks_shorter_or_empty():
     assert [layout.box(0, rank).size for rank in range(4)] == [(2, 3), (2, 3), (1, 3), (0, 3)]
     assert [layout.box(1, rank).volume for rank in range(4)] == [1, 0, 0, 0]
     assert layout.chunk == 7
+
+
+def test_rows_start_at_multiples_that_json_does_not_have():
+    specs = (ParamSpec("w", (5, 3), "float32"), ParamSpec("e", (0,), "float32"), ParamSpec("s", (), "float32"))
+    packed, aligned = DimLayout(specs, 4, (0, 0, 0)), DimLayout(specs, 4, (0, 0, 0), 4)
+    assert (packed.places, packed.chunk) == ((0, 6, 6), 7)
+    assert (aligned.places, aligned.chunk) == ((0, 8, 8), 12)
+    assert aligned.with_world(2).places == (0, 12, 12)
+    assert aligned.to_json() == packed.to_json()
 
 
 @pytest.mark.parametrize(

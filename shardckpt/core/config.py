@@ -49,6 +49,11 @@ class Precision:
         wanted = self.reduce_dtype if stored.is_floating_point else None
         return wanted if wanted is not None else self.computed(stored)
 
+    def smallest(self, stored: torch.dtype) -> torch.dtype:
+        """Return the smallest dtype that parameters with a stored dtype, or their gradients, have."""
+        every = (stored, self.computed(stored), self.reduced(stored))
+        return min(every, key=lambda dtype: dtype.itemsize)
+
 
 @dataclass(frozen=True)
 class Offload:

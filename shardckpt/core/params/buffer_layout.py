@@ -197,13 +197,19 @@ class DimPacking(Packing):
         world: int,
         *,
         dims: Sequence[int],
+        alignment: int = 1,
     ) -> None:
         rows = zip(names, values, aliases, strict=True)
-        self.layout: DimLayout = DimLayout(tuple(build_param_spec(*row) for row in rows), world, tuple(dims))
+        self.layout: DimLayout = DimLayout(tuple(build_param_spec(*row) for row in rows), world, tuple(dims), alignment)
         self._orders = tuple(memory_order(value) for value in values)
         self._boxes = [[self.layout.box(i, rank) for rank in range(world)] for i in range(len(values))]
         self._volumes = [[box.volume for box in boxes] for boxes in self._boxes]
         self._sizes = [volumes[0] for volumes in self._volumes]
+        ends = (*self.layout.places[1:], self.layout.chunk)
+        # Elements between a parameter and the next one, in every rank's shard.
+        self._gaps = [end - at - n for at, n, end in zip(self.layout.places, self._sizes, ends, strict=True)]
+        pairs = zip(self._sizes, self._gaps, strict=True)
+        self._splits = [n for size, gap in pairs for n in ((size, gap) if gap else (size,))]
         plain = zip(dims, self._orders, strict=True)
         self._rowwise = [dim == 0 and not order for dim, order in plain]
         self.is_direct = world == 1 and all(self._rowwise)
@@ -231,19 +237,15 @@ class DimPacking(Packing):
     def unpack(self, rows: torch.Tensor, full: torch.Tensor) -> None:
         """Copy gathered shards, one row per rank, to the full buffer."""
         world = self.layout.world
-        places = [full[at * world : (at + n) * world] for at, n in zip(self.layout.places, self._sizes, strict=True)]
         if all(self._rowwise):
-            torch.split_with_sizes_copy(
-                rows,
-                self._sizes,
-                dim=1,
-                out=[place.view(world, n) for place, n in zip(places, self._sizes, strict=True)],
-            )
+            parts = full.split_with_sizes([n * world for n in self._splits])
+            out = [part.view(world, n) for part, n in zip(parts, self._splits, strict=True)]
+            torch.split_with_sizes_copy(rows, self._splits, dim=1, out=out)
             return
         views = self.views(full)
         for index, (at, n) in enumerate(zip(self.layout.places, self._sizes, strict=True)):
             if self._rowwise[index]:
-                places[index].view(world, n).copy_(rows[:, at : at + n])
+                full[at * world : (at + n) * world].view(world, n).copy_(rows[:, at : at + n])
                 continue
             for row, box in zip(rows, self._boxes[index], strict=True):
                 narrow_to_box(views[index], box).copy_(row[at : at + box.volume].view(box.size))
@@ -263,7 +265,10 @@ class DimPacking(Packing):
 
     def pack(self, values: Iterable[torch.Tensor | None], rows: torch.Tensor) -> None:
         """Copy full values to the rows for ranks that have parts, with zeros elsewhere."""
-        for index, (value, at, n) in enumerate(zip(values, self.layout.places, self._sizes, strict=True)):
+        places = zip(values, self.layout.places, self._sizes, self._gaps, strict=True)
+        for index, (value, at, n, gap) in enumerate(places):
+            if gap:
+                rows[:, at + n : at + n + gap].zero_()
             if value is None:
                 rows[:, at : at + n].zero_()
             elif self._rowwise[index] and value.numel() == n * self.layout.world:

@@ -25,7 +25,8 @@ from shardckpt.layout import ALIGNMENT, Layout
 class ShardSpec:
     """Sharding settings for a bucket's parameters."""
 
-    # In a flat layout, each parameter starts at a multiple of 16 bytes in the compute dtype.
+    # In a flat layout, each parameter starts at a multiple of 16 bytes in the compute dtype. Parameters with placements
+    # always do, in all dtypes.
     aligned: bool = False
     keeps_full: bool = False  # every rank keeps all elements
     # Each parameter's placement on a mesh, sharded along a dimension; empty for plain, flat parameters.
@@ -82,11 +83,13 @@ class Bucket:
         names = [member.fqn for member in self.members]
         aliases = [tuple(place.fqn for place in member.places[1:]) for member in self.members]
         dims = [place.dim for place in spec.placements]
-        if not dims or spec.keeps_full or spec.flat:
-            itemsize = precision.computed(values[0].dtype).itemsize
-            alignment = max(1, ALIGNMENT // itemsize) if spec.aligned else 1
+        is_flat, stored = not dims or spec.flat, values[0].dtype
+        dtype = precision.computed(stored) if is_flat else precision.smallest(stored)
+        alignment = max(1, ALIGNMENT // dtype.itemsize) if spec.aligned or not is_flat else 1
+        if is_flat or spec.keeps_full:
             return FlatPacking(names, values, aliases, self.group.size, alignment=alignment)
-        return DimPacking(names, values, aliases, self.group.size, dims=[dim or 0 for dim in dims])
+        rows = [dim or 0 for dim in dims]
+        return DimPacking(names, values, aliases, self.group.size, dims=rows, alignment=alignment)
 
     def _build_unsharded(self, device: torch.device, spec: ShardSpec) -> UnshardedParams:
         """Create the full parameters, without values unless they alias the shard."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -170,6 +171,12 @@ class EngineDTensorAdapter(EngineBucketAdapter):
             if placed.dim is not None
         ]
         return all(has_rows_everywhere(count, self.bucket.group.size) for count in rows)
+
+    def layout_metadata(self) -> dict[str, Any]:
+        """Return the layout, and this rank's index in it."""
+        # Alignment is not saved: a state has the parameters as separate tensors.
+        layout = replace(self.bucket.layout, alignment=1)
+        return {"layout": layout.to_json(), "place": self.bucket.rank}
 
     def shard_lengths(self, position: int) -> tuple[int, ...] | None:
         """Return each rank's number of rows."""

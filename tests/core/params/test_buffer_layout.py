@@ -25,12 +25,11 @@ def packings(draw) -> tuple[Packing, list[torch.Tensor]]:
     shapes, world = draw(SHAPES), draw(st.integers(1, 5))
     given_values = values(shapes, draw(st.booleans()))
     names, aliases = [f"p{i}" for i in range(len(shapes))], [()] * len(shapes)
+    alignment = draw(st.sampled_from([1, 4, 8]))
     if draw(st.booleans()):
-        return FlatPacking(
-            names, given_values, aliases, world, alignment=draw(st.sampled_from([1, 4, 8]))
-        ), given_values
+        return FlatPacking(names, given_values, aliases, world, alignment=alignment), given_values
     dims = [draw(st.integers(0, len(shape) - 1)) for shape in shapes]
-    return DimPacking(names, given_values, aliases, world, dims=dims), given_values
+    return DimPacking(names, given_values, aliases, world, dims=dims, alignment=alignment), given_values
 
 
 def shards(packing: Packing, full: list[torch.Tensor]) -> list[torch.Tensor]:

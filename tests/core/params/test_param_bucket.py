@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
+from shardckpt.core import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
 from shardckpt.core.comm.collectives import ShardGroup
 from shardckpt.core.comm.streams import FULL_BYTES
 from shardckpt.core.config import Offload, Precision
@@ -12,7 +16,10 @@ from shardckpt.core.modules.dtensors import memory_order
 from shardckpt.core.modules.fqn_and_params import Name, managed_parameters
 from shardckpt.core.params.gradient_reduction import ReductionSettings, start_reduce_scatters
 from shardckpt.core.params.param_bucket import Bucket, ShardSpec
+from shardckpt.state import model_state_dict
+from shardckpt.state.keys.kinds import KEY
 from tests.kit.ranks.harness import run
+from tests.kit.writers.share_writers import as_rank
 
 
 class Uneven(nn.Module):
@@ -113,3 +120,62 @@ def test_memory_order_of_dense_and_other_tensors():
     assert memory_order(torch.empty(2, 3).t()) == (1, 0)
     assert memory_order(torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last)) == (0, 2, 3, 1)
     assert memory_order(torch.empty(1, 3).expand(2, 3)) == ()
+
+
+class Odd(nn.Module):
+    """A unit whose first parameters have odd sizes, one frozen among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 10)
+        self.other = nn.Linear(64, 7)
+        self.other.weight.requires_grad_(False)
+        self.q, self.k = (nn.Linear(64, 64, bias=False) for _ in range(2))
+        self.norm = nn.LayerNorm(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.q(x) + self.k(x))
+        return self.head(x).sum() + self.other(x).sum()
+
+
+ODD_POLICIES = {
+    "fp32": {},
+    "bf16": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
+    "bf16 gradients": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16},
+}
+
+
+@pytest.mark.parametrize("policy", ODD_POLICIES)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_kernels_find_every_parameter_and_gradient_at_16_bytes(world, policy):
+    def body(rank, world):
+        mesh = init_device_mesh("cpu", (world,))
+        model = Odd()
+        fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(**ODD_POLICIES[policy]))
+        found = {}
+
+        def look(module, args):
+            found.update({f"full {name}": p.data_ptr() for name, p in model.named_parameters()})
+
+        model.norm.register_forward_pre_hook(look)
+        model(torch.ones(2, 64)).backward()
+        for name, parameter in model.named_parameters():
+            found[f"shard {name}"] = parameter.to_local().data_ptr()
+            if parameter.grad is not None:
+                found[f"grad {name}"] = parameter.grad.to_local().data_ptr()
+        return {name: at % 16 for name, at in found.items() if at % 16}
+
+    assert run(world, body) == [{}] * world
+
+
+def test_the_alignment_of_replicated_parameters_is_not_in_a_state():
+    with as_rank(0, 2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("replicas",))
+        model = nn.Linear(5, 3)
+        for name, parameter in list(model.named_parameters()):
+            placed = DTensor.from_local(parameter.detach(), mesh, [Replicate()], run_check=False)
+            model.register_parameter(name, nn.Parameter(placed))
+        fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(replicate="replicas"))
+        assert [p.to_local().data_ptr() % 16 for p in model.parameters()] == [0, 0]
+        (unit,) = model_state_dict(model, "LOCAL")._metadata[KEY]["units"]
+        assert unit["layout"]["alignment"] == 1
