@@ -80,6 +80,11 @@ class Packing(ABC):
     def pack(self, values: Iterable[torch.Tensor | None], rows: torch.Tensor) -> None:
         """Copy full values to the first `chunk` columns of the rows for ranks with a part; None gives zeros."""
 
+    def list_chunks(self, values: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
+        """Return tensors that `torch._chunk_cat` packs as `pack` packs values; None if it cannot."""
+        del values
+        return None
+
     def write_shard(self, values: Sequence[torch.Tensor], rank: int, out: torch.Tensor) -> None:
         """Write a rank's shard of full values to `out`, with zeros as padding."""
         out.zero_()
@@ -277,6 +282,19 @@ class DimPacking(Packing):
                 for row, box in zip(rows, self._boxes[index], strict=True):
                     row[at : at + box.volume].view(box.size).copy_(narrow_to_box(value, box))
                     row[at + box.volume : at + n].zero_()
+
+    def list_chunks(self, values: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
+        """Return tensors that `torch._chunk_cat` packs as `pack` packs values; None if it cannot."""
+        there = [value for value in values if type(value) is torch.Tensor]
+        if len(there) < len(values) or not all(self._rowwise):
+            return None
+        most = max(self._gaps) * self.layout.world
+        zeros = there[0].new_zeros(most) if most else there[0]
+        chunks = []
+        for value, gap in zip(there, self._gaps, strict=True):
+            chunks += [value.contiguous() if value.dim() else value.view(1)] if value.numel() else []
+            chunks += [zeros[: gap * self.layout.world]] if gap else []
+        return chunks
 
 
 @dataclass(frozen=True)

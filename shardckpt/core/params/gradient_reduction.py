@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardckpt.core.comm.collectives import CommHook, CustomCollectives, Pending, ShardGroup, allocate
-from shardckpt.core.params.buffer_layout import BucketLayout, StoredShard
+from shardckpt.core.params.buffer_layout import BucketLayout, Packing, StoredShard
 from shardckpt.core.params.unsharded_params import UnshardedParams
 from shardckpt.devices import Event, copy_to_pinned, get_current_stream, has_streams, record_stream
 from shardckpt.layout import ALIGNMENT
@@ -278,10 +278,12 @@ class GradientReducer:
         source = allocate(self._comms.reduce_scatter, size * row, how.dtype, how.device)
         rows = source.view(size, row)
         ends = [part.place.start for part in parts[1:]] + [row]
-        for part, values, end in zip(parts, gradients, ends, strict=True):
-            packing, start = part.reducer._layout.packing, part.place.start
-            packing.pack(_pop_all(values), rows[:, start:end])
-            _write_flags(rows[:, start + packing.layout.chunk : end], part.has)
+        columns = [(part.place.start, end) for part, end in zip(parts, ends, strict=True)]
+        packings = [part.reducer._layout.packing for part in parts]
+        if not _cat_gradients(packings, gradients, [end - start for start, end in columns], rows):
+            for part, packing, values, (start, end) in zip(parts, packings, gradients, columns, strict=True):
+                packing.pack(_pop_all(values), rows[:, start:end])
+                _write_flags(rows[:, start + packing.layout.chunk : end], part.has)
         before, _ = how.divisors(self._group.world)
         if before != 1:
             source.div_(before)
@@ -430,6 +432,30 @@ def _build_result(gradient: torch.Tensor, has: tuple[bool, ...], flags: torch.Te
     if not has_streams(flags.device):
         return ReducedGrad(gradient, tuple((flags > 0).tolist()))
     return ReducedGrad(gradient, has, flags=PendingFlags(*copy_to_pinned(flags)))
+
+
+def _cat_gradients(
+    packings: Sequence[Packing],
+    gradients: Sequence[list[torch.Tensor | None]],
+    widths: Sequence[int],
+    rows: torch.Tensor,
+) -> bool:
+    """Move all gradients to the rows by one operation, with their flags; return False if that is impossible."""
+    chunk_cat = getattr(torch, "_chunk_cat", None)  # what torch's FSDP2 uses; not public
+    found = [packing.list_chunks(values) for packing, values in zip(packings, gradients, strict=True)]
+    chunks = [each for each in found if each is not None]
+    kinds = {(tensor.dtype, tensor.device) for each in chunks for tensor in each}
+    if chunk_cat is None or len(chunks) < len(found) or len(kinds) != 1:
+        return False
+    counts = [width - packing.layout.chunk for width, packing in zip(widths, packings, strict=True)]
+    [(dtype, device)] = kinds
+    ones = torch.ones(max(counts) * len(rows), dtype=dtype, device=device)  # flags, as all gradients are there
+    pairs = zip(chunks, counts, strict=True)
+    tensors = [tensor for each, count in pairs for tensor in (*each, ones[: count * len(rows)])]
+    chunk_cat(tensors, 0, len(rows), out=rows)
+    for values in gradients:
+        values.clear()
+    return True
 
 
 def _write_flags(flags: torch.Tensor, has: Sequence[bool]) -> None:

@@ -432,8 +432,13 @@ class _Message:
 
     def copy_in(self, row: torch.Tensor) -> None:
         """Copy this rank's tensors to its row, and cast them."""
+        copies: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for (tensor, dtype), place in zip(self._parts, self._places, strict=True):
-            row[place].view(dtype).copy_(tensor.reshape(-1), non_blocking=True)
+            places, tensors = copies.setdefault((tensor.dtype, dtype), ([], []))
+            places.append(row[place].view(dtype))
+            tensors.append(tensor.reshape(-1))
+        for places, tensors in copies.values():
+            torch._foreach_copy_(places, tensors, non_blocking=True)
 
     def split(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """Return each tensor's rows."""

@@ -64,6 +64,10 @@ def test_gradients_are_packed_as_shards_are_with_zeros_for_the_missing(case, mis
     zeroed = [torch.zeros_like(value) if grad is None else value for grad, value in zip(grads, full, strict=True)]
     assert torch.equal(rows[:, : packing.layout.chunk], torch.stack(shards(packing, zeroed)))
     assert bool((rows[:, packing.layout.chunk :] == 7).all())
+    chunks = packing.list_chunks(grads)
+    if chunks:
+        at_once = torch._chunk_cat(chunks, 0, packing.layout.world)
+        assert torch.equal(at_once, rows[:, : packing.layout.chunk])
 
 
 @settings(max_examples=100, deadline=None)
