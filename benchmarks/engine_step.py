@@ -79,12 +79,15 @@ def wrap_module(kind: Any, policy: Any, originals: bool, module: nn.Module, unit
     return wrapper
 
 
-def shard_in_place(package: Any, module: nn.Module, unit: type[nn.Module]) -> nn.Module:
-    """Shard a module and its units in place."""
+def shard_in_place(
+    package: Any, module: nn.Module, unit: type[nn.Module], *, dtype: torch.dtype | None = None
+) -> nn.Module:
+    """Shard a module and its units in place; with a dtype they compute in it, and add gradients in float32."""
+    policy = package.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
     for submodule in module.modules():
         if isinstance(submodule, unit):
-            package.fully_shard(submodule)
-    package.fully_shard(module)
+            package.fully_shard(submodule, mp_policy=policy)
+    package.fully_shard(module, mp_policy=policy)
     return module
 
 

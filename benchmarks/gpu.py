@@ -1,22 +1,28 @@
 """Measure the engine and checkpoint transfers on one GPU.
 
-    python benchmarks/gpu.py [--parts steps,overlap,copies] [--layers 16] [--rounds 9] [--record]
+    python benchmarks/gpu.py [--parts steps,overlap,saves,copies] [--layers 16] [--rounds 5] [--record]
 
 Without a GPU it prints one line and exits with 0. `--device cpu` runs the same code on the CPU, to test the script; its
-figures have no meaning.
+figures have no meaning, and no limits.
 
 **Steps.** Forward, backward and AdamW of a Llama in a fake process group of 8 ranks, where collectives take no time:
-the engine's own cost. Our engines and torch's train in turn in one process. Ratios are medians of the ratios of the
-rounds. Peak is the most memory that the allocator gave each engine alone, of three steps. The benchmark fails above
-1.05 times the time or the memory of torch's counterpart, and if the allocator had to retry.
+the engine's own cost. Our engines and torch's train in turn in one process. A round is 10 steps without a wait between
+them, so that an engine that waits on the host loses what the others hide. Matrix products use TF32, or bfloat16 in one
+row. The large model keeps the GPU busy, the small one the host. Ratios are medians of the ratios of the rounds. Peaks
+are the most memory that the allocator gave each engine alone, and took from the GPU, of three steps. The benchmark
+fails above 1.05 times the time or the memory of torch's counterpart, and if the allocator had to retry.
 
 **Overlap.** The same model with `fully_shard` and a custom all-gather that sleeps on its stream. *Compute* is a step
 without sleep, *communication* the sum of all sleeps. A step should take the greater of the two. The benchmark fails if
-it takes more than halfway to their sum.
+ours takes more than halfway to their sum.
+
+**Saves.** Ten steps of the large model on one rank, with a save in the background behind the third, and without. What
+the save adds is the stall of the loop: of the host, of the GPU, and of what the writing threads take from both. The
+first save also pins its buffers. Each save is written before the next steps are measured.
 
 **Copies.** Bytes per second of a save, a load, and a save in the background, to a folder in memory, or
 a temporary folder where `/dev/shm` is small, beside a plain copy of as many bytes between the GPU and one pinned
-buffer. *Stall* is the time until `async_save` returns, of the second save.
+buffer. *Call* is the time until `async_save` returns, of the second save.
 """
 
 from __future__ import annotations
@@ -28,7 +34,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -42,6 +49,7 @@ from options import add_selection, add_transformer_options
 from ranks import median_ratio
 from results import RESULTS, Lines, machine, record
 from torch import nn
+from torch.distributed import fsdp as theirs
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardckpt
@@ -51,7 +59,43 @@ LIMIT = 1.05
 WORLD = 8
 SLEEP_CYCLES = 5_000_000
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-PARTS = ("steps", "overlap", "copies")
+PARTS = ("steps", "overlap", "saves", "copies")
+SAVED_AT = 3  # the step of `saves` behind which it saves
+SEGMENTS = 64 << 20  # bytes of reserved memory that the allocator's segments explain
+LOW = (
+    Engine("shardckpt fully_shard, bfloat16", partial(shard_in_place, ours, dtype=torch.bfloat16)),
+    Engine("torch FSDP2, bfloat16", partial(shard_in_place, theirs, dtype=torch.bfloat16)),
+)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Memory at the peak of some steps.
+
+    Attributes:
+        allocated: Bytes of tensors.
+        reserved: Bytes that the allocator took from the GPU.
+        retries: How often it freed unused memory to go on.
+    """
+
+    allocated: int
+    reserved: int
+    retries: int
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and its inputs.
+
+    Attributes:
+        name: What the model keeps busy.
+        shape: Its sizes.
+        ids: Token ids of each step.
+    """
+
+    name: str
+    shape: Shape
+    ids: torch.Tensor
 
 
 class Device:
@@ -81,13 +125,15 @@ class Device:
         if self.is_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
+            torch.cuda.reset_accumulated_memory_stats()
 
-    def read_peak(self) -> tuple[int, int]:
-        """Return the peak of allocated bytes, and how often the allocator retried."""
+    def read_peak(self) -> Peak:
+        """Return the peak since `reset_memory`."""
         if not self.is_gpu:
-            return 1, 0
+            return Peak(1, 1, 0)
         stats = torch.cuda.memory_stats()
-        return stats["allocated_bytes.all.peak"], stats["num_alloc_retries"]
+        found = (stats[f"{kind}_bytes.all.peak"] for kind in ("allocated", "reserved"))
+        return Peak(*found, stats["num_alloc_retries"])
 
     def describe(self) -> str:
         """Return the name of the device."""
@@ -106,69 +152,93 @@ def measure_seconds(device: Device, work: Callable[[], object]) -> float:
 # ------------------------------------------------------------------------------------------------------------- steps
 
 
-def build_step(device: Device, engine: Engine, shape: Shape, ids: torch.Tensor) -> tuple[nn.Module, Callable[[], None]]:
-    """Return an engine's module and a function that runs one step."""
+@dataclass(frozen=True)
+class Trainer:
+    """What trains a model.
+
+    Attributes:
+        module: The engine's module.
+        optimizer: Its optimizer.
+        step: Runs one step.
+    """
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    step: Callable[[], None]
+
+
+def build_trainer(device: Device, engine: Engine, work: Workload) -> Trainer:
+    """Return what trains a model with an engine."""
     torch.manual_seed(0)
     with torch.device(device.name):
-        module = engine.shard(Llama(shape), Block)
+        module = engine.shard(Llama(work.shape), Block)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
 
     def step() -> None:
         with torch.device(device.name):
-            module(ids).backward()
+            module(work.ids).backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    return module, step
+    return Trainer(module, optimizer, step)
+
+
+def repeat(step: Callable[[], None], count: int) -> None:
+    """Run steps without a wait between them."""
+    for _ in range(count):
+        step()
 
 
 def measure_step_seconds(
-    device: Device, engines: Sequence[Engine], shape: Shape, ids: torch.Tensor, rounds: int
+    device: Device, engines: Sequence[Engine], work: Workload, steps: int, rounds: int
 ) -> list[list[float]]:
-    """Return the seconds of each engine's rounds; the engines take turns."""
-    steps = [build_step(device, engine, shape, ids)[1] for engine in engines]
+    """Return the seconds of a step in each engine's rounds; the engines take turns."""
+    works = [partial(repeat, build_trainer(device, engine, work).step, steps) for engine in engines]
     seconds: list[list[float]] = [[] for _ in engines]
-    for number in range(-3, rounds):
-        for index in range(len(steps)) if number % 2 else range(len(steps) - 1, -1, -1):
-            took = measure_seconds(device, steps[index])
+    for number in range(-1, rounds):
+        for index in range(len(works)) if number % 2 else range(len(works) - 1, -1, -1):
+            took = measure_seconds(device, works[index])
             if number >= 0:
-                seconds[index].append(took)
+                seconds[index].append(took / steps)
     return seconds
 
 
-def measure_peak(device: Device, engine: Engine, shape: Shape, ids: torch.Tensor) -> tuple[int, int]:
-    """Return the peak memory of three steps of an engine alone, and how often the allocator retried."""
+def measure_peak(device: Device, engine: Engine, work: Workload) -> Peak:
+    """Return the peak of three steps of an engine alone."""
     device.reset_memory()
-    _, step = build_step(device, engine, shape, ids)
-    for _ in range(3):
-        step()
+    repeat(build_trainer(device, engine, work).step, 3)
     device.synchronize()
     return device.read_peak()
 
 
-def report_steps(
-    report: Lines, device: Device, rows: Sequence[Sequence[Engine]], shape: Shape, ids: torch.Tensor, rounds: int
-) -> None:
+def report_steps(report: Lines, device: Device, work: Workload, steps: int, rounds: int) -> None:
     """Print the table of steps."""
-    report.say("\n### Steps\n\n| | ms | x torch | peak MB | x torch | retries |\n|---|---|---|---|---|---|")
-    for engines in rows:
-        peaks = [measure_peak(device, engine, shape, ids) for engine in engines]
+    report.say(f"\n### Steps, {work.name}: {work.shape.layers} layers of {work.shape.hidden}\n")
+    report.say("| | ms | x torch | allocated MB | x torch | reserved MB | x torch | retries |")
+    report.say("|---|---|---|---|---|---|---|---|")
+    for engines in (*ROWS.values(), LOW):
+        mine, other = (measure_peak(device, engine, work) for engine in engines)
         device.reset_memory()
-        seconds = measure_step_seconds(device, engines, shape, ids, rounds)
-        ratios = median_ratio(seconds[0], seconds[1]), peaks[0][0] / peaks[1][0]
-        for engine, times, (peak, retries) in zip(engines, seconds, peaks, strict=True):
-            shown = (f"{ratios[0]:.3f}", f"{ratios[1]:.3f}") if engine is engines[0] else ("", "")
-            row = f"| {engine.name} | {median(times) * 1e3:.1f} | {shown[0]} "
-            report.say(f"{row}| {peak / 1e6:.0f} | {shown[1]} | {retries} |")
-        check_steps(report, engines[0].name, *ratios, peaks[0][1])
+        seconds = measure_step_seconds(device, engines, work, steps, rounds)
+        ratios = {
+            "time": median_ratio(*seconds),
+            "allocated memory": mine.allocated / other.allocated,
+            "reserved memory": mine.reserved / other.reserved,
+        }
+        for engine, times, peak in zip(engines, seconds, (mine, other), strict=True):
+            shown = [f"{ratio:.3f}" if peak is mine else "" for ratio in ratios.values()]
+            figures = f"{median(times) * 1e3:.1f}", f"{peak.allocated / 1e6:.0f}", f"{peak.reserved / 1e6:.0f}"
+            cells = [cell for pair in zip(figures, shown, strict=True) for cell in pair]
+            report.say(f"| {engine.name} | {' | '.join(cells)} | {peak.retries} |")
+        ratios["reserved memory"] = (mine.reserved - SEGMENTS) / other.reserved
+        check_steps(report, f"{engines[0].name}, {work.name}", ratios, mine.retries)
 
 
-def check_steps(report: Lines, name: str, step_ratio: float, peak_ratio: float, retries: int) -> None:
+def check_steps(report: Lines, name: str, ratios: Mapping[str, float], retries: int) -> None:
     """Note what exceeds a limit."""
-    if step_ratio > LIMIT:
-        report.failed.append(f"{name}: a step takes {step_ratio:.3f} times as long as torch's, the limit is {LIMIT}")
-    if peak_ratio > LIMIT:
-        report.failed.append(f"{name}: a step needs {peak_ratio:.3f} times torch's memory, the limit is {LIMIT}")
+    for what, ratio in ratios.items():
+        if ratio > LIMIT:
+            report.failed.append(f"{name}: a step needs {ratio:.3f} times torch's {what}, the limit is {LIMIT}")
     if retries:
         report.failed.append(f"{name}: the allocator retried {retries} times")
 
@@ -201,25 +271,39 @@ class SleepingAllGather(ours.AllGather):
         return ALL_GATHER(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-def report_overlap(report: Lines, device: Device, shape: Shape, ids: torch.Tensor, rounds: int) -> None:
-    """Print the table of overlap."""
-    module, step = build_step(device, Engine("ours", partial(shard_in_place, ours)), shape, ids)
-    gather = SleepingAllGather(device)
-    for submodule in module.modules():
-        if isinstance(submodule, ours.FSDPModule):
+def measure_overlap(device: Device, engine: Engine, work: Workload, rounds: int) -> tuple[float, float, float] | None:
+    """Return the seconds of computation, of all sleeps, and of a step with both; None without custom all-gathers."""
+    trainer = build_trainer(device, engine, work)
+    step, gather = trainer.step, SleepingAllGather(device)
+    for submodule in trainer.module.modules():
+        if hasattr(submodule, "set_custom_all_gather"):
             submodule.set_custom_all_gather(gather)
-    for _ in range(3):
-        step()
+    repeat(step, 3)
     gather.calls = 0
     compute = median(measure_seconds(device, step) for _ in range(rounds))
     calls = gather.calls // rounds
+    if not calls:
+        return None
     sleep = measure_seconds(device, lambda: [device.sleep() for _ in range(calls)])
     gather.sleeps = True
-    both = median(measure_seconds(device, step) for _ in range(rounds))
-    report.say("\n### Overlap\n\n| compute ms | communication ms | step ms | x the greater |\n|---|---|---|---|")
-    greater = max(compute, sleep)
-    report.say(f"| {compute * 1e3:.1f} | {sleep * 1e3:.1f} | {both * 1e3:.1f} | {both / greater:.2f} |")
-    check_overlap(report, compute, sleep, both)
+    return compute, sleep, median(measure_seconds(device, step) for _ in range(rounds))
+
+
+def report_overlap(report: Lines, device: Device, work: Workload, rounds: int) -> None:
+    """Print the table of overlap."""
+    report.say("\n### Overlap\n\n| | compute ms | communication ms | step ms | x the greater |\n|---|---|---|---|---|")
+    mine, other = ROWS["composable"]
+    for engine in (mine, other):
+        device.reset_memory()
+        found = measure_overlap(device, engine, work, rounds)
+        if found is None:
+            report.say(f"| {engine.name}: no custom all-gather | | | | |")
+            continue
+        compute, sleep, both = found
+        row = " | ".join(f"{seconds * 1e3:.1f}" for seconds in found)
+        report.say(f"| {engine.name} | {row} | {both / max(compute, sleep):.2f} |")
+        if engine is mine:
+            check_overlap(report, compute, sleep, both)
 
 
 def check_overlap(report: Lines, compute: float, communication: float, step: float) -> None:
@@ -227,6 +311,46 @@ def check_overlap(report: Lines, compute: float, communication: float, step: flo
     limit = (max(compute, communication) + compute + communication) / 2
     if step > limit:
         report.failed.append(f"overlap: a step takes {step * 1e3:.1f} ms, the limit is {limit * 1e3:.1f} ms")
+
+
+# ------------------------------------------------------------------------------------------------------------- saves
+
+
+def measure_steps_with_save(device: Device, trainer: Trainer, steps: int, folder: str) -> tuple[float, float]:
+    """Return the seconds of some steps with a save behind one of them, and those of the call; wait for the save."""
+    calls: list[float] = []
+    handles = []
+
+    def work() -> None:
+        repeat(trainer.step, SAVED_AT)
+        start = time.perf_counter()
+        state = {"model": trainer.module, "optim": trainer.optimizer}
+        handles.append(shardckpt.async_save(state, folder, overwrite=True))
+        calls.append(time.perf_counter() - start)
+        repeat(trainer.step, steps - SAVED_AT)
+
+    took = measure_seconds(device, work)
+    handles[0].result()
+    return took, calls[0]
+
+
+def report_saves(report: Lines, device: Device, work: Workload, steps: int, rounds: int) -> None:
+    """Print what a save in the background adds to the time of some steps."""
+    trainer = build_trainer(device, Engine("one rank", lambda module, _: module), work)
+    repeat(trainer.step, 3)
+    plain = median(measure_seconds(device, partial(repeat, trainer.step, steps)) for _ in range(rounds))
+    nbytes = 3 * sum(parameter.nbytes for parameter in trainer.module.parameters())
+    folder = tempfile.mkdtemp(dir=find_memory_folder(3 * nbytes))
+    try:
+        found = [measure_steps_with_save(device, trainer, steps, f"{folder}/a") for _ in range(rounds + 1)]
+    finally:
+        shutil.rmtree(folder)
+    report.say(f"\n### Saves\n\n{nbytes / 1e9:.2f} GB, {steps} steps.\n")
+    report.say("| | ms | more than without a save, ms | call, ms |\n|---|---|---|---|")
+    report.say(f"| without a save | {plain * 1e3:.1f} | | |")
+    later = [median(column) for column in zip(*found[1:], strict=True)]
+    for name, (took, call) in (("with the first save", found[0]), ("with a later save", later)):
+        report.say(f"| {name} | {took * 1e3:.1f} | {(took - plain) * 1e3:.1f} | {call * 1e3:.1f} |")
 
 
 # ------------------------------------------------------------------------------------------------------------ copies
@@ -271,7 +395,7 @@ def report_copies(report: Lines, device: Device, nbytes: int, rounds: int) -> No
         seconds = {name: [measure_seconds(device, work) for _ in range(rounds + 1)][1:] for name, work in works.items()}
     finally:
         shutil.rmtree(folder)
-    seconds["async_save, stall"] = stalls[1:]
+    seconds["async_save, call"] = stalls[1:]
     report.say(f"\n### Copies\n\n{nbytes / 1e9:.2f} GB.\n\n| | ms | GB/s | x the copy |\n|---|---|---|---|")
     for name, times in seconds.items():
         raw = seconds[f"copy {'from' if name == 'load' or ' from ' in name else 'to'} a pinned buffer"]
@@ -282,20 +406,38 @@ def report_copies(report: Lines, device: Device, nbytes: int, rounds: int) -> No
 # ------------------------------------------------------------------------------------------------------------ report
 
 
+def build_workloads(options: argparse.Namespace, device: Device) -> tuple[Workload, Workload]:
+    """Return a large model, and one whose kernels are so small that the host decides."""
+    small = max(options.hidden // 8, 64)
+    sizes = {
+        "busy GPU": (options.hidden, options.batch, options.tokens),
+        "busy host": (small, 1, max(options.tokens // 8, 2)),
+    }
+    works = []
+    for name, (hidden, batch, tokens) in sizes.items():
+        shape = Shape(layers=options.layers, hidden=hidden, inner=hidden * 43 // 16 // 16 * 16)
+        works.append(Workload(name, shape, torch.randint(shape.words, (batch, tokens)).to(device.name)))
+    return works[0], works[1]
+
+
 def run(options: argparse.Namespace, device: Device) -> Lines:
     """Run the parts and print their tables."""
     report, parts = Lines(), options.parts
     today = datetime.datetime.now(tz=datetime.timezone.utc).date()
     report.say(f"{today}, {device.describe()}, {machine()}, torch {torch.__version__}.")
-    shape = Shape(layers=options.layers, hidden=options.hidden, inner=options.hidden * 43 // 16 // 16 * 16)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    large, small = build_workloads(options, device)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
-    ids = torch.randint(shape.words, (options.batch, options.tokens)).to(device.name)
     if "steps" in parts:
-        report_steps(report, device, list(ROWS.values()), shape, ids, options.rounds)
+        for work in (large, small):
+            report_steps(report, device, work, options.steps, options.rounds)
     if "overlap" in parts:
-        report_overlap(report, device, shape, ids, options.rounds)
+        report_overlap(report, device, large, options.rounds)
     dist.destroy_process_group()
     device.reset_memory()
+    if "saves" in parts:
+        report_saves(report, device, large, options.steps, options.rounds)
+        device.reset_memory()
     if "copies" in parts:
         report_copies(report, device, options.megabytes << 20, options.rounds)
     return report
@@ -307,16 +449,24 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     add_selection(parser, "--parts", PARTS)
     add_transformer_options(parser, layers=16, hidden=2048, batch=4, tokens=512)
-    parser.add_argument("--megabytes", type=int, default=4096, help="size of the state that is saved")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--megabytes", type=int, default=4096, help="size of the state that is copied")
+    parser.add_argument("--steps", type=int, default=10, help="steps of a round")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--record", action="store_true", help=f"write the tables into {RESULTS.name}")
     options = parser.parse_args()
+    if options.steps <= SAVED_AT:
+        parser.error(f"--steps must be more than {SAVED_AT}, the step that is saved, got {options.steps}")
     if options.device == "cuda" and not torch.cuda.is_available():
         print("no GPU: nothing was measured")
         return
-    report = run(options, Device(options.device))
+    device = Device(options.device)
+    report = run(options, device)
     if options.record:
         record("GPU", report.lines)
+    if not device.is_gpu:
+        print("\nno limits on the CPU")
+        return
+    print("" if report.failed else "\nevery limit is met")
     for line in report.failed:
         print(f"FAILED: {line}", file=sys.stderr)
     sys.exit(bool(report.failed))
