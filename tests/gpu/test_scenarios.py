@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kit.ranks import gpu_ranks, sim
+from tests.kit.ranks import gpu_ranks, late_collectives, sim
 from tests.kit.ranks import gpu_scenarios as scenarios
 
 SOME = pytest.mark.parametrize("front_end", ["flat", "in place"])
@@ -33,6 +33,13 @@ def test_states_are_taken_and_loaded(tmp_path, front_end):
 @SOME
 def test_a_save_is_followed_by_a_step(tmp_path, front_end):
     assert sim.ranks(1, scenarios.save_behind_a_sleep, "sim", front_end, str(tmp_path)) == [(True, True)]
+
+
+def test_late_collectives_and_poison_change_nothing():
+    cells = [("flat", "", False), ("orig", "checkpointing", True), ("in place", "no_sync", True)]
+    cells += [("in place", "slices", False), ("in place", "offload", False)]
+    found = sim.ranks(1, late_collectives.find_differences_on_rank, "sim", *cells)
+    assert found == [[[]] * len(cells)]
 
 
 @pytest.mark.shown_by("::test_states_are_taken_and_loaded")

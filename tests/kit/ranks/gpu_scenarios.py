@@ -56,15 +56,15 @@ def without_waits(device: str) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------------------- models
 
 
-def build_plain(device: str) -> nn.Module:
+def build_plain(device: str, kind: type[nn.Module] = Stack) -> nn.Module:
     """Return the unsharded model in float32, the same on every rank."""
     torch.default_generator.manual_seed(3)
-    return Stack().to(device)
+    return kind().to(device)
 
 
-def build(device: str, front_end: str, **settings: Any) -> nn.Module:
+def build(device: str, front_end: str, kind: type[nn.Module] = Stack, **settings: Any) -> nn.Module:
     """Return the same model, sharded."""
-    model = build_plain(device)
+    model = build_plain(device, kind)
     if front_end == "in place":
         settings["mesh"] = init_device_mesh(device, (dist.get_world_size(),))
         for block in model.blocks:
@@ -242,13 +242,13 @@ def save_behind_a_sleep(rank: int, world: int, device: str, front_end: str, fold
     shardckpt.async_save({"model": model, "optim": optimizer}, f"{folder}/first").result()
     optimizer.zero_grad()
     compute_loss(model, batches[1]).backward()
-    before = [get_local(parameter).cpu() for parameter in model.parameters()]
+    before = [get_local(parameter).cpu().clone() for parameter in model.parameters()]
     sleep(device)
     with without_waits(device):
         handle = shardckpt.async_save({"model": model, "optim": optimizer}, f"{folder}/second")
         optimizer.step()
     handle.result()
-    after = [get_local(parameter).cpu() for parameter in model.parameters()]
+    after = [get_local(parameter).cpu().clone() for parameter in model.parameters()]
     other = build(device, front_end)
     shardckpt.load({"model": other}, f"{folder}/second", include="model.*")
     found = [get_local(parameter).cpu() for parameter in other.parameters()]
