@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 # Tests start the command a hundred times, and each start would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all check format release clean
+.PHONY: demo test test-all test-gpu check format release clean
 
 # It needs torch and transformers; where the rest is installed, that has both.
 demo: $(or $(wildcard $(STAMP)),$(DEMO_STAMP))
@@ -26,6 +26,10 @@ test: $(STAMP)
 # show faster (tests/covering.py). tests/README.md has what runs rarely: slow tests, one GPU, other versions of torch.
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not gpu" $(PYTEST_ARGS)
+
+# One GPU, at most eight minutes, without a virtual environment or a network: PYTHON needs torch and pytest.
+test-gpu:
+	PYTHON="$(PYTHON)" sh tests/gpu/run.sh
 
 # mkdocs counts the warnings that it prints: with --quiet, --strict lets all pass.
 check: $(STAMP)
