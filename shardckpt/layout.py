@@ -168,12 +168,12 @@ class DimLayout:
         sizes = (self.box(index, 0).volume for index in range(len(self.specs)))
         return tuple(accumulate((size + -size % self.alignment for size in sizes), initial=0))
 
-    @property
+    @cached_property
     def places(self) -> tuple[int, ...]:
         """Each parameter's offset in every rank's shard, in elements."""
         return self._ends[:-1]
 
-    @property
+    @cached_property
     def chunk(self) -> int:
         """Elements in every rank's shard, with padding: the size of rank 0's shard."""
         return self._ends[-1]

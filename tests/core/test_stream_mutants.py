@@ -158,7 +158,7 @@ QUEUED = "a device queues collectives on the current stream"
 EQUIVALENT = {
     "core.params.unsharded_params:UnshardedParams._drop_all_gather:wait": KEPT,
     "core.tools.clip_grad_norm:_reduce_over_ranks:wait": QUEUED,
-    "core.params.gradient_reduction:GradientReducer.sum_over_replicas:wait": QUEUED,
+    "core.params.gradient_reduction:_Reduction._finish:wait": QUEUED,
     "core.params.full_params:gather_some:wait": QUEUED,
     "core.params.full_params:gather_full:wait": QUEUED,
     "core.params.full_params:gather_copies:wait": QUEUED,

@@ -283,7 +283,7 @@ class ShardGroup:
 
 
 def _runs_on_threads(tensor: torch.Tensor) -> bool:
-    """Return True if a collective runs beside the host only as an asynchronous one."""
+    """Return True if a collective needs to be asynchronous to leave the host free."""
     # On a device with streams it is queued on the current stream, with this stream's priority.
     return not has_streams(tensor.device)
 

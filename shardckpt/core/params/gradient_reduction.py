@@ -84,7 +84,7 @@ class ReducedGrad:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _GradientPart:
     """One bucket's gradients in a reduction."""
 
     reducer: GradientReducer
@@ -98,7 +98,7 @@ class _Reduction:
     def __init__(
         self,
         how: ReduceOptions,
-        parts: Sequence[_Part],
+        parts: Sequence[_GradientPart],
         out: torch.Tensor,
         source: torch.Tensor | None,
         pending: Pending,
@@ -126,7 +126,9 @@ class _Reduction:
         is_complete = [reducer.add_partial(out, self._how) for reducer, out, _ in outs]
         if not all(is_complete):
             return (None,) * len(outs)
-        outs[0][0].sum_over_replicas(self.out)
+        group = outs[0][0].group
+        if group.replicas > 1:
+            group.all_reduce(self.out, f"{self.pending.what} over replicas").wait()
         return tuple(reducer.complete(out, has, self._how) for reducer, out, has in outs)
 
 
@@ -265,13 +267,13 @@ class GradientReducer:
 
     def _pack_gradients(
         self, reducers: Sequence[GradientReducer], gradients: Sequence[list[torch.Tensor | None]], how: ReduceOptions
-    ) -> tuple[torch.Tensor, list[_Part]]:
+    ) -> tuple[torch.Tensor, list[_GradientPart]]:
         """Return the reduce-scatter's input: a row with gradients and flags for each rank; and their places."""
         size, parts, row = self._group.size, [], 0
         for reducer, values in zip(reducers, gradients, strict=True):
             row += -row % (ALIGNMENT // how.dtype.itemsize)
             end = row + reducer._layout.packing.layout.chunk + len(values)
-            parts.append(_Part(reducer, tuple(value is not None for value in values), slice(row, end)))
+            parts.append(_GradientPart(reducer, tuple(value is not None for value in values), slice(row, end)))
             row = end
         if size > 1 and self._unsharded.streams.is_async:
             row += -row % (_ROW_ALIGNMENT // how.dtype.itemsize)
@@ -289,12 +291,14 @@ class GradientReducer:
             source.div_(before)
         return source, parts
 
-    def _launch_reduce_scatter(self, source: torch.Tensor, parts: Sequence[_Part], how: ReduceOptions) -> _Reduction:
-        size, custom = self._group.size, self._comms.reduce_scatter
+    def _launch_reduce_scatter(
+        self, source: torch.Tensor, parts: Sequence[_GradientPart], how: ReduceOptions
+    ) -> _Reduction:
+        size, custom, what = self._group.size, self._comms.reduce_scatter, f"reduce {self._layout.name}"
         if size == 1 and custom is None:
-            return _Reduction(how, parts, source, source, Pending(None, ""))
+            return _Reduction(how, parts, source, source, Pending(None, what))
         out = torch.empty(source.numel() // size, dtype=how.dtype, device=how.device)
-        pending = self._group.reduce_scatter(out, source, f"reduce {self._layout.name}", custom)
+        pending = self._group.reduce_scatter(out, source, what, custom)
         is_kept = custom is not None or self._unsharded.streams.is_async
         return _Reduction(how, parts, out, source if is_kept else None, pending)
 
@@ -314,7 +318,7 @@ class GradientReducer:
         else:
             out = torch.zeros(chunk, dtype=how.dtype, device=source.device)
             self._hook.call(self._hook.state, source, out)
-        return _Reduction(how, [_Part(self, has, slice(0, chunk))], out, source, Pending(None, ""), flags)
+        return _Reduction(how, [_GradientPart(self, has, slice(0, chunk))], out, source, Pending(None, ""), flags)
 
     def _queue_rest(self, reduction: _Reduction) -> None:
         """Queue the work after the reduce-scatter on the reduce stream; computation waits for it to read the result."""
@@ -335,16 +339,12 @@ class GradientReducer:
         if not is_scattered:
             self._input = _ReduceInput(tensors, event, is_scattered=False)
 
-    @property
-    def has_scattered_input(self) -> bool:
-        """Return True if only a reduce-scatter uses the queued reduction's input, not the work after it."""
-        return self._input is not None and self._input.is_scattered
-
-    def release_input(self) -> None:
+    def release_input(self, *, only_scattered: bool = False) -> None:
         """Make the current stream wait until the input's memory can be used again, and drop it."""
-        held, self._input = self._input, None
-        if held is None:
+        held = self._input
+        if held is None or (only_scattered and not held.is_scattered):
             return
+        self._input = None
         if held.event is not None:
             get_current_stream(self._unsharded.device).wait_event(held.event)
         for tensor in held.tensors:  # the backward's stream may be another one
@@ -368,15 +368,6 @@ class GradientReducer:
         record_stream(gradient)  # its memory may belong to the reduce stream
         return replace(queued.reduced, gradient=gradient.to(self._stored.data.device))
 
-    def _move_to_shard(self, reduced: ReducedGrad) -> ReducedGrad:
-        """Cast a gradient and start its copy to pinned memory."""
-        device, gradient = self._stored.data.device, reduced.gradient.to(self._stored.dtypes.gradient)
-        # A copy to other memory would block the host.
-        if gradient.device == device or not self._stored.offload.pin:
-            return replace(reduced, gradient=gradient)
-        copied, event = copy_to_pinned(gradient)
-        return replace(reduced, gradient=copied, event=event)
-
     def add_partial(self, out: torch.Tensor, how: ReduceOptions) -> bool:
         """Add an earlier backward's sum; return False if the result waits for a later sum over replicas."""
         partial, self._partial = self._partial, None
@@ -386,11 +377,6 @@ class GradientReducer:
             return True
         self._partial = out
         return False
-
-    def sum_over_replicas(self, out: torch.Tensor) -> None:
-        """Replace a sum by the sum over replicas."""
-        if self._group.replicas > 1:
-            self._group.all_reduce(out, f"reduce {self._layout.name} over replicas").wait()
 
     def complete(self, out: torch.Tensor, has: tuple[bool, ...], how: ReduceOptions) -> ReducedGrad:
         """Return the average and the flags from a complete sum."""
@@ -404,8 +390,13 @@ class GradientReducer:
         return self.build_result(gradient, has, out[chunk:])
 
     def build_result(self, gradient: torch.Tensor, has: tuple[bool, ...], flags: torch.Tensor) -> ReducedGrad:
-        """Return an average on the shard's device; read flags later if the host would have to wait."""
-        return self._move_to_shard(_build_result(gradient, has, flags))
+        """Return an average in the gradient's dtype, and start its copy to pinned memory; read flags later."""
+        reduced = _build_result(gradient.to(self._stored.dtypes.gradient), has, flags)
+        # A copy to other memory would block the host.
+        if reduced.gradient.device == self._stored.data.device or not self._stored.offload.pin:
+            return reduced
+        copied, event = copy_to_pinned(reduced.gradient)
+        return replace(reduced, gradient=copied, event=event)
 
     def reset_after_error(self) -> None:
         """Wait for a pending reduction after an error, and drop all gradients."""

@@ -203,7 +203,7 @@ class Bucket:
     ) -> None:
         """Set the collectives and hooks that gather and reduce."""
         self.reducer.set_collectives(hook=hook, comms=comms, group=group)
-        self.unsharded.custom_all_gather = self.reducer.comms.all_gather
+        self.unsharded.set_all_gather(self.reducer.comms.all_gather)
 
     def reset_after_error(self) -> None:
         """Wait for collectives after an error; drop gradients and free full parameters."""

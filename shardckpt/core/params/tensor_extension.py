@@ -179,6 +179,8 @@ class ExtendedParams(UnshardedParams):
 
     # The full form exists after the first all-gather; before that, a tensor without memory replaces it.
 
+    needs_message = True  # a parameter may send several tensors
+
     def __init__(
         self,
         stored: StoredShard,
@@ -236,19 +238,9 @@ class ExtendedParams(UnshardedParams):
         return local
 
     @property
-    def has_gathered_memory(self) -> bool:
-        """Return False: the gathered tensors are copied to memory that belongs to the computation."""
-        return False
-
-    @property
     def message_key(self) -> object:
         """Buckets with equal keys can be gathered by one message."""
         return self._layout.group, self.custom_all_gather, self.device
-
-    @property
-    def needs_message(self) -> bool:
-        """Return True: a parameter may send several tensors."""
-        return True
 
     @property
     def is_full_precision(self) -> bool:
@@ -325,12 +317,7 @@ class ExtendedParams(UnshardedParams):
         shape = self._layout.packing.layout.specs[0].shape
         return chunk_range(shape[0], self._layout.group.size, 0)[1]
 
-    @property
-    def _address(self) -> int:
-        assert self._outputs is not None, "it was gathered"
-        return self._outputs.gathered[0].tensor.untyped_storage().data_ptr()
-
-    def _copy_out(self, rows: tuple[torch.Tensor, ...]) -> None:
+    def _copy_out(self, rows: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Copy gathered rows, and call `fsdp_post_all_gather` for the full parameter."""
         if self._outputs is None:
             self._outputs = _Outputs([ResizableStorage(part.numel(), part.dtype, part.device) for part in rows])
@@ -353,6 +340,7 @@ class ExtendedParams(UnshardedParams):
         for tensor in _plain_tensors(self._metadata):
             record_stream(tensor)  # its memory belongs to the all-gather stream
         self._metadata = None
+        return self._outputs.gathered[0].tensor
 
     def _leaf(self, value: torch.Tensor) -> nn.Parameter:
         previous = self._leaves.params[0]
@@ -369,10 +357,12 @@ class ExtendedParams(UnshardedParams):
         """Free the full parameter."""
         del keep_partial_shard
         try:
-            self._drop_all_gather()
+            if self._pending is not None:
+                self._drop_all_gather(self._pending)
         finally:
             self._metadata = None
-            self._drop_rows()
+            if self._rows:
+                self._drop_rows()
             if self._outputs is not None:
                 self._outputs.free(keep_memory=self.keeps_storage)
             self.is_unsharded = False

@@ -78,8 +78,8 @@ def _sum(one: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
     return one if other is None else one + other.to(one.dtype)
 
 
-class UnshardedParams:
-    """A bucket's full parameters with gradients (torch: FSDP2's `unsharded_param`)."""
+class BucketLeaves:
+    """A bucket's full parameters as autograd's leaves, with gradients."""
 
     # They have the compute dtype, or the stored dtype for a forward in full precision.
 
@@ -91,22 +91,11 @@ class UnshardedParams:
         placements: Sequence[ParamPlacement],
         device: torch.device,
         trains: Sequence[bool],
-        post_forward_group: ShardGroup | None = None,
     ) -> None:
         self._stored = stored
         self._layout = layout
         self._placements = tuple(placements)
-        self.post_forward_group = post_forward_group
-        self.custom_all_gather: AllGatherOp | None = None  # the user's; None for torch's
-        # A reshard keeps the full parameters' memory, so that their addresses stay.
-        self.keeps_storage = False
         self.watch = GradientWatch()  # for the leaves' first gradient
-        # Gathered tensors to copy from, each with a row per rank; empty if ranks send straight to the full buffer.
-        self._rows: tuple[torch.Tensor, ...] = ()
-        self._partial_shard: torch.Tensor | None = None
-        self._partial_shard_event: Event | None = None  # after the shard's copy
-        self._pending: Pending | None = None
-        self._gather_event: Event | None = None  # after the all-gather
         self._build(device, trains)
 
     def _build(self, device: torch.device, trains: Sequence[bool]) -> None:
@@ -133,21 +122,6 @@ class UnshardedParams:
         """Create the resharded full parameters again, for a shard with another dtype or device."""
         self._build(device, self.trains)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> UnshardedParams:
-        """Return a copied bucket's full parameters, sharded and without gradients."""
-        self.reshard()
-        copied = memo[id(self)] = copy.copy(self)
-        copied._stored = copy.deepcopy(self._stored, memo)
-        copied._layout = copy.deepcopy(self._layout, memo)
-        copied._placements = copy.deepcopy(self._placements, memo)
-        copied.watch = GradientWatch()
-        copied.rebuild(self.device)
-        copied._leaves.swap_params([memo.get(id(leaf)) for leaf in self._leaves.params])
-        memo.update(zip(map(id, self._leaves.params), copied._leaves.params, strict=True))
-        return copied
-
-    # ------------------------------------------------------------------------------------------------ parameters
-
     @property
     def params(self) -> tuple[nn.Parameter, ...]:
         """Full parameters; readable while they are unsharded."""
@@ -168,15 +142,13 @@ class UnshardedParams:
         """Return True if the full parameters have the stored dtype."""
         return self._current is not self._leaves or self._stored.dtypes.compute == self._stored.dtypes.stored
 
-    @property
-    def has_storage(self) -> bool:
-        """Return True if the full buffer has storage, also during an all-gather."""
-        return self._current.buffer.alive or bool(self._rows)
-
-    @property
-    def is_gathering(self) -> bool:
-        """Return True if an all-gather was started, and nobody has waited for it."""
-        return self._pending is not None
+    def _use_stored_dtype(self) -> None:
+        """Use leaves with the stored dtype until the next reshard."""
+        trains = self.trains
+        self._stored_dtype_leaves = self._stored_dtype_leaves or self._build_freed(self._stored.dtypes.stored, trains)
+        self._current = self._stored_dtype_leaves
+        for index, on in enumerate(trains):
+            self._current.set_requires_grad(index, on)
 
     @property
     def trains(self) -> list[bool]:
@@ -191,190 +163,6 @@ class UnshardedParams:
     def set_requires_grad(self, index: int, on: bool) -> None:
         """Set whether a full parameter requires gradients."""
         self._current.set_requires_grad(index, on)
-
-    # ------------------------------------------------------------------------------------------------ all-gather
-
-    @property
-    def uses_gather_stream(self) -> bool:
-        """Return True if the all-gather runs beside computation; False if there is nothing to send."""
-        is_alone = self._layout.group.size == 1 and self.custom_all_gather is None
-        return not (is_alone and self._stored.data.device == self.device)
-
-    @property
-    def _fills_buffer(self) -> bool:
-        """Return True if the all-gather's output is the full buffer."""
-        packing = self._layout.packing
-        return packing.is_direct and (isinstance(packing, FlatPacking) or not self.uses_gather_stream)
-
-    @property
-    def has_gathered_memory(self) -> bool:
-        """Return True if computation reads memory that belongs to the all-gather stream."""
-        return self._fills_buffer and not self.is_aliased and self.uses_gather_stream
-
-    @property
-    def message_key(self) -> object:
-        """Buckets with equal keys can be gathered by one message."""
-        if self._fills_buffer or self._partial_shard is not None:
-            return id(self)
-        return self._layout.group, self.custom_all_gather, self.device
-
-    @property
-    def needs_message(self) -> bool:
-        """Return True if the bucket always sends copies of its tensors."""
-        return False
-
-    def start_all_gather(self, *, full_precision: bool = False) -> None:
-        """Start the all-gather for the full parameters, unless they are gathered. Collective."""
-        start_all_gathers([self], full_precision=full_precision)
-
-    @staticmethod
-    def _start_one(params: UnshardedParams, *, full_precision: bool) -> None:
-        """Start an all-gather that reads the shard itself, if it has the right dtype and device."""
-        params._make_gather_wait()
-        streams = params.streams
-        context = streams.use_gather_stream() if params.uses_gather_stream else streams.use_current_stream()
-        with profile_range("all_gather", params._layout.name.text), context:
-            try:
-                (shard, dtype), *_ = params._collect_inputs(full_precision=full_precision)
-                params._pending = params._launch_all_gather(shard, dtype)
-            except BaseException:  # out of memory: a buffer without values must not seem to be unsharded
-                params.reshard(keep_partial_shard=True)
-                raise
-            params._gather_event = streams.record_event()
-
-    @staticmethod
-    def _start_several(several: Sequence[UnshardedParams], *, full_precision: bool) -> None:
-        """Start an all-gather of several tensors of any dtypes, which every rank copies into one message."""
-        first = several[0]
-        streams, group, custom = first.streams, first._layout.group, first.custom_all_gather
-        for params in several:
-            params._make_gather_wait()
-        context = streams.use_gather_stream() if first.uses_gather_stream else streams.use_current_stream()
-        with profile_range("all_gather", first._layout.name.text), context:
-            try:
-                inputs = [params._collect_inputs(full_precision=full_precision) for params in several]
-                message = _Message([part for parts in inputs for part in parts], group.size)
-                rows = message.allocate(custom, first.device)
-                message.copy_in(rows[group.rank])
-                pending = group.all_gather(rows.view(-1), rows[group.rank], f"gather {first._layout.name}", custom)
-            except BaseException:
-                for params in several:
-                    params.reshard(keep_partial_shard=True)
-                raise
-            event = streams.record_event()
-        parts_of_rows = iter(message.split(rows))
-        for params, parts in zip(several, inputs, strict=True):
-            params._rows = tuple(next(parts_of_rows) for _ in parts)
-            params._pending, params._gather_event = pending, event
-
-    def _collect_inputs(self, *, full_precision: bool) -> list[tuple[torch.Tensor, torch.dtype]]:
-        """Return the tensors to send, and their dtypes in the message."""
-        if full_precision and not self.is_full_precision:
-            self._use_stored_dtype()
-        return [(self._stored.data.detach(), self._current.buffer.tensor.dtype)]
-
-    def _use_stored_dtype(self) -> None:
-        """Use leaves with the stored dtype until the next reshard."""
-        trains = self.trains
-        self._stored_dtype_leaves = self._stored_dtype_leaves or self._build_freed(self._stored.dtypes.stored, trains)
-        self._current = self._stored_dtype_leaves
-        for index, on in enumerate(trains):
-            self._current.set_requires_grad(index, on)
-
-    def _launch_all_gather(self, shard: torch.Tensor, dtype: torch.dtype) -> Pending:
-        what, group, buffer = f"gather {self._layout.name.text}", self._layout.group, self._current.buffer
-        if self._fills_buffer:
-            buffer.allocate()
-            incoming = buffer.tensor
-        else:
-            numel = self._layout.packing.all_gather_numel
-            incoming = allocate(self.custom_all_gather, numel, dtype, self.device)
-            self._rows = (incoming.view(group.size, -1),)
-        if self._partial_shard is not None and self.post_forward_group is not None:
-            return self.post_forward_group.all_gather(incoming, self._partial_shard, what)
-        if shard.dtype != dtype or shard.device != incoming.device:
-            chunk = shard.numel()  # cast into the output: an all-gather may read its input there
-            shard = incoming[group.rank * chunk : (group.rank + 1) * chunk].copy_(shard, non_blocking=True)
-        return group.all_gather(incoming, shard, what, self.custom_all_gather)
-
-    def _make_gather_wait(self) -> None:
-        """Make an all-gather wait for the copy of the kept shard."""
-        if self._partial_shard is not None:
-            self.streams.make_gathers_wait(self._partial_shard_event)
-
-    def wait_all_gather(self, *, keep_partial_shard: bool = False) -> int:
-        """Wait until the full parameters can be read; return their address, or 0 if nothing was pending."""
-        if self._pending is None:
-            return 0
-        pending, self._pending = self._pending, None
-        pending.wait()
-        if self._gather_event is not None:  # not for all-gathers that were started later
-            get_current_stream(self.device).wait_event(self._gather_event)
-        if keep_partial_shard:
-            self._keep_partial_shard()
-        if self._rows:
-            with profile_range("all_gather_copy_out", self._layout.name.text):
-                self._copy_out(self._rows)
-            self._drop_rows()
-        else:
-            record_stream(self._current.buffer.tensor)  # its memory may belong to the all-gather stream
-        self.is_unsharded = True
-        return self._address
-
-    @property
-    def _address(self) -> int:
-        """The full parameters' address, for tensors that autograd saves."""
-        return self._current.buffer.tensor.untyped_storage().data_ptr()
-
-    def _copy_out(self, rows: tuple[torch.Tensor, ...]) -> None:
-        """Copy gathered rows to the full parameters."""
-        self._current.buffer.allocate()
-        self._layout.packing.unpack(rows[0], self._current.buffer.tensor)
-
-    def _drop_rows(self) -> None:
-        """Free gathered rows once queued copies have read them: their memory belongs to the all-gather stream."""
-        rows, self._rows = self._rows, ()
-        if rows:
-            self.streams.hold_gather_output(rows[0])
-
-    def _keep_partial_shard(self) -> None:
-        """Keep this rank's shard over `post_forward_group`, in the compute dtype."""
-        group = self.post_forward_group
-        if group is not None and self._partial_shard is None and self._current is self._leaves and self._rows:
-            count = self._rows[0].shape[0] // group.size  # ranks in a slice
-            rows = self._rows[0][group.rank * count : (group.rank + 1) * count]
-            self._partial_shard = rows.clone(memory_format=torch.contiguous_format).view(-1)
-            self._partial_shard_event = self.streams.record_event()
-
-    def reshard(self, *, keep_partial_shard: bool = False) -> None:
-        """Free the full parameters, unless they alias the shard or are kept; allocates no memory."""
-        try:
-            self._drop_all_gather()
-        finally:
-            if not keep_partial_shard:
-                self._partial_shard = None
-            self._drop_rows()
-            if not self.is_aliased:
-                self._current.buffer.free(keep_memory=self.keeps_storage)
-                self._leaves.buffer.free(keep_memory=self.keeps_storage)
-                self._current = self._leaves
-                self.is_unsharded = False
-
-    def _drop_all_gather(self) -> None:
-        """Wait for an all-gather that nobody waited for: whoever is next may write the shard that it reads."""
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return
-        pending.wait()
-        if self._gather_event is not None:
-            get_current_stream(self.device).wait_event(self._gather_event)
-
-    def discard(self) -> None:
-        """Drop full parameters, gradients and a pending all-gather after an error."""
-        self.drop_gradients()
-        self.reshard()
-
-    # ------------------------------------------------------------------------------------------------- gradients
 
     @property
     def gradients(self) -> list[torch.Tensor | None]:
@@ -408,6 +196,217 @@ class UnshardedParams:
         if self._stored_dtype_leaves is not None:
             for leaf in self._stored_dtype_leaves.params:
                 leaf.grad = None
+
+
+class UnshardedParams(BucketLeaves):
+    """A bucket's full parameters, which an all-gather fills (torch: FSDP2's `unsharded_param`)."""
+
+    # A reshard with `keeps_storage` keeps the full parameters' memory, so that their addresses stay.
+
+    needs_message = False  # the bucket always sends copies of its tensors
+
+    def __init__(
+        self,
+        stored: StoredShard,
+        layout: BucketLayout,
+        *,
+        placements: Sequence[ParamPlacement],
+        device: torch.device,
+        trains: Sequence[bool],
+        post_forward_group: ShardGroup | None = None,
+    ) -> None:
+        self.post_forward_group = post_forward_group
+        self.keeps_storage = False
+        # Gathered tensors to copy from, each with a row per rank; empty if ranks send straight to the full buffer.
+        self._rows: tuple[torch.Tensor, ...] = ()
+        self._partial_shard: torch.Tensor | None = None
+        self._partial_shard_event: Event | None = None  # after the shard's copy
+        self._pending: Pending | None = None
+        self._gather_event: Event | None = None  # after the all-gather
+        super().__init__(stored, layout, placements=placements, device=device, trains=trains)
+        self.set_all_gather(None)
+
+    def rebuild(self, device: torch.device) -> None:
+        """Create the resharded full parameters again, for a shard with another dtype or device."""
+        super().rebuild(device)
+        self.set_all_gather(self.custom_all_gather)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnshardedParams:
+        """Return a copied bucket's full parameters, sharded and without gradients."""
+        self.reshard()
+        copied = memo[id(self)] = copy.copy(self)
+        copied._stored = copy.deepcopy(self._stored, memo)
+        copied._layout = copy.deepcopy(self._layout, memo)
+        copied._placements = copy.deepcopy(self._placements, memo)
+        copied.watch = GradientWatch()
+        copied.rebuild(self.device)
+        copied._leaves.swap_params([memo.get(id(leaf)) for leaf in self._leaves.params])
+        memo.update(zip(map(id, self._leaves.params), copied._leaves.params, strict=True))
+        return copied
+
+    @property
+    def has_storage(self) -> bool:
+        """Return True if the full buffer has storage, also during an all-gather."""
+        return self._current.buffer.alive or bool(self._rows)
+
+    def set_all_gather(self, custom: AllGatherOp | None) -> None:
+        """Set a user's all-gather; None for torch's."""
+        self.custom_all_gather = custom
+        packing = self._layout.packing
+        # False if there is nothing to send: then the all-gather is a copy on the current stream.
+        self._uses_gather_stream = not (
+            self._layout.group.size == 1 and custom is None and self._stored.data.device == self.device
+        )
+        # The all-gather's output is the full buffer.
+        self._fills_buffer = packing.is_direct and (isinstance(packing, FlatPacking) or not self._uses_gather_stream)
+        # Computation reads memory that belongs to the all-gather stream.
+        self.has_gathered_memory = self._fills_buffer and not self.is_aliased and self._uses_gather_stream
+
+    @property
+    def message_key(self) -> object:
+        """Buckets with equal keys can be gathered by one message."""
+        if self._fills_buffer or self._partial_shard is not None:
+            return id(self)
+        return self._layout.group, self.custom_all_gather, self.device
+
+    def start_all_gather(self, *, full_precision: bool = False) -> None:
+        """Start the all-gather for the full parameters, unless they are gathered. Collective."""
+        start_all_gathers([self], full_precision=full_precision)
+
+    @staticmethod
+    def _start_one(params: UnshardedParams, *, full_precision: bool) -> None:
+        """Start an all-gather that reads the shard itself, if it has the right dtype and device."""
+        if params._partial_shard is not None:
+            params._make_gather_wait()
+        if full_precision and not params.is_full_precision:
+            params._use_stored_dtype()
+        streams = params.streams
+        context = streams.use_gather_stream() if params._uses_gather_stream else streams.use_current_stream()
+        with profile_range("all_gather", params._layout.name.text), context:
+            try:
+                params._pending = params._launch_all_gather()
+            except BaseException:  # out of memory: a buffer without values must not seem to be unsharded
+                params.reshard(keep_partial_shard=True)
+                raise
+            params._gather_event = streams.record_event()
+
+    @staticmethod
+    def _start_several(several: Sequence[UnshardedParams], *, full_precision: bool) -> None:
+        """Start an all-gather of several tensors of any dtypes, which every rank copies into one message."""
+        first = several[0]
+        streams, group, custom = first.streams, first._layout.group, first.custom_all_gather
+        context = streams.use_gather_stream() if first._uses_gather_stream else streams.use_current_stream()
+        with profile_range("all_gather", first._layout.name.text), context:
+            try:
+                inputs = [params._collect_inputs(full_precision=full_precision) for params in several]
+                message = _Message([part for parts in inputs for part in parts], group.size)
+                rows = message.allocate(custom, first.device)
+                message.copy_in(rows[group.rank])
+                pending = group.all_gather(rows.view(-1), rows[group.rank], f"gather {first._layout.name}", custom)
+            except BaseException:
+                for params in several:
+                    params.reshard(keep_partial_shard=True)
+                raise
+            event = streams.record_event()
+        parts_of_rows = iter(message.split(rows))
+        for params, parts in zip(several, inputs, strict=True):
+            params._rows = tuple(next(parts_of_rows) for _ in parts)
+            params._pending, params._gather_event = pending, event
+
+    def _collect_inputs(self, *, full_precision: bool) -> list[tuple[torch.Tensor, torch.dtype]]:
+        """Return the tensors to send, and their dtypes in the message."""
+        if full_precision and not self.is_full_precision:
+            self._use_stored_dtype()
+        return [(self._stored.data.detach(), self._current.buffer.tensor.dtype)]
+
+    def _launch_all_gather(self) -> Pending:
+        what, group, buffer = f"gather {self._layout.name.text}", self._layout.group, self._current.buffer
+        shard, dtype = self._stored.data.detach(), buffer.tensor.dtype
+        if self._fills_buffer:
+            buffer.allocate()
+            incoming = buffer.tensor
+        else:
+            numel = self._layout.packing.all_gather_numel
+            incoming = allocate(self.custom_all_gather, numel, dtype, self.device)
+            self._rows = (incoming.view(group.size, -1),)
+        if self._partial_shard is not None and self.post_forward_group is not None:
+            return self.post_forward_group.all_gather(incoming, self._partial_shard, what)
+        if shard.dtype != dtype or shard.device != incoming.device:
+            chunk = shard.numel()  # cast into the output: an all-gather may read its input there
+            shard = incoming[group.rank * chunk : (group.rank + 1) * chunk].copy_(shard, non_blocking=True)
+        return group.all_gather(incoming, shard, what, self.custom_all_gather)
+
+    def _make_gather_wait(self) -> None:
+        """Make an all-gather wait for the copy of the kept shard."""
+        self.streams.make_gathers_wait(self._partial_shard_event)
+
+    def wait_all_gather(self, *, keep_partial_shard: bool = False) -> int:
+        """Wait until the full parameters can be read; return their address, or 0 if nothing was pending."""
+        if self._pending is None:
+            return 0
+        pending, self._pending = self._pending, None
+        pending.wait()
+        if self._gather_event is not None:  # not for all-gathers that were started later
+            get_current_stream(self.device).wait_event(self._gather_event)
+        if keep_partial_shard:
+            self._keep_partial_shard()
+        full = self._current.buffer.tensor
+        if self._rows:
+            with profile_range("all_gather_copy_out", self._layout.name.text):
+                full = self._copy_out(self._rows)
+            self._drop_rows()
+        elif self.has_gathered_memory:
+            record_stream(full)
+        self.is_unsharded = True
+        return full.untyped_storage().data_ptr()
+
+    def _copy_out(self, rows: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Copy gathered rows to the full parameters, and return their memory."""
+        self._current.buffer.allocate()
+        self._layout.packing.unpack(rows[0], self._current.buffer.tensor)
+        return self._current.buffer.tensor
+
+    def _drop_rows(self) -> None:
+        """Free gathered rows once queued copies have read them: their memory belongs to the all-gather stream."""
+        rows, self._rows = self._rows, ()
+        self.streams.hold_gather_output(rows[0])
+
+    def _keep_partial_shard(self) -> None:
+        """Keep this rank's shard over `post_forward_group`, in the compute dtype."""
+        group = self.post_forward_group
+        if group is not None and self._partial_shard is None and self._current is self._leaves and self._rows:
+            count = self._rows[0].shape[0] // group.size  # ranks in a slice
+            rows = self._rows[0][group.rank * count : (group.rank + 1) * count]
+            self._partial_shard = rows.clone(memory_format=torch.contiguous_format).view(-1)
+            self._partial_shard_event = self.streams.record_event()
+
+    def reshard(self, *, keep_partial_shard: bool = False) -> None:
+        """Free the full parameters, unless they alias the shard or are kept; allocates no memory."""
+        try:
+            if self._pending is not None:
+                self._drop_all_gather(self._pending)
+        finally:
+            if not keep_partial_shard:
+                self._partial_shard = None
+            if self._rows:
+                self._drop_rows()
+            if not self.is_aliased:
+                self._current.buffer.free(keep_memory=self.keeps_storage)
+                self._leaves.buffer.free(keep_memory=self.keeps_storage)
+                self._current = self._leaves
+                self.is_unsharded = False
+
+    def _drop_all_gather(self, pending: Pending) -> None:
+        """Wait for an all-gather that nobody waited for: whoever is next may write the shard that it reads."""
+        self._pending = None
+        pending.wait()
+        if self._gather_event is not None:
+            get_current_stream(self.device).wait_event(self._gather_event)
+
+    def discard(self) -> None:
+        """Drop full parameters, gradients and a pending all-gather after an error."""
+        self.drop_gradients()
+        self.reshard()
 
 
 class _Message:
@@ -450,8 +449,8 @@ def start_all_gathers(buckets: Sequence[UnshardedParams], *, full_precision: boo
     """Start the all-gathers for full parameters that are not gathered; by one message if possible. Collective."""
     messages: dict[object, list[UnshardedParams]] = {}
     for params in buckets:
-        if not params.is_unsharded and not params.is_gathering:
-            messages.setdefault(params.message_key, []).append(params)
+        if not params.is_unsharded and params._pending is None:
+            messages.setdefault(params.message_key if len(buckets) > 1 else None, []).append(params)
     for several in messages.values():
         if len(several) > 1 or several[0].needs_message:
             UnshardedParams._start_several(several, full_precision=full_precision)

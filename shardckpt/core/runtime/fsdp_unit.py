@@ -52,7 +52,7 @@ from shardckpt.core.params.gradient_reduction import (
     start_reduce_scatters,
 )
 from shardckpt.core.params.param_bucket import Bucket
-from shardckpt.core.params.unsharded_params import start_all_gathers
+from shardckpt.core.params.unsharded_params import UnshardedParams, start_all_gathers
 from shardckpt.core.registration.base import ParamRegistration
 from shardckpt.core.runtime import mixed_precision
 from shardckpt.core.runtime.backward_order import RECOMPUTED, ForwardCall
@@ -137,6 +137,11 @@ class UnitParams:
         return any(registration.bucket.unsharded.has_storage for registration in self.active)
 
     @property
+    def has_gathered_memory(self) -> bool:
+        """Return True if computation reads memory that belongs to the all-gather stream, which is then limited."""
+        return bool(self.active) and self.active[0].bucket.unsharded.has_gathered_memory
+
+    @property
     def requires_grad(self) -> bool:
         """Return True if any parameter requires gradients."""
         return any(registration.bucket.unsharded.requires_grad for registration in self.active)
@@ -198,21 +203,17 @@ class UnitParams:
 
     def wait_all_gather(self, *, keep_partial_shard: bool, is_in_forward: bool) -> None:
         """Wait for the all-gathers, and register the full parameters on the modules."""
-        self.release_gather_outputs()
+        streams = self.active[0].bucket.unsharded.streams if self.active else None
+        if streams is not None:
+            streams.release_gather_outputs()
         for registration in self.active:
             address = registration.bucket.unsharded.wait_all_gather(keep_partial_shard=keep_partial_shard)
             if address:
                 self.addresses.append(address)
             registration.register_unsharded()
-        if not is_in_forward:  # the next unit's all-gather has not started
-            self.release_gather_outputs()
+        if streams is not None and not is_in_forward:  # the next unit's all-gather has not started
+            streams.release_gather_outputs()
         self.is_registered, self.is_kept = True, False
-
-    def release_gather_outputs(self) -> None:
-        """Free the all-gather outputs that were copied out."""
-        for registration in self.active:
-            registration.bucket.unsharded.streams.release_gather_outputs()
-            break  # a unit computes on one device
 
     def register_kept(self, *, is_after_backward: bool) -> None:
         """Register parameters that stay unsharded after forward or after backward."""
@@ -238,11 +239,6 @@ class UnitParams:
                 register(place, parameter)
         self.is_registered = False
 
-    def drop_partial_shards(self) -> None:
-        """Free the larger shards that were kept for the unshard in backward."""
-        for registration in self.active:
-            registration.bucket.unsharded.reshard()
-
     def start_reduction(self, config: UnitConfig, *, full_precision: bool) -> None:
         """Start the gradients' reduce-scatters, after an earlier reduction has finished. Collective."""
         self.finish_reduction(config)
@@ -255,8 +251,7 @@ class UnitParams:
     def release_reduce_inputs(self, *, only_scattered: bool = False) -> None:
         """Make the current stream wait until the memory of queued reductions' inputs can be used again."""
         for registration in self.active:
-            if registration.bucket.reducer.has_scattered_input or not only_scattered:
-                registration.bucket.reducer.release_input()
+            registration.bucket.reducer.release_input(only_scattered=only_scattered)
 
     @property
     def reads_gradients_at_once(self) -> bool:
@@ -396,11 +391,6 @@ class FSDPUnit:
         """Return a profiler range for this unit; an empty context without parameters."""
         return profile_range(label, self._name.text) if self.params.registrations else nullcontext()
 
-    @property
-    def is_rate_limited(self) -> bool:
-        """Return True if all-gathers may not run far ahead: computation reads, and frees, their memory."""
-        return self.config.limit_all_gathers and any(bucket.unsharded.has_gathered_memory for bucket in self.buckets)
-
     def attach(self, root: RootHooks | None, name: str = "") -> None:
         """Set the unit's root, and its FQN below the root; None for no root."""
         self.root = root
@@ -431,16 +421,16 @@ class FSDPUnit:
         if self.params.has_user_changes():
             self.bind_extensions()
             self.params.pull_user_changes()
-        sharded: list[Bucket] = []
+        sharded: list[UnshardedParams] = []
         for registration in self.params.active:
             if not registration.bucket.unsharded.has_storage:
-                sharded.append(registration.bucket)
+                sharded.append(registration.bucket.unsharded)
         if not sharded:
             return
         self.root.prepare_all_gather(self)
         if full_precision is None:
             full_precision = self.full_precision if self.pending_forward_ids else self.runs_in_full_precision
-        start_all_gathers([bucket.unsharded for bucket in sharded], full_precision=full_precision)
+        start_all_gathers(sharded, full_precision=full_precision)
 
     def unshard(self, *, full_precision: bool = False) -> None:
         """All-gather the parameters and register them on the modules. Collective."""
@@ -466,13 +456,14 @@ class FSDPUnit:
         # `unconditionally` also registers the shards of a unit that is marked as sharded.
         if not (params.is_registered or params.has_unsharded_storage or unconditionally):
             if not keep_partial_shard:
-                params.drop_partial_shards()
+                for registration in params.active:
+                    registration.bucket.unsharded.reshard()
             return
         if root is not None:
             for address in params.addresses:
                 root.owners.by_address.pop(address, None)
         params.reshard(keep_partial_shard=keep_partial_shard)
-        if root is not None and self.is_rate_limited and not unconditionally:
+        if root is not None and self.config.limit_all_gathers and params.has_gathered_memory and not unconditionally:
             root.limiter.record_free_event(params.registrations[0].bucket.unsharded.streams)
 
     # ------------------------------------------------------------------------------------------------- forward

@@ -311,7 +311,7 @@ class RootState:
             self.shard_writes.make_gathers_wait()
         if self._rank_checks is not None:
             self._rank_checks.order.check_unit(self.units.index(unit), "gather")
-        if unit.is_rate_limited:
+        if unit.config.limit_all_gathers and unit.params.has_gathered_memory:
             self.limiter.wait()
 
     # ------------------------------------------------------------------------------------------------- forward
@@ -423,7 +423,8 @@ class RootState:
         if not self._forward_depth:
             for unit in self.units:
                 unit.finalize_forward()
-                unit.params.release_gather_outputs()
+                for registration in unit.params.active:
+                    registration.bucket.unsharded.streams.release_gather_outputs()
             if self._prefetcher.unused:
                 self._prefetcher.free_unused()
 
