@@ -298,9 +298,10 @@ def own(module: nn.Module) -> list[nn.Parameter]:
 
 
 def rows_on(parameter: nn.Parameter, world: int) -> int:
-    """Elements that all ranks hold of a parameter which is cut in whole rows, the last ranks' filled up."""
+    """Elements that all ranks hold of a parameter which is cut in whole rows, each rank's filled up to 16 bytes."""
     rows, *rest = parameter.shape
-    return -(-rows // world) * world * math.prod(rest)
+    held = -(-rows // world) * math.prod(rest)
+    return (held + -held % 4) * world
 
 
 @STYLES

@@ -335,7 +335,7 @@ CHANGED: dict[str, tuple[str, tuple[tuple[str, str], ...], tuple[Scenario, Style
     ),
     "what is gathered is recorded for the stream that owns it": (
         f"{GATHER}wait_all_gather",
-        (("record_stream(self", "with self.streams.use_gather_stream(): record_stream(self"),),
+        (("record_stream(full)", "with self.streams.use_gather_stream(): record_stream(full)"),),
         (scenarios.trains, FLAT),
     ),
     "the event of a reduction is recorded before the sums": (
@@ -379,7 +379,7 @@ CHANGED: dict[str, tuple[str, tuple[tuple[str, str], ...], tuple[Scenario, Style
     ),
     "the buffer of a gather belongs to the computation": (
         f"{GATHER}_start_one",
-        (("params._make_gather_wait()", "params._make_gather_wait(); params._current.buffer.allocate()"),),
+        (("streams = params.streams", "streams = params.streams; params._current.buffer.allocate()"),),
         (scenarios.trains, FLAT),
     ),
     "the output of a reduction belongs to the stream of the gathers": (

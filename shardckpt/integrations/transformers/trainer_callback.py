@@ -125,8 +125,6 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         if trainer.is_deepspeed_enabled:
             fix = "Remove the callback: `shardckpt` reads the checkpoints that DeepSpeed writes."
             raise UnsupportedError("ShardckptCallback does not support DeepSpeed", fix=fix)
-        if ranking := find_ranking(trainer.args):  # steps store it for `RUN@best`
-            self.checkpointer = Checkpointer(self.checkpointer.root, on_event=self._removal.take_event, **ranking)
         methods = {
             "_save_checkpoint": self._save,
             "_load_from_checkpoint": self._load_model,
@@ -138,6 +136,8 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             require_steps_for_drill(trainer.args)
             methods["training_step"] = self._train_step
         require_methods(trainer, methods)
+        if ranking := find_ranking(trainer.args):  # steps store it for `RUN@best`
+            self.checkpointer = Checkpointer(self.checkpointer.root, on_event=self._removal.take_event, **ranking)
         if hasattr(trainer, "_finalize_training"):  # not in early versions
             methods["_finalize_training"] = functools.partial(finish_without_removal, trainer.args)
         earlier = {name: vars(trainer)[name] for name in methods if name in vars(trainer)}
