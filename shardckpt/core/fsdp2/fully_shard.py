@@ -564,6 +564,9 @@ class FSDPModule:
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Replace this module's all-gather by a custom collective.
 
+        A device with streams calls it with `async_op=False` on the engine's stream, as torch does; a CPU with
+        `async_op=True`. Buckets with several dtypes are one `uint8` message.
+
         Args:
             comm: The custom all-gather.
 
@@ -576,7 +579,7 @@ class FSDPModule:
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Replace this module's reduce-scatter by a custom collective.
 
-        Errors are as for `set_custom_all_gather`.
+        `async_op` and errors are as for `set_custom_all_gather`.
 
         Args:
             comm: The custom reduce-scatter.
