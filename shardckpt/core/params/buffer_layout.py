@@ -72,6 +72,11 @@ class Packing(ABC):
     def unpack(self, rows: torch.Tensor, full: torch.Tensor) -> None:
         """Copy gathered shards, one row per rank, to the full buffer."""
 
+    def list_rows(self, full: torch.Tensor) -> list[torch.Tensor] | None:
+        """Return the parts of the full buffer that a gathered row fills in order; None if they are not contiguous."""
+        del full
+        return None
+
     @abstractmethod
     def copy_full_params(self, gathered: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield a copy of each full parameter, with the full buffer's strides."""
@@ -241,19 +246,25 @@ class DimPacking(Packing):
 
     def unpack(self, rows: torch.Tensor, full: torch.Tensor) -> None:
         """Copy gathered shards, one row per rank, to the full buffer."""
-        world = self.layout.world
-        if all(self._rowwise):
-            parts = full.split_with_sizes([n * world for n in self._splits])
-            out = [part.view(world, n) for part, n in zip(parts, self._splits, strict=True)]
+        out = self.list_rows(full)
+        if out is not None:
             torch.split_with_sizes_copy(rows, self._splits, dim=1, out=out)
             return
-        views = self.views(full)
+        world, views = self.layout.world, self.views(full)
         for index, (at, n) in enumerate(zip(self.layout.places, self._sizes, strict=True)):
             if self._rowwise[index]:
                 full[at * world : (at + n) * world].view(world, n).copy_(rows[:, at : at + n])
                 continue
             for row, box in zip(rows, self._boxes[index], strict=True):
                 narrow_to_box(views[index], box).copy_(row[at : at + box.volume].view(box.size))
+
+    def list_rows(self, full: torch.Tensor) -> list[torch.Tensor] | None:
+        """Return each parameter's rows of the full buffer, one per rank; None if one is not sharded by rows."""
+        if not all(self._rowwise):
+            return None
+        world = self.layout.world
+        parts = full.split_with_sizes([n * world for n in self._splits])
+        return [part.view(world, n) for part, n in zip(parts, self._splits, strict=True)]
 
     def copy_full_params(self, gathered: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield each full parameter, unpacked from the ranks' shards."""

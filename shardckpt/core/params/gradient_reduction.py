@@ -62,14 +62,14 @@ class ReductionSettings:
 class PendingFlags:
     """A reduction's flags that are being copied to the host."""
 
-    values: torch.Tensor  # on the CPU; positive for each parameter for which any rank had a gradient
+    values: torch.Tensor  # on the CPU; 0 for each parameter for which no rank had a gradient
     event: Event | None  # after the copy; None without streams
 
     def wait(self) -> tuple[bool, ...]:
         """Wait for the flags and return them."""
         if self.event is not None:
             self.event.synchronize()
-        return tuple((self.values > 0).tolist())
+        return tuple((self.values != 0).tolist())
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,10 @@ class _Reduction:
         group = outs[0][0].group
         if group.replicas > 1:
             group.all_reduce(self.out, f"{self.pending.what} over replicas").wait()
-        return tuple(reducer.complete(out, has, self._how) for reducer, out, has in outs)
+        _, after = self._how.divisors(group.world)
+        if after != 1:
+            self.out.div_(after)  # flags too: only 0 counts
+        return tuple(reducer.complete(out, has) for reducer, out, has in outs)
 
 
 @dataclass(frozen=True)
@@ -378,13 +381,10 @@ class GradientReducer:
         self._partial = out
         return False
 
-    def complete(self, out: torch.Tensor, has: tuple[bool, ...], how: ReduceOptions) -> ReducedGrad:
-        """Return the average and the flags from a complete sum."""
+    def complete(self, out: torch.Tensor, has: tuple[bool, ...]) -> ReducedGrad:
+        """Return the result of a complete average with flags."""
         chunk = self._layout.packing.layout.chunk
         gradient = out[:chunk]
-        _, after = how.divisors(self._group.world)
-        if after != 1:
-            gradient.div_(after)
         if self._comms.all_reduce_hook is not None:
             self._comms.all_reduce_hook(gradient)
         return self.build_result(gradient, has, out[chunk:])
@@ -421,7 +421,7 @@ def _build_result(gradient: torch.Tensor, has: tuple[bool, ...], flags: torch.Te
     if all(has):
         return ReducedGrad(gradient, has)
     if not has_streams(flags.device):
-        return ReducedGrad(gradient, tuple((flags > 0).tolist()))
+        return ReducedGrad(gradient, tuple((flags != 0).tolist()))
     return ReducedGrad(gradient, has, flags=PendingFlags(*copy_to_pinned(flags)))
 
 

@@ -319,14 +319,11 @@ class ExtendedParams(UnshardedParams):
 
     def _copy_out(self, rows: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Copy gathered rows, and call `fsdp_post_all_gather` for the full parameter."""
-        if self._outputs is None:
-            self._outputs = _Outputs([ResizableStorage(part.numel(), part.dtype, part.device) for part in rows])
-        self._outputs.allocate()
-        pairs = list(zip(self._outputs.gathered, rows, self._row_shapes, strict=True))
-        for out, part, _ in pairs:
-            # Through `data`, as a copy counts as a change to tensors that autograd saved.
-            out.tensor.data.view(part.shape).copy_(part)
-        gathered = tuple(out.tensor.view(-1, *shape) for out, _, shape in pairs)
+        if self._message is None or not self._message.copy_out():
+            torch._foreach_copy_(self._allocate_outputs(), list(rows))
+        assert self._outputs is not None
+        pairs = zip(self._outputs.gathered, self._row_shapes, strict=True)
+        gathered = tuple(out.tensor.view(-1, *shape) for out, shape in pairs)
         post_all_gather = getattr(self._extended_tensor, _POST)
         with torch.no_grad():
             if self._shown is None:
@@ -341,6 +338,15 @@ class ExtendedParams(UnshardedParams):
             record_stream(tensor)  # its memory belongs to the all-gather stream
         self._metadata = None
         return self._outputs.gathered[0].tensor
+
+    def _allocate_outputs(self) -> list[torch.Tensor]:
+        """Allocate what gathered rows are copied to, and return its parts."""
+        if self._outputs is None:
+            self._outputs = _Outputs([ResizableStorage(part.numel(), part.dtype, part.device) for part in self._rows])
+        self._outputs.allocate()
+        # Through `data`, as a copy counts as a change to tensors that autograd saved.
+        pairs = zip(self._outputs.gathered, self._rows, strict=True)
+        return [out.tensor.data.view(part.shape) for out, part in pairs]
 
     def _leaf(self, value: torch.Tensor) -> nn.Parameter:
         previous = self._leaves.params[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -219,6 +219,7 @@ class UnshardedParams(BucketLeaves):
         self.keeps_storage = False
         # Gathered tensors to copy from, each with a row per rank; empty if ranks send straight to the full buffer.
         self._rows: tuple[torch.Tensor, ...] = ()
+        self._message: _Message | None = None  # that has the rows, if other buckets share it
         self._partial_shard: torch.Tensor | None = None
         self._partial_shard_event: Event | None = None  # after the shard's copy
         self._pending: Pending | None = None
@@ -299,7 +300,7 @@ class UnshardedParams(BucketLeaves):
         with profile_range("all_gather", first._layout.name.text), context:
             try:
                 inputs = [params._collect_inputs(full_precision=full_precision) for params in several]
-                message = _Message([part for parts in inputs for part in parts], group.size)
+                message = _Message(several, [part for parts in inputs for part in parts], group.size)
                 rows = message.allocate(custom, first.device)
                 message.copy_in(rows[group.rank])
                 pending = group.all_gather(rows.view(-1), rows[group.rank], f"gather {first._layout.name}", custom)
@@ -308,10 +309,10 @@ class UnshardedParams(BucketLeaves):
                     params.reshard(keep_partial_shard=True)
                 raise
             event = streams.record_event()
-        parts_of_rows = iter(message.split(rows))
+        parts_of_rows = iter(message.split())
         for params, parts in zip(several, inputs, strict=True):
             params._rows = tuple(next(parts_of_rows) for _ in parts)
-            params._pending, params._gather_event = pending, event
+            params._message, params._pending, params._gather_event = message, pending, event
 
     def _collect_inputs(self, *, full_precision: bool) -> list[tuple[torch.Tensor, torch.dtype]]:
         """Return the tensors to send, and their dtypes in the message."""
@@ -362,13 +363,19 @@ class UnshardedParams(BucketLeaves):
 
     def _copy_out(self, rows: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Copy gathered rows to the full parameters, and return their memory."""
-        self._current.buffer.allocate()
-        self._layout.packing.unpack(rows[0], self._current.buffer.tensor)
+        if self._message is None or not self._message.copy_out():
+            self._current.buffer.allocate()
+            self._layout.packing.unpack(rows[0], self._current.buffer.tensor)
         return self._current.buffer.tensor
+
+    def _allocate_outputs(self) -> list[torch.Tensor] | None:
+        """Allocate what gathered rows are copied to, and return its parts; None if they are not contiguous."""
+        self._current.buffer.allocate()
+        return self._layout.packing.list_rows(self._current.buffer.tensor)
 
     def _drop_rows(self) -> None:
         """Free gathered rows once queued copies have read them: their memory belongs to the all-gather stream."""
-        rows, self._rows = self._rows, ()
+        rows, self._rows, self._message = self._rows, (), None
         self.streams.hold_gather_output(rows[0])
 
     def _keep_partial_shard(self) -> None:
@@ -410,24 +417,32 @@ class UnshardedParams(BucketLeaves):
 
 
 class _Message:
-    """Tensors that every rank copies into its row for one all-gather."""
+    """One all-gather's tensors of several buckets, which every rank copies into its row."""
 
-    def __init__(self, parts: Sequence[tuple[torch.Tensor, torch.dtype]], size: int) -> None:
+    def __init__(
+        self, buckets: Sequence[UnshardedParams], parts: Sequence[tuple[torch.Tensor, torch.dtype]], size: int
+    ) -> None:
         dtypes = {dtype for _, dtype in parts}
+        self._buckets = tuple(buckets)
         self._parts = parts
         self._size = size
         self._dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8  # one dtype needs no bytes
         self._places: list[slice] = []  # in a row, in elements of the message's dtype
+        self._gaps: list[int] = []  # after each place
         end = 0
         for tensor, dtype in parts:
             length = tensor.numel() * dtype.itemsize // self._dtype.itemsize
+            gap = -length % max(1, ALIGNMENT // self._dtype.itemsize)
             self._places.append(slice(end, end + length))
-            end += length + -length % max(1, ALIGNMENT // self._dtype.itemsize)
+            self._gaps.append(gap)
+            end += length + gap
         self._numel = end
+        self._is_copied = False
 
     def allocate(self, custom: AllGatherOp | None, device: torch.device) -> torch.Tensor:
         """Return memory with one row per rank."""
-        return allocate(custom, self._size * self._numel, self._dtype, device).view(self._size, -1)
+        self._rows = allocate(custom, self._size * self._numel, self._dtype, device).view(self._size, -1)
+        return self._rows
 
     def copy_in(self, row: torch.Tensor) -> None:
         """Copy this rank's tensors to its row, and cast them."""
@@ -439,10 +454,38 @@ class _Message:
         for places, tensors in copies.values():
             torch._foreach_copy_(places, tensors, non_blocking=True)
 
-    def split(self, rows: torch.Tensor) -> list[torch.Tensor]:
+    def split(self) -> list[torch.Tensor]:
         """Return each tensor's rows."""
         pairs = zip(self._parts, self._places, strict=True)
-        return [rows[:, place].view(dtype) for (_, dtype), place in pairs]
+        return [self._rows[:, place].view(dtype) for (_, dtype), place in pairs]
+
+    def copy_out(self) -> bool:
+        """Copy the rows to all buckets' full parameters by one operation, once; return False if that is impossible."""
+        # A device copies them by one kernel only if it gets complete rows: a bucket's rows are not contiguous.
+        if self._is_copied or any(params._message is not self for params in self._buckets):
+            return self._is_copied
+        outputs: list[torch.Tensor] = []
+        for params in self._buckets:
+            parts = params._allocate_outputs()
+            if parts is None:
+                return False
+            outputs += parts
+        outputs = self._fill_gaps(part.view(self._dtype) for part in outputs)
+        torch.split_with_sizes_copy(self._rows, [part.shape[1] for part in outputs], dim=1, out=outputs)
+        self._is_copied = True
+        return True
+
+    def _fill_gaps(self, outputs: Iterator[torch.Tensor]) -> list[torch.Tensor]:
+        """Return outputs for complete rows: with memory for the padding after each tensor."""
+        found, at = [], 0
+        for place, gap in zip(self._places, self._gaps, strict=True):
+            while at < place.stop:
+                found.append(next(outputs))
+                at += found[-1].shape[1]
+            if gap:
+                found.append(self._rows.new_empty(self._size, gap))
+                at += gap
+        return found
 
 
 def start_all_gathers(buckets: Sequence[UnshardedParams], *, full_precision: bool = False) -> None:

@@ -7,7 +7,6 @@ import copy
 import inspect
 import warnings
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import pytest
@@ -1185,65 +1184,3 @@ def test_user_attributes_of_parameters_stay() -> None:
         assert model.weight.decays
 
     harness.run(2, body)
-
-
-# ------------------------------------------------------------------------------------------- collectives of a step
-
-
-class Adapted(nn.Module):
-    """A frozen layer with a low-rank one beside it, as LoRA has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.frozen = nn.Linear(8, 8, bias=False).requires_grad_(False)
-        self.down, self.up = nn.Linear(8, 4, bias=False), nn.Linear(4, 8, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.frozen(x) + self.up(self.down(x))
-
-
-def extended_block() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)), nn.LayerNorm(8))
-
-
-def halve(local: torch.Tensor, mesh: Any) -> Any:
-    return (local.detach().as_subclass(torch.Tensor).to(torch.bfloat16),), None
-
-
-def show_halved(local: torch.Tensor, outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
-    return None if out is not None else (outputs[0], outputs)
-
-
-def collectives_of_a_step(engine: Any, kind: str) -> list[tuple[str, int]]:
-    """Return the collectives of a step, and over how many ranks."""
-    torch.manual_seed(0)
-    block = {"lora": Adapted, "extensions": extended_block}.get(kind, lambda: nn.Linear(8, 8))
-    model = nn.Sequential(*(block() for _ in range(3)))
-    sizes, names = ((2, 2), ("replicate", "shard")) if kind == "replicas" else ((dist.get_world_size(),), ("shard",))
-    settings: dict[str, Any] = {"mesh": init_device_mesh("cpu", sizes, mesh_dim_names=names)}
-    if kind in ("bf16", "extensions"):
-        settings["mp_policy"] = engine.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    if kind == "offload":
-        settings["offload_policy"] = engine.CPUOffloadPolicy(pin_memory=False)
-    for module in [*model, model]:
-        engine.fully_shard(module, **settings)
-    for parameter in model.parameters():
-        if kind == "extensions" and parameter.dim() == 2:
-            local = parameter._local_tensor
-            local.fsdp_pre_all_gather = MethodType(halve, local)
-            local.fsdp_post_all_gather = MethodType(show_halved, local)
-    for _ in range(2):
-        with harness.recorded() as calls:
-            model(torch.ones(2, 8)).float().sum().backward()
-    return sorted((call.op, call.ranks) for call in calls)
-
-
-@pytest.mark.skipif(TORCH, reason="our engine is compared with torch's")
-@pytest.mark.parametrize("kind", ["plain", "bf16", "lora", "extensions", "replicas", "offload"])
-def test_a_step_has_the_same_collectives_as_torch(kind):
-    def body(rank: int, world: int) -> Any:
-        return collectives_of_a_step(core, kind), collectives_of_a_step(torch_fsdp, kind)
-
-    for ours, torchs in harness.run(4 if kind == "replicas" else 2, body):
-        assert ours == torchs
-        assert len(ours) > 6

@@ -8,17 +8,12 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.distributed import fsdp
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import _apply_optimizer_in_backward
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardckpt import core
 from shardckpt.core import FullyShardedDataParallel, fully_shard
 from shardckpt.core.comm.collectives import Pending
 from shardckpt.state import model_state_dict
 from tests.kit.ranks.harness import mark, note, run, since
-from tests.kit.writers.share_writers import as_rank
 
 
 def sharded(net: nn.Module, style: str) -> nn.Module:
@@ -81,61 +76,3 @@ def test_hooks_come_at_the_same_place_among_collectives_whenever_reductions_end(
     first, second = run(2, body)
     assert any(call.startswith("hook") for call in first)
     assert first == second
-
-
-class Launches(TorchDispatchMode):
-    """Counts operations that read or write memory: on a GPU, each launches a kernel."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function._schema.name.partition("::")[2]
-        is_free = function.is_view or name.startswith(("empty", "new_empty", "set_", "detach"))
-        self.count += not is_free and function.namespace != "profiler"
-        return function(*args, **(kwargs or {}))
-
-
-def launches(shard, build, policy, trains) -> float:
-    """Return the launches per unit in one step, for four units, that the plain module does not need."""
-    units, x = 4, torch.ones(2, 64)
-    counts = []
-    for is_sharded in (False, True):
-        model = nn.Sequential(*(build() for _ in range(units)))
-        for unit in model:
-            next(unit.parameters()).requires_grad_(trains)
-        if is_sharded:
-            for module in (*model, model):
-                shard.fully_shard(
-                    module, mesh=init_device_mesh("cpu", (8,)), mp_policy=shard.MixedPrecisionPolicy(**policy)
-                )
-        else:
-            model.to(policy.get("param_dtype"))
-            x = x.to(policy.get("param_dtype"))
-        for _ in range(2):
-            model.zero_grad()
-            with Launches() as found:
-                model(x).float().sum().backward()
-        counts.append(found.count)
-    return (counts[1] - counts[0]) / units
-
-
-def ten_params() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)), nn.LayerNorm(64))
-
-
-@pytest.mark.parametrize("policy", [{}, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}])
-def test_a_unit_launches_no_more_than_that_of_torch(policy):
-    with as_rank(0, 8):
-        ours, theirs = (launches(each, ten_params, policy, trains=True) for each in (core, fsdp))
-        assert ours <= min(theirs, 10)
-
-
-def test_frozen_and_odd_parameters_cost_few_launches():
-    def build():
-        return nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)), nn.Linear(64, 10), nn.Linear(10, 64))
-
-    with as_rank(0, 8):
-        assert launches(core, build, {}, trains=True) <= 9  # one for the zeros between parameters
-        assert launches(core, build, {}, trains=False) <= 13  # two messages' copies

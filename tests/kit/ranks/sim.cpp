@@ -21,7 +21,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/library.h>
 
-#include <atomic>
+
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
@@ -122,6 +122,7 @@ struct Copies {
 } to_host, to_device;
 
 int64_t reads = 0;  // times the host waited for a value of the device: item(), equal, nonzero
+std::atomic<int64_t> syncs{0};  // times the host waited for an event, a stream or the device
 thread_local bool is_internal = false;
 
 struct Internal {  // copies of the CPU fallback are no copies of the program
@@ -255,9 +256,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool queryEvent(void* event) const override { return unfinished.empty() || unfinished[0].number > number(event); }
   void destroyEvent(void*, const DeviceIndex) const noexcept override {}
   bool queryStream(const c10::Stream&) const override { return unfinished.empty(); }
-  void synchronizeStream(const c10::Stream&) const override { finish_all(); }
-  void synchronizeEvent(void* event) const override { finish(number(event)); }
-  void synchronizeDevice(const DeviceIndex) const override { finish_all(); }
+  void synchronizeStream(const c10::Stream&) const override { ++syncs, finish_all(); }
+  void synchronizeEvent(void* event) const override { ++syncs, finish(number(event)); }
+  void synchronizeDevice(const DeviceIndex) const override { ++syncs, finish_all(); }
   void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
@@ -457,13 +458,14 @@ PYBIND11_MODULE(SIM_MODULE, m) {
   m.def("group", [](const c10::intrusive_ptr<c10d::Backend>& gloo) -> c10::intrusive_ptr<c10d::Backend> {
     return c10::make_intrusive<Ranks>(gloo);
   });
-  m.def("synchronize", &finish_all);
+  m.def("synchronize", [] { ++syncs, finish_all(); });
   m.def("unfinished", [] { return unfinished.size(); });
   m.def("counts", [] {
     pybind11::dict made;
     made["to_host"] = count(to_host);
     made["to_device"] = count(to_device);
     made["reads"] = reads;
+    made["syncs"] = syncs.load();
     return made;
   });
   m.def("refuse", [](int64_t from, int64_t until) { allocations = 0, refuse_from = from, refuse_until = until; });
@@ -471,5 +473,5 @@ PYBIND11_MODULE(SIM_MODULE, m) {
   m.def("held", [] { return held; });
   m.def("peak", [] { return peak; });
   m.def("reset_peak", [] { peak = held; });
-  m.def("reset", [] { to_host = to_device = Copies(), reads = 0; });
+  m.def("reset", [] { to_host = to_device = Copies(), reads = 0, syncs = 0; });
 }

@@ -175,16 +175,18 @@ class Copies:
         pageable: Non-blocking ones that it waited for all the same: the memory of the host was not pinned.
         pinned: Those that ran beside it.
         reads: Times it waited for a value: `item()`, `equal`, `nonzero`.
+        syncs: Times it waited for an event, a stream or the device.
     """
 
     blocking: int = 0
     pageable: int = 0
     pinned: int = 0
     reads: int = 0
+    syncs: int = 0
 
     @property
     def waits(self) -> int:
-        """Times the host waited."""
+        """Times the host waited for a copy or a value."""
         return self.blocking + self.pageable + self.reads
 
 
@@ -203,7 +205,7 @@ def unfinished() -> int:
 def _counts() -> Copies:
     found = _LOADED.counts()
     both = {kind: found["to_host"][kind] + found["to_device"][kind] for kind in ("blocking", "pageable", "pinned")}
-    return Copies(**both, reads=found["reads"])
+    return Copies(**both, reads=found["reads"], syncs=found["syncs"])
 
 
 # ------------------------------------------------------------------------------------------------------------ memory
