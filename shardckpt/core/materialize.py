@@ -21,6 +21,7 @@ from shardckpt.core.comm.collectives import ShardGroup
 from shardckpt.core.errors import ArgumentError, MeshDeviceError, StateError
 from shardckpt.core.modules.fqn_and_params import Stop, clean
 from shardckpt.core.runtime import traversal
+from shardckpt.ranks.torch_group import current_device
 
 BUCKET_BYTES = 250 * 2**20  # per broadcast in `sync_module_states`; a larger tensor has its own broadcast
 
@@ -202,7 +203,7 @@ def resolve_device(device_id: int | torch.device | None, rank: int) -> torch.dev
         return torch.device("cpu")
     device = torch.device(device_id)
     if device.type != "cpu" and device.index is None:
-        current = torch.device(device.type, torch.get_device_module(device).current_device())
+        current = current_device(device.type)
         warnings.warn(
             f"FSDP got the argument `device_id` {device_id} on rank {rank}, which does not have an explicit index. "
             f"FSDP will use the current device {current}",
@@ -218,7 +219,7 @@ def default_device(group: dist.ProcessGroup) -> torch.device:
     # gloo cannot send accelerator tensors
     if accelerator is None or set(dist.get_backend_config(group).replace(",", ":").split(":")[1::2]) == {"gloo"}:
         return torch.device("cpu")
-    return torch.device(accelerator.type, torch.get_device_module(accelerator).current_device())
+    return current_device(accelerator.type, group)
 
 
 def move(scope: ModuleScope, device: torch.device | None) -> None:

@@ -75,11 +75,15 @@ class TorchGroup(Group):
 def get_group_device(group: dist.ProcessGroup | None = None, preferred: torch.device = _CPU) -> torch.device:
     """Return a device whose tensors a group's backend can send."""
     kinds = [each.partition(":")[0] for each in dist.get_backend_config(group).split(",")]
-    return preferred if preferred.type in kinds else current_device(kinds[0])  # NCCL cannot send CPU tensors
+    return preferred if preferred.type in kinds else current_device(kinds[0], group)  # NCCL cannot send CPU tensors
 
 
-def current_device(kind: str) -> torch.device:
-    """Return this process's device of a type, such as "cuda"."""
+def current_device(kind: str, group: dist.ProcessGroup | None = None) -> torch.device:
+    """Return this process's device of a type, such as "cuda": the `device_id` of a group, or the current device."""
+    for each in (group, dist.group.WORLD):
+        bound: torch.device | None = getattr(each, "bound_device_id", None)
+        if bound is not None and bound.type == kind:
+            return bound
     return torch.empty(0, device=kind).device
 
 

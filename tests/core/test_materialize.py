@@ -20,6 +20,8 @@ from tests.kit.ranks.harness import count, recorded, run
 if not TORCH:
     from shardckpt.core import materialize
     from shardckpt.core.comm.collectives import ShardGroup
+    from shardckpt.core.params.mesh_placement import FSDPMeshInfo
+    from shardckpt.ranks.torch_group import get_group_device
 
 CPU = torch.device("cpu")
 
@@ -418,6 +420,27 @@ def test_without_an_accelerator_parameters_are_made_on_the_cpu():
     if torch.accelerator.is_available():
         pytest.skip("there is one")
     assert run(1, lambda rank, world: str(materialize.default_device(dist.group.WORLD))) == ["cpu"]
+
+
+@pytest.mark.skipif(TORCH, reason="torch takes the current device")
+def test_the_device_is_the_one_that_the_group_was_made_for(monkeypatch):
+    """`init_process_group(device_id=...)` does not choose a current device: that is the first one."""
+
+    def body(rank, world):
+        group, second = dist.group.WORLD, torch.device("cuda", 1)
+        group.bound_device_id = second
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+        monkeypatch.setattr(dist, "get_backend_config", lambda group=None: "cuda:nccl")
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        mesh = FSDPMeshInfo(types.SimpleNamespace(device_type="cuda"), 0)
+        found = [materialize.default_device(group), mesh.device, get_group_device(), get_group_device(group)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found.append(materialize.resolve_device(torch.device("cuda"), 0))
+        return [each == second for each in found]
+
+    assert run(1, body) == [[True] * 5]
 
 
 # -------------------------------------------------------------------------------------------- one value on all ranks

@@ -457,6 +457,22 @@ def test_two_forwards_in_one_autocast_region_see_changed_weights(training, style
 
 
 @STYLES
+@pytest.mark.skipif(TORCH, reason="torch keeps them")
+def test_copies_that_autocast_keeps_are_dropped_on_every_device(style, monkeypatch):
+    which = case("inputs without gradients")
+
+    def body(rank, world):
+        (_, model), cleared = cut(which, style), []
+        clear = torch.clear_autocast_cache
+        monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind="xpu": kind == "xpu")
+        monkeypatch.setattr(torch, "clear_autocast_cache", lambda: cleared.append(clear()))
+        model(which.batch(rank, 0))
+        return len(cleared) > 0
+
+    assert run(2, body) == [True, True]
+
+
+@STYLES
 def test_training_under_autocast(style):
     class Cast(Stack):
         def forward(self, x):

@@ -24,7 +24,7 @@ from torch import nn
 from tests.kit.models.extensions import Halved, Scaled
 from tests.kit.models.models import PLAIN, WIDTH, Case, built, case, floats, rows, square
 from tests.kit.models.under_test import LOW, STYLES, TORCH, Strategy, Style, core, grid, no_sync, sharder
-from tests.kit.ranks.harness import run
+from tests.kit.ranks.harness import RanksError, run
 from tests.kit.ranks.streams import Checker, UnorderedError, checked
 
 pytestmark = pytest.mark.skipif(TORCH, reason="the engine's own streams are checked")
@@ -185,6 +185,26 @@ def test_a_record_of_a_storage_that_does_not_own_its_memory_counts_for_nothing()
             devices.record_stream(part)
             part * 2
         del whole, part
+
+
+def gradients_read_on_the_side(is_recorded: bool) -> None:
+    """Drop gradients that another stream still copies, as an optimizer on the CPU does."""
+    with checked():
+        model, other = made(Style.EACH)[0], side()
+        square(model(floats(0, 0))).backward()
+        other.wait_stream(devices.get_current_stream(CPU))
+        with devices.use_stream(other, CPU):
+            for parameter in model.parameters():
+                parameter.grad.to_local() * 2
+                if is_recorded:
+                    devices.record_stream(parameter.grad.to_local())
+        model.zero_grad()
+
+
+def test_a_record_of_a_gradient_keeps_the_memory_of_its_bucket():
+    run(2, lambda rank, world: gradients_read_on_the_side(is_recorded=True))
+    with pytest.raises(RanksError, match=r"is freed at(.|\n)*in use by mul on the other stream"):
+        run(2, lambda rank, world: gradients_read_on_the_side(is_recorded=False))
 
 
 def test_a_storage_that_is_resized_to_nothing_is_freed():

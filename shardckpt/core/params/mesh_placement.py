@@ -23,6 +23,7 @@ from shardckpt.core.comm.collectives import ShardGroup
 from shardckpt.core.errors import ArgumentError, PlacementError, PlacementMissingError
 from shardckpt.core.modules.dtensors import wrap_local
 from shardckpt.core.params.buffer_layout import isolate_storage
+from shardckpt.ranks.torch_group import current_device
 from shardckpt.torch_features import concatenate_meshes
 
 
@@ -92,10 +93,7 @@ class DataParallelMeshInfo:
     @property
     def device(self) -> torch.device:
         """This rank's compute device."""
-        kind = self.mesh.device_type
-        if kind == "cpu":
-            return torch.device("cpu")
-        return torch.device(kind, torch.get_device_module(kind).current_device())
+        return current_device(self.mesh.device_type)
 
     @property
     def ring(self) -> DeviceMesh:
@@ -294,10 +292,14 @@ class MeshPlacement:
         plain = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         return plain.detach()
 
-    def sharded(self, local: torch.Tensor) -> DTensor:
+    def sharded(self, local: torch.Tensor, *, keeps_storage: bool = False) -> DTensor:
         """Return the sharded DTensor that aliases `local`, this rank's shard."""
         with torch.no_grad():
-            return wrap_local(isolate_storage(local), self.mesh, self.placements, self.shape, self.stride)
+            made = wrap_local(isolate_storage(local), self.mesh, self.placements, self.shape, self.stride)
+        # CUDA's `record_stream` ignores storages that do not own their memory.
+        if keeps_storage and local.numel():
+            made._local_tensor = local
+        return made
 
     def full(self, local: torch.Tensor) -> torch.Tensor:
         """Return the parameter to compute with, which aliases the full local tensor."""

@@ -27,8 +27,9 @@ class LocalParam:
         """Return the parameter itself."""
         return parameter
 
-    def sharded(self, local: torch.Tensor) -> torch.Tensor:
+    def sharded(self, local: torch.Tensor, *, keeps_storage: bool = False) -> torch.Tensor:
         """Return `local` itself."""
+        del keeps_storage
         return local
 
     def full(self, local: torch.Tensor) -> torch.Tensor:

@@ -27,8 +27,8 @@ class ParamPlacement(Protocol):
     def local(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the tensor to shard: the parameter, or this rank's TP shard."""
 
-    def sharded(self, local: torch.Tensor) -> torch.Tensor:
-        """Return a DTensor around this rank's shard."""
+    def sharded(self, local: torch.Tensor, *, keeps_storage: bool = False) -> torch.Tensor:
+        """Return a DTensor around this rank's shard; its local tensor may keep the storage that the shard is in."""
 
     def full(self, local: torch.Tensor) -> torch.Tensor:
         """Return the parameter to compute with, around the full local tensor."""

@@ -106,11 +106,12 @@ class DTensorRegistration(PerParamRegistration):
     def add_gradient(self, reduced: ReducedGrad) -> None:
         """Add each parameter's part to its gradient; skip parameters that no rank used."""
         parts = self.bucket.split_shard(reduced.gradient)
+        is_async = self.bucket.unsharded.streams.is_async
         for parameter, placement, grad, used in zip(
             self._parameters, self._placements, parts, reduced.used, strict=True
         ):
             if used:
-                add_gradient_to(parameter, placement.sharded(grad))
+                add_gradient_to(parameter, placement.sharded(grad, keeps_storage=is_async))
 
     def gradients(self) -> list[torch.Tensor | None]:
         """Return this rank's shard of each parameter's gradient."""
@@ -118,8 +119,9 @@ class DTensorRegistration(PerParamRegistration):
 
     def set_gradients(self, parts: Sequence[torch.Tensor | None]) -> None:
         """Set each parameter's gradient."""
+        is_async = self.bucket.unsharded.streams.is_async
         for parameter, placement, part in zip(self._parameters, self._placements, parts, strict=True):
-            copy_gradient(parameter, None if part is None else placement.sharded(part))
+            copy_gradient(parameter, None if part is None else placement.sharded(part, keeps_storage=is_async))
 
     def register_summoned(
         self, values: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None] | None

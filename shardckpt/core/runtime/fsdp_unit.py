@@ -441,8 +441,7 @@ class FSDPUnit:
             with leave_inference_mode():
                 self.unshard(full_precision=full_precision)
             return
-        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-            torch.clear_autocast_cache()  # the cache is keyed by the leaf, whose content changes
+        torch.clear_autocast_cache()  # the cache, of any device, is keyed by the leaf, whose content changes
         self.prefetch_unshard(full_precision=full_precision)
         keeps = self.config.post_forward_ranks > 0 and self.phase is Phase.FORWARD and torch.is_grad_enabled()
         params.wait_all_gather(keep_partial_shard=keeps, is_in_forward=self.phase is Phase.FORWARD)
