@@ -130,18 +130,20 @@ def test_buffers_made_before_the_first_use_of_the_device_are_pinned_anew_and_log
 
 
 def give_a_copy_up(rank: int, world: int) -> Any:
-    """Return how many copies are under way after a copy that nobody writes, and once its buffers are used again."""
+    """Return how many copies are under way: after a copy that nobody writes, beside another lane, in the next save."""
     arrays = {("t",): get_tensor_shards(torch.ones(9, device="sim"))}
     files = arrange_files((PayloadChunk(("t",), (9,), "float32", full_box((9,))),))
     pool = BufferPool(make_buffer)
     StagingArea(pool, None).fill(files, FlattenedState(arrays=arrays))
     given_up = sim.unfinished()
+    StagingArea(BufferPool(make_buffer), None)  # as a save has beside a capture
+    beside = sim.unfinished()
     StagingArea(pool, None)
-    return given_up, sim.unfinished()
+    return given_up, beside, sim.unfinished()
 
 
 def test_buffers_of_a_save_that_was_given_up_are_used_again_when_its_copies_are_done():
-    assert sim.ranks(1, give_a_copy_up) == [(1, 0)]
+    assert sim.ranks(1, give_a_copy_up) == [(1, 1, 0)]
 
 
 def save_unequal_replicas(rank: int, world: int, folder: str, least: int, mixed: bool) -> list[Any]:

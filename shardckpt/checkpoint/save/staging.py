@@ -90,6 +90,7 @@ class BufferPool(Generic[T]):
         self._all: list[T] = []
         self._idle: list[T] = []
         self._is_closed = True
+        self.copies: tuple[Event, ...] = ()  # after the last save's copies into the buffers
 
     @property
     def nbytes(self) -> int:
@@ -98,6 +99,8 @@ class BufferPool(Generic[T]):
 
     def open(self, budget: int | None) -> None:
         """Start a save: mark all buffers as idle, and drop buffers that exceed the budget in bytes."""
+        for event in self.copies:
+            event.synchronize()  # a failed save may still be writing to a buffer
         size = buffer_size(budget)
         with self._changed:
             self._all = [] if size != self._size else [buffer for buffer in self._all if not self._is_outdated(buffer)]
@@ -188,7 +191,6 @@ class StagingArea:
     # copies before it runs work that is queued later on the current stream.
 
     def __init__(self, pool: BufferPool[StagingBuffer], budget: int | None) -> None:
-        wait_for_side_streams()
         pool.open(budget)  # nothing else uses the pool until the save ends
         self._pool = pool
         self._queue: SimpleQueue[_Filled | Exception] = SimpleQueue()
@@ -219,6 +221,8 @@ class StagingArea:
                 self._hand_over()
         except _NobodyWritesError:
             return
+        finally:
+            self._pool.copies = self._streams.record_events()
 
     def _log_pinning(self, file_bytes: Sequence[int]) -> None:
         missing = self._pool.count_missing(file_bytes) if is_gpu_used() else 0
@@ -318,12 +322,6 @@ class StagingArea:
 _side_streams: dict[torch.device, Stream] = {}  # side stream of each device, kept between saves
 
 os.register_at_fork(after_in_child=_side_streams.clear)
-
-
-def wait_for_side_streams() -> None:
-    """Block until no copy is running: a failed save may still be writing to a buffer."""
-    for stream in _side_streams.values():
-        stream.record_event().synchronize()
 
 
 class SideStreams:
