@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -1184,3 +1185,32 @@ def test_user_attributes_of_parameters_stay() -> None:
         assert model.weight.decays
 
     harness.run(2, body)
+
+
+# ------------------------------------------------------------------------------------------------------ torch.compile
+
+
+def graphs_of_a_training(engine: Any, whole: bool) -> tuple[int, int]:
+    """Return how many graphs a compiled model has after three steps, and how many breaks."""
+    torch._dynamo.reset()
+    counters.clear()
+    model = Tower()
+    for block in model.blocks:
+        engine.fully_shard(block, mesh=line())
+    engine.fully_shard(model, mesh=line())
+    for module in [model] if whole else model.blocks:
+        module.compile(backend="aot_eager")
+    for step in range(3):
+        model(batch(step, 0)).sum().backward()
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+@pytest.mark.skipif(TORCH, reason="our engine is compared with torch's")
+@pytest.mark.parametrize("whole", [False, True], ids=["blocks", "the model"])
+def test_a_compiled_model_has_as_many_graphs_and_breaks_as_with_torch(whole):
+    def body(rank: int, world: int) -> Any:
+        return graphs_of_a_training(core, whole), graphs_of_a_training(torch_fsdp, whole)
+
+    [(ours, torchs)] = harness.run(1, body)
+    assert 0 < ours[0] <= torchs[0]
+    assert ours[1] <= torchs[1]
