@@ -7,6 +7,7 @@ streams: for it the functions do nothing.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
@@ -23,8 +24,10 @@ __all__ = [
     "Stream",
     "TorchStreams",
     "copy_to_pinned",
+    "defer_wait",
     "find_generators",
     "get_current_stream",
+    "has_deferred_waits",
     "has_float64",
     "has_pinned_copies",
     "has_pinned_memory",
@@ -38,6 +41,7 @@ __all__ = [
     "record_event",
     "record_stream",
     "use_stream",
+    "wait_for_deferred_copies",
 ]
 
 
@@ -170,6 +174,33 @@ def record_stream(tensor: torch.Tensor) -> None:
     """Record that this stream uses another stream's tensor, so that its memory is reused only after that."""
     if has_streams(tensor.device):
         _streams.record(tensor, get_current_stream(tensor.device))
+
+
+# Events that the current streams do not wait for yet: copies of tensors that few functions write. Each waits first.
+_deferred: dict[torch.device, Event] = {}
+
+os.register_at_fork(after_in_child=_deferred.clear)
+
+
+def defer_wait(device: torch.device, event: Event) -> None:
+    """Let `wait_for_deferred_copies` wait for an event; it replaces the device's earlier one, which comes before it."""
+    _deferred[device] = event
+
+
+def has_deferred_waits() -> bool:
+    """Return True if a writer still has to wait."""
+    return bool(_deferred)
+
+
+def wait_for_deferred_copies() -> None:
+    """Make the current streams wait for deferred events, before a write; the host does not wait."""
+    for device, event in list(_deferred.items()):
+        # A graph that is captured writes only when it is replayed, and cannot wait for an event from before it.
+        if is_capturing(device):
+            continue
+        get_current_stream(device).wait_event(event)
+        if event.query() and _deferred.get(device) is event:  # until then, writers on other streams wait too
+            del _deferred[device]
 
 
 class CurrentStreams:

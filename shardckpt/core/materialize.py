@@ -21,6 +21,7 @@ from shardckpt.core.comm.collectives import ShardGroup
 from shardckpt.core.errors import ArgumentError, MeshDeviceError, StateError
 from shardckpt.core.modules.fqn_and_params import Stop, clean
 from shardckpt.core.runtime import traversal
+from shardckpt.devices import wait_for_deferred_copies
 from shardckpt.ranks.torch_group import current_device
 
 BUCKET_BYTES = 250 * 2**20  # per broadcast in `sync_module_states`; a larger tensor has its own broadcast
@@ -345,6 +346,7 @@ def _refuse_parts(name: str, tensor: DTensor, group: dist.ProcessGroup) -> None:
 
 def broadcast(states: Iterable[torch.Tensor], group: ShardGroup) -> None:
     """Broadcast rank 0's values to its replicas, then to the shard group; meta tensors are skipped. Collective."""
+    wait_for_deferred_copies()
     with torch.no_grad():
         for bucket in _buckets(_plain(tensor.detach()) for tensor in states if not tensor.is_meta):
             flat = bucket[0].reshape(-1) if len(bucket) == 1 else torch.cat([tensor.reshape(-1) for tensor in bucket])

@@ -35,7 +35,8 @@ from shardckpt.tiers.peers.promoted_steps import PromotedStep, find_common_steps
 from shardckpt.tiers.promoter import Promoter, Promotion
 from shardckpt.tiers.tiered_finder import TieredFinder
 
-_FOR_COPY = ("max_staging_bytes", "on_busy", "model_files")  # save options that apply to a capture too
+# Save options that apply to a capture too.
+_FOR_COPY = ("max_staging_bytes", "on_busy", "overlap_staging", "model_files")
 
 
 RECORD_COPIES = 4  # maximum number of nodes with a copy of a step's witness record, including rank 0's node

@@ -31,6 +31,7 @@ ORDERING = frozenset(
         "wait_stream",
         "make_gathers_wait",
         "mark_shard_written",
+        "wait_for_deferred_copies",
         "record_stream",
         "hold_gather_output",
         "release_input",
@@ -180,6 +181,7 @@ EQUIVALENT = {
     ),
     "core.params.gradient_reduction:_Reduction.finish:wait": "`_queue_rest` has waited",
     "core.comm.collectives:DirectMessages._wait_for:wait": "devices with streams do not use it",
+    "checkpoint.load.load:_load_into:wait_for_deferred_copies": "threads and the host write: `test_write_hooks`",
     "devices:TorchStreams.record:record_stream": "the checker's own streams take the place of torch's",
     "core.params.gradient_reduction:GradientReducer.reset_after_error:wait": (
         "the gradient is dropped, and the backend keeps its tensors until it is done"
@@ -273,6 +275,60 @@ FOUND: dict[str, tuple[Scenario, Style]] = {
         scenarios.loads_within_a_forward,
         ORIGINAL,
     ),
+    "checkpoint.save.handle:SaveHandle.wait_for_staging:wait_for_deferred_copies": (
+        scenarios.writes_by_hand_after_overlapped_copies,
+        EACH,
+    ),
+    "checkpoint.save.write_hooks:_before_step:wait_for_deferred_copies": (
+        scenarios.steps_after_overlapped_copies,
+        EACH,
+    ),
+    "checkpoint.save.write_hooks:_before_load:wait_for_deferred_copies": (
+        scenarios.loads_by_torch_after_overlapped_copies,
+        EACH,
+    ),
+    "checkpoint.stateful.state_stream:read_stream:wait_for_deferred_copies": (
+        scenarios.receives_after_overlapped_copies,
+        EACH,
+    ),
+    "core.materialize:broadcast:wait_for_deferred_copies": (scenarios.broadcasts_after_overlapped_copies, EACH),
+    "core.params.param_bucket:Bucket.replace_shard:wait_for_deferred_copies": (
+        scenarios.replaces_data_after_overlapped_copies,
+        FLAT,
+    ),
+    "core.params.param_bucket:Bucket.write_back:wait_for_deferred_copies": (
+        scenarios.changes_kept_parameters_after_overlapped_copies,
+        EACH,
+    ),
+    "core.registration.base:PerParamRegistration._copy_moved:wait_for_deferred_copies": (
+        scenarios.replaces_data_after_overlapped_copies,
+        ORIGINAL,
+    ),
+    "core.registration.flat_param:FlatParamRegistration._copy_user_param:wait_for_deferred_copies": (
+        scenarios.puts_a_parameter_after_overlapped_copies,
+        FLAT,
+    ),
+    "core.tools.summon_full_params:summon_full_params:wait_for_deferred_copies": (
+        scenarios.summons_after_overlapped_copies,
+        ORIGINAL,
+    ),
+    "core.tools.summon_full_params:register_flat_params:wait_for_deferred_copies": (
+        scenarios.registers_flats_after_overlapped_copies,
+        FLAT,
+    ),
+    "state.model.load_model_state_dict:load_model_state_dict:wait_for_deferred_copies": (
+        scenarios.loads_after_overlapped_copies,
+        EACH,
+    ),
+    "state.optim.load_optim_state_dict:load_optim_state_dict:wait_for_deferred_copies": (
+        scenarios.loads_an_optimizer_after_overlapped_copies,
+        EACH,
+    ),
+    "devices:wait_for_deferred_copies:wait_event": (scenarios.steps_after_overlapped_copies, EACH),
+    "checkpoint.save.staging:StagingArea._copy_deferred:record_stream": (
+        scenarios.frees_a_state_after_overlapped_copies,
+        EACH,
+    ),
 }
 """Each call that orders streams, and a scenario in which it is missed."""
 
@@ -285,6 +341,10 @@ EVENTS_FOUND: dict[str, tuple[Scenario, Style]] = {
         EACH,
     ),
     "checkpoint.save.staging:StagingArea._end_block:record_events": (scenarios.copies_for_a_background_save, EACH),
+    "checkpoint.save.staging:StagingArea._copy_deferred:record_events": (
+        scenarios.defers_copies_for_a_background_save,
+        EACH,
+    ),
     "core.comm.streams:DeviceStreams.record_event:record_event": (scenarios.trains, FLAT),
     "devices:record_event:record_event": (scenarios.trains, FLAT),
     "core.params.gradient_reduction:GradientReducer._queue_rest:record_event again": (scenarios.trains, FLAT),
@@ -293,6 +353,7 @@ EVENTS_FOUND: dict[str, tuple[Scenario, Style]] = {
 
 CONTEXTS_FOUND: dict[str, tuple[Scenario, Style]] = {
     "checkpoint.save.staging:StagingArea.fill:copying": (scenarios.copies_for_a_background_save, EACH),
+    "checkpoint.save.staging:StagingArea.fill:copying again": (scenarios.defers_copies_for_a_background_save, EACH),
     "checkpoint.save.staging:SideStreams.copying:use_stream": (scenarios.copies_for_a_background_save, EACH),
     "devices:use_stream:use": (scenarios.copies_for_a_background_save, EACH),
 }
@@ -365,9 +426,24 @@ CHANGED: dict[str, tuple[str, tuple[tuple[str, str], ...], tuple[Scenario, Style
                 "\n    try:\n",
                 "\n    early = {each: stream.record_event() for each, stream in self._streams.items()}\n    try:\n",
             ),
-            ("current[device].wait_event(stream.record_event())", "current[device].wait_event(early[device])"),
+            ("event = stream.record_event()", "event = early[device]"),
         ),
         (scenarios.copies_for_a_background_save, EACH),
+    ),
+    "a writer waits for what was queued before deferred copies": (
+        "checkpoint.save.staging:SideStreams.copying",
+        (("defer_wait(device, event)", "defer_wait(device, current[device].record_event())"),),
+        (scenarios.steps_after_overlapped_copies, EACH),
+    ),
+    "copies of buffers are deferred": (
+        "checkpoint.stateful.flatten:_StateFlattener._weights",
+        (("name not in weights.buffers\n", "True\n"),),
+        (scenarios.trains_buffers_after_overlapped_copies, EACH),
+    ),
+    "copies that nothing defers are queued with those that are": (
+        "checkpoint.save.staging:StagingArea.fill",
+        (("is_deferred=is_deferred", "is_deferred=True"),),
+        (scenarios.trains_buffers_after_overlapped_copies, EACH),
     ),
     "the event of a slice is recorded before it is copied": (
         f"{GATHER}_keep_partial_shard",

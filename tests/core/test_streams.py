@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import io
 import os
 import subprocess
 import sys
@@ -31,15 +32,21 @@ pytestmark = pytest.mark.skipif(TORCH, reason="the engine's own streams are chec
 if not TORCH:
     from shardckpt import devices, state
     from shardckpt.boxes import full_box
+    from shardckpt.checkpoint.save import staging
+    from shardckpt.checkpoint.save.handle import AsyncSaveTask, SaveHandle
     from shardckpt.checkpoint.save.staging import BufferPool, StagingArea, make_buffer
-    from shardckpt.checkpoint.stateful.flatten import FlattenedState
-    from shardckpt.core import comm_hooks
+    from shardckpt.checkpoint.save.write_hooks import install_write_hooks
+    from shardckpt.checkpoint.stateful import tensor_bytes
+    from shardckpt.checkpoint.stateful.flatten import FlattenedState, flatten_state
+    from shardckpt.checkpoint.stateful.state_stream import build_stream, read_stream
+    from shardckpt.core import comm_hooks, materialize
     from shardckpt.core.comm import streams as engine_streams
     from shardckpt.core.comm.collectives import ShardGroup
     from shardckpt.core.comm.streams import DeviceStreams, RateLimiter
     from shardckpt.core.params.gradient_reduction import GradientReducer
     from shardckpt.core.params.unsharded_params import UnshardedParams
     from shardckpt.core.runtime import fsdp_unit
+    from shardckpt.core.tools.summon_full_params import register_flat_params
     from shardckpt.native.payload import PayloadChunk, PayloadFile, arrange_files
     from shardckpt.state.local.tensor_shards import get_tensor_shards
 
@@ -663,9 +670,11 @@ def replaces_types_between_the_passes(style: Style) -> None:
     model(floats(0, 0).double())
 
 
-def changes_kept_parameters(style: Style) -> None:
+def changes_kept_parameters(style: Style, *, overlaps: bool = False) -> None:
     """They are written back when they are gathered again in another type, within a forward."""
     model, _ = made(style, GRAD_OP, low=True)
+    if overlaps:
+        overlap_copies({"model": model})
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
         model.eval()
@@ -881,9 +890,9 @@ def casts_into_kept_storage(style: Style) -> None:
     train(model, torch.optim.SGD(model.parameters()))
 
 
-def copies_for_a_background_save(style: Style) -> None:
+def copies_for_a_background_save(style: Style, *, deferred: frozenset[str] = frozenset()) -> None:
     """What a state on a device goes through in `async_save`, steps that change it, and what is written: twice."""
-    tensors = {"flat": torch.zeros(50_000), "turned": torch.zeros(300, 200).t()}
+    tensors = {"turned": torch.zeros(300, 200).t(), "flat": torch.zeros(50_000), "last": torch.zeros(50_000)}
     arrays = {(name,): get_tensor_shards(tensor) for name, tensor in tensors.items()}
     chunks = [PayloadChunk(path, each.shape, "float32", full_box(each.shape)) for path, each in arrays.items()]
     files, pool = arrange_files(tuple(chunks)), BufferPool(make_buffer)
@@ -891,12 +900,138 @@ def copies_for_a_background_save(style: Style) -> None:
         for tensor in tensors.values():
             tensor.add_(1)
         area = StagingArea(pool, None)
-        area.fill(files, FlattenedState(arrays=arrays))
-        for tensor in tensors.values():
+        area.fill(files, FlattenedState(arrays=arrays), {(name,) for name in deferred})
+        for name, tensor in tensors.items():
+            if name in deferred:
+                devices.wait_for_deferred_copies()
             tensor.add_(1)
         for file in files:
             for part in area.blocks(PayloadFile("f", b"", file.chunks, (), (), file.nbytes)):
                 devices._streams.checker.read_on_host(address_of(part), len(part))
+
+
+def defers_copies_for_a_background_save(style: Style) -> None:
+    copies_for_a_background_save(style, deferred=frozenset({"flat"}))
+
+
+def overlap_copies(saved: Any, *, overlaps: bool = True) -> None:
+    """Copy a state as `async_save(..., overlap_staging=True)` does."""
+    flattened = flatten_state(saved, dist.get_rank(), dist.get_world_size())
+    chunks = [
+        PayloadChunk(path, shard.box.size, "float32", shard.box)
+        for path, array in flattened.arrays.items()
+        for shard in array.shards
+    ]
+    deferred = flattened.find_step_written() if overlaps else frozenset()
+    assert bool(deferred) is overlaps
+    install_write_hooks(flattened.modules.values())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_bytes, "SMALL_BYTES", -1)  # small tensors on the CPU are copied by the host
+        StagingArea(BufferPool(make_buffer), None).fill(arrange_files(tuple(chunks)), flattened, deferred)
+
+
+def steps_after_overlapped_copies(style: Style) -> None:
+    model, optimizer = made(style)
+    train(model, optimizer, 1)
+    for _ in range(2):
+        overlap_copies({"model": model, "optim": optimizer})
+        train(model, optimizer, 1)
+
+
+def frees_a_state_after_overlapped_copies(style: Style) -> None:
+    model, optimizer = made(style)
+    train(model, optimizer, 1)
+    overlap_copies({"model": model, "optim": optimizer})
+    del model, optimizer
+    gc.collect()
+
+
+def trains_buffers_after_overlapped_copies(style: Style) -> None:
+    """Its forward writes them."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    overlap_copies({"model": model, "numbers": torch.ones(3)})
+    model(torch.ones(2, 4))
+
+
+def loads_after_overlapped_copies(style: Style) -> None:
+    model, optimizer = made(style)
+    train(model, optimizer, 1)
+    values = {name: value * 1.5 for name, value in state.model_state_dict(model).items()}
+    overlap_copies({"model": model})
+    state.load_model_state_dict(model, values)
+
+
+def loads_an_optimizer_after_overlapped_copies(style: Style) -> None:
+    model, optimizer = made(style)
+    train(model, optimizer, 1)
+    values = state.optim_state_dict(model, optimizer)
+    overlap_copies({"model": model, "optim": optimizer})
+    state.load_optim_state_dict(model, optimizer, values)
+
+
+def loads_by_torch_after_overlapped_copies(style: Style) -> None:
+    """Into a part of a model that is saved."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    values = {name: value * 1.5 for name, value in model[0].state_dict().items()}
+    overlap_copies({"model": model})
+    model[0].load_state_dict(values)
+
+
+def receives_after_overlapped_copies(style: Style) -> None:
+    model = nn.Linear(4, 4)
+    sent = io.BytesIO(b"".join(bytes(part) for part in build_stream({"w": torch.ones(4, 4)})))
+    overlap_copies({"model": model})
+    read_stream(sent.readinto, {"w": model.weight.detach()})
+
+
+def broadcasts_after_overlapped_copies(style: Style) -> None:
+    model = nn.Linear(4, 4)
+    overlap_copies({"model": model})
+    materialize.sync_module_states(model)
+
+
+def writes_by_hand_after_overlapped_copies(style: Style) -> None:
+    model = nn.Linear(4, 4)
+    overlap_copies({"model": model})
+    SaveHandle(AsyncSaveTask("step", None)).wait_for_staging()
+    with torch.no_grad():
+        model.weight.mul_(2)
+
+
+def summons_after_overlapped_copies(style: Style) -> None:
+    model, _ = made(style)
+    overlap_copies({"model": model})
+    with core.FullyShardedDataParallel.summon_full_params(model):
+        pass
+
+
+def registers_flats_after_overlapped_copies(style: Style) -> None:
+    model, _ = made(style)
+    overlap_copies({"model": model})
+    unit = model.sharding_unit
+    with register_flat_params([(model, unit)], "flat"):
+        model.flat.data = model.flat.data * 2
+
+
+def puts_a_parameter_after_overlapped_copies(style: Style) -> None:
+    model, _ = made(style)
+    overlap_copies({"model": model})
+    up = model.blocks[1].up
+    up.weight = nn.Parameter(torch.ones(up.out_features, up.in_features))
+    model(floats(0, 0))
+
+
+def replaces_data_after_overlapped_copies(style: Style) -> None:
+    """The full parameters alias the stored ones."""
+    model, _ = made(style, NONE)
+    overlap_copies({"model": model})
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 2
+    model(floats(0, 0))
+
+
+def changes_kept_parameters_after_overlapped_copies(style: Style) -> None:
+    changes_kept_parameters(style, overlaps=True)
 
 
 def address_of(data: memoryview) -> int:
@@ -916,9 +1051,11 @@ EVERYWHERE: tuple[Scenario, ...] = (
     *(is_dropped_while_it_is_unsharded, loads_between_the_passes),
     *(writes_between_the_passes, replaces_data_between_the_passes, replaces_types_between_the_passes),
     *(replaces_data_within_a_forward, loads_within_a_forward),
-    *(gives_its_full_state, fails_in_backward),
+    *(gives_its_full_state, fails_in_backward, steps_after_overlapped_copies, frees_a_state_after_overlapped_copies),
+    *(loads_after_overlapped_copies, loads_an_optimizer_after_overlapped_copies),
+    replaces_data_after_overlapped_copies,
 )
-WRAPPED: tuple[Scenario, ...] = (summons, reduces_by_a_hook, averages_by_a_hook)
+WRAPPED: tuple[Scenario, ...] = (summons, reduces_by_a_hook, averages_by_a_hook, summons_after_overlapped_copies)
 IN_PLACE: tuple[Scenario, ...] = (
     *(changes_gradients_on_a_stream, steps_on_a_stream, steps_on_a_stream_alone, changes_kept_parameters),
     *(gathers_by_extensions, gathers_by_extensions_from_itself, is_dropped_while_gradients_are_reduced),
@@ -929,6 +1066,9 @@ IN_PLACE: tuple[Scenario, ...] = (
     *(resets_on_a_stream_alone, resets_one_unit, accumulates_alone, gathers_by_extensions_with_metadata),
     *(uses_collectives_of_the_user, drops_extended_parameters_of_a_users_collective),
     *(fails_to_finalize_backward, resets_on_a_stream, is_dropped_on_another_stream),
+    *(trains_buffers_after_overlapped_copies, loads_by_torch_after_overlapped_copies, receives_after_overlapped_copies),
+    *(broadcasts_after_overlapped_copies, writes_by_hand_after_overlapped_copies, defers_copies_for_a_background_save),
+    changes_kept_parameters_after_overlapped_copies,
 )
 FOUR_RANKS: tuple[Scenario, ...] = (
     *(trains_with_replicas, accumulates_over_replicas, keeps_slices, keeps_slices_within_a_forward),
@@ -958,7 +1098,12 @@ def all_found(world: int, scenarios: list[tuple[Scenario, Style]]) -> dict[str, 
 @pytest.mark.parametrize("style", list(Style), ids=[style.value for style in Style])
 def test_all_accesses_are_ordered(style):
     scenarios = EVERYWHERE + (WRAPPED if style.wraps else IN_PLACE)
-    more = (puts_a_full_parameter_between_the_passes,) if style is Style.FLAT else ()
+    more = (
+        puts_a_full_parameter_between_the_passes,
+        puts_a_parameter_after_overlapped_copies,
+        registers_flats_after_overlapped_copies,
+    )
+    more = more if style is Style.FLAT else ()
     assert all_found(2, [(each, style) for each in scenarios + more]) == {}
 
 
@@ -1074,6 +1219,36 @@ def test_fully_shard_has_two_gather_outputs_and_never_waits_on_the_host():
     for ahead in run(2, lambda rank, world: gathers_ahead(Style.EACH)):
         assert ahead.outputs == 2
         assert ahead.host_waits == 0
+
+
+def copies_that_are_awaited(style: Style, *, overlaps: bool) -> list[bool]:
+    """Whether a stream waits for a save's copies: behind the call, a forward and backward, and an optimizer step."""
+    awaited = []
+    with checked() as checker:
+        model, optimizer = made(style)
+        train(model, optimizer, 1)
+        overlap_copies({"model": model, "optim": optimizer}, overlaps=overlaps)
+        copying = staging._side_streams[CPU]
+        last = copying.clock[copying.number]
+
+        def note() -> None:
+            others = [stream for stream in checker.streams if stream is not copying]
+            awaited.append(any(stream.clock.get(copying.number, 0) >= last for stream in others))
+
+        note()
+        square(model(floats(0, 1))).backward()
+        note()
+        optimizer.step()
+        note()
+    return awaited
+
+
+@STYLES
+def test_only_the_optimizer_step_waits_for_overlapped_copies(style):
+    def body(rank, world):
+        return [copies_that_are_awaited(style, overlaps=overlaps) for overlaps in (True, False)]
+
+    assert run(2, body) == [[[False, False, True], [True, True, True]]] * 2
 
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["", "kept storage"])

@@ -34,6 +34,7 @@ from shardckpt.checkpoint.load.tensor_loader import (
 )
 from shardckpt.checkpoint.stateful.flatten import LocalModels
 from shardckpt.checkpoint.stateful.stateful import build_call_error
+from shardckpt.devices import wait_for_deferred_copies
 from shardckpt.encodings.budget import gc_paused
 from shardckpt.errors import (
     MismatchError,
@@ -321,6 +322,7 @@ def _load_into(
         session.saved.elements.meter = Meter(session.count_bytes(), on_progress)
     with recorder.phase("read"), _noting_mixed_state():
         coordinator.expect_messages()
+        wait_for_deferred_copies()
         values = _read(session, coordinator, decode_groups(groups) if groups else [])
         if is_collective:  # or ranks would wait in a collective for one that could not read
             coordinator.ask_rank0(f"reading {path}", values if isinstance(values, Exception) else b"", _silent)

@@ -158,8 +158,8 @@ class StepSaver:
                 self._retention.apply(root.number)
 
         given: Any = {**root.options, "on_event": on_event}
-        limits = {name: given.pop(name) for name in ("max_staging_bytes", "on_busy") if name in given}
-        handle = start_async_save(SAVES, root.hooks, state, self._path(root.number), given, **limits)
+        own = {name: given.pop(name) for name in ("max_staging_bytes", "on_busy", "overlap_staging") if name in given}
+        handle = start_async_save(SAVES, root.hooks, state, self._path(root.number), given, **own)
         self._running = StepTask(root.number, handle)
         self._record_save(root.number, root.branch, background)
         places = () if captured is None else captured.places

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
+from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, Literal, NamedTuple, SupportsFloat
@@ -29,9 +30,13 @@ from shardckpt.checkpoint.save.staging import (
     is_unpinned,
     make_buffer,
 )
+from shardckpt.checkpoint.save.write_hooks import install_write_hooks
+from shardckpt.checkpoint.stateful.flatten import FlattenedState
+from shardckpt.devices import has_streams
 from shardckpt.encodings.budget import gc_paused
-from shardckpt.errors import UsageError, require_keywords
+from shardckpt.errors import UsageError, require_bools, require_keywords
 from shardckpt.events.recorder import enter_call
+from shardckpt.manifest import Path
 from shardckpt.plan.layout.output_files import parse_size
 
 OnBusy = Literal["wait", "raise"]
@@ -42,6 +47,7 @@ class AsyncSaveParams(SaveParams, total=False):
 
     max_staging_bytes: int | str | None
     on_busy: OnBusy
+    overlap_staging: bool
 
 
 class StepSaveParams(AsyncSaveParams, total=False):
@@ -89,6 +95,7 @@ def async_save(
     *,
     max_staging_bytes: int | str | None = None,
     on_busy: OnBusy = "wait",
+    overlap_staging: bool = False,
     **options: Unpack[SaveParams],
 ) -> SaveHandle:
     """Save a training state in the background. Collective.
@@ -109,6 +116,11 @@ def async_save(
             machine's memory, divided by its ranks. A larger state is copied in rounds, each after the previous one has
             been written, and the call returns after the last copy. The memory is kept for the next save.
         on_busy: Whether to wait for a running save or to raise an error, on all ranks.
+        overlap_staging: Let the next forward and backward run on a GPU during the copies of parameters and states of
+            `torch.optim` optimizers. Optimizer steps, `load_state_dict`, loads by this package and
+            `summon_full_params` wait for them. **Other code that writes parameters in place** (averages of weights,
+            clipping of weights, a captured graph) **must call `handle.wait_for_staging()` first**, or the checkpoint
+            gets values from after the call. All other tensors are copied first, and waited for at once.
         **options: Other parameters for `save`. With a `base`, tensors are hashed before this returns, and only changed
             tensors are copied.
 
@@ -122,7 +134,16 @@ def async_save(
         RankError: Another rank failed or is lost; the message names it.
         StorageError: The storage failed.
     """
-    return start_async_save(SAVES, NO_HOOKS, state, path, options, max_staging_bytes=max_staging_bytes, on_busy=on_busy)
+    return start_async_save(
+        SAVES,
+        NO_HOOKS,
+        state,
+        path,
+        options,
+        max_staging_bytes=max_staging_bytes,
+        on_busy=on_busy,
+        overlap_staging=overlap_staging,
+    )
 
 
 def start_async_save(
@@ -134,6 +155,7 @@ def start_async_save(
     *,
     max_staging_bytes: int | str | None = None,
     on_busy: OnBusy = "wait",
+    overlap_staging: bool = False,
 ) -> SaveHandle:
     """Save a state in the background, as `async_save`, while saves in other lanes may run. Collective."""
     checked, fault = check_options("async_save", path, options, hooks)
@@ -141,6 +163,8 @@ def start_async_save(
     try:
         most = _parse_max_staging_bytes(max_staging_bytes)
         _require_way_when_busy(on_busy)
+        require_bools(overlap_staging=overlap_staging)
+        checked = replace(checked, overlap_staging=overlap_staging)
     except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
         fault = fault or error
     task = AsyncSaveTask(checked.path, checked.on_event, is_tolerated=lane.is_for_captures)
@@ -175,7 +199,7 @@ def _copy_and_start(
             copy = _Copy(task, SaveSession(saver, checked, last), StagingArea(lane.buffers, most), yields=yields)
             lane.pending.start(task, copy.abandon)
             planned, flattened = copy.plan(state, refusal)
-        copy.stage(planned, flattened)
+        copy.stage(planned, flattened, overlaps=checked.overlap_staging)
         del flattened  # before the next garbage collection
 
 
@@ -202,6 +226,15 @@ def _refusal(lane: SaveLane, on_busy: OnBusy) -> Exception | None:
     return None if lane.is_for_captures else pending.unretrieved_error()
 
 
+def _hook_writers(flattened: PlannedState) -> Set[Path]:
+    """Return the arrays whose copies only writers wait for, and install the writers' hooks."""
+    assert isinstance(flattened, FlattenedState), "a save with `overlap_staging` is not traced"
+    deferred = flattened.find_step_written() if any(map(has_streams, flattened.devices)) else set()
+    if deferred:
+        install_write_hooks(flattened.modules.values())
+    return deferred
+
+
 class _Copy:
     """The copied state, which the call makes and the saver's thread writes."""
 
@@ -222,7 +255,7 @@ class _Copy:
             self.abandon()
             raise
 
-    def stage(self, planned: PlannedSave, flattened: PlannedState) -> None:
+    def stage(self, planned: PlannedSave, flattened: PlannedState, *, overlaps: bool) -> None:
         """Start the thread and copy the state; if the copy fails, the save fails."""
         try:
             has_thread = self._start(planned)
@@ -230,7 +263,8 @@ class _Copy:
                 staged = self._session.stage(planned, flattened)
                 self._staged.put(staged)
                 if has_thread:
-                    self._staging.fill(staged.files, flattened)
+                    deferred = _hook_writers(flattened) if overlaps else frozenset()
+                    self._staging.fill(staged.files, flattened, deferred)
             self._is_complete = True
         except Exception as error:
             self._fail(error)

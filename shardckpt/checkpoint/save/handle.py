@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardckpt.checkpoint.background_thread import BackgroundThread, run_before_exit
+from shardckpt.devices import wait_for_deferred_copies
 from shardckpt.errors import RankError, ShardckptError, UsageError, describe
 from shardckpt.events import OnEvent, Recorder, SaveEvent, emit
 from shardckpt.events.recorder import enter_call, get_current_call
@@ -162,6 +163,14 @@ class SaveHandle:
         failure = self._task.failure()
         if failure is not None:
             raise failure
+
+    def wait_for_staging(self) -> None:
+        """Make the current streams wait until the state is copied; the host does not wait.
+
+        Needed with `overlap_staging` alone, before parameters or optimizer states are written in place by other code
+        than an optimizer step or a load.
+        """
+        wait_for_deferred_copies()
 
     @property
     def timings(self) -> SaveTimings:

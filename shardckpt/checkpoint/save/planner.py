@@ -97,6 +97,7 @@ class SaveOptions:
     stats: bool = False  # whether to store statistics of the values
     model_files: Any = None  # folder or objects that stand for config and tokenizer files; read on rank 0
     hooks: SaveHooks = NO_HOOKS
+    overlap_staging: bool = False  # whether only writers of parameters and optimizer states wait for their copies
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,8 @@ class SavePlanner:
         root, objects = as_root(state), dict[int, Any]()
         if self._coordinator.rank == 0 and self._options.model_files is not None:
             self._model_files = read_model_files(self._options.model_files, root)
-        trace = None if self._options.trainable_only else trace_state(root, objects)
+        needs_flattened = self._options.trainable_only or self._options.overlap_staging
+        trace = None if needs_flattened else trace_state(root, objects)
         if trace is None:
             return _OpenedState(root, objects, None, None)
         fitting = next((each for each in self._cache.cached_saves if each.key == trace.key), None)

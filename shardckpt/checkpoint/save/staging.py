@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from itertools import groupby
 from queue import SimpleQueue
 from threading import Condition
 from threading import Event as Flag
@@ -20,8 +21,19 @@ from shardckpt.checkpoint.stateful.tensor_bytes import (
     join_small,
     view_as_bytes,
 )
-from shardckpt.devices import Event, Stream, get_current_stream, has_streams, is_gpu_used, make_stream, use_stream
+from shardckpt.devices import (
+    Event,
+    Stream,
+    defer_wait,
+    get_current_stream,
+    has_streams,
+    is_gpu_used,
+    make_stream,
+    record_stream,
+    use_stream,
+)
 from shardckpt.errors import UsageError
+from shardckpt.manifest import Path
 from shardckpt.native.payload import FileLayout, PayloadFile
 from shardckpt.torchrun import local_world_size
 
@@ -176,6 +188,7 @@ class _Filled(NamedTuple):
     nbytes: int
     ends_file: bool
     events: tuple[Event, ...]
+    deferred: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()  # copies that are not queued yet: into, from
 
 
 class _NobodyWritesError(Exception):
@@ -187,8 +200,9 @@ class StagingArea:
 
     # The first byte is written once the budget is used up: copies and writes would compete for memory bandwidth. After
     # that, each written buffer is filled again.
-    # Copies from a device are queued: the thread waits for each buffer before it writes it. The device waits for all
-    # copies before it runs work that is queued later on the current stream.
+    # Copies from a device are queued: the thread waits for each buffer before it writes it. The device waits for them
+    # before it runs work that is queued later on the current stream. Only writers wait for copies that are deferred:
+    # those are queued after all others.
 
     def __init__(self, pool: BufferPool[StagingBuffer], budget: int | None) -> None:
         pool.open(budget)  # nothing else uses the pool until the save ends
@@ -198,26 +212,30 @@ class StagingArea:
         self._filled: list[_Filled] = []
         self._block: StagingBuffer | None = None
         self._used = 0
+        self._deferred: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._streams = SideStreams(())
         self.rounds = 0  # times that buffers were queued for the writing thread: one more than the training loop waited
         self.is_filled = False
 
     # Methods for the training loop
 
-    def fill(self, files: Sequence[FileLayout], state: TensorSource) -> None:
+    def fill(self, files: Sequence[FileLayout], state: TensorSource, deferred: Set[Path] = frozenset()) -> None:
         """Copy the contents of files; after this the state may change, also by work queued on the current stream."""
+        # Before a write to the arrays in `deferred`, call `wait_for_deferred_copies`.
         self._log_pinning([file.nbytes for file in files])
         self._streams = SideStreams(state.devices)
         try:
             with self._streams.copying():
                 for file in files:
-                    for part in join_small(state.views(file.chunks)):
-                        if isinstance(part, bytes):
-                            self._put_bytes(memoryview(part))
-                        else:
-                            self._put(part)
+                    for is_deferred, chunks in groupby(file.chunks, lambda chunk: chunk.path in deferred):
+                        for part in join_small(state.views(list(chunks))):
+                            if isinstance(part, bytes):
+                                self._put_bytes(memoryview(part))
+                            else:
+                                self._put(part, is_deferred=is_deferred)
                     self._end_block(ends_file=True)
-                self.is_filled = True
+            self.is_filled = True
+            with self._streams.copying(defers_wait=True) if deferred else nullcontext():
                 self._hand_over()
         except _NobodyWritesError:
             return
@@ -239,19 +257,23 @@ class StagingArea:
         self._queue.put(error)
         self._is_copied.set()
 
-    def _put(self, tensor: torch.Tensor) -> None:
+    def _put(self, tensor: torch.Tensor, *, is_deferred: bool) -> None:
         if not tensor.numel():
             return
         if is_flat(tensor):
-            self._put_flat(view_as_bytes(tensor))
+            self._put_flat(view_as_bytes(tensor), is_deferred=is_deferred and has_streams(tensor.device))
             return
         for box in contiguous_blocks(full_box(tuple(tensor.shape)), _PART_BYTES // tensor.element_size()):
             self._put_flat(view_as_bytes(narrow_to_box(tensor, box).resolve_conj().resolve_neg().contiguous()))
 
-    def _put_flat(self, data: torch.Tensor) -> None:
+    def _put_flat(self, data: torch.Tensor, *, is_deferred: bool = False) -> None:
         for start, stop, block, at in self._spans(data.numel()):
-            # A copy from a GPU is asynchronous; `blocks` waits for it. Without pinned memory there may be no event.
-            block.tensor[at : at + stop - start].copy_(data[start:stop], non_blocking=block.is_pinned)
+            into, part = block.tensor[at : at + stop - start], data[start:stop]
+            if is_deferred:
+                self._deferred.append((into, part))
+            else:
+                # A copy from a GPU is asynchronous; `blocks` waits for it. Without pinned memory there may be no event.
+                into.copy_(part, non_blocking=block.is_pinned)
 
     def _put_bytes(self, data: memoryview) -> None:
         for start, stop, block, at in self._spans(len(data)):
@@ -282,15 +304,23 @@ class StagingArea:
 
     def _end_block(self, *, ends_file: bool) -> None:
         if self._block is not None:
-            self._filled.append(_Filled(self._block, self._used, ends_file, self._streams.record_events()))
+            events = () if self._deferred else self._streams.record_events()
+            self._filled.append(_Filled(self._block, self._used, ends_file, events, tuple(self._deferred)))
         self._block, self._used = None, 0
+        self._deferred.clear()
 
     def _hand_over(self) -> None:
         self.rounds += 1
-        for block in self._filled:
-            self._queue.put(block)
+        for filled in self._filled:
+            self._queue.put(self._copy_deferred(filled) if filled.deferred else filled)
         self._filled.clear()
         self._is_copied.set()
+
+    def _copy_deferred(self, filled: _Filled) -> _Filled:
+        for into, part in filled.deferred:
+            into.copy_(part, non_blocking=filled.block.is_pinned)
+            record_stream(part)  # the state may be freed before a writer waits
+        return filled._replace(events=self._streams.record_events(), deferred=())
 
     # Methods for the saver's thread
 
@@ -331,21 +361,27 @@ class SideStreams:
         self._streams = {device: _side_stream(device) for device in devices if has_streams(device)}
 
     @contextmanager
-    def copying(self) -> Iterator[None]:
+    def copying(self, *, defers_wait: bool = False) -> Iterator[None]:
         """Queue the context's copies on the side streams; the host does not wait."""
         # Copies run after the work queued on the current streams so far.
         current = {device: get_current_stream(device) for device in self._streams}
         for device, stream in self._streams.items():
             stream.wait_stream(current[device])
+        is_deferred = False
         try:
             with ExitStack() as stack:
                 for device, stream in self._streams.items():
                     stack.enter_context(use_stream(stream, device))
                 yield
+            is_deferred = defers_wait
         finally:
-            # Work queued later runs after the copies, also if the context raises.
+            # Work queued later runs after the copies, also if the context raises; or writers wait for them.
             for device, stream in self._streams.items():
-                current[device].wait_event(stream.record_event())
+                event = stream.record_event()
+                if is_deferred:
+                    defer_wait(device, event)
+                else:
+                    current[device].wait_event(event)
 
     def record_events(self) -> tuple[Event, ...]:
         """Return one event per stream, recorded after its queued copies."""

@@ -17,9 +17,12 @@ from shardckpt.checkpoint.stateful.stateful import (
     as_root,
     check_tensor,
     get_state_dict,
+    has_step_hooks,
+    is_capturable,
     keeps_state_elsewhere,
     require_memory,
     to_named_value,
+    writes_own_parameters,
 )
 from shardckpt.checkpoint.stateful.tensor_bytes import find_memory, view_box
 from shardckpt.checkpoint.stateful.variant import Variant
@@ -64,6 +67,9 @@ class FlattenedState:
     optimizers: list[Path] = field(default_factory=list)
     # Paths of variants of a model's weights, with the path of the model; None if it is not saved.
     variants: dict[Path, Path | None] = field(default_factory=dict)
+    modules: dict[Path, nn.Module] = field(default_factory=dict)  # modules that are saved by name, by path
+    # Paths of arrays that only optimizer steps and loads write: parameters, and states of optimizers with step hooks.
+    step_written: set[Path] = field(default_factory=set)
 
     def views(self, chunks: Sequence[PayloadChunk]) -> Iterable[torch.Tensor]:
         """Return the elements of chunks, as views of this rank's shards."""
@@ -73,6 +79,17 @@ class FlattenedState:
     def devices(self) -> set[torch.device]:
         """The tensors' devices."""
         return {shard.tensor.device for array in self.arrays.values() for shard in array.shards}
+
+    def find_step_written(self) -> set[Path]:
+        """Return the paths in `step_written`, without memory that other arrays or modules write."""
+        own = [path for path, module in self.modules.items() if writes_own_parameters(module)]
+        written = {path for path in self.step_written if not any(path[: len(each)] == each for each in own)}
+        others = {each for path, array in self.arrays.items() if path not in written for each in _storages(array)}
+        return {path for path in written if others.isdisjoint(_storages(self.arrays[path]))}
+
+
+def _storages(array: TensorShards) -> list[int]:
+    return [shard.tensor.untyped_storage()._cdata for shard in array.shards]
 
 
 class LocalModels:
@@ -195,9 +212,12 @@ class _StateFlattener:
         self._kept: list[torch.Tensor] = []  # keeps ids unique
         self._shards = FlatShards()
         self._is_per_rank = False
+        self._has_captured_steps = False  # a graph may replay an optimizer's steps, and no hook sees them
 
     def run(self, state: Any) -> FlattenedState:
         self._made.tree = self._visit(state, ())
+        if self._has_captured_steps:
+            self._made.step_written.clear()
         self._made.variants = {path: self._places.get(id(model)) for path, model in self._variants}
         return self._made
 
@@ -233,6 +253,7 @@ class _StateFlattener:
     def _get_state_dict(self, value: Any, path: Path) -> Any:
         state = self._opened[id(value)] if id(value) in self._opened else get_state_dict(value, path)
         held = value.held if isinstance(value, PerRank) else value
+        self._has_captured_steps |= isinstance(held, torch.optim.Optimizer) and is_capturable(held)
         has_usual_keys = isinstance(state, Mapping) and {"state", "param_groups"} <= state.keys()
         if isinstance(held, torch.optim.Optimizer) and not has_usual_keys:
             self._made.optimizers.append(path)
@@ -260,7 +281,7 @@ class _StateFlattener:
         self._add(path, get_tensor_shards(view_as_dtensor(value, path)), ("object", id(value)))
         return TensorRef(path)
 
-    def _add(self, path: Path, array: TensorShards, identity: Hashable) -> None:
+    def _add(self, path: Path, array: TensorShards, identity: Hashable, *, is_step_written: bool = False) -> None:
         if path in self._made.arrays or path in self._made.ties:
             raise UsageError("two keys of a dict are spelt alike", where=dotted(path))
         for shard in array.shards:
@@ -269,16 +290,21 @@ class _StateFlattener:
         first = self._known.setdefault((self._is_per_rank, identity), path)
         if first == path:
             self._made.arrays[path] = array
+            if is_step_written:
+                self._made.step_written.add(path)
         else:
             self._made.ties[path] = first
+            if not is_step_written:
+                self._made.step_written.discard(first)
 
     def _module(self, model: nn.Module, path: Path) -> dict[str, Any]:
         from shardckpt.state.model.module_hooks import find_unsaved  # noqa: PLC0415  (tensors alone need no engine)
 
         self._places.setdefault(id(model), path)
+        self._made.modules[path] = model
         if self._made.model is None:
             self._made.model = path
-        tree = self._weights(model, path)
+        tree = self._weights(model, path, is_step_written=self._models.get(model, path).index is not None)
         unsaved = find_unsaved(self._models.get(model, path).index)  # on all ranks: a `state_dict()` may be collective
         if self._rank == 0:
             _warn_of_unsaved(unsaved, path)
@@ -296,7 +322,7 @@ class _StateFlattener:
                 tree[name] = TensorRef((*path, name))
         return {**tree, **{name: self._visit(value, (*path, name)) for name, value in variant.extras.items()}}
 
-    def _weights(self, model: nn.Module, path: Path) -> dict[str, Any]:
+    def _weights(self, model: nn.Module, path: Path, *, is_step_written: bool = False) -> dict[str, Any]:
         weights = self._models.get(model, path)
         tree: dict[str, Any] = {}
         for name in weights.names:
@@ -308,7 +334,9 @@ class _StateFlattener:
                 has_all = len(array.shards) == 1 and array.shards[0].box.size == array.shape and array.shape
                 # Of a small sharded one other ranks may have nothing, so they cannot know its memory.
                 is_full = has_all and name not in weights.sharded
-                self._add(place, array, _memory(array) if is_full else ("model", id(weights), name))
+                identity = _memory(array) if is_full else ("model", id(weights), name)
+                is_parameter = name not in weights.buffers
+                self._add(place, array, identity, is_step_written=is_step_written and is_parameter)
                 tree[name] = TensorRef(place)
                 if name in weights.buffers and name not in weights.sharded:
                     self._made.buffers.add(place)
@@ -345,9 +373,10 @@ class _StateFlattener:
         except OpaqueStateError as error:
             where = f"{dotted(path)}.{error.where}"
             raise OpaqueStateError(error.what, where=where, found=error.found, fix=error.fix) from error
+        self._has_captured_steps |= is_capturable(optim)
         for (name, slot), array in taken.arrays.items():
             place = (*path, "state", name, slot)
-            self._add(place, array, ("optimizer", place))
+            self._add(place, array, ("optimizer", place), is_step_written=has_step_hooks(optim))
         for (name, slot), value in taken.values.items():
             place = (*path, "state", name, slot)
             self._made.optional_values[place] = self._visit(value, place)

@@ -20,7 +20,7 @@ from shardckpt.checkpoint.stateful.numpy_arrays import tensor_from_numpy
 from shardckpt.checkpoint.stateful.stateful import check_tensor, dtype_name, from_named_value, require_memory
 from shardckpt.checkpoint.stateful.tensor_bytes import is_flat, iter_bytes, view_as_bytes
 from shardckpt.checkpoint.stateful.walk import Leaf, LeafKind, map_leaves
-from shardckpt.devices import record_event
+from shardckpt.devices import record_event, wait_for_deferred_copies
 from shardckpt.dtypes import is_known
 from shardckpt.encodings import tagged_json
 from shardckpt.encodings.budget import require_small
@@ -131,6 +131,7 @@ def read_stream(read: Read, target: Any = None, where: str = "", check: Callable
     for row in rows:
         check()
         _require_fit(row, own.get(row.path), where)
+    wait_for_deferred_copies()
     blocks = _VerifiedBlocks(read, sum(row.nbytes for row in rows), where)
     tensors = []
     for row in rows:

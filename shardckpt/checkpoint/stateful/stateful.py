@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
+from torch.optim.swa_utils import AveragedModel
 
 from shardckpt import dtypes
 from shardckpt.encodings.tagged_json import SCALARS, NamedValue
@@ -119,6 +120,25 @@ def keeps_state_elsewhere(optim: torch.optim.Optimizer) -> bool:
         return False
     state: Any = optim.state_dict()
     return any(tensors(value) for key, value in state.items() if not str(key).startswith("param_groups"))
+
+
+def has_step_hooks(optim: torch.optim.Optimizer) -> bool:
+    """Return True if torch calls hooks before an optimizer's `step`: its class called `Optimizer.__init__`."""
+    return bool(getattr(type(optim).step, "hooked", False))
+
+
+def is_capturable(optim: torch.optim.Optimizer) -> bool:
+    """Return True if an optimizer's steps may be captured in a graph."""
+    return any(group.get("capturable") for group in optim.param_groups)
+
+
+def writes_own_parameters(model: nn.Module) -> bool:
+    """Return True if a module in a model writes parameters itself: in its forward, or averages of others."""
+    return any(
+        isinstance(each, AveragedModel)
+        or (isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.max_norm is not None)
+        for each in model.modules()
+    )
 
 
 def get_state_dict(value: Any, path: Path) -> Any:

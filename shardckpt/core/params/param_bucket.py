@@ -18,6 +18,7 @@ from shardckpt.core.modules.fqn_and_params import Name, ParamInfo
 from shardckpt.core.params.buffer_layout import BucketLayout, DimPacking, FlatPacking, Packing, StoredShard
 from shardckpt.core.params.gradient_reduction import GradientReducer
 from shardckpt.core.params.unsharded_params import ParamPlacement, UnshardedParams
+from shardckpt.devices import wait_for_deferred_copies
 from shardckpt.layout import ALIGNMENT, Layout
 
 
@@ -151,6 +152,7 @@ class Bucket:
         # The new shard is aliased unless nothing is sharded, or it has to move to the CPU or to pinned memory.
         if shard.dtype == self.dtype and shard.device == stored.data.device:
             if self.unsharded.is_aliased:
+                wait_for_deferred_copies()
                 stored.data.copy_(shard)
             else:
                 stored.data = stored.pinned(shard)
@@ -170,6 +172,7 @@ class Bucket:
     def write_back(self) -> None:
         """Copy this rank's part of full parameters that a user changed to the shard."""
         if not self.unsharded.is_aliased:
+            wait_for_deferred_copies()
             self.packing.write_shard(self.unsharded.tensors, self.rank, self.stored.data.data)
             self.mark_shard_written()
 

@@ -25,6 +25,7 @@ from shardckpt.core.modules import autograd_hooks
 from shardckpt.core.modules.fqn_and_params import Name, ParamLocation, register
 from shardckpt.core.params.gradient_reduction import ReducedGrad
 from shardckpt.core.params.param_bucket import Bucket
+from shardckpt.devices import wait_for_deferred_copies
 
 
 class KeptParams:
@@ -469,6 +470,7 @@ class PerParamRegistration(ParamRegistration):
         elif not bucket.unsharded.is_aliased:  # a user who keeps the earlier data, to restore it, has the old memory
             bucket.replace_shard(shard.data.clone())
         self._views = bucket.local_shards
+        wait_for_deferred_copies()
         for index in moved:
             self._views[index].copy_(current[index])
         bucket.mark_shard_written()

@@ -14,6 +14,7 @@ from shardckpt.core.params.gradient_reduction import ReducedGrad, add_gradient_t
 from shardckpt.core.params.param_bucket import Bucket
 from shardckpt.core.registration.base import ShardedPlaceholder, mark_flat
 from shardckpt.core.registration.unsharded_grads import UnshardedGradRegistration
+from shardckpt.devices import wait_for_deferred_copies
 from shardckpt.errors import ShardckptError
 
 
@@ -110,6 +111,7 @@ class FlatParamRegistration(UnshardedGradRegistration):
             values = [user_param if i == index else nothing.expand(spec.shape) for i, spec in enumerate(specs)]
             part = packing.shard_values(values, self.bucket.rank)[index]
         if part is not None:
+            wait_for_deferred_copies()
             self.bucket.local_shards[index].copy_(part)
             self.bucket.mark_shard_written()
         place.module._parameters.pop(place.attribute)

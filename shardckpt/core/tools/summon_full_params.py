@@ -19,6 +19,7 @@ from shardckpt.core.params.full_params import FullValues, gather_full, gather_so
 from shardckpt.core.registration.base import ParamRegistration, ShardedPlaceholder, mark_flat
 from shardckpt.core.runtime.fsdp_unit import FSDPUnit, Phase
 from shardckpt.core.runtime.traversal import ShardedModule
+from shardckpt.devices import wait_for_deferred_copies
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ def summon_full_params(
         )
     for unit in units:
         _check_idle(unit)
+    if options.writeback:
+        wait_for_deferred_copies()
     with ExitStack() as stack:
         for unit in units:
             stack.enter_context(_summon_unit(unit, options))
@@ -355,5 +358,6 @@ def register_flat_params(units: Sequence[tuple[nn.Module, FSDPUnit]], name: str)
             module._parameters.update(registered)
         for flat, registration in flats:
             if flat.data_ptr() != registration.bucket.shard.data_ptr():
+                wait_for_deferred_copies()
                 registration.bucket.shard.data.copy_(flat.data)
             registration.register_sharded()

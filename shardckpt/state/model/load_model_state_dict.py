@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shardckpt.core.modules.dtensors import gather_full_tensor, local
 from shardckpt.core.params.full_params import Staging
+from shardckpt.devices import wait_for_deferred_copies
 from shardckpt.errors import ShardckptError, StateMismatchError
 from shardckpt.ranks.group import Group
 from shardckpt.state.adapters import sharded_tensor, torch_fsdp1
@@ -74,6 +75,7 @@ def load_model_state_dict(
         RankError: The state does not fit on another rank.
     """
     model = unwrap(model)
+    wait_for_deferred_copies()
     if torch_fsdp1.is_foreign(model):
         return _load_foreign(model, state_dict, kind, strict=strict)
     reshard_all(model)

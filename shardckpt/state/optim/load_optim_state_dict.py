@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardckpt.core.modules.dtensors import gather_full_tensor, get_mesh_placements, local, wrap_local
 from shardckpt.core.modules.fqn_and_params import clean
 from shardckpt.core.params.full_params import Staging
+from shardckpt.devices import wait_for_deferred_copies
 from shardckpt.errors import ShardckptError, StateMismatchError, UsageError
 from shardckpt.plan.optim.param_groups import match_settings, read_param_names
 from shardckpt.state.adapters import torch_fsdp1
@@ -93,6 +94,7 @@ def load_optim_state_dict(
         RankError: The state does not fit on another rank.
     """
     model = unwrap(model)
+    wait_for_deferred_copies()
     if torch_fsdp1.is_foreign(model):
         torch_fsdp1.refuse_local(detect_kind(state_dict) if kind is None else StateKind.parse(kind))
         torch_fsdp1.put_optim_state(model, optim, state_dict)

@@ -590,6 +590,7 @@ def _installed(checker: Checker) -> Iterator[None]:
         _put(stack, devices, "_streams", FakeStreams(checker))
         _put(stack, engine_streams, "_device_streams", {})
         _put(stack, staging, "_side_streams", {})
+        _put(stack, devices, "_deferred", {})
         _put(stack, torch.UntypedStorage, "resize_", _noted_resize(checker))
         _put(stack, torch.Tensor, "tolist", _noted_tolist(checker))
         for name in _COLLECTIVES:
