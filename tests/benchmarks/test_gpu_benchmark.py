@@ -45,6 +45,7 @@ def test_a_small_run_on_the_cpu_prints_every_table():
         "load",
         "async_save, call",
         "with a later save",
+        "with `overlap_staging`",
     ):
         assert row in rows
 

@@ -32,7 +32,7 @@ def test_states_are_taken_and_loaded(tmp_path, front_end):
 
 @SOME
 def test_a_save_is_followed_by_a_step(tmp_path, front_end):
-    assert sim.ranks(1, scenarios.save_behind_a_sleep, "sim", front_end, str(tmp_path)) == [(True, True)]
+    assert sim.ranks(1, scenarios.save_behind_a_sleep, "sim", front_end, str(tmp_path)) == [[(True, True)] * 2]
 
 
 def test_late_collectives_and_poison_change_nothing():

@@ -230,27 +230,36 @@ def get_and_load_states(rank: int, world: int, device: str, front_end: str, fold
     return wrong + [f"loaded: {name}" for name in find_differences(other, expected, is_exact=world == 1)]
 
 
-def save_behind_a_sleep(rank: int, world: int, device: str, front_end: str, folder: str) -> Any:
+def save_behind_a_sleep(rank: int, world: int, device: str, front_end: str, folder: str) -> list[Any]:
     """Save in the background behind a queued kernel, step at once, and return whether the file has the earlier weights.
 
-    Also return whether the call waited for the device; the first save of a process, which pins memory, may.
+    The first save of a process, which pins memory, may wait for the device. The next ones, without and with
+    `overlap_staging`, must not; nor may the steps behind them.
     """
     model = build(device, front_end)
-    optimizer, batches = build_optimizer(model), [get_batch(step, rank, device) for step in range(2)]
-    compute_loss(model, batches[0]).backward()
+    optimizer, inputs = build_optimizer(model), get_batch(0, rank, device)
+    compute_loss(model, inputs).backward()
     optimizer.step()
     shardckpt.async_save({"model": model, "optim": optimizer}, f"{folder}/first").result()
+    other = build(device, front_end)
+    return [_save_and_step(model, other, optimizer, inputs, folder, overlaps=each) for each in (False, True)]
+
+
+def _save_and_step(
+    model: Any, other: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, folder: str, *, overlaps: bool
+) -> tuple[bool, bool]:
+    """Return whether a save has the weights from before the step behind it, and whether the step changed them."""
+    device, path = inputs.device.type, f"{folder}/overlaps-{overlaps}"
     optimizer.zero_grad()
-    compute_loss(model, batches[1]).backward()
+    compute_loss(model, inputs).backward()
     before = [get_local(parameter).cpu().clone() for parameter in model.parameters()]
     sleep(device)
     with without_waits(device):
-        handle = shardckpt.async_save({"model": model, "optim": optimizer}, f"{folder}/second")
+        handle = shardckpt.async_save({"model": model, "optim": optimizer}, path, overlap_staging=overlaps)
         optimizer.step()
     handle.result()
     after = [get_local(parameter).cpu().clone() for parameter in model.parameters()]
-    other = build(device, front_end)
-    shardckpt.load({"model": other}, f"{folder}/second", include="model.*")
+    shardckpt.load({"model": other}, path, include="model.*")
     found = [get_local(parameter).cpu() for parameter in other.parameters()]
     is_saved = all(torch.equal(one, two) for one, two in zip(found, before, strict=True))
     return is_saved, any(not torch.equal(one, two) for one, two in zip(before, after, strict=True))
