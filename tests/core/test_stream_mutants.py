@@ -416,7 +416,7 @@ CHANGED: dict[str, tuple[str, tuple[tuple[str, str], ...], tuple[Scenario, Style
     ),
     "parameters are copied out on the stream of the gathers": (
         f"{GATHER}_copy_out",
-        (("self._layout.packing.unpack", "with self.streams.use_gather_stream(): self._layout.packing.unpack"),),
+        (("self._stored.packing.unpack", "with self.streams.use_gather_stream(): self._stored.packing.unpack"),),
         (scenarios.trains, EACH),
     ),
     "the step waits for what was queued before the copies of a save": (

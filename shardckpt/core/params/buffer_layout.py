@@ -325,28 +325,33 @@ class _BucketDtypes:
         return cls(stored, precision.computed(stored), reduced, gradient)
 
 
-@dataclass(frozen=True)
-class BucketLayout:
-    """A bucket's parameter layout in buffers and over ranks."""
-
-    name: Name  # in messages
-    packing: Packing  # in the shard and in collective buffers
-    group: ShardGroup  # ranks that shard the parameters, and their replicas
-    keeps_full: bool  # every rank keeps all elements
-
-
 class StoredShard:
-    """A bucket's 1-D shard, which the optimizer updates."""
+    """A bucket's 1-D shard, which the optimizer updates, and its layout in buffers and over ranks."""
 
-    def __init__(self, data: torch.Tensor, precision: Precision, offload: Offload) -> None:
+    def __init__(
+        self,
+        name: Name,  # in messages
+        packing: Packing,  # in the shard and in collective buffers
+        group: ShardGroup,  # ranks that shard the parameters, and their replicas
+        data: torch.Tensor,
+        precision: Precision,
+        offload: Offload,
+        *,
+        keeps_full: bool,  # every rank keeps all elements
+    ) -> None:
+        self.name = name
+        self.packing = packing
+        self.group = group
+        self.keeps_full = keeps_full
         self.precision = precision
         self.offload = offload
         self.data = self.pinned(data.cpu()) if offload.enabled and not data.is_meta else data
         self.dtypes = _BucketDtypes.resolve(data.dtype, precision)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StoredShard:
-        """Return a copy with its own memory."""
+        """Return a copy with its own memory, over the same ranks."""
         copied = memo[id(self)] = copy.copy(self)
+        copied.name = copy.deepcopy(self.name, memo)
         copied.data = self.pinned(self.data.detach().clone())
         return copied
 

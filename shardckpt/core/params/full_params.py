@@ -105,7 +105,7 @@ def concat_shards(
     if staging is None:
         joined = torch.zeros(size, dtype=dtype, device=device)
     else:
-        joined = staging.place(bucket.packing.all_gather_numel, dtype, device)[bucket.rank * size :][:size]
+        joined = staging.place(bucket.packing.all_gather_numel, dtype, device)[bucket.group.rank * size :][:size]
     for place, part in zip(bucket.split_shard(joined), parts, strict=True):
         if part is not None:
             place.copy_(part)
@@ -117,7 +117,7 @@ def concat_shards(
 def write_shard(bucket: Bucket, values: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     """Copy this rank's shard of full values to `out`."""
     if not bucket.keeps_full:
-        bucket.packing.write_shard(values, bucket.rank, out)
+        bucket.packing.write_shard(values, bucket.group.rank, out)
         return
     for place, value in zip(bucket.packing.views(out), values, strict=True):
         if place.data_ptr() != value.data_ptr():

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardckpt.core.comm.collectives import CommHook, CustomCollectives, Pending, ShardGroup, allocate
-from shardckpt.core.params.buffer_layout import BucketLayout, Packing, StoredShard
+from shardckpt.core.params.buffer_layout import Packing, StoredShard
 from shardckpt.core.params.unsharded_params import UnshardedParams
 from shardckpt.devices import Event, copy_to_pinned, get_current_stream, has_streams, record_stream
 from shardckpt.layout import ALIGNMENT
@@ -158,11 +158,10 @@ class GradientReducer:
     # Message sizes depend only on the layout and the number of ranks: parameters without a gradient count as zeros. A
     # flag per parameter, after each rank's shard, marks whether a rank had a gradient.
 
-    def __init__(self, stored: StoredShard, unsharded: UnshardedParams, layout: BucketLayout) -> None:
+    def __init__(self, stored: StoredShard, unsharded: UnshardedParams) -> None:
         self._stored = stored
         self._unsharded = unsharded
-        self._layout = layout
-        self._group = layout.group
+        self._group = stored.group
         self._hook: CommHook | None = None
         self._comms = CustomCollectives()
         self._reduction: _Reduction | None = None  # without streams
@@ -173,8 +172,7 @@ class GradientReducer:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReducer:
         """Return a reducer for a copied bucket, without gradients."""
-        stored, unsharded, layout = copy.deepcopy((self._stored, self._unsharded, self._layout), memo)
-        copied = GradientReducer(stored, unsharded, layout)
+        copied = GradientReducer(*copy.deepcopy((self._stored, self._unsharded), memo))
         memo[id(self)] = copied
         copied.set_collectives(hook=self._hook, comms=self._comms, group=self._group)
         return copied
@@ -275,7 +273,7 @@ class GradientReducer:
         size, parts, row = self._group.size, [], 0
         for reducer, values in zip(reducers, gradients, strict=True):
             row += -row % (ALIGNMENT // how.dtype.itemsize)
-            end = row + reducer._layout.packing.layout.chunk + len(values)
+            end = row + reducer._stored.packing.layout.chunk + len(values)
             parts.append(_GradientPart(reducer, tuple(value is not None for value in values), slice(row, end)))
             row = end
         if size > 1 and self._unsharded.streams.is_async:
@@ -284,7 +282,7 @@ class GradientReducer:
         rows = source.view(size, row)
         ends = [part.place.start for part in parts[1:]] + [row]
         columns = [(part.place.start, end) for part, end in zip(parts, ends, strict=True)]
-        packings = [part.reducer._layout.packing for part in parts]
+        packings = [part.reducer._stored.packing for part in parts]
         if not _cat_gradients(packings, gradients, [end - start for start, end in columns], rows):
             for part, packing, values, (start, end) in zip(parts, packings, gradients, columns, strict=True):
                 packing.pack(_pop_all(values), rows[:, start:end])
@@ -297,7 +295,7 @@ class GradientReducer:
     def _launch_reduce_scatter(
         self, source: torch.Tensor, parts: Sequence[_GradientPart], how: ReduceOptions
     ) -> _Reduction:
-        size, custom, what = self._group.size, self._comms.reduce_scatter, f"reduce {self._layout.name}"
+        size, custom, what = self._group.size, self._comms.reduce_scatter, f"reduce {self._stored.name}"
         if size == 1 and custom is None:
             return _Reduction(how, parts, source, source, Pending(None, what))
         out = torch.empty(source.numel() // size, dtype=how.dtype, device=how.device)
@@ -308,14 +306,14 @@ class GradientReducer:
     def _run_comm_hook(self, gradients: list[torch.Tensor | None], how: ReduceOptions) -> _Reduction:
         """Reduce by a user's hook; reduce the flags separately."""
         assert self._hook is not None
-        chunk, size = self._layout.packing.layout.chunk, self._group.size
+        chunk, size = self._stored.packing.layout.chunk, self._group.size
         source = torch.empty(size * chunk, dtype=how.dtype, device=how.device)
         has = tuple(gradient is not None for gradient in gradients)
         flags = torch.empty(len(has), device=source.device)
         _write_flags(flags.view(1, -1), has)
-        self._layout.packing.pack(_pop_all(gradients), source.view(size, chunk))
-        self._group.all_reduce_flags(flags, f"count the gradients of {self._layout.name}")
-        if self._layout.keeps_full:
+        self._stored.packing.pack(_pop_all(gradients), source.view(size, chunk))
+        self._group.all_reduce_flags(flags, f"count the gradients of {self._stored.name}")
+        if self._stored.keeps_full:
             out = source
             self._hook.call(self._hook.state, source)
         else:
@@ -376,14 +374,14 @@ class GradientReducer:
         partial, self._partial = self._partial, None
         if partial is not None:
             out.add_(partial)
-        if how.all_reduce or self._layout.keeps_full or self._group.replicas == 1:
+        if how.all_reduce or self._stored.keeps_full or self._group.replicas == 1:
             return True
         self._partial = out
         return False
 
     def complete(self, out: torch.Tensor, has: tuple[bool, ...]) -> ReducedGrad:
         """Return the result of a complete average with flags."""
-        chunk = self._layout.packing.layout.chunk
+        chunk = self._stored.packing.layout.chunk
         gradient = out[:chunk]
         if self._comms.all_reduce_hook is not None:
             self._comms.all_reduce_hook(gradient)

@@ -15,7 +15,7 @@ from shardckpt.core.comm.collectives import CommHook, CustomCollectives, ShardGr
 from shardckpt.core.comm.rank_checks import InitialChecksums
 from shardckpt.core.config import Offload, Precision
 from shardckpt.core.modules.fqn_and_params import Name, ParamInfo
-from shardckpt.core.params.buffer_layout import BucketLayout, DimPacking, FlatPacking, Packing, StoredShard
+from shardckpt.core.params.buffer_layout import DimPacking, FlatPacking, Packing, StoredShard
 from shardckpt.core.params.gradient_reduction import GradientReducer
 from shardckpt.core.params.unsharded_params import ParamPlacement, UnshardedParams
 from shardckpt.devices import wait_for_deferred_copies
@@ -60,12 +60,11 @@ class Bucket:
         if spec.placements:
             values = [place.local(value) for place, value in zip(spec.placements, values, strict=True)]
         self.packing = self._build_packing(values, spec, precision)
-        self._layout = BucketLayout(name, self.packing, group, spec.keeps_full)
         shard = self._allocate_shard(values[0], self.packing.layout.chunk)
         self.packing.write_shard(values, group.rank, shard)
-        self.stored = StoredShard(shard, precision, offload)
+        self.stored = StoredShard(name, self.packing, group, shard, precision, offload, keeps_full=spec.keeps_full)
         self.unsharded = self._build_unsharded(values[0].device, spec)
-        self.reducer = GradientReducer(self.stored, self.unsharded, self._layout)
+        self.reducer = GradientReducer(self.stored, self.unsharded)
         self.initial_checksums = InitialChecksums.compute([member.fqn for member in members], values, self.local_shards)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Bucket:
@@ -97,7 +96,6 @@ class Bucket:
         group = spec.post_forward_group
         return UnshardedParams(
             self.stored,
-            self._layout,
             placements=spec.placements,
             device=device,
             trains=[member.parameter.requires_grad for member in self.members],
@@ -105,11 +103,6 @@ class Bucket:
         )
 
     # ----------------------------------------------------------------------------------------------------- facts
-
-    @property
-    def rank(self) -> int:
-        """This rank's index in the shard group."""
-        return self.group.rank
 
     @property
     def layout(self) -> Layout:
@@ -120,11 +113,6 @@ class Bucket:
     def shard(self) -> torch.Tensor:
         """This rank's 1-D shard."""
         return self.stored.data
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The shard's dtype."""
-        return self.stored.dtypes.stored
 
     @property
     def compute_device(self) -> torch.device:
@@ -150,7 +138,7 @@ class Bucket:
         """Replace the shard by another tensor with the same length."""
         stored = self.stored
         # The new shard is aliased unless nothing is sharded, or it has to move to the CPU or to pinned memory.
-        if shard.dtype == self.dtype and shard.device == stored.data.device:
+        if shard.dtype == self.stored.dtypes.stored and shard.device == stored.data.device:
             if self.unsharded.is_aliased:
                 wait_for_deferred_copies()
                 stored.data.copy_(shard)
@@ -173,7 +161,7 @@ class Bucket:
         """Copy this rank's part of full parameters that a user changed to the shard."""
         if not self.unsharded.is_aliased:
             wait_for_deferred_copies()
-            self.packing.write_shard(self.unsharded.tensors, self.rank, self.stored.data.data)
+            self.packing.write_shard(self.unsharded.tensors, self.group.rank, self.stored.data.data)
             self.mark_shard_written()
 
     def mark_shard_written(self) -> None:
@@ -185,7 +173,7 @@ class Bucket:
         placements = tuple(self.placements[index] for index in indices)
         for index in indices:
             full, leaf = self.unsharded.tensors[index], self.unsharded.params[index]
-            empty = torch.empty_strided(full.shape, full.stride(), dtype=self.dtype, device="meta")
+            empty = torch.empty_strided(full.shape, full.stride(), dtype=self.stored.dtypes.stored, device="meta")
             stand_in = nn.Parameter(
                 placements[0].full(empty) if placements else empty, requires_grad=leaf.requires_grad
             )

@@ -23,7 +23,7 @@ from shardckpt.core.config import Precision
 from shardckpt.core.errors import ExtensionError
 from shardckpt.core.modules.fqn_and_params import ParamInfo
 from shardckpt.core.modules.pytree import tensors
-from shardckpt.core.params.buffer_layout import BucketLayout, DimPacking, Packing, StoredShard
+from shardckpt.core.params.buffer_layout import DimPacking, Packing, StoredShard
 from shardckpt.core.params.mesh_placement import MeshPlacement
 from shardckpt.core.params.param_bucket import Bucket, ShardSpec
 from shardckpt.core.params.unsharded_params import ParamPlacement, UnshardedParams
@@ -171,7 +171,7 @@ class ExtensionBucket(Bucket):
         return like.new_zeros((rows, *like.shape[1:])).view(-1)
 
     def _build_unsharded(self, device: torch.device, spec: ShardSpec) -> UnshardedParams:
-        return ExtendedParams(self.stored, self._layout, self.members[0], spec.placements[0], device)
+        return ExtendedParams(self.stored, self.members[0], spec.placements[0], device)
 
 
 class ExtendedParams(UnshardedParams):
@@ -184,7 +184,6 @@ class ExtendedParams(UnshardedParams):
     def __init__(
         self,
         stored: StoredShard,
-        layout: BucketLayout,
         member: ParamInfo,
         placement: ParamPlacement,
         device: torch.device,
@@ -195,7 +194,6 @@ class ExtendedParams(UnshardedParams):
         self._forget()
         super().__init__(
             stored,
-            layout,
             placements=(placement,),
             device=device,
             trains=[member.parameter.requires_grad],
@@ -226,11 +224,11 @@ class ExtendedParams(UnshardedParams):
     def _extended_tensor(self) -> Any:
         local = self._local
         if local is None:
-            local = self._layout.packing.split_shard(self._stored.data.data, self._layout.group.rank)[0]
+            local = self._stored.packing.split_shard(self._stored.data.data, self._stored.group.rank)[0]
         if not is_extended(local):
             raise ExtensionError(
                 f"a parameter's local tensor has no {_PRE} and {_POST} to gather it",
-                where=f"{self._layout.name}, {self._member.fqn}",
+                where=f"{self._stored.name}, {self._member.fqn}",
                 found=type(local).__name__,
                 fix="Set them on the new local tensor after the call that replaced it: to, to_empty, load_state_dict "
                 "with assign, or a model copy.",
@@ -240,7 +238,7 @@ class ExtendedParams(UnshardedParams):
     @property
     def message_key(self) -> object:
         """Buckets with equal keys can be gathered by one message."""
-        return self._layout.group, self.custom_all_gather, self.device
+        return self._stored.group, self.custom_all_gather, self.device
 
     @property
     def is_full_precision(self) -> bool:
@@ -305,7 +303,7 @@ class ExtendedParams(UnshardedParams):
         else:
             known = self._stored.precision
             policy = MixedPrecisionPolicy(known.param_dtype, known.reduce_dtype, known.output_dtype, known.cast_inputs)
-            shape = torch.Size(self._layout.packing.layout.specs[0].shape)
+            shape = torch.Size(self._stored.packing.layout.specs[0].shape)
             module = self._member.places[0].module
             inputs, metadata = before(self._placement.ring, shape, _row_major_strides(shape), module, policy)
         rows = self._row_count
@@ -314,8 +312,8 @@ class ExtendedParams(UnshardedParams):
     @property
     def _row_count(self) -> int:
         """Number of rows that every rank sends, which is rank 0's."""
-        shape = self._layout.packing.layout.specs[0].shape
-        return chunk_range(shape[0], self._layout.group.size, 0)[1]
+        shape = self._stored.packing.layout.specs[0].shape
+        return chunk_range(shape[0], self._stored.group.size, 0)[1]
 
     def _copy_out(self, rows: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Copy gathered rows, and call `fsdp_post_all_gather` for the full parameter."""
@@ -350,7 +348,7 @@ class ExtendedParams(UnshardedParams):
 
     def _leaf(self, value: torch.Tensor) -> nn.Parameter:
         previous = self._leaves.params[0]
-        shape = self._layout.packing.layout.specs[0].shape
+        shape = self._stored.packing.layout.specs[0].shape
         full = torch.as_strided(value, shape, _row_major_strides(shape), storage_offset=0)
         leaf = nn.Parameter(self._placement.full(full), requires_grad=previous.requires_grad)
         # Keep a user's attributes, without a subclass's inner tensors.

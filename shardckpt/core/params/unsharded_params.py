@@ -12,7 +12,7 @@ from torch import nn
 from shardckpt.core.comm.collectives import AllGatherOp, Pending, ShardGroup, allocate
 from shardckpt.core.comm.streams import ResizableStorage, get_device_streams
 from shardckpt.core.modules.autograd_hooks import GradientWatch, profile_range
-from shardckpt.core.params.buffer_layout import BucketLayout, FlatPacking, Packing, StoredShard
+from shardckpt.core.params.buffer_layout import FlatPacking, Packing, StoredShard
 from shardckpt.devices import Event, get_current_stream, record_stream
 from shardckpt.layout import ALIGNMENT
 
@@ -86,15 +86,15 @@ class BucketLeaves:
     def __init__(
         self,
         stored: StoredShard,
-        layout: BucketLayout,
         *,
         placements: Sequence[ParamPlacement],
         device: torch.device,
         trains: Sequence[bool],
+        post_forward_group: ShardGroup | None = None,
     ) -> None:
         self._stored = stored
-        self._layout = layout
         self._placements = tuple(placements)
+        self.post_forward_group = post_forward_group
         self.watch = GradientWatch()  # for the leaves' first gradient
         self._build(device, trains)
 
@@ -102,19 +102,19 @@ class BucketLeaves:
         """Create the full parameters, without values unless they alias the shard."""
         data, dtypes = self._stored.data, self._stored.dtypes
         self.device, self.streams = device, get_device_streams(device)
-        self.is_aliased = self._layout.keeps_full and dtypes.compute == dtypes.stored and data.device == device
+        self.is_aliased = self._stored.keeps_full and dtypes.compute == dtypes.stored and data.device == device
         self.is_unsharded = self.is_aliased
         if self.is_aliased:
             buffer = ResizableStorage.from_tensor(data)
-            self._leaves = _Leaves(self._layout.packing, self._placements, buffer, trains, self.watch)
+            self._leaves = _Leaves(self._stored.packing, self._placements, buffer, trains, self.watch)
         else:
             self._leaves = self._build_freed(dtypes.compute, trains)
         self._stored_dtype_leaves: _Leaves | None = None  # kept, as autograd may have saved them
         self._current = self._leaves
 
     def _build_freed(self, dtype: torch.dtype, trains: Sequence[bool]) -> _Leaves:
-        buffer = ResizableStorage(self._layout.packing.all_gather_numel, dtype, self.device)
-        leaves = _Leaves(self._layout.packing, self._placements, buffer, trains, self.watch)
+        buffer = ResizableStorage(self._stored.packing.all_gather_numel, dtype, self.device)
+        leaves = _Leaves(self._stored.packing, self._placements, buffer, trains, self.watch)
         leaves.buffer.free()
         return leaves
 
@@ -205,18 +205,11 @@ class UnshardedParams(BucketLeaves):
 
     needs_message = False  # the bucket always sends copies of its tensors
 
-    def __init__(
-        self,
-        stored: StoredShard,
-        layout: BucketLayout,
-        *,
-        placements: Sequence[ParamPlacement],
-        device: torch.device,
-        trains: Sequence[bool],
-        post_forward_group: ShardGroup | None = None,
-    ) -> None:
-        self.post_forward_group = post_forward_group
-        self.keeps_storage = False
+    keeps_storage = False
+    custom_all_gather: AllGatherOp | None = None
+
+    def _build(self, device: torch.device, trains: Sequence[bool]) -> None:
+        super()._build(device, trains)
         # Gathered tensors to copy from, each with a row per rank; empty if ranks send straight to the full buffer.
         self._rows: tuple[torch.Tensor, ...] = ()
         self._message: _Message | None = None  # that has the rows, if other buckets share it
@@ -224,12 +217,6 @@ class UnshardedParams(BucketLeaves):
         self._partial_shard_event: Event | None = None  # after the shard's copy
         self._pending: Pending | None = None
         self._gather_event: Event | None = None  # after the all-gather
-        super().__init__(stored, layout, placements=placements, device=device, trains=trains)
-        self.set_all_gather(None)
-
-    def rebuild(self, device: torch.device) -> None:
-        """Create the resharded full parameters again, for a shard with another dtype or device."""
-        super().rebuild(device)
         self.set_all_gather(self.custom_all_gather)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnshardedParams:
@@ -237,7 +224,6 @@ class UnshardedParams(BucketLeaves):
         self.reshard()
         copied = memo[id(self)] = copy.copy(self)
         copied._stored = copy.deepcopy(self._stored, memo)
-        copied._layout = copy.deepcopy(self._layout, memo)
         copied._placements = copy.deepcopy(self._placements, memo)
         copied.watch = GradientWatch()
         copied.rebuild(self.device)
@@ -253,10 +239,10 @@ class UnshardedParams(BucketLeaves):
     def set_all_gather(self, custom: AllGatherOp | None) -> None:
         """Set a user's all-gather; None for torch's."""
         self.custom_all_gather = custom
-        packing = self._layout.packing
+        packing = self._stored.packing
         # False if there is nothing to send: then the all-gather is a copy on the current stream.
         self._uses_gather_stream = not (
-            self._layout.group.size == 1 and custom is None and self._stored.data.device == self.device
+            self._stored.group.size == 1 and custom is None and self._stored.data.device == self.device
         )
         # The all-gather's output is the full buffer.
         self._fills_buffer = packing.is_direct and (isinstance(packing, FlatPacking) or not self._uses_gather_stream)
@@ -268,7 +254,7 @@ class UnshardedParams(BucketLeaves):
         """Buckets with equal keys can be gathered by one message."""
         if self._fills_buffer or self._partial_shard is not None:
             return id(self)
-        return self._layout.group, self.custom_all_gather, self.device
+        return self._stored.group, self.custom_all_gather, self.device
 
     def start_all_gather(self, *, full_precision: bool = False) -> None:
         """Start the all-gather for the full parameters, unless they are gathered. Collective."""
@@ -283,7 +269,7 @@ class UnshardedParams(BucketLeaves):
             params._use_stored_dtype()
         streams = params.streams
         context = streams.use_gather_stream() if params._uses_gather_stream else streams.use_current_stream()
-        with profile_range("all_gather", params._layout.name.text), context:
+        with profile_range("all_gather", params._stored.name.text), context:
             try:
                 params._pending = params._launch_all_gather()
             except BaseException:  # out of memory: a buffer without values must not seem to be unsharded
@@ -295,15 +281,15 @@ class UnshardedParams(BucketLeaves):
     def _start_several(several: Sequence[UnshardedParams], *, full_precision: bool) -> None:
         """Start an all-gather of several tensors of any dtypes, which every rank copies into one message."""
         first = several[0]
-        streams, group, custom = first.streams, first._layout.group, first.custom_all_gather
+        streams, group, custom = first.streams, first._stored.group, first.custom_all_gather
         context = streams.use_gather_stream() if first._uses_gather_stream else streams.use_current_stream()
-        with profile_range("all_gather", first._layout.name.text), context:
+        with profile_range("all_gather", first._stored.name.text), context:
             try:
                 inputs = [params._collect_inputs(full_precision=full_precision) for params in several]
                 message = _Message(several, [part for parts in inputs for part in parts], group.size)
                 rows = message.allocate(custom, first.device)
                 message.copy_in(rows[group.rank])
-                pending = group.all_gather(rows.view(-1), rows[group.rank], f"gather {first._layout.name}", custom)
+                pending = group.all_gather(rows.view(-1), rows[group.rank], f"gather {first._stored.name}", custom)
             except BaseException:
                 for params in several:
                     params.reshard(keep_partial_shard=True)
@@ -321,13 +307,13 @@ class UnshardedParams(BucketLeaves):
         return [(self._stored.data.detach(), self._current.buffer.tensor.dtype)]
 
     def _launch_all_gather(self) -> Pending:
-        what, group, buffer = f"gather {self._layout.name.text}", self._layout.group, self._current.buffer
+        what, group, buffer = f"gather {self._stored.name.text}", self._stored.group, self._current.buffer
         shard, dtype = self._stored.data.detach(), buffer.tensor.dtype
         if self._fills_buffer:
             buffer.allocate()
             incoming = buffer.tensor
         else:
-            numel = self._layout.packing.all_gather_numel
+            numel = self._stored.packing.all_gather_numel
             incoming = allocate(self.custom_all_gather, numel, dtype, self.device)
             self._rows = (incoming.view(group.size, -1),)
         if self._partial_shard is not None and self.post_forward_group is not None:
@@ -353,7 +339,7 @@ class UnshardedParams(BucketLeaves):
             self._keep_partial_shard()
         full = self._current.buffer.tensor
         if self._rows:
-            with profile_range("all_gather_copy_out", self._layout.name.text):
+            with profile_range("all_gather_copy_out", self._stored.name.text):
                 full = self._copy_out(self._rows)
             self._drop_rows()
         elif self.has_gathered_memory:
@@ -365,13 +351,13 @@ class UnshardedParams(BucketLeaves):
         """Copy gathered rows to the full parameters, and return their memory."""
         if self._message is None or not self._message.copy_out():
             self._current.buffer.allocate()
-            self._layout.packing.unpack(rows[0], self._current.buffer.tensor)
+            self._stored.packing.unpack(rows[0], self._current.buffer.tensor)
         return self._current.buffer.tensor
 
     def _allocate_outputs(self) -> list[torch.Tensor] | None:
         """Allocate what gathered rows are copied to, and return its parts; None if they are not contiguous."""
         self._current.buffer.allocate()
-        return self._layout.packing.list_rows(self._current.buffer.tensor)
+        return self._stored.packing.list_rows(self._current.buffer.tensor)
 
     def _drop_rows(self) -> None:
         """Free gathered rows once queued copies have read them: their memory belongs to the all-gather stream."""

@@ -464,7 +464,7 @@ class PerParamRegistration(ParamRegistration):
     def _copy_moved(self, current: list[torch.Tensor], moved: list[int]) -> None:
         bucket, like = self.bucket, current[moved[0]]
         shard = bucket.shard
-        if like.dtype != bucket.dtype or like.device != shard.device:
+        if like.dtype != bucket.stored.dtypes.stored or like.device != shard.device:
             bucket.replace_shard(like.new_zeros(shard.shape, dtype=like.dtype, device=like.device))
             moved = list(range(len(current)))
         elif not bucket.unsharded.is_aliased:  # a user who keeps the earlier data, to restore it, has the old memory

@@ -109,7 +109,7 @@ class FlatParamRegistration(UnshardedGradRegistration):
         if not self.bucket.keeps_full:
             nothing = user_param.new_zeros(())
             values = [user_param if i == index else nothing.expand(spec.shape) for i, spec in enumerate(specs)]
-            part = packing.shard_values(values, self.bucket.rank)[index]
+            part = packing.shard_values(values, self.bucket.group.rank)[index]
         if part is not None:
             wait_for_deferred_copies()
             self.bucket.local_shards[index].copy_(part)
@@ -118,7 +118,7 @@ class FlatParamRegistration(UnshardedGradRegistration):
 
     def _pull_flat_param_data(self) -> None:
         bucket, data = self.bucket, self.flat.data
-        if data.data_ptr() != bucket.shard.data_ptr() or data.dtype != bucket.dtype:
+        if data.data_ptr() != bucket.shard.data_ptr() or data.dtype != bucket.stored.dtypes.stored:
             if data.numel() != bucket.shard.numel():
                 raise ShardckptError(
                     "the flat parameter was replaced by one with another size",

@@ -31,7 +31,7 @@ class EngineBucketAdapter(ShardingAdapter):
         rows = zip(names, bucket.unsharded.params, strict=True)  # each parameter's first FQN comes before its aliases
         super().__init__(
             [
-                Entry(first, tuple(others), tuple(leaf.shape), bucket.dtype, leaf.requires_grad)
+                Entry(first, tuple(others), tuple(leaf.shape), bucket.stored.dtypes.stored, leaf.requires_grad)
                 for (first, *others), leaf in rows
             ],
             ranks,
@@ -75,7 +75,7 @@ class EngineBucketAdapter(ShardingAdapter):
 
     def layout_metadata(self) -> dict[str, Any]:
         """Return the layout, and this rank's index in it."""
-        return {"layout": self.bucket.layout.to_json(), "place": self.bucket.rank}
+        return {"layout": self.bucket.layout.to_json(), "place": self.bucket.group.rank}
 
     @property
     def packed(self) -> torch.Tensor:
@@ -128,7 +128,7 @@ class EngineBucketAdapter(ShardingAdapter):
 
     def _take(self, values: Tensors, into: Tensors) -> None:
         """Copy this rank's shards from the bucket's parts."""
-        copy_parts(self._slice(values, self.bucket.rank), into)
+        copy_parts(self._slice(values, self.bucket.group.rank), into)
 
     def _slice(self, values: Tensors, rank: int) -> list[torch.Tensor | None]:
         """Return a rank's shards from the bucket's parts, as views if possible."""
@@ -176,7 +176,7 @@ class EngineDTensorAdapter(EngineBucketAdapter):
         """Return the layout, and this rank's index in it."""
         # Alignment is not saved: a state has the parameters as separate tensors.
         layout = replace(self.bucket.layout, alignment=1)
-        return {"layout": layout.to_json(), "place": self.bucket.rank}
+        return {"layout": layout.to_json(), "place": self.bucket.group.rank}
 
     def shard_lengths(self, position: int) -> tuple[int, ...] | None:
         """Return each rank's number of rows."""

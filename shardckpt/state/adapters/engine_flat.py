@@ -89,7 +89,7 @@ class EngineFlatAdapter(EngineBucketAdapter):
     @property
     def unpadded_size(self) -> int:
         """Elements in this rank's shard, without the padding at its end."""
-        return self.layout.get_unpadded_size(self.bucket.rank)
+        return self.layout.get_unpadded_size(self.bucket.group.rank)
 
     @property
     def has_parts_everywhere(self) -> bool:
@@ -200,7 +200,7 @@ class EngineFlatAdapter(EngineBucketAdapter):
             self._take(own, into)
             return
         rows = [
-            row if row is None or spec.shape or self.bucket.rank == 0 else row.new_empty(0)
+            row if row is None or spec.shape or self.bucket.group.rank == 0 else row.new_empty(0)
             for row, spec in zip(own, self.layout.specs, strict=True)
         ]
         dtype = next(place.dtype for place in into if place is not None)
@@ -223,7 +223,7 @@ class EngineFlatAdapter(EngineBucketAdapter):
         empty = torch.empty_like(local(self.exposed[position].detach()), dtype=dtype)
         if self._flat_name is not None:
             at = 0
-            for run in self.layout.runs(self.bucket.rank):
+            for run in self.layout.runs(self.bucket.group.rank):
                 empty[at : run.offset].zero_()
                 at = run.offset + run.numel
             empty[at:].zero_()

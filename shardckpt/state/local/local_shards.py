@@ -62,12 +62,12 @@ def _iter_bucket_shards(adapter: EngineBucketAdapter, index: int, part: torch.Te
     if bucket.keeps_full:
         yield LocalShard(full_box(tuple(part.shape)), part)
     elif isinstance(layout, DimLayout):
-        box = layout.box(index, bucket.rank)
+        box = layout.box(index, bucket.group.rank)
         if box.volume:
             yield LocalShard(box, part.view(box.size))
     else:
         assert isinstance(layout, FlatLayout)
-        start, stop = _get_run(layout, index, bucket.rank)
+        start, stop = _get_run(layout, index, bucket.group.rank)
         yield from _boxes(layout.specs[index], part, start, stop)
 
 
