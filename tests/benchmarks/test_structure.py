@@ -14,7 +14,7 @@ from tests.kit.models.torch_limits import HAS_INNERMOST_HOOKS
 from tests.kit.ranks.harness import run
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "structure.py"
-FORWARD, BACKWARD = (9, 60), (15, 150)
+FORWARD, BACKWARD = (9, 50), (15, 142)
 """At most so many files and functions does an iteration of `fully_shard` enter."""
 CALLS = {"save(state, path)": 37, "load(state, path)": 56, "consolidate(native)": 38, "consolidate(dcp)": 37}
 """At most so many files does a call enter."""

@@ -45,7 +45,7 @@ FOUND: dict[str, Scenario] = {
     "checkpoint.stateful.state_stream:build_stream:synchronize": STREAMS,
     "checkpoint.stateful.tensor_bytes:PinnedPieces._read_oldest:synchronize": LOADS,
     "core.params.gradient_reduction:PendingFlags.wait:synchronize": (2, use_some, ("in place", False, "sim")),
-    "core.runtime.fsdp_unit:UnitParams._wait_for_copies:synchronize": OFFLOADS,
+    "core.runtime.fsdp_unit:UnitReducer._wait_for_copies:synchronize": OFFLOADS,
     "core.runtime.fsdp_unit:FSDPUnit.finalize_forward:synchronize": REFILLS,
 }
 """Each wait, and a scenario in which it is missed."""

@@ -172,10 +172,10 @@ EQUIVALENT = {
     "core.fsdp1.wrapper:FullyShardedDataParallel._unshard:wait": "it unshards, and a forward does so too",
     "core.fsdp2.fully_shard:FSDPModule.unshard:wait": "it unshards, and a forward does so too",
     "core.fsdp2.fully_shard:FSDPModule.finalize_backward:wait": "without it there are no gradients to read",
-    "core.runtime.root_state:RootState.prepare_all_gather:wait": HOST,
-    "core.runtime.fsdp_unit:UnitParams.finish_gradients:wait": HOST,
-    "core.runtime.fsdp_unit:UnitParams.finish_reduction:wait": HOST,
-    "core.runtime.fsdp_unit:UnitParams.release_reduce_inputs:release_input": "it limits memory: `test_peak`",
+    "core.runtime.fsdp_unit:FSDPUnit.prefetch_unshard:wait": HOST,
+    "core.runtime.fsdp_unit:UnitReducer.finish_gradients:wait": HOST,
+    "core.runtime.fsdp_unit:UnitReducer.finish:wait": HOST,
+    "core.runtime.fsdp_unit:UnitReducer.release_inputs:release_input": "it limits memory: `test_peak`",
     "core.params.gradient_reduction:GradientReducer.wait_reduce_scatter:release_input": (
         "it was released before, or its reducer releases it"
     ),
@@ -263,11 +263,11 @@ FOUND: dict[str, tuple[Scenario, Style]] = {
         EACH,
     ),
     "core.runtime.root_state:RootState.start_backward:make_gathers_wait": (scenarios.writes_between_the_passes, FLAT),
-    "core.runtime.root_state:RootState._start_forward:make_gathers_wait": (
+    "core.runtime.root_state:RootState._start_forward:make_gathers_wait again": (
         scenarios.runs_a_unit_below_the_root_after_a_step,
         FLAT,
     ),
-    "core.runtime.root_state:RootState._start_iteration:make_gathers_wait": (scenarios.trains, FLAT),
+    "core.runtime.root_state:RootState._start_forward:make_gathers_wait": (scenarios.trains, FLAT),
     "core.runtime.fsdp_unit:ShardWrites.make_gathers_wait:make_gathers_wait": (scenarios.steps_on_a_stream, EACH),
     "core.runtime.fsdp_unit:ShardWrites.make_gathers_wait:make_gathers_wait again": (scenarios.trains, FLAT),
     "devices:record_stream:record": (scenarios.trains, FLAT),
@@ -384,8 +384,8 @@ CHANGED: dict[str, tuple[str, tuple[tuple[str, str], ...], tuple[Scenario, Style
     "the event of a gather is recorded before it starts": (
         f"{GATHER}_start_one",
         (
-            ("params._pending = params._launch", "event = streams.record_event(); params._pending = params._launch"),
-            ("params._gather_event = streams.record_event()", "params._gather_event = event"),
+            ("if self._fills_buffer:", "event = streams.record_event()\n        if self._fills_buffer:"),
+            ("self._gather_event = streams.record_event()", "self._gather_event = event"),
         ),
         (scenarios.trains, FLAT),
     ),
@@ -455,7 +455,7 @@ CHANGED: dict[str, tuple[str, tuple[tuple[str, str], ...], tuple[Scenario, Style
     ),
     "the buffer of a gather belongs to the computation": (
         f"{GATHER}_start_one",
-        (("streams = params.streams", "streams = params.streams; params._current.buffer.allocate()"),),
+        (("context: Abstract", "buffer.allocate(); context: Abstract"),),
         (scenarios.trains, FLAT),
     ),
     "the output of a reduction belongs to the stream of the gathers": (

@@ -50,7 +50,7 @@ def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _dataclass(value, change)
     if isinstance(value, Mapping):
-        return _mapping(value, change)
+        return _mapping(value, change) if value else value
     if isinstance(value, PackedSequence):
         return _packed_sequence(value, change)
     if isinstance(value, (tuple, list)):

@@ -161,9 +161,9 @@ class GradientReducer:
     def __init__(self, stored: StoredShard, unsharded: UnshardedParams) -> None:
         self._stored = stored
         self._unsharded = unsharded
-        self._group = stored.group
-        self._hook: CommHook | None = None
-        self._comms = CustomCollectives()
+        self.group = stored.group  # with the process groups for gradients
+        self.hook: CommHook | None = None  # averages instead of the engine
+        self.comms = CustomCollectives()  # a user's
         self._reduction: _Reduction | None = None  # without streams
         self._queued: _QueuedResult | None = None  # with streams
         self._input: _ReduceInput | None = None  # of the queued reduction
@@ -174,28 +174,13 @@ class GradientReducer:
         """Return a reducer for a copied bucket, without gradients."""
         copied = GradientReducer(*copy.deepcopy((self._stored, self._unsharded), memo))
         memo[id(self)] = copied
-        copied.set_collectives(hook=self._hook, comms=self._comms, group=self._group)
+        copied.set_collectives(hook=self.hook, comms=self.comms, group=self.group)
         return copied
 
     def __del__(self) -> None:
         """Make later work wait for a queued reduction, which still uses its input."""
         if getattr(self, "_input", None) is not None and not sys.is_finalizing():
             self.release_input()
-
-    @property
-    def hook(self) -> CommHook | None:
-        """Communication hook that averages instead of the engine; None without one."""
-        return self._hook
-
-    @property
-    def group(self) -> ShardGroup:
-        """Shard group, with the process groups for gradients."""
-        return self._group
-
-    @property
-    def comms(self) -> CustomCollectives:
-        """A user's custom collectives."""
-        return self._comms
 
     @property
     def has_unreduced_grads(self) -> bool:
@@ -210,9 +195,9 @@ class GradientReducer:
         self, *, hook: CommHook | None = None, comms: CustomCollectives | None = None, group: ShardGroup | None = None
     ) -> None:
         """Set the collectives and hooks that reduce."""
-        self._hook = hook or self._hook
-        self._comms = comms or self._comms
-        self._group = group or self._group
+        self.hook = hook or self.hook
+        self.comms = comms or self.comms
+        self.group = group or self.group
 
     def stash_grads(self) -> None:
         """Keep the full parameters' gradients for the next reduction (no_sync)."""
@@ -230,15 +215,15 @@ class GradientReducer:
         if self._queued is not None:
             event = self._queued.event
             return event is None or (not self._unsharded.streams.is_capturing and event.query())
-        alone = self._group.replicas == 1 and self._comms.all_reduce_hook is None
+        alone = self.group.replicas == 1 and self.comms.all_reduce_hook is None
         return reduction is None or (alone and reduction.pending.done)
 
     def get_message_key(self, *, full_precision: bool) -> object:
         """Return a key; gradients of buckets with equal keys can be reduced by one message."""
-        if self._hook is not None or self._group.size == 1:
+        if self.hook is not None or self.group.size == 1:
             return id(self)
-        comms = id(self._comms.reduce_scatter), id(self._comms.all_reduce_hook)
-        return self._group, comms, self._get_dtype(full_precision=full_precision), self._unsharded.device
+        comms = id(self.comms.reduce_scatter), id(self.comms.all_reduce_hook)
+        return self.group, comms, self._get_dtype(full_precision=full_precision), self._unsharded.device
 
     def _get_dtype(self, *, full_precision: bool) -> torch.dtype:
         return self._stored.dtypes.stored if full_precision else self._stored.dtypes.reduce
@@ -250,7 +235,7 @@ class GradientReducer:
         dtype = first._get_dtype(full_precision=settings.full_precision)
         how = ReduceOptions(dtype, first._unsharded.device, settings.factor, settings.split, settings.all_reduce)
         gradients = [reducer._take_gradients(dtype) for reducer in reducers]
-        if first._hook is not None:
+        if first.hook is not None:
             reduction = first._run_comm_hook(gradients[0], how)
         else:
             source, parts = first._pack_gradients(reducers, gradients, how)
@@ -270,7 +255,7 @@ class GradientReducer:
         self, reducers: Sequence[GradientReducer], gradients: Sequence[list[torch.Tensor | None]], how: ReduceOptions
     ) -> tuple[torch.Tensor, list[_GradientPart]]:
         """Return the reduce-scatter's input: a row with gradients and flags for each rank; and their places."""
-        size, parts, row = self._group.size, [], 0
+        size, parts, row = self.group.size, [], 0
         for reducer, values in zip(reducers, gradients, strict=True):
             row += -row % (ALIGNMENT // how.dtype.itemsize)
             end = row + reducer._stored.packing.layout.chunk + len(values)
@@ -278,7 +263,7 @@ class GradientReducer:
             row = end
         if size > 1 and self._unsharded.streams.is_async:
             row += -row % (_ROW_ALIGNMENT // how.dtype.itemsize)
-        source = allocate(self._comms.reduce_scatter, size * row, how.dtype, how.device)
+        source = allocate(self.comms.reduce_scatter, size * row, how.dtype, how.device)
         rows = source.view(size, row)
         ends = [part.place.start for part in parts[1:]] + [row]
         columns = [(part.place.start, end) for part, end in zip(parts, ends, strict=True)]
@@ -287,7 +272,7 @@ class GradientReducer:
             for part, packing, values, (start, end) in zip(parts, packings, gradients, columns, strict=True):
                 packing.pack(_pop_all(values), rows[:, start:end])
                 _write_flags(rows[:, start + packing.layout.chunk : end], part.has)
-        before, _ = how.divisors(self._group.world)
+        before, _ = how.divisors(self.group.world)
         if before != 1:
             source.div_(before)
         return source, parts
@@ -295,30 +280,30 @@ class GradientReducer:
     def _launch_reduce_scatter(
         self, source: torch.Tensor, parts: Sequence[_GradientPart], how: ReduceOptions
     ) -> _Reduction:
-        size, custom, what = self._group.size, self._comms.reduce_scatter, f"reduce {self._stored.name}"
+        size, custom, what = self.group.size, self.comms.reduce_scatter, f"reduce {self._stored.name}"
         if size == 1 and custom is None:
             return _Reduction(how, parts, source, source, Pending(None, what))
         out = torch.empty(source.numel() // size, dtype=how.dtype, device=how.device)
-        pending = self._group.reduce_scatter(out, source, what, custom)
+        pending = self.group.reduce_scatter(out, source, what, custom)
         is_kept = custom is not None or self._unsharded.streams.is_async
         return _Reduction(how, parts, out, source if is_kept else None, pending)
 
     def _run_comm_hook(self, gradients: list[torch.Tensor | None], how: ReduceOptions) -> _Reduction:
         """Reduce by a user's hook; reduce the flags separately."""
-        assert self._hook is not None
-        chunk, size = self._stored.packing.layout.chunk, self._group.size
+        assert self.hook is not None
+        chunk, size = self._stored.packing.layout.chunk, self.group.size
         source = torch.empty(size * chunk, dtype=how.dtype, device=how.device)
         has = tuple(gradient is not None for gradient in gradients)
         flags = torch.empty(len(has), device=source.device)
         _write_flags(flags.view(1, -1), has)
         self._stored.packing.pack(_pop_all(gradients), source.view(size, chunk))
-        self._group.all_reduce_flags(flags, f"count the gradients of {self._stored.name}")
+        self.group.all_reduce_flags(flags, f"count the gradients of {self._stored.name}")
         if self._stored.keeps_full:
             out = source
-            self._hook.call(self._hook.state, source)
+            self.hook.call(self.hook.state, source)
         else:
             out = torch.zeros(chunk, dtype=how.dtype, device=source.device)
-            self._hook.call(self._hook.state, source, out)
+            self.hook.call(self.hook.state, source, out)
         return _Reduction(how, [_GradientPart(self, has, slice(0, chunk))], out, source, Pending(None, ""), flags)
 
     def _queue_rest(self, reduction: _Reduction) -> None:
@@ -331,7 +316,7 @@ class GradientReducer:
             reduction.pending.wait()
             if is_scattered:
                 self._input = _ReduceInput((source,), streams.record_event(), is_scattered=True)
-            with streams.use_all_reduce_stream() if is_scattered and self._group.replicas > 1 else nullcontext():
+            with streams.use_all_reduce_stream() if is_scattered and self.group.replicas > 1 else nullcontext():
                 for tensor in tensors[is_scattered:]:
                     record_stream(tensor)  # its memory may belong to another stream, also as a partial sum
                 results, event = reduction.finish(), streams.record_event()
@@ -374,7 +359,7 @@ class GradientReducer:
         partial, self._partial = self._partial, None
         if partial is not None:
             out.add_(partial)
-        if how.all_reduce or self._stored.keeps_full or self._group.replicas == 1:
+        if how.all_reduce or self._stored.keeps_full or self.group.replicas == 1:
             return True
         self._partial = out
         return False
@@ -383,8 +368,8 @@ class GradientReducer:
         """Return the result of a complete average with flags."""
         chunk = self._stored.packing.layout.chunk
         gradient = out[:chunk]
-        if self._comms.all_reduce_hook is not None:
-            self._comms.all_reduce_hook(gradient)
+        if self.comms.all_reduce_hook is not None:
+            self.comms.all_reduce_hook(gradient)
         return self.build_result(gradient, has, out[chunk:])
 
     def build_result(self, gradient: torch.Tensor, has: tuple[bool, ...], flags: torch.Tensor) -> ReducedGrad:

@@ -256,11 +256,6 @@ class ExtendedParams(UnshardedParams):
         return [leaf.detach() for leaf in self.params]
 
     @property
-    def has_storage(self) -> bool:
-        """Return True if the full parameter has memory."""
-        return self._pending is not None or self.is_unsharded
-
-    @property
     def gradients(self) -> list[torch.Tensor | None]:
         """The leaf's gradient as a plain tensor."""
         return [None if leaf.grad is None else self._placement.gradient(leaf.grad) for leaf in self.params]
@@ -359,17 +354,12 @@ class ExtendedParams(UnshardedParams):
 
     def reshard(self, *, keep_partial_shard: bool = False) -> None:
         """Free the full parameter."""
-        del keep_partial_shard
         try:
-            if self._pending is not None:
-                self._drop_all_gather(self._pending)
+            super().reshard(keep_partial_shard=keep_partial_shard)
         finally:
             self._metadata = None
-            if self._rows:
-                self._drop_rows()
             if self._outputs is not None:
                 self._outputs.free(keep_memory=self.keeps_storage)
-            self.is_unsharded = False
 
 
 def _pad_rows(tensor: torch.Tensor, part: torch.Size, rows: int) -> torch.Tensor:

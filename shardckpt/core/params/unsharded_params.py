@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +15,7 @@ from torch import nn
 from shardckpt.core.comm.collectives import AllGatherOp, Pending, ShardGroup, allocate
 from shardckpt.core.comm.streams import ResizableStorage, get_device_streams
 from shardckpt.core.modules.autograd_hooks import GradientWatch, profile_range
+from shardckpt.core.modules.optimizer_steps import StepWatch
 from shardckpt.core.params.buffer_layout import FlatPacking, Packing, StoredShard
 from shardckpt.devices import Event, get_current_stream, record_stream
 from shardckpt.layout import ALIGNMENT
@@ -35,6 +39,57 @@ class ParamPlacement(Protocol):
 
     def gradient(self, grad: torch.Tensor) -> torch.Tensor:
         """Return the plain gradient for the full local tensor."""
+
+
+class BucketPhase(Enum):
+    """The form in which a bucket's parameters are."""
+
+    SHARDED = auto()  # this rank's shard is registered
+    GATHERING = auto()  # and an all-gather is pending
+    UNSHARDED = auto()  # full parameters are registered, for a computation
+    KEPT = auto()  # full parameters stay until the next one
+
+
+# Triples of phase before, function and phase after. A bucket that aliases its shard has full parameters in all phases.
+BUCKET_TRANSITIONS: frozenset[tuple[BucketPhase, str, BucketPhase]] = frozenset(
+    {
+        (BucketPhase.SHARDED, "start_all_gathers", BucketPhase.GATHERING),
+        (BucketPhase.SHARDED, "wait_all_gather", BucketPhase.UNSHARDED),  # if it aliases its shard
+        (BucketPhase.GATHERING, "wait_all_gather", BucketPhase.UNSHARDED),
+        (BucketPhase.UNSHARDED, "wait_all_gather", BucketPhase.UNSHARDED),
+        (BucketPhase.KEPT, "wait_all_gather", BucketPhase.UNSHARDED),
+        (BucketPhase.UNSHARDED, "keep", BucketPhase.KEPT),
+        (BucketPhase.KEPT, "keep", BucketPhase.KEPT),
+        *((phase, "reshard", BucketPhase.SHARDED) for phase in BucketPhase),
+    }
+)
+
+
+@dataclass(frozen=True)
+class KeptVersions:
+    """Versions of parameters as of the end of a computation, to detect a user's changes to kept ones."""
+
+    full: tuple[tuple[torch.Tensor, int, int], ...]  # with data pointers
+    shards: tuple[tuple[torch.Tensor, int], ...]
+    # A rank may have no elements of a shard: then it sees optimizer steps, not updates.
+    steps: StepWatch | None
+
+    @property
+    def is_outdated(self) -> bool:
+        """Return True if shards may have been updated since; every rank sees a torch optimizer's step."""
+        if self.steps is not None and self.steps.has_stepped:
+            return True
+        return any(param._version != version for param, version in self.shards)
+
+    @property
+    def has_new_versions(self) -> bool:
+        """Return True if full parameters were changed in place."""
+        return any(param._version != version for param, version, _ in self.full)
+
+    @property
+    def is_modified(self) -> bool:
+        """Return True if full parameters were changed in place, or got other data."""
+        return self.has_new_versions or any(param.data_ptr() != memory for param, _, memory in self.full)
 
 
 class _Leaves:
@@ -103,7 +158,7 @@ class BucketLeaves:
         data, dtypes = self._stored.data, self._stored.dtypes
         self.device, self.streams = device, get_device_streams(device)
         self.is_aliased = self._stored.keeps_full and dtypes.compute == dtypes.stored and data.device == device
-        self.is_unsharded = self.is_aliased
+        self.phase = BucketPhase.SHARDED
         if self.is_aliased:
             buffer = ResizableStorage.from_tensor(data)
             self._leaves = _Leaves(self._stored.packing, self._placements, buffer, trains, self.watch)
@@ -121,6 +176,11 @@ class BucketLeaves:
     def rebuild(self, device: torch.device) -> None:
         """Create the resharded full parameters again, for a shard with another dtype or device."""
         self._build(device, self.trains)
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Return True if the full parameters can be read."""
+        return self.is_aliased or self.phase in (BucketPhase.UNSHARDED, BucketPhase.KEPT)
 
     @property
     def params(self) -> tuple[nn.Parameter, ...]:
@@ -213,9 +273,10 @@ class UnshardedParams(BucketLeaves):
         # Gathered tensors to copy from, each with a row per rank; empty if ranks send straight to the full buffer.
         self._rows: tuple[torch.Tensor, ...] = ()
         self._message: _Message | None = None  # that has the rows, if other buckets share it
+        self.kept: KeptVersions | None = None  # in phase KEPT, unless the parameters alias the shard
         self._partial_shard: torch.Tensor | None = None
         self._partial_shard_event: Event | None = None  # after the shard's copy
-        self._pending: Pending | None = None
+        self._pending = Pending(None, "")
         self._gather_event: Event | None = None  # after the all-gather
         self.set_all_gather(self.custom_all_gather)
 
@@ -230,11 +291,6 @@ class UnshardedParams(BucketLeaves):
         copied._leaves.swap_params([memo.get(id(leaf)) for leaf in self._leaves.params])
         memo.update(zip(map(id, self._leaves.params), copied._leaves.params, strict=True))
         return copied
-
-    @property
-    def has_storage(self) -> bool:
-        """Return True if the full buffer has storage, also during an all-gather."""
-        return self._current.buffer.alive or bool(self._rows)
 
     def set_all_gather(self, custom: AllGatherOp | None) -> None:
         """Set a user's all-gather; None for torch's."""
@@ -257,25 +313,39 @@ class UnshardedParams(BucketLeaves):
         return self._stored.group, self.custom_all_gather, self.device
 
     def start_all_gather(self, *, full_precision: bool = False) -> None:
-        """Start the all-gather for the full parameters, unless they are gathered. Collective."""
-        start_all_gathers([self], full_precision=full_precision)
+        """Start the all-gather for the full parameters, unless they alias the shard. Collective."""
+        if not self.is_aliased:
+            start_all_gathers([self], full_precision=full_precision)
 
-    @staticmethod
-    def _start_one(params: UnshardedParams, *, full_precision: bool) -> None:
+    def _start_one(self, *, full_precision: bool) -> None:
         """Start an all-gather that reads the shard itself, if it has the right dtype and device."""
-        if params._partial_shard is not None:
-            params._make_gather_wait()
-        if full_precision and not params.is_full_precision:
-            params._use_stored_dtype()
-        streams = params.streams
-        context = streams.use_gather_stream() if params._uses_gather_stream else streams.use_current_stream()
-        with profile_range("all_gather", params._stored.name.text), context:
-            try:
-                params._pending = params._launch_all_gather()
-            except BaseException:  # out of memory: a buffer without values must not seem to be unsharded
-                params.reshard(keep_partial_shard=True)
-                raise
-            params._gather_event = streams.record_event()
+        if self._partial_shard is not None:
+            self._make_gather_wait()
+        if full_precision and not self.is_full_precision:
+            self._use_stored_dtype()
+        streams, group, buffer = self.streams, self._stored.group, self._current.buffer
+        shard, dtype, what = self._stored.data.detach(), buffer.tensor.dtype, f"gather {self._stored.name.text}"
+        context: AbstractContextManager[object] = nullcontext()
+        if streams.is_async:
+            context = streams.use_gather_stream() if self._uses_gather_stream else streams.use_current_stream()
+        with profile_range("all_gather", self._stored.name.text), context:
+            if self._fills_buffer:
+                buffer.allocate()
+                incoming = buffer.tensor
+            else:
+                numel = self._stored.packing.all_gather_numel
+                incoming = allocate(self.custom_all_gather, numel, dtype, self.device)
+                self._rows = (incoming.view(group.size, -1),)
+            if self._partial_shard is not None and self.post_forward_group is not None:
+                self._pending = self.post_forward_group.all_gather(incoming, self._partial_shard, what)
+            else:
+                if shard.dtype != dtype or shard.device != incoming.device:
+                    chunk = shard.numel()  # cast into the output: an all-gather may read its input there
+                    shard = incoming[group.rank * chunk : (group.rank + 1) * chunk].copy_(shard, non_blocking=True)
+                self._pending = group.all_gather(incoming, shard, what, self.custom_all_gather)
+            if streams.is_async:
+                self._gather_event = streams.record_event()
+        self.phase = BucketPhase.GATHERING
 
     @staticmethod
     def _start_several(several: Sequence[UnshardedParams], *, full_precision: bool) -> None:
@@ -284,21 +354,17 @@ class UnshardedParams(BucketLeaves):
         streams, group, custom = first.streams, first._stored.group, first.custom_all_gather
         context = streams.use_gather_stream() if first._uses_gather_stream else streams.use_current_stream()
         with profile_range("all_gather", first._stored.name.text), context:
-            try:
-                inputs = [params._collect_inputs(full_precision=full_precision) for params in several]
-                message = _Message(several, [part for parts in inputs for part in parts], group.size)
-                rows = message.allocate(custom, first.device)
-                message.copy_in(rows[group.rank])
-                pending = group.all_gather(rows.view(-1), rows[group.rank], f"gather {first._stored.name}", custom)
-            except BaseException:
-                for params in several:
-                    params.reshard(keep_partial_shard=True)
-                raise
+            inputs = [params._collect_inputs(full_precision=full_precision) for params in several]
+            message = _Message(several, [part for parts in inputs for part in parts], group.size)
+            rows = message.allocate(custom, first.device)
+            message.copy_in(rows[group.rank])
+            pending = group.all_gather(rows.view(-1), rows[group.rank], f"gather {first._stored.name}", custom)
             event = streams.record_event()
         parts_of_rows = iter(message.split())
         for params, parts in zip(several, inputs, strict=True):
             params._rows = tuple(next(parts_of_rows) for _ in parts)
             params._message, params._pending, params._gather_event = message, pending, event
+            params.phase = BucketPhase.GATHERING
 
     def _collect_inputs(self, *, full_precision: bool) -> list[tuple[torch.Tensor, torch.dtype]]:
         """Return the tensors to send, and their dtypes in the message."""
@@ -306,33 +372,16 @@ class UnshardedParams(BucketLeaves):
             self._use_stored_dtype()
         return [(self._stored.data.detach(), self._current.buffer.tensor.dtype)]
 
-    def _launch_all_gather(self) -> Pending:
-        what, group, buffer = f"gather {self._stored.name.text}", self._stored.group, self._current.buffer
-        shard, dtype = self._stored.data.detach(), buffer.tensor.dtype
-        if self._fills_buffer:
-            buffer.allocate()
-            incoming = buffer.tensor
-        else:
-            numel = self._stored.packing.all_gather_numel
-            incoming = allocate(self.custom_all_gather, numel, dtype, self.device)
-            self._rows = (incoming.view(group.size, -1),)
-        if self._partial_shard is not None and self.post_forward_group is not None:
-            return self.post_forward_group.all_gather(incoming, self._partial_shard, what)
-        if shard.dtype != dtype or shard.device != incoming.device:
-            chunk = shard.numel()  # cast into the output: an all-gather may read its input there
-            shard = incoming[group.rank * chunk : (group.rank + 1) * chunk].copy_(shard, non_blocking=True)
-        return group.all_gather(incoming, shard, what, self.custom_all_gather)
-
     def _make_gather_wait(self) -> None:
         """Make an all-gather wait for the copy of the kept shard."""
         self.streams.make_gathers_wait(self._partial_shard_event)
 
     def wait_all_gather(self, *, keep_partial_shard: bool = False) -> int:
         """Wait until the full parameters can be read; return their address, or 0 if nothing was pending."""
-        if self._pending is None:
+        if self.phase is not BucketPhase.GATHERING:
+            self.phase, self.kept = BucketPhase.UNSHARDED, None
             return 0
-        pending, self._pending = self._pending, None
-        pending.wait()
+        self._pending.wait()
         if self._gather_event is not None:  # not for all-gathers that were started later
             get_current_stream(self.device).wait_event(self._gather_event)
         if keep_partial_shard:
@@ -344,7 +393,7 @@ class UnshardedParams(BucketLeaves):
             self._drop_rows()
         elif self.has_gathered_memory:
             record_stream(full)
-        self.is_unsharded = True
+        self.phase = BucketPhase.UNSHARDED
         return full.untyped_storage().data_ptr()
 
     def _copy_out(self, rows: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -373,12 +422,30 @@ class UnshardedParams(BucketLeaves):
             self._partial_shard = rows.clone(memory_format=torch.contiguous_format).view(-1)
             self._partial_shard_event = self.streams.record_event()
 
+    def keep(
+        self, full: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], *, watches_steps: bool = False
+    ) -> None:
+        """Keep the full parameters, and record the versions of what users can change until the next computation."""
+        self.phase = BucketPhase.KEPT
+        if self.is_aliased:  # a user may change the shard at any time
+            return
+        versions, versions_of_shards = [], []
+        for param in full:
+            versions.append((param, param._version, param.data_ptr()))
+        for param in shards:
+            for each in (param, getattr(param, "_local_tensor", None)):  # DTensor operations count only here
+                if each is not None and not each.is_inference():
+                    versions_of_shards.append((each, each._version))
+        steps = StepWatch(shards) if watches_steps else None
+        self.kept = KeptVersions(tuple(versions), tuple(versions_of_shards), steps)
+
     def reshard(self, *, keep_partial_shard: bool = False) -> None:
         """Free the full parameters, unless they alias the shard or are kept; allocates no memory."""
         try:
-            if self._pending is not None:
-                self._drop_all_gather(self._pending)
+            if self.phase is BucketPhase.GATHERING:
+                self._drop_all_gather()
         finally:
+            self.phase, self.kept = BucketPhase.SHARDED, None
             if not keep_partial_shard:
                 self._partial_shard = None
             if self._rows:
@@ -387,12 +454,10 @@ class UnshardedParams(BucketLeaves):
                 self._current.buffer.free(keep_memory=self.keeps_storage)
                 self._leaves.buffer.free(keep_memory=self.keeps_storage)
                 self._current = self._leaves
-                self.is_unsharded = False
 
-    def _drop_all_gather(self, pending: Pending) -> None:
+    def _drop_all_gather(self) -> None:
         """Wait for an all-gather that nobody waited for: whoever is next may write the shard that it reads."""
-        self._pending = None
-        pending.wait()
+        self._pending.wait()
         if self._gather_event is not None:
             get_current_stream(self.device).wait_event(self._gather_event)
 
@@ -475,13 +540,17 @@ class _Message:
 
 
 def start_all_gathers(buckets: Sequence[UnshardedParams], *, full_precision: bool = False) -> None:
-    """Start the all-gathers for full parameters that are not gathered; by one message if possible. Collective."""
+    """Start the all-gathers for sharded buckets, by one message if possible. Collective."""
     messages: dict[object, list[UnshardedParams]] = {}
     for params in buckets:
-        if not params.is_unsharded and params._pending is None:
-            messages.setdefault(params.message_key if len(buckets) > 1 else None, []).append(params)
+        messages.setdefault(params.message_key if len(buckets) > 1 else None, []).append(params)
     for several in messages.values():
-        if len(several) > 1 or several[0].needs_message:
-            UnshardedParams._start_several(several, full_precision=full_precision)
-        else:
-            UnshardedParams._start_one(several[0], full_precision=full_precision)
+        try:
+            if len(several) > 1 or several[0].needs_message:
+                UnshardedParams._start_several(several, full_precision=full_precision)
+            else:
+                several[0]._start_one(full_precision=full_precision)
+        except BaseException:  # out of memory: a buffer without values must not stay
+            for params in several:
+                params.reshard(keep_partial_shard=True)
+            raise

@@ -4,92 +4,26 @@ from __future__ import annotations
 
 import copy
 import inspect
-import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
 from types import MethodType
-from typing import Any, Protocol
-from weakref import WeakMethod, WeakSet
+from typing import Any
+from weakref import WeakMethod
 from weakref import ref as weakref
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardckpt.core.errors import ChangedError, NotGatheredError, StateError
 from shardckpt.core.modules import autograd_hooks
 from shardckpt.core.modules.fqn_and_params import Name, ParamLocation, register
 from shardckpt.core.params.gradient_reduction import ReducedGrad
 from shardckpt.core.params.param_bucket import Bucket
+from shardckpt.core.params.unsharded_params import BucketPhase, KeptVersions
 from shardckpt.devices import wait_for_deferred_copies
-
-
-class KeptParams:
-    """Full parameters that stay registered between forward and backward, to detect a user's changes."""
-
-    def __init__(self, bucket: Bucket, unit: Name) -> None:
-        self._bucket = bucket
-        self._unit = unit
-        # Triples: a parameter, its version and its data pointer, as of the end of forward.
-        self.versions: list[tuple[torch.Tensor, int, int]] = []
-        self._versions_of_shards: list[tuple[torch.Tensor, int]] = []
-        self._steps: StepWatch | None = None
-
-    def record(
-        self, params: Sequence[torch.Tensor], exposed: Sequence[torch.Tensor], *, has_hidden: bool = False
-    ) -> None:
-        """Record the versions of full parameters, unless they alias the shard."""
-        # A user may change the shard at any time. With `has_hidden`, a rank may have no elements of `exposed`: then it
-        # sees optimizer steps, not updates.
-        self.versions.clear()
-        self._versions_of_shards.clear()
-        self._steps = StepWatch(exposed) if has_hidden else None
-        if self._bucket.unsharded.is_aliased:
-            return
-        for param in params:
-            self.versions.append((param, param._version, param.data_ptr()))
-        for param in exposed:
-            for each in (param, getattr(param, "_local_tensor", None)):  # DTensor operations count only here
-                if each is not None and not each.is_inference():
-                    self._versions_of_shards.append((each, each._version))
-
-    @property
-    def is_outdated(self) -> bool:
-        """Return True if parameters may have been updated since; every rank sees a torch optimizer's step."""
-        if self._steps is not None and self._steps.has_stepped:
-            return True
-        return any(param._version != version for param, version in self._versions_of_shards)
-
-    def check_unmodified(self) -> None:
-        """Raise an error if a user changed parameters after forward."""
-        for param, version, memory in self.versions:
-            # Gradients would mix the old and the new values.
-            if param._version != version or param.data_ptr() != memory:
-                raise self.changed_error()
-        self.versions, self._versions_of_shards, self._steps = [], [], None
-
-    def changed_error(self) -> ChangedError:
-        """Return the error for a parameter that was changed or replaced."""
-        return ChangedError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation, or "
-            "replaced: FSDP does not support changing the parameters between forward and backward",
-            where=self._unit,
-            fix="Change parameters after backward, or after a forward under no_grad.",
-        )
-
-    def write_back(self) -> None:
-        """Write parameters that a user changed after forward to the shard."""
-        unsharded = self._bucket.unsharded
-        if unsharded.is_unsharded and any(param._version != version for param, version, _ in self.versions):
-            if unsharded.is_full_precision:
-                self._bucket.write_back()
-            else:  # copying the rounded values would also round parameters that did not change
-                warnings.warn(f"{self._unit}: changes to parameters in their compute dtype are lost", stacklevel=2)
-        self.versions, self._versions_of_shards, self._steps = [], [], None
 
 
 class ParamRegistration(ABC):
@@ -98,15 +32,13 @@ class ParamRegistration(ABC):
     Args:
         bucket: Parameters to register.
         unit: Unit name for messages.
-
-    Attributes:
-        kept: Full parameters that stay registered between forward and backward.
     """
+
+    guards: Sequence[ForwardGuard] = ()  # of the modules with the parameters
 
     def __init__(self, bucket: Bucket, unit: Name) -> None:
         self.bucket = bucket
-        self._unit = unit
-        self.kept = KeptParams(bucket, unit)
+        self.unit = unit
         for member in bucket.members:
             member.identity.hold(self)
 
@@ -151,21 +83,32 @@ class ParamRegistration(ABC):
             member.restore(leaf.detach().clone().requires_grad_(leaf.requires_grad))
         self.bucket.unsharded.reshard()
 
-    def set_backward_unshard(self, unshard: Callable[[], None]) -> None:
-        """Set the function that unshards the unit for recomputation in backward."""
-        del unshard
-
     @abstractmethod
     def register_unsharded(self) -> None:
         """Register the unsharded parameters on the modules."""
 
-    @abstractmethod
     def register_kept(self, *, is_after_backward: bool) -> None:
         """Register the parameters to use while full ones are kept.
 
         Args:
             is_after_backward: Whether they stay until the next forward, and not between forward and backward.
         """
+        del is_after_backward
+        self.bucket.unsharded.keep(self.bucket.unsharded.params, self.parameters)
+
+    def reshard(self, *, keep_partial_shard: bool) -> None:
+        """Register the sharded parameters and free the full ones."""
+        unsharded = self.bucket.unsharded
+        replaced = self.find_replaced() if unsharded.phase is BucketPhase.KEPT else ()
+        if unsharded.kept is not None and unsharded.kept.has_new_versions:
+            if unsharded.is_full_precision:
+                self.bucket.write_back()
+            else:  # copying the rounded values would also round parameters that did not change
+                warnings.warn(f"{self.unit}: changes to parameters in their compute dtype are lost", stacklevel=2)
+        self.register_sharded()
+        unsharded.reshard(keep_partial_shard=keep_partial_shard)
+        for place, parameter in replaced:  # the next all-gather uses the replacement
+            register(place, parameter)
 
     @abstractmethod
     def register_sharded(self) -> None:
@@ -173,7 +116,7 @@ class ParamRegistration(ABC):
 
     def has_user_changes(self) -> bool:
         """Return False if it is known that `pull_user_changes` can be skipped."""
-        return self.bucket.unsharded.is_aliased or not self.bucket.unsharded.has_storage
+        return self.bucket.unsharded.is_aliased or self.bucket.unsharded.phase is BucketPhase.SHARDED
 
     @abstractmethod
     def pull_user_changes(self) -> None:
@@ -237,13 +180,13 @@ class ParamRegistration(ABC):
             The registered parameters.
         """
 
-    @abstractmethod
     def unregister_summoned(self) -> None:
         """Register the sharded parameters again, with their earlier gradients."""
+        self.register_sharded()
 
-    @abstractmethod
     def stash_unsharded_grads(self) -> None:
         """Keep a backward's unsharded gradients without reduction (no_sync)."""
+        self.bucket.reducer.stash_grads()
 
     @abstractmethod
     def restore_unsharded_grads(self) -> None:
@@ -252,6 +195,26 @@ class ParamRegistration(ABC):
     def reset_after_error(self) -> None:
         """Drop the iteration's gradients after an error."""
         self.bucket.reset_after_error()
+
+
+def is_outdated(registration: ParamRegistration) -> bool:
+    """Return True if parameters were changed or replaced since full ones were kept."""
+    unsharded = registration.bucket.unsharded
+    if unsharded.kept is not None and unsharded.kept.is_outdated:
+        return True
+    return unsharded.phase is BucketPhase.KEPT and bool(registration.find_replaced())
+
+
+def check_kept(registration: ParamRegistration, kept: KeptVersions) -> None:
+    """Raise ChangedError if a user changed or replaced parameters after forward."""
+    if kept.is_modified or registration.find_replaced():
+        # Gradients would mix the old and the new values.
+        raise ChangedError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation, or "
+            "replaced: FSDP does not support changing the parameters between forward and backward",
+            where=registration.unit,
+            fix="Change parameters after backward, or after a forward under no_grad.",
+        )
 
 
 class ForwardGuard:
@@ -338,12 +301,7 @@ class PerParamRegistration(ParamRegistration):
         self._parameters = list(parameters)
         self._views = bucket.local_shards
         homes = {place.module: member.fqn for member in reversed(bucket.members) for place in member.places}
-        self._guards = [ForwardGuard(module, unit, fqn) for module, fqn in homes.items()]
-
-    def set_backward_unshard(self, unshard: Callable[[], None]) -> None:
-        """Set the function that unshards the unit for recomputation in backward."""
-        for guard in self._guards:
-            guard.set_backward_unshard(unshard)
+        self.guards = [ForwardGuard(module, unit, fqn) for module, fqn in homes.items()]
 
     def restore(self) -> None:
         """Undo the sharding: register full parameters again. Collective."""
@@ -352,7 +310,7 @@ class PerParamRegistration(ParamRegistration):
 
     def _allow_forward(self) -> None:
         """Allow modules to compute with the registered parameters."""
-        for guard in self._guards:
+        for guard in self.guards:
             guard.remove()
 
     def alias_shard(self) -> None:
@@ -378,21 +336,10 @@ class PerParamRegistration(ParamRegistration):
 
     def register_unsharded(self) -> None:
         """Register the unsharded leaves."""
-        if self.kept.versions:
-            if self.find_replaced():
-                raise self.kept.changed_error()
-            self.kept.check_unmodified()
         self._register(self.bucket.unsharded.params)
-
-    def register_kept(self, *, is_after_backward: bool) -> None:
-        """Keep the unsharded leaves registered."""
-        del is_after_backward
-        self.kept.record(self.bucket.unsharded.params, self._parameters)
 
     def register_sharded(self) -> None:
         """Register the sharded parameters."""
-        if self.kept.versions:
-            self.kept.write_back()
         self._register(self._parameters, are_shards=True)
 
     def _register(self, parameters: Sequence[nn.Parameter], *, are_shards: bool = False) -> None:
@@ -403,7 +350,7 @@ class PerParamRegistration(ParamRegistration):
                     place.module._parameters[place.attribute] = parameter
                 else:
                     register(place, parameter)
-        for guard in self._guards:
+        for guard in self.guards:
             if not are_shards:
                 guard.remove()
             elif not self._computes_sharded:
@@ -412,7 +359,7 @@ class PerParamRegistration(ParamRegistration):
     def has_user_changes(self) -> bool:
         """Return True if a registered parameter may have changed; cheap to check."""
         bucket = self.bucket
-        if bucket.unsharded.has_storage and not bucket.unsharded.is_aliased:
+        if bucket.unsharded.phase is not BucketPhase.SHARDED and not bucket.unsharded.is_aliased:
             return False
         rows = zip(bucket.members, self._parameters, bucket.unsharded.params, self._views, strict=True)
         for member, parameter, leaf, view in rows:
@@ -444,7 +391,7 @@ class PerParamRegistration(ParamRegistration):
             if data.shape != view.shape:
                 raise StateError(
                     f"Cannot writeback when the parameter shape changes: {member.fqn} was replaced",
-                    where=self._unit,
+                    where=self.unit,
                     found=tuple(data.shape),
                     expected=tuple(view.shape),
                     fix="While sharded, a parameter has the shape of this rank's shard; set full values inside "
@@ -503,57 +450,6 @@ def mark_flat(parameter: nn.Parameter) -> nn.Parameter:
     parameter._is_flat_param = True  # type: ignore[attr-defined]
     parameter._fsdp_flattened = True  # type: ignore[attr-defined]  # torch's mark, which Lightning looks for
     return parameter
-
-
-class StepObserver(Protocol):
-    """Object to call when an optimizer makes a step."""
-
-    def note_step(self, stepped: frozenset[int]) -> None:
-        """Note a step; `stepped` has the ids of the optimizer's parameters."""
-
-
-class StepObservers:
-    """Observers for all torch optimizers, each for as long as something else refers to it."""
-
-    def __init__(self, register: Callable[[Callable[..., None]], object]) -> None:
-        self._install = cache(lambda: register(self._note))  # once, and only where it is needed
-        self._lock = threading.Lock()
-        self._observers: WeakSet[StepObserver] = WeakSet()
-
-    def add(self, observer: StepObserver) -> None:
-        """Add an observer."""
-        self._install()
-        with self._lock:
-            self._observers.add(observer)
-
-    def discard(self, observer: StepObserver) -> None:
-        """Remove an observer, if it was added."""
-        with self._lock:
-            self._observers.discard(observer)
-
-    def _note(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002  (given by torch)
-        if self._observers:
-            stepped = frozenset(id(each) for group in optimizer.param_groups for each in group["params"])
-            with self._lock:
-                observers = [*self._observers]
-            for observer in observers:
-                observer.note_step(stepped)
-
-
-class StepWatch:
-    """Watches parameters, for as long as something refers to it."""
-
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._ids = frozenset(map(id, parameters))
-        self.has_stepped = False  # an optimizer with a watched parameter has made a step since
-        _AFTER_STEPS.add(self)
-
-    def note_step(self, stepped: frozenset[int]) -> None:
-        """Record an optimizer's step."""
-        self.has_stepped = self.has_stepped or not self._ids.isdisjoint(stepped)
-
-
-_AFTER_STEPS = StepObservers(register_optimizer_step_post_hook)
 
 
 WAYS_OUT = "Call the unit itself, or gather it: register_fsdp_forward_method, summon_full_params or unshard."

@@ -14,7 +14,7 @@ from shardckpt.core.params.buffer_layout import isolate_storage
 from shardckpt.core.params.gradient_reduction import ReducedGrad, add_gradient_to, assign_gradient, copy_gradient
 from shardckpt.core.params.param_bucket import Bucket
 from shardckpt.core.params.tensor_extension import ExtensionBucket, is_extended, is_possibly_extended, move_functions
-from shardckpt.core.params.unsharded_params import ParamPlacement
+from shardckpt.core.params.unsharded_params import BucketPhase, ParamPlacement
 from shardckpt.core.registration.base import ParamRegistration, PerParamRegistration
 
 
@@ -75,7 +75,7 @@ class DTensorRegistration(PerParamRegistration):
     @property
     def has_unbound_extensions(self) -> bool:
         """Return True if a local tensor has extensions and the bucket is sharded."""
-        if self.bucket.unsharded.has_storage and not self.bucket.unsharded.is_aliased:
+        if self.bucket.unsharded.phase is not BucketPhase.SHARDED and not self.bucket.unsharded.is_aliased:
             return False
         self._pull_user_params()
         return bool(self._find_extended())
@@ -96,7 +96,7 @@ class DTensorRegistration(PerParamRegistration):
 
     def _select(self, kind: type[DTensorRegistration], of: type[Bucket], indices: Sequence[int]) -> DTensorRegistration:
         device = self.bucket.compute_device
-        selected = kind(self.bucket.select(of, indices), self._unit, [self._placements[index] for index in indices])
+        selected = kind(self.bucket.select(of, indices), self.unit, [self._placements[index] for index in indices])
         selected._parameters = [self._parameters[index] for index in indices]
         selected.register_sharded()
         selected.pull_user_changes()
@@ -136,14 +136,6 @@ class DTensorRegistration(PerParamRegistration):
             registered.append(full)
         self._register(registered)
         return registered
-
-    def unregister_summoned(self) -> None:
-        """Register the DTensors again."""
-        self.register_sharded()
-
-    def stash_unsharded_grads(self) -> None:
-        """Keep the unsharded gradients in the bucket."""
-        self.bucket.reducer.stash_grads()
 
     def restore_unsharded_grads(self) -> None:
         """Do nothing: the reduction adds them."""

@@ -50,7 +50,7 @@ class FlatParamRegistration(UnshardedGradRegistration):
 
     def _build_placeholders(self) -> list[ShardedPlaceholder]:
         pairs = zip(self.bucket.unsharded.params, self.bucket.layout.specs, strict=True)
-        return [ShardedPlaceholder(leaf, self._unit, spec.name) for leaf, spec in pairs]
+        return [ShardedPlaceholder(leaf, self.unit, spec.name) for leaf, spec in pairs]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -59,22 +59,15 @@ class FlatParamRegistration(UnshardedGradRegistration):
 
     def register_unsharded(self) -> None:
         """Set the unsharded leaves as attributes of the modules."""
-        self.kept.check_unmodified()
         for member, leaf in zip(self.bucket.members, self.bucket.unsharded.params, strict=True):
             for place in member.places:
                 put(place, leaf)
-
-    def register_kept(self, *, is_after_backward: bool) -> None:
-        """Keep the unsharded leaves as attributes."""
-        del is_after_backward
-        self.kept.record(self.bucket.unsharded.params, [self.flat])
 
     def register_sharded(self) -> None:
         """Set placeholders on the modules: reading freed memory would end the process."""
         if self.bucket.unsharded.is_aliased:
             self.register_unsharded()
             return
-        self.kept.write_back()
         for member, placeholder in zip(self.bucket.members, self._placeholders, strict=True):
             for place in member.places:
                 put(place, placeholder)
@@ -100,7 +93,7 @@ class FlatParamRegistration(UnshardedGradRegistration):
         if tuple(user_param.shape) != specs[index].shape:
             raise StateError(
                 f"Cannot writeback when the parameter shape changes: {specs[index].name} was replaced",
-                where=self._unit,
+                where=self.unit,
                 found=tuple(user_param.shape),
                 expected=specs[index].shape,
                 fix="Keep the parameter's shape.",
@@ -122,7 +115,7 @@ class FlatParamRegistration(UnshardedGradRegistration):
             if data.numel() != bucket.shard.numel():
                 raise ShardckptError(
                     "the flat parameter was replaced by one with another size",
-                    where=self._unit,
+                    where=self.unit,
                     found=tuple(data.shape),
                     expected=tuple(bucket.shard.shape),
                 )

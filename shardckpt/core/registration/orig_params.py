@@ -54,8 +54,6 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
 
     def register_unsharded(self) -> None:
         """Register the unsharded leaves."""
-        if self._shows_shards and self.find_replaced():
-            raise self.kept.changed_error()
         self._shows_shards = False
         super().register_unsharded()
 
@@ -64,19 +62,20 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
         # An optimizer may step with reduced gradients before this forward's backward, and has states with the shards'
         # shape. After a backward the parameters are shards, as in torch: a step with unreduced gradients fails. One
         # rank has nothing to reduce.
+        unsharded = self.bucket.unsharded
         has_reduced = not self.has_unsharded_grads and any(original.grad is not None for original in self._parameters)
         if has_reduced or (is_after_backward and self.bucket.group.world > 1):
             self.register_sharded()
             self._shows_shards = True
-            self.kept.record((), self._parameters, has_hidden=not self.bucket.keeps_full)
+            unsharded.keep((), self._parameters, watches_steps=not self.bucket.keeps_full)
             return
-        for index, (original, full) in enumerate(zip(self._parameters, self.bucket.unsharded.tensors, strict=True)):
+        for index, (original, full) in enumerate(zip(self._parameters, unsharded.tensors, strict=True)):
             original.data = full
             self._hook(index, original)
         self._shows_full = True
-        self.kept.record(self._parameters, self._parameters, has_hidden=not self.bucket.keeps_full)
+        unsharded.keep(self._parameters, self._parameters, watches_steps=not self.bucket.keeps_full)
         self._register(self._parameters)
-        for guard in self._guards:
+        for guard in self.guards:
             guard.install(is_allowed=True)
 
     def _hook(self, index: int, original: nn.Parameter) -> None:
@@ -101,9 +100,7 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
         self._shows_full = self._shows_full and self.bucket.keeps_full
         if self._shows_shards:  # the next all-gather applies a user's changes since then
             self._shows_shards = False
-            self.kept.write_back()
             return
-        self.kept.write_back()
         self._reset_data()
         super().register_sharded()
 

@@ -11,9 +11,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardckpt.core.errors import StateError
 from shardckpt.core.modules.fqn_and_params import Name
+from shardckpt.core.modules.optimizer_steps import StepObservers
 from shardckpt.core.params.gradient_reduction import restore_gradient
 from shardckpt.core.params.param_bucket import Bucket
-from shardckpt.core.registration.base import ParamRegistration, StepObservers
+from shardckpt.core.registration.base import ParamRegistration
 
 
 class UnshardedGradRegistration(ParamRegistration):
@@ -70,7 +71,7 @@ class UnshardedGradRegistration(ParamRegistration):
         if any(id(parameter) in stepped and parameter.grad is grad for parameter, grad, _ in self._unsharded_grads):
             raise StateError(
                 "an optimizer step got unreduced gradients from a backward under no_sync",
-                where=self._unit,
+                where=self.unit,
                 fix="Run the last backward before a step outside of no_sync, or drop the gradients with zero_grad.",
             )
 

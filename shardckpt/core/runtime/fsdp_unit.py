@@ -42,7 +42,7 @@ from shardckpt.core.modules.autograd_hooks import (
     leave_inference_mode,
     profile_range,
 )
-from shardckpt.core.modules.fqn_and_params import Name, ParamInfo, register
+from shardckpt.core.modules.fqn_and_params import Name, ParamInfo
 from shardckpt.core.params.gradient_reduction import (
     PendingFlags,
     ReducedGrad,
@@ -52,8 +52,8 @@ from shardckpt.core.params.gradient_reduction import (
     start_reduce_scatters,
 )
 from shardckpt.core.params.param_bucket import Bucket
-from shardckpt.core.params.unsharded_params import UnshardedParams, start_all_gathers
-from shardckpt.core.registration.base import ParamRegistration
+from shardckpt.core.params.unsharded_params import BucketPhase, UnshardedParams, start_all_gathers
+from shardckpt.core.registration.base import ParamRegistration, check_kept, is_outdated
 from shardckpt.core.runtime import mixed_precision
 from shardckpt.core.runtime.backward_order import RECOMPUTED, ForwardCall
 from shardckpt.core.runtime.mixed_precision import Buffers
@@ -71,6 +71,7 @@ class Phase(Enum):
 
 _BACKWARD = (Phase.PRE_BACKWARD, Phase.POST_BACKWARD)
 _OUTSIDE_FORWARD = (Phase.IDLE, *_BACKWARD)
+_UNSHARDED = frozenset({BucketPhase.UNSHARDED})
 
 # Triples of phase before, hook and phase after.
 TRANSITIONS: frozenset[tuple[Phase, str, Phase]] = frozenset(
@@ -108,18 +109,14 @@ def run_all(functions: Iterable[Callable[[], object]]) -> None:
 
 
 class UnitParams:
-    """A unit's buckets, which are unsharded and resharded together."""
+    """A unit's registrations, which are unsharded and resharded together."""
 
-    def __init__(self, registrations: Sequence[ParamRegistration]) -> None:
+    def __init__(self, registrations: Sequence[ParamRegistration], streams: DeviceStreams | None) -> None:
         # `active` holds the registrations to compute with: empty while they are checked out.
         self.registrations = self.active = tuple(registrations)
-        self.is_registered = False  # the modules have the unsharded parameters
+        self.streams = streams  # for a unit without parameters
         # Other code, such as `summon_full_params`, currently registers full parameters.
         self.is_checked_out = False
-        self.addresses: list[int] = []  # the unsharded buffers' data pointers, unique while they have storage
-        self.is_kept = False  # full parameters were kept after a forward or a backward
-        self._copied_event: Event | None = None  # after the last gradient copy to the CPU
-        self._partly_added: list[tuple[ParamRegistration, ReducedGrad, PendingFlags]] = []
 
     @property
     def members(self) -> list[ParamInfo]:
@@ -127,19 +124,12 @@ class UnitParams:
         return [member for registration in self.registrations for member in registration.bucket.members]
 
     @property
-    def is_unsharded(self) -> bool:
-        """Return True if all full parameters can be read."""
-        return all(registration.bucket.unsharded.is_unsharded for registration in self.active)
-
-    @property
-    def has_unsharded_storage(self) -> bool:
-        """Return True if any full buffer has storage, also during an all-gather."""
-        return any(registration.bucket.unsharded.has_storage for registration in self.active)
-
-    @property
-    def has_gathered_memory(self) -> bool:
-        """Return True if computation reads memory that belongs to the all-gather stream, which is then limited."""
-        return bool(self.active) and self.active[0].bucket.unsharded.has_gathered_memory
+    def phases(self) -> set[BucketPhase]:
+        """The buckets' phases."""
+        phases = set()
+        for registration in self.active:
+            phases.add(registration.bucket.unsharded.phase)
+        return phases
 
     @property
     def requires_grad(self) -> bool:
@@ -150,6 +140,19 @@ class UnitParams:
     def is_async(self) -> bool:
         """Return True if computation and reductions run asynchronously to the host."""
         return any(registration.bucket.unsharded.streams.is_async for registration in self.active)
+
+    @property
+    def is_outdated(self) -> bool:
+        """Return True if parameters were changed, as by a step, or replaced since full ones were kept."""
+        return any(map(is_outdated, self.active))
+
+    def register_kept(self, *, is_after_backward: bool) -> None:
+        """Register parameters that stay unsharded after forward or after backward."""
+        for registration in self.active:
+            if registration.bucket.unsharded.phase in (BucketPhase.UNSHARDED, BucketPhase.KEPT):
+                registration.register_kept(is_after_backward=is_after_backward)
+            else:  # nothing computed with them
+                registration.bucket.unsharded.reshard()
 
     @contextmanager
     def check_out(self) -> Iterator[tuple[ParamRegistration, ...]]:
@@ -164,7 +167,8 @@ class UnitParams:
         """Set the methods to call for a leaf's gradient and for a module's recomputation."""
         for registration in self.registrations:
             registration.bucket.unsharded.watch.set_callback(on_gradient)
-            registration.set_backward_unshard(unshard)
+            for guard in registration.guards:
+                guard.set_backward_unshard(unshard)
 
     def rearm_watches(self) -> None:
         """Report each bucket's next gradient again."""
@@ -188,87 +192,45 @@ class UnitParams:
         )
         return True
 
-    def has_user_changes(self) -> bool:
-        """Return True if a user may have changed parameters since the last unshard."""
-        is_changed = False
-        for registration in self.active:
-            is_changed |= registration.has_user_changes()
-        return is_changed
 
-    def pull_user_changes(self, *, all_buckets: bool = False) -> None:
-        """Copy a user's changes to registered parameters into the sharded buckets."""
-        for registration in self.active:
-            if all_buckets or registration.has_user_changes():
-                registration.pull_user_changes()
+class UnitReducer:
+    """Reduces a unit's gradients."""
 
-    def wait_all_gather(self, *, keep_partial_shard: bool, is_in_forward: bool) -> None:
-        """Wait for the all-gathers, and register the full parameters on the modules."""
-        streams = self.active[0].bucket.unsharded.streams if self.active else None
-        if streams is not None:
-            streams.release_gather_outputs()
-        for registration in self.active:
-            address = registration.bucket.unsharded.wait_all_gather(keep_partial_shard=keep_partial_shard)
-            if address:
-                self.addresses.append(address)
-            registration.register_unsharded()
-        if streams is not None and not is_in_forward:  # the next unit's all-gather has not started
-            streams.release_gather_outputs()
-        self.is_registered, self.is_kept = True, False
+    def __init__(self, params: UnitParams) -> None:
+        self._params = params
+        self._copied_event: Event | None = None  # after the last gradient copy to the CPU
+        self._partly_added: list[tuple[ParamRegistration, ReducedGrad, PendingFlags]] = []
 
-    def register_kept(self, *, is_after_backward: bool) -> None:
-        """Register parameters that stay unsharded after forward or after backward."""
-        for registration in self.active:
-            registration.register_kept(is_after_backward=is_after_backward)
-        self.is_registered = False
-        self.is_kept = True
-
-    @property
-    def is_outdated(self) -> bool:
-        """Return True if parameters were changed, as by a step, or replaced since full ones were kept."""
-        return self.is_kept and any(each.kept.is_outdated or each.find_replaced() for each in self.active)
-
-    def reshard(self, *, keep_partial_shard: bool = False) -> None:
-        """Register the sharded parameters and free the full ones."""
-        self.addresses.clear()
-        kept, self.is_kept = self.is_kept, False
-        for registration in self.active:
-            replaced = registration.find_replaced() if kept else ()
-            registration.register_sharded()
-            registration.bucket.unsharded.reshard(keep_partial_shard=keep_partial_shard)
-            for place, parameter in replaced:  # the next all-gather uses the replacement
-                register(place, parameter)
-        self.is_registered = False
-
-    def start_reduction(self, config: UnitConfig, *, full_precision: bool) -> None:
+    def start(self, config: UnitConfig, *, full_precision: bool) -> None:
         """Start the gradients' reduce-scatters, after an earlier reduction has finished. Collective."""
-        self.finish_reduction(config)
+        self.finish(config)
         settings = ReductionSettings(
             config.gradient_divide_factor, config.force_sum_reduction, config.all_reduce, full_precision
         )
-        buckets = [registration.bucket for registration in self.active]
+        buckets = [registration.bucket for registration in self._params.active]
         start_reduce_scatters([bucket.reducer for bucket in buckets if bucket.unsharded.requires_grad], settings)
 
-    def release_reduce_inputs(self, *, only_scattered: bool = False) -> None:
+    def release_inputs(self, *, only_scattered: bool = False) -> None:
         """Make the current stream wait until the memory of queued reductions' inputs can be used again."""
-        for registration in self.active:
+        for registration in self._params.active:
             registration.bucket.reducer.release_input(only_scattered=only_scattered)
 
     @property
-    def reads_gradients_at_once(self) -> bool:
+    def is_read_at_once(self) -> bool:
         """Return True if reduced gradients are added to others, or read by hooks."""
-        return any(is_read_at_once(each) for registration in self.active for each in registration.parameters)
+        return any(is_read_at_once(each) for registration in self._params.active for each in registration.parameters)
 
     @property
-    def is_reduced(self) -> bool:
-        """Return True if `finish_reduction` neither waits nor runs collectives."""
+    def is_done(self) -> bool:
+        """Return True if `finish` neither waits nor runs collectives."""
         return all(
             registration.bucket.reducer.is_done and not any(map(has_gradient_hooks, registration.parameters))
-            for registration in self.registrations
+            for registration in self._params.registrations
         )
 
-    def finish_reduction(self, config: UnitConfig) -> None:
+    def finish(self, config: UnitConfig) -> None:
         """Wait for the averaged gradients and accumulate them."""
-        for registration in self.active:
+        for registration in self._params.active:
             reduced = registration.bucket.reducer.wait_reduce_scatter()
             if reduced is not None:
                 self._copied_event = reduced.event or self._copied_event
@@ -339,16 +301,13 @@ class FSDPUnit:
         apply_compiler_disable()
         self._name = name
         self.modules = tuple(modules)
-        self.params = UnitParams(registrations)
-        self.params.set_callbacks(self.on_gradient, self.unshard_for_backward)
+        self._set_params(UnitParams(registrations, get_device_streams(device) if device is not None else None))
         self.config = config
         self.buffers = buffers if buffers is not None else Buffers(())
-        self._streams = get_device_streams(device) if device is not None else None
         self.units_to_prefetch: dict[Phase, Sequence[FSDPUnit]] = {}  # keys: FORWARD, PRE_BACKWARD
         self.phase = Phase.IDLE
         self.root: RootHooks | None = None
-        self._running_calls = 0
-        self._modules_run = 0
+        self._running_calls = self._modules_run = 0
         self.open_calls: set[ForwardCall[FSDPUnit]] = set()  # recorded calls whose gradients are not complete
         self.pending_forward_ids: set[int] = set()  # forwards whose gradients have not been reduced
         self._has_unsynced_grads = False
@@ -360,17 +319,18 @@ class FSDPUnit:
         if self.root is not None:
             self.reshard()
         copied = memo[id(self)] = FSDPUnit(copy.deepcopy(self._name, memo), (), (), self.config)
-        copied._streams = self._streams
         for registration in self.registrations:
             registration.copy_parameters(memo)
-        copied.params = UnitParams(copy.deepcopy(self.registrations, memo))
-        copied.params.set_callbacks(copied.on_gradient, copied.unshard_for_backward)
+        copied._set_params(UnitParams(copy.deepcopy(self.registrations, memo), self.params.streams))
         copied.modules = copy.deepcopy(self.modules, memo)
-        copied.buffers = copy.deepcopy(self.buffers, memo)
-        copied.units_to_prefetch = copy.deepcopy(self.units_to_prefetch, memo)
+        copied.buffers, copied.units_to_prefetch = copy.deepcopy((self.buffers, self.units_to_prefetch), memo)
         return copied
 
-    # ---------------------------------------------------------------------------------------------------- facts
+    def _set_params(self, params: UnitParams) -> None:
+        self.params = params
+        self.params.set_callbacks(self.on_gradient, self.unshard_for_backward)
+        self.reducer = UnitReducer(self.params)
+        self._addresses: list[int] = []  # the unsharded buffers' data pointers, unique while they have storage
 
     @property
     def name(self) -> str:
@@ -397,14 +357,15 @@ class FSDPUnit:
         if name:
             self._name.become(name)
         if root is not None:  # a user may have unsharded it before this root existed
-            root.owners.by_address.update(dict.fromkeys(self.params.addresses, self))
+            root.owners.by_address.update(dict.fromkeys(self._addresses, self))
 
     # ----------------------------------------------------------------------------------------- full parameters
 
     def pull_user_changes(self) -> None:
         """Copy a user's changes to registered parameters into the buckets: values, dtypes and extensions."""
         self.bind_extensions()
-        self.params.pull_user_changes(all_buckets=True)
+        for registration in self.params.active:
+            registration.pull_user_changes()
 
     def bind_extensions(self) -> None:
         """Use the all-gather extensions that a user has set on local tensors."""
@@ -418,24 +379,31 @@ class FSDPUnit:
             with leave_inference_mode():
                 self.prefetch_unshard(full_precision=full_precision)
             return
-        if self.params.has_user_changes():
+        is_changed = False
+        for registration in self.params.active:
+            is_changed |= registration.has_user_changes()
+        if is_changed:
             self.bind_extensions()
-            self.params.pull_user_changes()
         sharded: list[UnshardedParams] = []
         for registration in self.params.active:
-            if not registration.bucket.unsharded.has_storage:
-                sharded.append(registration.bucket.unsharded)
+            if is_changed and registration.has_user_changes():
+                registration.pull_user_changes()
+            unsharded = registration.bucket.unsharded
+            if unsharded.phase is BucketPhase.SHARDED and not unsharded.is_aliased:
+                sharded.append(unsharded)
         if not sharded:
             return
         self.root.prepare_all_gather(self)
+        if self.config.limit_all_gathers and sharded[0].has_gathered_memory:
+            self.root.limiter.wait()
         if full_precision is None:
             full_precision = self.full_precision if self.pending_forward_ids else self.runs_in_full_precision
         start_all_gathers(sharded, full_precision=full_precision)
 
     def unshard(self, *, full_precision: bool = False) -> None:
         """All-gather the parameters and register them on the modules. Collective."""
-        params = self.params
-        if params.is_registered and params.is_unsharded:
+        params, is_in_forward = self.params, self.phase is Phase.FORWARD
+        if params.phases <= _UNSHARDED:
             return
         if torch.is_inference_mode_enabled():
             with leave_inference_mode():
@@ -443,27 +411,41 @@ class FSDPUnit:
             return
         torch.clear_autocast_cache()  # the cache, of any device, is keyed by the leaf, whose content changes
         self.prefetch_unshard(full_precision=full_precision)
-        keeps = self.config.post_forward_ranks > 0 and self.phase is Phase.FORWARD and torch.is_grad_enabled()
-        params.wait_all_gather(keep_partial_shard=keeps, is_in_forward=self.phase is Phase.FORWARD)
         assert self.root is not None
-        for address in params.addresses:
-            self.root.owners.by_address[address] = self
+        keeps = self.config.post_forward_ranks > 0 and is_in_forward and torch.is_grad_enabled()
+        streams = params.active[0].bucket.unsharded.streams
+        if streams.is_async:
+            streams.release_gather_outputs()
+        for registration in params.active:
+            unsharded = registration.bucket.unsharded
+            if unsharded.kept is not None:
+                check_kept(registration, unsharded.kept)
+            address = unsharded.wait_all_gather(keep_partial_shard=keeps)
+            if address:
+                self._addresses.append(address)
+                self.root.owners.by_address[address] = self
+            registration.register_unsharded()
+        if streams.is_async and not is_in_forward:  # the next unit's all-gather has not started
+            streams.release_gather_outputs()
 
     def reshard(self, *, keep_partial_shard: bool = False, unconditionally: bool = False) -> None:
         """Free the full parameters; do nothing if they are freed."""
-        params, root = self.params, self.root
-        # `unconditionally` also registers the shards of a unit that is marked as sharded.
-        if not (params.is_registered or params.has_unsharded_storage or unconditionally):
-            if not keep_partial_shard:
-                for registration in params.active:
-                    registration.bucket.unsharded.reshard()
-            return
+        root, freed = self.root, None
         if root is not None:
-            for address in params.addresses:
+            for address in self._addresses:
                 root.owners.by_address.pop(address, None)
-        params.reshard(keep_partial_shard=keep_partial_shard)
-        if root is not None and self.config.limit_all_gathers and params.has_gathered_memory and not unconditionally:
-            root.limiter.record_free_event(params.registrations[0].bucket.unsharded.streams)
+        self._addresses.clear()
+        for registration in self.params.active:
+            unsharded = registration.bucket.unsharded
+            # `unconditionally` also registers the shards of a bucket that is marked as sharded.
+            if unsharded.phase is not BucketPhase.SHARDED or unconditionally:
+                freed = freed or unsharded
+                registration.reshard(keep_partial_shard=keep_partial_shard)
+            elif not keep_partial_shard:
+                unsharded.reshard()
+        limits = self.config.limit_all_gathers and not unconditionally
+        if root is not None and freed is not None and freed.has_gathered_memory and limits:
+            root.limiter.record_free_event(freed.streams)
 
     # ------------------------------------------------------------------------------------------------- forward
 
@@ -475,16 +457,15 @@ class FSDPUnit:
     def prepare_inputs(self, inputs: Any, *, is_root: bool) -> Any:
         """Return inputs on the compute device and in the compute dtype; cast buffers."""
         precision, active = self.config.precision, self.params.active
+        streams = active[0].bucket.unsharded.streams if active else self.params.streams
         if precision.buffer_dtype is not None and self.runs_in_full_precision:
             self.buffers.restore()
         elif precision.buffer_dtype is not None:
             self.buffers.cast(precision.buffer_dtype)
-        if is_root:
-            streams = active[0].bucket.unsharded.streams if active else self._streams
-            if streams is not None and streams.is_async:
-                with profile_range("inputs_to_device"):
-                    inputs, event = mixed_precision.move_tensors(inputs, streams.device)
-                self._inputs_event = event or self._inputs_event
+        if is_root and streams is not None and streams.is_async:
+            with profile_range("inputs_to_device"):
+                inputs, event = mixed_precision.move_tensors(inputs, streams.device)
+            self._inputs_event = event or self._inputs_event
         casts = precision.cast_inputs or (precision.cast_root_inputs and is_root)
         if not casts or precision.param_dtype is None or self.params.is_checked_out or self.runs_in_full_precision:
             return inputs
@@ -499,7 +480,7 @@ class FSDPUnit:
             full_precision, self.phase = self.runs_in_full_precision, Phase.FORWARD
         for registration in self.params.active:
             unsharded = registration.bucket.unsharded
-            if unsharded.has_storage and unsharded.has_wrong_dtype(full_precision=full_precision):
+            if unsharded.phase is not BucketPhase.SHARDED and unsharded.has_wrong_dtype(full_precision=full_precision):
                 self.reshard()  # gathered by or for a forward in the other precision
                 break
         self.unshard(full_precision=full_precision)
@@ -558,8 +539,7 @@ class FSDPUnit:
 
     def pre_backward(self, *, needs_params: bool) -> bool:
         """Unshard before backward; return False if the unit was prepared. Collective."""
-        params = self.params
-        if needs_params and self.phase is Phase.PRE_BACKWARD and params.is_registered and params.is_unsharded:
+        if needs_params and self.phase is Phase.PRE_BACKWARD and self.params.phases <= _UNSHARDED:
             return False
         self.phase = Phase.PRE_BACKWARD
         self.pending_forward_ids.add(RECOMPUTED)
@@ -604,7 +584,7 @@ class FSDPUnit:
         self._has_unsynced_grads = False
         self.phase = Phase.IDLE
         resets = [registration.reset_after_error for registration in self.params.active]
-        run_all([self.params.forget_gradients, *resets, partial(self.reshard, unconditionally=True)])
+        run_all([self.reducer.forget_gradients, *resets, partial(self.reshard, unconditionally=True)])
 
 
 def _stays_after_backward(config: UnitConfig, *, is_unsynced: bool) -> bool:
@@ -633,7 +613,8 @@ class ShardWrites:
         devices: set[DeviceStreams] = set()
         for unit in self._units:
             for registration in unit.params.registrations:
-                devices.add(registration.bucket.unsharded.streams)
+                if registration.bucket.unsharded.streams.is_async:
+                    devices.add(registration.bucket.unsharded.streams)
         for streams in devices:
             if event is not None:
                 streams.make_gathers_wait(event)

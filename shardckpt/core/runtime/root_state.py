@@ -23,6 +23,7 @@ from shardckpt.core.modules.autograd_hooks import (
 )
 from shardckpt.core.modules.fqn_and_params import clean
 from shardckpt.core.modules.pytree import find_grad_tensors, mapped
+from shardckpt.core.params.unsharded_params import BucketPhase
 from shardckpt.core.runtime import mixed_precision
 from shardckpt.core.runtime.backward_order import RECOMPUTED, BackwardOrder, ForwardCall, Step, Steps
 from shardckpt.core.runtime.fsdp_unit import FSDPUnit, Phase, ShardWrites, run_all
@@ -38,17 +39,14 @@ class Prefetcher:
         # Units that the running forward prefetched and has not called yet, in this order.
         self.unused: dict[FSDPUnit, None] = {}
 
-    def start_iteration(self) -> None:
-        """Start to record the order of forward calls."""
-        self._first_order = self._first_order or self._order
-        self._order = []
-
     def forget(self) -> None:
         """Forget the order of a failed iteration."""
         self._order = []
 
-    def prefetch_forward(self, unit: FSDPUnit) -> None:
+    def prefetch_forward(self, unit: FSDPUnit, *, is_root: bool) -> None:
         """Prefetch the units after a unit in forward, if enabled. Collective."""
+        if is_root:  # an iteration starts
+            self._first_order, self._order = self._first_order or self._order, []
         position = len(self._order)
         self._order.append(unit)
         self.unused.pop(unit, None)
@@ -57,7 +55,7 @@ class Prefetcher:
             expected = self._first_order[position : position + 2]
             chosen = expected[1:] if expected[:1] == [unit] else []
         for following in chosen or ():
-            if not following.params.has_unsharded_storage:
+            if following.params.phases <= {BucketPhase.SHARDED}:
                 self.unused[following] = None
             with profile_range(f"forward_prefetch for {following.name}"):
                 following.prefetch_unshard()
@@ -66,7 +64,7 @@ class Prefetcher:
         """Free units that a forward did not call, since a step may change them before their next forward."""
         unused, self.unused = self.unused, {}
         for unit in unused:
-            if not unit.params.is_registered:  # a user may have unsharded it
+            if unit.params.phases != {BucketPhase.UNSHARDED}:  # a user may have unsharded it
                 unit.reshard()
 
     def prefetch_backward(self, unit: FSDPUnit, when: BackwardPrefetch, order: BackwardOrder[FSDPUnit]) -> None:
@@ -179,7 +177,7 @@ class UnitReductions:
         if is_async:
             self._release_inputs(buffers - 1, only_scattered=True)
         with unit.profile_range("post_backward_reduce"):
-            unit.params.start_reduction(unit.config, full_precision=unit.full_precision)
+            unit.reducer.start(unit.config, full_precision=unit.full_precision)
         (self.unreduced.discard if _is_complete(unit) else self.unreduced.add)(unit)
         self._running = [*(other for other in self._running if other is not unit), unit]
         if is_async:
@@ -190,13 +188,13 @@ class UnitReductions:
     def _release_inputs(self, left: int, *, only_scattered: bool = False) -> None:
         """Free the oldest reductions' inputs until `left` remain."""
         for unit in self._running[: max(0, len(self._running) - left)]:
-            unit.params.release_reduce_inputs(only_scattered=only_scattered)
+            unit.reducer.release_inputs(only_scattered=only_scattered)
 
     def _count_unread(self, buffers: int) -> int:
         """Return how many of the latest reductions may stay queued: nobody reads their gradients before the end."""
         # Gradients that are added to others would need more memory until then.
         older = len(self._running) - buffers
-        read = [number for number in range(older) if self._running[number].params.reads_gradients_at_once]
+        read = [number for number in range(older) if self._running[number].reducer.is_read_at_once]
         return len(self._running) - (read[-1] + 1 if read else 0)
 
     def defer(self, unit: FSDPUnit) -> None:
@@ -205,7 +203,7 @@ class UnitReductions:
 
     def finish_completed(self) -> None:
         """Finish reductions that are over, which frees their buffers early."""
-        while self._running and self._running[0].params.is_reduced:
+        while self._running and self._running[0].reducer.is_done:
             self._finish(len(self._running) - 1)
 
     def _finish(self, left: int) -> None:
@@ -213,7 +211,7 @@ class UnitReductions:
         while len(self._running) > left:
             unit = self._running.pop(0)
             with unit.profile_range("post_backward_rs_wait"):
-                unit.params.finish_reduction(unit.config)
+                unit.reducer.finish(unit.config)
 
     def start_unreached(self) -> None:
         """Start the reductions for units that a last backward did not reach. Collective."""
@@ -229,7 +227,7 @@ class UnitReductions:
             self._finish(0)
             self._mode_in_use = None
         for unit in self._units:
-            unit.params.finish_gradients()
+            unit.reducer.finish_gradients()
 
     def reset_after_error(self) -> None:
         """Forget a failed iteration's reductions."""
@@ -282,7 +280,7 @@ class UnitReductions:
         with torch.no_grad():
             self._finish(0)
             for unit in self._units:
-                unit.params.finish_gradients()
+                unit.reducer.finish_gradients()
         self.pending_handle = self._mode_in_use = None
 
 
@@ -306,13 +304,11 @@ class RootState:
         self.reductions = UnitReductions(self.units, self._rank_checks.order if self._rank_checks is not None else None)
 
     def prepare_all_gather(self, unit: FSDPUnit) -> None:
-        """Prepare a unit's all-gathers: order them, and limit how far they run ahead."""
+        """Prepare a unit's all-gathers: order them."""
         if not (self._forward_depth or autograd_hooks.in_backward()):  # a running pass has done this already
             self.shard_writes.make_gathers_wait()
         if self._rank_checks is not None:
             self._rank_checks.order.check_unit(self.units.index(unit), "gather")
-        if unit.config.limit_all_gathers and unit.params.has_gathered_memory:
-            self.limiter.wait()
 
     # ------------------------------------------------------------------------------------------------- forward
 
@@ -351,7 +347,7 @@ class RootState:
         with unit.profile_range("pre_forward"):
             unit.pre_forward(forward_id)
         if not recomputes:
-            self._prefetcher.prefetch_forward(unit)
+            self._prefetcher.prefetch_forward(unit, is_root=unit is self.root)
             (self.owners.saved.discard if has_backward else self.owners.saved.add)(unit)
         if inputs and unit.params.active:
             hooked = iter(PostBackward.apply(partial(self.post_backward, call), *inputs))  # type: ignore[no-untyped-call]
@@ -364,35 +360,29 @@ class RootState:
     def _start_forward(self, unit: FSDPUnit) -> None:
         """Start a forward: the outermost one gets an id, the root's starts an iteration."""
         self._forward_depth += 1
-        if unit is self.root:
+        is_outermost, is_root = self._forward_depth == 1, unit is self.root
+        if self._order is not None and (is_outermost or is_root):
+            self.recover()
+        if is_root:
             with profile_range("root_pre_forward"):
-                self._start_iteration()
-        elif self._forward_depth == 1:
+                if self._has_kept_params:  # a forward without backward kept them; they may be outdated
+                    self._has_kept_params = False
+                    _reshard_all(self.units)
+                if self._rank_checks is not None:
+                    self._rank_checks.forward_starts()
+                self.shard_writes.make_gathers_wait(starts_iteration=True)
+        elif is_outermost:
             self.shard_writes.make_gathers_wait()
-        if self._forward_depth == 1:
-            if self._order is not None:
-                self.recover()
+        if is_outermost:
             self._forward_id += 1
             is_kept = has_calls = False
             for each in self.units:
-                is_kept = is_kept or each.params.is_kept
-                has_calls = has_calls or bool(each.open_calls if unit is self.root else each.pending_forward_ids)
+                is_kept = is_kept or BucketPhase.KEPT in each.params.phases
+                has_calls = has_calls or bool(each.open_calls if is_root else each.pending_forward_ids)
             if is_kept:
                 _reshard_outdated(self.units)
             if not has_calls:
                 self._calls = []
-
-    def _start_iteration(self) -> None:
-        """Prepare an iteration before the root computes; recover from a failed one."""
-        if self._order is not None:
-            self.recover()
-        if self._has_kept_params:  # a forward without backward kept them; they may be outdated
-            self._has_kept_params = False
-            _reshard_all(self.units)
-        if self._rank_checks is not None:
-            self._rank_checks.forward_starts()
-        self.shard_writes.make_gathers_wait(starts_iteration=True)
-        self._prefetcher.start_iteration()
 
     @compiler_disabled
     def post_forward(self, call: ForwardCall[FSDPUnit], output: Any) -> Any:
@@ -424,7 +414,8 @@ class RootState:
             for unit in self.units:
                 unit.finalize_forward()
                 for registration in unit.params.active:
-                    registration.bucket.unsharded.streams.release_gather_outputs()
+                    if registration.bucket.unsharded.streams.is_async:
+                        registration.bucket.unsharded.streams.release_gather_outputs()
             if self._prefetcher.unused:
                 self._prefetcher.free_unused()
 

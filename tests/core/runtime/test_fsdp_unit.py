@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(TORCH, reason="looks at phases of our engine")
 if not TORCH:
     from shardckpt.core import fully_shard
     from shardckpt.core.params.gradient_reduction import GradientReducer
+    from shardckpt.core.params.unsharded_params import BucketPhase
     from shardckpt.core.runtime import fsdp_unit
     from shardckpt.core.runtime.fsdp_unit import TRANSITIONS, FSDPUnit, Phase
 
@@ -251,12 +252,12 @@ def test_a_unit_that_cannot_be_reset_leaves_no_other_unsharded():
                 patch.setattr(registration, "reset_after_error", partial(fail, number))
             with pytest.raises(ValueError, match="unit 0"):
                 model._fsdp_state.root_state.reset_after_error()
-        return [unit.params.has_unsharded_storage for unit in units], [unit.phase for unit in units]
+        return [unit.params.phases for unit in units], [unit.phase for unit in units]
 
     def fail(number):
         raise ValueError(f"unit {number}")
 
-    assert run(2, body) == [([False] * 3, [Phase.IDLE] * 3)] * 2
+    assert run(2, body) == [([{BucketPhase.SHARDED}] * 3, [Phase.IDLE] * 3)] * 2
 
 
 def test_a_reshard_keeps_a_parameter_that_replaced_a_kept_one_for_the_next_forward():
@@ -270,3 +271,25 @@ def test_a_reshard_keeps_a_parameter_that_replaced_a_kept_one_for_the_next_forwa
         return model(torch.ones(1, 4)).tolist()
 
     assert run(2, body) == [[[8.0] * 4]] * 2
+
+
+def test_a_unit_that_a_backward_prefetched_in_vain_is_gathered_anew():
+    """Nothing computed with its parameters, so a user may change them before the next forward."""
+
+    def body(rank, world):
+        model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2)))
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        model[1].set_reshard_after_backward(False)
+        model[0].set_modules_to_backward_prefetch([model[1]])
+        with torch.no_grad():
+            model(torch.ones(1, 4))  # both are below one root
+        used = model[0](torch.ones(1, 4, requires_grad=True))
+        used.sum().backward()
+        phases = model[1]._fsdp_state.unit.params.phases
+        with torch.no_grad():
+            model[1].weight.to_local().fill_(2.0)
+        return phases, model[1](torch.ones(1, 4)).tolist()
+
+    assert run(2, body) == [({BucketPhase.SHARDED}, [[8.0] * 4])] * 2
