@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardckpt.boxes import Box
+from shardckpt.boxes import Box, full_box
 from shardckpt.checkpoint.load.source import CheckpointSource, allocate
 from shardckpt.checkpoint.stateful.stateful import dtype_name, has_memory
 from shardckpt.encodings.pickle_stubs import PerRankValue
@@ -18,11 +18,15 @@ from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.plan.naming.fqn import make_cleaner
 from shardckpt.plan.naming.sections import find_sections, model_paths
 from shardckpt.plan.naming.weights import to_file_name
+from shardckpt.plan.subclass_record import find_record
 from shardckpt.readers.opened.state_tree import ForeignValue
 from shardckpt.state.keys.slots import UnequalSteps
-from shardckpt.state.local.tensor_shards import LocalShard, TensorShards, end_address, has_own_elements
+from shardckpt.state.local.tensor_shards import LocalShard, TensorShards, end_address, find_wrapper, has_own_elements
+from shardckpt.state.local.tensor_subclasses import find_difference, take_apart
 
 Put = Callable[[Any], None]
+
+_MAX_TEXT = 1 << 16  # bytes
 
 
 class Taker(NamedTuple):
@@ -170,9 +174,16 @@ class LoadPlanBuilder:
 
     def add_array(self, path: Path, source: Path, array: TensorShards) -> None:
         """Add an array."""
+        if find_wrapper(array) is not None:
+            self._add_wrapper(path, source, array)
+            return
         entry = self.source.arrays.get(source)
         if entry is None:
             value, is_there = self._take(path, source)
+            if isinstance(value, dict) and (record := find_record(value)) is not None:
+                text = f"it was saved as a {record.kind}, and this is a plain tensor"
+                self.add_problem(path, f"kind mismatch for {dotted(path)}: {text} (quantize the model before the load)")
+                return
             if isinstance(value, ForeignValue) and isinstance(value.value, PerRankValue) and self.wants(path):
                 raise value.value.error(dotted(source))
             if is_there:
@@ -187,6 +198,31 @@ class LoadPlanBuilder:
                 array = self._without_repeats(path, entry, array)
             self.plan.problems += _find_mismatches(path, entry, array, can_cast=self.options.cast)
         self.plan.arrays.append(LoadItem(path, entry, array))
+
+    def _add_wrapper(self, path: Path, source: Path, array: TensorShards) -> None:
+        """Add the inner tensors of a wrapper subclass."""
+        saved, is_there = self._take(path, source)
+        if not is_there or not self.wants(path):
+            return
+        record, inner = take_apart(array, dotted(path))
+        if (difference := find_difference(record, find_record(saved))) is not None:
+            self.add_problem(path, f"kind mismatch for {dotted(path)}: {difference}")
+            return
+        for name, part in inner.items():
+            self.add_array((*path, name), (*source, name), part)
+
+    def read_bytes(self, path: Path, source: Path) -> torch.Tensor | None:
+        """Read a short text that was saved as bytes; None if it is missing, not wanted, or no text."""
+        _, is_there = self._take(path, source)
+        entry = self.source.arrays.get(source)
+        if not is_there or not self.wants(path):
+            return None
+        if entry is None or entry.dtype != "uint8" or len(entry.shape) != 1 or entry.shape[0] > _MAX_TEXT:
+            self.add_problem(path, f"kind mismatch for {dotted(path)}: it must be a text as bytes")
+            return None
+        scratch = torch.empty(entry.shape, dtype=torch.uint8)
+        shard = LocalShard(full_box(entry.shape), scratch)
+        return self._read_shard(LoadItem(path, entry, TensorShards(entry.shape, torch.uint8, (shard,))), shard)
 
     def require_equal(self, path: Path, source: Path, array: TensorShards) -> bool:
         """Add a problem if a saved array differs from quantized weights, whose scales the checkpoint does not have."""
@@ -209,7 +245,8 @@ class LoadPlanBuilder:
         wanted = [path for path in spellings if self.wants(path)] or list(spellings)
         found = [(path, source) for path in wanted if (source := spellings[path]) is not None]
         self.add_array(wanted[0], found[0][1] if found else wanted[0], array)
-        entries = [(path, self.source.arrays[source]) for path, source in found if self.wants(path)]
+        arrays = self.source.arrays  # without wrapper subclasses
+        entries = [(path, arrays[source]) for path, source in found if self.wants(path) and source in arrays]
         if self.options.is_own_only:
             entries = [(path, entry) for path, entry in entries if not self.source.is_elsewhere(entry)]
         for path, entry in entries[1:]:
@@ -379,7 +416,7 @@ def model_names(saved: CheckpointSource, path: Path, names: Collection[str]) -> 
 
 def _saved_names(saved: CheckpointSource, path: Path, names: Collection[str]) -> Mapping[str, Path]:
     n = len(path)
-    here = {str(at[n]): at for at in saved.arrays if len(at) == n + 1 and at[:n] == path}
+    here = {str(at[n]): at[: n + 1] for at in saved.arrays if len(at) > n and at[:n] == path}
     if saved.is_native or any(name in here for name in names):
         clean = make_cleaner(here)
         return {**{clean(name): at for name, at in here.items()}, **here}

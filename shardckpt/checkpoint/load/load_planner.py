@@ -41,7 +41,8 @@ from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.readers.opened.state_tree import ForeignValue, TensorRef, iter_refs, read_numpy
 from shardckpt.state.adapters.flat_shard_check import FlatShards
 from shardckpt.state.keys.kinds import is_sharded_tensor
-from shardckpt.state.local.tensor_shards import get_tensor_shards
+from shardckpt.state.local.quant_states import QuantState
+from shardckpt.state.local.tensor_shards import get_tensor_shards, is_wrapper_subclass
 
 
 def plan_load(
@@ -110,7 +111,8 @@ class _LoadPlanner:
         if is_sharded_tensor(value):
             value = view_as_dtensor(value, path)
         else:
-            check_tensor(value, path)
+            if not is_wrapper_subclass(value):
+                check_tensor(value, path)
             require_no_flat_shard(value, path, self._shards)
         self._builder.add_array(path, path, get_tensor_shards(value))
 
@@ -228,8 +230,18 @@ class _LoadPlanner:
         others: dict[str, list[str]] = {}
         for alias, first in model.aliases.items():
             others.setdefault(first, []).append(alias)
-        quantized = find_quantized(model.index)
+        quantized = set(find_quantized(model.index))
+        without: set[str] = set()  # scales that an older checkpoint does not have
+        for state in model.quant_states:
+            if any(name in names for name in state.names):
+                quantized.discard(state.weight)
+                self._quant_text(state, path, names)
+                without.add(state.text_name)
+            else:
+                without.update(state.names)
         for name, array in model.arrays.items():
+            if name in without:
+                continue
             if name in quantized and self._builder.require_equal((*path, name), names.get(name, (*path, name)), array):
                 continue
             if name in others:
@@ -245,6 +257,21 @@ class _LoadPlanner:
             self._builder.add_value((*path, name), owner.set_extra_state)
         self._builder.plan.is_collective |= model.index is None
         self._builder.plan.after.append(model.finish)
+
+    def _quant_text(self, state: QuantState, path: Path, names: Mapping[str, Path]) -> None:
+        """Compare the form of a packed weight, and plan to load what its text has."""
+        if not state.text_name:
+            return
+        place = (*path, state.text_name)
+        saved = self._builder.read_bytes(place, names.get(state.text_name, place))
+        if saved is None:
+            return
+        if (difference := state.find_difference(saved)) is not None:
+            self._builder.add_problem(
+                place, f"{dotted((*path, state.weight))} is quantized in another way: {difference}"
+            )
+        else:
+            self._builder.plan.after.append(partial(state.load_text, saved))
 
     def _optimizer(self, optim: Any, path: Path, put: Put) -> None:
         if keeps_state_elsewhere(optim):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from shardckpt.plan.naming.fqn import strip_wrappers
 from shardckpt.plan.naming.sections import find_sections
 from shardckpt.plan.optim import optimizer_state as optimizers
 from shardckpt.plan.optim.param_groups import read_param_names
+from shardckpt.plan.subclass_record import SUBCLASS, find_record
 from shardckpt.readers.opened.state_tree import iter_refs
 from shardckpt.state.adapters import torch_fsdp1
 from shardckpt.state.adapters.flat_shard_check import FlatShards
@@ -32,6 +33,7 @@ from shardckpt.state.local.optim_shards import (
     plan_optim_targets,
 )
 from shardckpt.state.local.tensor_shards import get_tensor_shards
+from shardckpt.state.local.tensor_subclasses import find_dtype
 
 
 class OptimizerLoadPlanner:
@@ -54,28 +56,34 @@ class OptimizerLoadPlanner:
         if not self._builder.options.may_want_below(path):
             return
         try:
+            wrapped = self._find_wrapped(root, index)
             state = self._select(self._read_named_state(root, index, optim), path)
-            targets = self._plan_optim_targets(optim, index, state)
+            targets = self._plan_optim_targets(optim, index, state, wrapped)
         except ShardckptError as error:
             self._builder.plan.problems.append(f"{dotted(path)}: {error}")
             return
-        self._fill_optim_targets(targets, state, path)
+        self._fill_optim_targets(targets, state, path, wrapped)
         self._builder.plan.problems += [f"{dotted(path)}.{text}" for text in targets.problems]
         if self._builder.options.strict:
-            self._compare_parameters(optim, index, state, path)
+            self._compare_parameters(optim, index, state, path, {name for name, _ in wrapped})
             for name in find_unsaved_values(optim):
                 text = "is neither a slot nor a setting: it is not loaded (strict=False keeps what is there)"
                 self._builder.add_problem((*path, name), f"{dotted((*path, name))} {text}")
         self._builder.plan.after.append(lambda: targets.put(optim))
 
     def _compare_parameters(
-        self, optim: torch.optim.Optimizer, index: ModelIndex, state: optimizers.OptimizerState, path: Path
+        self,
+        optim: torch.optim.Optimizer,
+        index: ModelIndex,
+        state: optimizers.OptimizerState,
+        path: Path,
+        wrapped: Set[str],
     ) -> None:
         """Report parameters that only the live or only the saved optimizer has. Their param groups may differ."""
         live = dict.fromkeys(name for names in parameter_names(index, optim) for name in names)
         groups: Sequence[Mapping[str, Any]] = state.groups
         saved = dict.fromkeys(_first(str(name), index) for group in groups for name in group.get("params", ()))
-        kept = dict.fromkeys(_first(key.rpartition("/")[0], index) for key in state.tensors)
+        kept = dict.fromkeys([_first(key.rpartition("/")[0], index) for key in state.tensors] + sorted(wrapped))
         for name in {**saved, **kept}:
             if name not in live:
                 self._builder.add_problem((*path, "state", name), f"unexpected: {dotted((*path, 'state', name))}")
@@ -140,6 +148,7 @@ class OptimizerLoadPlanner:
         tensors = {path: entry for path, entry in self._builder.source.arrays.items() if path[:n] == root}
         others = _without_state(self._builder.source.find(root)[0])
         inside = {ref.path for ref in iter_refs(others)}  # of groups, and of lists and dicts in slots
+        inside |= {ref.path for tree in self._find_trees(root).values() for ref in iter_refs(tree)}
         values = _leaves(self._builder.source.read_tree(others), root)
         raw = optimizers.RawOptimizer(
             {path[n:]: entry for path, entry in tensors.items() if path not in inside},
@@ -148,6 +157,33 @@ class OptimizerLoadPlanner:
         groups = raw.values.get(("param_groups",))
         numbers = _stored_names(groups, index) or _names_by_number(parameter_names(index, optim), groups)
         return optimizers.key_by_name(raw, shapes, numbers, clean=lambda name: _first(name, index))
+
+    def _find_trees(self, root: Path) -> dict[Path, dict[str, Any]]:
+        """Return the slots that were saved as wrapper subclasses, by path."""
+        found = self._builder.source.find((*root, "state"))[0]
+        rows = found.items() if isinstance(found, dict) else ()
+        return {
+            (*root, "state", name, slot): tree
+            for name, slots in rows
+            if isinstance(slots, dict)
+            for slot, tree in slots.items()
+            if _is_wrapped(tree)
+        }
+
+    def _find_wrapped(self, root: Path, index: ModelIndex) -> dict[tuple[str, str], tuple[Path, SavedSlot]]:
+        """Return the slots that were saved as wrapper subclasses, by name and slot, with their paths."""
+        wrapped = {}
+        for path, tree in self._find_trees(root).items():
+            record = find_record(tree)
+            assert record is not None
+            inner = {}
+            for name, ref in tree.items():
+                if name != SUBCLASS:
+                    entry = self._builder.source.arrays[ref.path]
+                    inner[name] = (entry.shape, torch_dtype(entry))
+            slot = SavedSlot(record.shape, find_dtype(record.dtype), (), record, inner)
+            wrapped[_first(str(path[-2]), index), str(path[-1])] = (path, slot)
+        return wrapped
 
     def _select(self, state: optimizers.OptimizerState, path: Path) -> optimizers.OptimizerState:
         """Return what the options include from an optimizer's state."""
@@ -166,12 +202,18 @@ class OptimizerLoadPlanner:
         return replace(state, tensors=tensors, scalars=scalars, groups=groups)
 
     def _plan_optim_targets(
-        self, optim: torch.optim.Optimizer, index: ModelIndex, state: optimizers.OptimizerState
+        self,
+        optim: torch.optim.Optimizer,
+        index: ModelIndex,
+        state: optimizers.OptimizerState,
+        wrapped: Mapping[tuple[str, str], tuple[Path, SavedSlot]],
     ) -> OptimTargets:
         slots: dict[str, dict[str, SavedSlot]] = {}
         for key, entry in state.tensors.items():
             name, _, slot = key.rpartition("/")
             slots.setdefault(name, {})[slot] = SavedSlot(entry.shape, torch_dtype(entry), entry.order)
+        for (name, slot), (_, found) in wrapped.items():
+            slots.setdefault(name, {})[slot] = found
         return plan_optim_targets(
             index,
             optim,
@@ -182,10 +224,19 @@ class OptimizerLoadPlanner:
             unequal_steps=self._builder.options.unequal_steps,
         )
 
-    def _fill_optim_targets(self, targets: OptimTargets, state: optimizers.OptimizerState, path: Path) -> None:
+    def _fill_optim_targets(
+        self,
+        targets: OptimTargets,
+        state: optimizers.OptimizerState,
+        path: Path,
+        wrapped: Mapping[tuple[str, str], tuple[Path, SavedSlot]],
+    ) -> None:
         """Plan the reads for the targets; compare numbers that several parameters share."""
         shared: dict[int, list[LoadItem]] = {}
         for name, slot, array in targets.arrays:
+            if (name, slot) in wrapped:
+                self._builder.add_array((*path, "state", name, slot), wrapped[name, slot][0], array)
+                continue
             wanted = LoadItem((*path, "state", name, slot), state.tensors[f"{name}/{slot}"], array)
             if not array.shape and array.shards:
                 shared.setdefault(array.shards[0].tensor.data_ptr(), []).append(wanted)
@@ -248,7 +299,14 @@ def _without_state(tree: Any) -> Any:
 def _plain_slots(slots: Any) -> Any:
     if not isinstance(slots, dict):
         return slots
-    return {slot: value for slot, value in slots.items() if not _is_array(value)}
+    return {slot: value for slot, value in slots.items() if not _is_array(value) and not _is_wrapped(value)}
+
+
+def _is_wrapped(value: Any) -> bool:
+    """Return True for a saved wrapper subclass whose inner tensors are plain."""
+    if not isinstance(value, dict) or SUBCLASS not in value:
+        return False
+    return find_record(value) is not None and all(_is_array(part) for key, part in value.items() if key != SUBCLASS)
 
 
 def _is_flat_slot(key: Any) -> bool:

@@ -22,11 +22,13 @@ from shardckpt.native.payload import GROUP_BYTES
 from shardckpt.native.reader import NativeReader
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.naming.sections import split_flat_names
+from shardckpt.plan.subclass_record import SUBCLASS, find_record
 from shardckpt.reader import NamedBases, ParamShapes, Reader, missing_shapes_error
 from shardckpt.readers.opened.state_tree import TensorRef, build_tree, fill_tree, find, iter_refs
 from shardckpt.readers.registry import open_checkpoint
 from shardckpt.readers.torchsave.storages import find_value
 from shardckpt.state.local.tensor_shards import LocalShard, TensorShards, empty_in_order
+from shardckpt.state.local.tensor_subclasses import build
 from shardckpt.storage.store import Read, Store
 
 KeyMap = Mapping[str, str] | None  # replacements by regular expression, for every key of a checkpoint's names
@@ -161,7 +163,7 @@ class CheckpointSource:
                 raise values[ref.path].error(self.url)
             return array_from_tensor(tensors[ref.path]) if ref.kind == "numpy" else tensors[ref.path]
 
-        return fill_tree(tree, get_array, skipped)
+        return fill_tree(tree, get_array, skipped, _build_subclass)
 
     def count_bytes(self, tree: Any) -> int:
         """Return the bytes that `read_tree` reads."""
@@ -212,6 +214,16 @@ class CheckpointSource:
     def locate(self, entries: Sequence[TensorEntry]) -> list[TensorEntry]:
         """Return entries with located pieces, after a check that all elements exist."""
         return locate(self._reader, self.manifest, entries)
+
+
+def _build_subclass(inner: dict[Any, Any]) -> object:
+    """Return a tensor from its record and inner tensors; these unchanged if its class cannot be imported."""
+    tensors = {name: value for name, value in inner.items() if name != SUBCLASS}
+    record = find_record(inner)
+    if record is None or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
+        return inner
+    built = build(record, tensors)
+    return inner if built is None else built
 
 
 def _with_shapes(reader: Reader, get_shapes: Callable[[], ParamShapes | None]) -> Reader:

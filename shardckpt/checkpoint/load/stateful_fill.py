@@ -21,11 +21,13 @@ from shardckpt.checkpoint.load.load_plan import LoadItem, is_same_source
 from shardckpt.checkpoint.stateful.flatten import view_as_dtensor
 from shardckpt.checkpoint.stateful.stateful import dtype_name, has_memory
 from shardckpt.checkpoint.stateful.walk import WITH_STATE, find_kind, require_depth, walk
+from shardckpt.core.modules.dtensors import local
 from shardckpt.encodings.tagged_json import path_key
 from shardckpt.manifest import Path, TensorEntry
-from shardckpt.readers.opened.state_tree import TensorRef
+from shardckpt.plan.subclass_record import find_record
+from shardckpt.readers.opened.state_tree import TensorRef, iter_refs
 from shardckpt.state.keys.kinds import is_sharded_tensor
-from shardckpt.state.local.tensor_shards import LocalShard, get_tensor_shards
+from shardckpt.state.local.tensor_shards import LocalShard, get_tensor_shards, is_wrapper_subclass
 
 _MISSING = object()
 
@@ -134,6 +136,10 @@ class _Match:
         """Return the value to pass to the object for a subtree."""
         if isinstance(saved, TensorRef):
             return self._array(saved, own, path)
+        if isinstance(own, torch.Tensor) and is_wrapper_subclass(local(own)) and find_record(saved) is not None:
+            source = next(iter_refs(saved)).path[:-1]
+            self.made.fills.append(Fill(path, source, own))
+            return own
         if isinstance(saved, dict):
             return type(saved)(
                 {key: self.visit(item, _member(own, key), (*path, path_key(key))) for key, item in saved.items()}

@@ -142,7 +142,13 @@ def build_contents(
         if path[:-2] in states:
             states[path[:-2]][path[-2]][path[-1]] = TensorRef(path)
     for path, value in _merge_optional_values(reports).items():
-        states[path[:-2]][path[-2]][path[-1]] = value
+        slots = states[path[:-2]][path[-2]]
+        if path[-1] in slots:
+            raise UsageError(
+                f"`{dotted(path)}` is a plain tensor on one rank, and another class on another rank",
+                fix="Give all ranks shards of one kind: low-bit optimizers choose it by a shard's size.",
+            )
+        slots[path[-1]] = value
     for state in states.values():
         for name in [name for name, slots in state.items() if not slots]:
             del state[name]

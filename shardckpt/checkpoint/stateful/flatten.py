@@ -33,11 +33,13 @@ from shardckpt.errors import UnsupportedError, UsageError
 from shardckpt.events.warn_user import warn_user
 from shardckpt.manifest import Path, dotted
 from shardckpt.native.payload import PayloadChunk
-from shardckpt.readers.opened.state_tree import TensorRef
+from shardckpt.plan.subclass_record import SUBCLASS
+from shardckpt.readers.opened.state_tree import TensorRef, iter_refs
 from shardckpt.state.adapters.flat_shard_check import FlatShardError, FlatShards, has_peers
 from shardckpt.state.keys.kinds import get_metadata, is_flat_part, is_sharded_tensor, require_not_local
 from shardckpt.state.keys.slots import OpaqueStateError
-from shardckpt.state.local.tensor_shards import TensorShards, get_tensor_shards
+from shardckpt.state.local.tensor_shards import TensorShards, find_wrapper, get_tensor_shards, is_wrapper_subclass
+from shardckpt.state.local.tensor_subclasses import take_apart
 
 if TYPE_CHECKING:
     from shardckpt.state.adapters.model_index import ModelIndex
@@ -241,7 +243,7 @@ class _StateFlattener:
     def _value(self, value: Any, _path: Path) -> Any:
         return value
 
-    def _array(self, value: Any, path: Path) -> TensorRef:
+    def _array(self, value: Any, path: Path) -> Any:
         return self._tensor(tensor_from_numpy(value, path), path, "numpy")
 
     def _column(self, column: dict[Any, Any], path: Path) -> Any:
@@ -259,11 +261,12 @@ class _StateFlattener:
             self._made.optimizers.append(path)
         return state
 
-    def _tensor(self, value: torch.Tensor, path: Path, kind: str = "tensor") -> TensorRef:
+    def _tensor(self, value: torch.Tensor, path: Path, kind: str = "tensor") -> Any:
         is_plain = type(value) in PLAIN_TENSORS
         if not is_plain and is_sharded_tensor(value):
             return self._sharded_tensor(value, path)
-        check_tensor(value, path)
+        if not is_wrapper_subclass(value):
+            check_tensor(value, path)
         if not self._is_per_rank and value.dim() == 1:
             require_no_flat_shard(value, path, self._shards)
         try:
@@ -272,16 +275,25 @@ class _StateFlattener:
             raise UnsupportedError(error.what, where=dotted(path), found=error.found, fix=error.fix) from error
         self._kept.append(value)
         is_full = (is_plain or not isinstance(value, DTensor)) and 0 not in array.shape
-        self._add(path, array, _memory(array) if is_full else ("object", id(value)))
-        return TensorRef(path, kind)
+        return self._add(path, array, _memory(array) if is_full else ("object", id(value)), kind)
 
-    def _sharded_tensor(self, value: torch.Tensor, path: Path) -> TensorRef:
+    def _sharded_tensor(self, value: torch.Tensor, path: Path) -> Any:
         """Add a ShardedTensor, which torch's wrapper returns without a mesh."""
         self._kept.append(value)
-        self._add(path, get_tensor_shards(view_as_dtensor(value, path)), ("object", id(value)))
-        return TensorRef(path)
+        return self._add(path, get_tensor_shards(view_as_dtensor(value, path)), ("object", id(value)))
 
-    def _add(self, path: Path, array: TensorShards, identity: Hashable, *, is_step_written: bool = False) -> None:
+    def _add(
+        self,
+        path: Path,
+        array: TensorShards,
+        identity: Hashable,
+        kind: str = "tensor",
+        *,
+        is_step_written: bool = False,
+    ) -> Any:
+        """Add an array, or the inner tensors of a wrapper subclass, and return its place in the tree."""
+        if find_wrapper(array) is not None:
+            return self._add_inner(path, array, identity)
         if path in self._made.arrays or path in self._made.ties:
             raise UsageError("two keys of a dict are spelt alike", where=dotted(path))
         for shard in array.shards:
@@ -296,6 +308,18 @@ class _StateFlattener:
             self._made.ties[path] = first
             if not is_step_written:
                 self._made.step_written.discard(first)
+        return TensorRef(path, kind)
+
+    def _add_inner(self, path: Path, array: TensorShards, identity: Hashable) -> dict[str, Any]:
+        record, inner = take_apart(array, dotted(path))
+        tree: dict[str, Any] = {SUBCLASS: record.encode()}
+        for name, part in inner.items():
+            for shard in part.shards:
+                check_tensor(shard.tensor, (*path, name))
+            # Inner tensors of a full tensor may be shared one by one.
+            own = _memory(part) if identity is None else (identity, name)
+            tree[name] = self._add((*path, name), part, own)
+        return tree
 
     def _module(self, model: nn.Module, path: Path) -> dict[str, Any]:
         from shardckpt.state.model.module_hooks import find_unsaved  # noqa: PLC0415  (tensors alone need no engine)
@@ -307,8 +331,9 @@ class _StateFlattener:
         tree = self._weights(model, path, is_step_written=self._models.get(model, path).index is not None)
         unsaved = find_unsaved(self._models.get(model, path).index)  # on all ranks: a `state_dict()` may be collective
         if self._rank == 0:
-            _warn_of_unsaved(unsaved, path)
-        self._made.frozen |= {(*path, name) for name in self._models.get(model, path).frozen} & self._made.arrays.keys()
+            _warn_of_unsaved([name for name in unsaved if name not in tree], path)
+        frozen = [tree[name] for name in self._models.get(model, path).frozen]
+        self._made.frozen |= {ref.path for part in frozen for ref in iter_refs(part)} & self._made.arrays.keys()
         return tree
 
     def _variant(self, variant: Variant, path: Path) -> dict[str, Any]:
@@ -318,8 +343,7 @@ class _StateFlattener:
         else:
             tree = {}
             for name, array in variant.arrays(self._models.get(variant.of, path)).items():
-                self._add((*path, name), array, ("variant", path, name))
-                tree[name] = TensorRef((*path, name))
+                tree[name] = self._add((*path, name), array, ("variant", path, name))
         return {**tree, **{name: self._visit(value, (*path, name)) for name, value in variant.extras.items()}}
 
     def _weights(self, model: nn.Module, path: Path, *, is_step_written: bool = False) -> dict[str, Any]:
@@ -336,17 +360,22 @@ class _StateFlattener:
                 is_full = has_all and name not in weights.sharded
                 identity = _memory(array) if is_full else ("model", id(weights), name)
                 is_parameter = name not in weights.buffers
-                self._add(place, array, identity, is_step_written=is_step_written and is_parameter)
-                tree[name] = TensorRef(place)
+                tree[name] = self._add(place, array, identity, is_step_written=is_step_written and is_parameter)
                 if name in weights.buffers and name not in weights.sharded:
-                    self._made.buffers.add(place)
+                    self._made.buffers |= {ref.path for ref in iter_refs(tree[name])}
             elif name in weights.aliases:
-                first = (*path, weights.aliases[name])
-                self._made.ties[place] = self._made.ties.get(first, first)
-                tree[name] = TensorRef(place)
+                tree[name] = self._tie(tree[weights.aliases[name]], len(path), name)
             elif name in weights.extra:
                 tree[name] = self._visit(weights.extra[name].get_extra_state(), place)
         return tree
+
+    def _tie(self, tree: Any, depth: int, name: str) -> Any:
+        """Return a parameter's tree under another of its names."""
+        if not isinstance(tree, TensorRef):
+            return {key: self._tie(item, depth, name) if key != SUBCLASS else item for key, item in tree.items()}
+        place = (*tree.path[:depth], name, *tree.path[depth + 1 :])
+        self._made.ties[place] = self._made.ties.get(tree.path, tree.path)
+        return TensorRef(place)
 
     def _optimizer(self, optim: torch.optim.Optimizer, path: Path) -> Any:
         if keeps_state_elsewhere(optim):
@@ -376,7 +405,9 @@ class _StateFlattener:
         self._has_captured_steps |= is_capturable(optim)
         for (name, slot), array in taken.arrays.items():
             place = (*path, "state", name, slot)
-            self._add(place, array, ("optimizer", place), is_step_written=has_step_hooks(optim))
+            tree = self._add(place, array, ("optimizer", place), is_step_written=has_step_hooks(optim))
+            if not isinstance(tree, TensorRef):
+                self._made.optional_values[place] = tree
         for (name, slot), value in taken.values.items():
             place = (*path, "state", name, slot)
             self._made.optional_values[place] = self._visit(value, place)
@@ -428,7 +459,8 @@ def _list_some(names: Sequence[str], path: Path) -> str:
 
 
 def _memory(array: TensorShards) -> Hashable:
-    return find_memory(array.shards[0].tensor)
+    """Return what arrays with the same memory have in common; None for a wrapper subclass, which has none."""
+    return None if find_wrapper(array) is not None else find_memory(array.shards[0].tensor)
 
 
 def encoded(tree: Any, number: Callable[[TensorRef], int], path: Path = ()) -> object:

@@ -18,7 +18,7 @@ from shardckpt.encodings.tagged_json import SCALARS, NamedValue
 from shardckpt.errors import ShardckptError, StateDictError, UnsupportedError, UsageError, describe_with_class
 from shardckpt.manifest import Path, dotted
 from shardckpt.state.keys.kinds import tensors
-from shardckpt.state.local.tensor_shards import has_own_elements
+from shardckpt.state.local.tensor_shards import has_own_elements, is_wrapper_subclass
 
 PLAIN_TENSORS = frozenset({torch.Tensor, nn.Parameter})  # tensor classes without data besides their elements
 
@@ -82,6 +82,8 @@ def _fill_in_place(held: Any, saved: Any) -> Any:
     if _takes_state(held):
         held.load_state_dict(saved)
     elif isinstance(held, torch.Tensor) and isinstance(saved, torch.Tensor):
+        if is_wrapper_subclass(held) or is_wrapper_subclass(saved):
+            return saved.to(held.device)
         if held.shape != saved.shape or held.dtype != saved.dtype:
             return saved.to(held.device)
         with torch.no_grad():

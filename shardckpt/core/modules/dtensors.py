@@ -137,6 +137,12 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return own.wait() if isinstance(own, AsyncCollectiveTensor) else own
 
 
+def detach(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without its history; a wrapper subclass itself, whose `detach` may copy inner tensors."""
+    is_own = type(local(tensor)).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return tensor.detach() if is_own else tensor
+
+
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return a dense tensor's dimensions from slowest to fastest; empty if row-major."""
     if tensor.is_contiguous():

@@ -12,6 +12,7 @@ from shardckpt.encodings.tagged_json import ArrayRef, NamedValue
 from shardckpt.errors import UnsupportedError
 from shardckpt.manifest import UNREAD, ObjectEntry, Path, dotted, unflatten
 from shardckpt.native.reader import NativeReader
+from shardckpt.plan.subclass_record import SUBCLASS
 from shardckpt.reader import Reader
 
 if TYPE_CHECKING:
@@ -95,19 +96,29 @@ def iter_refs(tree: Any) -> Iterator[TensorRef]:
             yield from iter_refs(value)
 
 
-def fill_tree(tree: Any, get_array: Callable[[TensorRef], object], skipped: list[Path] | None = None) -> Any:
-    """Return a tree with arrays instead of their placeholders, and plain values."""
+def fill_tree(
+    tree: Any,
+    get_array: Callable[[TensorRef], object],
+    skipped: list[Path] | None = None,
+    build: Callable[[dict[Any, Any]], object] = lambda inner: inner,
+) -> Any:
+    """Return a tree with arrays instead of their placeholders, and plain values.
+
+    `build` returns a wrapper subclass, from a dict with its record and inner tensors.
+    """
     if isinstance(tree, TensorRef):
         return get_array(tree)
     if isinstance(tree, ForeignValue):
         return tree.plain(skipped)
     if isinstance(tree, dict):
         rows = (
-            (key, lambda part=part: fill_tree(part, get_array, skipped), _get_path(part)) for key, part in tree.items()
+            (key, lambda part=part: fill_tree(part, get_array, skipped, build), _get_path(part))
+            for key, part in tree.items()
         )
-        return type(tree)(dict(_readable(rows, skipped)))
+        filled = type(tree)(dict(_readable(rows, skipped)))
+        return build(filled) if SUBCLASS in filled else filled
     if type(tree) in (list, tuple):
-        return type(tree)(fill_tree(value, get_array, skipped) for value in tree)
+        return type(tree)(fill_tree(value, get_array, skipped, build) for value in tree)
     return tree
 
 

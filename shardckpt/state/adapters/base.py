@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardckpt.core.modules.dtensors import MeshPlacements, get_mesh_placements, local
+from shardckpt.core.modules.dtensors import MeshPlacements, detach, get_mesh_placements, local
 from shardckpt.core.params.full_params import Staging
 from shardckpt.state.redistribute.rank_grid import Ranks
 
@@ -296,7 +296,7 @@ class ReplicatedAdapter(ParameterAdapter):
     @property
     def packed(self) -> torch.Tensor:
         """The parameter itself."""
-        return self._parameter.detach()
+        return detach(self._parameter)
 
     def pack(self, parts: Tensors, dtype: torch.dtype, staging: Staging | None = None) -> torch.Tensor:  # noqa: ARG002
         """Return the only part."""

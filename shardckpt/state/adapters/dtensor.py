@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardckpt.core.modules.dtensors import (
     MeshPlacements,
+    detach,
     gather_full_tensor,
     get_mesh_placements,
     local,
@@ -94,7 +95,7 @@ class DTensorAdapter(ParameterAdapter):
     @property
     def packed(self) -> torch.Tensor:
         """The parameter's local tensor."""
-        return local(self._parameter.detach())
+        return local(detach(self._parameter))
 
     def parts(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """Return a DTensor with the parameter's mesh and placements."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -17,6 +18,7 @@ from shardckpt.state.adapters import torch_fsdp1
 from shardckpt.state.adapters.base import ShardingAdapter
 from shardckpt.state.adapters.engine_bucket import EngineBucketAdapter
 from shardckpt.state.adapters.model_index import Buffer, ModelIndex, index_complete_model, reshard_all
+from shardckpt.state.local.quant_states import QuantState, find_quant_states
 from shardckpt.state.local.tensor_shards import LocalShard, TensorShards, get_box, get_tensor_shards
 
 
@@ -34,6 +36,7 @@ class LocalModel:
     frozen: frozenset[str] = frozenset()  # parameters in `arrays` that do not require gradients
     # Names in `arrays` for which ranks have different parts; one rank may have a small tensor alone.
     sharded: frozenset[str] = frozenset()
+    quant_states: tuple[QuantState, ...] = ()  # of packed weights; their names are in `arrays`
 
 
 def get_adapter_shards(adapter: ShardingAdapter, packed: torch.Tensor) -> list[tuple[LocalShard, ...]]:
@@ -64,7 +67,7 @@ def _iter_bucket_shards(adapter: EngineBucketAdapter, index: int, part: torch.Te
     elif isinstance(layout, DimLayout):
         box = layout.box(index, bucket.group.rank)
         if box.volume:
-            yield LocalShard(box, part.view(box.size))
+            yield LocalShard(box, part if part.shape == box.size else part.view(box.size))
     else:
         assert isinstance(layout, FlatLayout)
         start, stop = _get_run(layout, index, bucket.group.rank)
@@ -93,6 +96,7 @@ def local_model(model: nn.Module) -> LocalModel:
     if torch_fsdp1.is_foreign(model):
         return _foreign_model(model)
     reshard_all(model)
+    quant_states = tuple(find_quant_states(model)) if "bitsandbytes" in sys.modules else ()
     index = index_complete_model(model)
     arrays: dict[str, TensorShards] = {}
     packed = [adapter.packed for adapter in index.adapters]
@@ -109,16 +113,27 @@ def local_model(model: nn.Module) -> LocalModel:
         for name, buffer in buffers.items():
             _take(buffer, shown[name])
 
+    frozen = {name for adapter in index.adapters for name in _frozen(adapter)}
+    scales: set[str] = set()
+    names = list(index.names)
+    for each in quant_states:
+        arrays.update({name: get_tensor_shards(value) for name, value in each.arrays.items()})
+        if each.text_name:
+            arrays[each.text_name] = get_tensor_shards(each.encode_text())
+        scales.update(each.names)
+        frozen.update(each.names if each.weight in frozen else ())
+        names[names.index(each.weight) + 1 : names.index(each.weight) + 1] = each.names
     return LocalModel(
         index,
-        {name: arrays[name] for name in index.names if name in arrays},
+        {name: arrays[name] for name in names if name in arrays},
         dict(index.aliases),
-        frozenset(buffers),
+        frozenset(buffers) | scales,
         dict(index.extra),
-        index.names,
+        tuple(names),
         finish,
-        frozenset(name for adapter in index.adapters for name in _frozen(adapter)),
+        frozenset(frozen),
         frozenset(_iter_sharded(index)) if index.ranks.size > 1 else frozenset(),
+        quant_states,
     )
 
 

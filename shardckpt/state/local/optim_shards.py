@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +13,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 
 from shardckpt.boxes import Box
-from shardckpt.core.modules.dtensors import local, memory_order, wrap_local
+from shardckpt.core.modules.dtensors import detach, local, memory_order, wrap_local
 from shardckpt.errors import UnsupportedError
 from shardckpt.plan.optim.param_groups import match_settings, settings
+from shardckpt.plan.subclass_record import SubclassRecord
 from shardckpt.state.adapters.base import ReplicatedAdapter
 from shardckpt.state.adapters.engine_bucket import EngineBucketAdapter
 from shardckpt.state.adapters.model_index import ModelIndex, index_complete_model
@@ -27,7 +29,9 @@ from shardckpt.state.local.tensor_shards import (
     empty_in_order,
     get_tensor_shards,
     has_own_elements,
+    is_wrapper_subclass,
 )
+from shardckpt.state.local.tensor_subclasses import build_empty
 from shardckpt.state.optim.load_optim_state_dict import put_in_optimizer
 from shardckpt.state.optim.optim_state_dict import (
     AdapterParams,
@@ -148,7 +152,7 @@ def _kept(params: AdapterParams, position: int, slot: str, value: Any) -> Iterat
     """Yield an optimizer value's FQNs, each with its shards or the plain value."""
     adapter, names = params.adapter, params.names(position)
     parameter = adapter.exposed[position]
-    if isinstance(value, torch.Tensor) and not _is_dense(local(value)):
+    if isinstance(value, torch.Tensor) and not _is_dense(local(value)) and not _is_wrapper(params, value):
         raise OpaqueStateError(
             "a tensor in the optimizer's state must be dense",
             where=f"state.{names[0]}.{slot}",
@@ -156,7 +160,7 @@ def _kept(params: AdapterParams, position: int, slot: str, value: Any) -> Iterat
             fix="Save dense tensors in its place, and build it from them after a load.",
         )
     if isinstance(value, torch.Tensor) and _is_shaped(parameter, value):
-        yield from _shaped(params, position, value.detach())
+        yield from _shaped(params, position, detach(value))
     elif isinstance(value, torch.Tensor) and value.dim() == 0:
         own = local(value.detach())
         yield from ((name, TensorShards((), own.dtype, (LocalShard(Box((), ()), own),))) for name in names)
@@ -189,6 +193,11 @@ def _is_dense(own: torch.Tensor) -> bool:
     return has_own_elements(own) and own.layout is torch.strided and not own.is_quantized
 
 
+def _is_wrapper(params: AdapterParams, value: torch.Tensor) -> bool:
+    """Return True for a wrapper subclass; a flat parameter's cannot be split among its members."""
+    return is_wrapper_subclass(local(value)) and not params.is_flat
+
+
 def _is_shaped(parameter: nn.Parameter, value: torch.Tensor) -> bool:
     """Return True if a value has its parameter's shape and placements."""
     is_placed = is_placed_as(parameter, value)
@@ -204,6 +213,18 @@ def _make_zeros(parameter: nn.Parameter, dtype: torch.dtype, order: tuple[int, .
     if not isinstance(parameter, DTensor):
         return zeros
     return wrap_local(zeros, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
+
+
+def _build_wrapper(params: AdapterParams, position: int, slot: str, saved: SavedSlot) -> torch.Tensor | None:
+    """Return a new wrapper subclass with a parameter's placements; None if its class is unknown."""
+    parameter = detach(params.adapter.exposed[position])
+    ((name, like),) = _shaped(params, position, parameter)
+    box = like.shards[0].box if like.shards else Box((0,) * len(like.shape), (0,) * len(like.shape))
+    assert saved.record is not None
+    made = build_empty(saved.record, saved.inner, box, local(parameter).device, f"state.{name}.{slot}")
+    if made is None or not isinstance(parameter, DTensor):
+        return made
+    return wrap_local(made, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
 
 
 def _has_order(own: torch.Tensor, order: tuple[int, ...]) -> bool:
@@ -235,6 +256,9 @@ class SavedSlot(NamedTuple):
     dtype: torch.dtype
     # Dimensions from slowest to fastest in the saved memory; empty if row-major or unknown.
     order: tuple[int, ...] = ()
+    # Of a wrapper subclass: its record, and the shapes and dtypes of its inner tensors.
+    record: SubclassRecord | None = None
+    inner: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -345,6 +369,10 @@ class _TargetBuilder:
 
     def _shaped(self, params: AdapterParams, position: int, slot: str, saved: Mapping[str, SavedSlot], own: Any) -> Any:
         parameter = params.adapter.exposed[position]
+        if any(each.record is not None for each in saved.values()):
+            return self._wrapped(params, position, slot, saved, own)
+        if isinstance(own, torch.Tensor) and is_wrapper_subclass(local(own)):
+            own = None  # the saved form is loaded
         dtype = self._one_type(slot, saved)
         order = next(iter(saved.values())).order if len(saved) == 1 else ()
         if isinstance(own, DTensor) and own.shape == parameter.shape and own.dtype == dtype:
@@ -360,6 +388,26 @@ class _TargetBuilder:
         for name, array in _shaped(params, position, own.detach()):
             if name in saved:
                 self.targets.arrays.append((name, slot, array))
+        return own
+
+    def _wrapped(
+        self, params: AdapterParams, position: int, slot: str, saved: Mapping[str, SavedSlot], own: Any
+    ) -> Any:
+        """Return the target for a wrapper subclass: the existing one, or a new one."""
+        ((name, found),) = saved.items() if len(saved) == 1 else ((next(iter(saved)), None),)
+        if found is None or found.record is None or params.is_flat:
+            self.targets.problems.append(f"{name}/{slot}: it was saved as a wrapper subclass, and this slot is flat")
+            return own
+        parameter = params.adapter.exposed[position]
+        if not (isinstance(own, torch.Tensor) and _is_shaped(parameter, own) and is_wrapper_subclass(local(own))):
+            own = _build_wrapper(params, position, slot, found)
+        if own is None:
+            self.targets.problems.append(
+                f"{name}/{slot}: it was saved as {found.record.name}, which cannot be built here (install"
+                f" {found.record.package}, or make one step before the load)"
+            )
+        else:
+            self.targets.arrays.extend((name, slot, array) for _, array in _shaped(params, position, own))
         return own
 
     def _scalar(self, parameter: nn.Parameter, slot: str, saved: Mapping[str, SavedSlot], own: Any) -> Any:

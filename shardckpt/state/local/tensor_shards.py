@@ -14,7 +14,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from shardckpt.boxes import Box, Shape, chunk_range, full_box
-from shardckpt.core.modules.dtensors import get_mesh_placements, local, memory_order, sort_by_split_order, view_in_order
+from shardckpt.core.modules.dtensors import (
+    detach,
+    get_mesh_placements,
+    local,
+    memory_order,
+    sort_by_split_order,
+    view_in_order,
+)
 from shardckpt.errors import UnsupportedError
 
 
@@ -44,6 +51,20 @@ def has_own_elements(tensor: torch.Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
+def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
+    """Return True for a tensor whose class makes its elements from inner tensors that it can list."""
+    if has_own_elements(tensor) or isinstance(tensor, DTensor):
+        return False
+    return hasattr(type(tensor), "__tensor_flatten__") and hasattr(type(tensor), "__tensor_unflatten__")
+
+
+def find_wrapper(array: TensorShards) -> torch.Tensor | None:
+    """Return this rank's shard of an array if it is a wrapper subclass."""
+    if len(array.shards) != 1 or not is_wrapper_subclass(array.shards[0].tensor):
+        return None
+    return array.shards[0].tensor
+
+
 def empty_in_order(
     shape: Sequence[int], order: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None
 ) -> torch.Tensor:
@@ -55,8 +76,8 @@ def get_tensor_shards(tensor: torch.Tensor, parameter: torch.Tensor | None = Non
     """Return this rank's shards for a plain tensor or DTensor."""
     if not isinstance(tensor, DTensor):
         shape = tuple(tensor.shape)
-        return TensorShards(shape, tensor.dtype, (LocalShard(full_box(shape), tensor.detach()),))
-    own = local(tensor).detach()
+        return TensorShards(shape, tensor.dtype, (LocalShard(full_box(shape), detach(tensor)),))
+    own = detach(local(tensor))
     box = get_box(_choose_placed(tensor, parameter), own)
     shards = () if box is None or 0 in box.size else (LocalShard(box, own),)
     return TensorShards(tuple(tensor.shape), own.dtype, shards)

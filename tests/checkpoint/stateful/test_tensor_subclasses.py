@@ -1,4 +1,4 @@
-"""A tensor whose elements are not in its own memory is refused by name wherever it enters; nothing else is."""
+"""A tensor that is made from inner tensors is saved as these, with its class; what cannot be is refused by name."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import shardckpt
 from shardckpt import core
 from shardckpt.errors import UnsupportedError
 from shardckpt.integrations import dcp
+from shardckpt.plan.subclass_record import find_record
 from tests.kit.models.states import refused
 from tests.kit.ranks.harness import run
 
@@ -52,14 +54,31 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 6)).requires_grad_(False)
 
 
+def inner(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    own: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return {name: getattr(own, name) for name in own.__tensor_flatten__()[0]}
+
+
+def is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    first, second = inner(one), inner(other)
+    return first.keys() == second.keys() and all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def another(kind: str) -> nn.Sequential:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 6)).requires_grad_(False)
+    KINDS[kind][0](model)
+    return model
+
+
 SAVES: dict[str, Callable[[nn.Module, Path], Any]] = {
     "save": lambda model, path: shardckpt.save({"m": model}, path),
     "async_save": lambda model, path: shardckpt.async_save({"m": model}, path).result(),
-    "Checkpointer": lambda model, path: shardckpt.Checkpointer(path).save(1, {"m": model}),
     "state dict": lambda model, path: shardckpt.save({"m": model.state_dict()}, path),
     "model_state_dict": lambda model, path: shardckpt.save({"m": shardckpt.model_state_dict(model, "SHARDED")}, path),
-    "PerRank": lambda model, path: shardckpt.save({"m": shardckpt.PerRank(model.state_dict())}, path),
-    "EMA": lambda model, path: shardckpt.save({"n": shardckpt.Variant(model, of=net()), "m": model}, path),
+}
+
+REFUSALS: dict[str, Callable[[nn.Module, Path], Any]] = {
     "dcp": lambda model, path: dcp.save({"m": model.state_dict()}, checkpoint_id=path),
     "writer": lambda model, path: torch_dcp.save({"m": model.state_dict()}, storage_writer=dcp.StorageWriter(path)),
 }
@@ -67,59 +86,211 @@ SAVES: dict[str, Callable[[nn.Module, Path], Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", SAVES)
-def test_every_save_refuses_a_parameter_of_a_subclass_by_name(way: str, kind: str, tmp_path: Path) -> None:
+def test_every_save_keeps_a_subclass_bit_for_bit(way: str, kind: str, tmp_path: Path) -> None:
+    model, other = net(), another(kind)
+    KINDS[kind][0](model)
+    SAVES[way](model, tmp_path / "step")
+    shardckpt.load({"m": other}, tmp_path / "step", verify="live")
+    assert is_equal(other[0].weight, model[0].weight)
+    assert torch.equal(other[1].weight, model[1].weight)
+    read = shardckpt.load(tmp_path / "step")["m"]["0.weight"]
+    assert type(read) is type(model[0].weight.data)
+    assert is_equal(read, model[0].weight)
+    probe = torch.randn(3, 64)
+    assert torch.equal(other(probe), model(probe))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", ["save", "state dict"])
+def test_two_weights_of_one_shape_keep_their_own_elements(form: str, kind: str, tmp_path: Path) -> None:
+    def build(seed: int) -> nn.Sequential:
+        torch.manual_seed(seed)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64, bias=False)) for _ in range(3))).requires_grad_(False)
+        for layer in model:
+            KINDS[kind][0](layer)
+        return model
+
+    model, other = build(0), build(1)
+    SAVES[form](model, tmp_path / "step")
+    shardckpt.load({"m": other}, tmp_path / "step")
+    for own, loaded in zip(model, other, strict=True):
+        assert is_equal(loaded[0].weight, own[0].weight)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpointer_keeps_a_subclass_over_several_steps(kind: str, tmp_path: Path) -> None:
+    model, other = net(), another(kind)
+    KINDS[kind][0](model)
+    run = shardckpt.Checkpointer(tmp_path, dedup=True)
+    run.save(1, {"m": other})
+    run.save(2, {"m": model})
+    run.save(3, {"m": model})
+    assert run.restore({"m": other}) == 3
+    assert is_equal(other[0].weight, model[0].weight)
+    assert shardckpt.verify(f"{tmp_path}@2").ok
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_keeps_its_own_subclass(kind: str, tmp_path: Path) -> None:
+    model, held = net(), shardckpt.PerRank({"w": None})
+    KINDS[kind][0](model)
+    shardckpt.save({"r": shardckpt.PerRank({"w": model[0].weight.data})}, tmp_path / "step")
+    shardckpt.load({"r": held}, tmp_path / "step")
+    assert is_equal(held.held["w"], model[0].weight)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", REFUSALS)
+def test_a_save_by_torch_refuses_a_subclass_by_name(way: str, kind: str, tmp_path: Path) -> None:
     model = net()
     put, name = KINDS[kind]
     put(model)
     with pytest.raises((UnsupportedError, torch_dcp.CheckpointException), match=rf"0\.weight.*{name}"):
-        SAVES[way](model, tmp_path / "step")
+        REFUSALS[way](model, tmp_path / "step")
     assert not list(tmp_path.rglob("COMMIT"))
 
 
-def test_a_buffer_of_a_subclass_is_refused_by_name(tmp_path: Path) -> None:
-    model, other = nn.Module(), net()
-    nf4(other)
-    model.register_buffer("scale", other[0].weight.detach())
-    with pytest.raises(UnsupportedError, match=r"m\.scale.*NF4Tensor"):
-        shardckpt.save({"m": model}, tmp_path / "step")
+def test_a_buffer_and_a_shared_parameter_keep_their_class(tmp_path: Path) -> None:
+    def build(seed: int) -> nn.Sequential:
+        torch.manual_seed(seed)
+        model = net() if not seed else another("nf4")
+        if not seed:
+            nf4(model)
+        model.append(nn.Linear(64, 64, bias=False))
+        model[2].weight = model[0].weight
+        model.register_buffer("scale", model[0].weight.detach())
+        return model
+
+    model, other = build(0), build(1)
+    shardckpt.save({"m": model}, tmp_path / "step")
+    shardckpt.load({"m": other}, tmp_path / "step")
+    assert other[2].weight is other[0].weight
+    assert is_equal(other[0].weight, model[0].weight)
+    assert is_equal(other.scale, model.scale)
+    read = shardckpt.load(tmp_path / "step")["m"]
+    assert is_equal(read["2.weight"], model[0].weight)
+    names = shardckpt.open(tmp_path / "step").keys()
+    assert "m.2.weight.nf4" in names and len(names) == 3 * (5 + 1) + 2
 
 
-def test_a_load_refuses_a_parameter_of_a_subclass_and_changes_nothing(tmp_path: Path) -> None:
+MISFITS: dict[str, tuple[Callable[[nn.Sequential], Any], str]] = {
+    "plain": (lambda model: None, r"m\.0\.weight: it was saved as a Int8Tensor, and this is a plain tensor"),
+    "float8": (float8, r"m\.0\.weight: it was saved as a Int8Tensor, and this is a Float8Tensor"),
+}
+
+
+@pytest.mark.parametrize("kind", MISFITS)
+def test_a_load_into_another_class_is_refused_and_changes_nothing(kind: str, tmp_path: Path) -> None:
+    model, other = net(), net()
+    int8(model)
+    put, text = MISFITS[kind]
+    put(other)
+    other[1].bias.zero_()
+    shardckpt.save({"m": model}, tmp_path / "step")
+    with pytest.raises(shardckpt.ShardckptError, match=text):
+        shardckpt.load({"m": other}, tmp_path / "step")
+    assert not other[1].bias.any()
+    shardckpt.load({"m": other}, tmp_path / "step", include=["m.1.*"])
+    assert torch.equal(other[1].bias, model[1].bias)
+
+
+def test_a_load_refuses_a_subclass_with_other_blocks(tmp_path: Path) -> None:
+    from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
+
+    model, other = net(), net()
+    nf4(model)
+    other[0].weight = nn.Parameter(to_nf4(other[0].weight.detach(), 32, 16), requires_grad=False)
+    before = inner(other[0].weight)["quantized_data"].clone()
+    shardckpt.save({"m": model}, tmp_path / "step")
+    with pytest.raises(shardckpt.ShardckptError, match=r"NF4Tensor differs in block_size: found 64, expected 32"):
+        shardckpt.load({"m": other}, tmp_path / "step")
+    assert torch.equal(inner(other[0].weight)["quantized_data"], before)
+
+
+def test_a_load_refuses_a_plain_step_for_a_subclass(tmp_path: Path) -> None:
     model = net()
     shardckpt.save({"m": model}, tmp_path / "step")
     nf4(model)
-    bias, before = model[1].bias.zero_(), model[0].weight.get_original_weight()
-    with pytest.raises(shardckpt.ShardckptError, match=r"NF4Tensor cannot be filled: m\.0\.weight"):
+    with pytest.raises(shardckpt.ShardckptError, match=r"m\.0\.weight: it was saved as a plain tensor.*NF4Tensor"):
         shardckpt.load({"m": model}, tmp_path / "step")
-    assert not bias.any()
-    assert torch.equal(model[0].weight.get_original_weight(), before)
 
 
-def test_a_load_of_other_tensors_may_have_a_subclass_in_its_state(tmp_path: Path) -> None:
-    model = net()
-    shardckpt.save({"m": model}, tmp_path / "step")
-    saved = model[1].bias.clone()
+def test_a_class_that_is_unknown_here_is_loaded_in_place_and_read_as_inner_tensors(tmp_path: Path) -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    tensor, other = TwoTensor(torch.arange(4.0), torch.arange(4.0) + 1), TwoTensor(torch.zeros(4), torch.zeros(4))
+    shardckpt.save({"t": tensor}, tmp_path / "step")
+    shardckpt.load({"t": other}, tmp_path / "step")
+    assert torch.equal(other.a, tensor.a) and torch.equal(other.b, tensor.b)
+    read = shardckpt.load(tmp_path / "step")["t"]
+    assert torch.equal(read["b"], tensor.b)
+    record = find_record(read)
+    assert record is not None and record.kind == "TwoTensor"
+
+
+def test_a_context_that_is_not_data_is_refused_by_name(tmp_path: Path) -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    class WithCode(TwoTensor):
+        def __tensor_flatten__(self) -> Any:
+            return ["a", "b"], {"function": print}
+
+    with pytest.raises(UnsupportedError, match=r"t: context of WithCode.*plain values.*builtin_function"):
+        shardckpt.save({"t": WithCode(torch.zeros(2), torch.zeros(2))}, tmp_path / "step")
+    assert not list(tmp_path.rglob("COMMIT"))
+
+
+def make_nf4_net(seed: int, world: int, fsdp: Any) -> nn.Sequential:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(64, 96, bias=False), nn.Linear(96, 6)).requires_grad_(False)
     nf4(model)
-    model[1].bias.zero_()
-    shardckpt.load({"m": model}, tmp_path / "step", include=["m.1.*"])
-    assert torch.equal(model[1].bias, saved)
+    fsdp(model, mesh=init_device_mesh("cpu", (world,)))
+    return model
 
 
-def test_local_tensors_of_a_subclass_are_refused_on_all_ranks(tmp_path: Path) -> None:
-    def body(rank: int, world: int) -> dict[str, str]:
-        model = net()
-        nf4(model)
-        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
-        assert isinstance(model[0].weight, DTensor)
-        ways = [way for way in SAVES if way not in ("EMA", "writer")]
-        told = {way: refused(SAVES[way], model, tmp_path / way) for way in ways}
-        with pytest.raises(torch_dcp.CheckpointException) as caught:
-            SAVES["writer"](model, tmp_path / "writer")
-        return {**told, "writer": str(caught.value)}
+FSDP = {"torch": fully_shard, "engine": core.fully_shard}
+
+
+@pytest.mark.parametrize("fsdp", FSDP)
+@pytest.mark.parametrize("form", ["module", "state dict"])
+def test_shards_of_a_subclass_are_loaded_on_any_number_of_ranks(fsdp: str, form: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(64, 96, bias=False), nn.Linear(96, 6)).requires_grad_(False)
+    nf4(whole)
+    whole_parts = inner(whole[0].weight)
+
+    def save(rank: int, world: int) -> None:
+        model = make_nf4_net(0, world, FSDP[fsdp])
+        shardckpt.save({"m": model if form == "module" else model.state_dict()}, tmp_path / "step")
+
+    def load(rank: int, world: int) -> dict[str, torch.Tensor]:
+        model = make_nf4_net(1, world, FSDP[fsdp])
+        shardckpt.load({"m": model if form == "module" else model.state_dict()}, tmp_path / "step")
+        return inner(model[0].weight)
+
+    run(2, save)
+    read = shardckpt.load(tmp_path / "step")["m"]["0.weight"]
+    assert is_equal(read, whole[0].weight)
+    for world in (1, 2, 3):
+        parts = run(world, load)
+        for name in ("quantized_data", "quantized_scalers", "quantization_factor"):
+            assert torch.equal(torch.cat([part[name] for part in parts]), whole_parts[name]), (world, name)
+        assert all(torch.equal(part["scaler_mean"], whole_parts["scaler_mean"]) for part in parts)
+
+
+def test_a_shard_that_divides_a_block_is_refused_by_name_on_all_ranks(tmp_path: Path) -> None:
+    def body(rank: int, world: int) -> str:
+        from torchao.quantization import Int8Tensor
+
+        mesh = init_device_mesh("cpu", (world,))
+        weight = Int8Tensor(torch.zeros(10, 8, dtype=torch.int8), torch.ones(3, 1), [4, 8], torch.float32)
+        meta = TensorMeta(torch.Size([20, 8]), (8, 1), torch.float32)
+        state = {"w": DTensor(weight, DTensorSpec(mesh, (Shard(0),), meta), requires_grad=False)}
+        return refused(shardckpt.save, state, tmp_path / "step")
 
     for told in run(2, body):
-        for way, text in told.items():
-            assert "0.weight" in text and "NF4Tensor" in text, (way, text)
+        assert "w.scale" in told and "rows" not in told
+        assert "must not divide a block" in told and "multiples of 4" in told, told
     assert not list(tmp_path.rglob("COMMIT"))
 
 

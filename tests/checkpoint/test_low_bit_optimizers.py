@@ -1,0 +1,150 @@
+"""Moments of low-bit optimizers are resumed bit for bit, on any number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import shardckpt
+from shardckpt import core
+from shardckpt.errors import ShardckptError
+from tests.kit.models.states import refused
+from tests.kit.ranks.harness import run
+
+optim = pytest.importorskip("torchao.optim")
+
+OPTIMIZERS = ["AdamW8bit", "AdamW4bit", "AdamWFp8"]
+FSDP = {"torch": fully_shard, "engine": core.fully_shard}
+
+Training = tuple[nn.Module, torch.optim.Optimizer]
+
+
+@pytest.fixture(autouse=True)
+def _without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # torchao compiles its steps
+
+
+def begin(seed: int, name: str, fsdp: Any = None, world: int = 1) -> Training:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(256, 192, bias=False), nn.ReLU(), nn.Linear(192, 6))
+    if fsdp is not None:
+        fsdp(model, mesh=init_device_mesh("cpu", (world,)))
+    return model, getattr(optim, name)(model.parameters(), lr=1e-3)
+
+
+def train(training: Training, steps: range) -> None:
+    model, optimizer = training
+    for step in steps:
+        torch.manual_seed(100 + step)
+        model(torch.randn(4, 256)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def list_bits(training: Training) -> dict[str, torch.Tensor]:
+    model, optimizer = training
+    found = {}
+    for name, parameter in model.named_parameters():
+        for key, value in {"": parameter, **optimizer.state[parameter]}.items():
+            own = value.to_local() if isinstance(value, DTensor) else value
+            if not isinstance(own, torch.Tensor):
+                continue
+            parts = own.__tensor_flatten__()[0] if hasattr(type(own), "tensor_attrs") else []
+            found |= {f"{name}/{key}/{part}": getattr(own, part).clone() for part in parts}
+            if not parts:
+                found[f"{name}/{key}"] = own.detach().clone()
+    return found
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+@pytest.mark.parametrize("has_stepped", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_resume_goes_on_bit_for_bit(name: str, has_stepped: bool, tmp_path: Path) -> None:
+    first, second = begin(0, name), begin(1, name)
+    train(first, range(2))
+    if has_stepped:
+        train(second, range(1))
+    shardckpt.save(dict(zip(("model", "optim"), first, strict=True)), tmp_path / "step")
+    shardckpt.load(dict(zip(("model", "optim"), second, strict=True)), tmp_path / "step", verify="live")
+    assert_equal(list_bits(second), list_bits(first))
+    train(first, range(2, 4))
+    train(second, range(2, 4))
+    assert_equal(list_bits(second), list_bits(first))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_its_own_state_dict_is_resumed_bit_for_bit(name: str, tmp_path: Path) -> None:
+    first, second = begin(0, name), begin(1, name)
+    train(first, range(2))
+    shardckpt.save({"optim": first[1].state_dict()}, tmp_path / "step")
+    second[1].load_state_dict(shardckpt.load(tmp_path / "step")["optim"])
+    second[0].load_state_dict(first[0].state_dict())
+    assert_equal(list_bits(second), list_bits(first))
+
+
+@pytest.mark.parametrize("fsdp", FSDP)
+def test_shards_are_resumed_on_any_number_of_ranks(fsdp: str, tmp_path: Path) -> None:
+    def save(rank: int, world: int) -> dict[str, torch.Tensor]:
+        training = begin(0, "AdamW8bit", FSDP[fsdp], world)
+        train(training, range(2))
+        shardckpt.save(dict(zip(("model", "optim"), training, strict=True)), tmp_path / "step")
+        return list_bits(training)
+
+    def load(rank: int, world: int) -> dict[str, torch.Tensor]:
+        training = begin(1, "AdamW8bit", FSDP[fsdp], world)
+        shardckpt.load(dict(zip(("model", "optim"), training, strict=True)), tmp_path / "step")
+        bits = list_bits(training)
+        train(training, range(2, 3))
+        return bits
+
+    saved = run(2, save)
+    names = ("0.weight/exp_avg/codes", "0.weight/exp_avg/scale", "0.weight/exp_avg_sq/codes", "2.weight/exp_avg")
+    assert set(names) <= saved[0].keys()
+    for world in (1, 2, 3):
+        loaded = run(world, load)
+        for name in names:
+            whole, again = (torch.cat([part[name] for part in ranks]) for ranks in (saved, loaded))
+            assert torch.equal(again, whole), (world, name)
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "text"), [(fully_shard, "no rank holds these elements"), (None, "plain tensor on one rank")]
+)
+def test_ranks_with_other_kinds_of_moments_are_refused_by_name(fsdp: Any, text: str, tmp_path: Path) -> None:
+    def body(rank: int, world: int) -> str:
+        model, optimizer = begin(0, "AdamW8bit", fsdp, world)
+        train((model, optimizer), range(1))
+        weight = model[0].weight  # type: ignore[index]
+        if rank:
+            optimizer.state[weight]["exp_avg"] = torch.zeros_like(weight.detach())
+        return refused(shardckpt.save, {"model": model, "optim": optimizer}, tmp_path / "step")
+
+    for told in run(2, body):
+        assert "optim.state.0.weight.exp_avg" in told
+        assert text in told
+    assert not list(tmp_path.rglob("COMMIT"))
+
+
+def test_a_class_that_cannot_be_built_is_refused_before_anything_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = begin(0, "AdamW8bit"), begin(1, "AdamW8bit")
+    train(first, range(2))
+    shardckpt.save(dict(zip(("model", "optim"), first, strict=True)), tmp_path / "step")
+    before = second[0][0].weight.detach().clone()  # type: ignore[index]
+    monkeypatch.setattr("shardckpt.state.local.tensor_subclasses._import_named", lambda *_: None)
+    with pytest.raises(ShardckptError, match=r"exp_avg.*OptimState8bit, which cannot be built here \(install torchao"):
+        shardckpt.load(dict(zip(("model", "optim"), second, strict=True)), tmp_path / "step")
+    assert torch.equal(second[0][0].weight, before)  # type: ignore[index]
