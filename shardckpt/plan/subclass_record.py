@@ -5,12 +5,11 @@ In a saved state, such a tensor is a dict of its inner tensors, and this record 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardckpt.boxes import Shape
-from shardckpt.encodings import typed_json
-from shardckpt.errors import CheckpointError
 
 SUBCLASS = "__tensor_subclass__"
 
@@ -32,15 +31,25 @@ class SubclassRecord:
 
     def encode(self) -> str:
         """Return the record as text."""
-        return typed_json.dump(self).decode()
+        return json.dumps({**vars(self), "shape": list(self.shape)}, separators=(",", ":"), allow_nan=False)
 
 
 def find_record(tree: object) -> SubclassRecord | None:
-    """Return the record of a saved wrapper subclass; None for other values."""
+    """Return the record of a saved wrapper subclass; None for other values, such as a user's own dict."""
     text = tree.get(SUBCLASS) if isinstance(tree, Mapping) else None
     if not isinstance(text, str):
         return None
     try:
-        return typed_json.load(SubclassRecord, text.encode())
-    except (CheckpointError, UnicodeEncodeError):
-        return None  # a dict of a user's own
+        fields = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(fields, dict) or fields.keys() != _FIELDS:
+        return None
+    shape = fields["shape"]
+    is_sound = all(isinstance(fields[key], str) for key in ("name", "package", "dtype")) and isinstance(shape, list)
+    if not is_sound or not all(type(length) is int and length >= 0 for length in shape):
+        return None
+    return SubclassRecord(**{**fields, "shape": tuple(shape)})
+
+
+_FIELDS = {"name", "package", "dtype", "shape", "context"}
