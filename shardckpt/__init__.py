@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from shardckpt.offline.verify import verify
     from shardckpt.open_checkpoint import open
     from shardckpt.readers.registry import formats
+    from shardckpt.state.keys.slots import register_slot
     from shardckpt.state.model.load_model_state_dict import load_model_state_dict
     from shardckpt.state.model.model_state_dict import model_state_dict
     from shardckpt.state.optim.load_optim_state_dict import load_optim_state_dict
@@ -77,6 +78,7 @@ _HOMES = {
     "shardckpt.offline.verify": ("verify",),
     "shardckpt.open_checkpoint": ("open",),
     "shardckpt.readers.registry": ("formats",),
+    "shardckpt.state.keys.slots": ("register_slot",),
     "shardckpt.state.model.load_model_state_dict": ("load_model_state_dict",),
     "shardckpt.state.model.model_state_dict": ("model_state_dict",),
     "shardckpt.state.optim.load_optim_state_dict": ("load_optim_state_dict",),
@@ -135,6 +137,7 @@ __all__ = [
     "prove",
     "prove_resume",
     "prune",
+    "register_slot",
     "rekey",
     "repair",
     "reshard",

@@ -401,7 +401,9 @@ class _StateFlattener:
             taken = local_optimizer(index, optim)
         except OpaqueStateError as error:
             where = f"{dotted(path)}.{error.where}"
-            raise OpaqueStateError(error.what, where=where, found=error.found, fix=error.fix) from error
+            raise OpaqueStateError(
+                error.what, where=where, found=error.found, expected=error.expected, fix=error.fix
+            ) from error
         self._has_captured_steps |= is_capturable(optim)
         for (name, slot), array in taken.arrays.items():
             place = (*path, "state", name, slot)

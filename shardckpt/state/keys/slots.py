@@ -20,6 +20,48 @@ from shardckpt.errors import ShardckptError, UsageError
 StateLayout = Callable[[str, str, torch.Tensor], "int | str | None"]
 
 
+# A slot's dimension that is sharded as the parameter is; equal values on all ranks; or values that are not saved.
+SlotRule = int | Literal["replicated", "rebuilt"]
+
+_RULES: dict[tuple[type, str], SlotRule] = {}
+
+
+def register_slot(optimizer: type[torch.optim.Optimizer], slot: str, rule: SlotRule) -> None:
+    """Register how a slot of an optimizer is sharded, for saves and loads of sharded models.
+
+    Slots with their parameter's shape, numbers and DTensors need no rule. A rule is for other tensors, and for lists
+    and dicts, which a save of a sharded model otherwise refuses.
+
+    Args:
+        optimizer: Optimizer class; the rule is valid for its subclasses too.
+        slot: Key in a parameter's state.
+        rule: An integer: each rank has the part for its shard of the parameter, and this is the slot's dimension that
+            is split as the parameter is. `"replicated"`: all ranks have equal values, which are saved once.
+            `"rebuilt"`: the values are not saved, and a load removes them: the optimizer must make missing ones.
+
+    Raises:
+        UsageError: An argument is invalid.
+
+    Examples:
+        >>> shardckpt.register_slot(MyAdafactor, "row_moments", 0)  # doctest: +SKIP
+    """
+    if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
+        raise UsageError("`optimizer` must be a class of optimizers", found=optimizer)
+    if not isinstance(slot, str):
+        raise UsageError("`slot` must be a key in a parameter's state", found=slot)
+    is_dim = type(rule) is int and rule >= 0
+    if not is_dim and rule not in ("replicated", "rebuilt"):
+        raise UsageError("`rule` must be a dimension, 'replicated' or 'rebuilt'", found=rule)
+    _RULES[optimizer, slot] = rule
+
+
+def find_slot_rule(optimizer: object, slot: str) -> SlotRule | None:
+    """Return the rule for a slot of an optimizer, or None."""
+    if not _RULES:
+        return None
+    return next((rule for base in type(optimizer).__mro__ if (rule := _RULES.get((base, slot))) is not None), None)
+
+
 class OpaqueStateError(ShardckptError, RuntimeError):
     """A value in an optimizer's state has an unknown sharding."""
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 
-from shardckpt.boxes import Box
+from shardckpt.boxes import Box, Shape, full_box
 from shardckpt.core.modules.dtensors import detach, local, memory_order, wrap_local
 from shardckpt.errors import UnsupportedError
 from shardckpt.plan.optim.param_groups import match_settings, settings
@@ -21,7 +21,15 @@ from shardckpt.state.adapters.base import ReplicatedAdapter
 from shardckpt.state.adapters.engine_bucket import EngineBucketAdapter
 from shardckpt.state.adapters.model_index import ModelIndex, index_complete_model
 from shardckpt.state.keys.kinds import tensors
-from shardckpt.state.keys.slots import LARGEST_NOTE, OpaqueStateError, UnequalSteps, is_placed_as, largest
+from shardckpt.state.keys.slots import (
+    LARGEST_NOTE,
+    OpaqueStateError,
+    SlotRule,
+    UnequalSteps,
+    find_slot_rule,
+    is_placed_as,
+    largest,
+)
 from shardckpt.state.local.local_shards import LocalModel, get_adapter_shards, get_member_shards
 from shardckpt.state.local.tensor_shards import (
     LocalShard,
@@ -62,7 +70,7 @@ def local_optimizer(index: ModelIndex, optim: OptimizerLike) -> LocalOptimizer:
             if not params.is_saving(position):
                 continue
             for slot, value in optim.state.get(params.adapter.exposed[position], {}).items():
-                for name, found_value in _kept(params, position, slot, value):
+                for name, found_value in _kept(params, position, slot, value, find_slot_rule(optim, slot)):
                     if isinstance(found_value, TensorShards):
                         arrays[name, slot] = found_value
                     else:
@@ -148,10 +156,14 @@ def _list_names(of: OptimizerParams) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for names in of.groups for name in names))
 
 
-def _kept(params: AdapterParams, position: int, slot: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _kept(
+    params: AdapterParams, position: int, slot: str, value: Any, rule: SlotRule | None
+) -> Iterator[tuple[str, Any]]:
     """Yield an optimizer value's FQNs, each with its shards or the plain value."""
     adapter, names = params.adapter, params.names(position)
     parameter = adapter.exposed[position]
+    if rule == "rebuilt":
+        return
     if isinstance(value, torch.Tensor) and not _is_dense(local(value)) and not _is_wrapper(params, value):
         raise OpaqueStateError(
             "a tensor in the optimizer's state must be dense",
@@ -161,6 +173,9 @@ def _kept(params: AdapterParams, position: int, slot: str, value: Any) -> Iterat
         )
     if isinstance(value, torch.Tensor) and _is_shaped(parameter, value):
         yield from _shaped(params, position, detach(value))
+    elif rule is not None and not params.is_flat and not (isinstance(value, torch.Tensor) and value.dim() == 0):
+        own = local(value.detach()) if isinstance(value, torch.Tensor) else None
+        yield names[0], value if own is None else _place_by_rule(params, position, slot, rule, own)
     elif isinstance(value, torch.Tensor) and value.dim() == 0:
         own = local(value.detach())
         yield from ((name, TensorShards((), own.dtype, (LocalShard(Box((), ()), own),))) for name in names)
@@ -180,9 +195,43 @@ def _kept(params: AdapterParams, position: int, slot: str, value: Any) -> Iterat
             where=f"state.{names[0]}.{slot}",
             found=tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__,
             expected=tuple(parameter.shape),
-            fix="Save `optim_state_dict(model, optim, state_layout=...)` in its place, and put that back with "
-            "`load_optim_state_dict`; or keep it as a DTensor.",
+            fix="Call `shardckpt.register_slot(optimizer class, slot, rule)` first; or keep it as a DTensor; or save "
+            "`optim_state_dict(model, optim, state_layout=...)` in its place, for `load_optim_state_dict`.",
         )
+
+
+def _place_by_rule(params: AdapterParams, position: int, slot: str, rule: SlotRule, own: torch.Tensor) -> TensorShards:
+    """Return a slot's shard by its registered rule."""
+    full, box = _find_slot_box(params, position, rule, tuple(own.shape))
+    if box.size != tuple(own.shape):
+        raise OpaqueStateError(
+            f"a slot with the rule {rule} must have the length of its parameter's shard there",
+            where=f"state.{params.names(position)[0]}.{slot}",
+            found=list(own.shape),
+            expected=list(box.size),
+        )
+    return TensorShards(full, own.dtype, (LocalShard(box, own),))
+
+
+def _find_slot_box(params: AdapterParams, position: int, rule: SlotRule, shape: Shape) -> tuple[Shape, Box]:
+    """Return a slot's full shape and this rank's box, by its rule, for a full or local shape."""
+    if not isinstance(rule, int):
+        return shape, full_box(shape)
+    ((_, like),) = _shaped(params, position, detach(params.adapter.exposed[position]))
+    lengths, offset, full = list(shape), [0] * len(shape), list(shape)
+    for shard in like.shards:
+        splits = [dim for dim, length in enumerate(like.shape) if shard.box.size[dim] != length]
+        if len(splits) > 1 or len(like.shards) > 1 or rule >= len(shape):
+            raise OpaqueStateError(
+                f"a slot with the rule {rule} must have this dimension, and its parameter one sharded dimension",
+                where=f"state.{params.names(position)[0]}",
+                found=f"a slot of {list(shape)} for a shard of {list(shard.box.size)}",
+                fix="Keep it as a DTensor.",
+            )
+        if splits:
+            lengths[rule], offset[rule] = shard.box.size[splits[0]], shard.box.offset[splits[0]]
+            full[rule] = like.shape[splits[0]]
+    return tuple(full), Box(tuple(offset), tuple(lengths))
 
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -337,6 +386,12 @@ class _TargetBuilder:
             if not has_part and slot not in kept:
                 continue  # an optimizer that is never given a gradient of it has no state, unless it made some at first
             saved = {e.name: self.slots[e.name][slot] for e in entries if slot in self.slots.get(e.name, ())}
+            rule = find_slot_rule(optim, slot)
+            if rule == "rebuilt":  # registered after the save
+                continue
+            if rule is not None and not params.is_flat and any(each.shape for each in saved.values()):
+                state[slot] = self._by_rule(params, position, slot, rule, saved, kept.get(slot))
+                continue
             shapes = {e.name: e.shape for e in entries}
             if all(saved_slot.shape == shapes[name] for name, saved_slot in saved.items()) and not (
                 slot in self.scalars and all(not saved_slot.shape for saved_slot in saved.values())
@@ -388,6 +443,27 @@ class _TargetBuilder:
         for name, array in _shaped(params, position, own.detach()):
             if name in saved:
                 self.targets.arrays.append((name, slot, array))
+        return own
+
+    def _by_rule(
+        self,
+        params: AdapterParams,
+        position: int,
+        slot: str,
+        rule: SlotRule,
+        saved: Mapping[str, SavedSlot],
+        own: Any,
+    ) -> Any:
+        """Return the target for a slot with a registered rule: the existing one, or a new one."""
+        ((name, found),) = saved.items()
+        full, box = _find_slot_box(params, position, rule, found.shape)
+        if full != found.shape:
+            self.targets.problems.append(f"{name}/{slot}: size mismatch: found {found.shape}, expected {full}")
+            return own
+        fits = isinstance(own, torch.Tensor) and tuple(own.shape) == box.size and own.dtype == found.dtype
+        if not fits:
+            own = torch.zeros(box.size, dtype=found.dtype, device=params.adapter.exposed[position].device)
+        self.targets.arrays.append((name, slot, TensorShards(full, found.dtype, (LocalShard(box, own),))))
         return own
 
     def _wrapped(

@@ -1,0 +1,185 @@
+"""Slots with a registered rule are saved and loaded on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import shardckpt
+from shardckpt import core
+from shardckpt.errors import UsageError
+from shardckpt.state.keys import slots
+from tests.kit.models.states import refused
+from tests.kit.ranks.harness import run
+
+
+@pytest.fixture(autouse=True)
+def _no_rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(slots, "_RULES", {})
+    yield
+
+
+class Factored(torch.optim.Optimizer):
+    """Keeps a moment for each row of the local shard, the last sums of all ranks, and a buffer."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                sharded = parameter.grad
+                grad = sharded.to_local() if isinstance(sharded, DTensor) else sharded
+                own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                state = self.state[parameter]
+                if not state:
+                    state |= {"rows": torch.zeros(grad.shape[0]), "sums": []}
+                state.setdefault("buffer", torch.zeros(3))
+                state["rows"].lerp_(grad.reshape(grad.shape[0], -1).mean(1), 0.1)
+                state["sums"].append(torch.tensor([float(len(state["sums"]))]))
+                own.sub_(state["rows"].view(-1, *[1] * (grad.dim() - 1)), alpha=group["lr"])
+
+
+class Special(Factored):
+    pass
+
+
+def register() -> None:
+    shardckpt.register_slot(Factored, "rows", 0)
+    shardckpt.register_slot(Factored, "sums", "replicated")
+    shardckpt.register_slot(Factored, "buffer", "rebuilt")
+
+
+FSDP = {"torch": fully_shard, "engine": core.fully_shard}
+
+
+def begin(seed: int, fsdp: str, world: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 10), nn.Linear(10, 5))
+    FSDP[fsdp](model, mesh=init_device_mesh("cpu", (world,)))
+    return model, Special(model.parameters())
+
+
+def train(model: nn.Module, optim: torch.optim.Optimizer, steps: int) -> None:
+    for step in range(steps):
+        torch.manual_seed(10 + step)
+        model(torch.randn(4, 8)).square().sum().backward()
+        optim.step()
+        optim.zero_grad()
+
+
+def list_slots(model: nn.Module, optim: torch.optim.Optimizer, slot: str) -> dict[str, Any]:
+    found = {name: optim.state[each] for name, each in model.named_parameters() if each in optim.state}
+    return {name: deepcopy(state.get(slot)) for name, state in found.items()}
+
+
+@pytest.mark.parametrize("has_stepped", [False, True])
+@pytest.mark.parametrize("fsdp", FSDP)
+def test_slots_are_loaded_by_their_rules_on_any_number_of_ranks(fsdp: str, has_stepped: bool, tmp_path: Path) -> None:
+    def save(rank: int, world: int) -> dict[str, Any]:
+        register()
+        model, optim = begin(0, fsdp, world)
+        train(model, optim, 2)
+        shardckpt.save({"model": model, "optim": optim}, tmp_path / "step")
+        return list_slots(model, optim, "rows")
+
+    def load(rank: int, world: int) -> dict[str, dict[str, Any]]:
+        register()
+        model, optim = begin(1, fsdp, world)
+        if has_stepped:
+            train(model, optim, 1)
+        shardckpt.load({"model": model, "optim": optim}, tmp_path / "step")
+        found = {slot: list_slots(model, optim, slot) for slot in ("rows", "sums", "buffer")}
+        if has_stepped:
+            train(model, optim, 1)
+        return found
+
+    def join(ranks: list[dict[str, Any]], name: str) -> torch.Tensor:
+        return torch.cat([each[name] for each in ranks if name in each])
+
+    saved = run(2, save)
+    for world in (1, 2, 3):
+        loaded = run(world, load)
+        for name in ("0.weight", "0.bias", "1.weight", "1.bias"):
+            assert torch.equal(join([each["rows"] for each in loaded], name), join(saved, name)), (world, name)
+            assert [value.item() for value in loaded[0]["sums"][name]] == [0.0, 1.0]
+            assert loaded[0]["buffer"][name] is None
+    state = shardckpt.load(tmp_path / "step")["optim"]["state"]["1.weight"]
+    assert state.keys() == {"rows", "sums"}
+    assert state["rows"].shape == (5,)
+
+
+def test_a_slot_without_a_rule_is_refused_and_the_message_names_the_way() -> None:
+    def body(rank: int, world: int) -> str:
+        model, optim = begin(0, "torch", world)
+        train(model, optim, 1)
+        return refused(shardckpt.save, {"model": model, "optim": optim}, "unused")
+
+    for told in run(2, body):
+        assert "optim.state.0.weight.rows" in told
+        assert "register_slot" in told
+
+
+def test_a_slot_that_does_not_fit_its_rule_is_refused_by_name(tmp_path: Path) -> None:
+    def body(rank: int, world: int) -> str:
+        register()
+        model, optim = begin(0, "torch", world)
+        train(model, optim, 1)
+        optim.state[next(model.parameters())]["rows"] = torch.zeros(3)
+        return refused(shardckpt.save, {"model": model, "optim": optim}, tmp_path / "step")
+
+    for told in run(2, body):
+        assert "optim.state.0.weight.rows" in told
+        assert "found [3]; expected [5]" in told
+    assert not list(tmp_path.rglob("COMMIT"))
+
+
+def test_a_saved_slot_of_another_length_is_refused_and_nothing_changes(tmp_path: Path) -> None:
+    register()
+    model = nn.Linear(8, 10)
+    optim = Special(model.parameters())
+    train(model, optim, 1)
+    optim.state[model.weight]["rows"] = torch.zeros(7)
+    shardckpt.save({"model": model, "optim": optim}, tmp_path / "step")
+
+    def body(rank: int, world: int) -> str:
+        register()
+        torch.manual_seed(1)
+        fresh = nn.Linear(8, 10)
+        fully_shard(fresh, mesh=init_device_mesh("cpu", (world,)))
+        before = fresh.weight.to_local().clone()  # type: ignore[attr-defined]
+        state = {"model": fresh, "optim": Special(fresh.parameters())}
+        told = refused(shardckpt.load, state, tmp_path / "step")
+        assert torch.equal(fresh.weight.to_local(), before)  # type: ignore[attr-defined]
+        return told
+
+    for told in run(2, body):
+        assert "weight/rows: size mismatch: found (7,), expected (10,)" in told
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "slot", "rule", "text"),
+    [
+        (nn.Linear, "rows", 0, "must be a class of optimizers"),
+        (Special(nn.Linear(1, 1).parameters()), "rows", 0, "must be a class of optimizers"),
+        (Factored, 3, 0, "must be a key"),
+        (Factored, "rows", -1, "must be a dimension, 'replicated' or 'rebuilt'"),
+        (Factored, "rows", True, "must be a dimension"),
+        (Factored, "rows", "anything", "must be a dimension"),
+    ],
+)
+def test_an_invalid_rule_is_refused(optimizer: Any, slot: Any, rule: Any, text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        shardckpt.register_slot(optimizer, slot, rule)
