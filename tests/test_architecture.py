@@ -56,6 +56,8 @@ LATE_IMPORTS: dict[tuple[str, str], str] = {
         "shardckpt.offline.write.parallel",
     ): "ranks speak through torch; one process needs none",
     ("shardckpt.offline.consolidate", "shardckpt.offline.select.block_scales"): "NumPy; most checkpoints hold no fp8",
+    ("shardckpt.offline.consolidate", "shardckpt.offline.select.inner_names"): "most checkpoints have no subclasses",
+    ("shardckpt.offline.consolidate", "shardckpt.offline.select.dequantize"): "NumPy; most have no packed weights",
     ("shardckpt.offline.select.selection", "numpy"): "0.07 s; most optimizers have no such values",
     ("shardckpt.offline.select.selection", "shardckpt.readers.remap"): "most conversions have no rules",
     ("shardckpt.offline.write.numpy_casts", "numpy"): "0.07 s; what casts nothing needs none",

@@ -42,6 +42,7 @@ def consolidate(
     base: options.Base = None,
     dtype: options.Dtype = "",
     keep_fp32: options.KeepFp32 = None,
+    dequantize: options.Dequantize = False,
     quantize: options.Quantize = "",
     quantize_include: options.QuantizeInclude = None,
     quantize_exclude: options.QuantizeExclude = None,

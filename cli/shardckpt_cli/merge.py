@@ -29,6 +29,7 @@ def merge_adapter(
     ] = None,
     dtype: options.Dtype = "",
     keep_fp32: options.KeepFp32 = None,
+    dequantize: options.Dequantize = False,
     quantize: options.Quantize = "",
     quantize_include: options.QuantizeInclude = None,
     quantize_exclude: options.QuantizeExclude = None,

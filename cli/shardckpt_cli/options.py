@@ -187,6 +187,14 @@ KeepFp32 = Annotated[
         "--keep-fp32", metavar="GLOB", rich_help_panel="Precision", help="Glob for names that are not cast; repeatable."
     ),
 ]
+Dequantize = Annotated[
+    bool,
+    typer.Option(
+        "--dequantize",
+        rich_help_panel="Precision",
+        help="Write quantized weights (torchao, bitsandbytes, fp8) as plain ones.",
+    ),
+]
 Quantize = Annotated[
     str,
     typer.Option(

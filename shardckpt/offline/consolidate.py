@@ -204,9 +204,13 @@ def export(
     watch.end_phase("open")
     is_for_config = _is_for_config(target, options, is_file=is_file)
     selection = select(reader, options, config.config, is_for_config=is_for_config)
-    if options.dtype and any(tensor.dtype == FP8 for tensor in selection.model):
+    if options.dequantize:
+        selection, config = _import_dequantize().dequantize(reader, options, selection, config)
+    elif options.dtype and any(tensor.dtype == FP8 for tensor in selection.model):
         selection, config = _import_fp8().dequantize(reader, options, selection, config)
     selection = _with_warning_of_uncast(selection, options)
+    if selection.packed:
+        selection = _import_inner_names().name_inner_tensors(selection, is_read=target.name == DEFAULT)
     if target.name == DEFAULT and not is_file and reader.manifest.format != "adapter":
         selection = _with_warning_of_peft(selection)
     selection = drop_unsupported(selection, target, allow_loss=options.allow_loss)
@@ -254,8 +258,8 @@ def _with_warning_of_uncast(selection: Selection, options: Options) -> Selection
         return selection
     count = "1 part of quantized weights is" if len(left) == 1 else f"{len(left)} parts of quantized weights are"
     warning = (
-        f"{count} not cast, such as {left[0]}: only fp8 with scales named *_scale_inv can be dequantized; other types"
-        " keep their scales"
+        f"{count} not cast, such as {left[0]}: only fp8 with scales named *_scale_inv is dequantized by a cast;"
+        " --dequantize takes torchao and bitsandbytes too"
     )
     return replace(selection, warnings=(*selection.warnings, warning))
 
@@ -274,6 +278,18 @@ def _import_fp8() -> ModuleType:
     from shardckpt.offline.select import block_scales  # noqa: PLC0415  (needs NumPy; most checkpoints hold no fp8)
 
     return block_scales
+
+
+def _import_inner_names() -> ModuleType:
+    from shardckpt.offline.select import inner_names  # noqa: PLC0415  (most checkpoints have no wrapper subclasses)
+
+    return inner_names
+
+
+def _import_dequantize() -> ModuleType:
+    from shardckpt.offline.select import dequantize  # noqa: PLC0415  (as in `_import_fp8`)
+
+    return dequantize
 
 
 def _rekey(selection: Selection, options: Options) -> Selection:

@@ -168,8 +168,8 @@ def _require_plain_base(selection: Selection, config: Mapping[str, object], adap
             f"the base is quantized, and nothing can be added to {name}",
             found=f"{packed} in {tensors[packed].entry.dtype}{f', quant_method {kind}' if kind else ''}",
             expected=", ".join(sorted(FLOATS)),
-            fix="Merge into the base before quantization, or dequantize it first: with --dtype bf16 for fp8 with"
-            " *_scale_inv, else with transformers' model.dequantize().",
+            fix="Merge into the base before quantization, or dequantize it: --dequantize takes torchao, bitsandbytes"
+            " and fp8 with *_scale_inv; for others use transformers' model.dequantize().",
         )
 
 

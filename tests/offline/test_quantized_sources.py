@@ -90,6 +90,58 @@ def test_globs_say_what_stays_in_the_same_words_for_scales(tmp_path: Path) -> No
     assert report.warnings == ()
 
 
+SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
+
+
+def _read_settings(kind: str) -> Any:
+    """Return a config that quantizes a model while transformers loads it."""
+    from transformers import BitsAndBytesConfig, TorchAoConfig
+
+    if kind == "8 bits":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    if kind in ("nf4", "fp4"):
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=kind,
+            bnb_4bit_compute_dtype=torch.float32,
+            bnb_4bit_use_double_quant=kind == "nf4",
+        )
+    from torchao import quantization
+
+    if kind == "int4":
+        return TorchAoConfig(quantization.IntxWeightOnlyConfig(torch.int4, quantization.PerGroup(32)))
+    config = getattr(quantization, f"{kind}WeightOnlyConfig")
+    return TorchAoConfig(config(version=2) if kind == "Int8" else config())
+
+
+KINDS = {"Int8": "torchao", "Float8": "torchao", "int4": "torchao", "nf4": "", "fp4": "", "8 bits": ""}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_quantized_model_that_shardckpt_saved_loads_in_transformers(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip(KINDS[kind] or "bitsandbytes")
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **SIZES)).to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    settings = _read_settings(kind)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=settings, device_map="cpu")
+    model.config.save_pretrained(tmp_path / "files")
+    shardckpt.save({"model": model}, tmp_path / "step", model_files=tmp_path / "files")
+    tokens = torch.arange(12)[None]
+    expected = model(tokens).logits
+    report = shardckpt.consolidate(tmp_path / "step", tmp_path / "kept", max_shard_size="40kB")
+    assert len(report.files) > 1 and (report.left_out, report.warnings) == ((), ())
+    kept = AutoModelForCausalLM.from_pretrained(tmp_path / "kept", device_map="cpu")
+    assert torch.equal(kept(tokens).logits, expected)
+    report = shardckpt.consolidate(tmp_path / "step", tmp_path / "plain", dequantize=True)
+    assert (report.left_out, report.warnings) == ((), ())
+    assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", device_map="cpu")
+    assert type(plain.model.layers[0].mlp.up_proj.weight.data) is torch.Tensor
+    torch.testing.assert_close(plain(tokens).logits, expected, atol=0.01, rtol=0)
+
+
 SCALAR = {"a.weight": torch.randn(64, 128).to(FP8), "a.activation_scale": torch.tensor(0.5), "n.weight": torch.ones(4)}
 
 

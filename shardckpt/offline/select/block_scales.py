@@ -16,7 +16,7 @@ from shardckpt.dtypes import bits, nbytes
 from shardckpt.encodings.element_values import numpy_dtype
 from shardckpt.errors import PrecisionError, UsageError
 from shardckpt.manifest import TensorEntry
-from shardckpt.offline.select.config_files import ConfigFiles
+from shardckpt.offline.select.config_files import ConfigFiles, read_dtype
 from shardckpt.offline.select.options import Options, parse_dtype
 from shardckpt.offline.select.selection import Selection
 from shardckpt.plan import quantized_weights
@@ -254,13 +254,13 @@ def _name_first(tensors: list[OutputTensor]) -> str:
 def dequantize(
     reader: Reader, options: Options, selection: Selection, config: ConfigFiles
 ) -> tuple[Selection, ConfigFiles]:
-    """Return a selection whose fp8 weights with scales are cast to `--dtype`, without the scales."""
+    """Return a selection whose fp8 weights with scales are floats in `--dtype` or the config's, without the scales."""
     tensors = {tensor.name: tensor for tensor in selection.model}
     entries = {name: tensor.entry for name, tensor in tensors.items()}
     found = quantized_weights.find_scaled(entries, config.config, options.keep_fp32)
     if not found:
         return selection, config
-    dtype = parse_dtype(options.dtype)
+    dtype = parse_dtype(options.dtype) or read_dtype(config.config) or "float32"
     for name, block in found.items():
         scales = tensors.pop(quantized_weights.name_scale(name)).entry
         tensors[name] = replace(tensors[name], dtype=dtype, change=BlockDequantizer(reader.store, scales, block))

@@ -129,6 +129,16 @@ def with_values(carried: ConfigFiles, values: Mapping[str, object]) -> ConfigFil
     return replace(carried, config=config, is_changed=True)
 
 
+def read_dtype(config: Mapping[str, object]) -> str:
+    """Return the float dtype that a model's config names; empty without one."""
+    text = config.get("text_config")
+    for values in (config, text if isinstance(text, dict) else {}):
+        found = [values[key] for key in _DTYPE_KEYS if key in values]
+        if found and isinstance(found[0], str) and found[0] in FLOATS:
+            return found[0]
+    return ""
+
+
 def with_dtype(config: Mapping[str, object], dtype: str) -> dict[str, object]:
     """Return a model's config with its dtypes set to the cast's dtype."""
     # Otherwise `from_pretrained` would cast the tensors back.

@@ -14,7 +14,7 @@ from shardckpt.plan.naming.weights import Weights
 from shardckpt.plan.quantized_weights import METHOD
 from shardckpt.reader import NamedBases
 
-_SWITCHES = ("allow_overflow", "allow_loss", "overwrite", "dry_run", "parallel")
+_SWITCHES = ("dequantize", "allow_overflow", "allow_loss", "overwrite", "dry_run", "parallel")
 Part = Literal["model", "optim", "all"]
 OptimKeys = Literal["names", "ids", "flat"]
 VLLM_SHARDED = "vllm-sharded"  # the only target that takes `tp`
@@ -98,6 +98,7 @@ class TargetParams(TypedDict, total=False):
 
     to: str
     tp: int
+    dequantize: bool
     quantize: str
     quantize_include: str | Iterable[str]
     quantize_exclude: str | Iterable[str]
@@ -133,7 +134,9 @@ class Options:
             names the ids if an optimizer is alone in its file.
         base: Folder of the base checkpoint if it was moved, as for `load`.
         dtype: Float dtype to cast the model's float tensors to, or `q8_0` for GGUF.
-        keep_fp32: Globs for final names that are not cast, and not quantized.
+        keep_fp32: Globs for final names that are not cast, not quantized and not dequantized.
+        dequantize: Write quantized weights (torchao, bitsandbytes, fp8 with block scales) as plain ones, in `dtype` or
+            the type that they had.
         quantize: `fp8-block` to store linear weights as `float8_e4m3fn` with a scale for each 128 x 128 block, as
             DeepSeek-V3 does. Only for a safetensors folder with the model's config.
         quantize_include: Globs for final names to quantize instead: matrices named `*.weight`.
@@ -165,6 +168,7 @@ class Options:
     base: NamedBases = ""
     dtype: str = ""
     keep_fp32: tuple[str, ...] = ()
+    dequantize: bool = False
     quantize: str = ""
     quantize_include: tuple[str, ...] = ()
     quantize_exclude: tuple[str, ...] = ()
@@ -207,10 +211,11 @@ class Options:
 
     def _check_idle(self) -> None:
         """Refuse options that would do nothing."""
-        is_cast = bool(self.dtype or self.quantize)
+        is_cast = bool(self.dtype or self.quantize or self.dequantize)
         idle = {
-            "--keep-fp32 does nothing without --dtype or --quantize": self.keep_fp32 and not is_cast,
+            "--keep-fp32 does nothing without --dtype, --quantize or --dequantize": self.keep_fp32 and not is_cast,
             "--dtype casts the model, which --part optim leaves out": self.dtype and self.part == "optim",
+            "--dequantize changes the model, which --part optim leaves out": self.dequantize and self.part == "optim",
             "--weights chooses model weights, which --part optim leaves out": self.weights != "live"
             and self.part == "optim",
             "--optim-keys does nothing without --part optim or all": self.optim_keys != "names"
@@ -221,6 +226,10 @@ class Options:
                 raise UsageError(what)
 
     def _check_quantize(self) -> None:
+        if self.quantize and self.dequantize:
+            raise UsageError(
+                "--quantize and --dequantize are two steps", fix=f"First --dequantize, then --quantize {METHOD}."
+            )
         if self.quantize not in ("", METHOD):
             raise UsageError("--quantize must be a quantization method", found=self.quantize, expected=METHOD)
         if not self.quantize and (self.quantize_include or self.quantize_exclude):

@@ -18,6 +18,7 @@ from shardckpt.manifest import UNREAD, Manifest, Path, TensorEntry, dotted
 from shardckpt.offline.results.contents import NO_SHAPES
 from shardckpt.offline.select.config_files import TIE
 from shardckpt.offline.select.options import Options, parse_dtype
+from shardckpt.plan import packed_weights
 from shardckpt.plan.layout.coverage import faults, locate
 from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.plan.naming import fqn as names
@@ -32,6 +33,7 @@ from shardckpt.storage.store import read_bytes
 
 if TYPE_CHECKING:
     from shardckpt.plan.optim import optimizer_state
+    from shardckpt.plan.packed_weights import PackedWeight
     from shardckpt.plan.rules.rules import Rule
 
 SMALL_ELEMENTS = 64  # larger arrays among hyperparameters are not read as numbers
@@ -53,6 +55,7 @@ class Selection:
     keeps_order: bool = True  # False: the checkpoint has another order, such as sorted names
     # Values to set in the model's config, for example to untie a head that has values of its own.
     config_values: Mapping[str, object] = field(default_factory=dict)
+    packed: Mapping[str, PackedWeight] = field(default_factory=dict)  # wrapper subclasses in the model, by name
 
 
 def select(reader: Reader, options: Options, config: Mapping[str, object], *, is_for_config: bool = False) -> Selection:
@@ -79,14 +82,17 @@ def select(reader: Reader, options: Options, config: Mapping[str, object], *, is
     if model.tensors:
         _check_shapes(model.tensors, options.shapes_from)
     rules = _read_rules(options, config)
-    opened = _OpenModel(reader, manifest, found, model, options, config)
+    packed = packed_weights.find_subclasses(manifest, model.tensors) if found.wrapped else {}
+    more = packed_weights.find_named(model.tensors, manifest.metadata) if options.dequantize else {}
+    owners = dict(packed_weights.iter_parts({**packed, **more})) if packed or more else {}
+    opened = _OpenModel(reader, manifest, found, model, options, config, owners)
     chosen = _choose_remapped(opened, rules) if rules else _choose_stored(opened)
-    names.require_matches(options.keep_fp32, chosen.names)
+    names.require_matches(options.keep_fp32, [*chosen.names, *(owners[n] for n in chosen.names if n in owners)])
     kept = [name for name in chosen.names if name not in chosen.ties] if options.part != "optim" else []
     state = chosen.state
     wanted = [chosen.tensors[n] for n in kept] + (list(state.tensors.values()) if state else [])
     resolved = iter(locate(reader, manifest, wanted))
-    uncast = list_uncast(chosen.tensors, config) if options.dtype else frozenset()
+    uncast = owners.keys() | (list_uncast(chosen.tensors, config) if options.dtype else ())
     unasked = [r for r in (found.model, *found.optimizers) if _is_unasked(r, found, options)]
     return Selection(
         model=tuple(
@@ -113,9 +119,11 @@ def select(reader: Reader, options: Options, config: Mapping[str, object], *, is
             *chosen.found_ties.warnings,
             *_warn_of_order(state),
             *(_warn_of_numbers(manifest, found.optimizers[0]) if state else ()),
+            *(packed_weights.list_low_bit(manifest, found.optimizers[0]) if state and found.wrapped else ()),
             *_unneeded_faults(manifest, chosen.used or wanted),
         ),
         config_values=chosen.found_ties.config_values if options.part != "optim" else {},
+        packed=packed if options.part != "optim" else {},
     )
 
 
@@ -161,7 +169,8 @@ def _list_unwritten(
 ) -> Iterator[Path]:
     """Yield content that no target stores: the model's values, and an optimizer's extra content."""
     if options.part != "optim":
-        yield from sections.model_values(manifest, found)
+        values = sections.model_values(manifest, found)
+        yield from packed_weights.drop_records(manifest, values) if found.wrapped else values
     if has_optimizer:
         root = found.optimizers[0]
         paths = (path for path in (*manifest.tensors, *manifest.objects) if sections.is_beside_state(path, root))
@@ -178,6 +187,7 @@ class _OpenModel:
     model: NamedModel
     options: Options
     config: Mapping[str, object]
+    owners: Mapping[str, str]  # weight's name by its parts' names
 
     def read_optimizer(self) -> optimizer_state.OptimizerState | None:
         """Return the optimizer; None if it is not requested or does not exist."""
@@ -234,7 +244,7 @@ class _ChosenTensors:
 
 def _choose_stored(opened: _OpenModel) -> _ChosenTensors:
     model, options = opened.model, opened.options
-    chosen = names.select_names(model.tensors, options.include, options.exclude)
+    chosen = names.select_names(model.tensors, options.include, options.exclude, opened.owners)
     found = opened.find_ties(chosen)
     state = opened.read_optimizer()
     if state is not None and (options.include or options.exclude):
@@ -247,6 +257,8 @@ def _choose_remapped(opened: _OpenModel, rules: Sequence[Rule]) -> _ChosenTensor
     from shardckpt.readers import remap  # noqa: PLC0415  (as in `_read_rules`)
 
     reader, manifest, model, options = opened.reader, opened.manifest, opened.model, opened.options
+    if opened.owners:
+        packed_weights.refuse_rules(opened.owners)
     before = opened.find_ties(list(model.tensors))
     state = opened.read_optimizer()
     remapped = remap.plan_rules(rules, model.tensors, state, before.dropped)

@@ -13,6 +13,7 @@ from shardckpt.offline.targets.base import CONFIG_FILES, FRESH, SHARD, Conversio
 from shardckpt.offline.write.conversion import Layout, PlannedFiles
 from shardckpt.offline.write.stream import FileSink, OutputFile, TensorStream
 from shardckpt.plan.layout.output_files import OutputTensor, PlannedFile, index, name_files
+from shardckpt.plan.packed_weights import build_metadata, describe_as_plain
 from shardckpt.readers.huggingface.index_files import (
     OPTIMIZER,
     OPTIMIZER_FILES_KEY,
@@ -80,6 +81,10 @@ def _metadata(conversion: Conversion) -> dict[str, str]:
     selection = conversion.selection
     # Ties as `dropped: kept`, as in `save_model`.
     metadata = {**conversion.reader.manifest.metadata, "format": "pt", **selection.ties}
+    if conversion.options.dequantize:
+        metadata = describe_as_plain(metadata, [t.name for t in selection.model if t.change])
+    if selection.packed:
+        metadata |= build_metadata(selection.packed, [t.name for t in selection.model])
     casts = {t.name: t.entry.stored for t in selection.model if t.is_cast}
     if casts:
         kinds = set(casts.values())

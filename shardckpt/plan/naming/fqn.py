@@ -108,15 +108,18 @@ def require_unique(renamed: Mapping[str, str]) -> None:
         taken[new] = old
 
 
-def select_names(names: Iterable[str], include: Sequence[str], exclude: Sequence[str]) -> list[str]:
-    """Return names that match `include` (by default all) and not `exclude`."""
-    every = list(names)
+def select_names(
+    names: Iterable[str], include: Sequence[str], exclude: Sequence[str], owners: Mapping[str, str] | None = None
+) -> list[str]:
+    """Return names that match `include` (by default all) and not `exclude`; a weight's parts match by its name."""
+    owned = {name: (owners or {}).get(name, name) for name in names}
+    every = list(dict.fromkeys(owned.values()))
     require_matches((*include, *exclude), every)
     kept = [
         name
-        for name in every
-        if (not include or any(fnmatchcase(name, glob) for glob in include))
-        and not any(fnmatchcase(name, glob) for glob in exclude)
+        for name, owner in owned.items()
+        if (not include or any(fnmatchcase(owner, glob) for glob in include))
+        and not any(fnmatchcase(owner, glob) for glob in exclude)
     ]
     if every and not kept:
         raise UsageError(

@@ -14,6 +14,7 @@ from math import prod
 
 from shardckpt.errors import AmbiguousError, UsageError
 from shardckpt.manifest import Manifest, Path, dotted
+from shardckpt.plan.subclass_record import SUBCLASS
 
 MODEL_KEYS = ("model", "state_dict", "module")
 _STATE, _GROUPS = "state", "param_groups"
@@ -35,35 +36,46 @@ class Sections:
     # Whether the model is a state dict at the top level with each tensor under one key; then deeper values do not
     # belong to it.
     is_flat: bool = False
+    wrapped: frozenset[Path] = frozenset()  # wrapper subclasses, whose inner tensors count as one tensor
 
 
 def find_sections(manifest: Manifest, model_key: str = "", optim_key: str = "") -> Sections:
     """Find a checkpoint's model, optimizers and other subtrees."""
-    stored = _optimizers(manifest)
+    stored, wrapped = _optimizers(manifest), _find_wrapped(manifest)
     optimizers = [find_key(manifest, optim_key, "--optim-key")] if optim_key else stored
     wanted = frozenset(optimizers)
     foreign = wanted.union(stored, manifest.optimizers)
-    model = find_key(manifest, model_key, "--model-key") if model_key else _model(manifest, foreign)
+    model = find_key(manifest, model_key, "--model-key") if model_key else _model(manifest, foreign, wrapped)
     if model_key:  # such as averaged weights that an optimizer has
         foreign = frozenset(root for root in foreign if root in wanted or not _below(model, root))
     inside = (model, *optimizers) if model else tuple(optimizers)
     others: dict[Path, None] = {}
-    is_flat = model == () and not model_key and _is_flat(manifest, foreign)
+    is_flat = model == () and not model_key and _is_flat(manifest, foreign, wrapped)
     for path in _paths(manifest) if model or foreign or is_flat else manifest.objects:
-        is_tensor = model == () and path in manifest.tensors and not _below_any(path, foreign)
-        if is_tensor and not (is_flat and len(path) > 1):
+        is_array = path in manifest.tensors or path[:-1] in wrapped
+        is_tensor = model == () and is_array and not _below_any(path, foreign)
+        if is_tensor and not (is_flat and len(_join(path, wrapped)) > 1):
             continue
         is_of_model = model != () and _below(path, model) and not _below_any(path, foreign)
         if not is_of_model and not _below_any(path, wanted):
             others[_top(path, inside)] = None
-    return Sections(model, tuple(optimizers), tuple(others), foreign, is_flat)
+    return Sections(model, tuple(optimizers), tuple(others), foreign, is_flat, wrapped)
+
+
+def _find_wrapped(manifest: Manifest) -> frozenset[Path]:
+    return frozenset(path[:-1] for path in manifest.objects if path and path[-1] == SUBCLASS)
+
+
+def _join(path: Path, wrapped: Set[Path]) -> Path:
+    """Return a tensor's path: the wrapper subclass's for an inner tensor."""
+    return path[:-1] if wrapped and path[:-1] in wrapped else path
 
 
 def model_paths(manifest: Manifest, found: Sections) -> Iterator[Path]:
     """Yield paths to the model's tensors, in saved order."""
     depth = len(found.model)
     for path in manifest.tensors:
-        is_of_model = path[:depth] == found.model and not (found.is_flat and len(path) > 1)
+        is_of_model = path[:depth] == found.model and not (found.is_flat and len(_join(path, found.wrapped)) > 1)
         if is_of_model and not _below_any(path, found.foreign):
             yield path
 
@@ -151,9 +163,10 @@ def _optimizers(manifest: Manifest) -> list[Path]:
     return [root for root in roots if not any(other != root and _below(root, other) for other in roots)]
 
 
-def _model(manifest: Manifest, foreign: Set[Path]) -> Path:
+def _model(manifest: Manifest, foreign: Set[Path], wrapped: Set[Path]) -> Path:
     known = {*foreign, *(path for path, _ in manifest.variants.values())}
     tensors = [path for path in manifest.tensors if not _below_any(path, known)] if known else [*manifest.tensors]
+    tensors = [_join(path, wrapped) for path in tensors] if wrapped else tensors
     for depth in range(1, _DEEPEST):
         deeper = [path for path in tensors if len(path) > depth]
         for key in MODEL_KEYS:
@@ -172,14 +185,15 @@ def _model(manifest: Manifest, foreign: Set[Path]) -> Path:
     return ()
 
 
-def _is_flat(manifest: Manifest, foreign: Set[Path]) -> bool:
+def _is_flat(manifest: Manifest, foreign: Set[Path], wrapped: Set[Path]) -> bool:
     """Return True if the tensors at the top level are a model's state dict."""
     # A state dict's names contain dots, and its tensors have most elements. Other tensors at the top level are a few
     # numbers next to subtrees.
-    if any("." in str(path[0]) for path in manifest.tensors if len(path) == 1):
+    tensors = [(_join(path, wrapped), entry) for path, entry in manifest.tensors.items()]
+    if any("." in str(path[0]) for path, _ in tensors if len(path) == 1):
         return True
-    loose = [entry for path, entry in manifest.tensors.items() if len(path) == 1]
-    nested = [e for path, e in manifest.tensors.items() if len(path) > 1 and not _below_any(path, foreign)]
+    loose = [entry for path, entry in tensors if len(path) == 1]
+    nested = [entry for path, entry in tensors if len(path) > 1 and not _below_any(path, foreign)]
     return bool(loose) and sum(prod(e.shape) for e in loose) >= sum(prod(e.shape) for e in nested)
 
 

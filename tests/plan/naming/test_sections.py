@@ -35,6 +35,17 @@ def test_the_model_has_one_of_three_names(key: str) -> None:
     assert (found.model, found.optimizers, found.others) == ((key,), (("optim",),), (("ema",),))
 
 
+def test_inner_tensors_count_as_the_tensor_that_they_make_up() -> None:
+    inner: list[Path] = [("a.weight", "qdata"), ("a.weight", "scale")]
+    record: list[Path] = [("a.weight", "__tensor_subclass__")]
+    more: list[Path]
+    for more in ([], [("b.weight",)]):
+        manifest = holding([*inner, *more], [*record, ("epoch",)])
+        found = find_sections(manifest)
+        assert (found.model, found.others) == ((), (("epoch",),))
+        assert list(model_paths(manifest, found)) == [*inner, *more]
+
+
 def test_the_only_subtree_with_tensors_is_the_model() -> None:
     found = find_sections(holding([("net", "w"), *below("o")], [*groups("o"), ("epoch",)]))
     assert (found.model, found.others) == (("net",), (("epoch",),))
