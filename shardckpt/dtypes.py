@@ -80,6 +80,17 @@ QUANTIZED = {"q8_0": (32, 34)}
 # Dtypes that a cast between float types applies to; fp8 and narrower types have scales and are never cast.
 FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 
+# Pairs of float types, the narrower first: each value of the first is one of the second.
+_EXACT_UPCASTS = frozenset(
+    {
+        ("float16", "float32"),
+        ("bfloat16", "float32"),
+        ("float16", "float64"),
+        ("bfloat16", "float64"),
+        ("float32", "float64"),
+    }
+)
+
 # Short names that the command line accepts.
 SHORT_NAMES = {
     "fp64": "float64",
@@ -110,6 +121,11 @@ def block_elements(name: str) -> int:
 def is_known(name: str) -> bool:
     """Return True if `name` is a dtype with a known width."""
     return name in _BITS and name != UNKNOWN
+
+
+def is_exact_upcast(stored: str, wanted: str) -> bool:
+    """Return True if a cast to a wider float type keeps every value."""
+    return (stored, wanted) in _EXACT_UPCASTS
 
 
 def nbytes(name: str, elements: int) -> int:

@@ -11,11 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+import torch
 import xxhash
 
 from shardckpt.boxes import Box, contiguous_blocks
 from shardckpt.checkpoint.load.load_plan import model_names
 from shardckpt.checkpoint.load.source import CheckpointSource
+from shardckpt.checkpoint.stateful.tensor_bytes import flat_bytes
 from shardckpt.dtypes import nbytes
 from shardckpt.encodings.value_stats import STATS_BYTES
 from shardckpt.errors import CheckpointError, IncompleteError, MissingFileError, UnsupportedError, UsageError
@@ -169,13 +171,13 @@ class BaseCheckpoint:
             file = file if file.hashes is not None else file._replace(hashes=hashes[name])
             yield box, BaseLocation(file, layout.offset, stats=stats.get(box, b""))
 
-    def digests(self, wanted: Sequence[tuple[TensorEntry, Box]]) -> Iterator[bytes]:
-        """Yield the xxh3-128 of boxes in the base; reads one batch at a time."""
+    def digests(self, wanted: Sequence[tuple[TensorEntry, Box, str]]) -> Iterator[bytes]:
+        """Yield the xxh3-128 of boxes in the base, each cast to a dtype; reads one batch at a time."""
         pieces = PieceReader(self._reader.store)
         batch: list[tuple[int, ReadItem]] = []
-        hashers = [xxhash.xxh3_128() for _ in wanted]
+        hashers = [_CastHasher(entry.stored, dtype) for entry, _, dtype in wanted]
         size = 0
-        for number, (entry, box) in enumerate(wanted):
+        for number, (entry, box, _) in enumerate(wanted):
             most = max(_BATCH_BYTES // max(nbytes(entry.stored, 8) // 8, 1), 1)
             for part in contiguous_blocks(box, most) if box.volume else ():
                 buffer = memoryview(bytearray(nbytes(entry.stored, part.volume)))
@@ -313,7 +315,23 @@ def _replaced(name: str, rules: Iterable[tuple[re.Pattern[str], str]]) -> str:
     return name
 
 
-def _hash(pieces: PieceReader, batch: list[tuple[int, ReadItem]], hashers: Sequence[xxhash.xxh3_128]) -> None:
+class _CastHasher:
+    """Hashes elements as they are in memory after an exact cast."""
+
+    def __init__(self, stored: str, dtype: str) -> None:
+        self._hasher, self._stored, self._dtype = xxhash.xxh3_128(), stored, dtype
+
+    def update(self, data: memoryview) -> None:
+        if self._stored != self._dtype:
+            values = torch.frombuffer(data, dtype=getattr(torch, self._stored)).to(getattr(torch, self._dtype))
+            data = flat_bytes(values)
+        self._hasher.update(data)
+
+    def digest(self) -> bytes:
+        return self._hasher.digest()
+
+
+def _hash(pieces: PieceReader, batch: list[tuple[int, ReadItem]], hashers: Sequence[_CastHasher]) -> None:
     pieces.fill([want for _, want in batch])
     for number, want in batch:
         hashers[number].update(want.buffer)

@@ -11,11 +11,11 @@ from typing import Annotated, Any
 
 import xxhash
 
-from shardckpt.boxes import Box
 from shardckpt.checkpoint.base_checkpoint import BaseCheckpoint, BaseReferences, has_all_files, merge_block_hashes
 from shardckpt.checkpoint.planning.save_plan import GlobalSavePlan, RankSavePlan
 from shardckpt.checkpoint.stateful.tensor_bytes import tensor_bytes, view_box
 from shardckpt.devices import CurrentStreams
+from shardckpt.dtypes import is_exact_upcast
 from shardckpt.encodings.typed_json import JsonForm
 from shardckpt.errors import UsageError
 from shardckpt.manifest import Path, TensorEntry, dotted
@@ -96,7 +96,7 @@ class FrozenParamCache:
     def __init__(self) -> None:
         self.hashes: _Hashes = {}  # block hashes of files without stored hashes
         self._key = ""
-        self._digests: dict[tuple[Path, Box], bytes] = {}
+        self._digests: dict[PayloadChunk, bytes] = {}
 
     def copy(self) -> FrozenParamCache:
         """Return a copy for one save, to replace this cache when the save is committed."""
@@ -116,15 +116,15 @@ class FrozenParamCache:
         if self._key != hints.key:
             self._key = hints.key
             self._digests.clear()
-        new = [chunk for chunk in chunks if (chunk.path, chunk.box) not in self._digests]
+        new = [chunk for chunk in chunks if chunk not in self._digests]
         if new:
             base = BaseCheckpoint(hints.url, rules=rules)
             specs = {chunk.path: TensorSpec(chunk.path, chunk.shape, chunk.dtype) for chunk in new}
             entries = _entries(base, specs.values(), ties)
-            digests = base.digests([(entries[chunk.path], chunk.box) for chunk in new])
-            self._digests.update({(c.path, c.box): digest for c, digest in zip(new, digests, strict=True)})
+            digests = base.digests([(entries[chunk.path], chunk.box, chunk.dtype) for chunk in new])
+            self._digests.update(zip(new, digests, strict=True))
         for chunk, own in zip(chunks, chunk_digests(chunks, arrays), strict=True):
-            if own != self._digests[chunk.path, chunk.box]:
+            if own != self._digests[chunk]:
                 raise UsageError(
                     "a frozen parameter differs from the base",
                     where=dotted(chunk.path),
@@ -143,7 +143,7 @@ def _entries(base: BaseCheckpoint, specs: Iterable[TensorSpec], ties: Mapping[Pa
     entries = base.locate(names)
     for path, shape, dtype in wanted:
         entry = entries[path]
-        if (entry.shape, entry.stored) != (shape, dtype):
+        if entry.shape != shape or not (entry.stored == dtype or is_exact_upcast(entry.stored, dtype)):
             raise UsageError(
                 "a frozen parameter has another type or shape than in the base",
                 where=dotted(path),
@@ -201,9 +201,10 @@ class BaseDedup:
                 if str(at) in own:
                     known_at = known_at._replace(stats=bytes.fromhex(own[str(at)]))
                 references.add(path, dtype, shape, box, known_at)
-        for path, shape, dtype in self._plan.frozen:
-            for box, where in self._base.rows(self._entries[path], hashes):
-                references.add(path, dtype, shape, box, where)
+        for path, shape, _ in self._plan.frozen:
+            entry = self._entries[path]  # its type may be narrower than the parameter's
+            for box, where in self._base.rows(entry, hashes):
+                references.add(path, entry.stored, shape, box, where)
         return references.part()
 
     def is_kept(self, files: Sequence[FileRecord]) -> bool:

@@ -99,9 +99,14 @@ def hf(tmp_path: Path) -> Path:
     return folder
 
 
-def trained(face: str = "plain", seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+def trained(
+    face: str = "plain", seed: int = 0, narrow: torch.dtype = torch.float32
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
-    model = FACES[face](Net())
+    net = Net()
+    for value in net.parameters():
+        value.data = value.data if value.requires_grad else value.data.to(narrow).float()
+    model = FACES[face](net)
     optim = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
     model(torch.arange(7)).sum().backward()
     optim.step()
@@ -152,6 +157,30 @@ class TestOnRanks:
             assert shardckpt.verify(str(tmp_path / name)).ok
             nest = shardckpt.load(tmp_path / name)["model"]
             assert all(torch.equal(nest[key], value) for key, value in expected.items())
+
+    @pytest.mark.parametrize("face", ["orig", "in place", "torch in place"])
+    @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+    def test_a_wider_model_refers_to_the_narrow_base_it_was_cast_from(
+        self, tmp_path: Path, face: str, narrow: torch.dtype
+    ) -> None:
+        torch.manual_seed(0)
+        save_file({name: value.to(narrow) for name, value in base_of(Net()).items()}, tmp_path / "base.safetensors")
+
+        def body(rank: int, world: int):
+            model, optim = trained(face, narrow=narrow)
+            state, options = {"model": model, "optim": optim}, {"trainable_only": True, "base_key_map": RULES}
+            shardckpt.save(state, tmp_path / "one", base=tmp_path / "base.safetensors", **options)
+            shardckpt.save(state, tmp_path / "two", base=tmp_path / "one", **options)
+            other, fresh = trained(face, seed=5, narrow=narrow)
+            shardckpt.load({"model": other, "optim": fresh}, tmp_path / "two", verify="live")
+            return full(model), full(other)
+
+        expected, found = run(2, body)[0]
+        assert {value.dtype for value in found.values()} == {torch.float32}
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        assert not any("base" in name or "emb" in name for name in payload_names(tmp_path / "one"))
+        assert shardckpt.verify(str(tmp_path / "two")).ok
+        assert shardckpt.load(tmp_path / "two")["model"]["emb.weight"].dtype == narrow, "as it is in the base"
 
     def test_one_that_differs_is_named_on_every_rank_and_nothing_is_saved(self, tmp_path: Path, hf: Path) -> None:
         def body(rank: int, world: int) -> None:
@@ -259,6 +288,21 @@ class TestTheBase:
             options = {"trainable_only": True, "base_key_map": RULES}
             shardckpt.save({"model": model.bfloat16()}, tmp_path / "c", base=hf, **options)
         assert sorted(os.listdir(tmp_path)) == ["hf"]
+
+    def test_a_wider_model_with_values_of_its_own_is_refused_by_name(self, tmp_path: Path) -> None:
+        torch.manual_seed(0)
+        base = {name: value.bfloat16() for name, value in base_of(Net()).items()}
+        save_file(base, tmp_path / "base.safetensors")
+        with pytest.raises(UsageError, match=r"model\.emb\.weight: a frozen parameter differs from the base"):
+            keep(tmp_path / "c", tmp_path / "base.safetensors")
+        save_file({name: value.double() for name, value in base.items()}, tmp_path / "base.safetensors")
+        with pytest.raises(UsageError, match=r"found float32 \[7, 33\]; expected float64 \[7, 33\]"):
+            keep(tmp_path / "c", tmp_path / "base.safetensors")
+
+    def test_a_narrow_tensor_of_the_step_itself_is_not_cast_by_a_load(self, tmp_path: Path) -> None:
+        shardckpt.save({"model": nn.Linear(2, 2).bfloat16()}, tmp_path / "c")
+        with pytest.raises(shardckpt.ShardckptError, match=r"dtype mismatch for model\.weight"):
+            shardckpt.load({"model": nn.Linear(2, 2)}, tmp_path / "c")
 
     def test_a_model_of_which_nothing_is_frozen_is_refused(self, tmp_path: Path, hf: Path) -> None:
         with pytest.raises(UsageError, match="finds no frozen parameter"):

@@ -13,6 +13,7 @@ import torch
 from shardckpt.boxes import Box, full_box
 from shardckpt.checkpoint.load.source import CheckpointSource, allocate
 from shardckpt.checkpoint.stateful.stateful import dtype_name, has_memory
+from shardckpt.dtypes import is_exact_upcast
 from shardckpt.encodings.pickle_stubs import PerRankValue
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.plan.naming.fqn import make_cleaner
@@ -196,8 +197,19 @@ class LoadPlanBuilder:
         if not _fits(entry, array):
             if any(_repeats(shard.tensor) for shard in array.shards) and entry.shape == array.shape:
                 array = self._without_repeats(path, entry, array)
-            self.plan.problems += _find_mismatches(path, entry, array, can_cast=self.options.cast)
+            self.plan.problems += _find_mismatches(path, entry, array, can_cast=self._can_cast(entry, array))
         self.plan.arrays.append(LoadItem(path, entry, array))
+
+    def _can_cast(self, entry: TensorEntry, array: TensorShards) -> bool:
+        """Return True if the load may cast an array: as `trainable_only` accepts it from a base, or with `cast`."""
+        is_upcast = is_exact_upcast(entry.dtype, dtype_name(array.dtype))
+        return self.options.cast or (is_upcast and self.source.is_elsewhere(entry))
+
+    def _can_fill(self, item: LoadItem) -> bool:
+        """Return True if the saved array fits its target; otherwise there is a problem already."""
+        _, entry, array = item
+        is_type = entry.dtype == dtype_name(array.dtype) or self._can_cast(entry, array)
+        return entry.shape == array.shape and is_type
 
     def _add_wrapper(self, path: Path, source: Path, array: TensorShards) -> None:
         """Add the inner tensors of a wrapper subclass."""
@@ -299,7 +311,7 @@ class LoadPlanBuilder:
                         " values differ (give one its own memory: `tensor.clone()`)"
                     )
             return
-        self._check_overlaps([(item, shard) for item, shard in (group[0], *rest) if _can_fill(item, self.options.cast)])
+        self._check_overlaps([(item, shard) for item, shard in (group[0], *rest) if self._can_fill(item)])
 
     def _check_overlaps(self, group: Sequence[tuple[LoadItem, LocalShard]]) -> None:
         """As above, for tensors that share some elements; views such as columns may share none."""
@@ -362,11 +374,6 @@ def _has_same_elements(one: LocalShard, other: LocalShard) -> bool:
 def _is_same_target(one: tuple[LoadItem, LocalShard], other: tuple[LoadItem, LocalShard]) -> bool:
     """Return True if two targets are the same memory, filled from the same file elements."""
     return is_same_source(one[0].entry, other[0].entry) and _has_same_elements(one[1], other[1])
-
-
-def _can_fill(item: LoadItem, can_cast: bool) -> bool:
-    """Return True if the saved array fits its target; otherwise there is a problem already."""
-    return item.entry.shape == item.array.shape and (can_cast or item.entry.dtype == dtype_name(item.array.dtype))
 
 
 def _fits(entry: TensorEntry, array: TensorShards) -> bool:
