@@ -50,6 +50,7 @@ LATE_IMPORTS: dict[tuple[str, str], str] = {
     ): "only the format of a checkpoint is imported",
     ("shardckpt.integrations.sinks", "prometheus_client"): "each sink needs its own library only",
     ("shardckpt.integrations.sinks", "torch.utils.tensorboard"): "each sink needs its own library only",
+    ("shardckpt.integrations.adapter_steps", "huggingface_hub"): "not each framework has it",
     ("shardckpt.integrations.sinks", "wandb"): "each sink needs its own library only",
     (
         "shardckpt.offline.consolidate",

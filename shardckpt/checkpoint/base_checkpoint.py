@@ -44,6 +44,7 @@ from shardckpt.storage.resolve_url import file_version, local_path, open_store
 from shardckpt.storage.store import Read
 
 _BATCH_BYTES = 64 << 20
+_IN_ADAPTED = "base_model.model."  # prefix that PEFT adds to the base's names
 
 
 class BaseRemovedError(IncompleteError):
@@ -145,7 +146,7 @@ class BaseCheckpoint:
         for name in names:
             yield _replaced(name, self._rules)
             yield name
-            yield to_base_name(name)
+            yield to_base_name(name[max(name.find(_IN_ADAPTED), 0) :])  # another module may hold the adapted one
 
     def locate(self, frozen: Mapping[Path, Sequence[str]]) -> dict[Path, TensorEntry]:
         """Return the base's entries for frozen parameters, with all elements."""

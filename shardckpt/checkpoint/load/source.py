@@ -74,6 +74,11 @@ class CheckpointSource:
         """Whether the checkpoint has the native format."""
         return isinstance(self._reader, NativeReader)
 
+    @property
+    def custom_metadata(self) -> Mapping[str, str]:
+        """Texts that were saved with a step; empty for other formats."""
+        return self._files.contents.about if isinstance(self._files, NativeReader) else {}
+
     def expect_most(self) -> None:
         """Prepare for access to most arrays: parsing all entries at once is cheaper."""
         self.manifest.tensors.values()

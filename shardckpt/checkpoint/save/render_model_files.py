@@ -152,9 +152,14 @@ def _require_one(found: Mapping[str, nn.Module], module: nn.Module) -> nn.Module
 
 def _find_adapter_config(module: nn.Module) -> list[Any]:
     """Return the config of a module's only PEFT adapter, in a list; empty if it has none, or several."""
-    found = (getattr(part, "peft_config", None) for part in module.modules())
-    adapters = [*next(filter(None, found), {}).values()]
+    adapters = [*find_adapters(module).values()]
     return adapters if len(adapters) == 1 else []
+
+
+def find_adapters(module: nn.Module) -> Mapping[str, Any]:
+    """Return the configs of a module's PEFT adapters by name; empty without one."""
+    found = (getattr(part, "peft_config", None) for part in module.modules())
+    return next((each for each in found if each and isinstance(each, Mapping)), {})
 
 
 def _list_models(state: Any) -> list[tuple[Path, nn.Module]]:

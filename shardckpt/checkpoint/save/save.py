@@ -68,7 +68,8 @@ def save(
         store_digests: Store a hash for each tensor, so that a later save can use this checkpoint as its base;
             implied by `base`.
         trainable_only: Refer to the base for every parameter that does not require gradients, after a check that the
-            base has equal bytes. The base may have any readable format that stores tensors as in memory.
+            base has equal bytes, or a narrower float type that casts to them. The base may have any readable format
+            that stores tensors as in memory.
         base_key_map: Regular expressions with replacements, which change the model's names to names in the base.
             Patterns for wrappers and adapters (PEFT) are known.
         on_event: Called with this save's `SaveEvent` when it has ended.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,13 @@ from shardckpt.integrations.accelerate.state_folders import (
     await_ranks,
     describe_missing,
     find_earlier_folder,
+    find_parent,
     is_complete,
     is_url,
     make_folder,
     number_objects,
 )
+from shardckpt.integrations.adapter_steps import AdapterSteps
 from shardckpt.integrations.local_folders import list_names, name_earlier
 from shardckpt.integrations.stop_signal import StopSignal
 from shardckpt.results import ResumeReport, SaveHandle
@@ -50,7 +53,7 @@ _HOOKS = ("_save_model_state_pre_hook", "_load_model_state_pre_hook")
 
 
 def register(
-    accelerator: Accelerator, *, background: bool = False, **options: Unpack[AsyncSaveParams]
+    accelerator: Accelerator, *, background: bool = False, adapter_only: bool = True, **options: Unpack[AsyncSaveParams]
 ) -> AcceleratorCheckpoints:
     """Make an accelerator's `save_state` and `load_state` save and load with shardckpt.
 
@@ -62,6 +65,7 @@ def register(
         accelerator: Accelerator, before or after `prepare`. If it is registered with the same options, the result is
             that registration.
         background: Save in the background. The next `save_state`, `load_state` or `end_training` then raises an error.
+        adapter_only: Save what a PEFT model trains, and refer to its frozen base; False to save the base each time.
         **options: Options for `shardckpt.async_save`; without `background`, for `shardckpt.save`. `model_files`
             adds files; None stores none.
 
@@ -95,8 +99,8 @@ def register(
         )
     earlier = getattr(accelerator.save_state, "__self__", None)
     if not isinstance(earlier, AcceleratorCheckpoints):
-        return AcceleratorCheckpoints(accelerator, background, {**options})
-    if not earlier.has_options(background, {**options}):
+        return AcceleratorCheckpoints(accelerator, background, {**options}, adapter_only)
+    if not earlier.has_options(background, {**options}, adapter_only):
         fix = "Keep the object that `register` returned the first time, or call its `remove()` before."
         raise UsageError("this accelerator is registered with other options", fix=fix)
     return earlier
@@ -105,9 +109,10 @@ def register(
 class AcceleratorCheckpoints:
     """New methods for an accelerator; `register` creates it."""
 
-    def __init__(self, accelerator: Accelerator, background: bool, options: dict[str, Any]) -> None:
+    def __init__(self, accelerator: Accelerator, background: bool, options: dict[str, Any], adapter_only: bool) -> None:
         self._accelerator, self._background, self._options = accelerator, background, options
         self._is_fsdp = accelerator.distributed_type == DistributedType.FSDP
+        self._adapter_steps = AdapterSteps(adapter_only)
         self._handle: SaveHandle | None = None
         self._newest = ""  # the last save's folder
         self._numbered = NumberedFolders(accelerator)
@@ -115,14 +120,15 @@ class AcceleratorCheckpoints:
         self._original = {name: getattr(accelerator, name) for name in _METHODS}
         vars(accelerator).update({name: getattr(self, name) for name in _METHODS})
 
-    def has_options(self, background: bool, options: dict[str, Any]) -> bool:
+    def has_options(self, background: bool, options: dict[str, Any], adapter_only: bool = True) -> bool:
         """Return whether `register` was called with these options.
 
         Args:
             background: Whether to save in the background.
             options: Options for the save.
+            adapter_only: Whether a PEFT model's base is referred to.
         """
-        return (self._background, self._options) == (background, options)
+        return (self._background, self._options, self._adapter_steps.is_on) == (background, options, adapter_only)
 
     def remove(self) -> None:
         """Wait for the last save, and restore the accelerator's methods, unless others replaced them."""
@@ -196,15 +202,13 @@ class AcceleratorCheckpoints:
         await_ranks("save_state")
         project = self._accelerator.project_configuration
         folder = self._numbered.find_new() if project.automatic_checkpoint_naming else as_text(output_dir)
-        if not is_url(folder):
-            make_folder(folder)
-        state, path = self._build_state(self._call_save_hooks(folder)), f"{folder}/{STEP}"
+        make_folder(folder)
+        models, path = self._call_save_hooks(folder), f"{folder}/{STEP}"
         files = collect_model_files(self._accelerator._models, (), self._options)
         self._newest, options = folder, {"overwrite": True, **self._options, "model_files": files}
-        if self._background:
-            self._handle = shardckpt.async_save(state, path, **options)
-        else:
-            shardckpt.save(state, path, **options)
+        save = partial(shardckpt.async_save if self._background else shardckpt.save, self._build_state(models), path)
+        self._handle = self._adapter_steps.save(save, models, find_parent(folder), options)
+        if self._handle is None:
             self._numbered.remove_old(self._newest)
         project.iteration += 1
         return folder if is_url(folder) else Path(folder)
@@ -234,6 +238,7 @@ class AcceleratorCheckpoints:
         if not is_step:
             self._load_folder(folder, load_kwargs, model_kwargs)
             return
+        self._adapter_steps.require_base(self._accelerator._models, f"{folder}/{STEP}")
         models = [] if self._is_fsdp else list(self._accelerator._models)
         for hook in self._accelerator._load_model_state_pre_hook.values():
             hook(models, folder)  # it removes the models that it loads

@@ -31,6 +31,7 @@ __all__ = [
     "await_ranks",
     "describe_missing",
     "find_earlier_folder",
+    "find_parent",
     "is_complete",
     "is_url",
     "make_folder",
@@ -62,7 +63,9 @@ def as_text(folder: Folder) -> str:
 
 
 def make_folder(folder: str) -> None:
-    """Make a local folder unless it exists. Collective: one rank's error is raised on all."""
+    """Make a local folder unless it exists; nothing for a URL. Collective: one rank's error is raised on all."""
+    if is_url(folder):
+        return
     number, text = 0, ""
     try:
         os.makedirs(folder, exist_ok=True)
@@ -103,6 +106,12 @@ def find_earlier_folder(folder: str) -> str:
     numbers = {int(each[2]): os.path.join(parent, each[0]) for each in found if each[1] == given[1]}
     earlier = [number for number, path in numbers.items() if number < int(given[2]) and is_complete(path)]
     return numbers[max(earlier)] if earlier else ""
+
+
+def find_parent(folder: str) -> str:
+    """Return the folder above; the folder itself if it is the first one of a URL."""
+    parent = os.path.dirname(folder.rstrip("/") if is_url(folder) else os.path.abspath(folder))
+    return parent if is_url(parent) == is_url(folder) else folder
 
 
 def is_complete(folder: str) -> bool:

@@ -17,6 +17,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 
 from shardckpt import Checkpointer, PerRank, RNGState, load, load_model_state_dict, ls, model_state_dict
 from shardckpt.errors import SourceNotFoundError
+from shardckpt.integrations.adapter_steps import AdapterSteps
 from shardckpt.integrations.local_folders import list_steps, name_earlier_step, require_access
 
 __all__ = [
@@ -116,7 +117,8 @@ def replace_methods(strategy: Strategy, **methods: Any) -> Iterator[None]:
 class StepLoading:
     """Methods of a strategy that load, while the Trainer runs."""
 
-    def __init__(self, trainer: Trainer, checkpointers: Sequence[Checkpointer]) -> None:
+    def __init__(self, trainer: Trainer, checkpointers: Sequence[Checkpointer], adapter_steps: AdapterSteps) -> None:
+        self._adapter_steps = adapter_steps
         self._trainer, self._strategy, self._fit_loop = trainer, trainer.strategy, trainer.fit_loop
         self._checkpointers = checkpointers if trainer.state.fn == TrainerFn.FITTING else ()
         self._path = ""
@@ -144,6 +146,7 @@ class StepLoading:
         self._path = strategy.broadcast(_find_step(checkpoint_path))
         if not self._path:
             return type(strategy).load_checkpoint(strategy, checkpoint_path, weights_only=weights_only)
+        self._adapter_steps.require_base([strategy.model], self._path)
         values, generators, loaders = _Values({}), RNGState(), _LoaderStates([])
         self._read({"trainer": values}, ignore_extra=True)
         checkpoint, state = values.held, {"model": strategy.model}

@@ -22,6 +22,7 @@ from shardckpt.checkpoint.save.async_save import StepSaveParams, require_known_o
 from shardckpt.checkpoint.save.render_model_files import collect_model_files
 from shardckpt.errors import UsageError, require_bools
 from shardckpt.events.warn_user import warn_user
+from shardckpt.integrations.adapter_steps import AdapterSteps
 from shardckpt.integrations.lightning.lightning_state import (
     StepLoading,
     build_state,
@@ -66,6 +67,7 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         drill: Before the first step of each `fit`, train its batch twice from one saved state, and compare all bits. If
             they differ, `fit` raises a `ResumeDivergence` that names the first difference and the values that a step
             lacks. The drill does not change the training.
+        adapter_only: Save what a PEFT model trains, and refer to its frozen base; False to save the base in each step.
         options: Options for `Checkpointer.async_save`; without `background`, for `Checkpointer.save`. `model_files`
             adds files; None stores none.
         **arguments: Arguments for `ModelCheckpoint`, except those that name files.
@@ -93,6 +95,7 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         background: bool = True,
         save_on_signal: bool = False,
         drill: bool = False,
+        adapter_only: bool = True,
         options: StepSaveParams | None = None,
         **arguments: Unpack[ModelCheckpointParams],
     ) -> None:
@@ -111,6 +114,7 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         self.checkpointer = Checkpointer(self.dirpath, on_event=self._removal.take_event, **find_ranking(self))
         self._background, self._last_found = background, ""
         self._options: StepSaveParams = {**options} if options else {}
+        self._adapter_steps = AdapterSteps(adapter_only)
         self._handle: SaveHandle | None = None
         self._has_drill, self._is_drill_due, self._has_warned = drill, False, False
         self._loading: StepLoading | None = None
@@ -133,7 +137,7 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         if len({each.root for each in checkpointers}) < len(checkpointers):
             raise UsageError("two callbacks save into one run", where=self.dirpath, fix="Give each its own folder.")
         super().setup(trainer, pl_module, stage)
-        self._loading = StepLoading(trainer, checkpointers)
+        self._loading = StepLoading(trainer, checkpointers, self._adapter_steps)
         self._loading.attach()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -239,8 +243,7 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         if self._handle is not None:
             self._handle.result()  # its event comes before this save starts
         self._removal.start_save(trainer.global_step)
-        if self.save_last:
-            self.last_model_path = filepath
+        self.last_model_path = filepath if self.save_last else self.last_model_path
         self._choose_removed(trainer, filepath)  # before the state is collected, which names them
         weights = model_state_dict(strategy.model, kind="sharded") if has_hook(trainer, "on_save_checkpoint") else {}
         with replace_methods(
@@ -251,9 +254,7 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         ):
             super()._save_checkpoint(trainer, filepath)
 
-    def _save_step(
-        self, trainer: Trainer, weights: Mapping[str, Any], checkpoint: dict[str, Any], *_args: Any, **_: Any
-    ) -> None:
+    def _save_step(self, trainer: Trainer, weights: Mapping[str, Any], checkpoint: Any, *_args: Any, **_: Any) -> None:
         """Save a step. In place of `Strategy.save_checkpoint`."""
         given, number = checkpoint.pop("state_dict"), trainer.global_step
         if given.keys() != weights.keys() or any(given[name] is not weights[name] for name in given):
@@ -269,10 +270,10 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
             "model_files": collect_model_files(*list_pretrained(trainer), self._options),
             "metrics": {**metrics, **(self._options.get("metrics") or {})},
         }
-        if self._background:
-            self._handle = self.checkpointer.async_save(number, build_state(trainer, checkpoint), **arguments)
-        else:
-            self.checkpointer.save(number, build_state(trainer, checkpoint), **arguments)
+        save: Any = self.checkpointer.async_save if self._background else self.checkpointer.save
+        save = partial(save, number, build_state(trainer, checkpoint))
+        models = {"model": trainer.strategy.model}
+        self._handle = self._adapter_steps.save(save, models, self.checkpointer.root, arguments)
 
     def _list_kept(self) -> tuple[set[str], set[str]]:
         """Return the paths of the steps that are kept now, and which may go later."""
@@ -295,6 +296,5 @@ class ShardckptModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # lightn
         """Do nothing: the step was chosen when the next save started, and goes when that save is complete."""
 
     def _remove_steps(self, trainer: Trainer, numbers: Collection[int]) -> None:
-        if trainer.is_global_zero:
-            for number in sorted(numbers):
-                self._removal.add(number)
+        for number in sorted(numbers) if trainer.is_global_zero else ():
+            self._removal.add(number)

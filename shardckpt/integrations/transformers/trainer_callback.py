@@ -23,6 +23,7 @@ from shardckpt import Checkpointer, RNGState
 from shardckpt.checkpoint.save.async_save import StepSaveParams, require_known_options
 from shardckpt.checkpoint.save.render_model_files import collect_model_files
 from shardckpt.errors import UnsupportedError, UsageError, require_bools
+from shardckpt.integrations.adapter_steps import AdapterSteps
 from shardckpt.integrations.local_folders import StepRemoval, list_steps
 from shardckpt.integrations.transformers.jit_checkpoint import replace_jit_checkpoint
 from shardckpt.integrations.transformers.trainer_folder import (
@@ -69,6 +70,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         drill: Before the first step of each `train`, train its batch twice from one saved state, and compare all bits.
             If they differ, `train` raises a `ResumeDivergence` that names the first difference and the values that a
             step lacks. The drill does not change the training.
+        adapter_only: Save what a PEFT model trains, and refer to its frozen base; False to save the base in each step.
         save_optimizer: Save what a resume needs although `save_only_model` is True, which the Trainer demands for a
             model with a `tp_plan`.
         **options: Options for `Checkpointer.async_save`; without `background`, for `Checkpointer.save`. `model_files`
@@ -89,6 +91,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         *,
         background: bool = True,
         drill: bool = False,
+        adapter_only: bool = True,
         save_optimizer: bool = False,
         **options: Unpack[StepSaveParams],
     ) -> None:
@@ -98,6 +101,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         require_known_options(type(self).__name__, options, background=background, has_metrics=True)
         self._background, self._has_drill, self._options = background, drill, options
         self._is_drill_due, self._saves_optimizer = False, save_optimizer
+        self._adapter_steps = AdapterSteps(adapter_only)
         self._trainer: Any = None
         self._restore: Callable[[], object] | None = None
         self._generators: dict[str, Any] | None = None
@@ -203,6 +207,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             self._handle.result()
 
     def _restore_step(self, path: str) -> None:
+        self._adapter_steps.require_base([self._trainer.model], path)
         generators, is_model_alone = RNGState(), self._saves_model_alone
         if is_model_alone:  # for the next saves: the loaded step may have everything
             is_model_alone = not load_step(self.checkpointer, path, {"schedule": {}}, strict=False)["schedule"]
@@ -241,10 +246,9 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         saved = self._build_state(dump_state(trainer), RNGState(), is_model_alone=self._saves_model_alone)
         self._removal.start_save(step)
         self._remove_steps(step)
-        if self._background:
-            self._handle = self.checkpointer.async_save(step, saved, **arguments)
-        else:
-            self.checkpointer.save(step, saved, **arguments)
+        save: Any = self.checkpointer.async_save if self._background else self.checkpointer.save
+        save = functools.partial(save, step, saved)
+        self._handle = self._adapter_steps.save(save, {"model": trainer.model}, self.checkpointer.root, arguments)
 
     def _remove_steps(self, step: int) -> None:
         """Remove the steps above `save_total_limit`, once the current save is complete. Collective."""

@@ -186,12 +186,20 @@ def build_strategy(kind: str, world: int) -> Any:
 
 
 def build(
-    kind: str, rank: int, world: int, folder: Path, *callbacks: Callback, seed: int = 1, **arguments: Any
-) -> tuple[Trainer, Net]:
-    """Return a Trainer, and a network with random weights."""
+    kind: str,
+    rank: int,
+    world: int,
+    folder: Path,
+    *callbacks: Callback,
+    seed: int = 1,
+    net: Any = None,
+    **arguments: Any,
+) -> tuple[Trainer, Any]:
+    """Return a Trainer, and a given network or one with random weights."""
     be_rank(rank, world)
     torch.manual_seed(seed)
-    net = Net(kind, arguments.pop("dropout", 0.2))
+    dropout = arguments.pop("dropout", 0.2)
+    net = net or Net(kind, dropout)
     torch.manual_seed(10 * seed + rank)
     given = {"max_epochs": 2, "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = Trainer(

@@ -77,9 +77,15 @@ class SignalledAt(TrainerCallback):
 
 
 def build(
-    kind: str, folder: Path, *callbacks: TrainerCallback, seed: int = 1, dropout: float = 0.2, **arguments: Any
+    kind: str,
+    folder: Path,
+    *callbacks: TrainerCallback,
+    seed: int = 1,
+    dropout: float = 0.2,
+    model: torch.nn.Module | None = None,
+    **arguments: Any,
 ) -> tuple[Trainer, Losses]:
-    """Return a Trainer of a new model that saves every third step, and what notes its losses."""
+    """Return a Trainer of a given or new model that saves every third step, and what notes its losses."""
     torch.manual_seed(seed)
     losses, world = Losses(), int(os.environ["WORLD_SIZE"])
     given = TrainingArguments(
@@ -95,7 +101,8 @@ def build(
         **{"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 3, **SHARDING[kind], **arguments},
     )
     shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **shape, attention_dropout=dropout, use_cache=False))
+    if model is None:
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **shape, attention_dropout=dropout, use_cache=False))
     evaluation = {"eval_dataset": CountingSequences()} if "eval_strategy" in arguments else {}
     trainer = WholeNormTrainer(
         model, given, train_dataset=CountingSequences(), **evaluation, callbacks=[losses, *callbacks]
