@@ -47,7 +47,7 @@ class Factored(torch.optim.Optimizer):
                 if not state:
                     state |= {"rows": torch.zeros(grad.shape[0]), "sums": []}
                 state.setdefault("buffer", torch.zeros(3))
-                state["rows"].lerp_(grad.reshape(grad.shape[0], -1).mean(1), 0.1)
+                state["rows"].lerp_(grad if grad.dim() == 1 else grad.flatten(1).mean(1), 0.1)
                 state["sums"].append(torch.tensor([float(len(state["sums"]))]))
                 own.sub_(state["rows"].view(-1, *[1] * (grad.dim() - 1)), alpha=group["lr"])
 
@@ -119,6 +119,31 @@ def test_slots_are_loaded_by_their_rules_on_any_number_of_ranks(fsdp: str, has_s
     state = shardckpt.load(tmp_path / "step")["optim"]["state"]["1.weight"]
     assert state.keys() == {"rows", "sums"}
     assert state["rows"].shape == (5,)
+
+
+@pytest.mark.parametrize("fsdp", FSDP)
+def test_a_rank_without_rows_has_an_empty_slot_or_none(fsdp: str, tmp_path: Path) -> None:
+    def make(seed: int, world: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.Linear(8, 1, bias=False)
+        FSDP[fsdp](model, mesh=init_device_mesh("cpu", (world,)))
+        return model, Special(model.parameters())
+
+    def body(rank: int, world: int) -> list[float]:
+        register()
+        model, optim = make(0, world)
+        train(model, optim, 2)
+        shardckpt.save({"model": model, "optim": optim}, tmp_path / "step")
+        fresh, other = make(1, world)
+        shardckpt.load({"model": fresh, "optim": other}, tmp_path / "step")
+        train(fresh, other, 1)
+        shardckpt.save({"model": fresh, "optim": other}, tmp_path / "again")
+        return optim.state[next(model.parameters())]["rows"].tolist() if not rank else []
+
+    rows = run(2, body)[0]
+    saved = shardckpt.load(tmp_path / "step")["optim"]["state"]["weight"]["rows"]
+    assert len(rows) == 1
+    assert saved.tolist() == rows
 
 
 def test_a_slot_without_a_rule_is_refused_and_the_message_names_the_way() -> None:

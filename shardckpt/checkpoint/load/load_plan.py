@@ -261,13 +261,22 @@ class LoadPlanBuilder:
         entries = [(path, arrays[source]) for path, source in found if self.wants(path) and source in arrays]
         if self.options.is_own_only:
             entries = [(path, entry) for path, entry in entries if not self.source.is_elsewhere(entry)]
+        if find_wrapper(array) is not None and len(found) > 1:
+            self._compare_wrappers(found, array)
         for path, entry in entries[1:]:
             if not self._is_saved_alike(entries[0][1], entry, array):
-                self.plan.problems.append(
-                    f"{dotted(entries[0][0])} and {dotted(path)} are one parameter in this model, but their saved"
-                    " values differ (untie them before the load, or leave one out by `rules`, with"
-                    " drop = { name = '...' })"
-                )
+                self.plan.problems.append(_untie(entries[0][0], path))
+
+    def _compare_wrappers(self, found: Sequence[tuple[Path, Path]], array: TensorShards) -> None:
+        """Add a problem for a shared wrapper subclass if its names have different inner tensors."""
+        arrays, wanted = self.source.arrays, [each for each in found if self.wants(each[0])]
+        first, others = found[0], [each for each in wanted if each != found[0]]
+        for name, part in take_apart(array, dotted(first[0])).arrays.items():
+            one = arrays.get((*first[1], name))
+            for path, source in others:
+                other = arrays.get((*source, name))
+                if one is not None and (other is None or not self._is_saved_alike(one, other, part)):
+                    self.plan.problems.append(_untie(first[0], path))
 
     def _is_saved_alike(self, one: TensorEntry, other: TensorEntry, array: TensorShards) -> bool:
         """Return True if two saved arrays have equal elements in this rank's shards."""
@@ -354,6 +363,13 @@ class LoadPlanBuilder:
             place = shard.tensor.detach()[at]
             shards.append(LocalShard(Box(shard.box.offset, tuple(place.shape)), place))
         return array._replace(shards=tuple(shards))
+
+
+def _untie(first: Path, path: Path) -> str:
+    return (
+        f"{dotted(first)} and {dotted(path)} are one parameter in this model, but their saved values differ (untie them"
+        " before the load, or leave one out by `rules`, with drop = { name = '...' })"
+    )
 
 
 def is_same_source(one: TensorEntry, other: TensorEntry) -> bool:

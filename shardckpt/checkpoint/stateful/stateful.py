@@ -19,6 +19,7 @@ from shardckpt.errors import ShardckptError, StateDictError, UnsupportedError, U
 from shardckpt.manifest import Path, dotted
 from shardckpt.state.keys.kinds import tensors
 from shardckpt.state.local.tensor_shards import has_own_elements, is_wrapper_subclass
+from shardckpt.state.local.tensor_subclasses import fill_inner
 
 PLAIN_TENSORS = frozenset({torch.Tensor, nn.Parameter})  # tensor classes without data besides their elements
 
@@ -83,7 +84,8 @@ def _fill_in_place(held: Any, saved: Any) -> Any:
         held.load_state_dict(saved)
     elif isinstance(held, torch.Tensor) and isinstance(saved, torch.Tensor):
         if is_wrapper_subclass(held) or is_wrapper_subclass(saved):
-            return saved.to(held.device)
+            is_filled = is_wrapper_subclass(held) and is_wrapper_subclass(saved) and fill_inner(held, saved)
+            return held if is_filled else saved.to(held.device)
         if held.shape != saved.shape or held.dtype != saved.dtype:
             return saved.to(held.device)
         with torch.no_grad():

@@ -10,11 +10,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardckpt.boxes import full_box
-from shardckpt.core.modules.dtensors import local
+from shardckpt.core.modules.dtensors import detach, local
 from shardckpt.core.modules.fqn_and_params import clean
 from shardckpt.errors import UnsupportedError
 from shardckpt.state.adapters.name_collision import clean_keys
-from shardckpt.state.local.tensor_shards import LocalShard, TensorShards, get_tensor_shards
+from shardckpt.state.local.tensor_shards import LocalShard, TensorShards, find_wrapper, get_tensor_shards
 
 if TYPE_CHECKING:
     from shardckpt.state.adapters.base import Entry
@@ -47,6 +47,8 @@ def _shares(entries: tuple[Entry, ...], count: int) -> list[tuple[Entry, ...]]:
 def _array(tensor: torch.Tensor, parameter: nn.Parameter, entry: Entry, own: TensorShards) -> TensorShards:
     if isinstance(tensor, DTensor):
         return get_tensor_shards(tensor, parameter)
+    if find_wrapper(own) is not None:
+        return _array_of_wrapper(tensor, entry, own)
     here = local(parameter.detach()) if isinstance(parameter, DTensor) else parameter.detach()
     data = tensor.detach()
     if data.shape == here.shape and data.is_contiguous() and here.is_contiguous():
@@ -59,6 +61,20 @@ def _array(tensor: torch.Tensor, parameter: nn.Parameter, entry: Entry, own: Ten
         where=entry.name,
         found=list(data.shape),
         expected=f"{list(here.shape)} or {list(entry.shape)}",
+    )
+
+
+def _array_of_wrapper(tensor: torch.Tensor, entry: Entry, own: TensorShards) -> TensorShards:
+    """Return the shards of a tensor that follows a wrapper subclass, which has no memory to be a view of."""
+    shape = tuple(tensor.shape)
+    for box in (own.shards[0].box, full_box(entry.shape)):
+        if shape == box.size:
+            return TensorShards(entry.shape, tensor.dtype, (LocalShard(box, detach(tensor)),))
+    raise UnsupportedError(
+        "a tensor must have its parameter's shape, on this rank or unsharded",
+        where=entry.name,
+        found=list(shape),
+        expected=list(entry.shape),
     )
 
 

@@ -203,6 +203,8 @@ def _kept(
 def _place_by_rule(params: AdapterParams, position: int, slot: str, rule: SlotRule, own: torch.Tensor) -> TensorShards:
     """Return a slot's shard by its registered rule."""
     full, box = _find_slot_box(params, position, rule, tuple(own.shape))
+    if 0 in box.size and 0 in own.shape:
+        return TensorShards(full, own.dtype, ())
     if box.size != tuple(own.shape):
         raise OpaqueStateError(
             f"a slot with the rule {rule} must have the length of its parameter's shard there",
@@ -219,6 +221,10 @@ def _find_slot_box(params: AdapterParams, position: int, rule: SlotRule, shape: 
         return shape, full_box(shape)
     ((_, like),) = _shaped(params, position, detach(params.adapter.exposed[position]))
     lengths, offset, full = list(shape), [0] * len(shape), list(shape)
+    here = local(params.adapter.exposed[position]).shape
+    if not like.shards and rule < len(shape) and 0 in here and len(here) == len(like.shape):  # an empty shard
+        length = like.shape[here.index(0)]
+        lengths[rule], offset[rule], full[rule] = 0, length, length
     for shard in like.shards:
         splits = [dim for dim, length in enumerate(like.shape) if shard.box.size[dim] != length]
         if len(splits) > 1 or len(like.shards) > 1 or rule >= len(shape):
@@ -463,7 +469,8 @@ class _TargetBuilder:
         fits = isinstance(own, torch.Tensor) and tuple(own.shape) == box.size and own.dtype == found.dtype
         if not fits:
             own = torch.zeros(box.size, dtype=found.dtype, device=params.adapter.exposed[position].device)
-        self.targets.arrays.append((name, slot, TensorShards(full, found.dtype, (LocalShard(box, own),))))
+        shards = () if 0 in box.size else (LocalShard(box, own),)
+        self.targets.arrays.append((name, slot, TensorShards(full, found.dtype, shards)))
         return own
 
     def _wrapped(

@@ -22,7 +22,7 @@ import torch
 from shardckpt.boxes import Box, Shape, full_box
 from shardckpt.errors import ShardckptError, UnsupportedError, describe_with_class
 from shardckpt.plan.subclass_record import SubclassRecord
-from shardckpt.state.local.tensor_shards import LocalShard, TensorShards
+from shardckpt.state.local.tensor_shards import LocalShard, TensorShards, get_tensor_shards
 
 
 class Replicated(Enum):
@@ -99,6 +99,20 @@ def _as_full(value: torch.Tensor) -> TensorShards:
 
 
 # ------------------------------------------------------------------------------------------------------------- records
+
+
+def fill_inner(tensor: torch.Tensor, saved: torch.Tensor) -> bool:
+    """Copy a wrapper subclass's inner tensors to another one with the same class and context; False if they differ."""
+    own, other = (take_apart(get_tensor_shards(each), "") for each in (tensor, saved))
+    if find_difference(own.record, other.record) is not None or own.arrays.keys() != other.arrays.keys():
+        return False
+    pairs = [(own.arrays[name], other.arrays[name]) for name in own.arrays]
+    if any((one.shape, one.dtype) != (two.shape, two.dtype) or not one.shards for one, two in pairs):
+        return False
+    with torch.no_grad():
+        for one, two in pairs:
+            one.shards[0].tensor.copy_(two.shards[0].tensor)
+    return True
 
 
 def _describe(tensor: Any, array: TensorShards, where: str) -> SubclassRecord:
@@ -244,14 +258,21 @@ def build(record: SubclassRecord, inner: Mapping[str, torch.Tensor], shape: Shap
         context = known.make_context(_decode(record.context), record, size, inner)
         stride = tuple(prod(size[at + 1 :]) for at in range(len(size)))
         built: torch.Tensor = kind.__tensor_unflatten__(dict(inner), context, torch.Size(size), stride)
-    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, AssertionError) as error:
-        raise UnsupportedError(
-            "a tensor cannot be built from its inner tensors",
-            where=record.name,
-            found=describe_with_class(error),
-            fix=f"It was saved with {record.package}; use this version, or read its inner tensors with `open`.",
-        ) from error
+    except _MISFITS as error:
+        raise _build_error(record, error) from error
     return built
+
+
+_MISFITS = (LookupError, TypeError, ValueError, RuntimeError, AttributeError, AssertionError, ArithmeticError)
+
+
+def _build_error(record: SubclassRecord, error: Exception) -> ShardckptError:
+    return UnsupportedError(
+        "a tensor cannot be built from its inner tensors",
+        where=record.name,
+        found=describe_with_class(error),
+        fix=f"It was saved with {record.package}; use this version, or read its inner tensors with `open`.",
+    )
 
 
 def build_empty(
@@ -259,7 +280,10 @@ def build_empty(
 ) -> torch.Tensor | None:
     """Build a wrapper subclass for a box, with uninitialized inner tensors; None as for `build`."""
     shape = record.shape
-    blocks = _get_blocks(record, shape, {name: size for name, (size, _) in inner.items()})
+    try:
+        blocks = _get_blocks(record, shape, {name: size for name, (size, _) in inner.items()})
+    except _MISFITS as error:
+        raise _build_error(record, error) from error
     tensors = {}
     for name, (size, dtype) in inner.items():
         like = torch.empty(size, dtype=dtype, device="meta")

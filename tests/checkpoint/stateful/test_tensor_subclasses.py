@@ -137,6 +137,9 @@ def test_a_rank_keeps_its_own_subclass(kind: str, tmp_path: Path) -> None:
     shardckpt.save({"r": shardckpt.PerRank({"w": model[0].weight.data})}, tmp_path / "step")
     shardckpt.load({"r": held}, tmp_path / "step")
     assert is_equal(held.held["w"], model[0].weight)
+    other = another(kind)
+    shardckpt.load({"r": shardckpt.PerRank({"w": other[0].weight})}, tmp_path / "step")
+    assert is_equal(other[0].weight, model[0].weight), "filled in place"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -171,6 +174,37 @@ def test_a_buffer_and_a_shared_parameter_keep_their_class(tmp_path: Path) -> Non
     assert is_equal(read["2.weight"], model[0].weight)
     names = shardckpt.open(tmp_path / "step").keys()
     assert "m.2.weight.nf4" in names and len(names) == 3 * (5 + 1) + 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_different_saved_weights_are_refused_for_one_shared_parameter(kind: str, tmp_path: Path) -> None:
+    def build(seed: int) -> nn.Sequential:
+        torch.manual_seed(seed)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64, bias=False)) for _ in range(2))).requires_grad_(False)
+        for layer in model:
+            KINDS[kind][0](layer)
+        return model
+
+    model, tied = build(0), build(1)
+    tied[1][0].weight = tied[0][0].weight
+    before = {name: value.clone() for name, value in inner(tied[0][0].weight).items()}
+    shardckpt.save({"m": model}, tmp_path / "step")
+    with pytest.raises(shardckpt.ShardckptError, match=r"m\.0\.0\.weight and m\.1\.0\.weight are one parameter"):
+        shardckpt.load({"m": tied}, tmp_path / "step")
+    assert all(torch.equal(value, before[name]) for name, value in inner(tied[0][0].weight).items())
+    model[1][0].weight = model[0][0].weight
+    shardckpt.save({"m": model}, tmp_path / "tied")
+    shardckpt.load({"m": tied}, tmp_path / "tied")
+    assert is_equal(tied[1][0].weight, model[0][0].weight)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_average_that_follows_a_quantized_model_is_saved(kind: str, tmp_path: Path) -> None:
+    model, other = net(), another(kind)
+    KINDS[kind][0](model)
+    averages = {name: each.detach() for name, each in other.named_parameters()}
+    shardckpt.save({"m": model, "ema": shardckpt.Variant(averages, of=model)}, tmp_path / "step")
+    assert is_equal(shardckpt.load(tmp_path / "step")["ema"]["0.weight"], other[0].weight)
 
 
 MISFITS: dict[str, tuple[Callable[[nn.Sequential], Any], str]] = {

@@ -147,3 +147,7 @@ def test_a_context_that_does_not_fit_is_refused_with_a_typed_error(context: obje
     with pytest.raises(UnsupportedError, match=r"Int8Tensor|torch has no such type"):
         build(replace(taken.record, context=context), inner)
     assert build(replace(taken.record, name="os.system", context=context), inner) is None
+    record = replace(taken.record, context=context, name="torchao.NF4Tensor", shape=(8, 8))
+    sizes = {name: (tuple(value.shape), value.dtype) for name, value in inner.items()}
+    with pytest.raises(UnsupportedError):
+        build_empty(record, sizes, Box((0, 0), (4, 8)), torch.device("cpu"), "w")
