@@ -32,6 +32,7 @@ IN_A_JOB = {
     "model_state_dict",
     "optim_state_dict",
     "prove_resume",
+    "register_slot",
     "save",
 }
 """Public names that need torch."""

@@ -96,7 +96,7 @@ def local_model(model: nn.Module) -> LocalModel:
     if torch_fsdp1.is_foreign(model):
         return _foreign_model(model)
     reshard_all(model)
-    quant_states = tuple(find_quant_states(model)) if "bitsandbytes" in sys.modules else ()
+    quant_states = tuple(find_quant_states(model)) if _has_packed_weights(model) else ()
     index = index_complete_model(model)
     arrays: dict[str, TensorShards] = {}
     packed = [adapter.packed for adapter in index.adapters]
@@ -135,6 +135,14 @@ def local_model(model: nn.Module) -> LocalModel:
         frozenset(_iter_sharded(index)) if index.ranks.size > 1 else frozenset(),
         quant_states,
     )
+
+
+def _has_packed_weights(model: nn.Module) -> bool:
+    """Return True if a model may have weights of bitsandbytes, in its modules or as a module's own parameter."""
+    if "bitsandbytes" not in sys.modules:
+        return False
+    kinds = {type(each).__module__ for module in model.modules() for each in (module, *module._parameters.values())}
+    return any(kind.startswith("bitsandbytes.") for kind in kinds)
 
 
 def _iter_sharded(index: ModelIndex) -> Iterator[str]:
