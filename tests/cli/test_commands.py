@@ -541,7 +541,7 @@ def test_commands_that_write_nothing_read_their_part(verb: str) -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ("consolidate SRC OUT --keep-fp32 b", "--keep-fp32 does nothing without --dtype or --quantize"),
+        ("consolidate SRC OUT --keep-fp32 b", "--keep-fp32 does nothing without --dtype, --quantize or --dequantize"),
         ("consolidate SRC OUT --part optim --dtype bf16", "--dtype casts the model, which --part optim leaves out"),
         ("consolidate SRC OUT --part optim --weights ema", "--weights chooses model weights"),
         ("consolidate SRC OUT --optim-keys ids", "--optim-keys does nothing without --part optim or all"),
