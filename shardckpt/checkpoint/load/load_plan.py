@@ -220,6 +220,9 @@ class LoadPlanBuilder:
         if (difference := find_difference(record, find_record(saved))) is not None:
             self.add_problem(path, f"kind mismatch for {dotted(path)}: {difference}")
             return
+        if missing := [name for name in inner if name not in saved]:  # also without `strict`: others need it
+            self.add_problem(path, f"missing: {dotted((*path, missing[0]))}, which its other inner tensors need")
+            return
         for name, part in inner.items():
             self.add_array((*path, name), (*source, name), part)
 

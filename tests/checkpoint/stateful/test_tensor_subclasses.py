@@ -71,6 +71,14 @@ def another(kind: str) -> nn.Sequential:
     return model
 
 
+def build_layers(kind: str, seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64, bias=False)) for _ in range(2))).requires_grad_(False)
+    for layer in model:
+        KINDS[kind][0](layer)
+    return model
+
+
 SAVES: dict[str, Callable[[nn.Module, Path], Any]] = {
     "save": lambda model, path: shardckpt.save({"m": model}, path),
     "async_save": lambda model, path: shardckpt.async_save({"m": model}, path).result(),
@@ -103,14 +111,7 @@ def test_every_save_keeps_a_subclass_bit_for_bit(way: str, kind: str, tmp_path: 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", ["save", "state dict"])
 def test_two_weights_of_one_shape_keep_their_own_elements(form: str, kind: str, tmp_path: Path) -> None:
-    def build(seed: int) -> nn.Sequential:
-        torch.manual_seed(seed)
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64, bias=False)) for _ in range(3))).requires_grad_(False)
-        for layer in model:
-            KINDS[kind][0](layer)
-        return model
-
-    model, other = build(0), build(1)
+    model, other = build_layers(kind, 0), build_layers(kind, 1)
     SAVES[form](model, tmp_path / "step")
     shardckpt.load({"m": other}, tmp_path / "step")
     for own, loaded in zip(model, other, strict=True):
@@ -178,14 +179,7 @@ def test_a_buffer_and_a_shared_parameter_keep_their_class(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_different_saved_weights_are_refused_for_one_shared_parameter(kind: str, tmp_path: Path) -> None:
-    def build(seed: int) -> nn.Sequential:
-        torch.manual_seed(seed)
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64, bias=False)) for _ in range(2))).requires_grad_(False)
-        for layer in model:
-            KINDS[kind][0](layer)
-        return model
-
-    model, tied = build(0), build(1)
+    model, tied = build_layers(kind, 0), build_layers(kind, 1)
     tied[1][0].weight = tied[0][0].weight
     before = {name: value.clone() for name, value in inner(tied[0][0].weight).items()}
     shardckpt.save({"m": model}, tmp_path / "step")
@@ -239,6 +233,17 @@ def test_a_load_refuses_a_subclass_with_other_blocks(tmp_path: Path) -> None:
     with pytest.raises(shardckpt.ShardckptError, match=r"NF4Tensor differs in block_size: found 64, expected 32"):
         shardckpt.load({"m": other}, tmp_path / "step")
     assert torch.equal(inner(other[0].weight)["quantized_data"], before)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_weight_without_one_of_its_inner_tensors_is_refused(strict: bool, tmp_path: Path) -> None:
+    model, other = net(), another("int8")
+    int8(model)
+    before = {name: value.clone() for name, value in inner(other[0].weight).items()}
+    shardckpt.save({"m": model}, tmp_path / "step")
+    with pytest.raises(shardckpt.ShardckptError, match=r"missing: m\.0\.weight\.scale"):
+        shardckpt.load({"m": other}, tmp_path / "step", key_map={"^scale$": "other"}, strict=strict)
+    assert all(torch.equal(value, before[name]) for name, value in inner(other[0].weight).items())
 
 
 def test_a_load_refuses_a_plain_step_for_a_subclass(tmp_path: Path) -> None:
