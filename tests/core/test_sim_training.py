@@ -370,9 +370,9 @@ def note_rows(rank: int, world: int, front_end: str, is_low: bool, device: str) 
     with pytest.MonkeyPatch.context() as patch:
         reduce_scatter = ShardGroup.reduce_scatter
 
-        def noted(group: ShardGroup, out: torch.Tensor, full: torch.Tensor, *more: Any) -> Any:
+        def noted(group: ShardGroup, out: torch.Tensor, full: torch.Tensor, *more: Any, **settings: Any) -> Any:
             rows.add(full.nbytes // group.size % 128)
-            return reduce_scatter(group, out, full, *more)
+            return reduce_scatter(group, out, full, *more, **settings)
 
         patch.setattr(ShardGroup, "reduce_scatter", noted)
         loss_of(model, 0, device).backward()

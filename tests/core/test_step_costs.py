@@ -78,15 +78,8 @@ EACH_KIND = pytest.mark.parametrize(("kind", "low"), KINDS, ids=IDS)
 
 FLAGS = 128
 """Bytes after each rank's gradients: a flag per parameter, whether any rank has a gradient; full cache lines."""
-FLAG_FILL, ZERO_FILL, DIVISION = 1, 1, 1
-MORE_LAUNCHES = {
-    # Torch's NCCL divides, and torch has no flags. Elsewhere our gathers save as many launches: they need no copy-in.
-    ("partly frozen", False): FLAG_FILL + DIVISION,
-    ("lora", False): FLAG_FILL + DIVISION,
-    ("uneven", False): ZERO_FILL,  # between parameters, which are aligned
-    ("uneven", True): ZERO_FILL,
-    ("extensions", True): FLAG_FILL + DIVISION,
-}
+ZERO_FILL = 1
+MORE_LAUNCHES = {("uneven", False): ZERO_FILL, ("uneven", True): ZERO_FILL}  # between parameters, which are aligned
 """Launches per unit above torch's."""
 PADDING = {("uneven", False): 8}
 """Bytes per unit above torch's, as parameters are aligned."""

@@ -37,6 +37,8 @@ _MOVABLE = frozenset(
     }
 )
 
+_SUMMING = frozenset({"gloo", "mpi"})  # backends that compute no mean, or return a sum instead in old versions of torch
+
 
 @dataclass(eq=False)
 class Pending:
@@ -217,10 +219,26 @@ class ShardGroup:
         with _Named(what):
             return Pending(getattr(dist, _ALL_GATHER)(full, shard, group=self.shard, async_op=is_async), what)
 
+    def can_average(self, device: torch.device) -> bool:
+        """Return True if a reduce-scatter can return the mean over all ranks and replicas."""
+        group = self.scatter or self.shard
+        if self.replicas > 1 or group is None or not has_streams(device):
+            return False
+        try:
+            return str(group._get_backend(device).name()) not in _SUMMING
+        except RuntimeError:  # no backend: the collective itself raises
+            return False
+
     def reduce_scatter(
-        self, out: torch.Tensor, full: torch.Tensor, what: str, custom: ReduceScatterOp | None = None
+        self,
+        out: torch.Tensor,
+        full: torch.Tensor,
+        what: str,
+        custom: ReduceScatterOp | None = None,
+        *,
+        is_mean: bool = False,
     ) -> Pending:
-        """Fill `out` with this rank's shard of the sum over ranks; `out` and `full` are 1-D."""
+        """Fill `out` with this rank's shard of the sum or mean over ranks; `out` and `full` are 1-D."""
         group, is_async = self.scatter or self.shard, _runs_on_threads(full)
         if custom is not None and group is not None:
             with _Named(what):
@@ -229,7 +247,8 @@ class ShardGroup:
             out.copy_(full)
             return Pending(None, what)
         with _Named(what):
-            return Pending(getattr(dist, _REDUCE_SCATTER)(out, full, group=group, async_op=is_async), what)
+            op = dist.ReduceOp.AVG if is_mean else dist.ReduceOp.SUM
+            return Pending(getattr(dist, _REDUCE_SCATTER)(out, full, op=op, group=group, async_op=is_async), what)
 
     def all_reduce_flags(self, flags: torch.Tensor, what: str) -> None:
         """All-reduce a few flags over all ranks and replicas, in place."""

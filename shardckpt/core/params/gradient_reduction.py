@@ -102,13 +102,16 @@ class _Reduction:
         out: torch.Tensor,
         source: torch.Tensor | None,
         pending: Pending,
+        *,
         hook_flags: torch.Tensor | None = None,
+        is_mean: bool = False,
     ) -> None:
         self.parts = tuple(parts)
         self.out = out
         self.source = source  # kept while queued work may read it; threads keep their inputs themselves
         self.pending = pending
         self.hook_flags = hook_flags  # which parameters have gradients, if a user's hook reduced
+        self.is_mean = is_mean  # the collective divides
         self._how = how
         self._results: tuple[ReducedGrad | None, ...] | None = None
 
@@ -130,7 +133,7 @@ class _Reduction:
         if group.replicas > 1:
             group.all_reduce(self.out, f"{self.pending.what} over replicas").wait()
         _, after = self._how.divisors(group.world)
-        if after != 1:
+        if after != 1 and not self.is_mean:
             self.out.div_(after)  # flags too: only 0 counts
         return tuple(reducer.complete(out, has) for reducer, out, has in outs)
 
@@ -168,6 +171,7 @@ class GradientReducer:
         self._queued: _QueuedResult | None = None  # with streams
         self._input: _ReduceInput | None = None  # of the queued reduction
         self._partial: torch.Tensor | None = None
+        self._ones: torch.Tensor | None = None  # flags, if all gradients are there; made once
         self._unsynced_grads: list[torch.Tensor | None] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReducer:
@@ -268,7 +272,7 @@ class GradientReducer:
         ends = [part.place.start for part in parts[1:]] + [row]
         columns = [(part.place.start, end) for part, end in zip(parts, ends, strict=True)]
         packings = [part.reducer._stored.packing for part in parts]
-        if not _cat_gradients(packings, gradients, [end - start for start, end in columns], rows):
+        if not self._cat_gradients(packings, gradients, [end - start for start, end in columns], rows):
             for part, packing, values, (start, end) in zip(parts, packings, gradients, columns, strict=True):
                 packing.pack(_pop_all(values), rows[:, start:end])
                 _write_flags(rows[:, start + packing.layout.chunk : end], part.has)
@@ -277,6 +281,37 @@ class GradientReducer:
             source.div_(before)
         return source, parts
 
+    def _cat_gradients(
+        self,
+        packings: Sequence[Packing],
+        gradients: Sequence[list[torch.Tensor | None]],
+        widths: Sequence[int],
+        rows: torch.Tensor,
+    ) -> bool:
+        """Move all gradients to the rows by one operation, with their flags; return False if that is impossible."""
+        chunk_cat = getattr(torch, "_chunk_cat", None)  # what torch's FSDP2 uses; not public
+        found = [packing.list_chunks(values) for packing, values in zip(packings, gradients, strict=True)]
+        chunks = [each for each in found if each is not None]
+        kinds = {(tensor.dtype, tensor.device) for each in chunks for tensor in each}
+        if chunk_cat is None or len(chunks) < len(found) or len(kinds) != 1:
+            return False
+        counts = [width - packing.layout.chunk for width, packing in zip(widths, packings, strict=True)]
+        ones = self._get_ones(max(counts) * len(rows), *kinds.pop())
+        pairs = zip(chunks, counts, strict=True)
+        tensors = [tensor for each, count in pairs for tensor in (*each, ones[: count * len(rows)])]
+        chunk_cat(tensors, 0, len(rows), out=rows)
+        for values in gradients:
+            values.clear()
+        return True
+
+    def _get_ones(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        held = self._ones
+        if held is None or len(held) < count or (held.dtype, held.device) != (dtype, device):
+            held = torch.ones(count, dtype=dtype, device=device)
+            if not self._unsharded.streams.is_capturing:  # a capture writes no values
+                self._ones = held
+        return held
+
     def _launch_reduce_scatter(
         self, source: torch.Tensor, parts: Sequence[_GradientPart], how: ReduceOptions
     ) -> _Reduction:
@@ -284,9 +319,11 @@ class GradientReducer:
         if size == 1 and custom is None:
             return _Reduction(how, parts, source, source, Pending(None, what))
         out = torch.empty(source.numel() // size, dtype=how.dtype, device=how.device)
-        pending = self.group.reduce_scatter(out, source, what, custom)
+        has_one_divisor = how.divisors(self.group.world) == (1.0, self.group.world)
+        is_mean = has_one_divisor and custom is None and self.group.can_average(how.device)
+        pending = self.group.reduce_scatter(out, source, what, custom, is_mean=is_mean)
         is_kept = custom is not None or self._unsharded.streams.is_async
-        return _Reduction(how, parts, out, source if is_kept else None, pending)
+        return _Reduction(how, parts, out, source if is_kept else None, pending, is_mean=is_mean)
 
     def _run_comm_hook(self, gradients: list[torch.Tensor | None], how: ReduceOptions) -> _Reduction:
         """Reduce by a user's hook; reduce the flags separately."""
@@ -304,7 +341,9 @@ class GradientReducer:
         else:
             out = torch.zeros(chunk, dtype=how.dtype, device=source.device)
             self.hook.call(self.hook.state, source, out)
-        return _Reduction(how, [_GradientPart(self, has, slice(0, chunk))], out, source, Pending(None, ""), flags)
+        return _Reduction(
+            how, [_GradientPart(self, has, slice(0, chunk))], out, source, Pending(None, ""), hook_flags=flags
+        )
 
     def _queue_rest(self, reduction: _Reduction) -> None:
         """Queue the work after the reduce-scatter on the reduce stream; computation waits for it to read the result."""
@@ -406,30 +445,6 @@ def _build_result(gradient: torch.Tensor, has: tuple[bool, ...], flags: torch.Te
     if not has_streams(flags.device):
         return ReducedGrad(gradient, tuple((flags != 0).tolist()))
     return ReducedGrad(gradient, has, flags=PendingFlags(*copy_to_pinned(flags)))
-
-
-def _cat_gradients(
-    packings: Sequence[Packing],
-    gradients: Sequence[list[torch.Tensor | None]],
-    widths: Sequence[int],
-    rows: torch.Tensor,
-) -> bool:
-    """Move all gradients to the rows by one operation, with their flags; return False if that is impossible."""
-    chunk_cat = getattr(torch, "_chunk_cat", None)  # what torch's FSDP2 uses; not public
-    found = [packing.list_chunks(values) for packing, values in zip(packings, gradients, strict=True)]
-    chunks = [each for each in found if each is not None]
-    kinds = {(tensor.dtype, tensor.device) for each in chunks for tensor in each}
-    if chunk_cat is None or len(chunks) < len(found) or len(kinds) != 1:
-        return False
-    counts = [width - packing.layout.chunk for width, packing in zip(widths, packings, strict=True)]
-    [(dtype, device)] = kinds
-    ones = torch.ones(max(counts) * len(rows), dtype=dtype, device=device)  # flags, as all gradients are there
-    pairs = zip(chunks, counts, strict=True)
-    tensors = [tensor for each, count in pairs for tensor in (*each, ones[: count * len(rows)])]
-    chunk_cat(tensors, 0, len(rows), out=rows)
-    for values in gradients:
-        values.clear()
-    return True
 
 
 def _write_flags(flags: torch.Tensor, has: Sequence[bool]) -> None:

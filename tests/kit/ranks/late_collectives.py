@@ -96,9 +96,10 @@ class Collectives:
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, op: Any = None, group: Any = None, async_op: bool = False
     ) -> None:
-        """Return the sum of rows that are alike on all ranks."""
+        """Return the sum or mean of rows that are alike on all ranks."""
         self._begin()
-        torch.mul(full.view(-1, out.numel())[0], full.numel() // out.numel(), out=out.view(-1))
+        factor = 1 if op == dist.ReduceOp.AVG else full.numel() // out.numel()
+        torch.mul(full.view(-1, out.numel())[0], factor, out=out.view(-1))
         self._end()
 
 
