@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +16,13 @@ from shardckpt.state import load_optim_state_dict, optim_state_dict
 from tests.kit.models.states import FRONT_ENDS, Net, refused, step
 from tests.kit.ranks.harness import run
 
-os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # the optimizers of the library compile their steps
 Build = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+@pytest.fixture(autouse=True)
+def compiler_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile no step: the optimizers of the library ask for it."""
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
 
 
 def lookahead(model: nn.Module) -> torch.optim.Optimizer:
