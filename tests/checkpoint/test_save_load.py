@@ -20,6 +20,7 @@ from shardckpt.dtypes import SAFETENSORS_NAMES
 from shardckpt.errors import (
     AmbiguousError,
     ChecksumError,
+    ShardckptError,
     StateDictError,
     TargetExistsError,
     UnsupportedError,
@@ -148,6 +149,24 @@ class TestValues:
         }
         shardckpt.load(into, tmp_path / "c")
         assert all(torch.equal(into[name], value) for name, value in state.items())
+
+    def test_a_view_with_gaps_comes_back_with_its_dimensions_in_the_same_order(self, tmp_path: Path) -> None:
+        # A kernel may sum in another order if the dimensions have another one in memory.
+        base = torch.arange(64.0).view(8, 8).t()
+        state = {"rows": base[:3], "columns": base[:, 2:5], "both": base[2:4, 1:6], "flat": base[1], "all": base.t()}
+        shardckpt.save(state, tmp_path / "c")
+        read = shardckpt.load(tmp_path / "c")
+        assert all(torch.equal(read[name], value) for name, value in state.items())
+        orders = {name: value.stride() for name, value in read.items()}
+        assert orders == {"rows": (1, 3), "columns": (1, 8), "both": (1, 2), "flat": (1,), "all": (8, 1)}
+
+    @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+    def test_a_dense_weight_is_not_loaded_into_a_sparse_one(self, tmp_path: Path, layout: torch.layout) -> None:
+        model = torch.nn.Linear(4, 4, bias=False)
+        shardckpt.save({"m": model}, tmp_path / "c")
+        model.weight = torch.nn.Parameter(torch.eye(4).to_sparse(layout=layout), requires_grad=False)
+        with pytest.raises(ShardckptError, match=r"m\.weight: it was saved dense, and .* torch\.sparse"):
+            shardckpt.load({"m": model}, tmp_path / "c")
 
     def test_names_like_those_of_an_old_dcp_folder_are_not_split(self, tmp_path: Path) -> None:
         saved = {"model.w": torch.ones(3), "optim.state.w.exp_avg": torch.arange(3.0), "epoch": 4}

@@ -200,7 +200,7 @@ def test_a_saved_slot_of_another_length_is_refused_and_nothing_changes(tmp_path:
         (nn.Linear, "rows", 0, "must be a class of optimizers"),
         (Special(nn.Linear(1, 1).parameters()), "rows", 0, "must be a class of optimizers"),
         (Factored, 3, 0, "must be a key"),
-        (Factored, "rows", -1, "must be a dimension, 'replicated' or 'rebuilt'"),
+        (Factored, "rows", -1, "must be a dimension, 'replicated', 'rebuilt' or a class"),
         (Factored, "rows", True, "must be a dimension"),
         (Factored, "rows", "anything", "must be a dimension"),
     ],
@@ -208,3 +208,57 @@ def test_a_saved_slot_of_another_length_is_refused_and_nothing_changes(tmp_path:
 def test_an_invalid_rule_is_refused(optimizer: Any, slot: Any, rule: Any, text: str) -> None:
     with pytest.raises(UsageError, match=text):
         shardckpt.register_slot(optimizer, slot, rule)
+
+
+class Projector:
+    """Has a tensor and a number."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.matrix = rank, torch.arange(6.0).view(2, 3).t()
+
+
+class Projecting(torch.optim.SGD):
+    pass
+
+
+def begin_projecting(rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(3, 2, bias=False)
+    optim = Projecting(model.parameters(), lr=0.1)
+    optim.state[model.weight]["projector"] = Projector(rank)
+    return model, optim
+
+
+def test_an_object_with_a_registered_class_is_built_anew_from_its_attributes(tmp_path: Path) -> None:
+    shardckpt.register_slot(Projecting, "projector", Projector)
+    model, optim = begin_projecting(4)
+    other, fresh = begin_projecting(5)
+    before = fresh.state[other.weight]["projector"]
+    shardckpt.save({"model": model, "optim": optim}, tmp_path / "step")
+    shardckpt.load({"model": other, "optim": fresh}, tmp_path / "step")
+    found = fresh.state[other.weight]["projector"]
+    assert (type(found), found.rank, before.rank) == (Projector, 4, 5)
+    assert torch.equal(found.matrix, before.matrix) and found.matrix.stride() == (1, 3)
+
+
+@pytest.mark.parametrize("rule", [None, "replicated", dict])
+def test_an_object_without_its_class_as_the_rule_is_neither_saved_nor_loaded(rule: Any, tmp_path: Path) -> None:
+    shardckpt.register_slot(Projecting, "projector", Projector)
+    model, optim = begin_projecting(4)
+    state = {"model": model, "optim": optim}
+    shardckpt.save(state, tmp_path / "step")
+    slots._RULES.clear()
+    if rule is not None:
+        shardckpt.register_slot(Projecting, "projector", rule)
+    assert "optim.state.weight.projector" in refused(shardckpt.save, state, tmp_path / "again")
+    told = refused(shardckpt.load, state, tmp_path / "step")
+    assert "projector: it was saved as" in told and "register_slot(Projecting, 'projector', class)" in told
+    assert optim.state[model.weight]["projector"].rank == 4
+
+
+def test_a_saved_value_is_no_object_because_a_class_is_registered(tmp_path: Path) -> None:
+    model, optim = begin_projecting(4)
+    optim.state[model.weight]["projector"] = {"rank": 3}
+    shardckpt.save({"model": model, "optim": optim}, tmp_path / "step")
+    shardckpt.register_slot(Projecting, "projector", Projector)
+    told = refused(shardckpt.load, {"model": model, "optim": optim}, tmp_path / "step")
+    assert "projector: it was saved as dict" in told

@@ -194,6 +194,11 @@ class LoadPlanBuilder:
         self.plan.taken.add(source)
         if not self.wants(path) or (self.options.is_own_only and self.source.is_elsewhere(entry)):
             return
+        layouts = {shard.tensor.layout for shard in array.shards if not shard.tensor.is_nested} - {torch.strided}
+        if layouts:
+            text = f"it was saved dense, and this has the layout {layouts.pop()}"
+            self.add_problem(path, f"kind mismatch for {dotted(path)}: {text} (make it dense before the load)")
+            return
         if not _fits(entry, array):
             if any(_repeats(shard.tensor) for shard in array.shards) and entry.shape == array.shape:
                 array = self._without_repeats(path, entry, array)

@@ -296,6 +296,7 @@ class _StateFlattener:
             return self._add_inner(path, array, identity)
         if path in self._made.arrays or path in self._made.ties:
             raise UsageError("two keys of a dict are spelt alike", where=dotted(path))
+        _check_shards(array, path)
         for shard in array.shards:
             require_memory(shard.tensor, path)
         # What a rank keeps for itself is saved apart: of memory that it shares with a buffer, rank 0's is saved.
@@ -314,8 +315,7 @@ class _StateFlattener:
         record, inner = take_apart(array, dotted(path))
         tree: dict[str, Any] = {SUBCLASS: record.encode()}
         for name, part in inner.items():
-            for shard in part.shards:
-                check_tensor(shard.tensor, (*path, name))
+            _check_shards(part, (*path, name))
             # Inner tensors of a full tensor may be shared one by one.
             own = _memory(part) if identity is None else (identity, name)
             tree[name] = self._add((*path, name), part, own)
@@ -353,8 +353,7 @@ class _StateFlattener:
             place = (*path, name)
             if name in weights.arrays:
                 array = weights.arrays[name]
-                if array.shards and array.shards[0].tensor.is_meta:
-                    check_tensor(array.shards[0].tensor, place)
+                _check_shards(array, place)
                 has_all = len(array.shards) == 1 and array.shards[0].box.size == array.shape and array.shape
                 # Of a small sharded one other ranks may have nothing, so they cannot know its memory.
                 is_full = has_all and name not in weights.sharded
@@ -399,9 +398,9 @@ class _StateFlattener:
             return self._visit(torch_fsdp1.full_optim_state(model, optim, offload=False, first_only=False), path)
         try:
             taken = local_optimizer(index, optim)
-        except OpaqueStateError as error:
+        except (OpaqueStateError, UnsupportedError) as error:
             where = f"{dotted(path)}.{error.where}"
-            raise OpaqueStateError(
+            raise type(error)(
                 error.what, where=where, found=error.found, expected=error.expected, fix=error.fix
             ) from error
         self._has_captured_steps |= is_capturable(optim)
@@ -458,6 +457,12 @@ def _warn_of_unsaved(names: Sequence[str], path: Path) -> None:
 def _list_some(names: Sequence[str], path: Path) -> str:
     shown = ", ".join(dotted((*path, name)) for name in names[:_SHOWN])
     return shown + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+
+
+def _check_shards(array: TensorShards, path: Path) -> None:
+    if find_wrapper(array) is None:
+        for shard in array.shards:
+            check_tensor(shard.tensor, path)
 
 
 def _memory(array: TensorShards) -> Hashable:

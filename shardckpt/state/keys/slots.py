@@ -13,15 +13,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardckpt.errors import ShardckptError, UsageError
+from shardckpt.errors import ShardckptError, UnsupportedError, UsageError
 
 # Maps (FQN, slot, this rank's tensor) to the dimension along which all ranks' tensors are concatenated;
 # "replicated" if every rank has equal values; None if the sharding is unknown.
 StateLayout = Callable[[str, str, torch.Tensor], "int | str | None"]
 
 
-# A slot's dimension that is sharded as the parameter is; equal values on all ranks; or values that are not saved.
-SlotRule = int | Literal["replicated", "rebuilt"]
+# A slot's dimension that is sharded as the parameter is; equal values on all ranks; values that are not saved; or the
+# class of objects that are equal on all ranks.
+SlotRule = int | Literal["replicated", "rebuilt"] | type[object]
 
 _RULES: dict[tuple[type, str], SlotRule] = {}
 
@@ -30,7 +31,7 @@ def register_slot(optimizer: type[torch.optim.Optimizer], slot: str, rule: SlotR
     """Register how a slot of an optimizer is sharded, for saves and loads of sharded models.
 
     Slots with their parameter's shape, numbers and DTensors need no rule. A rule is for other tensors, and for lists
-    and dicts, which a save of a sharded model otherwise refuses.
+    and dicts, which a save of a sharded model otherwise refuses; and for objects, which every save refuses.
 
     Args:
         optimizer: Optimizer class; the rule is valid for its subclasses too.
@@ -38,20 +39,23 @@ def register_slot(optimizer: type[torch.optim.Optimizer], slot: str, rule: SlotR
         rule: An integer: each rank has the part for its shard of the parameter, and this is the slot's dimension that
             is split as the parameter is. `"replicated"`: all ranks have equal values, which are saved once.
             `"rebuilt"`: the values are not saved, and a load removes them: the optimizer must make missing ones.
+            A class: the slot has objects of it, equal on all ranks. Their attributes are saved, which must be plain
+            values and tensors. A load makes a new object without calling `__init__`, and sets the attributes.
 
     Raises:
         UsageError: An argument is invalid.
 
     Examples:
         >>> shardckpt.register_slot(MyAdafactor, "row_moments", 0)  # doctest: +SKIP
+        >>> shardckpt.register_slot(GaLoreAdamW, "projector", GaLoreProjector)  # doctest: +SKIP
     """
     if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
         raise UsageError("`optimizer` must be a class of optimizers", found=optimizer)
     if not isinstance(slot, str):
         raise UsageError("`slot` must be a key in a parameter's state", found=slot)
     is_dim = type(rule) is int and rule >= 0
-    if not is_dim and rule not in ("replicated", "rebuilt"):
-        raise UsageError("`rule` must be a dimension, 'replicated' or 'rebuilt'", found=rule)
+    if not (is_dim or isinstance(rule, type) or rule in ("replicated", "rebuilt")):
+        raise UsageError("`rule` must be a dimension, 'replicated', 'rebuilt' or a class", found=rule)
     _RULES[optimizer, slot] = rule
 
 
@@ -60,6 +64,41 @@ def find_slot_rule(optimizer: object, slot: str) -> SlotRule | None:
     if not _RULES:
         return None
     return next((rule for base in type(optimizer).__mro__ if (rule := _RULES.get((base, slot))) is not None), None)
+
+
+_CLASS, _ATTRIBUTES = "__class__", "attributes"  # keys of a saved object
+
+
+def take_attributes(value: object, rule: SlotRule | None, where: str) -> dict[str, Any]:
+    """Return an object as a dict of its attributes; refuse one whose class is not registered."""
+    kind = type(value)
+    if kind is rule:
+        return {_CLASS: _name_class(kind), _ATTRIBUTES: dict(vars(value))}
+    raise UnsupportedError(
+        f"a value of type {_name_class(kind)} cannot be saved",
+        where=where,
+        found=f"the rule {rule}" if rule is not None else None,
+        fix="To save its attributes, call `shardckpt.register_slot(optimizer class, slot, its class)` first.",
+    )
+
+
+def find_saved_class(value: object) -> str | None:
+    """Return the class name that `take_attributes` wrote; None for other values."""
+    is_object = isinstance(value, dict) and value.keys() == {_CLASS, _ATTRIBUTES}
+    return str(value[_CLASS]) if is_object and isinstance(value, dict) else None
+
+
+def build_object(value: Any, rule: SlotRule | None) -> object | None:
+    """Return an object with saved attributes; None if the rule is not its class."""
+    if not isinstance(rule, type) or find_saved_class(value) != _name_class(rule):
+        return None
+    made = object.__new__(rule)
+    made.__dict__.update(value[_ATTRIBUTES])
+    return made
+
+
+def _name_class(kind: type[object]) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 class OpaqueStateError(ShardckptError, RuntimeError):

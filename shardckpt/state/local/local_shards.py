@@ -141,8 +141,8 @@ def _has_packed_weights(model: nn.Module) -> bool:
     """Return True if a model may have weights of bitsandbytes, in its modules or as a module's own parameter."""
     if "bitsandbytes" not in sys.modules:
         return False
-    kinds = {type(each).__module__ for module in model.modules() for each in (module, *module._parameters.values())}
-    return any(kind.startswith("bitsandbytes.") for kind in kinds)
+    kinds = {type(each) for module in model.modules() for each in (module, *module._parameters.values())}
+    return any(base.__module__.startswith("bitsandbytes.") for kind in kinds for base in kind.__mro__)
 
 
 def _iter_sharded(index: ModelIndex) -> Iterator[str]:

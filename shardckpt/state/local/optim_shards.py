@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import io
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -26,9 +27,12 @@ from shardckpt.state.keys.slots import (
     OpaqueStateError,
     SlotRule,
     UnequalSteps,
+    build_object,
+    find_saved_class,
     find_slot_rule,
     is_placed_as,
     largest,
+    take_attributes,
 )
 from shardckpt.state.local.local_shards import LocalModel, get_adapter_shards, get_member_shards
 from shardckpt.state.local.tensor_shards import (
@@ -164,6 +168,9 @@ def _kept(
     parameter = adapter.exposed[position]
     if rule == "rebuilt":
         return
+    if _is_object(value):
+        yield from ((name, take_attributes(value, rule, f"state.{name}.{slot}")) for name in names[:1])
+        return
     if isinstance(value, torch.Tensor) and not _is_dense(local(value)) and not _is_wrapper(params, value):
         raise OpaqueStateError(
             "a tensor in the optimizer's state must be dense",
@@ -198,6 +205,12 @@ def _kept(
             fix="Call `shardckpt.register_slot(optimizer class, slot, rule)` first; or keep it as a DTensor; or save "
             "`optim_state_dict(model, optim, state_layout=...)` in its place, for `load_optim_state_dict`.",
         )
+
+
+def _is_object(value: Any) -> bool:
+    """Return True for an object that has attributes, and is neither data nor has a `state_dict`."""
+    is_data = isinstance(value, (torch.Tensor, Mapping, Sequence, Set, io.BytesIO)) or hasattr(value, "state_dict")
+    return not is_data and hasattr(value, "__dict__")
 
 
 def _place_by_rule(params: AdapterParams, position: int, slot: str, rule: SlotRule, own: torch.Tensor) -> TensorShards:
@@ -407,7 +420,8 @@ class _TargetBuilder:
                 state[slot] = self._scalar(parameter, slot, saved, kept.get(slot))
             else:
                 state[slot] = self._other(params, parameter, slot, saved, kept.get(slot))
-        values = {slot: _on_device(value, parameter.device) for slot, value in self._plain_values(names).items()}
+        plain = self._build_objects(self._plain_values(names), names[0], optim)
+        values = {slot: _on_device(value, parameter.device) for slot, value in plain.items()}
         state.update(values if has_part else {slot: value for slot, value in values.items() if slot in kept})
         self.targets.state[parameter] = state
 
@@ -427,6 +441,19 @@ class _TargetBuilder:
                 end = LARGEST_NOTE if top is not None else ""
                 self.targets.problems.append(f"{slot} differs among one flat parameter's members: {text}{end}")
         return values_by_name
+
+    def _build_objects(self, values: dict[str, Any], name: str, optim: OptimizerLike) -> dict[str, Any]:
+        """Build the saved objects again, from the classes that are registered."""
+        for slot, value in values.items():
+            rule, kind = find_slot_rule(optim, slot), find_saved_class(value)
+            if kind is None and not isinstance(rule, type):
+                continue
+            made = build_object(value, rule)
+            if made is None:
+                call = f"call `shardckpt.register_slot({type(optim).__name__}, {slot!r}, class)` first"
+                self.targets.problems.append(f"{name}/{slot}: it was saved as {kind or type(value).__name__}; {call}")
+            values[slot] = made
+        return values
 
     def _shaped(self, params: AdapterParams, position: int, slot: str, saved: Mapping[str, SavedSlot], own: Any) -> Any:
         parameter = params.adapter.exposed[position]
@@ -495,11 +522,10 @@ class _TargetBuilder:
 
     def _scalar(self, parameter: nn.Parameter, slot: str, saved: Mapping[str, SavedSlot], own: Any) -> Any:
         dtype = self._one_type(slot, saved)
-        fits = isinstance(own, torch.Tensor) and not isinstance(own, DTensor) and own.dim() == 0 and own.dtype == dtype
-        if not fits:
+        if not (isinstance(own, torch.Tensor) and own.dim() == 0 and own.dtype == dtype):
             own = torch.zeros((), dtype=dtype, device=parameter.device if self.on_device else "cpu")
         for name in saved:  # a flat parameter has several members; the caller checks that their values are equal
-            self.targets.arrays.append((name, slot, TensorShards((), dtype, (LocalShard(Box((), ()), own),))))
+            self.targets.arrays.append((name, slot, TensorShards((), dtype, (LocalShard(Box((), ()), local(own)),))))
         return own
 
     def _other(
@@ -544,6 +570,8 @@ def _on_device(value: Any, device: torch.device) -> Any:
         return value.to(device) if value.dim() else value
     if isinstance(value, dict):
         return {key: _on_device(item, device) for key, item in value.items()}
+    if _is_object(value):
+        vars(value).update(_on_device(vars(value), device))
     return type(value)(_on_device(item, device) for item in value) if type(value) in (list, tuple) else value
 
 

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardckpt.core.modules.fqn_and_params import clean
-from shardckpt.errors import FormatError
+from shardckpt.errors import FormatError, UnsupportedError
 
 _OFFSET = "nested_offset"  # the text's entry that belongs to the weight's values; the others describe its form
 
@@ -70,7 +69,7 @@ def find_quant_states(root: nn.Module) -> Iterator[QuantState]:
     """Yield the quant state of each packed weight of bitsandbytes in a module."""
     for prefix, module in root.named_modules():
         for key, parameter in module._parameters.items():
-            if parameter is None or not _is_packed(module, parameter):
+            if parameter is None or not _is_packed(module, key, parameter):
                 continue
             name = clean(f"{prefix}.{key}" if prefix else key)
             state = getattr(parameter, "quant_state", None) or getattr(module, "quant_state", None)
@@ -80,12 +79,19 @@ def find_quant_states(root: nn.Module) -> Iterator[QuantState]:
                 place = name.removesuffix(key)
                 marker = torch.tensor(0, dtype=torch.uint8)
                 yield QuantState(name, {f"{place}SCB": scales, f"{place}weight_format": marker})
+            elif parameter.dtype is torch.int8:
+                raise UnsupportedError(
+                    "an 8-bit weight of bitsandbytes has lost its scales",
+                    where=name,
+                    found=type(parameter).__name__,
+                    fix="Leave its layer out of `fully_shard` (`ignored_params`), which drops them.",
+                )
 
 
-def _is_packed(module: nn.Module, parameter: nn.Parameter) -> bool:
-    """Return True for a weight of bitsandbytes; `fully_shard` replaces its class."""
-    kinds = (type(module), type(parameter)) if isinstance(parameter, DTensor) else (type(parameter),)
-    return any(kind.__module__.startswith("bitsandbytes.") for kind in kinds)
+def _is_packed(module: nn.Module, key: str, parameter: nn.Parameter) -> bool:
+    """Return True for a weight of bitsandbytes; `fully_shard` replaces its class, and derives one from its module's."""
+    kinds = type(module).__mro__ if key == "weight" else ()
+    return any(kind.__module__.startswith("bitsandbytes.") for kind in (type(parameter), *kinds))
 
 
 def _to_plain_format(module: nn.Module, parameter: Any, state: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
@@ -41,9 +42,21 @@ class TensorShards(NamedTuple):
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Dimensions from slowest to fastest in the shards' memory; empty if row-major, or not dense."""
+        """Dimensions from slowest to fastest in the shards' memory; empty if row-major, or elements overlap."""
         others = [shard.tensor for shard in self.shards if not shard.tensor.is_contiguous()]
-        return next(filter(None, map(memory_order, others)), ())
+        return next(filter(None, map(_find_order, others)), ())
+
+
+def _find_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return a tensor's dimensions from slowest to fastest, also with gaps in its memory; empty if row-major."""
+    if tensor.is_contiguous():
+        return ()
+    steps = tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=lambda d: (-steps[d], d)))
+    has_gaps_only = all(steps[a] >= steps[b] * tensor.shape[b] > 0 for a, b in itertools.pairwise(order))
+    if has_gaps_only and order != tuple(range(tensor.dim())):
+        return order
+    return memory_order(tensor)
 
 
 def has_own_elements(tensor: torch.Tensor) -> bool:
@@ -53,7 +66,7 @@ def has_own_elements(tensor: torch.Tensor) -> bool:
 
 def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
     """Return True for a tensor whose class makes its elements from inner tensors that it can list."""
-    if has_own_elements(tensor) or isinstance(tensor, DTensor):
+    if has_own_elements(tensor) or isinstance(tensor, DTensor) or tensor.is_nested:
         return False
     return hasattr(type(tensor), "__tensor_flatten__") and hasattr(type(tensor), "__tensor_unflatten__")
 
