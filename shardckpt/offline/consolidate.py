@@ -48,6 +48,7 @@ from shardckpt.plan.quantized_weights import DTYPE as FP8
 from shardckpt.readers.registry import open_reader, open_source, resolve_step
 from shardckpt.storage.publish import require_apart
 from shardckpt.storage.resolve_url import as_url, kind
+from shardckpt.storage.store import Store
 
 if sys.version_info >= (3, 11):  # typing_extensions takes 2 ms
     from typing import Unpack
@@ -70,11 +71,11 @@ _CONFIGS = frozenset({CONFIG, ADAPTER_CONFIG})
 _NO_CONFIG = (
     "no config.json was found for the model, and transformers needs one: give --config-from FOLDER (config_from=)"
 )
-# Changes a selection, given the model's `config.json`, before optimizer keys are converted.
-Change = Callable[[Selection, Mapping[str, object]], Selection]
+# Changes a selection, given the model's `config.json` and the tensors' store, before optimizer keys are converted.
+Change = Callable[[Selection, Mapping[str, object], Store], Selection]
 
 
-def _keep_selection(selection: Selection, _: Mapping[str, object]) -> Selection:
+def _keep_selection(selection: Selection, _config: Mapping[str, object], _store: Store) -> Selection:
     return selection
 
 
@@ -211,10 +212,10 @@ def export(
     selection = _with_warning_of_uncast(selection, options)
     if selection.packed:
         selection = _import_inner_names().name_inner_tensors(selection, is_read=target.name == DEFAULT)
+    selection = drop_unsupported(selection, target, allow_loss=options.allow_loss)
+    selection = _rekey(change(selection, config.config, reader.store), options)
     if target.name == DEFAULT and not is_file and reader.manifest.format != "adapter":
         selection = _with_warning_of_peft(selection)
-    selection = drop_unsupported(selection, target, allow_loss=options.allow_loss)
-    selection = _rekey(change(selection, config.config), options)
     config = with_values(config, selection.config_values)
     if options.quantize:
         selection, config = _import_fp8().quantize(reader, options, selection, config)

@@ -18,6 +18,7 @@ from shardckpt.plan.optim.output_keys import Keys, rekey_state
 from shardckpt.readers.huggingface.index_files import SUFFIX
 from shardckpt.readers.registry import resolve_step
 from shardckpt.storage.resolve_url import as_url
+from shardckpt.storage.store import Store
 
 _KEYS: Mapping[str, Keys] = {
     "names": "names",
@@ -78,7 +79,7 @@ def rekey(
         )
     numbers = read_param_names(chosen.param_names) if chosen.param_names and to == "ids" else None
 
-    def change(selection: Selection, _: Mapping[str, object]) -> Selection:
+    def change(selection: Selection, _config: Mapping[str, object], _store: Store) -> Selection:
         if selection.groups is None:
             raise UsageError("the checkpoint holds no optimizer", where=src, fix="Name it with --optim-key.")
         optim, groups = rekey_state(selection.optim, selection.groups, _KEYS[to], numbers, selection.units)

@@ -134,18 +134,44 @@ def test_other_formats_are_written_under_the_cap_too(to: str, jobs: int, cap: in
     assert sum(file.stat().st_size for file in (tmp_path / "out").iterdir()) > 8 * CAP
 
 
-def test_an_adapter_is_merged_in_little_memory(tmp_path: Path) -> None:
+def write_adapter(folder: Path, factors: dict[str, np.ndarray], **settings: object) -> None:
+    folder.mkdir()
+    named = {f"base_model.model.{name}": value for name, value in factors.items()}
+    save_file(named, folder / "adapter_model.safetensors")
+    told = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, **settings}
+    (folder / "adapter_config.json").write_text(json.dumps(told))
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora by rows", "dora by columns"])
+def test_an_adapter_is_merged_in_little_memory(kind: str, tmp_path: Path) -> None:
     whole(tmp_path / "base")
-    (tmp_path / "adapter").mkdir()
-    name = "base_model.model.w"
-    factors = {f"{name}.lora_A.weight": np.ones((8, COLUMNS), np.float32)}
-    factors[f"{name}.lora_B.weight"] = np.ones((ROWS, 8), np.float32)
-    save_file(factors, tmp_path / "adapter" / "adapter_model.safetensors")
-    (tmp_path / "adapter" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8, "lora_alpha": 8}')
+    rows, columns = (COLUMNS, ROWS) if kind == "dora by columns" else (ROWS, COLUMNS)
+    factors = {"w.lora_A.weight": np.ones((8, columns), np.float32), "w.lora_B.weight": np.ones((rows, 8), np.float32)}
+    if kind != "lora":
+        factors["w.lora_magnitude_vector"] = np.ones(rows, np.float32)
+    is_turned = kind == "dora by columns"
+    write_adapter(tmp_path / "adapter", factors, use_dora=kind != "lora", fan_in_fan_out=is_turned)
     places = ", ".join(repr(str(tmp_path / each)) for each in ("base", "adapter", "out"))
     call = f"shardckpt.merge_adapter({places}, max_memory={CAP}, rename=['w=w.weight'])"
     added = added_bytes(tmp_path / "base", call)
     assert added <= 2 * CAP, f"{added / 2**20:.1f} MiB"  # the product has threads and buffers of its own
+
+
+def test_experts_are_merged_in_little_memory(tmp_path: Path) -> None:
+    experts = 16
+    (tmp_path / "base").mkdir()
+    header = encode_header([HeaderTensor("experts.w", "float32", (experts, ROWS // experts, COLUMNS))], {})
+    with (tmp_path / "base" / "model.safetensors").open("wb") as file:
+        file.write(header)
+        file.truncate(len(header) + 4 * ROWS * COLUMNS)
+    factors = {
+        "experts.lora_A.weight": np.ones((8 * experts, COLUMNS), np.float32),
+        "experts.lora_B.weight": np.ones((ROWS // experts, 8 * experts), np.float32),
+    }
+    write_adapter(tmp_path / "adapter", factors, target_parameters=["experts.w"])
+    places = ", ".join(repr(str(tmp_path / each)) for each in ("base", "adapter", "out"))
+    added = added_bytes(tmp_path / "base", f"shardckpt.merge_adapter({places}, max_memory={CAP})")
+    assert added <= 2 * CAP, f"{added / 2**20:.1f} MiB"
 
 
 def test_a_weight_is_quantized_under_the_cap(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import shardckpt
 from shardckpt.errors import FormatError, ShardckptError, UnsafeError, UnsupportedError, UsageError
-from shardckpt.plan import adapter as plans
+from shardckpt.plan.adapter import merge_plan as plans
 from tests.kit.runs.cases import same_bits
 
 PREFIX = "base_model.model."
@@ -179,11 +179,12 @@ FACTORS = {"m.lora_A.weight": torch.ones(2, 4), "m.lora_B.weight": torch.ones(3,
 @pytest.mark.parametrize(
     ("own", "config", "kind", "message"),
     [
-        (FACTORS, {"use_dora": True}, UnsupportedError, "DoRA"),
-        ({**FACTORS, "m.lora_magnitude_vector": torch.ones(3)}, {}, UnsupportedError, "DoRA"),
+        (FACTORS, {"use_dora": True}, FormatError, "must have magnitudes.*found none"),
+        ({**FACTORS, "m.lora_magnitude_vector": torch.ones(2)}, {"use_dora": True}, FormatError, "magnitudes.*fit"),
         (FACTORS, {"peft_type": "IA3"}, UnsupportedError, "only LoRA.*IA3"),
         (FACTORS, {"layer_replication": [[0, 1]]}, UnsupportedError, "replicated"),
-        ({**FACTORS, "m.lora_B.bias": torch.ones(3)}, {}, UnsupportedError, "its own biases"),
+        ({**FACTORS, "m.lora_B.bias": torch.ones(3)}, {}, UsageError, "adds a bias to m"),
+        ({**FACTORS, "m.lora_A.bias": torch.ones(3)}, {}, UnsupportedError, "meaning is unknown"),
         (FACTORS, {"init_lora_weights": "pissa_niter_4"}, UnsupportedError, "base that peft changed.*pissa_niter_4"),
         (FACTORS, {"init_lora_weights": "olora"}, UnsupportedError, "base that peft changed.*olora"),
         ({"m.lora_A.weight": torch.ones(2, 4)}, {}, FormatError, "only one factor"),
@@ -209,7 +210,7 @@ FACTORS = {"m.lora_A.weight": torch.ones(2, 4), "m.lora_B.weight": torch.ones(3,
         ({"m.weight": torch.ones(3)}, {}, UsageError, "another shape"),
         ({"m.weight": torch.ones(3, 4, dtype=torch.int64)}, {}, UnsupportedError, "must have a float type"),
     ],
-    ids=[str(i) for i in range(24)],
+    ids=[str(i) for i in range(25)],
 )
 def test_what_cannot_be_merged_is_refused_by_name_and_nothing_is_written(
     tmp_path: Path, own: dict[str, torch.Tensor], config: dict[str, Any], kind: type[ShardckptError], message: str
@@ -667,8 +668,9 @@ def test_the_state_dict_of_a_peft_model_comes_with_the_way_to_its_base(tmp_path:
     report = shardckpt.consolidate(tmp_path / "state.pt", tmp_path / "out", config_from=tmp_path / "base")
     [warning] = report.warnings
     assert "are PEFT names" in warning
-    with pytest.raises(UsageError, match=r"the base has no .*--exclude"):
-        shardckpt.merge_adapter(tmp_path / "state.pt", tmp_path / "truth", tmp_path / "merged")
+    assert not shardckpt.merge_adapter(tmp_path / "state.pt", tmp_path / "truth", tmp_path / "merged").warnings
+    shardckpt.merge_adapter(tmp_path / "base", tmp_path / "truth", tmp_path / "usual")
+    assert shardckpt.diff(tmp_path / "merged", tmp_path / "usual").same
     to_base = [r"base_model\.model\.(.*)=\1", r"(.*)\.base_layer(\..*)=\1\2"]
     to_file = r"(.*\.lora_[^.]*)\.default(.*)=\1\2"
     assert f"--exclude '*.lora_*' --rename '{to_base[0]}' --rename '{to_base[1]}'" in warning

@@ -27,9 +27,10 @@ _MAGNITUDE = re.compile(r"\.lora_magnitude_vector\.weight$")
 # Name parts that mark a base model's tensors in a PEFT model's state dict.
 PEFT_PART = re.compile(r"base_model\.model\.|\.base_layer\.|\.original_module\.")
 
-# Options that write a model and its adapter from a PEFT model's state dict.
+# How to merge a PEFT model's state dict, or to write its model and its adapter.
 WAY_TO_BASE = (
-    r"Write the model alone with --exclude '*.lora_*' --rename 'base_model\.model\.(.*)=\1' --rename"
+    r"Merge the adapter with `shardckpt merge-adapter`, whose base and adapter may be one step. Or write the model"
+    r" alone with --exclude '*.lora_*' --rename 'base_model\.model\.(.*)=\1' --rename"
     r" '(.*)\.base_layer(\..*)=\1\2', and its adapter with --include '*.lora_*' --rename"
     r" '(.*\.lora_[^.]*)\.default(.*)=\1\2' to adapter_model.safetensors."
 )

@@ -1,0 +1,1 @@
+"""Adapters: open them, and add their values to a base's."""

@@ -1,0 +1,1 @@
+"""Plan the merge of a LoRA adapter, from names, shapes and settings only."""

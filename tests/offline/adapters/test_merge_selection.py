@@ -1,0 +1,271 @@
+"""Adapters of every kind, as peft itself trains and merges them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardckpt
+from shardckpt.errors import FormatError, UnsupportedError, UsageError
+from tests.kit.runs.cases import load_folder
+
+peft = pytest.importorskip("peft")
+
+SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_hidden_layers": 1}
+EXPERTS = {
+    "mixtral": {"num_local_experts": 3},
+    "qwen3_moe": {"num_experts": 3, "moe_intermediate_size": 12, "head_dim": 4, "decoder_sparse_step": 1},
+    "gpt_oss": {"num_local_experts": 3, "head_dim": 4},
+    "llama4_text": {"num_local_experts": 3, "intermediate_size_mlp": 24, "head_dim": 4},
+}
+
+
+def build(kind: str = "llama", dtype: torch.dtype = torch.float32, **more: Any) -> Any:
+    """Return a small model of transformers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    sizes = SIZES
+    if kind == "gpt2":
+        sizes = {"vocab_size": 32, "n_embd": 16, "n_layer": 1, "n_head": 2, "bos_token_id": 1, "eos_token_id": 2}
+    if kind in EXPERTS:
+        sizes = {**SIZES, "num_key_value_heads": 2, **EXPERTS[kind]}
+    if kind == "llama":
+        sizes = {**SIZES, "attention_bias": True}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**sizes, **more})).to(dtype)
+
+
+def adapt(model: Any, folder: Path, **settings: Any) -> Any:
+    """Write a base, and an adapter for it with random values; return the model with the adapter."""
+    model.save_pretrained(folder / "base")
+    told = peft.LoraConfig(**{"r": 2, "lora_alpha": 4, "init_lora_weights": False, **settings})
+    wrapped = peft.get_peft_model(model, told)
+    randomize(wrapped)
+    wrapped.save_pretrained(folder / "adapter")
+    return wrapped
+
+
+def randomize(wrapped: Any) -> None:
+    torch.manual_seed(1)
+    for parameter in wrapped.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+
+
+def assert_close(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor], **limits: float) -> None:
+    assert set(found) == set(truth)
+    for name, expected in truth.items():
+        assert found[name].dtype == expected.dtype
+        torch.testing.assert_close(found[name], expected, **{"rtol": 1e-5, "atol": 1e-6, **limits})
+
+
+def assert_merged_as_peft_does(wrapped: Any, folder: Path, **limits: float) -> shardckpt.results.Report:
+    report = shardckpt.merge_adapter(folder / "base", folder / "adapter", folder / "out")
+    wrapped.merge_and_unload().save_pretrained(folder / "truth")
+    found, base = load_folder(folder / "out"), load_folder(folder / "base")
+    assert_close(found, load_folder(folder / "truth"), **limits)
+    assert any(not torch.equal(found[name], base[name]) for name in base)
+    return report
+
+
+@pytest.mark.parametrize(
+    ("kind", "modules"),
+    [
+        ("llama", ["q_proj", "down_proj"]),
+        ("llama", ["embed_tokens", "lm_head"]),
+        ("gpt2", ["c_attn", "c_proj"]),
+    ],
+    ids=["linear", "embedding", "conv1d"],
+)
+@pytest.mark.parametrize("is_stabilised", [False, True], ids=["lora", "rslora"])
+def test_dora_is_merged_as_peft_does(kind: str, modules: list[str], is_stabilised: bool, tmp_path: Path) -> None:
+    patterns: dict[str, Any] = {"rank_pattern": {modules[0]: 3}, "alpha_pattern": {modules[1]: 5}}
+    wrapped = adapt(build(kind), tmp_path, target_modules=modules, use_dora=True, use_rslora=is_stabilised, **patterns)
+    assert_merged_as_peft_does(wrapped, tmp_path)
+
+
+def test_dora_on_bf16_is_rounded_once(tmp_path: Path) -> None:
+    wrapped = adapt(build(dtype=torch.bfloat16), tmp_path, target_modules=["q_proj", "down_proj"], use_dora=True)
+    assert_merged_as_peft_does(wrapped, tmp_path, rtol=1e-2, atol=0)
+    found, truth = load_folder(tmp_path / "out"), load_folder(tmp_path / "truth")
+    different = sum(int((found[name] != truth[name]).sum()) for name in truth)
+    assert different <= 2, "but for products at a border of rounding"
+
+
+class _Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wide = nn.Conv2d(4, 6, (3, 2))
+        self.line = nn.Conv1d(4, 6, 3)
+        self.point = nn.Conv2d(4, 6, 1)
+
+    def save_pretrained(self, folder: Path) -> None:
+        folder.mkdir()
+        torch.save(self.state_dict(), folder / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
+def test_convolutions_are_merged_as_peft_does(use_dora: bool, tmp_path: Path) -> None:
+    wrapped = adapt(_Convolutions(), tmp_path, target_modules=["wide", "line", "point"], use_dora=use_dora)
+    shardckpt.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    assert_close(load_folder(tmp_path / "out"), dict(wrapped.merge_and_unload().state_dict()))
+
+
+@pytest.mark.parametrize("names", [["experts.gate_up_proj", "experts.down_proj"], ["experts.down_proj"]], ids=len)
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_experts_are_merged_as_peft_does(kind: str, names: list[str], tmp_path: Path) -> None:
+    """transformers writes experts in 3 dimensions, or each expert's weights, whose names it may change."""
+    patterns = {"rank_pattern": {"experts.down_proj": 3}, "alpha_pattern": {"experts.gate_up_proj": 7}}
+    wrapped = adapt(build(kind), tmp_path, target_modules=["q_proj"], target_parameters=names, **patterns)
+    assert_merged_as_peft_does(wrapped, tmp_path)
+
+
+def test_experts_in_memory_have_the_names_of_the_module(tmp_path: Path) -> None:
+    """A base in a step has the names and the dimensions of the module."""
+    model = build("mixtral")
+    shardckpt.save({"model": model}, tmp_path / "step")
+    wrapped = adapt(model, tmp_path, target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    shardckpt.merge_adapter(tmp_path / "step", tmp_path / "adapter", tmp_path / "out")
+    assert_close(load_folder(tmp_path / "out"), dict(wrapped.merge_and_unload().state_dict()))
+
+
+def test_a_parameter_in_two_dimensions_is_merged_as_peft_does(tmp_path: Path) -> None:
+    wrapped = adapt(build(), tmp_path, target_modules=["v_proj"], target_parameters=["q_proj.weight"])
+    assert_merged_as_peft_does(wrapped, tmp_path)
+
+
+@pytest.mark.parametrize("bias", ["none", "all"])
+def test_biases_of_factors_are_added_as_peft_does(bias: str, tmp_path: Path) -> None:
+    wrapped = adapt(build(), tmp_path, target_modules=["q_proj", "v_proj"], lora_bias=True, bias=bias)
+    assert_merged_as_peft_does(wrapped, tmp_path)
+
+
+def test_biases_of_several_adapters_add_up(tmp_path: Path) -> None:
+    model = build()
+    model.save_pretrained(tmp_path / "base")
+    settings: dict[str, Any] = {"r": 2, "lora_alpha": 4, "init_lora_weights": False, "lora_bias": True}
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], **settings), adapter_name="a")
+    wrapped.add_adapter("b", peft.LoraConfig(target_modules=["q_proj", "v_proj"], **settings))
+    for name, parameter in wrapped.named_parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter) * ("lora_B" in name)
+    wrapped.save_pretrained(tmp_path)
+    shardckpt.merge_adapter(tmp_path / "base", [tmp_path / "a", tmp_path / "b"], tmp_path / "out")
+    truth = wrapped.merge_and_unload(adapter_names=["a", "b"]).state_dict()
+    assert_close(load_folder(tmp_path / "out"), dict(truth))
+
+
+def test_a_bias_for_a_layer_without_one_is_refused_as_by_peft(tmp_path: Path) -> None:
+    adapt(build(attention_bias=False), tmp_path, target_modules=["q_proj"], lora_bias=True)
+    with pytest.raises(UsageError, match=r"adds a bias to .*q_proj.*found none.*peft cannot merge it either"):
+        shardckpt.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+def test_single_tokens_are_merged_as_peft_does(is_tied: bool, tmp_path: Path) -> None:
+    model = build(tie_word_embeddings=is_tied)
+    wrapped = adapt(model, tmp_path, target_modules=["q_proj"], trainable_token_indices=[5, 1])
+    assert assert_merged_as_peft_does(wrapped, tmp_path).warnings == ()
+
+
+def test_single_tokens_of_a_head_are_its_own(tmp_path: Path) -> None:
+    tokens = {"embed_tokens": [1, 5], "lm_head": [2]}
+    wrapped = adapt(build(), tmp_path, target_modules=["q_proj"], trainable_token_indices=tokens)
+    assert_merged_as_peft_does(wrapped, tmp_path)
+
+
+def test_new_tokens_are_refused_or_come_with_their_embeddings(tmp_path: Path) -> None:
+    model = build()
+    model.save_pretrained(tmp_path / "base")
+    model.resize_token_embeddings(40)
+    told = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, trainable_token_indices=[3, 35])
+    wrapped = peft.get_peft_model(model, told)
+    randomize(wrapped)
+    wrapped.save_pretrained(tmp_path / "small", save_embedding_layers=False)
+    with pytest.raises(UsageError, match=r"tokens that model\.embed_tokens\.weight lacks; found token 35.*\(36\)"):
+        shardckpt.merge_adapter(tmp_path / "base", tmp_path / "small", tmp_path / "out")
+    wrapped.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+    assert_merged_as_peft_does(wrapped, tmp_path)
+
+
+class _Refused:
+    """Settings of kinds that are refused, by their names in messages."""
+
+    @staticmethod
+    def kasa() -> dict[str, Any]:
+        return {"kasa_config": peft.tuners.lora.config.KasaConfig(), "init_lora_weights": True}
+
+    @staticmethod
+    def velora() -> dict[str, Any]:
+        return {"velora_config": peft.tuners.lora.config.VeloraConfig(num_groups=2), "init_lora_weights": True}
+
+    @staticmethod
+    def montecLoRA() -> dict[str, Any]:  # noqa: N802
+        return {"monteclora_config": peft.tuners.lora.config.MontecloraConfig(), "init_lora_weights": True}
+
+
+@pytest.mark.parametrize(
+    ("make", "name"), [(_Refused.kasa, "KaSA"), (_Refused.velora, "VeLoRA"), (_Refused.montecLoRA, "MonteCLoRA")]
+)
+def test_other_kinds_are_refused_by_their_names(make: Callable[[], dict[str, Any]], name: str, tmp_path: Path) -> None:
+    adapt(build(), tmp_path, target_modules=["q_proj"], **make())
+    with pytest.raises(UnsupportedError, match=rf"this adapter is {name}.*merge_and_unload"):
+        shardckpt.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+
+
+@pytest.mark.parametrize("weights", [[1.0, 1.0], [0.5]])
+def test_dora_is_neither_weighted_nor_joined_with_another_adapter(weights: list[float], tmp_path: Path) -> None:
+    adapt(build(), tmp_path, target_modules=["q_proj"], use_dora=True)
+    adapters = [tmp_path / "adapter"] * len(weights)
+    with pytest.raises(UsageError, match=r"magnitudes \(DoRA\) must have the weight 1|two adapters change .*q_proj"):
+        shardckpt.merge_adapter(tmp_path / "base", adapters, tmp_path / "out", adapter_weights=weights)
+
+
+def _read_settings(kind: str) -> Any:
+    from transformers import BitsAndBytesConfig, TorchAoConfig
+
+    if kind == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    if kind == "nf4":
+        return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    return TorchAoConfig(Int8WeightOnlyConfig(version=2))
+
+
+@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("kind", ["nf4", "int8", "torchao"])
+def test_an_adapter_of_a_quantized_base_is_merged_into_the_plain_numbers(
+    kind: str, use_dora: bool, tmp_path: Path
+) -> None:
+    """What `peft` merges into the same base, once that is dequantized."""
+    pytest.importorskip("torchao" if kind == "torchao" else "bitsandbytes")
+    from transformers import AutoModelForCausalLM
+
+    build(hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "plain")
+    options = {"quantization_config": _read_settings(kind), "device_map": "cpu", "dtype": torch.float32}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", **options)
+    adapt(model, tmp_path, target_modules=["q_proj", "down_proj"], use_dora=use_dora)
+    with pytest.raises(UnsupportedError, match="--dequantize"):
+        shardckpt.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    shardckpt.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", dequantize=True)
+    shardckpt.consolidate(tmp_path / "base", tmp_path / "dequantized", dequantize=True)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "dequantized")
+    merged = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter").merge_and_unload()
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert found.dtype == plain.dtype
+    assert_close(dict(found.state_dict()), dict(merged.state_dict()))
+
+
+def test_magnitudes_without_use_dora_are_refused(tmp_path: Path) -> None:
+    adapt(build(), tmp_path, target_modules=["q_proj"], use_dora=True)
+    told = tmp_path / "adapter" / "adapter_config.json"
+    told.write_text(told.read_text().replace('"use_dora": true', '"use_dora": false'))
+    with pytest.raises(FormatError, match=r"q_proj must have magnitudes .* if and only if use_dora"):
+        shardckpt.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
