@@ -321,3 +321,73 @@ def test_lightning_refuses_another_base_and_saves_the_base_without_adapter_only(
     (((begun,), _),) = run(1, partial(train_with_lightning, adapter_only=False), "ddp", tmp_path, other, "last", 4)
     require_equal(begun, ended)
     assert adapters.count_bytes(tmp_path / "run" / STEPS[1]) > adapters.count_bytes(base)
+
+
+def train_somewhere(rank: int, world: int, door: str, kind: str, folder: Path, base: Path) -> dict[str, torch.Tensor]:
+    """Train two steps through a framework; the state at the end."""
+    if door == "trainer":
+        return _Train(folder, base)(rank, world, kind, 2)[1]
+    if door == "lightning":
+        return train_with_lightning(rank, world, kind, folder, base, None, 2)[1]
+    return train_accelerated(rank, world, kind, folder, base, "")[-1]
+
+
+@pytest.mark.parametrize(
+    ("door", "step", "kind", "world"),
+    [
+        ("trainer", "run/step-00000002", "fsdp2", 2),
+        ("lightning", "run/step-00000002", "fsdp2", 2),
+        ("accelerate", "two/shardckpt", "ddp", 1),
+    ],
+)
+def test_a_step_is_merged_into_its_base(door: str, step: str, kind: str, world: int, tmp_path: Path) -> None:
+    from tests.kit.runs import adapters, cases
+
+    base = adapters.save_base(tmp_path / "base")
+    ended, *_ = run(world, train_somewhere, door, kind, tmp_path, base)
+    shardckpt.merge_adapter(base, tmp_path / step, tmp_path / "out")
+    shardckpt.merge_adapter(tmp_path / step, tmp_path / step, tmp_path / "alone")
+    found, before = cases.load_folder(tmp_path / "out"), cases.load_folder(base)
+    cases.assert_same(cases.load_folder(tmp_path / "alone"), found)
+    assert found.keys() == before.keys()
+    trained = {name.partition("base_model.model.")[2]: value for name, value in ended.items() if ".exp_avg" not in name}
+    for name, value in before.items():
+        module = name.removesuffix(".weight")
+        expected = trained.get(f"{module}.modules_to_save.default.weight", value)
+        if f"{module}.lora_A.default.weight" in trained:
+            a, b = (trained[f"{module}.lora_{side}.default.weight"] for side in "AB")
+            expected = value + b @ a / 2
+            assert not torch.equal(found[name], value)
+        torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-6)
+
+
+def train_quantized(rank: int, world: int, folder: Path, base: Path) -> None:
+    """Train two steps of QLoRA."""
+    from transformers import BitsAndBytesConfig
+
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_quant_storage=torch.float32,
+    )
+    _Train(folder, base)(rank, world, "fsdp2", 2, quantization_config=settings)
+
+
+def test_a_qlora_step_is_merged_into_its_quantized_base_or_the_original(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    from tests.kit.runs import adapters, cases
+
+    base, step, copy = adapters.save_base(tmp_path / "base"), tmp_path / "run" / STEPS[0], tmp_path / "run/adapter-base"
+    run(2, train_quantized, tmp_path, base)
+    with pytest.raises(shardckpt.errors.UnsupportedError, match="--dequantize"):
+        shardckpt.merge_adapter(step, step, tmp_path / "refused")
+    found = {}
+    for name, source in {"plain": base, "step": step, "copy": copy}.items():
+        shardckpt.merge_adapter(source, step, tmp_path / name, dequantize=name != "plain")
+        found[name] = cases.load_folder(tmp_path / name)
+    cases.assert_same(found["copy"], found["step"])
+    changed = cases.load_folder(base).keys() & found["step"].keys()
+    assert changed == found["plain"].keys() == found["step"].keys()
+    for name, value in found["plain"].items():
+        torch.testing.assert_close(found["step"][name], value, rtol=0, atol=0.02)
