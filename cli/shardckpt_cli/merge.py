@@ -17,7 +17,7 @@ def merge_adapter(
     ],
     adapter: Annotated[
         list[str],
-        options.take_step("ADAPTER", "Folder with a LoRA adapter, as peft saves it, or a step of its model; repeatable."),
+        options.take_step("ADAPTER", "LoRA adapter: a folder of peft, or a step of its model; repeatable."),
     ],
     dst: options.Dst,
     to: options.To = "",

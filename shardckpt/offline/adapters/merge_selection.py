@@ -22,7 +22,7 @@ from shardckpt.offline.adapters.values import (
 from shardckpt.offline.select.config_files import TIE
 from shardckpt.offline.select.selection import Selection
 from shardckpt.plan.adapter.merge_plan import Merge, list_changed, plan_merge
-from shardckpt.plan.adapter.names import is_trained
+from shardckpt.plan.adapter.names import is_trained, sort_names
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.layout.output_files import Change, OutputTensor
 from shardckpt.plan.naming.fqn import is_embedding, is_head, read_tie, require_unique
@@ -189,7 +189,7 @@ def _add_resized(adapter: Adapter, base: _MergeBase) -> Adapter:
         and entry.shape[1:] == base.tensors[name].shape[1:]
         and entry.shape != base.tensors[name].shape
     }
-    taken = {to_base_name(name) for name in adapter.entries if not name.count(".lora_")}
+    taken = sort_names(adapter.entries, adapter.url).replaced
     return replace(adapter, entries={**adapter.entries, **{n: e for n, e in resized.items() if n not in taken}})
 
 

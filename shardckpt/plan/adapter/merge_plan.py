@@ -10,10 +10,11 @@ from math import prod
 from typing import Any
 
 from shardckpt.boxes import Shape
-from shardckpt.errors import FormatError, UsageError
+from shardckpt.errors import FormatError, UnsupportedError, UsageError
+from shardckpt.plan.adapter.name_ends import NameEnds
 from shardckpt.plan.adapter.names import Role, SortedNames, sort_names
 from shardckpt.plan.adapter.parameters import LowRank, count_levels, list_names, place_factors, strip_levels
-from shardckpt.plan.adapter.settings import Settings, list_parameters
+from shardckpt.plan.adapter.settings import Settings, read_parameters
 from shardckpt.plan.naming.fqn import is_embedding, is_head
 from shardckpt.plan.quantized_weights import TRANSPOSED
 
@@ -23,6 +24,7 @@ __all__ = ["AddedBias", "Merge", "TokenRows", "list_changed", "plan_merge"]
 _HEAD = re.compile(r"(.*_)?head|embed_out|score|classifier|qa_outputs")
 
 _SAVED = "modules_to_save"
+_WRAPPED = ".base_layer."  # in the names of a layer inside another one
 _RESIZE = (
     "Give the base the adapter's vocabulary with resize_token_embeddings({}), or save the adapter with"
     " save_embedding_layers=True."
@@ -90,7 +92,7 @@ def plan_merge(
     _check_shapes(shapes, replaced, base, where)
     settings = Settings(config, sum(map(len, adapter)), where)
     planner = _Planner(adapter, {**base, **shapes}, settings, where)
-    factors = _group_factors(names, list_parameters(config, where))
+    factors = _group_factors(names, read_parameters(config, where))
     is_turned = model_type in TRANSPOSED or config.get("fan_in_fan_out") is True
     added = [
         planner.plan_layer(module, parts, _choose_turns(module, names.turned, is_turned))
@@ -110,7 +112,7 @@ def list_changed(
 ) -> Set[str]:
     """Return the base names that an adapter changes."""
     names = sort_names(adapter, where)
-    factors = _group_factors(names, list_parameters(config, where))
+    factors = _group_factors(names, read_parameters(config, where))
     changed = {*names.replaced, *(f"{module}.weight" for module in factors.layers)}
     for module in factors.levels:
         changed.update(list_names(module, factors.ends, base, where))
@@ -126,15 +128,15 @@ class _Factors:
 
     layers: Mapping[str, Mapping[Role, str]]
     levels: Mapping[str, Sequence[Mapping[Role, str]]]  # from the outermost
-    ends: Sequence[str]  # of these parameters' names
+    ends: NameEnds  # of these parameters' names
 
 
-def _group_factors(names: SortedNames, ends: Sequence[str]) -> _Factors:
+def _group_factors(names: SortedNames, ends: NameEnds) -> _Factors:
     layers = {module: parts for module, parts in names.parts.items() if {"A", "B", "magnitude"} & parts.keys()}
     nested: dict[str, dict[int, Mapping[Role, str]]] = {}
     for module in list(layers) if ends else ():
         inner = strip_levels(module)
-        if count_levels(module) or any(f".{inner}.{end.rpartition('.')[2]}".endswith(f".{end}") for end in ends):
+        if count_levels(module) or ends.list_keys(inner):
             nested.setdefault(inner, {})[count_levels(module)] = layers.pop(module)
     return _Factors(layers, {module: [found[at] for at in sorted(found)] for module, found in nested.items()}, ends)
 
@@ -205,10 +207,24 @@ class _Planner:
         """Plan the product for a layer's weight."""
         self._require_factors(module, parts)
         weight = f"{module}.weight"
+        if f"{module}.in_proj_weight" in self._base or _WRAPPED in module:
+            raise UnsupportedError(
+                f"{module} is a MultiheadAttention, of which versions of peft add a product once or twice",
+                where=self._where,
+                found=parts["A"],
+                fix="Merge it with the peft that trained it: merge_and_unload().",
+            )
         _require_in_base(weight, self._base, self._where)
         a, b = self._adapter[parts["A"]], self._adapter[parts["B"]]
         rank = a[0] if a else 0
         known = self._settings.rank(module)
+        if len(b) > 2 and known == rank != b[1]:
+            raise UnsupportedError(
+                f"{module} is a convolution in groups, and its factors use all channels",
+                where=self._where,
+                found=f"{a}, {b}",
+                fix="No convolution in groups can hold the sum; peft cannot merge it either.",
+            )
         if rank < 1 or known != rank or len(b) < 2 or b[1] != rank:
             raise FormatError(
                 f"the factors of {module} do not fit its rank", where=self._where, found=f"{a}, {b}", expected=known
@@ -230,7 +246,7 @@ class _Planner:
         return LowRank(weight, parts["A"], parts["B"], self._settings.scale(module, rank), is_turned, magnitude)
 
     def plan_parameters(
-        self, module: str, levels: Sequence[Mapping[Role, str]], ends: Sequence[str], model_type: object
+        self, module: str, levels: Sequence[Mapping[Role, str]], ends: NameEnds, model_type: object
     ) -> list[LowRank]:
         """Plan the products for a module's parameters."""
         for parts in levels:

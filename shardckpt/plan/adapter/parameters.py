@@ -6,13 +6,14 @@ shapes decide which factors belong to which parameter, and which of its dimensio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from typing import NamedTuple
 
 from shardckpt.boxes import Shape
 from shardckpt.errors import AmbiguousError, UsageError
+from shardckpt.plan.adapter.name_ends import NameEnds
 from shardckpt.plan.adapter.names import Role
 from shardckpt.plan.adapter.settings import Settings
 
@@ -74,9 +75,10 @@ class _Parameter(NamedTuple):
 
 def strip_levels(module: str) -> str:
     """Return a module's name without the levels of nested factors."""
-    while module.endswith(_LEVEL):
-        module = module.removesuffix(_LEVEL)
-    return module
+    end = len(module)
+    while module.endswith(_LEVEL, 0, end):
+        end -= len(_LEVEL)
+    return module[:end]
 
 
 def count_levels(module: str) -> int:
@@ -84,7 +86,7 @@ def count_levels(module: str) -> int:
     return (len(module) - len(strip_levels(module))) // len(_LEVEL)
 
 
-def list_names(module: str, ends: Iterable[str], base: Mapping[str, Shape], where: str) -> list[str]:
+def list_names(module: str, ends: NameEnds, base: Mapping[str, Shape], where: str) -> list[str]:
     """Return the base's tensors that hold a module's parameters with factors."""
     return [part.name for each in _find_parameters(module, ends, base, where) for part in each.parts]
 
@@ -92,7 +94,7 @@ def list_names(module: str, ends: Iterable[str], base: Mapping[str, Shape], wher
 def place_factors(
     module: str,
     levels: Sequence[Mapping[Role, str]],
-    ends: Iterable[str],
+    ends: NameEnds,
     settings: Settings,
     adapter: Mapping[str, Shape],
     base: Mapping[str, Shape],
@@ -169,14 +171,11 @@ def _fits(parameter: _Parameter, rank: int, factors: Sequence[Shape], *, is_turn
     return rank > 0 and factors[0] == (total, columns) and factors[1] == (rows, total)
 
 
-def _find_parameters(module: str, ends: Iterable[str], base: Mapping[str, Shape], where: str) -> list[_Parameter]:
+def _find_parameters(module: str, ends: NameEnds, base: Mapping[str, Shape], where: str) -> list[_Parameter]:
     """Return a module's parameters with names that end so."""
     found: dict[str, _Parameter] = {}
-    for end in ends:
-        last = end.rpartition(".")[2]
-        key = f"{module}.{last}"
-        if not f".{key}".endswith(f".{end}"):
-            continue
+    for key in ends.list_keys(module):
+        last = key.rpartition(".")[2]
         if key in base and len(base[key]) in (2, 3):
             found[key] = _Parameter(key, base[key], (_StoredRows(key, 0, 0),))
         elif last in _STACKED and (stacked := _find_stacked(module, last, base, where)):

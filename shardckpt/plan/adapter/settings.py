@@ -8,9 +8,10 @@ from math import sqrt
 from typing import Any
 
 from shardckpt.errors import FormatError, UnsupportedError
+from shardckpt.plan.adapter.name_ends import NameEnds
 from shardckpt.plan.module_patterns import MatchBudget, ModulePattern
 
-__all__ = ["Settings", "list_parameters", "require_lora"]
+__all__ = ["Settings", "read_parameters", "require_lora"]
 
 _LARGEST_ALPHA = 1e30
 # Unsupported settings, which change the meaning of the factors, with their names in messages.
@@ -49,12 +50,12 @@ def require_lora(config: Mapping[str, Any], where: str) -> None:
         )
 
 
-def list_parameters(config: Mapping[str, Any], where: str) -> list[str]:
+def read_parameters(config: Mapping[str, Any], where: str) -> NameEnds:
     """Return the ends of names of parameters that have factors without a layer of their own."""
     names = config.get("target_parameters") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise FormatError("target_parameters must be a list of names", where=where, found=names)
-    return sorted({*names})
+    return NameEnds(names, where)
 
 
 class Settings:
@@ -88,7 +89,7 @@ class Settings:
         """Return the rows of an embedding that the adapter trains, in the order of its values."""
         indices = self._config.get("trainable_token_indices")
         if isinstance(indices, dict):
-            ends = [name for name in indices if module == name or module.endswith(f".{name}")]
+            ends = NameEnds(indices, self._where).find(module)
             indices = indices[ends[0]] if len(ends) == 1 else None
         is_list = isinstance(indices, list) and all(type(row) is int and row >= 0 for row in indices)
         if not is_list or not indices or len({*indices}) != len(indices):

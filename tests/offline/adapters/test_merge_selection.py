@@ -104,6 +104,7 @@ class _Convolutions(nn.Module):
         self.wide = nn.Conv2d(4, 6, (3, 2))
         self.line = nn.Conv1d(4, 6, 3)
         self.point = nn.Conv2d(4, 6, 1)
+        self.solid = nn.Conv3d(4, 6, 2)
 
     def save_pretrained(self, folder: Path) -> None:
         folder.mkdir()
@@ -112,9 +113,21 @@ class _Convolutions(nn.Module):
 
 @pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
 def test_convolutions_are_merged_as_peft_does(use_dora: bool, tmp_path: Path) -> None:
-    wrapped = adapt(_Convolutions(), tmp_path, target_modules=["wide", "line", "point"], use_dora=use_dora)
+    wrapped = adapt(_Convolutions(), tmp_path, target_modules=["wide", "line", "point", "solid"], use_dora=use_dora)
     shardckpt.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
     assert_close(load_folder(tmp_path / "out"), dict(wrapped.merge_and_unload().state_dict()))
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("groups", "groups is a convolution in groups"), ("attention", "is a MultiheadAttention")]
+)
+def test_layers_that_peft_does_not_merge_or_adds_twice_are_refused(module: str, name: str, tmp_path: Path) -> None:
+    model = _Convolutions()
+    model.groups, model.attention = nn.Conv2d(4, 6, 3, groups=2), nn.MultiheadAttention(8, 2)
+    adapt(model, tmp_path, target_modules=[module])
+    with pytest.raises(UnsupportedError, match=name):
+        shardckpt.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("names", [["experts.gate_up_proj", "experts.down_proj"], ["experts.down_proj"]], ids=len)
@@ -240,7 +253,7 @@ def _read_settings(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
-@pytest.mark.parametrize("kind", ["nf4", "int8", "torchao"])
+@pytest.mark.parametrize("kind", ["nf4", "int8", "torchao", "fp8"])
 def test_an_adapter_of_a_quantized_base_is_merged_into_the_plain_numbers(
     kind: str, use_dora: bool, tmp_path: Path
 ) -> None:
@@ -248,10 +261,12 @@ def test_an_adapter_of_a_quantized_base_is_merged_into_the_plain_numbers(
     pytest.importorskip("torchao" if kind == "torchao" else "bitsandbytes")
     from transformers import AutoModelForCausalLM
 
-    build(hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "plain")
-    options = {"quantization_config": _read_settings(kind), "device_map": "cpu", "dtype": torch.float32}
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", **options)
+    build(hidden_size=128, intermediate_size=256).save_pretrained(tmp_path / "plain")
+    quantization = {} if kind == "fp8" else {"quantization_config": _read_settings(kind), "device_map": "cpu"}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32, **quantization)
     adapt(model, tmp_path, target_modules=["q_proj", "down_proj"], use_dora=use_dora)
+    if kind == "fp8":
+        shardckpt.convert(tmp_path / "plain", tmp_path / "base", quantize="fp8-block", overwrite=True)
     with pytest.raises(UnsupportedError, match="--dequantize"):
         shardckpt.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
     shardckpt.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", dequantize=True)

@@ -62,8 +62,10 @@ def test_a_step_is_merged_as_the_folder_that_peft_writes(kind: str, tmp_path: Pa
         torch.testing.assert_close(load_folder(tmp_path / "out")[name], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_vocabulary_that_grew_in_a_step_is_merged_too(tmp_path: Path) -> None:
-    wrapped = adapt(tmp_path, tokens=40)
+@pytest.mark.parametrize("kind", ["lora", "saved modules", "tokens", "embeddings"])
+def test_a_vocabulary_that_grew_in_a_step_is_merged_too(kind: str, tmp_path: Path) -> None:
+    settings = {"modules_to_save": ["embed_tokens", "lm_head"]} if kind == "saved modules" else KINDS[kind]
+    wrapped = adapt(tmp_path, tokens=40, **settings)
     shardckpt.save({"model": wrapped}, tmp_path / "step", model_files=wrapped)
     shardckpt.merge_adapter(tmp_path / "base", tmp_path / "step", tmp_path / "out")
     truth = wrapped.merge_and_unload().state_dict()
