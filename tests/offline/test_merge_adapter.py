@@ -354,8 +354,10 @@ def test_an_adapter_is_merged_into_the_base_as_saved_only_where_peft_gives_the_s
         {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
         {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
         {"target_modules": ["q_proj", "lm_head"]},
+        {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True},
+        {"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [1, 3], "lm_head": [2]}},
     ],
-    ids=["saved-both", "saved-head", "lora-head"],
+    ids=["saved-both", "saved-head", "lora-head", "lora-both", "tokens"],
 )
 def test_a_head_that_the_files_of_the_base_lack_is_merged_as_the_adapter_computes(
     settings: dict[str, Any], tmp_path: Path
@@ -370,7 +372,8 @@ def test_a_head_that_the_files_of_the_base_lack_is_merged_as_the_adapter_compute
     model.save_pretrained(tmp_path / "base")
     wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, lora_alpha=4, init_lora_weights=False, **settings))
     for name, parameter in wrapped.named_parameters():
-        parameter.data += torch.randn_like(parameter) * ("modules_to_save.default" in name)
+        is_trained = "modules_to_save.default" in name or "trainable_tokens_delta" in name
+        parameter.data += torch.randn_like(parameter) * is_trained
     wrapped.save_pretrained(tmp_path / "adapter")
     report = shardckpt.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
     base = LlamaForCausalLM.from_pretrained(tmp_path / "base")

@@ -108,7 +108,7 @@ def place_factors(
             f"each parameter of {module} in target_parameters must have two factors",
             where=where,
             found=f"{2 * len(levels)} factors for {', '.join(each.key for each in parameters) or 'no such parameter'}",
-            fix="Name the base that the adapter was trained on; --rename and --rules give it other names.",
+            fix="Name the base that the adapter was trained on; --rename gives it other names.",
         )
     shapes = [tuple(adapter[sides[side]] for side in "AB") for sides in levels]
     ranks = [settings.rank(each.key) for each in parameters]

@@ -139,6 +139,14 @@ def test_experts_are_merged_as_peft_does(kind: str, names: list[str], tmp_path: 
     assert_merged_as_peft_does(wrapped, tmp_path)
 
 
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_square_experts_are_merged_as_peft_does(kind: str, tmp_path: Path) -> None:
+    """Shapes leave open which dimension is the input, as in a gpt-oss."""
+    model = build(kind, intermediate_size=16, moe_intermediate_size=16)
+    wrapped = adapt(model, tmp_path, target_parameters=["experts.down_proj"])
+    assert_merged_as_peft_does(wrapped, tmp_path)
+
+
 def test_experts_in_memory_have_the_names_of_the_module(tmp_path: Path) -> None:
     """A base in a step has the names and the dimensions of the module."""
     model = build("mixtral")
