@@ -84,6 +84,33 @@ def test_a_resume_goes_on_bit_for_bit(name: str, has_stepped: bool, tmp_path: Pa
     assert_equal(list_bits(second), list_bits(first))
 
 
+def save_both(training: Training, path: Path) -> None:
+    shardckpt.save(dict(zip(("model", "optim"), training, strict=True)), path)
+
+
+def load_both(training: Training, path: Path, **options: Any) -> None:
+    shardckpt.load(dict(zip(("model", "optim"), training, strict=True)), path, **options)
+
+
+def test_a_load_of_some_moments_adds_no_others(tmp_path: Path) -> None:
+    first, second = begin(0, "AdamW8bit"), begin(1, "AdamW8bit")
+    train(first, range(2))
+    save_both(first, tmp_path / "step")
+    load_both(second, tmp_path / "step", include=["optim.state.0.weight.exp_avg"])
+    assert list(second[1].state[second[0][0].weight]) == ["exp_avg"]  # type: ignore[index]
+    bits, saved = list_bits(second), list_bits(first)
+    assert torch.equal(bits["0.weight/exp_avg/codes"], saved["0.weight/exp_avg/codes"])
+
+
+@pytest.mark.parametrize("glob", ["*.scale", "*exp_avg*codes"])
+def test_a_pattern_that_matches_a_part_of_a_moment_is_refused(glob: str, tmp_path: Path) -> None:
+    first, second = begin(0, "AdamW8bit"), begin(1, "AdamW8bit")
+    train(first, range(2))
+    save_both(first, tmp_path / "step")
+    with pytest.raises(ShardckptError, match=r"`include` must name optim\.state\.0\.weight\.exp_avg as one"):
+        load_both(second, tmp_path / "step", include=[glob])
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_its_own_state_dict_is_resumed_bit_for_bit(name: str, tmp_path: Path) -> None:
     first, second = begin(0, name), begin(1, name)

@@ -140,6 +140,16 @@ class LoadPlanBuilder:
         self._matched |= globs
         return bool(globs)
 
+    def wants_tensor(self, path: Path, inner: Iterable[str]) -> bool:
+        """Return True if the options include a wrapper subclass; add a problem if they name a part of it alone."""
+        if self.wants(path):
+            return True
+        parts = [dotted((*path, name)) for name in inner if self.wants((*path, name))]
+        if parts:
+            name = dotted(path)
+            self.plan.problems.append(f"`include` must name {name} as one, and matches only {parts[0]} (add {name!r})")
+        return False
+
     def unmatched_globs(self) -> list[str]:
         """Return the globs that match neither this rank's state nor the checkpoint."""
         # The states of other ranks may have more paths.
@@ -182,8 +192,9 @@ class LoadPlanBuilder:
         if entry is None:
             value, is_there = self._take(path, source)
             if isinstance(value, dict) and (record := find_record(value)) is not None:
-                text = f"it was saved as a {record.kind}, and this is a plain tensor"
-                self.add_problem(path, f"kind mismatch for {dotted(path)}: {text} (quantize the model before the load)")
+                if self.wants_tensor(path, value):
+                    text = f"it was saved as a {record.kind}, and this is a plain tensor"
+                    self.plan.problems.append(f"kind mismatch for {dotted(path)}: {text} (make it one before the load)")
                 return
             if isinstance(value, ForeignValue) and isinstance(value.value, PerRankValue) and self.wants(path):
                 raise value.value.error(dotted(source))
@@ -219,7 +230,7 @@ class LoadPlanBuilder:
     def _add_wrapper(self, path: Path, source: Path, array: TensorShards) -> None:
         """Add the inner tensors of a wrapper subclass."""
         saved, is_there = self._take(path, source)
-        if not is_there or not self.wants(path):
+        if not is_there or not self.wants_tensor(path, saved if isinstance(saved, dict) else ()):
             return
         record, inner = take_apart(array, dotted(path))
         if (difference := find_difference(record, find_record(saved))) is not None:

@@ -56,7 +56,7 @@ class OptimizerLoadPlanner:
         if not self._builder.options.may_want_below(path):
             return
         try:
-            wrapped = self._find_wrapped(root, index)
+            wrapped = self._find_wrapped(root, index, path)
             state = self._select(self._read_named_state(root, index, optim), path)
             targets = self._plan_optim_targets(optim, index, state, wrapped)
         except ShardckptError as error:
@@ -170,10 +170,15 @@ class OptimizerLoadPlanner:
             if _is_wrapped(tree)
         }
 
-    def _find_wrapped(self, root: Path, index: ModelIndex) -> dict[tuple[str, str], tuple[Path, SavedSlot]]:
-        """Return the slots that were saved as wrapper subclasses, by name and slot, with their paths."""
+    def _find_wrapped(
+        self, root: Path, index: ModelIndex, place: Path
+    ) -> dict[tuple[str, str], tuple[Path, SavedSlot]]:
+        """Return the included slots that were saved as wrapper subclasses, by name and slot, with their paths."""
         wrapped = {}
         for path, tree in self._find_trees(root).items():
+            key = _first(str(path[-2]), index), str(path[-1])
+            if not self._builder.wants_tensor((*place, "state", *key), tree):
+                continue
             record = find_record(tree)
             assert record is not None
             inner = {}
@@ -182,7 +187,7 @@ class OptimizerLoadPlanner:
                     entry = self._builder.source.arrays[ref.path]
                     inner[name] = (entry.shape, torch_dtype(entry))
             slot = SavedSlot(record.shape, find_dtype(record.dtype), (), record, inner)
-            wrapped[_first(str(path[-2]), index), str(path[-1])] = (path, slot)
+            wrapped[key] = (path, slot)
         return wrapped
 
     def _select(self, state: optimizers.OptimizerState, path: Path) -> optimizers.OptimizerState:

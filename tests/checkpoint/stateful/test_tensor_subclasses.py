@@ -235,6 +235,24 @@ def test_a_load_refuses_a_subclass_with_other_blocks(tmp_path: Path) -> None:
     assert torch.equal(inner(other[0].weight)["quantized_data"], before)
 
 
+PARTS = {"wrapper": ("int8", r"m\.0\.weight.*'m\.0\.weight'"), "plain": ("plain", r"m\.0\.weight.*m\.0\.weight\.scale")}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_pattern_that_matches_a_part_of_a_weight_is_refused(strict: bool, kind: str, tmp_path: Path) -> None:
+    put, text = PARTS[kind]
+    model, other = net(), net() if put == "plain" else another(put)
+    int8(model)
+    shardckpt.save({"m": model}, tmp_path / "step")
+    for include in (["*scale"], ["*scale", "m.1.*"]):
+        with pytest.raises(shardckpt.ShardckptError, match=rf"`include`.*{text}"):
+            shardckpt.load({"m": other}, tmp_path / "step", include=include, strict=strict)
+    if put != "plain":
+        shardckpt.load({"m": other}, tmp_path / "step", include=["*scale", "m.0.weight"])
+        assert is_equal(other[0].weight, model[0].weight)
+
+
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_weight_without_one_of_its_inner_tensors_is_refused(strict: bool, tmp_path: Path) -> None:
     model, other = net(), another("int8")
