@@ -221,13 +221,13 @@ class CheckpointSource:
         return locate(self._reader, self.manifest, entries)
 
 
-def _build_subclass(inner: dict[Any, Any]) -> object:
+def _build_subclass(inner: dict[Any, Any], path: Path) -> object:
     """Return a tensor from its record and inner tensors; these unchanged if its class cannot be imported."""
     tensors = {name: value for name, value in inner.items() if name != SUBCLASS}
     record = find_record(inner)
     if record is None or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
         return inner
-    built = build(record, tensors)
+    built = build(record, tensors, dotted(path))
     return inner if built is None else built
 
 

@@ -100,11 +100,11 @@ def fill_tree(
     tree: Any,
     get_array: Callable[[TensorRef], object],
     skipped: list[Path] | None = None,
-    build: Callable[[dict[Any, Any]], object] = lambda inner: inner,
+    build: Callable[[dict[Any, Any], Path], object] = lambda inner, _: inner,
 ) -> Any:
     """Return a tree with arrays instead of their placeholders, and plain values.
 
-    `build` returns a wrapper subclass, from a dict with its record and inner tensors.
+    `build` returns a wrapper subclass, from a dict with its record and inner tensors, and its path.
     """
     if isinstance(tree, TensorRef):
         return get_array(tree)
@@ -116,7 +116,7 @@ def fill_tree(
             for key, part in tree.items()
         )
         filled = type(tree)(dict(_readable(rows, skipped)))
-        return build(filled) if SUBCLASS in filled else filled
+        return build(filled, next((ref.path[:-1] for ref in iter_refs(tree)), ())) if SUBCLASS in filled else filled
     if type(tree) in (list, tuple):
         return type(tree)(fill_tree(value, get_array, skipped, build) for value in tree)
     return tree

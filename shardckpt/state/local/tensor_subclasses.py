@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from math import isfinite, prod
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +54,7 @@ class _Class(NamedTuple):
     # tensors.
     get_context: Callable[[Any], Any] = lambda tensor: tensor.__tensor_flatten__()[1]
     make_context: Callable[[Any, SubclassRecord, Shape, Mapping[str, torch.Tensor]], Any] = lambda context, *_: context
+    dtypes: Mapping[str, Sequence[torch.dtype]] = MappingProxyType({})  # of codes, by inner tensor
 
 
 def take_apart(array: TensorShards, where: str) -> InnerTensors:
@@ -244,7 +246,9 @@ def _split_error(where: str, what: str, run: tuple[int, int, int], block: int) -
 # -------------------------------------------------------------------------------------------------------------- build
 
 
-def build(record: SubclassRecord, inner: Mapping[str, torch.Tensor], shape: Shape | None = None) -> torch.Tensor | None:
+def build(
+    record: SubclassRecord, inner: Mapping[str, torch.Tensor], where: str, shape: Shape | None = None
+) -> torch.Tensor | None:
     """Build a wrapper subclass; None if its class is unknown here, or its package is missing.
 
     `shape` is the shape of a shard, if it is not the full tensor's.
@@ -258,19 +262,42 @@ def build(record: SubclassRecord, inner: Mapping[str, torch.Tensor], shape: Shap
         context = known.make_context(_decode(record.context), record, size, inner)
         stride = tuple(prod(size[at + 1 :]) for at in range(len(size)))
         built: torch.Tensor = kind.__tensor_unflatten__(dict(inner), context, torch.Size(size), stride)
-    except _MISFITS as error:
-        raise _build_error(record, error) from error
+        misfit = next(_find_misfits(record, known, built, inner, size), None)
+    except (ShardckptError, *_MISFITS) as error:
+        raise _build_error(record, where, describe_with_class(error)) from error
+    if misfit is not None:
+        raise _build_error(record, where, misfit)
     return built
 
 
 _MISFITS = (LookupError, TypeError, ValueError, RuntimeError, AttributeError, AssertionError, ArithmeticError)
 
 
-def _build_error(record: SubclassRecord, error: Exception) -> ShardckptError:
+def _find_misfits(
+    record: SubclassRecord, known: _Class, built: torch.Tensor, inner: Mapping[str, torch.Tensor], size: Shape
+) -> Iterator[str]:
+    """Yield where a record contradicts the tensor that was built from it, or its inner tensors."""
+    if (tuple(built.shape), _name_dtype(built.dtype)) != (size, record.dtype):
+        found = f"{_name_dtype(built.dtype)} {list(built.shape)}"
+        yield f"inner tensors for {found}, and a record for {record.dtype} {list(size)}"
+    names: Any = built
+    if unknown := sorted(inner.keys() - set(names.__tensor_flatten__()[0])):
+        yield f"inner tensors that {record.kind} does not have: {', '.join(unknown)}"
+    blocks = known.get_blocks(record.context, size, {name: tuple(value.shape) for name, value in inner.items()})
+    for name, value in inner.items() if prod(size) else ():
+        if name in known.dtypes and value.dtype not in known.dtypes[name]:
+            yield f"{name} is {_name_dtype(value.dtype)}"
+        rule = blocks.get(name, Replicated.REPLICATED)
+        expected = _locate(value, rule, size, full_box(size), name)[0]
+        if prod(expected) != value.numel():  # one scale for all elements has no dimensions in some classes
+            yield f"{name} has {value.numel()} elements, and its blocks need {prod(expected)}"
+
+
+def _build_error(record: SubclassRecord, where: str, found: str) -> ShardckptError:
     return UnsupportedError(
         "a tensor cannot be built from its inner tensors",
-        where=record.name,
-        found=describe_with_class(error),
+        where=where,
+        found=f"{record.name}: {found}",
         fix=f"It was saved with {record.package}; use this version, or read its inner tensors with `open`.",
     )
 
@@ -283,7 +310,7 @@ def build_empty(
     try:
         blocks = _get_blocks(record, shape, {name: size for name, (size, _) in inner.items()})
     except _MISFITS as error:
-        raise _build_error(record, error) from error
+        raise _build_error(record, where, describe_with_class(error)) from error
     tensors = {}
     for name, (size, dtype) in inner.items():
         like = torch.empty(size, dtype=dtype, device="meta")
@@ -292,7 +319,7 @@ def build_empty(
                 return None
             size = _locate(like, blocks[name], shape, box, f"{where}.{name}")[1].size
         tensors[name] = torch.zeros(size, dtype=dtype, device=device)
-    return build(record, tensors, box.size)
+    return build(record, tensors, where, box.size)
 
 
 def _import_named(module: str, name: str) -> Any:
@@ -380,19 +407,21 @@ def _get_state_blocks(context: Any, shape: Shape, inner: Mapping[str, Shape]) ->
 
 
 _TORCHAO = "torchao.quantization"
-_WEIGHT = _Class(_TORCHAO, _get_weight_blocks)
+_FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
+_INT8 = _Class(_TORCHAO, _get_weight_blocks, dtypes={"qdata": [torch.int8]})
 _PACKED = ("Int4Tensor", "Int4PlainInt32Tensor", "Int4TilePackedTo4dTensor")  # blocks follow no dimension
 
 _CLASSES: Mapping[str, _Class] = {
-    "torchao.Int8Tensor": _WEIGHT,
-    "torchao.Float8Tensor": _WEIGHT,
-    "torchao.IntxUnpackedToInt8Tensor": _WEIGHT,
+    "torchao.Int8Tensor": _INT8,
+    "torchao.IntxUnpackedToInt8Tensor": _INT8,
+    "torchao.Float8Tensor": _INT8._replace(dtypes={"qdata": _FLOAT8}),
     **dict.fromkeys((f"torchao.{name}" for name in _PACKED), _Class(_TORCHAO, lambda *_: {})),
     "torchao.NF4Tensor": _Class(
         "torchao.quantization.quantize_.workflows.nf4.nf4_tensor",
         _get_nf4_blocks,
         lambda tensor: {"block_size": tensor.block_size, "scaler_block_size": tensor.scaler_block_size},
         _make_nf4_context,
+        {"quantized_data": [torch.uint8]},
     ),
     "torchao.OptimState8bit": _Class("torchao.optim.subclass_8bit", _get_state_blocks),
     "torchao.OptimState4bit": _Class(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import shardckpt
 from shardckpt import core
+from shardckpt.checkpoint.load.source import CheckpointSource
 from shardckpt.errors import UnsupportedError
 from shardckpt.integrations import dcp
-from shardckpt.plan.subclass_record import find_record
+from shardckpt.plan.subclass_record import SUBCLASS, find_record
 from tests.kit.models.states import refused
 from tests.kit.ranks.harness import run
 
@@ -262,6 +264,61 @@ def test_a_weight_without_one_of_its_inner_tensors_is_refused(strict: bool, tmp_
     with pytest.raises(shardckpt.ShardckptError, match=r"missing: m\.0\.weight\.scale"):
         shardckpt.load({"m": other}, tmp_path / "step", key_map={"^scale$": "other"}, strict=strict)
     assert all(torch.equal(value, before[name]) for name, value in inner(other[0].weight).items())
+
+
+def _cut(name: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda saved: saved.update({name: saved[name][..., :-2].clone()})
+
+
+def _with_record(**fields: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda saved: saved.update({SUBCLASS: json.dumps({**json.loads(saved[SUBCLASS]), **fields})})
+
+
+DAMAGE: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
+    "shape": ("int8", _with_record(shape=[64, 32])),
+    "float8 shape": ("float8", _with_record(shape=[64, 32])),
+    "nf4 shape": ("nf4", _with_record(shape=[64, 32])),
+    "8-bit shape": ("8-bit", _with_record(shape=[64, 32])),
+    "4-bit shape": ("4-bit", _with_record(shape=[64, 32])),
+    "dimensions": ("nf4", _with_record(shape=[])),
+    "dtype": ("int8", _with_record(dtype="bfloat16")),
+    "dtype of nothing": ("nf4", _with_record(dtype="nothing")),
+    "no scale": ("int8", lambda saved: saved.pop("scale")),
+    "other inner tensor": ("int8", lambda saved: saved.update(other=torch.zeros(2))),
+    "scales": ("int8", lambda saved: saved.update(scale=saved["scale"][:-1].clone())),
+    "nf4 scales": ("nf4", _cut("quantized_scalers")),
+    "nf4 codes": ("nf4", _cut("quantized_data")),
+    "8-bit scales": ("8-bit", _cut("scale")),
+    "4-bit codes": ("4-bit", _cut("codes")),
+    "type of codes": ("int8", lambda saved: saved.update(qdata=saved["qdata"].float())),
+}
+
+
+def moment(kind: str) -> torch.Tensor:
+    from torchao.optim.subclass_4bit import OptimState4bit
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    tensor: torch.Tensor = (OptimState8bit if kind == "8-bit" else OptimState4bit).zeros((64, 64), block_size=128)
+    return tensor
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_record_that_contradicts_its_inner_tensors_is_refused_by_name(damage: str, tmp_path: Path) -> None:
+    kind, change = DAMAGE[damage]
+    tensor = another(kind)[0].weight.detach() if kind in KINDS else moment(kind)
+    shardckpt.save({"w": tensor}, tmp_path / "good")
+    with torch.no_grad():
+        assert is_equal(shardckpt.load(tmp_path / "good")["w"], tensor)
+    saved: dict[str, Any] = {**inner(tensor), SUBCLASS: _read_record(tmp_path / "good")}
+    change(saved)
+    shardckpt.save({"m": {"0.weight": saved}}, tmp_path / "bad")
+    with pytest.raises(UnsupportedError, match=r"m\.0\.weight: .*cannot be built from its inner tensors"):
+        shardckpt.load(tmp_path / "bad")
+
+
+def _read_record(path: Path) -> str:
+    manifest = CheckpointSource(str(path)).manifest
+    return str(manifest.objects[("w", SUBCLASS)].value)
 
 
 def test_a_load_refuses_a_plain_step_for_a_subclass(tmp_path: Path) -> None:
