@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint import state_dict as torch_dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -146,10 +147,116 @@ def test_shards_are_resumed_on_any_number_of_ranks(fsdp: str, tmp_path: Path) ->
             assert torch.equal(again, whole), (world, name)
 
 
-@pytest.mark.parametrize(
-    ("fsdp", "text"), [(fully_shard, "no rank holds these elements"), (None, "plain tensor on one rank")]
-)
-def test_ranks_with_other_kinds_of_moments_are_refused_by_name(fsdp: Any, text: str, tmp_path: Path) -> None:
+def begin_as(name: str, seed: int, fsdp: Any = None, world: int = 1) -> Training:
+    """As `begin`, with a class of torchao or torch."""
+    model, optimizer = begin(seed, name if hasattr(optim, name) else "AdamW8bit", fsdp, world)
+    return model, optimizer if hasattr(optim, name) else getattr(torch.optim, name)(model.parameters(), lr=1e-3)
+
+
+CHANGES = [("AdamW8bit", "AdamW"), ("AdamWFp8", "SGD"), ("AdamW", "AdamW8bit"), ("AdamW", "AdamW4bit")]
+FORMS = {
+    "with its model": lambda model, optimizer: {"model": model, "optim": optimizer},
+    "alone": lambda _, optimizer: {"optim": optimizer},
+}
+
+
+@pytest.mark.parametrize("has_stepped", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("saved", "own"), CHANGES)
+def test_moments_that_another_class_saved_are_refused(
+    saved: str, own: str, form: str, has_stepped: bool, tmp_path: Path
+) -> None:
+    first, second = begin_as(saved, 0), begin_as(own, 1)
+    train(first, range(2))
+    if has_stepped:
+        train(second, range(1))
+    shardckpt.save(FORMS[form](*first), tmp_path / "step")
+    before = list_bits(second)
+    with pytest.raises(ShardckptError, match=rf"0.weight/exp_avg: .*{own}|state\.0\.exp_avg: .*{own}"):
+        shardckpt.load(FORMS[form](*second), tmp_path / "step")
+    assert_equal(list_bits(second), before)
+    train(second, range(1, 2))
+
+
+@pytest.mark.parametrize("fsdp", FSDP)
+@pytest.mark.parametrize(("saved", "own"), CHANGES)
+def test_moments_that_another_class_saved_are_refused_on_all_ranks(
+    saved: str, own: str, fsdp: str, tmp_path: Path
+) -> None:
+    def save(rank: int, world: int) -> None:
+        training = begin_as(saved, 0, FSDP[fsdp], world)
+        train(training, range(1))
+        save_both(training, tmp_path / "step")
+
+    def load(rank: int, world: int) -> str:
+        training = begin_as(own, 1, FSDP[fsdp], world)
+        return refused(load_both, training, tmp_path / "step")
+
+    run(2, save)
+    for told in run(2, load):
+        assert "0.weight/exp_avg" in told and f"{own}" in told and "optimizer's class that was saved" in told
+
+
+class Named:
+    """An optimizer's state by name, as torch's recipe for DCP has it."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+
+    def state_dict(self) -> dict[str, Any]:
+        return torch_dcp.get_optimizer_state_dict(*self._training)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        torch_dcp.set_optimizer_state_dict(*self._training, state)
+
+
+@pytest.mark.parametrize("fsdp", [None, fully_shard])
+@pytest.mark.parametrize(("saved", "own"), [pair for pair in CHANGES if "SGD" not in pair])
+def test_an_object_refuses_moments_of_another_class_on_all_ranks(
+    saved: str, own: str, fsdp: Any, tmp_path: Path
+) -> None:
+    def body(rank: int, world: int) -> str:
+        first, second = begin_as(saved, 0, fsdp, world), begin_as(own, 1, fsdp, world)
+        train(first, range(1))
+        train(second, range(1))
+        shardckpt.save({"o": Named(first)}, tmp_path / "step")
+        return refused(shardckpt.load, {"o": Named(second)}, tmp_path / "step")
+
+    for told in run(2 if fsdp else 1, body):
+        assert "o.state.0.weight.exp_avg: it was saved as a" in told
+
+
+@pytest.mark.parametrize("kind", ["FULL", "SHARDED", "LOCAL"])
+@pytest.mark.parametrize("fsdp", [None, *FSDP.values()])
+def test_a_state_dict_with_low_bit_moments_is_refused_on_all_ranks(fsdp: Any, kind: str) -> None:
+    def body(rank: int, world: int) -> list[str]:
+        training = begin(0, "AdamW8bit", fsdp, world)
+        train(training, range(1))
+        taken = refused(shardckpt.optim_state_dict, *training, kind)
+        named = {"state": {"0.weight": training[1].state[training[0][0].weight]}, "param_groups": []}  # type: ignore[index]
+        return [taken, refused(shardckpt.load_optim_state_dict, *training, named)]
+
+    for told in run(2 if fsdp else 1, body):
+        for text in told:
+            assert "0.weight/exp_avg: a state dict cannot contain" in text and "OptimState8bit" in text
+
+
+@pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
+@pytest.mark.parametrize("fsdp", [None, *FSDP.values()])
+def test_a_state_dict_with_plain_moments_is_refused_on_all_ranks(fsdp: Any, kind: str) -> None:
+    def body(rank: int, world: int) -> str:
+        first, second = begin_as("AdamW", 0, fsdp, world), begin(1, "AdamW8bit", fsdp, world)
+        train(first, range(1))
+        train(second, range(1))
+        state = shardckpt.optim_state_dict(*first, kind)
+        return refused(shardckpt.load_optim_state_dict, *second, state)
+
+    for told in run(2 if fsdp else 1, body):
+        assert "0.weight/exp_avg: the state does not fit the optimizer" in told and "AdamW8bit" in told
+
+
+@pytest.mark.parametrize("fsdp", [None, *FSDP.values()])
+def test_ranks_with_other_kinds_of_moments_are_refused_by_name(fsdp: Any, tmp_path: Path) -> None:
     def body(rank: int, world: int) -> str:
         model, optimizer = begin(0, "AdamW8bit", fsdp, world)
         train((model, optimizer), range(1))
@@ -159,9 +266,24 @@ def test_ranks_with_other_kinds_of_moments_are_refused_by_name(fsdp: Any, text: 
         return refused(shardckpt.save, {"model": model, "optim": optimizer}, tmp_path / "step")
 
     for told in run(2, body):
-        assert "optim.state.0.weight.exp_avg" in told
-        assert text in told
+        assert "optim.state.0.weight.exp_avg: ranks hold this moment in tensors of different classes" in told
+        assert "plain on rank 1" in told and "on rank 0" in told and "block_size" in told
     assert not list(tmp_path.rglob("COMMIT"))
+
+
+@pytest.mark.parametrize("fsdp", FSDP)
+def test_shards_of_a_size_that_the_optimizer_keeps_plain_are_refused_by_name(fsdp: str, tmp_path: Path) -> None:
+    def body(rank: int, world: int) -> str:
+        torch.manual_seed(0)
+        model = nn.Linear(256, 31, bias=False)  # rank 0 has 16 rows, and 15 are less than torchao quantizes
+        FSDP[fsdp](model, mesh=init_device_mesh("cpu", (world,)))
+        optimizer = optim.AdamW8bit(model.parameters())
+        model(torch.randn(4, 256)).square().sum().backward()
+        optimizer.step()
+        return refused(shardckpt.save, {"model": model, "optim": optimizer}, tmp_path / "step")
+
+    for told in run(2, body):
+        assert "optim.state.weight.exp_avg: ranks hold this moment in tensors of different classes" in told
 
 
 def test_a_class_that_cannot_be_built_is_refused_before_anything_changes(

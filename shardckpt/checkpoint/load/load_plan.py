@@ -21,8 +21,8 @@ from shardckpt.plan.naming.sections import find_sections, model_paths
 from shardckpt.plan.naming.weights import to_file_name
 from shardckpt.plan.subclass_record import find_record
 from shardckpt.readers.opened.state_tree import ForeignValue
-from shardckpt.state.keys.slots import UnequalSteps
-from shardckpt.state.local.tensor_shards import LocalShard, TensorShards, end_address, find_wrapper, has_own_elements
+from shardckpt.state.keys.slots import UnequalSteps, has_own_elements
+from shardckpt.state.local.tensor_shards import LocalShard, TensorShards, end_address, find_wrapper
 from shardckpt.state.local.tensor_subclasses import find_difference, take_apart
 
 Put = Callable[[Any], None]

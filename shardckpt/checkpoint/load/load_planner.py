@@ -41,8 +41,9 @@ from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.readers.opened.state_tree import ForeignValue, TensorRef, iter_refs, read_numpy
 from shardckpt.state.adapters.flat_shard_check import FlatShards
 from shardckpt.state.keys.kinds import is_sharded_tensor
+from shardckpt.state.keys.slots import is_wrapper_subclass
 from shardckpt.state.local.quant_states import QuantState
-from shardckpt.state.local.tensor_shards import get_tensor_shards, is_wrapper_subclass
+from shardckpt.state.local.tensor_shards import get_tensor_shards
 
 
 def plan_load(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from shardckpt.readers.opened.state_tree import iter_refs
 from shardckpt.state.adapters import torch_fsdp1
 from shardckpt.state.adapters.flat_shard_check import FlatShards
 from shardckpt.state.adapters.model_index import ModelIndex
-from shardckpt.state.keys.slots import LARGEST_NOTE
+from shardckpt.state.keys.slots import LARGEST_NOTE, find_misfit_of_plain, find_misfit_of_wrapper
 from shardckpt.state.local.optim_shards import (
     OptimTargets,
     SavedSlot,
@@ -121,12 +121,32 @@ class OptimizerLoadPlanner:
             self._builder.plan.problems.append(
                 f"{dotted(path)}: it can only be loaded completely, and `include` names a part of it"
             )
+        self._builder.plan.problems += self._find_other_kinds(optim, path, root)
         take: Put = optim.load_state_dict
         if model is None:
             self._require_no_dtensors(optim, path, root)
         else:
             take = lambda state: torch_fsdp1.put_optim_state(model, optim, state)  # noqa: E731
         self._builder.plan.values.append(Taker(path, self._builder.source.find(root)[0], take))
+
+    def _find_other_kinds(self, optim: torch.optim.Optimizer, path: Path, root: Path) -> Iterator[str]:
+        """Yield slots of a saved `state_dict()` that an optimizer of this class cannot use."""
+        live = (parameter for group in optim.param_groups for parameter in group["params"])
+        parameters: dict[int | str, torch.Tensor] = dict(enumerate(live))
+        wrapped = self._find_trees(root)
+        for place, tree in wrapped.items():
+            record = find_record(tree)
+            misfit = find_misfit_of_wrapper(optim, parameters.get(place[-2]), record.name) if record else None
+            if misfit is not None:
+                yield f"{dotted((*path, *place[len(root) :]))}: {misfit}"
+        found = self._builder.source.find(root)[0]
+        groups = found.get("param_groups") if isinstance(found, dict) else None
+        listed = [group for group in groups if isinstance(group, dict)] if isinstance(groups, (list, tuple)) else []
+        misfit = next(filter(None, (find_misfit_of_plain(optim, group) for group in listed)), None)
+        start = (*root, "state")
+        for place, entry in self._builder.source.arrays.items() if misfit is not None else ():
+            if place[: len(start)] == start and entry.shape and place[:-1] not in wrapped:
+                yield f"{dotted((*path, *place[len(root) :]))}: {misfit}"
 
     def _require_no_dtensors(self, optim: torch.optim.Optimizer, path: Path, root: Path) -> None:
         """Refuse an optimizer with DTensors but no model: it would take full tensors instead of its shards."""

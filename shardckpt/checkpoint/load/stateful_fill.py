@@ -23,10 +23,11 @@ from shardckpt.checkpoint.stateful.stateful import dtype_name, has_memory
 from shardckpt.checkpoint.stateful.walk import WITH_STATE, find_kind, require_depth, walk
 from shardckpt.encodings.tagged_json import path_key
 from shardckpt.manifest import Path, TensorEntry
-from shardckpt.plan.subclass_record import SUBCLASS, find_record
+from shardckpt.plan.subclass_record import find_record
 from shardckpt.readers.opened.state_tree import TensorRef, iter_refs
 from shardckpt.state.keys.kinds import is_sharded_tensor
-from shardckpt.state.local.tensor_shards import LocalShard, find_wrapper, get_tensor_shards
+from shardckpt.state.keys.slots import is_wrapper_subclass
+from shardckpt.state.local.tensor_shards import LocalShard, get_tensor_shards
 
 _MISSING = object()
 
@@ -135,7 +136,7 @@ class _Match:
         """Return the value to pass to the object for a subtree."""
         if isinstance(saved, TensorRef):
             return self._array(saved, own, path)
-        if isinstance(own, torch.Tensor) and _is_wrapped(saved, own):
+        if isinstance(own, torch.Tensor) and find_record(saved) is not None:
             source = next(iter_refs(saved)).path[:-1]
             self.made.fills.append(Fill(path, source, own))
             return own
@@ -154,6 +155,9 @@ class _Match:
         if is_sharded_tensor(own):
             self.made.fills.append(Fill(path, saved.path, view_as_dtensor(own, path)))
             return own
+        if isinstance(own, torch.Tensor) and is_wrapper_subclass(own):
+            self.made.fills.append(Fill(path, saved.path, own))
+            return own
         if isinstance(own, DTensor):
             target = own if self._filled.add(own, entry) else torch.empty_like(own)
             self.made.fills.append(Fill(path, saved.path, target))
@@ -166,13 +170,6 @@ class _Match:
         if entry.shape and not isinstance(own, torch.Tensor):
             self.made.unplaced.append(path)
         return saved
-
-
-def _is_wrapped(saved: Any, own: torch.Tensor) -> bool:
-    """Return True if a tensor and what was saved for it are wrapper subclasses."""
-    if not isinstance(saved, dict) or SUBCLASS not in saved or find_record(saved) is None:
-        return False
-    return find_wrapper(get_tensor_shards(own)) is not None
 
 
 def _expanded(own: Any, path: Path) -> Any:

@@ -18,6 +18,7 @@ from shardckpt.manifest import Path, dotted
 from shardckpt.native.manifest_json import ManifestContents, Topology
 from shardckpt.native.payload import encode_canonical
 from shardckpt.plan.layout.box_codec import pack_message, unpack_message
+from shardckpt.plan.layout.write_plan import require_one_form
 from shardckpt.readers.opened.state_tree import TensorRef
 
 SHOWN = 5  # maximum number of names in an error; others are only counted
@@ -144,10 +145,9 @@ def build_contents(
     for path, value in _merge_optional_values(reports).items():
         slots = states[path[:-2]][path[-2]]
         if path[-1] in slots:
-            raise UsageError(
-                f"`{dotted(path)}` is a plain tensor on one rank, and another class on another rank",
-                fix="Give all ranks shards of one kind: low-bit optimizers choose it by a shard's size.",
-            )
+            ranks = range(len(plan.local_plans))
+            require_one_form({each.path: rank for rank in reversed(ranks) for each in plan.local_plans[rank].arrays})
+            raise UsageError(f"`{dotted(path)}` is a tensor on one rank, and another value on another rank")
         slots[path[-1]] = value
     for state in states.values():
         for name in [name for name, slots in state.items() if not slots]:

@@ -37,8 +37,8 @@ from shardckpt.plan.subclass_record import SUBCLASS
 from shardckpt.readers.opened.state_tree import TensorRef, iter_refs
 from shardckpt.state.adapters.flat_shard_check import FlatShardError, FlatShards, has_peers
 from shardckpt.state.keys.kinds import get_metadata, is_flat_part, is_sharded_tensor, require_not_local
-from shardckpt.state.keys.slots import OpaqueStateError
-from shardckpt.state.local.tensor_shards import TensorShards, find_wrapper, get_tensor_shards, is_wrapper_subclass
+from shardckpt.state.keys.slots import OpaqueStateError, is_wrapper_subclass
+from shardckpt.state.local.tensor_shards import TensorShards, find_wrapper, get_tensor_shards
 from shardckpt.state.local.tensor_subclasses import take_apart
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from shardckpt.encodings.tagged_json import SCALARS, NamedValue
 from shardckpt.errors import ShardckptError, StateDictError, UnsupportedError, UsageError, describe_with_class
 from shardckpt.manifest import Path, dotted
 from shardckpt.state.keys.kinds import tensors
-from shardckpt.state.local.tensor_shards import has_own_elements, is_wrapper_subclass
+from shardckpt.state.keys.slots import has_own_elements, is_wrapper_subclass
 from shardckpt.state.local.tensor_subclasses import fill_inner
 
 PLAIN_TENSORS = frozenset({torch.Tensor, nn.Parameter})  # tensor classes without data besides their elements

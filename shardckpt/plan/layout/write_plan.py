@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from itertools import chain
@@ -63,8 +63,28 @@ class SavePlan:
 def plan_save(held: Sequence[Sequence[LocalTensor]], loads: Sequence[int] | None = None) -> SavePlan:
     """Assign each box to a rank that writes it."""
     arrays = _gather(held)
-    tasks: list[list[WriteItem]] = [[] for _ in held]
-    written = [0] * len(held) if loads is None else [*loads]  # ranks may write other bytes too
+    try:
+        return _plan(arrays, [0] * len(held) if loads is None else [*loads])  # ranks may write other bytes too
+    except IncompleteError:
+        require_one_form({array.spec.path: array.first for array in arrays})
+        raise
+
+
+def require_one_form(paths: Mapping[Path, int]) -> None:
+    """Refuse a tensor that some ranks have in several parts. Paths are given with the lowest rank that has each."""
+    for path, rank in paths.items():
+        if path[:-1] in paths:
+            raise UsageError(
+                "ranks hold this moment in tensors of different classes",
+                where=dotted(path[:-1]),
+                found=f"plain on rank {paths[path[:-1]]}, and with inner tensors, such as {path[-1]}, on rank {rank}",
+                fix="A low-bit optimizer chooses the class by a shard's size: shard the parameter over another number"
+                " of ranks, or choose another `block_size`.",
+            )
+
+
+def _plan(arrays: Sequence[_Array], written: list[int]) -> SavePlan:
+    tasks: list[list[WriteItem]] = [[] for _ in written]
     shared: list[_Shared] = []
     for number, array in enumerate(arrays):
         dtype = array.spec.dtype

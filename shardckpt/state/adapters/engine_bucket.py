@@ -18,6 +18,7 @@ from shardckpt.core.registration.base import ParamRegistration
 from shardckpt.core.registration.dtensor_params import DTensorRegistration
 from shardckpt.errors import UnsupportedError
 from shardckpt.state.adapters.base import Entry, ShardingAdapter, Tensors, broadcast_from_rank0, copy_parts
+from shardckpt.state.keys.slots import has_own_elements
 from shardckpt.state.redistribute.dtensor_rows import has_rows_everywhere, scatter_from_rank0
 from shardckpt.state.redistribute.rank_grid import Ranks
 from shardckpt.torch_features import shard_replicated
@@ -221,7 +222,7 @@ class EngineDTensorAdapter(EngineBucketAdapter):
 
 def _has_dense_elements(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's elements can be copied into a plain tensor, as a gather does."""
-    if type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+    if has_own_elements(tensor):
         return True
     try:
         none = tensor[:0]

@@ -1,4 +1,4 @@
-"""A parameter's optimizer slots: values with its shape, scalars, other tensors."""
+"""A parameter's optimizer slots: values with its shape, scalars, other tensors; and which classes fit an optimizer."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardckpt.core.modules.dtensors import local
 from shardckpt.errors import ShardckptError, UnsupportedError, UsageError
 
 # Maps (FQN, slot, this rank's tensor) to the dimension along which all ranks' tensors are concatenated;
@@ -99,6 +100,51 @@ def build_object(value: Any, rule: SlotRule | None) -> object | None:
 
 def _name_class(kind: type[object]) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def has_own_elements(tensor: torch.Tensor) -> bool:
+    """Return False if a tensor's elements are not in its own memory: its class makes them from other tensors."""
+    return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
+def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
+    """Return True for a tensor whose class makes its elements from inner tensors that it can list."""
+    if has_own_elements(tensor) or isinstance(tensor, DTensor) or tensor.is_nested:
+        return False
+    return hasattr(type(tensor), "__tensor_flatten__") and hasattr(type(tensor), "__tensor_unflatten__")
+
+
+def find_wrapped_slot(state: Mapping[Any, Mapping[str, Any]]) -> tuple[Any, str, str] | None:
+    """Return key, slot and class of the first wrapper subclass in an optimizer's state; None without one."""
+    for key, slots in state.items():
+        for slot, value in slots.items() if isinstance(slots, Mapping) else ():
+            if isinstance(value, torch.Tensor) and is_wrapper_subclass(local(value)):
+                return key, slot, type(local(value)).__name__
+    return None
+
+
+_FIX = "build the optimizer's class that was saved, or leave the optimizer out of the load"
+
+
+def find_misfit_of_wrapper(optim: object, parameter: torch.Tensor | None, name: str) -> str | None:
+    """Return why an optimizer cannot step with a slot of a wrapper subclass, given as module and name; or None."""
+    # torch's own steps only take slots of their parameter's class. What another class can use is unknown.
+    kind = type(getattr(optim, "optimizer", optim))  # also inside a framework's wrapper
+    own = next((base.__module__ for base in kind.__mro__ if "step" in vars(base)), "")
+    is_alike = parameter is not None and type(local(parameter.detach())).__name__ == name.rpartition(".")[2]
+    if is_alike or not own.startswith("torch.optim."):
+        return None
+    return f"it was saved as {name}, which {kind.__name__} cannot use ({_FIX})"
+
+
+def find_misfit_of_plain(optim: object, settings: Mapping[str, Any]) -> str | None:
+    """Return why an optimizer cannot step with slots that were saved as plain tensors with a group's settings."""
+    # torchao's optimizers keep the rate as a tensor, and refuse a step with a number. So another class saved it.
+    kind = type(getattr(optim, "optimizer", optim))
+    is_low_bit = any(base.__module__.startswith("torchao.optim") for base in kind.__mro__)
+    if not is_low_bit or not isinstance(settings.get("lr"), (int, float)):
+        return None
+    return f"it was saved by an optimizer with plain moments, and this is {kind.__name__} ({_FIX})"
 
 
 class OpaqueStateError(ShardckptError, RuntimeError):

@@ -28,9 +28,13 @@ from shardckpt.state.keys.slots import (
     SlotRule,
     UnequalSteps,
     build_object,
+    find_misfit_of_plain,
+    find_misfit_of_wrapper,
     find_saved_class,
     find_slot_rule,
+    has_own_elements,
     is_placed_as,
+    is_wrapper_subclass,
     largest,
     take_attributes,
 )
@@ -40,8 +44,6 @@ from shardckpt.state.local.tensor_shards import (
     TensorShards,
     empty_in_order,
     get_tensor_shards,
-    has_own_elements,
-    is_wrapper_subclass,
 )
 from shardckpt.state.local.tensor_subclasses import build_empty
 from shardckpt.state.optim.load_optim_state_dict import put_in_optimizer
@@ -361,10 +363,11 @@ def plan_optim_targets(
     for index, names in enumerate(of.groups):
         flags = {**optim.param_groups[index], **targets.changes[index]}
         on_device = bool(flags.get("capturable") or flags.get("fused"))
+        builder = _TargetBuilder(
+            optim, targets.changes[index], targets, slots, values, scalars, on_device, keeps_rest, unequal_steps
+        )
         for params, position in _find_params(of, set(names)):
-            _TargetBuilder(targets, slots, values, scalars, on_device, keeps_rest, unequal_steps).add_targets(
-                params, position, optim
-            )
+            builder.add_targets(params, position)
     return targets
 
 
@@ -386,6 +389,8 @@ def _scalars(index: ModelIndex, slots: Mapping[str, Mapping[str, SavedSlot]]) ->
 class _TargetBuilder:
     """Builds targets, one parameter at a time."""
 
+    optim: OptimizerLike
+    settings: Mapping[str, Any]  # that the load sets in the parameters' group
     targets: OptimTargets
     slots: Mapping[str, Mapping[str, SavedSlot]]
     values: Mapping[str, Mapping[str, Any]]
@@ -394,18 +399,18 @@ class _TargetBuilder:
     keeps_rest: bool
     unequal_steps: UnequalSteps
 
-    def add_targets(self, params: AdapterParams, position: int, optim: OptimizerLike) -> None:
+    def add_targets(self, params: AdapterParams, position: int) -> None:
         """Add one exposed parameter's targets."""
         parameter, names = params.adapter.exposed[position], params.names(position)
         entries = params.adapter.entries if params.is_flat else [params.adapter.entries[position]]
-        kept = dict(optim.state.get(parameter, {}))
+        kept = dict(self.optim.state.get(parameter, {}))
         has_part = params.has_part(position)
         state: dict[str, Any] = dict(kept) if self.keeps_rest else {}
         for slot in dict.fromkeys(slot for name in names for slot in self.slots.get(name, ())):
             if not has_part and slot not in kept:
                 continue  # an optimizer that is never given a gradient of it has no state, unless it made some at first
             saved = {e.name: self.slots[e.name][slot] for e in entries if slot in self.slots.get(e.name, ())}
-            rule = find_slot_rule(optim, slot)
+            rule = find_slot_rule(self.optim, slot)
             if rule == "rebuilt":  # registered after the save
                 continue
             if rule is not None and not params.is_flat and any(each.shape for each in saved.values()):
@@ -420,7 +425,7 @@ class _TargetBuilder:
                 state[slot] = self._scalar(parameter, slot, saved, kept.get(slot))
             else:
                 state[slot] = self._other(params, parameter, slot, saved, kept.get(slot))
-        plain = self._build_objects(self._plain_values(names), names[0], optim)
+        plain = self._build_objects(self._plain_values(names), names[0])
         values = {slot: _on_device(value, parameter.device) for slot, value in plain.items()}
         state.update(values if has_part else {slot: value for slot, value in values.items() if slot in kept})
         self.targets.state[parameter] = state
@@ -442,15 +447,15 @@ class _TargetBuilder:
                 self.targets.problems.append(f"{slot} differs among one flat parameter's members: {text}{end}")
         return values_by_name
 
-    def _build_objects(self, values: dict[str, Any], name: str, optim: OptimizerLike) -> dict[str, Any]:
+    def _build_objects(self, values: dict[str, Any], name: str) -> dict[str, Any]:
         """Build the saved objects again, from the classes that are registered."""
         for slot, value in values.items():
-            rule, kind = find_slot_rule(optim, slot), find_saved_class(value)
+            rule, kind = find_slot_rule(self.optim, slot), find_saved_class(value)
             if kind is None and not isinstance(rule, type):
                 continue
             made = build_object(value, rule)
             if made is None:
-                call = f"call `shardckpt.register_slot({type(optim).__name__}, {slot!r}, class)` first"
+                call = f"call `shardckpt.register_slot({type(self.optim).__name__}, {slot!r}, class)` first"
                 self.targets.problems.append(f"{name}/{slot}: it was saved as {kind or type(value).__name__}; {call}")
             values[slot] = made
         return values
@@ -459,6 +464,9 @@ class _TargetBuilder:
         parameter = params.adapter.exposed[position]
         if any(each.record is not None for each in saved.values()):
             return self._wrapped(params, position, slot, saved, own)
+        if (misfit := find_misfit_of_plain(self.optim, self.settings)) is not None:
+            self.targets.problems.append(f"{next(iter(saved))}/{slot}: {misfit}")
+            return own
         if isinstance(own, torch.Tensor) and is_wrapper_subclass(local(own)):
             own = None  # the saved form is loaded
         dtype = self._one_type(slot, saved)
@@ -510,6 +518,9 @@ class _TargetBuilder:
             return own
         parameter = params.adapter.exposed[position]
         if not (isinstance(own, torch.Tensor) and _is_shaped(parameter, own) and is_wrapper_subclass(local(own))):
+            if (misfit := find_misfit_of_wrapper(self.optim, parameter, found.record.name)) is not None:
+                self.targets.problems.append(f"{name}/{slot}: {misfit}")
+                return own
             own = _build_wrapper(params, position, slot, found)
         if own is None:
             self.targets.problems.append(

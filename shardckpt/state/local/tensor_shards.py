@@ -24,6 +24,7 @@ from shardckpt.core.modules.dtensors import (
     view_in_order,
 )
 from shardckpt.errors import UnsupportedError
+from shardckpt.state.keys.slots import is_wrapper_subclass
 
 
 class LocalShard(NamedTuple):
@@ -57,18 +58,6 @@ def _find_order(tensor: torch.Tensor) -> tuple[int, ...]:
     if has_gaps_only and order != tuple(range(tensor.dim())):
         return order
     return memory_order(tensor)
-
-
-def has_own_elements(tensor: torch.Tensor) -> bool:
-    """Return False if a tensor's elements are not in its own memory: its class makes them from other tensors."""
-    return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-
-
-def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
-    """Return True for a tensor whose class makes its elements from inner tensors that it can list."""
-    if has_own_elements(tensor) or isinstance(tensor, DTensor) or tensor.is_nested:
-        return False
-    return hasattr(type(tensor), "__tensor_flatten__") and hasattr(type(tensor), "__tensor_unflatten__")
 
 
 def find_wrapper(array: TensorShards) -> torch.Tensor | None:

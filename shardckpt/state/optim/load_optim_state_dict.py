@@ -36,7 +36,10 @@ from shardckpt.state.keys.slots import (
     UnequalSteps,
     ask_layout,
     copy_value,
+    find_misfit_of_plain,
+    find_wrapped_slot,
     group_by_slot,
+    has_own_elements,
     pack_survey,
     require_way_with_steps,
     split_lengths,
@@ -163,6 +166,7 @@ def fit(
         if agreed.has_to_check:
             rows = given.check(of, missing)
             changes = match_settings(of.groups, given.groups)
+            given.require_class(of, optim, changes)
             survey = pack_survey(rows).decode()
             agreed.digest = digest([given.kind.name, missing, survey, given.are_dtensors, changes])
             agreed.broadcast_error, broadcast = _pack_for_broadcast(given, rows, survey, changes)
@@ -304,6 +308,21 @@ class _IncomingOptimState:
                 fix="Nothing was changed. A state with numbers needs `param_names` in its groups: see rekey.",
             )
         return [row for rows, _ in checks for row in rows]
+
+    def require_class(self, of: OptimizerParams, optim: OptimizerLike, changes: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse moments that the optimizer's class cannot use, or that are not in one tensor each."""
+        if (found := find_wrapped_slot(self.state)) is not None:
+            raise StateMismatchError(
+                "a state dict cannot contain this moment",
+                where=f"{found[0]}/{found[1]}",
+                found=f"a tensor of the class {found[2]}",
+                fix='Save the optimizer itself, and load it: `shardckpt.load({"model": model, "optim": optim}, path)`.',
+            )
+        for names, change in zip(of.groups, changes, strict=True):
+            misfit = find_misfit_of_plain(optim, change)
+            shaped = (f"{name}/{slot}" for name in names for slot in self.state.get(name, {}) if slot != "step")
+            if misfit is not None and (where := next(shaped, None)) is not None:
+                raise StateMismatchError(f"the state does not fit the optimizer: {misfit}", where=where)
 
     def _keys(self) -> list[Any]:
         return list(dict.fromkeys([*self.state, *(name for group in self.groups for name in group["params"])]))
@@ -576,6 +595,7 @@ def _fits(own: Any, parameter: nn.Parameter, dtype: torch.dtype) -> TypeGuard[to
     return (
         isinstance(own, torch.Tensor)
         and type(own) in (torch.Tensor, DTensor)
+        and has_own_elements(local(own))
         and own.dtype == dtype
         and own.device == parameter.device
         and own.shape == parameter.shape

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from shardckpt.core.modules.dtensors import gather_full_tensor, is_strided, local, wrap_local
 from shardckpt.core.params.full_params import Staging
-from shardckpt.errors import ShardckptError, StateMismatchError
+from shardckpt.errors import ShardckptError, StateMismatchError, UnsupportedError
 from shardckpt.plan.optim.param_groups import settings
 from shardckpt.ranks.group import Group
 from shardckpt.ranks.torch_group import TorchGroup, get_group_device
@@ -33,6 +33,7 @@ from shardckpt.state.keys.slots import (
     ask_layout,
     build_survey,
     copy_value,
+    find_wrapped_slot,
     group_by_slot,
     merge_surveys,
     pack_survey,
@@ -181,6 +182,7 @@ def optim_state_dict(
         ForeignParameterError: The optimizer has a parameter that does not belong to the model.
         OpaqueStateError: A tensor's sharding is unknown.
         StateMismatchError: Optimizers on different ranks have different sharded parameters.
+        UnsupportedError: A moment is a tensor of a low-bit class; `shardckpt.save` takes the optimizer.
     """
     kind = parse_kind_to_take(kind, rank0_only=rank0_only)
     model = unwrap(model)
@@ -193,6 +195,7 @@ def optim_state_dict(
     index = index_complete_model(model)
     with index.ranks.group.collective("find the parameters of the optimizer") as piggyback:
         of = map_optimizer_params(index, optim)
+        _require_dense_slots(of, optim)
         piggyback.local = of.shared
     _check_same(index.ranks.group, piggyback.gathered)
     if kind is StateKind.LOCAL:
@@ -211,6 +214,20 @@ def optim_state_dict(
     ]
     ordered = {name: state[name] for name in index.names if name in state}  # the same order on all ranks
     return with_metadata(OrderedDict(state={**ordered, **state}, param_groups=groups), kind, index)
+
+
+def _require_dense_slots(of: OptimizerParams, optim: torch.optim.Optimizer) -> None:
+    """Refuse low-bit moments, whose elements are in several tensors."""
+    exposed = ((params, position) for params in of.by_adapter for position in params.positions)
+    found = find_wrapped_slot({p.names(at)[0]: optim.state.get(p.adapter.exposed[at], {}) for p, at in exposed})
+    if found is not None:
+        name, slot, kind = found
+        raise UnsupportedError(
+            "a state dict cannot contain this moment",
+            where=f"{name}/{slot}",
+            found=f"a tensor of the class {kind}",
+            fix='Save the optimizer itself: `shardckpt.save({"model": model, "optim": optim}, path)`.',
+        )
 
 
 class _StateCollector:
