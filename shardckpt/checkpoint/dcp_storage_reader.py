@@ -28,8 +28,9 @@ from shardckpt.boxes import Box
 from shardckpt.checkpoint.load.source import CheckpointSource, Verify, require_way_to_verify, torch_dtype
 from shardckpt.checkpoint.load.tensor_loader import ReadRequest
 from shardckpt.checkpoint.stateful.stateful import check_tensor, require_memory
-from shardckpt.errors import FormatError
+from shardckpt.errors import FormatError, UnsupportedError
 from shardckpt.manifest import Path, dotted
+from shardckpt.plan.subclass_record import find_record
 from shardckpt.readers.opened.state_tree import TensorRef
 from shardckpt.state.local.tensor_shards import LocalShard, TensorShards
 from shardckpt.storage.resolve_url import as_url
@@ -158,8 +159,14 @@ class StorageReader(storage.StorageReader):
     def _encode_value(self, item: ReadItem) -> io.BytesIO:
         """Return a value as `torch.save` writes it, which is what planners take."""
         assert self._source is not None
-        data = io.BytesIO()
-        torch.save(self._source.read_tree(self._nodes[item.storage_index.fqn]), data)
+        node, data = self._nodes[item.storage_index.fqn], io.BytesIO()
+        if (record := find_record(node)) is not None:
+            raise UnsupportedError(
+                f"torch's load cannot fill a tensor that was saved as a {record.kind}",
+                where=item.storage_index.fqn,
+                fix="Load the state with `shardckpt.load`, or without this tensor.",
+            )
+        torch.save(self._source.read_tree(node), data)
         data.seek(0)
         return data
 
@@ -177,6 +184,8 @@ def _is_tensor(item: ReadItem) -> bool:
 def _flatten(node: Any, path: Path) -> Iterator[tuple[Path, Any]]:
     """Yield a tree's values as torch flattens a state: dicts, and lists with tensors or dicts in them."""
     if isinstance(node, Mapping):
+        if find_record(node) is not None:
+            yield path, node  # to refuse a load of the tensor by its name
         for key, item in node.items():
             yield from _flatten(item, (*path, str(key)))
     elif type(node) is list and _has_parts(node):

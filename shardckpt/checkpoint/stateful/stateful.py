@@ -183,11 +183,12 @@ def check_tensor(value: torch.Tensor, path: Path) -> None:
     elif not isinstance(value, DTensor) and not has_own_elements(value):
         kind = f"a tensor of the class {type(value).__name__}"
     if kind:
+        way = "save it with `shardckpt.save`" if is_wrapper_subclass(value) else "keep it with `torch.save`"
         raise UnsupportedError(
             f"{kind} can be neither saved nor filled",
             where=dotted(path),
             expected="a dense tensor",
-            fix="Leave it out and keep it with `torch.save`, or save it dense (`dequantize()`, `to_dense()`).",
+            fix=f"Leave it out and {way}, or save it dense (`dequantize()`, `to_dense()`).",
         )
 
 

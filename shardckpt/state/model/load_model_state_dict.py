@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from shardckpt.state.adapters.model_index import (
 from shardckpt.state.adapters.name_collision import clean_keys
 from shardckpt.state.keys import validation
 from shardckpt.state.keys.kinds import StateKind, detect_kind, get_metadata, outside_inference_mode
+from shardckpt.state.keys.slots import is_wrapper_subclass
 from shardckpt.state.keys.validation import digest, validate_input
 from shardckpt.state.model import module_hooks
 from shardckpt.state.model.model_state_dict import check_kind, check_rank, check_units
@@ -251,7 +252,26 @@ class _IncomingModelState:
         for buffer in self._index.buffers:
             if buffer.name in self.values:
                 problems += _misfit(buffer.name, self.values[buffer.name], tuple(buffer.value.shape), buffer.dtype)
-        return problems
+        return [*problems, *self._find_other_classes()]
+
+    def _find_other_classes(self) -> Iterator[str]:
+        """Yield values that a wrapper subclass, such as a quantized weight, would not take."""
+        for adapter in self._index.adapters:
+            pairs = zip(adapter.entries, adapter.exposed, strict=False)  # a flat parameter has none
+            for entry, parameter in pairs:
+                value = self.value(entry.name, entry.aliases)
+                if not isinstance(value, torch.Tensor):
+                    continue
+                found, own = (type(each) for each in (local(value), local(parameter.detach())))
+                has_wrapper = [is_wrapper_subclass(local(each)) for each in (value, parameter.detach())]
+                if has_wrapper[0] and found is not own:
+                    name = own.__name__ if has_wrapper[1] else "plain tensor"
+                    yield f"kind mismatch for {entry.name}: it is a {found.__name__}, and the model has a {name}"
+                elif has_wrapper[1] and adapter.is_sharded and self.kind is StateKind.FULL:
+                    yield (
+                        f"{entry.name}: a FULL state cannot be divided among shards of the class {own.__name__} (take"
+                        " the SHARDED state, or use `shardckpt.load`)"
+                    )
 
     def _memory_problems(self) -> list[str]:
         """Return the tensors on the meta device: copies into them have no effect."""

@@ -156,6 +156,77 @@ def test_a_save_by_torch_refuses_a_subclass_by_name(way: str, kind: str, tmp_pat
     assert not list(tmp_path.rglob("COMMIT"))
 
 
+LOADS: dict[str, Callable[[nn.Module, Path], Any]] = {
+    "dcp": lambda model, path: dcp.load({"m": model.state_dict()}, checkpoint_id=path),
+    "reader": lambda model, path: torch_dcp.load({"m": model.state_dict()}, storage_reader=dcp.StorageReader(path)),
+}
+
+
+@pytest.mark.parametrize("way", LOADS)
+def test_a_load_by_torch_refuses_a_subclass_by_name(way: str, tmp_path: Path) -> None:
+    model, other = net(), another("int8")
+    int8(model)
+    before = {name: value.clone() for name, value in inner(other[0].weight).items()}
+    shardckpt.save({"m": model}, tmp_path / "step")
+    text = r"m\.0\.weight.*Int8Tensor.*shardckpt\.load"
+    for each in (other, net()):
+        with pytest.raises((UnsupportedError, torch_dcp.CheckpointException), match=text):
+            LOADS[way](each, tmp_path / "step")
+    assert all(torch.equal(value, before[name]) for name, value in inner(other[0].weight).items())
+    LOADS[way](nn.Sequential(nn.Identity(), *other[1:]), tmp_path / "step")
+    assert torch.equal(other[1].bias, model[1].bias)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_capture_in_memory_keeps_a_subclass_bit_for_bit(kind: str, tmp_path: Path) -> None:
+    def body(rank: int, world: int) -> bool:
+        model, other = net(), another(kind)
+        KINDS[kind][0](model)
+        options: dict[str, Any] = {"save_every": 100, "tiers": [shardckpt.PeerMemory(every=1)]}
+        saved = shardckpt.Checkpointer(tmp_path / "run", **options)
+        saved.save(1, {"m": model})
+        saved.wait()
+        assert shardckpt.Checkpointer(tmp_path / "run", **options).restore({"m": other}) == 1
+        return is_equal(other[0].weight, model[0].weight)
+
+    assert run(1, body) == [True]
+
+
+FORMS = ["FULL", "SHARDED", "LOCAL"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_state_dict_of_an_unsharded_model_keeps_a_subclass(form: str, kind: str) -> None:
+    model, other = net(), another(kind)
+    KINDS[kind][0](model)
+    shardckpt.load_model_state_dict(other, shardckpt.model_state_dict(model, form))
+    assert is_equal(other[0].weight, model[0].weight)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_dict_with_another_class_is_refused_and_changes_nothing(kind: str) -> None:
+    model, other = net(), net()
+    KINDS[kind][0](model)
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    with torch.no_grad():
+        model[1].bias.add_(1)
+    with pytest.raises(shardckpt.ShardckptError, match=rf"0\.weight: it is a {KINDS[kind][1]}.*plain tensor"):
+        shardckpt.load_model_state_dict(other, shardckpt.model_state_dict(model))
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+
+
+@pytest.mark.parametrize("fsdp", ["torch", "engine"])
+@pytest.mark.parametrize("is_on_rank0", [True, False])
+def test_a_full_state_is_refused_for_shards_of_a_subclass_on_all_ranks(is_on_rank0: bool, fsdp: str) -> None:
+    def body(rank: int, world: int) -> str:
+        state = make_nf4_net(0, world, lambda *_, **__: None).state_dict() if not (rank and is_on_rank0) else {}
+        return refused(shardckpt.load_model_state_dict, make_nf4_net(1, world, FSDP[fsdp]), state)
+
+    for told in run(2, body):
+        assert "0.weight: a FULL state cannot be divided among shards of the class NF4Tensor" in told
+
+
 def test_a_buffer_and_a_shared_parameter_keep_their_class(tmp_path: Path) -> None:
     def build(seed: int) -> nn.Sequential:
         torch.manual_seed(seed)
@@ -406,6 +477,17 @@ def test_a_shard_that_divides_a_block_is_refused_by_name_on_all_ranks(tmp_path: 
         assert "w.scale" in told and "rows" not in told
         assert "must not divide a block" in told and "multiples of 4" in told, told
     assert not list(tmp_path.rglob("COMMIT"))
+
+
+@pytest.mark.parametrize("fsdp", FSDP)
+@pytest.mark.parametrize("form", ["SHARDED", "LOCAL"])
+def test_a_state_dict_keeps_shards_of_a_subclass(form: str, fsdp: str) -> None:
+    def body(rank: int, world: int) -> bool:
+        model, other = (make_nf4_net(seed, world, FSDP[fsdp]) for seed in (0, 1))
+        shardckpt.load_model_state_dict(other, shardckpt.model_state_dict(model, form))
+        return is_equal(other[0].weight, model[0].weight)
+
+    assert run(2, body) == [True, True]
 
 
 @pytest.mark.parametrize("world", [1, 2])
