@@ -44,6 +44,7 @@ from shardckpt.offline.select.options import Part, parse_globs, parse_part
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.naming import fqn as names
 from shardckpt.plan.rules.rules import Rule
+from shardckpt.plan.subclass_record import SUBCLASS
 from shardckpt.reader import NamedBases, Reader
 from shardckpt.readers.registry import open_checkpoint, open_reader, open_source, resolve_step
 from shardckpt.readers.remap import read_rules
@@ -219,6 +220,8 @@ def _compare_sides(
     if asked.part != "optim" and all(isinstance(side.reader, NativeReader) for side in (first, second)):
         for side, leaves in ((first, in_a), (second, in_b)):  # conversions rewrite these files, other formats have none
             leaves.values.update(_hash_model_files(side.reader))
+    _drop_converted_records(in_a, in_b, second)
+    _drop_converted_records(in_b, in_a, first)
     refused = _list_not_compared(first, second, in_a, in_b)
     every = dict.fromkeys(sorted({*first.tensors, *second.tensors, *in_a.values, *in_b.values, *refused}))
     if (asked.include or asked.exclude or asked.part != "all") and not every:
@@ -252,6 +255,14 @@ def _compare_sides(
         not_compared=tuple(NotCompared(*each) for each in sorted(refused.items()) if each[0] in chosen),
         left_out=tuple(dict.fromkeys((*first.held.left_out, *second.held.left_out, *_list_excluded(every, chosen)))),
     )
+
+
+def _drop_converted_records(leaves: Leaves, others: Leaves, other: _Side) -> None:
+    """Leave out the class of a weight whose inner tensors another format describes in its own way."""
+    weights = {name.rpartition(".")[0] for name in other.tensors}
+    for name in [name for name in leaves.values if name.endswith(f".{SUBCLASS}") and name not in others.values]:
+        if name.removesuffix(f".{SUBCLASS}") in weights:
+            del leaves.values[name]
 
 
 def _list_not_compared(a: _Side, b: _Side, in_a: Leaves, in_b: Leaves) -> dict[str, str]:

@@ -166,3 +166,34 @@ def test_scales_that_fit_no_blocks_are_refused_unless_the_weight_stays(tmp_path:
         shardckpt.convert(src, tmp_path / "out", dtype="bf16")
     shardckpt.convert(src, tmp_path / "out", dtype="bf16", keep_fp32="e.*")
     assert_same(load_folder(tmp_path / "out"), {**tensors, "n": tensors["n"].bfloat16()})
+
+
+@pytest.mark.parametrize("target", ["kept.safetensors", "kept.pt", "folder"])
+def test_a_diff_matches_inner_tensors_of_a_step_and_of_what_it_became(target: str, tmp_path: Path) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(64, 64), "b": torch.nn.Linear(64, 4)}).requires_grad_(False)
+    quantize_(model["a"], Int8WeightOnlyConfig(version=2))
+    shardckpt.save({"model": model}, tmp_path / "step")
+    shardckpt.consolidate(tmp_path / "step", tmp_path / target)
+    for pair in ((tmp_path / "step", tmp_path / target), (tmp_path / target, tmp_path / "step")):
+        found = shardckpt.diff(*pair)
+        assert found.same and found.compared == 6, found
+    model["a"].weight.qdata[3, 4] += 1
+    shardckpt.save({"model": model}, tmp_path / "other")
+    found = shardckpt.diff(tmp_path / "other", tmp_path / target)
+    assert [(each.name, each.kind) for each in found.differences] == [("a.weight.qdata", "values")]
+    assert not found.value_differences
+
+
+def test_a_diff_of_two_steps_names_another_context(tmp_path: Path) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    quantize_(model, Int8WeightOnlyConfig(version=2))
+    shardckpt.save({"model": model}, tmp_path / "a")
+    model[0].weight.reduce_range = True
+    shardckpt.save({"model": model}, tmp_path / "b")
+    (found,) = shardckpt.diff(tmp_path / "a", tmp_path / "b").value_differences
+    assert (found.name, found.kind) == ("0.weight.__tensor_subclass__", "value")

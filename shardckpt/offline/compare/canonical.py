@@ -16,6 +16,7 @@ from shardckpt.plan.naming.fqn import NamedModel, name_model
 from shardckpt.plan.naming.sections import Sections, find_sections, is_beside_state, model_values, split_flat_names
 from shardckpt.plan.optim import optimizer_state
 from shardckpt.plan.optim.optimizer_state import OptimizerState, RawOptimizer
+from shardckpt.plan.packed_weights import find_torchao
 from shardckpt.plan.rules.rules import Rule
 from shardckpt.reader import Reader
 from shardckpt.readers.remap import locate_model, locate_state, plan_rules
@@ -108,6 +109,7 @@ class _Naming:
         if self._rules:
             remapped = plan_rules(self._rules, tensors, None, {})
             tensors, _ = locate_model(self._reader, self._manifest, remapped, list(remapped.model), tensors)
+        tensors = self._name_parts(tensors)
         self._made.tensors.update(tensors)
         self._made.counters.update(
             name for name, entry in tensors.items() if _is_count(entry) or self._is_of_list(entry)
@@ -115,6 +117,12 @@ class _Naming:
         depth = len(self._found.model)
         for path in model_values(self._manifest, self._found):
             self._add_object(path, (self._model.clean(dotted(path[depth:])),))
+
+    def _name_parts(self, tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+        """Return a model with the parts of quantized weights under the names that native steps have."""
+        packed = find_torchao(self._manifest.metadata, tensors)
+        parts = {part: f"{name}.{inner}" for name, weight in packed.items() for inner, part in weight.parts.items()}
+        return {name if parts.get(name, name) in tensors else parts[name]: entry for name, entry in tensors.items()}
 
     def _is_of_list(self, entry: TensorEntry) -> bool:
         """Return whether top-level integers form a list, such as one value per rank, instead of a model."""
