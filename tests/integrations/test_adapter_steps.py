@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 
@@ -33,8 +34,9 @@ def _imports() -> None:
 class _Train:
     """Trains with the callback until a step, in each rank."""
 
-    def __init__(self, folder: Path, base: Path, **options: Any) -> None:
+    def __init__(self, folder: Path, base: Path, root: str = "", **options: Any) -> None:
         self.folder, self.base, self.options = folder, base, options
+        self.root = root or str(folder / "run")
 
     def __call__(
         self, rank: int, world: int, kind: str, last: int, resume: str | bool | None = None, **build: Any
@@ -49,7 +51,7 @@ class _Train:
             def on_train_begin(self, *_: Any, model: Any, optimizer: Any, **kw: Any) -> None:
                 begun.append(adapters.copy_whole(model, getattr(optimizer, "optimizer", optimizer)))
 
-        callback = trainers.ShardckptCallback(self.folder / "run", **self.options)
+        callback = trainers.ShardckptCallback(self.root, **self.options)
         model = adapters.build_adapted(self.base, seed=1 if resume is None else 2, **build)
         arguments = {"max_steps": last, "save_steps": 2, "model": model}
         trainer, _ = trainers.build(kind, self.folder / "out", callback, Beginning(), **arguments)
@@ -142,28 +144,31 @@ def train_and_note(rank: int, world: int, train: _Train, **build: Any) -> tuple[
     return ended, [str(each.message) for each in caught if "adapter" in str(each.message)]
 
 
-class _TrainOnChangedBase(_Train):
-    """Changes a frozen weight of the loaded base."""
+class _OnChangedBase:
+    """Calls a function in each rank, where a frozen weight of each loaded base is changed."""
 
-    def __call__(self, *args: Any, **build: Any) -> Any:
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
         from tests.kit.runs import adapters
 
         whole_build = adapters.build_adapted
 
-        def build_changed(*given: Any, **options: Any) -> Any:
-            model = whole_build(*given, **options)
+        def build_changed(*given: Any, **build: Any) -> Any:
+            model = whole_build(*given, **build)
             model.base_model.model.lm_head.weight.data += 1
             return model
 
         adapters.build_adapted = build_changed
-        return super().__call__(*args, **build)
+        return self._call(*args, **options)
 
 
 def test_a_model_that_differs_from_its_base_is_copied_once(tmp_path: Path) -> None:
     from tests.kit.runs import adapters
 
     base = adapters.save_base(tmp_path / "base")
-    train = _TrainOnChangedBase(tmp_path, base)
+    train = _OnChangedBase(_Train(tmp_path, base))
     ((ended, told),) = run(1, train_and_note, train)
     assert told == []
     for name in STEPS:
@@ -171,6 +176,27 @@ def test_a_model_that_differs_from_its_base_is_copied_once(tmp_path: Path) -> No
     assert adapters.count_bytes(tmp_path / "run" / "adapter-base") > adapters.count_bytes(base)
     for begun, _ in run(2, train, "fsdp2", 4, True):
         require_equal(begun, ended)
+
+
+def train_at_url(rank: int, world: int, train: _Train) -> tuple[Any, Any, set[str]]:
+    """Train, and resume in the same process: what ended, what began, and the names next to the steps."""
+    _, ended = train(rank, world, "ddp", 4)
+    begun, _ = train(rank, world, "ddp", 4, True)
+    filesystem, root = fsspec.url_to_fs(train.root)
+    return ended, begun, {name.rpartition("/")[2] for name in filesystem.ls(root, detail=False)}
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+def test_a_run_at_a_url_refers_to_its_copy_of_the_base(scheme: str, tmp_path: Path) -> None:
+    from tests.kit.runs import adapters
+
+    train = _Train(tmp_path, adapters.save_base(tmp_path / "base"), f"{scheme}://{tmp_path}/run")
+    ((ended, begun, names),) = run(1, train_at_url, train)
+    require_equal(begun, ended)
+    assert {*STEPS, "adapter-base"} <= names
+    if scheme == "file":
+        for name in STEPS:
+            assert adapters.count_bytes(tmp_path / "run" / name) <= 2 * count_trained(ended)
 
 
 @pytest.mark.parametrize(("kind", "world"), [("ddp", 1), ("fsdp2", 2)])
@@ -271,6 +297,43 @@ def test_accelerate_refuses_another_base_and_saves_the_base_without_adapter_only
     assert adapters.count_bytes(tmp_path / "onetwo" / "shardckpt") > adapters.count_bytes(base)
 
 
+@pytest.mark.parametrize(("kind", "world"), [("ddp", 1), ("fsdp2", 2)])
+def test_accelerate_copies_a_model_that_differs_from_its_base_once(kind: str, world: int, tmp_path: Path) -> None:
+    from tests.kit.runs import adapters
+
+    base = adapters.save_base(tmp_path / "base")
+    train = _OnChangedBase(train_accelerated)
+    ended = run(world, train, kind, tmp_path, base, "")
+    for begun, *_ in run(world, train, kind, tmp_path, base, "two"):
+        require_equal(begun, ended[0][-1])
+    for name in ("one", "two", "onetwo", "twotwo"):
+        assert adapters.count_bytes(tmp_path / name / "shardckpt") <= 2 * count_trained(ended[0][-1])
+    (copy,) = tmp_path.rglob("adapter-base")
+    assert adapters.count_bytes(copy) > adapters.count_bytes(base)
+
+
+def register_twice(rank: int, world: int, base: Path) -> tuple[bool, str]:
+    """Register with and without `adapter_only`: whether equal options give one object, and the error otherwise."""
+    from shardckpt.integrations.accelerate import register
+    from tests.kit.runs import accelerators, adapters
+
+    accelerators.be_rank(rank, world)
+    accelerator, *_ = adapters.prepare_adapted("ddp", base, seed=1)
+    first = register(accelerator, adapter_only=False)
+    answers = [first.has_options(False, {}, adapter_only=each) for each in (False, True)]
+    with pytest.raises(UsageError) as raised:
+        register(accelerator)
+    return register(accelerator, adapter_only=False) is first and answers == [True, False], str(raised.value)
+
+
+def test_accelerate_refuses_a_second_registration_with_another_adapter_only(tmp_path: Path) -> None:
+    from tests.kit.runs import adapters
+
+    ((is_same, told),) = run(1, register_twice, adapters.save_base(tmp_path / "base"))
+    assert is_same
+    assert "registered with other options" in told
+
+
 def train_with_lightning(
     rank: int, world: int, kind: str, folder: Path, base: Path, resume: str | None, last: int, **options: Any
 ) -> tuple[list[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
@@ -321,6 +384,21 @@ def test_lightning_refuses_another_base_and_saves_the_base_without_adapter_only(
     (((begun,), _),) = run(1, partial(train_with_lightning, adapter_only=False), "ddp", tmp_path, other, "last", 4)
     require_equal(begun, ended)
     assert adapters.count_bytes(tmp_path / "run" / STEPS[1]) > adapters.count_bytes(base)
+
+
+@pytest.mark.parametrize(("kind", "world"), [("ddp", 1), ("fsdp2", 2)])
+def test_lightning_copies_a_model_that_differs_from_its_base_once(kind: str, world: int, tmp_path: Path) -> None:
+    from tests.kit.runs import adapters
+
+    base = adapters.save_base(tmp_path / "base")
+    train = _OnChangedBase(train_with_lightning)
+    ended = [state for _, state in run(world, train, kind, tmp_path, base, None, 4)]
+    for (begun,), _ in run(world, train, kind, tmp_path, base, "last", 6):
+        require_equal(begun, ended[0])
+    for name in (*STEPS, "step-00000006"):
+        assert adapters.count_bytes(tmp_path / "run" / name) <= 2 * count_trained(ended[0])
+    (copy,) = tmp_path.rglob("adapter-base")
+    assert adapters.count_bytes(copy) > adapters.count_bytes(base)
 
 
 def train_somewhere(rank: int, world: int, door: str, kind: str, folder: Path, base: Path) -> dict[str, torch.Tensor]:
