@@ -155,6 +155,25 @@ class TestLayouts:
         groups: Any = reader.manifest.objects["optimizer", "param_groups"].value
         assert [group["params"] for group in groups] == [list(group) for group in RUN.groups]
 
+    @pytest.mark.parametrize("stage", [1, 2, 3])
+    @pytest.mark.parametrize("world", [1, 3])
+    def test_moments_have_the_names_that_the_optimizer_gave_them(self, world: int, stage: int, tmp_path: Path) -> None:
+        """Muon has one flat buffer for matrices, and Adam's moments for the others (DeepSpeed's `MuonWithAuxAdam`)."""
+        write(tmp_path, RUN, stage, world)
+        for file in (tmp_path / "global_step3").glob("*_optim_states.pt"):
+            saved = torch.load(file)
+            said = saved["optimizer_state_dict"]
+            base = said["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
+            base["state"][0] = {"momentum_buffer": base["state"][0]["exp_avg"]}
+            torch.save(saved, file)
+        reader = opened(tmp_path)
+        slots = {path[2:] for path in reader.manifest.tensors if path[:2] == ("optimizer", "state")}
+        adam = [(name, slot) for name in RUN.groups[1] for slot in ("exp_avg", "exp_avg_sq", "step")]
+        assert slots == {*adam, *((name, "momentum_buffer") for name in RUN.groups[0])}
+        for name in RUN.groups[0]:
+            place = ("optimizer", "state", name, "momentum_buffer")
+            assert_same(reader, place, RUN.moments()[f"{name}/exp_avg"])
+
     @settings(max_examples=40, deadline=None)
     @given(
         shapes=st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=5),
