@@ -184,6 +184,33 @@ def test_a_weight_is_quantized_under_the_cap(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "model.safetensors").stat().st_size > FEWER_ROWS * COLUMNS
 
 
+def _save_quantized(kind: str, path: Path) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+    from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
+
+    import shardckpt
+
+    model = torch.nn.Sequential(torch.nn.Linear(COLUMNS, ROWS, bias=False)).requires_grad_(False)
+    if kind == "int8":
+        quantize_(model, Int8WeightOnlyConfig(version=2))
+    else:
+        model[0].weight = torch.nn.Parameter(to_nf4(model[0].weight.detach(), 64, 256), requires_grad=False)
+    shardckpt.save({"model": model}, path)
+
+
+@pytest.mark.shown_by("[*-1 thread]", "*-4 threads")
+@pytest.mark.parametrize(("jobs", "cap"), [(1, CAP), (4, CAP_OF_4)], ids=["1 thread", "4 threads"])
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_a_weight_is_dequantized_under_the_cap(kind: str, jobs: int, cap: int, tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    _save_quantized(kind, tmp_path / "src")
+    options = f"dequantize=True, max_memory={cap}, jobs={jobs}"
+    call = f"shardckpt.consolidate({str(tmp_path / 'src')!r}, {str(tmp_path / 'out')!r}, {options})"
+    added = added_bytes(tmp_path / "src", call)
+    assert added <= cap, f"{added / 2**20:.1f} MiB"
+    assert (tmp_path / "out" / "model.safetensors").stat().st_size > 8 * CAP - COLUMNS
+
+
 def test_rows_in_another_order_are_quantized_under_the_cap(tmp_path: Path) -> None:
     """Queries of a llama, of several times the cap, beside small tensors."""
     heads = FEWER_ROWS // 128

@@ -137,9 +137,14 @@ def _runs(tensor: OutputTensor, batch_bytes: int) -> Iterator[_Run]:
             yield _Run(tensor, block, None)
 
 
+_CHANGE_ARRAYS = 4  # arrays that a change holds at a time, each as wide as the tensor: codes, scales and indices
+
+
 def most_elements(tensor: OutputTensor, most_bytes: int) -> int:
     """Return how many elements fit into some bytes, as stored and as written; a quantized type has full blocks."""
     widest, block = max(bits(tensor.entry.stored), bits(tensor.dtype)), block_elements(tensor.dtype)
+    if tensor.change is not None:
+        widest *= _CHANGE_ARRAYS
     return max(most_bytes * 8 // widest // block, 1) * block
 
 
