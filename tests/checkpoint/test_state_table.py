@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 
 import shardckpt
 from shardckpt.errors import ShardckptError
+from tests.checkpoint import test_low_bit_optimizers as low_bit
 from tests.checkpoint import test_optimizer_zoo as zoo
 from tests.kit.ranks.harness import run
 
@@ -278,8 +279,10 @@ def write_tables(rows: dict[str, dict[str, str]]) -> str:
         "",
     ]
     lines += [f"| optimizer | {' | '.join(ON_RANKS)} |", "|---" * (len(ON_RANKS) + 1) + "|"]
-    names = sorted({*zoo.NAMES, *zoo.REFUSED}, key=str.lower)
-    return "\n".join([*lines, *(f"| `{name}` | {' | '.join(describe_optimizer(name))} |" for name in names), ""])
+    rows_of = {name: describe_optimizer(name) for name in {*zoo.NAMES, *zoo.REFUSED}}
+    rows_of |= {f"torchao.optim.{name}": ("yes", "yes") for name in low_bit.OPTIMIZERS}
+    lines += [f"| `{name}` | {' | '.join(rows_of[name])} |" for name in sorted(rows_of, key=str.lower)]
+    return "\n".join([*lines, ""])
 
 
 def read_page() -> tuple[str, str]:
