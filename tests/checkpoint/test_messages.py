@@ -43,7 +43,7 @@ def test_what_differs_is_named_with_its_place_and_both_ways_out(tmp_path: Path) 
         "`k` (dict) differs between rank 0 (1) and rank 1 ('1')": ({"k": {1: 5}}, {"k": {"1": 5}}),
         "`the state` (dict) differs between rank 0 ('a') and rank 1 ('a.b')": ({"a": {"b": 5}}, {"a.b": 5}),
         "`m.1` is in the state of rank 1, but not of rank 0. If each rank has another part of a model (a"
-        " pipeline stage), save the state dicts with `shardckpt.integrations.dcp.save`": (
+        " pipeline stage), save the modules and optimizers themselves, or the state dicts with": (
             {"m": {"0": torch.ones(2)}},
             {"m": {"1": torch.ones(2)}},
         ),

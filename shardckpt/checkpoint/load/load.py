@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -265,8 +266,9 @@ class LoadSession:
         return arrays + sum(self.saved.count_bytes(taker.tree) for taker in self.plan.values)
 
     def encode_request(self) -> bytes:
-        """Return this rank's message: checkpoint identity, machine, whether its end is collective, segments."""
+        """Return this rank's message: checkpoint identity, machine, whether its end is collective, paths, segments."""
         head = self.saved.identity + get_machine_id() + bytes([self.plan.is_collective])
+        head += _join_paths(self.plan.of_others)
         if not self.pending_reads:
             return head
         reads = (read for pending in self.pending_reads for read in pending.reads)
@@ -313,9 +315,11 @@ def _load_into(
         except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
             message = error
         answer = coordinator.ask_rank0(f"fitting {path}", message, _shared)
-    assert session is not None, "what failed was raised by all"
+        assert session is not None, "what failed was raised by all"
+        answer, paths, groups = _split_paths(answer, _COUNT_BYTES + 1)
+        session.plan.add_unexpected(paths)
+        _require_fit(session.plan, session.saved)
     neighbors, is_collective = int.from_bytes(answer[:_COUNT_BYTES], "little"), answer[_COUNT_BYTES]
-    groups = answer[_COUNT_BYTES + 1 :]
     recorder.values["nbytes"] = session.plan.nbytes
     session.saved.elements.readers = choose_readers(neighbors)
     if on_progress is not None:
@@ -355,6 +359,8 @@ def _open_session(state: Any, order: _Order, coordinator: LinkedGroup) -> LoadSe
     if source.verify == "full":
         saved.check_blocks(coordinator.rank, coordinator.size, own_only=options.is_own_only)
     plan = plan_load(state, saved, options, coordinator.rank, coordinator.size, models)
+    if coordinator.size == 1 or not plan.fits:
+        plan.add_unexpected(plan.of_others)
     _require_fit(plan, saved)
     for path in plan.unmatched if coordinator.rank == 0 else ():
         warn_user(f"nothing was loaded into {dotted(path) or 'the model'}: the checkpoint has none of its names")
@@ -433,7 +439,7 @@ def _listed(paths: Iterable[Path]) -> str:
 
 
 def _shared(messages: list[bytes]) -> list[bytes]:
-    """Return for each rank how many ranks its machine has, whether the load ends collectively, and its groups."""
+    """Return for each rank its machine's number of ranks, whether the end is collective, unexpected paths, groups."""
     # The ranks of a group share segments.
     identities = [message[:_IDENTITY_BYTES] for message in messages]
     odd = next((rank for rank, identity in enumerate(identities) if identity != identities[0]), None)
@@ -445,11 +451,26 @@ def _shared(messages: list[bytes]) -> list[bytes]:
         )
     neighbors = count_neighbors([message[_IDENTITY_BYTES:_MACHINE_END] for message in messages])
     is_collective = bytes([any(message[_MACHINE_END] for message in messages)])
-    counts = [count.to_bytes(_COUNT_BYTES, "little") + is_collective for count in neighbors]
-    if not any(message[_HEAD_BYTES:] for message in messages):
+    _, paths, segments = zip(*(_split_paths(message, _HEAD_BYTES) for message in messages), strict=True)
+    unexpected = _join_paths(sorted(paths[0].intersection(*paths[1:]), key=repr))
+    counts = [count.to_bytes(_COUNT_BYTES, "little") + is_collective + unexpected for count in neighbors]
+    if not any(segments):
         return counts
-    wanted = [np.frombuffer(message[_HEAD_BYTES:], np.int64) for message in messages]
+    wanted = [np.frombuffer(each, np.int64) for each in segments]
     return [count + encode_groups(groups) for count, groups in zip(counts, assign_segments(wanted), strict=True)]
+
+
+def _join_paths(paths: Sequence[Path]) -> bytes:
+    data = json.dumps(paths).encode() if paths else b""
+    return len(data).to_bytes(_COUNT_BYTES, "little") + data
+
+
+def _split_paths(message: bytes, start: int) -> tuple[bytes, set[Path], bytes]:
+    """Return what a message has before its paths, the paths, and what it has after them."""
+    first = start + _COUNT_BYTES
+    end = first + int.from_bytes(message[start:first], "little")
+    paths = json.loads(message[first:end]) if end > first else ()
+    return message[:start], set(map(tuple, paths)), message[end:]
 
 
 _IDENTITY_BYTES = 16

@@ -58,6 +58,8 @@ class LoadPlan:
     taken: set[Path] = field(default_factory=set)  # paths of the checkpoint that are loaded, with everything below them
     missing: set[Path] = field(default_factory=set)  # paths that the checkpoint does not have
     unexpected: list[Path] = field(default_factory=list)  # paths that only the checkpoint has
+    # Paths below models, and their optimizers, that this rank's state lacks; another pipeline stage may have them.
+    of_others: list[Path] = field(default_factory=list)
     # Paths of models without any name that the checkpoint has, where names may be missing.
     unmatched: list[Path] = field(default_factory=list)
     # Whether models or objects may exchange data when they use what was read: those under torch's wrapper, and objects
@@ -68,6 +70,15 @@ class LoadPlan:
     def nbytes(self) -> int:
         """This rank's element bytes in `arrays`."""
         return sum(shard.tensor.nbytes for item in self.arrays for shard in item.array.shards)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the state fits, unless no rank has what this one lacks."""
+        return not self.problems and not self.unexpected
+
+    def add_unexpected(self, paths: Collection[Path]) -> None:
+        """Make paths that no rank has unexpected ones."""
+        self.unexpected += [path for path in self.of_others if path in paths]
 
     def unexpected_shown(self) -> list[str]:
         """Return the unexpected paths as text, with one line per unexpected subtree."""

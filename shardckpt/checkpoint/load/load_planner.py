@@ -59,7 +59,9 @@ def plan_load(
         builder.check_shared_memory()
     plan = builder.plan
     if options.strict and options.takes_all:
-        plan.unexpected = list(planner.find_unexpected())
+        for path in planner.find_unexpected():
+            is_of_model = any(path[:n] in planner.models for n in range(len(path)))
+            (plan.of_others if is_of_model else plan.unexpected).append(path)
     if options.strict:
         plan.problems += [f"`include`: nothing is called {glob!r}" for glob in builder.unmatched_globs()]
     return plan
@@ -86,6 +88,7 @@ class _LoadPlanner:
     def __init__(self, builder: LoadPlanBuilder, rank: int, world: int, models: LocalModels) -> None:
         self._builder, self._rank, self._world, self._models = builder, rank, world, models
         self._opened: set[Path] = set()  # paths of lists whose entries are visited
+        self.models: set[Path] = set()  # paths of models and variants
         self._shards = FlatShards()
         self._objects: list[tuple[int, Stateful, Path]] = []  # objects with tensors, each with the index of its value
 
@@ -214,6 +217,7 @@ class _LoadPlanner:
         self._builder.plan.values[at] = taker._replace(tree=handover.tree)
 
     def _variant(self, variant: Variant, path: Path, put: Put) -> None:
+        self.models.add(path)
         if variant.module is not None:
             self._module(variant.module, path, put)
         else:
@@ -226,6 +230,7 @@ class _LoadPlanner:
     def _module(self, module: nn.Module, path: Path, _put: Put) -> None:
         from shardckpt.state.model.module_hooks import find_quantized  # noqa: PLC0415  (tensors alone need no engine)
 
+        self.models.add(path)
         model = self._models.get(module, path)
         names = model_names(self._builder.source, path, (*model.arrays, *model.aliases))
         others: dict[str, list[str]] = {}

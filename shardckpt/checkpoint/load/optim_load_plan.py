@@ -85,8 +85,9 @@ class OptimizerLoadPlanner:
         saved = dict.fromkeys(_first(str(name), index) for group in groups for name in group.get("params", ()))
         kept = dict.fromkeys([_first(key.rpartition("/")[0], index) for key in state.tensors] + sorted(wrapped))
         for name in {**saved, **kept}:
-            if name not in live:
-                self._builder.add_problem((*path, "state", name), f"unexpected: {dotted((*path, 'state', name))}")
+            if name not in live and self._builder.wants((*path, "state", name)):
+                self._builder.plan.taken.add((*path, "state"))
+                self._builder.plan.of_others.append((*path, "state", name))
         for name in live if saved else ():
             if name not in saved and name not in kept:
                 self._builder.add_problem((*path, "state", name), f"missing: {dotted((*path, 'state', name))}")

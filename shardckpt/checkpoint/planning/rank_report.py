@@ -18,7 +18,7 @@ from shardckpt.manifest import Path, dotted
 from shardckpt.native.manifest_json import ManifestContents, Topology
 from shardckpt.native.payload import encode_canonical
 from shardckpt.plan.layout.box_codec import pack_message, unpack_message
-from shardckpt.plan.layout.write_plan import require_one_form
+from shardckpt.plan.layout.write_plan import NAME_STAGES, require_one_form
 from shardckpt.readers.opened.state_tree import TensorRef
 
 SHOWN = 5  # maximum number of names in an error; others are only counted
@@ -59,6 +59,8 @@ class RankReport:
     values: str = ""  # digest of the plain values that are equal on every rank
     optional_values: Mapping[Path, RankSubtree] = field(default_factory=dict)  # values that other ranks may not have
     per_rank_values: Mapping[Path, RankSubtree] = field(default_factory=dict)  # values that each rank saves for itself
+    # Trees of which ranks have different parts, as pipeline stages have; empty until rank 0 asks for them.
+    parts: Mapping[Path, RankSubtree] = field(default_factory=dict)
     path: str = ""  # target path or URL of the save
     # Whether the state fits the cached save without being flattened; `values` is then the digest of the trace's values.
     is_traced: bool = False
@@ -240,14 +242,16 @@ def build_mismatch_error(
     wrong = _differences(values) or _differences(containers) or ["the states of the ranks have different structures"]
     more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
     tensors = [{name for name, summary in each.items() if summary[1] == "tensor"} for each in values]
-    return UsageError("; ".join(wrong[:SHOWN]) + more, fix=_KEEP if all(map(tensors[0].__eq__, tensors)) else _USE_DCP)
+    return UsageError(
+        "; ".join(wrong[:SHOWN]) + more, fix=_KEEP if all(map(tensors[0].__eq__, tensors)) else _USE_MODULES
+    )
 
 
-_KEEP = "To keep rank 0's, broadcast it; to keep each rank's own, use shardckpt.PerRank."
-_USE_DCP = (
-    "If each rank has another part of a model (a pipeline stage), save the state dicts with"
-    " `shardckpt.integrations.dcp.save`; otherwise give every rank the same values, or keep each rank's own with"
-    " shardckpt.PerRank."
+_KEEP = f"To keep rank 0's, broadcast it; to keep each rank's own, use shardckpt.PerRank. {NAME_STAGES}"
+_USE_MODULES = (
+    "If each rank has another part of a model (a pipeline stage), save the modules and optimizers themselves, or the"
+    " state dicts with `shardckpt.integrations.dcp.save`; otherwise give every rank the same values, or keep each"
+    " rank's own with shardckpt.PerRank."
 )
 
 

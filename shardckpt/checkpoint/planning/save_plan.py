@@ -205,17 +205,25 @@ class GlobalSavePlan:
         return tuple(ArrayRecord(path, "", (), array("q")) for path in self.order)
 
 
-def create_global_plan(local_plans: Sequence[LocalSavePlan]) -> GlobalSavePlan:
-    """Plan a save that writes every element once and divides replicas among ranks."""
+def create_global_plan(local_plans: Sequence[LocalSavePlan], stages: Sequence[int] = ()) -> GlobalSavePlan:
+    """Plan a save that writes every element once and divides replicas among ranks.
+
+    Args:
+        local_plans: Plans of the ranks, in rank order.
+        stages: For each rank its pipeline stage; empty if all ranks have the same models.
+    """
+    stages = stages or [0] * len(local_plans)
     packed = [plan.arrays.rows for plan in local_plans if isinstance(plan.arrays, _PackedTensors)]
     if len(packed) == len(local_plans) and all(rows.names == packed[0].names for rows in packed):
-        plan = _plan_packed(local_plans, packed)
+        plan = _plan_packed(local_plans, packed, stages)
     else:
-        plan = _plan_unpacked(local_plans, [0] * len(local_plans))
+        plan = _plan_unpacked(local_plans, [0] * len(local_plans), stages)
     return replace(plan, local_plans=tuple(local_plans))
 
 
-def _plan_packed(local_plans: Sequence[LocalSavePlan], packed: Sequence[PackedRows]) -> GlobalSavePlan:
+def _plan_packed(
+    local_plans: Sequence[LocalSavePlan], packed: Sequence[PackedRows], stages: Sequence[int]
+) -> GlobalSavePlan:
     """Return the plan for ranks with the same arrays."""
     # Most arrays need no decision; only the others are unpacked.
     paths = [path for path, _, _ in packed[0].names.arrays]
@@ -225,7 +233,7 @@ def _plan_packed(local_plans: Sequence[LocalSavePlan], packed: Sequence[PackedRo
         replace(plan, arrays=tuple(LocalTensor(*row) for row in rows.unpack(tilings.others)))
         for plan, rows in zip(local_plans, packed, strict=True)
     ]
-    rest = _plan_unpacked(others, tilings.nbytes)
+    rest = _plan_unpacked(others, tilings.nbytes, stages)
     known = {path: at for at, path in enumerate(paths)}
     rank_plans = tuple(
         replace(
@@ -252,7 +260,7 @@ def _add_chunks(rows: PackedRows, chunks: Collection[PayloadChunk], known: Mappi
     return rows.add_boxes(boxes)
 
 
-def _plan_unpacked(local_plans: Sequence[LocalSavePlan], loads: Sequence[int]) -> GlobalSavePlan:
+def _plan_unpacked(local_plans: Sequence[LocalSavePlan], loads: Sequence[int], stages: Sequence[int]) -> GlobalSavePlan:
     """Return the plan for unpacked arrays."""
     plan = plan_save(_counted(local_plans), loads)
     order = tuple(spec.path for spec in plan.arrays)
@@ -260,7 +268,7 @@ def _plan_unpacked(local_plans: Sequence[LocalSavePlan], loads: Sequence[int]) -
     ties = {p: first for local_plan in reversed(local_plans) for p, first in local_plan.ties.items() if p not in known}
     frozen = _frozen(local_plans)
     chunks = [[PayloadChunk(*plan.arrays[task.array], task.box) for task in tasks] for tasks in plan.tasks]
-    replica_groups, summed, positions = _find_replica_groups(local_plans)
+    replica_groups, summed, positions = _find_replica_groups(local_plans, stages)
     rank_plans = tuple(
         replace(_build_rank_plan(mine, held, frozen), summed=summed.intersection(held))
         for mine, held in zip(chunks, positions, strict=True)
@@ -328,7 +336,7 @@ def _counted(local_plans: Sequence[LocalSavePlan]) -> list[list[LocalTensor]]:
 
 
 def _find_replica_groups(
-    local_plans: Sequence[LocalSavePlan],
+    local_plans: Sequence[LocalSavePlan], stages: Sequence[int]
 ) -> tuple[list[ReplicaGroup], frozenset[int], list[dict[int, list[tuple[int, int]]]]]:
     """Return the replica groups, those that are compared by sums, and for each rank its boxes in each group."""
     owners: dict[tuple[Path, Box], dict[int, tuple[int, int]]] = {}
@@ -341,8 +349,10 @@ def _find_replica_groups(
                     owners.setdefault((tensor.path, box), {})[rank] = (at, which)
     numbers: dict[tuple[ReplicaGroup, bool], int] = {}
     positions: list[dict[int, list[tuple[int, int]]]] = [{} for _ in local_plans]
-    for (path, _), ranks in owners.items():
-        if len(ranks) > 1 and path not in buffers:
+    for (path, _), holders in owners.items():
+        # Ranks of one stage may have different buffers.
+        ranks = _keep_first_ranks(holders, stages) if path in buffers else holders
+        if len(ranks) > 1:
             # All ranks use one kind of digest, also if a replica is on the CPU on some of them.
             is_summed = all(path in local_plans[rank].on_device for rank in ranks)
             number = numbers.setdefault((tuple(ranks), is_summed), len(numbers))
@@ -350,6 +360,12 @@ def _find_replica_groups(
                 positions[rank].setdefault(number, []).append(position)
     summed = frozenset(number for (_, is_summed), number in numbers.items() if is_summed)
     return [ranks for ranks, _ in numbers], summed, positions
+
+
+def _keep_first_ranks(holders: Mapping[int, tuple[int, int]], stages: Sequence[int]) -> dict[int, tuple[int, int]]:
+    """Return the lowest rank of each stage."""
+    firsts = {stages[rank]: rank for rank in sorted(holders, reverse=True)}
+    return {rank: holder for rank, holder in holders.items() if firsts[stages[rank]] == rank}
 
 
 def _held_twice(local_plans: Sequence[LocalSavePlan]) -> set[Path]:

@@ -6,7 +6,7 @@ If the state has the structure of a cached save, ranks send only its values, and
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any, NamedTuple, TypeVar
@@ -37,6 +37,7 @@ from shardckpt.checkpoint.planning.save_plan import (
     create_local_plan,
     create_single_rank_plan,
 )
+from shardckpt.checkpoint.planning.stage_parts import add_parts, merge_parts, remove_parts, require_comparable
 from shardckpt.checkpoint.save.render_model_files import ModelFiles, read_model_files
 from shardckpt.checkpoint.stateful.flatten import FlattenedState, flatten_state
 from shardckpt.checkpoint.stateful.state_trace import StateTrace, trace_state
@@ -62,6 +63,7 @@ PlannedState = FlattenedState | TracedState  # a state whose save is planned
 
 EXPLAIN = b"explain"  # rank 0's answer that values or replicas differ, so that it needs to know which
 _LOCAL_PLANS_NEEDED = b"local plans"
+_PARTS_NEEDED = b"parts"
 _FLATTENED_NEEDED = b"flattened"
 
 
@@ -194,6 +196,8 @@ class SavePlanner:
         self.cached_save: CachedSave | None = None  # to cache once the save is committed
         self._known: CachedSave | None = None  # has the local plan of the flattened state
         self._model_files = ModelFiles()  # on rank 0
+        self._has_parts = False  # whether ranks have different parts of models, as pipeline stages have
+        self._can_trace = True  # whether rank 0 may repeat the save without these
 
     def plan(self, state: Any, refusal: Exception | None) -> tuple[PlannedState, PlanResponse]:
         """Flatten the state, plan with the other ranks, start the publication. Collective."""
@@ -280,18 +284,23 @@ class SavePlanner:
         assert not isinstance(local, Exception), "this rank's error is raised by then"
         if answer == _FLATTENED_NEEDED:
             answer = ask()
+        if answer == _PARTS_NEEDED:
+            self._has_parts = True
+            answer = ask()
         if answer == _LOCAL_PLANS_NEEDED:
             self._cache.forget()
             self._known = None
             answer = ask()
         if answer == EXPLAIN:
-            self._coordinator.ask_rank0(what, value_digests(local[0]), _raise_values)
+            self._coordinator.ask_rank0(what, value_digests(remove_parts(local[0])), _raise_values)
         assert not isinstance(opened, Exception), "its error is raised by then"
-        return local[0], self._prepare_cached(opened.trace, *local, PlanResponse.decode(answer))
+        trace = opened.trace if self._can_trace else None
+        return local[0], self._prepare_cached(trace, *local, PlanResponse.decode(answer))
 
     def _report(self, flattened: FlattenedState, local_plan: LocalSavePlan) -> RankReport:
         """Return this rank's report, with its local plan unless a cached one fits."""
-        report = replace(build_report(flattened), values=digest_values(flattened), path=self._options.path)
+        report = replace(build_report(flattened), path=self._options.path)
+        report = add_parts(report, flattened) if self._has_parts else replace(report, values=digest_values(flattened))
         if self._known is None:
             return replace(report, local_plan=local_plan.encode())
         return replace(report, cached=self._known.save)
@@ -301,7 +310,7 @@ class SavePlanner:
 
         def report() -> bytes:
             values, path = digest_traced_values(traced.trace), self._options.path
-            return RankReport(traced.cached_save.save, b"", values, {}, {}, path, is_traced=True).encode()
+            return RankReport(traced.cached_save.save, values=values, path=path, is_traced=True).encode()
 
         def decide(messages: list[bytes]) -> list[bytes]:
             reports = [RankReport.decode(message) for message in messages]
@@ -319,7 +328,16 @@ class SavePlanner:
         if any(report.is_traced for report in reports):
             return [_FLATTENED_NEEDED] * len(messages)
         if len({report.values for report in reports}) > 1:
-            return [EXPLAIN] * len(messages)
+            return [EXPLAIN if self._has_parts else _PARTS_NEEDED] * len(messages)
+        local_plans = collect_local_plans(reports, self._cache.cached_saves)
+        if local_plans is None:
+            return [_LOCAL_PLANS_NEEDED] * len(messages)
+        stages: Sequence[int] = ()
+        if self._has_parts:
+            merged = merge_parts(flattened, reports)
+            is_shared = require_comparable(local_plans, merged, checksums=self._options.checksums)
+            flattened, stages = merged.flattened, merged.stages
+            self._can_trace = merged.is_like_own and not is_shared
 
         def start(plan: GlobalSavePlan) -> list[PlanResponse]:
             about = self._options.custom_metadata
@@ -328,10 +346,7 @@ class SavePlanner:
         cached = find_cached(reports, self._cache.cached_saves)
         if cached is not None and cached.plan is not None:
             return [replace(response, rank_plan=None).encode() for response in start(cached.plan)]
-        local_plans = collect_local_plans(reports, self._cache.cached_saves)
-        if local_plans is None:
-            return [_LOCAL_PLANS_NEEDED] * len(messages)
-        return [response.encode() for response in start(create_global_plan(local_plans))]
+        return [response.encode() for response in start(create_global_plan(local_plans, stages))]
 
     def _start(self, plan: GlobalSavePlan, build: Callable[[str], ManifestContents]) -> list[PlanResponse]:
         """Start the publication, and return the answer to each rank. On rank 0."""

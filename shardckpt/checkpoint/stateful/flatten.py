@@ -70,6 +70,8 @@ class FlattenedState:
     # Paths of variants of a model's weights, with the path of the model; None if it is not saved.
     variants: dict[Path, Path | None] = field(default_factory=dict)
     modules: dict[Path, nn.Module] = field(default_factory=dict)  # modules that are saved by name, by path
+    # Paths of what is saved by name, so that ranks may have different parts: models, variants, their optimizers.
+    parts: list[Path] = field(default_factory=list)
     # Paths of arrays that only optimizer steps and loads write: parameters, and states of optimizers with step hooks.
     step_written: set[Path] = field(default_factory=set)
 
@@ -326,6 +328,7 @@ class _StateFlattener:
 
         self._places.setdefault(id(model), path)
         self._made.modules[path] = model
+        self._made.parts.append(path)
         if self._made.model is None:
             self._made.model = path
         tree = self._weights(model, path, is_step_written=self._models.get(model, path).index is not None)
@@ -338,6 +341,7 @@ class _StateFlattener:
 
     def _variant(self, variant: Variant, path: Path) -> dict[str, Any]:
         self._variants.append((path, variant.of))
+        self._made.parts.append(path)
         if variant.module is not None:
             tree = self._weights(variant.module, path)
         else:
@@ -414,6 +418,7 @@ class _StateFlattener:
             self._made.optional_values[place] = self._visit(value, place)
         root = (*path, "state")
         self._made.slots[root] = taken.names
+        self._made.parts.append(path)
         unsaved = find_unsaved_values(optim)  # on all ranks, as above
         if unsaved:
             raise UnsupportedError(

@@ -19,6 +19,9 @@ from shardckpt.manifest import Path, dotted
 
 LEAST_SHARE_BYTES = 1 << 22  # smallest part if ranks split a replicated box
 
+# Advice in an error about names that are equal by chance.
+NAME_STAGES = 'Pipeline stages need different names: nn.ModuleDict({f"stage{n}": stage}) gives them.'
+
 _NO_LIMIT = 1 << 62
 
 
@@ -165,7 +168,7 @@ def _disagreement(array: _Array, rank: int, other: TensorSpec) -> UsageError:
         found=f"rank {rank}: {other.dtype} {list(other.shape)}",
         expected=f"rank {array.first}: {array.spec.dtype} {list(array.spec.shape)}",
         fix="To keep each rank's own, wrap it in shardckpt.PerRank. If it is part of a sharded module, pass the"
-        " module that its wrapper returned (Lightning: `trainer.strategy.model`).",
+        f" module that its wrapper returned (Lightning: `trainer.strategy.model`). {NAME_STAGES}",
     )
 
 
