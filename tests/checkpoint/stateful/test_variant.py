@@ -16,6 +16,7 @@ import shardckpt
 from shardckpt import Variant
 from shardckpt.core import FullyShardedDataParallel, fully_shard
 from shardckpt.errors import UnsupportedError, UsageError
+from tests.kit.models.states import differing
 from tests.kit.ranks.harness import run
 
 FACES = {
@@ -96,6 +97,60 @@ def test_averages_are_saved_as_they_are_sharded_and_come_back(tmp_path: Path, fa
         assert found.keys() == nest["model"].keys(), "what has no average is the model's own"
         assert all(torch.equal(found[name], nest["ema"][name]) for name in model)
         assert torch.equal(found["1.running_mean"], nest["model"]["1.running_mean"])
+
+
+def build_average(face: str, kind: str, seed: int, steps: int):
+    """Return a sharded model, and an average of its training that is sharded as it is."""
+    model = built(seed=seed)
+    if kind == "module":  # torch's `fully_shard` refuses to be copied: the average is made first, and sharded by itself
+        ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        FACES[face](ema.module)
+    model = FACES[face](model)
+    if kind == "dict":
+        ema = {name: value.detach().clone() for name, value in model.named_parameters()}
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(steps):
+        torch.manual_seed(number)
+        model(torch.randn(4, 5)).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+        if kind == "module":
+            ema.update_parameters(model)
+        else:
+            for name, value in model.named_parameters():
+                ema[name].lerp_(value.detach(), 0.5)
+    return model, ema
+
+
+def gather(tensors) -> dict[str, torch.Tensor]:
+    return {name: value.full_tensor().clone() for name, value in tensors}
+
+
+def average_of(ema) -> dict[str, torch.Tensor]:
+    return gather(ema.module.named_parameters() if isinstance(ema, AveragedModel) else ema.items())
+
+
+@pytest.mark.parametrize("kind", ["module", "dict"])
+@pytest.mark.parametrize("face", ["in place", "torch in place"])
+def test_an_average_in_uneven_shards_is_loaded_on_fewer_ranks_and_exported(face: str, kind: str, tmp_path: Path):
+    def save(rank: int, world: int):
+        model, ema = build_average(face, kind, 0, 3)
+        shardckpt.save({"model": model, "ema": Variant(ema, of=model)}, tmp_path / "c")
+        return average_of(ema), gather(model.named_parameters())
+
+    def load(rank: int, world: int):
+        model, ema = build_average(face, kind, 1, 0)
+        shardckpt.load({"model": model, "ema": Variant(ema, of=model)}, tmp_path / "c")
+        return average_of(ema), gather(model.named_parameters())
+
+    expected = run(3, save)[0]
+    assert not torch.equal(expected[0]["0.weight"], expected[1]["0.weight"])
+    for found in run(2, load):
+        assert differing(found[0], expected[0]) == differing(found[1], expected[1]) == []
+    shardckpt.consolidate(str(tmp_path / "c"), str(tmp_path / "weights"), weights="ema")
+    exported = load_file(tmp_path / "weights" / "model.safetensors")
+    assert {"1.running_mean", "1.running_var", "1.num_batches_tracked"} == exported.keys() - expected[0].keys()
+    assert differing({name: exported[name] for name in expected[0]}, expected[0]) == []
 
 
 @pytest.fixture
