@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed import checkpoint as dcp
 from torch.distributed import fsdp as theirs
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, SplitPoint, pipeline
@@ -174,7 +175,7 @@ def test_sharded_stages_are_loaded_into_stages_of_other_meshes(face: str, tmp_pa
 
     def load(rank: int, world: int, per_stage: int) -> dict:
         model, optim = build(rank, world, per_stage)
-        shardckpt.load({"model": model, "optim": optim}, tmp_path / "c")
+        shardckpt.load({"model": model, "optim": optim}, tmp_path / "c", broadcast_reads=per_stage == 1)
         return looked_at_by_name(model, optim)
 
     expected = {name: value for found in run(4, save) for name, value in found.items()}
@@ -186,6 +187,48 @@ def test_sharded_stages_are_loaded_into_stages_of_other_meshes(face: str, tmp_pa
 def looked_at_by_name(model: nn.Module, optim: torch.optim.Optimizer) -> dict:
     weights, moments = looked_at(model, optim)
     return weights | {"/".join(key): value for key, value in moments.items() if key[0] != "group"}
+
+
+@pytest.mark.parametrize("kind", ["file", "dcp"])
+def test_stages_take_their_parts_of_what_others_wrote(kind: str, tmp_path: Path) -> None:
+    whole = Model().state_dict()
+    path = tmp_path / ("model.safetensors" if kind == "file" else "folder")
+    if kind == "file":
+        save_file(whole, path)
+    else:
+        dcp.save({"model": whole}, checkpoint_id=path, no_dist=True)
+
+    def body(rank: int, world: int) -> dict:
+        stage = fill(cut(rank, world), 0.0)
+        shardckpt.load({"model": stage}, path)
+        head = nn.ModuleDict({"layers": nn.ModuleDict({"0": nn.Linear(WIDTH, WIDTH)})})
+        with pytest.raises(MismatchError, match=r"unexpected: .*layers\.1"):
+            shardckpt.load({"model": head}, path)
+        return dict(stage.state_dict())
+
+    first, second = run(2, body)
+    assert differing(first | second, dict(whole)) == []
+
+
+def test_a_checkpointer_saves_stages_in_the_background_and_captures_them(tmp_path: Path) -> None:
+    def body(rank: int, world: int) -> list[str]:
+        model = cut(rank, world)
+        optim = optimizer_of(model)
+        state = {"model": model, "optim": optim, "step": 0, "rng": shardckpt.RNGState()}
+        tiers = [shardckpt.PeerMemory(every=1, max_bytes="1MB")]
+        checkpointer = shardckpt.Checkpointer(tmp_path / "run", save_every=2, tiers=tiers)
+        for step in (1, 2, 3):
+            train(rank, world, model, optim, range(step, step + 1))
+            state["step"] = step
+            checkpointer.save(step, state)
+        expected = values_of(model, optim)
+        fill(model, 0.0)
+        checkpointer.wait()
+        assert checkpointer.restore(state) == 3
+        assert checkpointer.steps() == (2,)
+        return [*differing(values_of(model, optim), expected), str(state["step"])]
+
+    assert run(2, body) == [["3"], ["3"]]
 
 
 RATES = (lambda number: 0.5, lambda number: 1 / (1 + number), lambda number: 0.25)

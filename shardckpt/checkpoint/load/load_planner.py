@@ -38,6 +38,7 @@ from shardckpt.checkpoint.stateful.walk import LeafKind, find_kind, require_dept
 from shardckpt.encodings.tagged_json import path_key
 from shardckpt.errors import UsageError
 from shardckpt.manifest import Path, TensorEntry, dotted
+from shardckpt.plan.naming.sections import find_sections
 from shardckpt.readers.opened.state_tree import ForeignValue, TensorRef, iter_refs, read_numpy
 from shardckpt.state.adapters.flat_shard_check import FlatShards
 from shardckpt.state.keys.kinds import is_sharded_tensor
@@ -88,7 +89,7 @@ class _LoadPlanner:
     def __init__(self, builder: LoadPlanBuilder, rank: int, world: int, models: LocalModels) -> None:
         self._builder, self._rank, self._world, self._models = builder, rank, world, models
         self._opened: set[Path] = set()  # paths of lists whose entries are visited
-        self.models: set[Path] = set()  # paths of models and variants
+        self.models: set[Path] = set()  # paths of models and variants, and where the checkpoint has a model
         self._shards = FlatShards()
         self._objects: list[tuple[int, Stateful, Path]] = []  # objects with tensors, each with the index of its value
 
@@ -230,7 +231,8 @@ class _LoadPlanner:
     def _module(self, module: nn.Module, path: Path, _put: Put) -> None:
         from shardckpt.state.model.module_hooks import find_quantized  # noqa: PLC0415  (tensors alone need no engine)
 
-        self.models.add(path)
+        saved = self._builder.source
+        self.models |= {path} if saved.is_native else {path, find_sections(saved.manifest).model}
         model = self._models.get(module, path)
         names = model_names(self._builder.source, path, (*model.arrays, *model.aliases))
         others: dict[str, list[str]] = {}
