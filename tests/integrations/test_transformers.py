@@ -460,5 +460,8 @@ def test_a_model_split_by_a_tp_plan_resumes_bit_for_bit(tmp_path: Path) -> None:
     second = run(2, partial(train_tensor_parallel, resume=True), tmp_path, "run", 6)
     for (losses, _), (before, _), (after_resume, _) in zip(expected, first, second, strict=True):
         assert before | after_resume == losses
-    shardckpt.consolidate(tmp_path / "run" / "step-00000006", tmp_path / "model")
+    last = {name: tmp_path / name / "step-00000006" for name in ("full", "run")}
+    assert shardckpt.inspect(last["run"]).parts["optimizer"]
+    assert [each.name for each in shardckpt.diff(last["full"], last["run"]).differences] == []
+    shardckpt.consolidate(last["run"], tmp_path / "model")
     assert (tmp_path / "model" / "config.json").exists()
