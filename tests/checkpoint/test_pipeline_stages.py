@@ -215,15 +215,15 @@ def test_a_checkpointer_saves_stages_in_the_background_and_captures_them(tmp_pat
         model = cut(rank, world)
         optim = optimizer_of(model)
         state = {"model": model, "optim": optim, "step": 0, "rng": shardckpt.RNGState()}
-        tiers = [shardckpt.PeerMemory(every=1, max_bytes="1MB")]
+        tiers = [shardckpt.PeerMemory(every=1, max_bytes="1GB")]
         checkpointer = shardckpt.Checkpointer(tmp_path / "run", save_every=2, tiers=tiers)
         for step in (1, 2, 3):
             train(rank, world, model, optim, range(step, step + 1))
             state["step"] = step
             checkpointer.save(step, state)
+            checkpointer.wait()
         expected = values_of(model, optim)
         fill(model, 0.0)
-        checkpointer.wait()
         assert checkpointer.restore(state) == 3
         assert checkpointer.steps() == (2,)
         return [*differing(values_of(model, optim), expected), str(state["step"])]
