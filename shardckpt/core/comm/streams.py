@@ -93,6 +93,22 @@ class DeviceStreams:
         self._all_reduce_stream: Stream | None = None
         # All-gather outputs that were copied out, each with the event after its copies.
         self._copied_outputs: list[tuple[torch.Tensor, Event | None]] = []
+        # By length and dtype, each with the event after its kernel, until that is done; never freed.
+        self._ones: dict[tuple[int, torch.dtype], tuple[torch.Tensor, Event | None]] = {}
+
+    def get_ones(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return at least this many ones, for the current stream to read."""
+        if self.is_capturing:  # a capture writes no values
+            return torch.ones(count, dtype=dtype, device=self.device)
+        key = 1 << count.bit_length(), dtype
+        if key not in self._ones:
+            self._ones[key] = torch.ones(key[0], dtype=dtype, device=self.device), self.record_event()
+        ones, event = self._ones[key]
+        if event is not None and event.query():
+            self._ones[key] = ones, None
+        elif event is not None:
+            get_current_stream(self.device).wait_event(event)
+        return ones
 
     def hold_gather_output(self, output: torch.Tensor) -> None:
         """Keep an output whose copies are queued on the current stream; its memory belongs to the all-gather stream."""

@@ -171,7 +171,6 @@ class GradientReducer:
         self._queued: _QueuedResult | None = None  # with streams
         self._input: _ReduceInput | None = None  # of the queued reduction
         self._partial: torch.Tensor | None = None
-        self._ones: torch.Tensor | None = None  # flags, if all gradients are there; made once
         self._unsynced_grads: list[torch.Tensor | None] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReducer:
@@ -296,21 +295,13 @@ class GradientReducer:
         if chunk_cat is None or len(chunks) < len(found) or len(kinds) != 1:
             return False
         counts = [width - packing.layout.chunk for width, packing in zip(widths, packings, strict=True)]
-        ones = self._get_ones(max(counts) * len(rows), *kinds.pop())
+        ones = self._unsharded.streams.get_ones(max(counts) * len(rows), kinds.pop()[0])
         pairs = zip(chunks, counts, strict=True)
         tensors = [tensor for each, count in pairs for tensor in (*each, ones[: count * len(rows)])]
         chunk_cat(tensors, 0, len(rows), out=rows)
         for values in gradients:
             values.clear()
         return True
-
-    def _get_ones(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        held = self._ones
-        if held is None or len(held) < count or (held.dtype, held.device) != (dtype, device):
-            held = torch.ones(count, dtype=dtype, device=device)
-            if not self._unsharded.streams.is_capturing:  # a capture writes no values
-                self._ones = held
-        return held
 
     def _launch_reduce_scatter(
         self, source: torch.Tensor, parts: Sequence[_GradientPart], how: ReduceOptions
