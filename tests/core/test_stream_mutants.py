@@ -190,6 +190,7 @@ EQUIVALENT = {
 """Calls that may be taken away, and why."""
 
 FOUND: dict[str, tuple[Scenario, Style]] = {
+    "core.comm.streams:DeviceStreams.get_ones:wait_event": (scenarios.trains_two_models_on_two_streams, EACH),
     "core.params.unsharded_params:UnshardedParams._drop_all_gather:wait_event": (
         scenarios.drops_parameters_that_are_gathered,
         FLAT,
@@ -333,6 +334,7 @@ FOUND: dict[str, tuple[Scenario, Style]] = {
 """Each call that orders streams, and a scenario in which it is missed."""
 
 EVENTS_FOUND: dict[str, tuple[Scenario, Style]] = {
+    "core.comm.streams:DeviceStreams.get_ones:record_event": (scenarios.trains_two_models_on_two_streams, EACH),
     "core.params.unsharded_params:UnshardedParams._start_several:record_event": (scenarios.gathers_by_extensions, EACH),
     "core.params.unsharded_params:UnshardedParams._start_one:record_event": (scenarios.trains, EACH),
     "checkpoint.save.staging:SideStreams.copying:record_event": (scenarios.copies_for_a_background_save, EACH),

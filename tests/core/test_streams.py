@@ -339,6 +339,18 @@ def trains(style: Style) -> None:
     train(*made(style))
 
 
+def trains_two_models_on_two_streams(style: Style) -> None:
+    """The second backward uses what the first one made for all units, and does not wait for it."""
+    engine_streams.get_device_streams(CPU)._ones.clear()
+    first, second = (core.fully_shard(nn.Linear(WIDTH, WIDTH), reshard_after_forward=False) for _ in range(2))
+    other = side()
+    other.wait_stream(devices.get_current_stream(CPU))
+    square(first(torch.ones(2, WIDTH))).backward()
+    with devices.use_stream(other, CPU):
+        square(second(torch.ones(2, WIDTH))).backward()
+    devices.get_current_stream(CPU).wait_stream(other)
+
+
 def trains_in_low_precision(style: Style) -> None:
     train(*made(style, low=True))
 
@@ -1065,7 +1077,7 @@ IN_PLACE: tuple[Scenario, ...] = (
     *(finalizes_backward_by_a_call, finalizes_backward_on_a_stream),
     *(resets_on_a_stream_alone, resets_one_unit, accumulates_alone, gathers_by_extensions_with_metadata),
     *(uses_collectives_of_the_user, drops_extended_parameters_of_a_users_collective),
-    *(fails_to_finalize_backward, resets_on_a_stream, is_dropped_on_another_stream),
+    *(fails_to_finalize_backward, resets_on_a_stream, is_dropped_on_another_stream, trains_two_models_on_two_streams),
     *(trains_buffers_after_overlapped_copies, loads_by_torch_after_overlapped_copies, receives_after_overlapped_copies),
     *(broadcasts_after_overlapped_copies, writes_by_hand_after_overlapped_copies, defers_copies_for_a_background_save),
     changes_kept_parameters_after_overlapped_copies,
