@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from shardckpt.core.modules.dtensors import local
 from shardckpt.errors import ShardckptError, UnsupportedError, UsageError
@@ -41,7 +41,8 @@ def register_slot(optimizer: type[torch.optim.Optimizer], slot: str, rule: SlotR
             is split as the parameter is. `"replicated"`: all ranks have equal values, which are saved once.
             `"rebuilt"`: the values are not saved, and a load removes them: the optimizer must make missing ones.
             A class: the slot has objects of it, equal on all ranks. Their attributes are saved, which must be plain
-            values and tensors. A load makes a new object without calling `__init__`, and sets the attributes.
+            values and tensors. A load makes a new object for each parameter without calling `__init__`, and sets the
+            attributes; DTensors become replicated ones on the parameter's mesh.
 
     Raises:
         UsageError: An argument is invalid.
@@ -57,6 +58,12 @@ def register_slot(optimizer: type[torch.optim.Optimizer], slot: str, rule: SlotR
     is_dim = type(rule) is int and rule >= 0
     if not (is_dim or isinstance(rule, type) or rule in ("replicated", "rebuilt")):
         raise UsageError("`rule` must be a dimension, 'replicated', 'rebuilt' or a class", found=rule)
+    if isinstance(rule, type) and not _has_attributes_only(rule):
+        raise UsageError(
+            "a class for `rule` must have no `__slots__`, no `__new__` and no built-in base",
+            found=rule,
+            fix="Give the optimizer's `state_dict()` plain values in its objects' place.",
+        )
     _RULES[optimizer, slot] = rule
 
 
@@ -67,39 +74,68 @@ def find_slot_rule(optimizer: object, slot: str) -> SlotRule | None:
     return next((rule for base in type(optimizer).__mro__ if (rule := _RULES.get((base, slot))) is not None), None)
 
 
-_CLASS, _ATTRIBUTES = "__class__", "attributes"  # keys of a saved object
+_CLASS, _ATTRIBUTES, _DTENSORS = "__class__", "attributes", "dtensors"  # keys of a saved object
 
 
 def take_attributes(value: object, rule: SlotRule | None, where: str) -> dict[str, Any]:
     """Return an object as a dict of its attributes; refuse one whose class is not registered."""
     kind = type(value)
-    if kind is rule:
-        return {_CLASS: _name_class(kind), _ATTRIBUTES: dict(vars(value))}
-    raise UnsupportedError(
-        f"a value of type {_name_class(kind)} cannot be saved",
-        where=where,
-        found=f"the rule {rule}" if rule is not None else None,
-        fix="To save its attributes, call `shardckpt.register_slot(optimizer class, slot, its class)` first.",
-    )
+    if kind is not rule:
+        raise UnsupportedError(
+            f"a value of type {_name_class(kind)} cannot be saved",
+            where=where,
+            found=f"the rule {rule}" if rule is not None else None,
+            fix="To save its attributes, call `shardckpt.register_slot(optimizer class, slot, its class)` first.",
+        )
+    held = dict(vars(value))
+    parameters = [name for name, item in held.items() if isinstance(item, nn.Parameter)]
+    if parameters:
+        raise UnsupportedError(
+            "an object's attribute must not be a parameter",
+            where=f"{where}.{parameters[0]}",
+            fix="Keep its data alone.",
+        )
+    sharded = [name for name, item in held.items() if isinstance(item, DTensor)]
+    return {_CLASS: _name_class(kind), _ATTRIBUTES: held, _DTENSORS: sharded}
 
 
 def find_saved_class(value: object) -> str | None:
     """Return the class name that `take_attributes` wrote; None for other values."""
-    is_object = isinstance(value, dict) and value.keys() == {_CLASS, _ATTRIBUTES}
-    return str(value[_CLASS]) if is_object and isinstance(value, dict) else None
+    if not isinstance(value, dict) or value.keys() != {_CLASS, _ATTRIBUTES, _DTENSORS}:
+        return None
+    return str(value[_CLASS])
 
 
-def build_object(value: Any, rule: SlotRule | None) -> object | None:
-    """Return an object with saved attributes; None if the rule is not its class."""
+def build_object(value: Any, rule: SlotRule | None, parameter: torch.Tensor) -> object | None:
+    """Return an object with saved attributes; None if the rule is not its class, or they are damaged."""
     if not isinstance(rule, type) or find_saved_class(value) != _name_class(rule):
         return None
+    held, sharded = value[_ATTRIBUTES], value[_DTENSORS]
+    if not isinstance(held, dict) or not isinstance(sharded, list) or not all(isinstance(name, str) for name in held):
+        return None
     made = object.__new__(rule)
-    made.__dict__.update(value[_ATTRIBUTES])
+    made.__dict__.update(held)
+    for name in sharded:
+        item = held.get(name)
+        if isinstance(parameter, DTensor) and isinstance(item, torch.Tensor):
+            mesh = parameter.device_mesh
+            made.__dict__[name] = DTensor.from_local(item, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return made
 
 
 def _name_class(kind: type[object]) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _has_attributes_only(kind: type[object]) -> bool:
+    """Return True for a class whose objects are their `__dict__`."""
+    slots = {name for base in kind.__mro__ for name in _list_slots(base)} - {"__dict__", "__weakref__"}
+    return kind.__new__ is object.__new__ and not slots and hasattr(kind, "__dict__")
+
+
+def _list_slots(kind: type[object]) -> Sequence[str]:
+    found = kind.__dict__.get("__slots__", ())
+    return (found,) if isinstance(found, str) else tuple(found)
 
 
 def has_own_elements(tensor: torch.Tensor) -> bool:

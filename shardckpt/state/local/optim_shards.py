@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 
 from shardckpt.boxes import Box, Shape, full_box
-from shardckpt.core.modules.dtensors import detach, local, memory_order, wrap_local
+from shardckpt.core.modules.dtensors import detach, local, wrap_local
 from shardckpt.errors import UnsupportedError
 from shardckpt.plan.optim.param_groups import match_settings, settings
 from shardckpt.plan.subclass_record import SubclassRecord
@@ -43,7 +43,9 @@ from shardckpt.state.local.tensor_shards import (
     LocalShard,
     TensorShards,
     empty_in_order,
+    find_order,
     get_tensor_shards,
+    repeats_elements,
 )
 from shardckpt.state.local.tensor_subclasses import build_empty
 from shardckpt.state.optim.load_optim_state_dict import put_in_optimizer
@@ -170,8 +172,8 @@ def _kept(
     parameter = adapter.exposed[position]
     if rule == "rebuilt":
         return
-    if _is_object(value):
-        yield from ((name, take_attributes(value, rule, f"state.{name}.{slot}")) for name in names[:1])
+    if _is_object(value) or (isinstance(rule, type) and isinstance(value, rule)):
+        yield names[0], _take_object(params, value, rule, f"state.{names[0]}.{slot}")
         return
     if isinstance(value, torch.Tensor) and not _is_dense(local(value)) and not _is_wrapper(params, value):
         raise OpaqueStateError(
@@ -210,9 +212,15 @@ def _kept(
 
 
 def _is_object(value: Any) -> bool:
-    """Return True for an object that has attributes, and is neither data nor has a `state_dict`."""
-    is_data = isinstance(value, (torch.Tensor, Mapping, Sequence, Set, io.BytesIO)) or hasattr(value, "state_dict")
-    return not is_data and hasattr(value, "__dict__")
+    """Return True for an object that has attributes, or a dict in the form in which objects are saved."""
+    is_data = isinstance(value, (torch.Tensor, Mapping, Sequence, Set, io.BytesIO))
+    return find_saved_class(value) is not None or (not is_data and hasattr(value, "__dict__"))
+
+
+def _take_object(params: AdapterParams, value: Any, rule: SlotRule | None, where: str) -> dict[str, Any]:
+    if params.is_flat:
+        raise UnsupportedError("an object in a flat parameter's state cannot be saved", where=where, found=type(value))
+    return take_attributes(value, rule, where)
 
 
 def _place_by_rule(params: AdapterParams, position: int, slot: str, rule: SlotRule, own: torch.Tensor) -> TensorShards:
@@ -300,7 +308,7 @@ def _build_wrapper(params: AdapterParams, position: int, slot: str, saved: Saved
 def _has_order(own: torch.Tensor, order: tuple[int, ...]) -> bool:
     """Return False if a tensor has another memory order than was saved for it."""
     held = local(own)
-    return len(order) != held.dim() or not order or memory_order(held) == order
+    return len(order) != held.dim() or not order or find_order(held) == order
 
 
 def _shaped(params: AdapterParams, position: int, value: torch.Tensor) -> Iterator[tuple[str, TensorShards]]:
@@ -425,7 +433,7 @@ class _TargetBuilder:
                 state[slot] = self._scalar(parameter, slot, saved, kept.get(slot))
             else:
                 state[slot] = self._other(params, parameter, slot, saved, kept.get(slot))
-        plain = self._build_objects(self._plain_values(names), names[0])
+        plain = self._build_objects(self._plain_values(names), names[0], parameter)
         values = {slot: _on_device(value, parameter.device) for slot, value in plain.items()}
         state.update(values if has_part else {slot: value for slot, value in values.items() if slot in kept})
         self.targets.state[parameter] = state
@@ -438,27 +446,27 @@ class _TargetBuilder:
             values = list(by_name.values())
             top = largest(values)
             values_by_name[slot] = values[0] if top is None else top
-            if not all(_are_alike(other, values[0]) for other in values) and (
+            if not all(_are_alike(other, values[0]) for other in values[1:]) and (
                 top is None or self.unequal_steps == "error"
             ):
-                firsts = {value: name for name, value in reversed(by_name.items())}
+                firsts = {str(value): name for name, value in reversed(by_name.items())}
                 text = ", ".join(f"{value} of {name}" for value, name in list(firsts.items())[:4])
                 end = LARGEST_NOTE if top is not None else ""
                 self.targets.problems.append(f"{slot} differs among one flat parameter's members: {text}{end}")
         return values_by_name
 
-    def _build_objects(self, values: dict[str, Any], name: str) -> dict[str, Any]:
-        """Build the saved objects again, from the classes that are registered."""
+    def _build_objects(self, values: dict[str, Any], name: str, parameter: nn.Parameter) -> dict[str, Any]:
+        """Build the saved objects again, from the classes that are registered; leave out what is rebuilt."""
+        made = {}
         for slot, value in values.items():
             rule, kind = find_slot_rule(self.optim, slot), find_saved_class(value)
-            if kind is None and not isinstance(rule, type):
+            if rule == "rebuilt":
                 continue
-            made = build_object(value, rule)
-            if made is None:
-                call = f"call `shardckpt.register_slot({type(self.optim).__name__}, {slot!r}, class)` first"
-                self.targets.problems.append(f"{name}/{slot}: it was saved as {kind or type(value).__name__}; {call}")
-            values[slot] = made
-        return values
+            made[slot] = value if kind is None else build_object(value, rule, parameter)
+            if made[slot] is None and kind is not None:
+                call = f"`shardckpt.register_slot({type(self.optim).__name__}, {slot!r}, class)`"
+                self.targets.problems.append(f"{name}/{slot}: it was saved as {kind}, whose class needs {call}")
+        return made
 
     def _shaped(self, params: AdapterParams, position: int, slot: str, saved: Mapping[str, SavedSlot], own: Any) -> Any:
         parameter = params.adapter.exposed[position]
@@ -477,7 +485,7 @@ class _TargetBuilder:
                 return own
         elif not (isinstance(own, torch.Tensor) and _is_shaped(parameter, own) and own.dtype == dtype):
             own = _make_zeros(parameter, dtype, order)
-        if not _has_order(own, order):
+        if not _has_order(own, order) or repeats_elements(local(own)):
             own = _make_zeros(parameter, dtype, order)
         elif len(saved) < len(params.names(position)) and not self.keeps_rest:
             own = own.detach().clone().zero_()
@@ -502,6 +510,7 @@ class _TargetBuilder:
             self.targets.problems.append(f"{name}/{slot}: size mismatch: found {found.shape}, expected {full}")
             return own
         fits = isinstance(own, torch.Tensor) and tuple(own.shape) == box.size and own.dtype == found.dtype
+        fits = fits and not repeats_elements(local(own))
         if not fits:
             own = torch.zeros(box.size, dtype=found.dtype, device=params.adapter.exposed[position].device)
         shards = () if 0 in box.size else (LocalShard(box, own),)
@@ -545,7 +554,7 @@ class _TargetBuilder:
         """Return the target for a tensor with another shape than its parameter: the existing one, or a new one."""
         name, first = next(iter(saved.items()))
         fits = isinstance(own, torch.Tensor) and tuple(own.shape) == first.shape and own.dtype == first.dtype
-        if fits and _has_order(own, first.order):
+        if fits and _has_order(own, first.order) and not repeats_elements(local(own)):
             self.targets.arrays.append((name, slot, get_tensor_shards(own)))
             return own
         if isinstance(parameter, DTensor):

@@ -45,10 +45,10 @@ class TensorShards(NamedTuple):
     def order(self) -> tuple[int, ...]:
         """Dimensions from slowest to fastest in the shards' memory; empty if row-major, or elements overlap."""
         others = [shard.tensor for shard in self.shards if not shard.tensor.is_contiguous()]
-        return next(filter(None, map(_find_order, others)), ())
+        return next(filter(None, map(find_order, others)), ())
 
 
-def _find_order(tensor: torch.Tensor) -> tuple[int, ...]:
+def find_order(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return a tensor's dimensions from slowest to fastest, also with gaps in its memory; empty if row-major."""
     if tensor.is_contiguous():
         return ()
@@ -58,6 +58,11 @@ def _find_order(tensor: torch.Tensor) -> tuple[int, ...]:
     if has_gaps_only and order != tuple(range(tensor.dim())):
         return order
     return memory_order(tensor)
+
+
+def repeats_elements(tensor: torch.Tensor) -> bool:
+    """Return True if elements share memory, as in an expanded tensor."""
+    return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def find_wrapper(array: TensorShards) -> torch.Tensor | None:
