@@ -222,7 +222,7 @@ class ShardGroup:
     def can_average(self, device: torch.device) -> bool:
         """Return True if a reduce-scatter can return the mean over all ranks and replicas."""
         group = self.scatter or self.shard
-        if self.replicas > 1 or group is None or not has_streams(device):
+        if self.replicas > 1 or group is None:
             return False
         try:
             return str(group._get_backend(device).name()) not in _SUMMING

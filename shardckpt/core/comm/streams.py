@@ -98,7 +98,7 @@ class DeviceStreams:
 
     def get_ones(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return at least this many ones, for the current stream to read."""
-        if self.is_capturing:  # a capture writes no values
+        if self.is_async and self.is_capturing:  # a capture writes no values
             return torch.ones(count, dtype=dtype, device=self.device)
         key = 1 << count.bit_length(), dtype
         if key not in self._ones:

@@ -311,7 +311,8 @@ class GradientReducer:
             return _Reduction(how, parts, source, source, Pending(None, what))
         out = torch.empty(source.numel() // size, dtype=how.dtype, device=how.device)
         has_one_divisor = how.divisors(self.group.world) == (1.0, self.group.world)
-        is_mean = has_one_divisor and custom is None and self.group.can_average(how.device)
+        is_mean = self._unsharded.streams.is_async and has_one_divisor and custom is None
+        is_mean = is_mean and self.group.can_average(how.device)
         pending = self.group.reduce_scatter(out, source, what, custom, is_mean=is_mean)
         is_kept = custom is not None or self._unsharded.streams.is_async
         return _Reduction(how, parts, out, source if is_kept else None, pending, is_mean=is_mean)
