@@ -340,6 +340,29 @@ class TestTensors:
             )
         assert os.listdir(tmp_path) == []
 
+    @pytest.mark.parametrize("sharing", [0, 1])
+    @pytest.mark.parametrize("kind", ["values", "shapes", "other pair", "module"])
+    def test_two_names_of_one_tensor_are_so_on_all_ranks(self, kind: str, sharing: int, tmp_path: Path) -> None:
+        def body(rank: int, world: int) -> None:
+            state = {name: torch.full((4,), value) for value, name in enumerate("wxy")}
+            if rank == sharing:
+                state["y"] = state["x"]
+            elif kind == "other pair":
+                state["y"] = state["w"]
+            elif kind == "shapes":
+                state["y"] = torch.ones(7, 2, dtype=torch.float64)
+            if kind == "module":
+                state = {"model": nn.ParameterDict({name: value.float() for name, value in state.items()})}
+                if rank == sharing:
+                    state["model"]["y"] = state["model"]["x"]
+            shardckpt.save(state, tmp_path / "c")
+
+        for raised in raised_everywhere(2, body):
+            assert raised.is_a(UsageError) or raised.is_a(RankError)
+            assert "y: two names are one tensor on some ranks, and not on others" in raised.message
+            assert "rank 0, but not on rank 1" in raised.message or "rank 1, but not on rank 0" in raised.message
+        assert os.listdir(tmp_path) == []
+
     @pytest.mark.parametrize("face", ["ddp", "orig", "in place", "torch in place", "torch wrapper"])
     def test_buffers_may_differ_and_those_of_rank_0_are_saved(self, tmp_path: Path, face: str) -> None:
         def body(rank: int, world: int) -> torch.Tensor:

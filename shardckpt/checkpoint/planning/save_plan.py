@@ -20,7 +20,7 @@ from shardckpt.native.payload import FileLayout, PayloadChunk, arrange_files
 from shardckpt.native.records import ArrayRecord
 from shardckpt.plan.layout.box_codec import BoxRow, PackedRows, encode_rows, pack_message, unpack_message
 from shardckpt.plan.layout.packed_plan import find_tilings
-from shardckpt.plan.layout.write_plan import LocalTensor, TensorSpec, plan_save
+from shardckpt.plan.layout.write_plan import NAME_STAGES, LocalTensor, TensorSpec, plan_save
 from shardckpt.state.local.tensor_shards import LocalShard
 
 _BUFFER, _FROZEN, _ON_DEVICE = 1, 2, 4
@@ -246,8 +246,7 @@ def _plan_packed(
         )
         for rows, rank_plan in zip(tilings.tasks, rest.rank_plans, strict=True)
     )
-    ties = {path: first for path, first in rest.ties.items() if path not in known}
-    return replace(rest, rank_plans=rank_plans, order=tuple(paths), ties=ties, nbytes=rest.nbytes + sum(tilings.nbytes))
+    return replace(rest, rank_plans=rank_plans, order=tuple(paths), nbytes=rest.nbytes + sum(tilings.nbytes))
 
 
 def _add_chunks(rows: PackedRows, chunks: Collection[PayloadChunk], known: Mapping[Path, int]) -> PackedRows:
@@ -262,10 +261,9 @@ def _add_chunks(rows: PackedRows, chunks: Collection[PayloadChunk], known: Mappi
 
 def _plan_unpacked(local_plans: Sequence[LocalSavePlan], loads: Sequence[int], stages: Sequence[int]) -> GlobalSavePlan:
     """Return the plan for unpacked arrays."""
+    ties = _merge_ties(local_plans)
     plan = plan_save(_counted(local_plans), loads)
     order = tuple(spec.path for spec in plan.arrays)
-    known = set(order)
-    ties = {p: first for local_plan in reversed(local_plans) for p, first in local_plan.ties.items() if p not in known}
     frozen = _frozen(local_plans)
     chunks = [[PayloadChunk(*plan.arrays[task.array], task.box) for task in tasks] for tasks in plan.tasks]
     replica_groups, summed, positions = _find_replica_groups(local_plans, stages)
@@ -282,6 +280,24 @@ def _plan_unpacked(local_plans: Sequence[LocalSavePlan], loads: Sequence[int], s
         sum(c.nbytes for rank_plan in rank_plans for c in rank_plan.chunks),
         specs,
     )
+
+
+def _merge_ties(local_plans: Sequence[LocalSavePlan]) -> dict[Path, Path]:
+    """Return the ranks' ties; ranks must not have a tie and an array, or two ties, under one name."""
+    ties = {path: first for local_plan in reversed(local_plans) for path, first in local_plan.ties.items()}
+    for rank, local_plan in enumerate(local_plans) if ties else ():
+        others = (path for path, first in local_plan.ties.items() if ties[path] != first)
+        odd = next(others, None) or next((each.path for each in local_plan.arrays if each.path in ties), None)
+        if odd is not None:
+            first, tied = ties[odd], next(n for n, each in enumerate(local_plans) if odd in each.ties)
+            raise UsageError(
+                "two names are one tensor on some ranks, and not on others",
+                where=dotted(odd),
+                found=f"it is the same tensor as {dotted(first)} on rank {tied}, but not on rank {rank}",
+                fix="Make them one tensor on all ranks or on none. To keep each rank's own, use shardckpt.PerRank."
+                f" {NAME_STAGES}",
+            )
+    return ties
 
 
 def _frozen(local_plans: Sequence[LocalSavePlan]) -> frozenset[Path]:

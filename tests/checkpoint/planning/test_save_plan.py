@@ -115,7 +115,7 @@ def test_packed_plans_give_what_unpacked_ones_give(
                 for at, (kind, shape, dtype) in enumerate(arrays)
             ),
             names({at for at in buffers if arrays[at : at + 1] and arrays[at][0] == "full"}),
-            {("tied", 0): ("m", 0), ("m", 1): ("m", 0)},
+            {("tied", 0): ("m", 0), ("m", 6): ("m", 0)},
             names(frozen - buffers),
         )
         for rank in range(world)
