@@ -263,6 +263,59 @@ def test_layers_with_rates_of_their_own_keep_them_from_save_to_save(tmp_path: Pa
             assert [lr for each in found for lr in each[step]] == [rate(number) for number in range(LAYERS)]
 
 
+# Each layer's decay, in the order of its rank's param groups.
+DECAYS = {
+    "alike": ((0.1, 0.2), (0.1, 0.2)),
+    "other order": ((0.1, 0.2), (0.2, 0.1)),
+    "more on rank 1": ((0.1, 0.1), (0.2, 0.1)),
+    "more on rank 0": ((0.1, 0.2), (0.2, 0.2)),
+    "no group alike": ((0.1, 0.2), (0.3, 0.4)),
+}
+
+
+@pytest.mark.parametrize("order", DECAYS)
+def test_rates_that_are_tensors_come_back_in_any_order_of_groups(order: str, tmp_path: Path) -> None:
+    def build(rank: int, value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model, groups = cut(rank, 2), {}
+        for layer, decay in zip(model.layers.values(), DECAYS[order][rank], strict=True):
+            groups.setdefault(decay, []).extend(layer.parameters())
+        settings = [{"params": each, "weight_decay": decay * bool(value)} for decay, each in groups.items()]
+        optim = torch.optim.AdamW(settings)
+        for at, group in enumerate(optim.param_groups):
+            group["lr"] = torch.tensor(value + at)
+        return model, optim
+
+    def settings_of(optim: torch.optim.Optimizer) -> list[tuple[float, float]]:
+        return [(float(group["lr"]), group["weight_decay"]) for group in optim.param_groups]
+
+    def body(rank: int, world: int) -> None:
+        model, optim = build(rank, 1.0)
+        checkpointer = shardckpt.Checkpointer(tmp_path / "run")
+        for step in (1, 2, 3):
+            for group in optim.param_groups:
+                group["lr"] += 1
+                group["weight_decay"] += step
+            checkpointer.save(step, {"model": model, "optim": optim})
+        checkpointer.wait()
+        again, other = build(rank, 0.0)
+        assert checkpointer.restore({"model": again, "optim": other}) == 3
+        assert settings_of(other) == settings_of(optim)
+
+    run(2, body)
+    (step,) = (tmp_path / "run").glob("step-*3")
+    assert shardckpt.verify(step).ok
+    found = shardckpt.load(step)["optim"]["param_groups"]
+    rates = {name: (float(group["lr"]), group["weight_decay"]) for group in found for name in group["params"]}
+    expected = {}
+    for rank in range(2):
+        model, optim = build(rank, 1.0)
+        names = {value: name for name, value in model.named_parameters()}
+        for group in optim.param_groups:
+            decay = group["weight_decay"] + 1 + 2 + 3
+            expected |= {names[each]: (float(group["lr"]) + 3, decay) for each in group["params"]}
+    assert rates == expected
+
+
 def test_later_saves_of_stages_have_the_values_of_their_own_step(tmp_path: Path) -> None:
     def save(rank: int, world: int) -> list[dict]:
         model = cut(rank, world)
@@ -328,6 +381,16 @@ def fill(module: nn.Module, value: float) -> nn.Module:
     return module
 
 
+def shared_on_rank_0(rank: int) -> nn.Module:
+    """Return a stage whose layers x and y have one weight on rank 0; rank 1 has its own y."""
+    y = fill(nn.Linear(2, 2 + rank, bias=False), rank)
+    if rank:
+        return named(rank, y=y)
+    model = named(rank, x=nn.Linear(2, 2, bias=False), y=y)
+    model.x.weight = model.y.weight
+    return model
+
+
 def decayed(rank: int, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), weight_decay=rank / 10)
 
@@ -338,6 +401,7 @@ CLASHES = {
     "buffers": ("x.running_mean", lambda rank: {"model": named(rank, x=fill(nn.BatchNorm1d(2, affine=False), rank))}),
     "extra state": ("x._extra_state", lambda rank: {"model": named(rank, x=Extra(rank))}),
     "averages": ("x.weight", lambda rank: {"ema": AveragedModel(named(rank, x=fill(nn.Linear(2, 2), rank)))}),
+    "one tensor on a rank": ("model.y.weight", lambda rank: {"model": shared_on_rank_0(rank)}),
     "same names": ("0.weight", lambda rank: {"model": fill(nn.Sequential(nn.Linear(2, 2)), rank)}),
     "same names, shapes": ("0.weight", lambda rank: {"model": nn.Sequential(nn.Linear(2, 2 + rank))}),
     "settings": (

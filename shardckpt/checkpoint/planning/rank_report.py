@@ -157,7 +157,8 @@ def build_contents(
     for rank, report in enumerate(reports):
         for path, item in report.per_rank_values.items():
             _at(tree, path)[rank] = item.decode()
-    numbers = plan.numbers
+    ties = {**plan.ties, **flattened.ties}  # merged stages have further ones
+    numbers = {**plan.numbers, **{path: plan.numbers[first] for path, first in ties.items()}}
     orders = {numbers[path]: order for report in reversed(reports) for path, order in report.orders.items()}
     topology = Topology(memory_orders=dict(sorted(orders.items())), optimizers=tuple(flattened.optimizers))
     return ManifestContents(
@@ -166,7 +167,7 @@ def build_contents(
         plan.records,
         about={**ABOUT, **custom_metadata},
         topology={"world_size": len(reports), **encode(topology)},
-        ties={path: numbers[path] for path in plan.ties},
+        ties={path: numbers[path] for path in ties},
         variants=dict(flattened.variants),
         tree=encoded(tree, lambda item: numbers[item.path]),
     )

@@ -16,6 +16,7 @@ from shardckpt.errors import UsageError
 from shardckpt.manifest import Path, dotted
 from shardckpt.plan.layout.write_plan import NAME_STAGES, LocalTensor
 from shardckpt.plan.optim.param_groups import merge_groups, settings
+from shardckpt.readers.opened.state_tree import TensorRef, iter_refs
 
 _FIX = f"{NAME_STAGES} To keep each rank's own, use shardckpt.PerRank."
 
@@ -46,7 +47,7 @@ def add_parts(report: RankReport, flattened: FlattenedState) -> RankReport:
 
 def merge_parts(flattened: FlattenedState, reports: Sequence[RankReport]) -> MergedState:
     """Merge the ranks' parts into rank 0's state, which has the same paths of parts."""
-    tree, slots = flattened.tree, dict(flattened.slots)
+    tree, slots, ties = flattened.tree, dict(flattened.slots), dict(flattened.ties)
     is_like_own = True
     for path in flattened.parts:
         parts = [report.parts[path].decode() for report in reports]
@@ -54,15 +55,18 @@ def merge_parts(flattened: FlattenedState, reports: Sequence[RankReport]) -> Mer
         if root in slots:
             groups = _merge_groups([part["param_groups"] for part in parts], path)
             is_like_own &= all(_settings(part["param_groups"]) == _settings(groups) for part in parts)
-            merged: Any = {"state": {}, "param_groups": groups}
             slots[root] = tuple(name for group in groups for name in group["params"])
+            merged: Any = {
+                "state": {},
+                "param_groups": [_tie(group, (*path, "param_groups", at), ties) for at, group in enumerate(groups)],
+            }
         else:
             merged = parts[0]
             for rank, part in enumerate(parts[1:], 1):
                 merged = _merge(merged, part, path, rank)
         tree = _put(tree, path, merged)
     stages = _find_stages(reports)
-    return MergedState(replace(flattened, tree=tree, slots=slots), stages, is_like_own)
+    return MergedState(replace(flattened, tree=tree, slots=slots, ties=ties), stages, is_like_own)
 
 
 def _find_stages(reports: Sequence[RankReport]) -> tuple[int, ...]:
@@ -77,6 +81,12 @@ def _digest_names(report: RankReport) -> str:
 
 
 def _merge_groups(lists: Sequence[Any], path: Path) -> list[dict[str, Any]]:
+    if any(iter_refs(list(lists))):
+        # Groups with tensors stay at their index, where a rank has these; others follow behind all ranks' indices.
+        longest: list[Any] = []
+        for groups in lists:
+            longest += ({**group, "params": []} for group in groups[len(longest) :])
+        lists = [longest, *lists]
     merged = merge_groups(lists)
     if merged is None:
         raise UsageError(
@@ -85,6 +95,17 @@ def _merge_groups(lists: Sequence[Any], path: Path) -> list[dict[str, Any]]:
             fix=_FIX,
         )
     return merged
+
+
+def _tie(group: dict[str, Any], place: Path, ties: dict[Path, Path]) -> dict[str, Any]:
+    """Return a group for another index; its tensors are tied to what a rank has at its own index."""
+    for ref in [*iter_refs(group)]:
+        rest = ref.path[len(place) :]
+        moved = (*place, *rest)
+        if moved != ref.path:
+            ties[moved] = ref.path
+            group = _put(group, rest, TensorRef(moved, ref.kind))
+    return group
 
 
 def _settings(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
