@@ -47,8 +47,11 @@ def merge_selection(
     selection = _name_as_base(selection, store.url)
     _require_plain_base(selection, config, adapters)
     merged = _merge(_add_tied_heads(selection, config, adapters), store, adapters, config, dtype)
-    new = {tensor.name for tensor in merged.model} - {tensor.name for tensor in selection.model}
-    values = {TIE: False} if any(map(is_head, new)) else {}
+    untied = {name for tie in selection.ties.items() - merged.ties.items() for name in tie}
+    untied |= {tensor.name for tensor in merged.model} - {tensor.name for tensor in selection.model}
+    values = {TIE: False} if any(map(is_head, untied)) else {}
+    if values:
+        merged = _write_shared_biases(merged)
     return replace(
         merged,
         warnings=(*merged.warnings, *_warnings_of_ties(merged, config)),
@@ -156,13 +159,17 @@ def _merge(
         own |= merge.own
     ties, warnings = dict(selection.ties), list(selection.warnings)
     for name, kept in selection.ties.items():
-        if name in own or kept in own:
+        if {name, kept} & own or _is_head_alone(name, kept, changes):
             del ties[name]
             tensors[name] = replace(tensors[kept], name=name)
             warnings.append(_UNTIED.format(name, kept))
         elif name in changes:
             if kept in changes:
-                raise UnsupportedError("the adapter changes one tensor under two names", found=f"{name}, {kept}")
+                raise UnsupportedError(
+                    "the adapter changes one tensor under two names",
+                    found=f"{name}, {kept}",
+                    fix="The base ties them: use the model's folder, which has one of the names, as BASE.",
+                )
             changes[kept] = changes.pop(name)  # one tensor with two names: both change, as in the module
     order = [name for name in selection.order if name in tensors] or list(tensors)
     for name, tensor in resized.items():
@@ -176,6 +183,31 @@ def _merge(
         ties=ties,
         warnings=tuple(warnings),
         config_values={**selection.config_values, **_describe_vocabulary(resized, known)},
+    )
+
+
+def _is_head_alone(name: str, kept: str, changes: Mapping[str, AdapterChange]) -> bool:
+    """Return True if changes are for a head and not for the embedding that it is tied to."""
+    pairs = ((name, kept), (kept, name))
+    return any(
+        head in changes and not is_embedding(head) and (is_head(head) or is_embedding(other)) for head, other in pairs
+    )
+
+
+def _write_shared_biases(merged: Selection) -> Selection:
+    """Write the biases that a model class ties together with its head: without ties a reader wants both."""
+    tensors = {tensor.name: tensor for tensor in merged.model}
+    biases: dict[str, OutputTensor] = {}
+    for head in filter(is_head, tensors):
+        module = head.removesuffix(".weight")
+        name, shared = f"{module}.bias", f"{module.rpartition('.')[0]}.bias"
+        if module.endswith(".decoder") and name not in tensors and shared in tensors:
+            biases[name] = replace(tensors[shared], name=name)
+    return replace(
+        merged,
+        model=(*merged.model, *biases.values()),
+        ties={name: kept for name, kept in merged.ties.items() if name not in biases},
+        order=(*merged.order, *(name for name in biases if name not in merged.order)),
     )
 
 
@@ -201,8 +233,8 @@ def _describe_vocabulary(resized: Mapping[str, OutputTensor], known: Mapping[str
 
 def _warnings_of_ties(merged: Selection, config: Mapping[str, object]) -> list[str]:
     """Return warnings about changed embeddings that only the merged model's head also uses."""
-    names = {tensor.name for tensor in merged.model} | merged.ties.keys()
-    if not _may_tie(config) or any(map(is_head, names)):
+    tied = {each for tie in merged.ties.items() if any(map(is_head, tie)) for each in tie}
+    if not tied and (not _may_tie(config) or any(is_head(tensor.name) for tensor in merged.model)):
         return []
     # Trained tokens replace those of a tied head too.
     changed = [t.name for t in merged.model if isinstance(t.change, (LowRankSum, ScaledSum, TensorCopy))]
@@ -210,7 +242,7 @@ def _warnings_of_ties(merged: Selection, config: Mapping[str, object]) -> list[s
         f"{name} is changed, and the model may tie its head to it ({TIE}): then the merged model's head changes too,"
         " unlike the head in the model with the adapter"
         for name in changed
-        if is_embedding(name)
+        if (name in tied if tied else is_embedding(name))
     ]
 
 

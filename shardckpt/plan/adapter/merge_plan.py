@@ -157,7 +157,9 @@ def _require_in_base(name: str, base: Mapping[str, Shape], where: str) -> None:
         f"the base has no {name!r}, which the adapter changes",
         where=where,
         found=f"{len(base)} names such as {', '.join(list(base)[:2])}",
-        fix="Name the base that the adapter was trained on; --rename gives it other names.",
+        fix="Name the base that the adapter was trained on; --rename gives it other names. A folder of transformers"
+        " may lack tied tensors and have other names than the model in memory: use a native step as BASE, which"
+        " shardckpt.save wrote from the base.",
     )
 
 

@@ -292,3 +292,59 @@ def test_magnitudes_without_use_dora_are_refused(tmp_path: Path) -> None:
     told.write_text(told.read_text().replace('"use_dora": true', '"use_dora": false'))
     with pytest.raises(FormatError, match=r"q_proj must have magnitudes .* if and only if use_dora"):
         shardckpt.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+
+
+def _write_bases(model: Any, folder: Path) -> dict[str, dict[str, Any]]:
+    """Write a model as each kind of base, with the options that a merge needs."""
+    model.save_pretrained(folder / "base")
+    shardckpt.save({"model": model}, folder / "native", model_files=model)
+    torch.save(model.state_dict(), folder / "state.pt")
+    return {"base": {}, "native": {}, "state.pt": {"config_from": folder / "base"}}
+
+
+def _compute(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(torch.arange(3, 11)[None]).logits
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "lm_head"], ["embed_tokens", "lm_head"]], ids=["head", "both"])
+def test_a_tied_head_with_factors_is_untied_in_every_form_of_base(targets: list[str], tmp_path: Path) -> None:
+    model = build(tie_word_embeddings=True)
+    bases = _write_bases(model, tmp_path)
+    wrapped = adapt(model, tmp_path, target_modules=targets)
+    shardckpt.save({"model": wrapped}, tmp_path / "step", model_files=wrapped)
+    adapted = _compute(wrapped)
+    for base, options in {**bases, "step": {"config_from": tmp_path / "base"}}.items():
+        adapter = "step" if base == "step" else "adapter"
+        out = tmp_path / f"out-{Path(base).stem}"
+        report = shardckpt.merge_adapter(tmp_path / base, tmp_path / adapter, out, **options)
+        found = type(model).from_pretrained(out)
+        torch.testing.assert_close(_compute(found), adapted, rtol=1e-4, atol=1e-4)
+        assert found.config.tie_word_embeddings is False
+        assert any("tied in the base and differ now" in warning for warning in report.warnings)
+
+
+def test_a_changed_embedding_of_a_tied_model_is_told_for_every_form_of_base(tmp_path: Path) -> None:
+    model = build(tie_word_embeddings=True)
+    bases = _write_bases(model, tmp_path)
+    adapt(model, tmp_path, target_modules=["q_proj", "embed_tokens"])
+    for base, options in bases.items():
+        report = shardckpt.merge_adapter(
+            tmp_path / base, tmp_path / "adapter", tmp_path / f"out-{Path(base).stem}", **options
+        )
+        assert [warning for warning in report.warnings if "merged model's head changes too" in warning], base
+
+
+@pytest.mark.parametrize("kind", ["base", "native", "state.pt"])
+def test_a_decoder_that_is_untied_keeps_the_bias_that_it_shared(kind: str, tmp_path: Path) -> None:
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(0)
+    model = BertForMaskedLM(BertConfig(**SIZES))
+    model.cls.predictions.bias.data.normal_()
+    options = _write_bases(model, tmp_path)[kind]
+    adapted = _compute(adapt(model, tmp_path, target_modules=["query", "decoder"]))
+    shardckpt.merge_adapter(tmp_path / kind, tmp_path / "adapter", tmp_path / "out", **options)
+    found, info = BertForMaskedLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"]
+    torch.testing.assert_close(_compute(found), adapted, rtol=1e-4, atol=1e-4)
