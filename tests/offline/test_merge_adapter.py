@@ -85,11 +85,11 @@ def test_every_kind_of_layer_and_the_scale_of_its_own(tmp_path: Path, kind: str)
         w, a = torch.randn(6, 5, 3, 2), torch.randn(4, 5, 3, 2)
         names = {"x.m.lora_A.weight": a, "x.m.lora_B.weight": b.reshape(6, 4, 1, 1)}
         added = (b @ a.reshape(4, -1)).reshape(w.shape)
-    other = {"y.m.weight": torch.zeros(2, 2)}
-    names |= {"y.m.lora_A.weight": torch.ones(2, 2), "y.m.lora_B.weight": torch.ones(2, 2)}
+    other = {"y.m.weight": torch.zeros(2, 3)}
+    names |= {"y.m.lora_A.weight": torch.ones(2, 3), "y.m.lora_B.weight": torch.ones(2, 2)}
     found = merged(tmp_path, {"x.m.weight": w, **other}, names, **{**config, "fan_in_fan_out": kind == "conv1d"})
     torch.testing.assert_close(found["x.m.weight"], w + added * 8 / sqrt(4))
-    torch.testing.assert_close(found["y.m.weight"], torch.full((2, 2), 2 * 6 / sqrt(2)))
+    torch.testing.assert_close(found["y.m.weight"], torch.full((2, 3), 2 * 6 / sqrt(2)))
 
 
 @pytest.mark.parametrize("batch", [1 << 16, 1 << 20])

@@ -131,7 +131,7 @@ class _MergeBase:
 
     store: Store
     tensors: Mapping[str, OutputTensor]  # tied tensors under both names
-    model_type: object
+    config: Mapping[str, object]  # of the model
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -144,7 +144,7 @@ def _merge(
 ) -> Selection:
     tensors = {tensor.name: tensor for tensor in selection.model}
     known = {**tensors, **{name: tensors[kept] for name, kept in selection.ties.items()}}
-    base = _MergeBase(store, known, config.get("model_type"))
+    base = _MergeBase(store, known, config)
     changes: dict[str, AdapterChange] = {}
     own: set[str] = set()
     resized: dict[str, OutputTensor] = {}
@@ -254,7 +254,9 @@ def _may_tie(config: Mapping[str, object]) -> bool:
 def _plan_changes(adapter: Adapter, known: Mapping[str, Shape], base: _MergeBase) -> Merge:
     """Plan an adapter's changes; require equal values for one tensor's two names."""
     shapes = {name: entry.shape for name, entry in adapter.entries.items()}
-    merge = plan_merge(adapter.config, shapes, known, adapter.url, model_type=base.model_type)
+    parts = [part.get("model_type") for part in base.config.values() if isinstance(part, Mapping)]
+    model_type = base.config.get("model_type")
+    merge = plan_merge(adapter.config, shapes, known, adapter.url, model_type=model_type, part_types=parts)
     for pair in merge.repeated:
         first, second = (adapter.entries[name] for name in pair)
         is_like = (first.shape, first.stored) == (second.shape, second.stored)

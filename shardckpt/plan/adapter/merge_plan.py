@@ -10,7 +10,7 @@ from math import prod
 from typing import Any
 
 from shardckpt.boxes import Shape
-from shardckpt.errors import FormatError, UnsupportedError, UsageError
+from shardckpt.errors import AmbiguousError, FormatError, UnsupportedError, UsageError
 from shardckpt.plan.adapter.name_ends import NameEnds
 from shardckpt.plan.adapter.names import Role, SortedNames, sort_names
 from shardckpt.plan.adapter.parameters import LowRank, count_levels, list_names, place_factors, strip_levels
@@ -20,7 +20,8 @@ from shardckpt.plan.quantized_weights import TRANSPOSED
 
 __all__ = ["AddedBias", "Merge", "TokenRows", "list_changed", "plan_merge"]
 
-# Last name parts of modules that are never `Conv1D`.
+# Last name parts of modules that are `Conv1D` in GPT-2 and models like it, and of modules that never are.
+_CONV1D = frozenset({"c_attn", "c_fc", "c_proj", "q_attn"})
 _HEAD = re.compile(r"(.*_)?head|embed_out|score|classifier|qa_outputs")
 
 _SAVED = "modules_to_save"
@@ -79,8 +80,9 @@ def plan_merge(
     where: str,
     *,
     model_type: object = None,
+    part_types: Collection[object] = (),
 ) -> Merge:
-    """Plan the changes that an adapter makes to its base, whose config names the type of model."""
+    """Plan the changes that an adapter makes to its base, whose config names the types of model and parts."""
     names = sort_names(adapter, where)
     replaced = {name: sources[-1] for name, sources in names.replaced.items()}
     repeated = tuple((sources[0], other) for sources in names.replaced.values() for other in sources[1:])
@@ -93,9 +95,13 @@ def plan_merge(
     settings = Settings(config, sum(map(len, adapter)), where)
     planner = _Planner(adapter, {**base, **shapes}, settings, where)
     factors = _group_factors(names, read_parameters(config, where))
-    is_turned = model_type in TRANSPOSED or config.get("fan_in_fan_out") is True
+    types = {each for each in (model_type, *part_types) if isinstance(each, str)}
     added = [
-        planner.plan_layer(module, parts, _choose_turns(module, names.turned, is_turned))
+        planner.plan_layer(
+            module,
+            parts,
+            (True,) if module in names.turned else _choose_turns(module, types, config.get("fan_in_fan_out")),
+        )
         for module, parts in factors.layers.items()
     ]
     for module, levels in factors.levels.items():
@@ -192,11 +198,19 @@ def _is_of_vocabulary(name: str) -> bool:
     return is_embedding(name) or is_head(name)
 
 
-def _choose_turns(module: str, embeddings: Set[str], is_turned: bool) -> tuple[bool, ...]:
-    """Return whether a weight may be `in x out`, the likelier answer first; shapes decide unless it is square."""
-    if module in embeddings:
-        return (True,)
-    return (True, False) if is_turned and not _HEAD.fullmatch(module.rpartition(".")[2]) else (False, True)
+def _choose_turns(module: str, types: Set[str], fan_in_fan_out: object) -> tuple[bool, ...]:
+    """Return whether a weight may be `in x out`, the likelier answer first, or none if a square one is ambiguous."""
+    # peft writes one `fan_in_fan_out`, which is right for the last layer with factors alone.
+    last, has_conv1d = module.rpartition(".")[2], fan_in_fan_out is True
+    if _HEAD.fullmatch(last):
+        is_turned = False
+    elif types & TRANSPOSED or (last in _CONV1D and has_conv1d):
+        is_turned = last in _CONV1D
+    elif has_conv1d or (last in _CONV1D and not types):
+        return ()
+    else:
+        is_turned = False
+    return (is_turned, not is_turned)
 
 
 class _Planner:
@@ -232,8 +246,16 @@ class _Planner:
                 f"the factors of {module} do not fit its rank", where=self._where, found=f"{a}, {b}", expected=known
             )
         shape = self._base[weight]
-        fits = {turn: (*a[1:], b[0]) if turn else (b[0], *a[1:]) for turn in turns}
-        is_turned = next((turn for turn, size in fits.items() if size == shape), turns[0])
+        fits = {turn: (*a[1:], b[0]) if turn else (b[0], *a[1:]) for turn in turns or (False, True)}
+        fitting = [turn for turn, size in fits.items() if size == shape]
+        if len(fitting) > 1 and not turns:
+            raise AmbiguousError(
+                f"{weight} is square, and may be a Linear's or, transposed, a Conv1D's",
+                where=self._where,
+                found="fan_in_fan_out, which peft writes once for all layers",
+                fix="Give the model's config.json with --config-from, or merge with peft's merge_and_unload().",
+            )
+        is_turned = next(iter((*fitting, *fits)))
         wanted = fits[is_turned]
         if shape != wanted or any(n != 1 for n in b[2:]):
             grown = sum(n != known for n, known in zip(wanted, shape, strict=False)) == 1 and _is_of_vocabulary(weight)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import shardckpt
-from shardckpt.errors import FormatError, UnsupportedError, UsageError
+from shardckpt.errors import AmbiguousError, FormatError, UnsupportedError, UsageError
 from tests.kit.runs.cases import load_folder
 
 peft = pytest.importorskip("peft")
@@ -302,7 +302,7 @@ def _write_bases(model: Any, folder: Path) -> dict[str, dict[str, Any]]:
     return {"base": {}, "native": {}, "state.pt": {"config_from": folder / "base"}}
 
 
-def _compute(model: Any) -> torch.Tensor:
+def _compute(model: Any) -> Any:
     with torch.no_grad():
         return model.eval()(torch.arange(3, 11)[None]).logits
 
@@ -348,3 +348,23 @@ def test_a_decoder_that_is_untied_keeps_the_bias_that_it_shared(kind: str, tmp_p
     found, info = BertForMaskedLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"]
     torch.testing.assert_close(_compute(found), adapted, rtol=1e-4, atol=1e-4)
+
+
+def test_square_weights_beside_conv1d_are_turned_by_their_own_kind(tmp_path: Path) -> None:
+    """A GPT-2 decoder has Conv1D layers, its encoder has Linear ones, and peft writes one flag for both."""
+    from transformers import GPT2Config, VisionEncoderDecoderConfig, VisionEncoderDecoderModel, ViTConfig
+
+    torch.manual_seed(0)
+    encoder = ViTConfig(**{**SIZES, "image_size": 16, "patch_size": 8})
+    decoder = GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2, add_cross_attention=True)
+    model = VisionEncoderDecoderModel(VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder))
+    shardckpt.save({"model": model}, tmp_path / "step", model_files=model)
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    wrapped = adapt(model, tmp_path, target_modules=["q_proj", "c_proj", "c_attn", "q_attn"])
+    shardckpt.merge_adapter(tmp_path / "step", tmp_path / "adapter", tmp_path / "out")
+    truth = wrapped.merge_and_unload().state_dict()
+    found = load_folder(tmp_path / "out")
+    for name, value in found.items():
+        torch.testing.assert_close(value, truth[name], rtol=1e-5, atol=1e-6)
+    with pytest.raises(AmbiguousError, match=r"q_proj\.weight is square.*Conv1D.*--config-from"):
+        shardckpt.merge_adapter(tmp_path / "state.pt", tmp_path / "adapter", tmp_path / "other")
