@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -13,9 +13,16 @@ from shardckpt.boxes import Shape
 from shardckpt.errors import AmbiguousError, FormatError, UnsupportedError, UsageError
 from shardckpt.plan.adapter.name_ends import NameEnds
 from shardckpt.plan.adapter.names import Role, SortedNames, sort_names
-from shardckpt.plan.adapter.parameters import LowRank, count_levels, list_names, place_factors, strip_levels
+from shardckpt.plan.adapter.parameters import (
+    LowRank,
+    count_levels,
+    find_stored_name,
+    list_names,
+    place_factors,
+    strip_levels,
+)
 from shardckpt.plan.adapter.settings import Settings, read_parameters
-from shardckpt.plan.naming.fqn import is_embedding, is_head
+from shardckpt.plan.naming.fqn import is_embedding, is_head, require_unique
 from shardckpt.plan.quantized_weights import TRANSPOSED
 
 __all__ = ["AddedBias", "Merge", "TokenRows", "list_changed", "plan_merge"]
@@ -83,12 +90,12 @@ def plan_merge(
     part_types: Collection[object] = (),
 ) -> Merge:
     """Plan the changes that an adapter makes to its base, whose config names the types of model and parts."""
-    names = sort_names(adapter, where)
+    names = _sort_by_stored_names(adapter, base, where)
     replaced = {name: sources[-1] for name, sources in names.replaced.items()}
     repeated = tuple((sources[0], other) for sources in names.replaced.values() for other in sources[1:])
     ordered = sorted(base)
     for name in replaced:
-        if not _is_new_module(name, config, ordered):
+        if not _is_new_head(name, config, ordered):
             _require_in_base(name, base, where)
     shapes = {name: adapter[own] for name, own in replaced.items() if base.get(name) != adapter[own]}
     _check_shapes(shapes, replaced, base, where)
@@ -117,7 +124,7 @@ def list_changed(
     config: Mapping[str, Any], adapter: Collection[str], base: Mapping[str, Shape], where: str
 ) -> Set[str]:
     """Return the base names that an adapter changes."""
-    names = sort_names(adapter, where)
+    names = _sort_by_stored_names(adapter, base, where)
     factors = _group_factors(names, read_parameters(config, where))
     changed = {*names.replaced, *(f"{module}.weight" for module in factors.layers)}
     for module in factors.levels:
@@ -126,6 +133,14 @@ def list_changed(
         changed |= {f"{module}.bias"} if "bias" in parts else set()
         changed |= {f"{module}.weight"} if "tokens" in parts else set()
     return changed
+
+
+def _sort_by_stored_names(adapter: Collection[str], base: Mapping[str, Shape], where: str) -> SortedNames:
+    """Sort an adapter's names, with the base's own names for tensors that the adapter contains."""
+    names = sort_names(adapter, where)
+    stored = {name: find_stored_name(name, base) for name in names.replaced}
+    require_unique(stored)
+    return replace(names, replaced={stored[name]: sources for name, sources in names.replaced.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +162,14 @@ def _group_factors(names: SortedNames, ends: NameEnds) -> _Factors:
     return _Factors(layers, {module: [found[at] for at in sorted(found)] for module, found in nested.items()}, ends)
 
 
-def _is_new_module(name: str, config: Mapping[str, Any], base: Sequence[str]) -> bool:
-    """Return True if the adapter trains a tensor's module in full and the base lacks it, as with a head."""
-    saved, parts = config.get(_SAVED), name.split(".")
-    at = next((i for i, part in enumerate(parts[:-1], 1) if isinstance(saved, list) and part in saved), 0)
-    prefix = ".".join((*parts[:at], ""))
+def _is_new_head(name: str, config: Mapping[str, Any], base: Sequence[str]) -> bool:
+    """Return True if a tensor's module is a head of the model that the adapter trains in full and the base lacks."""
+    saved, (head, *inner) = config.get(_SAVED), name.split(".")
+    prefix = f"{head}."
     first = bisect_left(base, prefix)  # the base's names are sorted
-    return at > 0 and not is_embedding(name) and not (first < len(base) and base[first].startswith(prefix))
+    is_known = first < len(base) and base[first].startswith(prefix)
+    is_saved = isinstance(saved, list) and head in saved
+    return bool(inner) and is_saved and not is_embedding(name) and not is_known
 
 
 def _require_in_base(name: str, base: Mapping[str, Shape], where: str) -> None:

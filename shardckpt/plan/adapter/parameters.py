@@ -17,7 +17,7 @@ from shardckpt.plan.adapter.name_ends import NameEnds
 from shardckpt.plan.adapter.names import Role
 from shardckpt.plan.adapter.settings import Settings
 
-__all__ = ["LowRank", "count_levels", "list_names", "place_factors", "strip_levels"]
+__all__ = ["LowRank", "count_levels", "find_stored_name", "list_names", "place_factors", "strip_levels"]
 
 _LEVEL = ".base_layer"
 _MOST = 5  # parameters in a module
@@ -84,6 +84,12 @@ def strip_levels(module: str) -> str:
 def count_levels(module: str) -> int:
     """Return how many levels of a module its factors are in."""
     return (len(module) - len(strip_levels(module))) // len(_LEVEL)
+
+
+def find_stored_name(name: str, base: Mapping[str, Shape]) -> str:
+    """Return a tensor's name in the base, whose files may name a module in another way than the model in memory."""
+    names = (name, *(name.replace(*pair) for pair in _MODULES))
+    return next((each for each in names if each in base), name)
 
 
 def list_names(module: str, ends: NameEnds, base: Mapping[str, Shape], where: str) -> list[str]:
@@ -176,8 +182,9 @@ def _find_parameters(module: str, ends: NameEnds, base: Mapping[str, Shape], whe
     found: dict[str, _Parameter] = {}
     for key in ends.list_keys(module):
         last = key.rpartition(".")[2]
-        if key in base and len(base[key]) in (2, 3):
-            found[key] = _Parameter(key, base[key], (_StoredRows(key, 0, 0),))
+        stored = find_stored_name(key, base)
+        if stored in base and len(base[stored]) in (2, 3):
+            found[key] = _Parameter(key, base[stored], (_StoredRows(stored, 0, 0),))
         elif last in _STACKED and (stacked := _find_stacked(module, last, base, where)):
             found[key] = stacked
     return list(found.values())

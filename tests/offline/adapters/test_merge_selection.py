@@ -368,3 +368,36 @@ def test_square_weights_beside_conv1d_are_turned_by_their_own_kind(tmp_path: Pat
         torch.testing.assert_close(value, truth[name], rtol=1e-5, atol=1e-6)
     with pytest.raises(AmbiguousError, match=r"q_proj\.weight is square.*Conv1D.*--config-from"):
         shardckpt.merge_adapter(tmp_path / "state.pt", tmp_path / "adapter", tmp_path / "other")
+
+
+def _save_mixtral(folder: Path, **settings: Any) -> Any:
+    """Write a Mixtral, whose files have other names than its modules, and an adapter; return both together."""
+    model = build("mixtral")
+    shardckpt.save({"model": model}, folder / "step", model_files=model)
+    return adapt(model, folder, target_modules=["q_proj"], **settings)
+
+
+@pytest.mark.parametrize("base", ["base", "step"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"modules_to_save": ["gate"]}, {"target_parameters": ["mlp.gate.weight", "mlp.experts.down_proj"]}],
+    ids=["saved", "factors"],
+)
+def test_a_router_gets_its_values_under_the_name_in_the_base(
+    settings: dict[str, Any], base: str, tmp_path: Path
+) -> None:
+    adapted = _compute(wrapped := _save_mixtral(tmp_path, **settings))
+    report = shardckpt.merge_adapter(tmp_path / base, tmp_path / "adapter", tmp_path / "out")
+    found, info = type(wrapped.base_model.model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values())
+    assert report.warnings == ()
+    torch.testing.assert_close(_compute(found), adapted, rtol=1e-4, atol=1e-4)
+
+
+def test_saved_experts_that_the_files_split_need_a_step_as_base(tmp_path: Path) -> None:
+    adapted = _compute(wrapped := _save_mixtral(tmp_path, modules_to_save=["experts"]))
+    with pytest.raises(UsageError, match=r"no 'model\.layers\.0\.mlp\.experts\..*native step as BASE"):
+        shardckpt.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    shardckpt.merge_adapter(tmp_path / "step", tmp_path / "adapter", tmp_path / "out")
+    found = type(wrapped.base_model.model).from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(_compute(found), adapted, rtol=1e-4, atol=1e-4)
