@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from math import isfinite
+from sys import float_info
 
 from typing_extensions import Unpack
 
@@ -52,8 +52,8 @@ def merge_adapter(
     Raises:
         UsageError: The call is invalid: an adapter belongs to another base, two adapters set one tensor, or an option
             does not apply.
-        CheckpointError: A checkpoint is damaged, incomplete or unsafe, or the kind of adapter cannot be merged
-            (by name).
+        CheckpointError: A checkpoint is damaged, incomplete or unsafe, the kind of adapter cannot be merged
+            (by name), or a finite value would become infinite or NaN.
         StorageError: Reading or writing failed.
 
     Examples:
@@ -69,7 +69,8 @@ def merge_adapter(
     opened = [open_adapter(resolve_step(path), weight) for path, weight in zip(paths, weights, strict=True)]
 
     def change(selection: Selection, config: Mapping[str, object], store: Store) -> Selection:
-        return merge_selection(selection, store, config, opened, parse_dtype(chosen.dtype))
+        dtype = parse_dtype(chosen.dtype)
+        return merge_selection(selection, store, config, opened, dtype, allow_overflow=chosen.allow_overflow)
 
     return export(base, dst, chosen, on_progress, change=change)
 
@@ -85,6 +86,8 @@ def _check_weights(weights: Sequence[float] | None, adapters: int) -> Sequence[f
             "each adapter must have a weight", found=f"{len(weights)} for {adapters}", fix="Give all weights, or none."
         )
     for weight in weights:
-        if not isinstance(weight, (int, float)) or not isfinite(weight):
-            raise UsageError("the weight of an adapter must be a finite number", found=repr(weight))
+        is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+        if not is_number or not abs(weight) <= float_info.max:  # also without NaN and huge integers
+            found = f"an integer in {weight.bit_length()} bits" if type(weight) is int else repr(weight)
+            raise UsageError("the weight of an adapter must be a finite number", found=found)
     return [float(weight) for weight in weights]

@@ -437,12 +437,15 @@ def test_the_sum_of_adapters_is_rounded_once_to_the_requested_dtype(tmp_path: Pa
         (FACTORS, FACTORS, [1.0], "each adapter must have a weight"),
         (FACTORS, FACTORS, [1.0, float("nan")], "finite"),
         (FACTORS, FACTORS, [1.0, "0.5"], "finite number; found '0.5'"),
+        (FACTORS, FACTORS, [1.0, True], "finite number; found True"),
+        (FACTORS, FACTORS, [1.0, -float("inf")], "finite number; found -inf"),
+        (FACTORS, FACTORS, [1.0, 10**5000], "finite number; found an integer in 16610 bits"),
         (FACTORS, {"m.weight": torch.ones(3, 4)}, None, "sets it in full"),
         ({"m.weight": torch.ones(3, 4)}, FACTORS, None, "sets it in full"),
         ({**FACTORS, "m.base_layer.weight": torch.ones(3, 4)}, FACTORS, None, "sets it in full"),
         (FACTORS, {"n": torch.ones(2)}, [1.0, 0.5], "must have the weight 1"),
     ],
-    ids=[str(i) for i in range(7)],
+    ids=[str(i) for i in range(10)],
 )
 def test_adapters_that_contradict_each_other_are_refused(
     tmp_path: Path, first: Any, second: Any, weights: Any, message: str

@@ -14,6 +14,7 @@ from shardckpt.offline.adapters.values import (
     AdapterChange,
     AdapterReader,
     BiasSum,
+    FiniteChange,
     LowRankSum,
     RowsCopy,
     ScaledSum,
@@ -41,7 +42,13 @@ _NEW = "{} is not in the base: load the result with the adapter's model class, a
 
 
 def merge_selection(
-    selection: Selection, store: Store, config: Mapping[str, object], adapters: Sequence[Adapter], dtype: str
+    selection: Selection,
+    store: Store,
+    config: Mapping[str, object],
+    adapters: Sequence[Adapter],
+    dtype: str,
+    *,
+    allow_overflow: bool,
 ) -> Selection:
     """Return a base's tensors with their changes, and new ones, which are cast to `dtype` unless it is empty."""
     selection = _name_as_base(selection, store.url)
@@ -52,8 +59,15 @@ def merge_selection(
     values = {TIE: False} if any(map(is_head, untied)) else {}
     if values:
         merged = _write_shared_biases(merged)
+    before = {tensor.name: tensor.change for tensor in selection.model}
     return replace(
         merged,
+        model=tuple(
+            tensor
+            if allow_overflow or tensor.change is None or tensor.change is before.get(tensor.name)
+            else replace(tensor, change=FiniteChange(tensor.change, tensor.name))
+            for tensor in merged.model
+        ),
         warnings=(*merged.warnings, *_warnings_of_ties(merged, config)),
         config_values={**merged.config_values, **values},
     )

@@ -21,7 +21,16 @@ from shardckpt.reader import Reader
 from shardckpt.readers.chunk_reader import PieceReader, ReadItem
 from shardckpt.storage.store import Store
 
-__all__ = ["AdapterChange", "AdapterReader", "BiasSum", "LowRankSum", "RowsCopy", "ScaledSum", "TensorCopy"]
+__all__ = [
+    "AdapterChange",
+    "AdapterReader",
+    "BiasSum",
+    "FiniteChange",
+    "LowRankSum",
+    "RowsCopy",
+    "ScaledSum",
+    "TensorCopy",
+]
 
 _READ_BYTES = 1 << 19
 _KEPT_FACTORS = 2  # in full; a layer's experts use two in turn
@@ -41,7 +50,7 @@ class AdapterReader:
     """Reads an adapter's tensors as numbers; caches the last full factors."""
 
     def __init__(self, reader: Reader, entries: Mapping[str, TensorEntry]) -> None:
-        self._pieces, self._entries = PieceReader(reader.store), entries
+        self._pieces, self._entries, self._where = PieceReader(reader.store), entries, reader.store.url
         self._lock = threading.Lock()
         self._kept: tuple[tuple[str, str, _Numbers], ...] = ()
         for name, entry in entries.items():
@@ -58,6 +67,13 @@ class AdapterReader:
         data = memoryview(bytearray(nbytes(entry.stored, box.volume)))
         with self._lock:  # threads share the decoders of encoded factors
             self._pieces.fill([ReadItem(entry.pieces, box, entry.stored, data)])
+        if not np.isfinite(np.frombuffer(data, numpy_dtype(entry.stored))).all():
+            raise PrecisionError(
+                f"the adapter's {name} must be finite",
+                where=self._where,
+                found="NaN or infinity",
+                fix="The training diverged: take an earlier adapter.",
+            )
         return data, entry.stored
 
     def numbers(self, name: str, box: Box, kind: str) -> _Numbers:
@@ -245,6 +261,28 @@ class ScaledSum:
 
 def _sum_squares(values: _Numbers, axis: int) -> _Numbers:
     return np.asarray(np.einsum("ij,ij->j" if axis == 0 else "ij,ij->i", values, values, dtype=np.float64))
+
+
+class FiniteChange:
+    """Requires that a change keeps finite values finite."""
+
+    def __init__(self, change: Change, name: str) -> None:
+        self._change, self._name = change, name
+
+    def __call__(self, box: Box, data: memoryview, stored: str) -> tuple[memoryview, str]:
+        """Return the changed values in a box."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            changed, kind = self._change(box, data, stored)
+        wrong = ~np.isfinite(np.frombuffer(changed, numpy_dtype(kind)))
+        if wrong.any() and stored in FLOATS and len(data) == nbytes(stored, box.volume):
+            wrong &= np.isfinite(np.frombuffer(data, numpy_dtype(stored)))
+        if wrong.any():
+            raise PrecisionError(
+                f"finite values of {self._name!r} become infinite or NaN with the adapter",
+                found=f"{np.count_nonzero(wrong)} of {wrong.size} values, computed in {kind}",
+                fix="Give a smaller --adapter-weight, or allow it with --allow-overflow.",
+            )
+        return changed, kind
 
 
 class TensorCopy:

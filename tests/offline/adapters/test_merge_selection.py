@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import shardckpt
-from shardckpt.errors import AmbiguousError, FormatError, UnsupportedError, UsageError
+from shardckpt.errors import AmbiguousError, FormatError, PrecisionError, UnsupportedError, UsageError
 from tests.kit.runs.cases import load_folder
 
 peft = pytest.importorskip("peft")
@@ -401,3 +402,43 @@ def test_saved_experts_that_the_files_split_need_a_step_as_base(tmp_path: Path) 
     shardckpt.merge_adapter(tmp_path / "step", tmp_path / "adapter", tmp_path / "out")
     found = type(wrapped.base_model.model).from_pretrained(tmp_path / "out")
     torch.testing.assert_close(_compute(found), adapted, rtol=1e-4, atol=1e-4)
+
+
+def _fill(folder: Path, end: str, value: float) -> None:
+    """Set an adapter's tensors whose names end so, as a run that diverged would."""
+    file = folder / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    assert any(name.endswith(end) for name in tensors)
+    save_file({k: torch.full_like(v, value) if k.endswith(end) else v for k, v in tensors.items()}, file)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("end", ["q_proj.lora_A.weight", "q_proj.lora_magnitude_vector", "norm.weight"])
+def test_an_adapter_that_is_not_finite_is_refused_by_the_tensors_name(end: str, value: float, tmp_path: Path) -> None:
+    adapt(build(), tmp_path, target_modules=["q_proj"], use_dora=True, modules_to_save=["norm"])
+    _fill(tmp_path, end, value)
+    with pytest.raises(PrecisionError, match=rf"the adapter's .*{end} must be finite"):
+        shardckpt.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", allow_overflow=True)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("value", "weight"), [(1e30, 1.0), (1.0, 1e300)], ids=["factors", "weight"])
+def test_sums_beyond_float32_are_refused_unless_overflow_is_allowed(
+    value: float, weight: float, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    adapt(build(dtype=dtype), tmp_path, target_modules=["q_proj"])
+    for side in "AB":
+        _fill(tmp_path, f"q_proj.lora_{side}.weight", value)
+    places: Any = (tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    with pytest.raises(PrecisionError, match=r"finite values of .*q_proj\.weight' become infinite.*--allow-overflow"):
+        shardckpt.merge_adapter(*places, adapter_weights=[weight])
+    assert not (tmp_path / "out").exists()
+    shardckpt.merge_adapter(*places, adapter_weights=[weight], allow_overflow=True)
+    assert load_folder(tmp_path / "out")["model.layers.0.self_attn.q_proj.weight"].isinf().all()
+
+
+def test_values_of_the_base_that_are_not_finite_stay_so(tmp_path: Path) -> None:
+    model = build()
+    model.model.layers[0].self_attn.q_proj.weight.data[0, 0] = float("inf")
+    assert_merged_as_peft_does(adapt(model, tmp_path, target_modules=["q_proj"]), tmp_path)
