@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from shardckpt.boxes import Shape
@@ -54,11 +54,12 @@ def merge_selection(
     selection = _name_as_base(selection, store.url)
     _require_plain_base(selection, config, adapters)
     merged = _merge(_add_tied_heads(selection, config, adapters), store, adapters, config, dtype)
-    untied = {name for tie in selection.ties.items() - merged.ties.items() for name in tie}
-    untied |= {tensor.name for tensor in merged.model} - {tensor.name for tensor in selection.model}
-    values = {TIE: False} if any(map(is_head, untied)) else {}
-    if values:
-        merged = _write_shared_biases(merged)
+    heads = {_find_head(*tie) for tie in selection.ties.items() - merged.ties.items()} - {""}
+    heads |= set(
+        filter(is_head, {tensor.name for tensor in merged.model} - {tensor.name for tensor in selection.model})
+    )
+    values = {TIE: False} if heads else {}
+    merged = _write_shared_biases(merged, heads)
     before = {tensor.name: tensor.change for tensor in selection.model}
     return replace(
         merged,
@@ -173,7 +174,7 @@ def _merge(
         own |= merge.own
     ties, warnings = dict(selection.ties), list(selection.warnings)
     for name, kept in selection.ties.items():
-        if {name, kept} & own or _is_head_alone(name, kept, changes):
+        if {name, kept} & own or _find_head(name, kept) in changes:
             del ties[name]
             tensors[name] = replace(tensors[kept], name=name)
             warnings.append(_UNTIED.format(name, kept))
@@ -200,19 +201,17 @@ def _merge(
     )
 
 
-def _is_head_alone(name: str, kept: str, changes: Mapping[str, AdapterChange]) -> bool:
-    """Return True if changes are for a head and not for the embedding that it is tied to."""
-    pairs = ((name, kept), (kept, name))
-    return any(
-        head in changes and not is_embedding(head) and (is_head(head) or is_embedding(other)) for head, other in pairs
-    )
+def _find_head(name: str, other: str) -> str:
+    """Return which of two tied tensors is a head, not an embedding; empty if none is."""
+    pairs = ((name, other), (other, name))
+    return next((a for a, b in pairs if not is_embedding(a) and (is_head(a) or is_embedding(b))), "")
 
 
-def _write_shared_biases(merged: Selection) -> Selection:
-    """Write the biases that a model class ties together with its head: without ties a reader wants both."""
+def _write_shared_biases(merged: Selection, heads: Set[str]) -> Selection:
+    """Write the biases that a model class ties together with untied heads: then a reader wants both."""
     tensors = {tensor.name: tensor for tensor in merged.model}
     biases: dict[str, OutputTensor] = {}
-    for head in filter(is_head, tensors):
+    for head in sorted(heads):
         module = head.removesuffix(".weight")
         name, shared = f"{module}.bias", f"{module.rpartition('.')[0]}.bias"
         if module.endswith(".decoder") and name not in tensors and shared in tensors:
@@ -247,7 +246,7 @@ def _describe_vocabulary(resized: Mapping[str, OutputTensor], known: Mapping[str
 
 def _warnings_of_ties(merged: Selection, config: Mapping[str, object]) -> list[str]:
     """Return warnings about changed embeddings that only the merged model's head also uses."""
-    tied = {each for tie in merged.ties.items() if any(map(is_head, tie)) for each in tie}
+    tied = {each for tie in merged.ties.items() if _find_head(*tie) for each in tie}
     if not tied and (not _may_tie(config) or any(is_head(tensor.name) for tensor in merged.model)):
         return []
     # Trained tokens replace those of a tied head too.

@@ -336,18 +336,40 @@ def test_a_changed_embedding_of_a_tied_model_is_told_for_every_form_of_base(tmp_
         assert [warning for warning in report.warnings if "merged model's head changes too" in warning], base
 
 
-@pytest.mark.parametrize("kind", ["base", "native", "state.pt"])
-def test_a_decoder_that_is_untied_keeps_the_bias_that_it_shared(kind: str, tmp_path: Path) -> None:
-    from transformers import BertConfig, BertForMaskedLM
+def _build_masked(kind: str) -> Any:
+    """Return a masked language model, whose decoder shares its weight and its bias."""
+    import transformers as hf
 
     torch.manual_seed(0)
-    model = BertForMaskedLM(BertConfig(**SIZES))
-    model.cls.predictions.bias.data.normal_()
-    options = _write_bases(model, tmp_path)[kind]
+    model = hf.AutoModelForMaskedLM.from_config(hf.AutoConfig.for_model(kind, **SIZES))
+    (model.cls.predictions if kind == "bert" else model.lm_head).bias.data.normal_()
+    return model
+
+
+MASKED = {"base": ["bert"], "native": ["bert", "roberta"], "state.pt": ["bert", "roberta"]}
+
+
+@pytest.mark.parametrize(("base", "kind"), [(base, kind) for base, kinds in MASKED.items() for kind in kinds])
+def test_a_decoder_that_is_untied_keeps_the_bias_that_it_shared(base: str, kind: str, tmp_path: Path) -> None:
+    model = _build_masked(kind)
+    options = _write_bases(model, tmp_path)[base]
     adapted = _compute(adapt(model, tmp_path, target_modules=["query", "decoder"]))
-    shardckpt.merge_adapter(tmp_path / kind, tmp_path / "adapter", tmp_path / "out", **options)
-    found, info = BertForMaskedLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    shardckpt.merge_adapter(tmp_path / base, tmp_path / "adapter", tmp_path / "out", **options)
+    found, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"]
+    assert found.config.tie_word_embeddings is False
+    torch.testing.assert_close(_compute(found), adapted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("settings", [{"bias": "all"}, {"modules_to_save": ["decoder"]}], ids=["biases", "saved"])
+def test_a_tied_name_that_a_folder_lacks_is_found_in_a_native_step(settings: dict[str, Any], tmp_path: Path) -> None:
+    model = _build_masked("bert")
+    _write_bases(model, tmp_path)
+    adapted = _compute(adapt(model, tmp_path, target_modules=["query"], **settings))
+    with pytest.raises(UsageError, match=r"no 'cls\.predictions\.decoder\.bias'.*native step as BASE"):
+        shardckpt.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    shardckpt.merge_adapter(tmp_path / "native", tmp_path / "adapter", tmp_path / "out")
+    found = type(model).from_pretrained(tmp_path / "out")
     torch.testing.assert_close(_compute(found), adapted, rtol=1e-4, atol=1e-4)
 
 
