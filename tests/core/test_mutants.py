@@ -43,8 +43,8 @@ def gradients_stay_at_home(patch: pytest.MonkeyPatch) -> None:
     """Each rank takes its part of its own gradient, as if all had the same."""
     original = ShardGroup.reduce_scatter
 
-    def own(self, out, whole, what, custom=None):
-        pending = original(self, out.clone(), whole, what, custom)
+    def own(self, out, whole, what, custom=None, **settings):
+        pending = original(self, out.clone(), whole, what, custom, **settings)
         out.copy_(whole.view(self.size, -1)[self.rank]).mul_(self.size)
         return pending
 

@@ -157,7 +157,8 @@ def build_contents(
     for rank, report in enumerate(reports):
         for path, item in report.per_rank_values.items():
             _at(tree, path)[rank] = item.decode()
-    ties = {**plan.ties, **flattened.ties}  # merged stages have further ones
+    merged = {path: first for path, first in flattened.ties.items() if path not in plan.numbers}
+    ties = {**plan.ties, **merged}  # merged stages have further ones
     numbers = {**plan.numbers, **{path: plan.numbers[first] for path, first in ties.items()}}
     orders = {numbers[path]: order for report in reversed(reports) for path, order in report.orders.items()}
     topology = Topology(memory_orders=dict(sorted(orders.items())), optimizers=tuple(flattened.optimizers))

@@ -213,12 +213,13 @@ def create_global_plan(local_plans: Sequence[LocalSavePlan], stages: Sequence[in
         stages: For each rank its pipeline stage; empty if all ranks have the same models.
     """
     stages = stages or [0] * len(local_plans)
+    ties = _merge_ties(local_plans)
     packed = [plan.arrays.rows for plan in local_plans if isinstance(plan.arrays, _PackedTensors)]
     if len(packed) == len(local_plans) and all(rows.names == packed[0].names for rows in packed):
         plan = _plan_packed(local_plans, packed, stages)
     else:
         plan = _plan_unpacked(local_plans, [0] * len(local_plans), stages)
-    return replace(plan, local_plans=tuple(local_plans))
+    return replace(plan, ties=ties, local_plans=tuple(local_plans))
 
 
 def _plan_packed(
@@ -261,7 +262,6 @@ def _add_chunks(rows: PackedRows, chunks: Collection[PayloadChunk], known: Mappi
 
 def _plan_unpacked(local_plans: Sequence[LocalSavePlan], loads: Sequence[int], stages: Sequence[int]) -> GlobalSavePlan:
     """Return the plan for unpacked arrays."""
-    ties = _merge_ties(local_plans)
     plan = plan_save(_counted(local_plans), loads)
     order = tuple(spec.path for spec in plan.arrays)
     frozen = _frozen(local_plans)
@@ -275,7 +275,7 @@ def _plan_unpacked(local_plans: Sequence[LocalSavePlan], loads: Sequence[int], s
     return GlobalSavePlan(
         rank_plans,
         order,
-        ties,
+        {},
         replica_groups,
         sum(c.nbytes for rank_plan in rank_plans for c in rank_plan.chunks),
         specs,
@@ -283,11 +283,16 @@ def _plan_unpacked(local_plans: Sequence[LocalSavePlan], loads: Sequence[int], s
 
 
 def _merge_ties(local_plans: Sequence[LocalSavePlan]) -> dict[Path, Path]:
-    """Return the ranks' ties; ranks must not have a tie and an array, or two ties, under one name."""
+    """Return the ranks' ties; names that are one tensor on a rank must be one on each rank that has them."""
+    # Ranks may have other first names, if their dicts have other orders; then each name is written.
     ties = {path: first for local_plan in reversed(local_plans) for path, first in local_plan.ties.items()}
+    arrays: set[Path] = set()
     for rank, local_plan in enumerate(local_plans) if ties else ():
-        others = (path for path, first in local_plan.ties.items() if ties[path] != first)
-        odd = next(others, None) or next((each.path for each in local_plan.arrays if each.path in ties), None)
+        own, held = local_plan.ties, set(_list_paths(local_plan))
+        arrays |= held
+        held |= own.keys()
+        here = [(path, first) for path, first in ties.items() if path in held]
+        odd = next((p for p, first in here if own.get(p, p) != own.get(first, first)), None)
         if odd is not None:
             first, tied = ties[odd], next(n for n, each in enumerate(local_plans) if odd in each.ties)
             raise UsageError(
@@ -297,7 +302,13 @@ def _merge_ties(local_plans: Sequence[LocalSavePlan]) -> dict[Path, Path]:
                 fix="Make them one tensor on all ranks or on none. To keep each rank's own, use shardckpt.PerRank."
                 f" {NAME_STAGES}",
             )
-    return ties
+    return {path: first for path, first in ties.items() if path not in arrays}
+
+
+def _list_paths(local_plan: LocalSavePlan) -> list[Path]:
+    if isinstance(local_plan.arrays, _PackedTensors):
+        return [path for path, _, _ in local_plan.arrays.rows.names.arrays]
+    return [each.path for each in local_plan.arrays]
 
 
 def _frozen(local_plans: Sequence[LocalSavePlan]) -> frozenset[Path]:
