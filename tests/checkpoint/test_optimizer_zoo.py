@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -126,6 +127,7 @@ def train(training: Training, steps: range) -> None:
     model, optimizer = training
     for step in steps:
         torch.manual_seed(100 + step)
+        np.random.seed(step)
         batch = torch.randn(4, 64)
 
         def closure(batch: torch.Tensor = batch) -> torch.Tensor:
