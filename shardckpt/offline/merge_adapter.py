@@ -39,8 +39,8 @@ def merge_adapter(
 
     Args:
         base: Checkpoint of the adapters' base model, in any readable format; or a step of the model with its adapter.
-        adapter: Folder with `adapter_config.json` and the adapter's tensors, as `peft` saves it; or a step of a model
-            with one adapter, which a trainer's callback saved; or several of these.
+        adapter: Folder with `adapter_config.json` and the adapter's tensors, as `peft` saves it. Or a step that a
+            trainer's callback saved from a model with one adapter. Several make a list.
         dst: As for `consolidate`.
         adapter_weights: A factor for each adapter's products, in adapter order; 1 by default.
         on_progress: As for `consolidate`.
