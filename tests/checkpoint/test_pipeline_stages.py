@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -489,3 +490,19 @@ def test_what_no_stage_has_is_unexpected_on_all(tmp_path: Path) -> None:
     assert first == other
     assert {"unexpected: model.head.scale", "unexpected: optim.state.head.norm.bias"} <= set(first)
     assert not any("layers" in problem for problem in first)
+
+
+def test_a_rank_with_a_part_of_another_ranks_names_is_warned_of(tmp_path: Path) -> None:
+    def body(rank: int, world: int) -> list[str]:
+        model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3 - rank)))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            shardckpt.save({"model": model}, tmp_path / "step")
+        return [str(each.message) for each in caught if "pipeline stage" in str(each.message)]
+
+    told = run(2, body)
+    assert [len(each) for each in told] == [1, 0]
+    assert "rank 1 lacks model.2.weight (one of 1 names), and rank 0 has all its names" in told[0][0]

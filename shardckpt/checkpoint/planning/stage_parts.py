@@ -13,6 +13,7 @@ from shardckpt.checkpoint.planning.save_plan import LocalSavePlan
 from shardckpt.checkpoint.stateful.flatten import FlattenedState, encoded
 from shardckpt.encodings.tagged_json import path_key
 from shardckpt.errors import UsageError
+from shardckpt.events.warn_user import warn_user
 from shardckpt.manifest import Path, dotted
 from shardckpt.plan.layout.write_plan import NAME_STAGES, LocalTensor
 from shardckpt.plan.optim.param_groups import merge_groups, settings
@@ -61,12 +62,26 @@ def merge_parts(flattened: FlattenedState, reports: Sequence[RankReport]) -> Mer
                 "param_groups": [_tie(group, (*path, "param_groups", at), ties) for at, group in enumerate(groups)],
             }
         else:
+            _warn_of_subset([set(part) for part in parts], path)
             merged = parts[0]
             for rank, part in enumerate(parts[1:], 1):
                 merged = _merge(merged, part, path, rank)
         tree = _put(tree, path, merged)
     stages = _find_stages(reports)
     return MergedState(replace(flattened, tree=tree, slots=slots, ties=ties), stages, is_like_own)
+
+
+def _warn_of_subset(names: Sequence[set[Any]], path: Path) -> None:
+    """Warn if a rank has some of another rank's names and none of its own, as if it had lost a layer."""
+    for rank, own in enumerate(names):
+        larger = next((other for other, held in enumerate(names) if own and own < held), None)
+        if larger is not None:
+            lacking = sorted(map(str, names[larger] - own))
+            warn_user(
+                f"rank {rank} lacks {dotted((*path, lacking[0]))} (one of {len(lacking)} names), and rank {larger} has"
+                " all its names: it is saved as a pipeline stage. If this is wrong, build the same model on all ranks."
+            )
+            return
 
 
 def _find_stages(reports: Sequence[RankReport]) -> tuple[int, ...]:
